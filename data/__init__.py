@@ -1,0 +1,1 @@
+"""Training data, and the types that cross folder boundaries."""
