@@ -92,7 +92,9 @@ class TokenTree:
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.ranks):
-            raise ValueError(f"a tree needs one rank per parent, got {len(self.parents)} parents and {len(self.ranks)} ranks")
+            raise ValueError(
+                f"a tree needs one rank per parent, got {len(self.parents)} parents and {len(self.ranks)} ranks"
+            )
         if not self.parents or self.parents[0] != -1:
             raise ValueError(f"node 0 must be the root with parent -1, got parents {self.parents[:4]}")
         for node, parent in enumerate(self.parents[1:], start=1):
@@ -122,9 +124,7 @@ class TokenTree:
         missing = [p for p in ordered if p[:-1] not in index]
         if missing:
             raise ValueError(f"tree path {list(missing[0])} has no parent {list(missing[0][:-1])}; add it")
-        return cls(
-            parents=(-1, *(index[p[:-1]] for p in ordered)), ranks=(0, *(p[-1] for p in ordered))
-        )
+        return cls(parents=(-1, *(index[p[:-1]] for p in ordered)), ranks=(0, *(p[-1] for p in ordered)))
 
     def __len__(self) -> int:
         return len(self.parents)

@@ -1,0 +1,83 @@
+"""Batched generation that keeps its batch full, against transformers' ``generate`` at the same batch size.
+
+    python benchmarks/generation.py [--batch 32] [--prompts 96] [--max-new-tokens 128]
+
+Both answer the same prompts greedily with the same prepacked modules. ``generate`` gets them sorted by length and
+left-padded, in batches; a batch lasts as long as its longest answer. The two are interleaved, in one process.
+"""
+
+import argparse
+import json
+from time import perf_counter
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from drafthead.data.chat import prompt_ids
+from drafthead.data.generations import SamplerConfig
+from drafthead.data.sources import SourceConfig, load_prompts
+from drafthead.eval.speed import hardware, versions
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import EMBEDDED, BaseConfig
+from drafthead.models.batched_generation import generate
+
+
+def ours(base: BaseModel, prompts: list[list[int]], batch: int, max_new: int, keep_features: bool) -> int:
+    """Answer all prompts; returns the answer tokens."""
+    sampler = SamplerConfig(max_new_tokens=max_new)
+    answers = generate(base, list(enumerate(prompts)), sampler, slots=batch, keep_features=keep_features)
+    return sum(len(a.input_ids) - a.boundary for a in answers)
+
+
+@torch.inference_mode()
+def transformers(base: BaseModel, prompts: list[list[int]], batch: int, max_new: int) -> int:
+    """The same with ``generate``; padding behind EOS is not counted."""
+    pad = min(base.eos_ids)
+    ordered = sorted(prompts, key=len)
+    tokens = 0
+    for start in range(0, len(ordered), batch):
+        part = ordered[start : start + batch]
+        width = max(map(len, part))
+        ids = torch.tensor([[pad] * (width - len(p)) + p for p in part])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part])
+        out = base.model.generate(
+            ids, attention_mask=mask, max_new_tokens=max_new, do_sample=False, eos_token_id=pad, pad_token_id=pad
+        )
+        for answer in out[:, width:].tolist():
+            tokens += answer.index(pad) + 1 if pad in answer else len(answer)
+    return tokens
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", default=EMBEDDED)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=96)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    arguments = parser.parse_args()
+    base = BaseModel.load(BaseConfig(name=arguments.base))
+    source = SourceConfig(kind="embedded", name="questions")
+    messages = load_prompts([source], seed=0, limit=arguments.prompts)
+    prompts = [prompt_ids(base.tokenizer, m) for m in messages]
+    ways = {
+        "drafthead": lambda p: ours(base, p, arguments.batch, arguments.max_new_tokens, keep_features=False),
+        "drafthead, keeping features": lambda p: ours(base, p, arguments.batch, arguments.max_new_tokens, True),
+        "transformers generate": lambda p: transformers(base, p, arguments.batch, arguments.max_new_tokens),
+    }
+    table = Table("way", "tokens/s", "tokens", "seconds", title=f"greedy, batch {arguments.batch}")
+    found = {}
+    for name, way in ways.items():
+        way(prompts[: arguments.batch // 4])
+        started = perf_counter()
+        tokens = way(prompts)
+        seconds = perf_counter() - started
+        found[name] = {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
+        table.add_row(name, f"{tokens / seconds:.0f}", str(tokens), f"{seconds:.1f}")
+    Console().print(table)
+    print(json.dumps({"batch": arguments.batch, "results": found, "hardware": hardware(), "versions": versions()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Peak memory of a Medusa training step's loss: chunked against the plain form.
+
+    python benchmarks/loss_memory.py                  5 heads, 128256 ids, 4096 tokens, width 256
+    python benchmarks/loss_memory.py --width 4096     Llama-3-8B's width (needs about 60 GB for the plain form)
+
+The width does not touch the [tokens, vocabulary] matrices that the chunked form avoids; the default keeps the
+projection itself small enough for a laptop. Each form runs in a process of its own and reports how far its
+resident memory rose above what it held before the loss (weights, inputs, gradient buffers).
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from drafthead.models.base import OutputHead
+from drafthead.models.losses import LossConfig, Targets, heads_loss, position_loss
+
+
+class PeakMemory:
+    """Highest resident memory of this process while in the block, sampled every millisecond. Bytes."""
+
+    def __enter__(self) -> "PeakMemory":
+        self.before = self.peak = self._resident()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            self.peak = max(self.peak, self._resident())
+            time.sleep(0.001)
+
+    @staticmethod
+    def _resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def plain_loss(
+    hidden: torch.Tensor, heads: list[OutputHead], targets: Targets, config: LossConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same loss with whole matrices and autograd's own graph."""
+    assert targets.teacher is not None and targets.teacher_hidden is not None
+    probs = targets.teacher.logits(targets.teacher_hidden).float().softmax(-1)
+    losses = []
+    for k, head in enumerate(heads):
+        loss, _ = position_loss(head.logits(hidden[k]).float(), targets.ids, targets.valid[k], probs, config)
+        losses.append(config.decay ** (k + 1) * loss)
+    return torch.stack(losses).sum(), hidden.new_zeros(0)
+
+
+def measure(form: str, heads: int, vocabulary: int, tokens: int, width: int) -> dict[str, float]:
+    """Rise of resident memory over one forward and backward pass of the loss."""
+    torch.manual_seed(0)
+    weight = torch.randn(vocabulary, width)
+    hidden = torch.randn(heads, tokens, width, requires_grad=True)
+    projections = [OutputHead(weight=weight.clone().requires_grad_()) for _ in range(heads)]
+    for head in projections:
+        head.weight.grad = torch.zeros_like(head.weight)
+    hidden.grad = torch.zeros_like(hidden)
+    targets = Targets(
+        ids=torch.randint(0, vocabulary, (tokens,)),
+        valid=torch.ones(heads, tokens, dtype=torch.bool),
+        teacher_hidden=torch.randn(tokens, width),
+        teacher=OutputHead(weight=weight),
+    )
+    loss = heads_loss if form == "chunked" else plain_loss
+    started = time.perf_counter()
+    with PeakMemory() as memory:
+        value, _ = loss(hidden, projections, targets, LossConfig(ce=0.5, kl=0.5))
+        value.backward()
+    return {"bytes": memory.peak - memory.before, "seconds": time.perf_counter() - started, "loss": float(value)}
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=5)
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--form", choices=["chunked", "plain"], help="measure one form in this process")
+    arguments = parser.parse_args()
+    sizes = (arguments.heads, arguments.vocabulary, arguments.tokens, arguments.width)
+    if arguments.form:
+        print(json.dumps(measure(arguments.form, *sizes)))
+        return
+    found = {}
+    for form in ("chunked", "plain"):
+        command = [sys.executable, __file__, "--form", form]
+        for key in ("heads", "vocabulary", "tokens", "width"):
+            command += [f"--{key}", str(getattr(arguments, key))]
+        output = subprocess.run(command, check=False, capture_output=True, text=True)
+        if output.returncode:
+            raise SystemExit(
+                f"error: the {form} form ended with {output.returncode} (killed for memory?)\n{output.stderr}"
+            )
+        found[form] = json.loads(output.stdout)
+        print(f"{form:8} {found[form]['bytes'] / 1e9:6.2f} GB above weights and inputs, {found[form]['seconds']:.1f} s")
+    ratio = found["plain"]["bytes"] / found["chunked"]["bytes"]
+    print(
+        f"the chunked loss needs {ratio:.1f} times less ({platform.processor() or platform.machine()}, torch {torch.__version__})"
+    )
+    print(json.dumps({"sizes": dict(zip(("heads", "vocabulary", "tokens", "width"), sizes, strict=True)), **found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Hydra composes, dataclasses check: unknown keys, wrong types and limits are errors, ``+key`` included."""
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from hydra.errors import HydraException
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from drafthead.data.errors import UserError
+
+T = TypeVar("T")
+
+
+def parse(cfg: DictConfig, schema: type[T]) -> T:
+    """Composed config -> checked dataclasses (runs every ``__post_init__``).
+
+    Merged into a fresh schema because ``+key=value`` on the command line opens Hydra's own copy and would smuggle an
+    unknown key past it.
+
+    Raises:
+        UserError: an unknown key, a wrong type, a missing value, a limit exceeded.
+    """
+    try:
+        plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain)))
+    except (OmegaConfBaseException, HydraException) as error:
+        raise UserError(f"config: {_one_line(error)}") from None
+    except ValueError as error:
+        raise UserError(f"config: {error}") from None
+
+
+def parse_component(node: dict[str, Any], base: Any, key: str, package: str) -> Any:
+    """``{_target_: package.module.SomeConfig, ...}`` -> ``SomeConfig(...)``, with types and names checked.
+
+    Args:
+        node: the config node.
+        base: class that the target must be a subclass of.
+        key: name of the node, for messages.
+        package: prefix that the target must have, so that a config cannot name foreign code.
+
+    Raises:
+        UserError: another target, an unknown key, a wrong type, a limit exceeded.
+    """
+    target = str(node.get("_target_", ""))
+    try:
+        found = get_class(target) if target.startswith(package) else None
+    except Exception:
+        found = None
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise UserError(f"{key}._target_ must name a {base.__name__} under {package}*, got {target!r}")
+    fields = {k: v for k, v in node.items() if k != "_target_"}
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(found), fields))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"{key}: {_one_line(error)}") from None
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run a Hydra entry point; our own errors and Hydra's become one line and exit code 2, without a traceback."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra prints our errors as its own traceback
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+    except HydraException as error:
+        raise SystemExit(f"error: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    kept = [line for line in lines if line and not line.startswith(("reference_type", "object_type", "See https"))]
+    return " ".join(kept)

@@ -1,0 +1,77 @@
+"""What a person sees while a run works: progress bars with an ETA for data, timed headings for stages."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+class Display:
+    """Console of a run. Silent on processes other than the main one."""
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.console = Console(quiet=not enabled, highlight=False)
+        self.stages: list[tuple[str, float]] = []
+        """Finished stages and their seconds."""
+        self._bar: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._last_line: dict[str, float] = {}
+
+    def line(self, text: str) -> None:
+        """One plain line."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """A heading before, the time it took after."""
+        self.console.print(f"[bold]== {name}[/bold]")
+        started = monotonic()
+        try:
+            yield
+        finally:
+            self._close_bar()
+        seconds = monotonic() - started
+        self.stages.append((name, seconds))
+        self.line(f"   {name}: {seconds:.1f} s")
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Advance the bar ``what``; without a terminal a line every 10 seconds instead."""
+        if not self.console.is_terminal:
+            self._progress_line(what, done, total)
+            return
+        if self._bar is None:
+            columns = (TextColumn("   {task.description}"), BarColumn(), MofNCompleteColumn())
+            times = (TextColumn("elapsed"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+            self._bar = Progress(*columns, *times, console=self.console)
+            self._bar.start()
+        if what not in self._tasks:
+            self._tasks[what] = self._bar.add_task(what, total=total, completed=done)
+        self._bar.update(self._tasks[what], completed=done, total=total)
+
+    def _progress_line(self, what: str, done: int, total: int) -> None:
+        now = monotonic()
+        first, previous = self._tasks.setdefault(what, TaskID(int(now))), self._last_line.get(what)
+        if previous is not None and now - previous < 10 and done < total:
+            return
+        if previous is None or done < total or now - previous >= 1:
+            elapsed = now - first
+            left = (
+                f", about {elapsed / done * (total - done):.0f} s left" if done and elapsed > 5 and done < total else ""
+            )
+            self.line(f"   {what}: {done}/{total}{left}")
+        self._last_line[what] = now
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar, self._tasks, self._last_line = None, {}, {}

@@ -1,0 +1,137 @@
+"""The frozen base's hidden states per packed row, on disk. R rows, T row length, D width."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafthead.data.errors import UserError
+from drafthead.data.files import require_space
+from drafthead.data.manifest import check_manifest, read_manifest, write_manifest
+
+_DTYPES = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_REMEDY = "remove the folder or choose another one for these settings"
+
+
+class FeatureCache:
+    """Rows of features in one memory-mapped file, with a mark per filled row so that filling resumes.
+
+    Several processes may fill different rows. A row is marked after it is written, so a killed process leaves
+    no half-written row behind; after a power failure remove the folder.
+    """
+
+    def __init__(self, folder: Path, shape: tuple[int, int, int], dtype: str) -> None:
+        """Map existing files; use ``create`` or ``open``."""
+        self.folder = folder
+        self.rows, self.row_length, self.width = shape
+        self._name = dtype
+        self._dtype = _DTYPES[dtype]
+        stored = np.int32 if dtype == "float32" else np.int16
+        # numpy has no bfloat16: the file is mapped as integers of the same size and viewed by torch.
+        mapped = np.memmap(folder / "features.bin", dtype=stored, mode="r+", shape=shape)
+        self._values = torch.from_numpy(mapped).view(self._dtype)
+        self._done = np.memmap(folder / "done.bin", dtype=np.bool_, mode="r+", shape=(self.rows,))
+
+    @classmethod
+    def create(
+        cls, folder: Path, rows: int, row_length: int, width: int, dtype: str, manifest: dict[str, Any]
+    ) -> "FeatureCache":
+        """A cache for [R, T, D] values; one that exists with the same settings is opened with what it holds.
+
+        Args:
+            folder: of the cache.
+            rows: R >= 1.
+            row_length: T >= 1.
+            width: D >= 1.
+            dtype: ``float16``, ``bfloat16`` or ``float32``, as stored.
+            manifest: what makes the features (base, revision, corpus; JSON values).
+
+        Raises:
+            UserError: a size or the dtype is wrong, the cache was made differently, or the disk is too full.
+        """
+        if dtype not in _DTYPES:
+            raise UserError(f"feature dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+        if min(rows, row_length, width) < 1:
+            raise UserError(
+                f"a feature cache needs sizes >= 1, got rows {rows}, row length {row_length}, width {width}"
+            )
+        sizes = {"rows": rows, "row_length": row_length, "width": width, "dtype": dtype}
+        entries = {**manifest, "cache": sizes}
+        if not check_manifest(folder, entries, _REMEDY):
+            size = rows * row_length * width * _DTYPES[dtype].itemsize
+            require_space(folder, size + rows, "the feature cache")
+            folder.mkdir(parents=True, exist_ok=True)
+            _reserve(folder / "features.bin", size)
+            _reserve(folder / "done.bin", rows)
+            write_manifest(folder, entries)
+        return cls(folder, (rows, row_length, width), dtype)
+
+    @classmethod
+    def open(cls, folder: Path, manifest: dict[str, Any] | None = None) -> "FeatureCache":
+        """An existing cache, checked against ``manifest`` unless that is None.
+
+        Raises:
+            UserError: there is none, or it was made differently.
+        """
+        entries = read_manifest(folder)
+        sizes = entries.get("cache")
+        if not isinstance(sizes, dict):
+            raise UserError(f"{folder} is not a feature cache: its manifest has no 'cache'; choose another folder")
+        if manifest is not None:
+            check_manifest(folder, {**manifest, "cache": sizes}, _REMEDY)
+        return cls(folder, (sizes["rows"], sizes["row_length"], sizes["width"]), sizes["dtype"])
+
+    def write(self, row_numbers: list[int], values: Tensor) -> None:
+        """Store ``values`` [b, T, D] (any float dtype, any device) as the rows ``row_numbers``.
+
+        Raises:
+            UserError: the values do not have the cache's sizes, or do not fit its dtype.
+        """
+        want = (len(row_numbers), self.row_length, self.width)
+        if tuple(values.shape) != want:
+            raise UserError(f"features are {list(values.shape)}, but {self.folder} takes {list(want)}; make it anew")
+        self._check_rows(row_numbers)
+        source = values.detach().cpu()
+        stored = source.to(self._dtype)
+        overflow = torch.isinf(stored) & torch.isfinite(source)
+        if bool(overflow.any()):
+            largest = float(source[overflow].abs().max())
+            raise UserError(
+                f"a feature of {largest:.3g} does not fit {self._name} (largest "
+                f"{torch.finfo(self._dtype).max:.3g}); use bfloat16 or float32 for the feature cache"
+            )
+        self._values[row_numbers] = stored
+        self._done[row_numbers] = True
+
+    def read(self, row_numbers: list[int]) -> Tensor:
+        """The rows ``row_numbers`` as [b, T, D] float32.
+
+        Raises:
+            UserError: a row was never written.
+        """
+        self._check_rows(row_numbers)
+        missing = [row for row in row_numbers if not self._done[row]]
+        if missing:
+            raise UserError(f"rows {missing[:5]} of {self.folder} have no features yet; fill the cache first")
+        return self._values[row_numbers].to(torch.float32)
+
+    def missing_rows(self) -> list[int]:
+        """Numbers of the rows that are not filled, ascending."""
+        return [int(row) for row in np.flatnonzero(~self._done)]
+
+    def _check_rows(self, row_numbers: list[int]) -> None:
+        outside = [row for row in row_numbers if not 0 <= row < self.rows]
+        if outside:
+            raise UserError(f"{self.folder} has rows 0 to {self.rows - 1}, got {outside[:5]}; is it another corpus's?")
+
+
+def _reserve(path: Path, size: int) -> None:
+    """A file of ``size`` zero bytes that really has its blocks: a full disk under a sparse map kills the process."""
+    with path.open("wb") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.truncate(size)

@@ -1,0 +1,288 @@
+"""The phase-2 corpus: the base's own answers as token ids, in shards that exist whole or not at all.
+
+Imports stay light (no torch, no transformers): a generation server's client needs nothing else.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from drafthead.data.chat import Document
+from drafthead.data.errors import UserError
+from drafthead.data.files import require_space
+from drafthead.data.manifest import check_manifest, read_manifest, write_manifest
+
+_WIDTH = b"features_width"
+_COLUMNS = {
+    "prompt_number": pa.int64(),
+    "input_ids": pa.list_(pa.int32()),
+    "boundary": pa.int32(),
+    "finished": pa.bool_(),
+}
+
+
+@dataclass(kw_only=True)
+class SamplerConfig:
+    """How the base answers."""
+
+    temperature: float = 0.0
+    """0 is greedy, exactly."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens with this probability."""
+    max_new_tokens: int = 128
+    """Longest answer, in tokens."""
+    ignore_eos: bool = False
+    """Go on after the end of a turn."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"sampler.temperature must be >= 0 and finite, got {self.temperature}")
+        if self.top_k < 0:
+            raise UserError(f"sampler.top_k must be >= 0, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"sampler.top_p must be in (0, 1], got {self.top_p}")
+        if self.max_new_tokens < 1:
+            raise UserError(f"sampler.max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        if self.seed < 0:
+            raise UserError(f"sampler.seed must be >= 0, got {self.seed}")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A prompt and the base's answer, as token ids: never re-encoded text."""
+
+    prompt_number: int
+    """Number of the prompt in its list; unique in a store."""
+    input_ids: npt.NDArray[np.int32]
+    """[n]: prompt, then answer."""
+    boundary: int
+    """Index of the first answer token, in [1, n)."""
+    finished: bool
+    """The base ended its turn; otherwise the limit cut it."""
+    features: npt.NDArray[np.float16] | None = None
+    """[n - 1, D]: the base's final hidden states h_0 .. h_{n-2}, as they arose; missing positions are NaN."""
+
+    def __post_init__(self) -> None:
+        n = len(self.input_ids)
+        if not 1 <= self.boundary < n:
+            raise ValueError(f"prompt {self.prompt_number}: boundary must be in [1, {n}), got {self.boundary}")
+        if self.features is not None and (self.features.ndim != 2 or len(self.features) != n - 1):
+            raise ValueError(f"prompt {self.prompt_number}: features must be [{n - 1}, D], got {self.features.shape}")
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Size of a store."""
+
+    rows: int
+    tokens: int
+    """Answer tokens."""
+    finished: int
+    """Answers that the base ended itself."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    prompt_number: int
+    shard: int
+    row: int
+    first: int
+    """First row of its features in the shard's matrix."""
+
+
+class GenerationStore:
+    """A folder of generations. One process writes; any number read what is there.
+
+    A shard is ``shard-00012.parquet`` and, with features, ``shard-00012.safetensors``. The parquet file is renamed
+    into place last, so whatever kills the writer costs the shard in progress and nothing else. What a killed
+    writer leaves behind is ignored by readers and removed before the next shard is written.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any] | None = None) -> None:
+        """Open ``folder``, or create it.
+
+        Args:
+            folder: of the store.
+            manifest: what makes the generations (base, tokenizer, sampler, prompts; JSON values); None opens an
+                existing store whatever made it.
+
+        Raises:
+            UserError: the store was made differently (the message names the key), is damaged, or is not there.
+        """
+        self.folder = folder
+        if manifest is None:
+            read_manifest(folder)
+        elif not check_manifest(folder, manifest, "remove the folder or choose another one for these settings"):
+            if any(folder.glob("shard-*.parquet")):
+                raise UserError(f"{folder} holds generations but no manifest; restore it or remove the folder")
+            write_manifest(folder, manifest)
+        self._tables: dict[int, pa.Table] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._clean = False
+        for path in sorted(folder.glob("shard-*.parquet")):
+            self._add(int(path.stem.removeprefix("shard-")), _read_shard(path))
+
+    @property
+    def done(self) -> set[int]:
+        """Numbers of the prompts that are answered on disk."""
+        return set(self._entries)
+
+    def append_shard(self, generations: list[Generation]) -> None:
+        """Write one shard: durable when this returns, absent if it does not. An empty list writes nothing.
+
+        Raises:
+            UserError: a prompt is answered already, another process writes here, or the disk is full.
+        """
+        if not generations:
+            return
+        numbers = [g.prompt_number for g in generations]
+        twice = sorted((set(numbers) & self.done) | {n for n in numbers if numbers.count(n) > 1})
+        if twice:
+            raise UserError(f"prompts {twice[:5]} are answered twice in {self.folder}; write each prompt once")
+        if not self._clean:
+            self._remove_leftovers()
+        shard = max(self._tables, default=-1) + 1
+        path = self._path(shard, "parquet")
+        if path.exists():
+            raise UserError(f"{path} appeared while this run was writing; stop the other process that uses the folder")
+        features = _joined_features(generations)
+        table = _table(generations, 0 if features is None else features.shape[1])
+        needed = table.nbytes + (0 if features is None else features.nbytes)
+        require_space(self.folder, needed + 1_000_000, "the next shard of generations")
+        if features is not None:
+            aside = self._aside(shard, "safetensors")
+            save_file({"features": features}, aside)
+            _publish(aside, self._path(shard, "safetensors"))
+        aside = self._aside(shard, "parquet")
+        pq.write_table(table, aside, compression="zstd")
+        _publish(aside, path)
+        self._add(shard, table)
+
+    def read(self) -> Iterator[Generation]:
+        """All generations in the order of their prompt numbers; features are read from disk row by row."""
+        opened = lru_cache(maxsize=32)(self._features)
+        for _, entry in sorted(self._entries.items()):
+            table = self._tables[entry.shard]
+            ids = table["input_ids"][entry.row].values.to_numpy()
+            features = None
+            if _width(table):
+                features = opened(entry.shard)[entry.first : entry.first + len(ids) - 1]
+            boundary, finished = table["boundary"][entry.row].as_py(), table["finished"][entry.row].as_py()
+            yield Generation(entry.prompt_number, ids, boundary, finished, features)
+
+    def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
+        """[V] how often each id occurs in the answers.
+
+        Raises:
+            UserError: an answer has an id beyond ``vocab_size``.
+        """
+        counts = np.zeros(vocab_size, dtype=np.int64)
+        for ids, start in self._answers():
+            found = np.bincount(ids[start:], minlength=vocab_size)
+            if len(found) > vocab_size:
+                raise UserError(f"{self.folder} has token id {len(found) - 1}, but the vocabulary has {vocab_size}")
+            counts += found
+        return counts
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Rows, answer tokens and finished answers on disk."""
+        tokens = sum(len(ids) - start for ids, start in self._answers())
+        finished = sum(sum(table["finished"].to_pylist()) for table in self._tables.values())
+        return GenerationStats(rows=len(self._entries), tokens=tokens, finished=finished)
+
+    def _answers(self) -> Iterator[tuple[npt.NDArray[np.int32], int]]:
+        for table in self._tables.values():
+            boundaries = table["boundary"].to_pylist()
+            for row, start in enumerate(boundaries):
+                yield table["input_ids"][row].values.to_numpy(), start
+
+    def _features(self, shard: int) -> Any:
+        """The shard's feature matrix, sliced from disk."""
+        file: Any = safe_open(self._path(shard, "safetensors"), framework="np")
+        return file.get_slice("features")
+
+    def _add(self, shard: int, table: pa.Table) -> None:
+        if _width(table) and not self._path(shard, "safetensors").exists():
+            raise UserError(f"{self._path(shard, 'safetensors')} is missing; restore it or remove the shard's parquet")
+        first = 0
+        for row, number in enumerate(table["prompt_number"].to_pylist()):
+            if number in self._entries:
+                other = self._path(self._entries[number].shard, "parquet").name
+                raise UserError(
+                    f"prompt {number} stands twice in {self.folder}, in {other} and "
+                    f"{self._path(shard, 'parquet').name}; remove one of the two files"
+                )
+            self._entries[number] = _Entry(number, shard, row, first)
+            first += len(table["input_ids"][row])
+        self._tables[shard] = table
+
+    def _path(self, shard: int, kind: str) -> Path:
+        return self.folder / f"shard-{shard:05}.{kind}"
+
+    def _aside(self, shard: int, kind: str) -> Path:
+        return self.folder / f".shard-{shard:05}.{kind}.tmp"
+
+    def _remove_leftovers(self) -> None:
+        orphans = [p for p in self.folder.glob("shard-*.safetensors") if not p.with_suffix(".parquet").exists()]
+        for path in [*self.folder.glob(".shard-*.tmp"), *orphans]:
+            path.unlink()
+        self._clean = True
+
+
+def as_documents(generations: Iterable[Generation]) -> Iterator[Document]:
+    """Each generation as a document whose answer is trained."""
+    for g in generations:
+        yield Document(g.input_ids, np.arange(len(g.input_ids)) >= g.boundary)
+
+
+def _table(generations: list[Generation], width: int) -> pa.Table:
+    columns = {name: pa.array([getattr(g, name) for g in generations], type=kind) for name, kind in _COLUMNS.items()}
+    return pa.table(columns).replace_schema_metadata({_WIDTH: str(width).encode()})
+
+
+def _width(table: pa.Table) -> int:
+    return int((table.schema.metadata or {}).get(_WIDTH, b"0"))
+
+
+def _read_shard(path: Path) -> pa.Table:
+    try:
+        return pq.read_table(path, columns=list(_COLUMNS), partitioning=None)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} cannot be read ({error}); remove it, and its prompts are answered again") from error
+
+
+def _joined_features(generations: list[Generation]) -> npt.NDArray[np.float16] | None:
+    """[sum of n, D]: every row keeps as many features as it has tokens; its last token has none (NaN)."""
+    present = [g.features for g in generations if g.features is not None]
+    if not present:
+        return None
+    if len(present) < len(generations) or len({f.shape[1] for f in present}) > 1:
+        raise ValueError("the generations of a shard must all have features of one width, or none")
+    gap = np.full((1, present[0].shape[1]), np.nan, dtype=np.float16)
+    return np.concatenate([part for f in present for part in (f.astype(np.float16, copy=False), gap)])
+
+
+def _publish(aside: Path, path: Path) -> None:
+    """Rename a complete file into place, on disk before anyone can see it."""
+    with aside.open("rb") as file:
+        os.fsync(file.fileno())
+    aside.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,259 @@
+"""Documents and prompts: hub datasets, local files, files inside packages, and a few that come with the code."""
+
+import gzip
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from glob import glob
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from drafthead.data import builtin_sets, embedded_sets
+from drafthead.data.chat import Message
+from drafthead.data.embedded_sets import content_hash
+from drafthead.data.errors import UserError
+
+KINDS = ("hf", "jsonl", "text", "embedded", "builtin")
+_SETS = {"embedded": embedded_sets, "builtin": builtin_sets}
+_ROLES = {
+    "system": "system",
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
+}
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class SourceConfig:
+    """Where text or prompts come from."""
+
+    kind: str
+    """``hf`` (hub dataset or a local dataset folder), ``jsonl``, ``text``, ``embedded`` or ``builtin``."""
+    name: str = ""
+    """Hub id; path or glob of files (``.gz`` is read too); or the name of an embedded or builtin set."""
+    subset: str | None = None
+    """Configuration of a hub dataset."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    revision: str | None = None
+    """Commit or tag of a hub dataset."""
+    column: str = "text"
+    """Column of a hub or jsonl row: a text, or for prompts also a conversation."""
+    limit: int | None = None
+    """Read at most this many entries; a hub dataset is then streamed, not downloaded. None: all."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"source.kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        if not self.name:
+            raise UserError(f"source.name must not be empty for kind {self.kind!r}; give a hub id, a path or a set")
+        if self.kind in _SETS and self.name not in (known := _set_names(self.kind)):
+            raise UserError(f"source.name must be one of {', '.join(known)} for kind {self.kind!r}, got {self.name!r}")
+        for key in ("subset", "revision"):
+            if self.kind != "hf" and getattr(self, key) is not None:
+                raise UserError(f"source.{key} is for kind 'hf' only, got kind {self.kind!r}; remove it")
+        if self.limit is not None and self.limit < 1:
+            raise UserError(f"source.limit must be >= 1 or null, got {self.limit}")
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.name}"
+
+
+def iter_documents(source: SourceConfig) -> Iterator[str]:
+    """The texts of a source in its own order, empty ones left out. A file of kind ``text`` is one document.
+
+    Raises:
+        UserError: nothing there, a broken line, a missing column (the message lists those present), no network.
+    """
+    if source.kind in _SETS:
+        texts = _SETS[source.kind].documents(_set_of(source, "DOCUMENT_SETS"))
+    elif source.kind == "text":
+        texts = (_read_text(path) for path in _files(source))
+    else:
+        texts = (_as_text(value, source, where) for value, where in _column(source))
+    return islice((text for text in texts if text.strip()), source.limit)
+
+
+def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
+    """Message lists that end with a user turn, in the source's own order.
+
+    A column holds a text (one user turn) or a conversation, ``{role, content}`` or ShareGPT's ``{from, value}``;
+    of a conversation, what stands before its first assistant turn is kept, and one that starts with the
+    assistant is left out. A file of kind ``text`` has one prompt a line.
+
+    Raises:
+        UserError: as ``iter_documents``; or a column holds neither.
+    """
+    found: Iterator[list[Message]]
+    if source.kind in _SETS:
+        found = map(_user_turn, _SETS[source.kind].prompts(_set_of(source, "PROMPT_SETS")))
+    elif source.kind == "text":
+        found = (_user_turn(line) for path in _files(source) for line in _read_text(path).splitlines())
+    else:
+        found = (_as_prompt(value, source, where) for value, where in _column(source))
+    return islice((m for m in found if m and m[-1]["role"] == "user" and m[-1]["content"].strip()), source.limit)
+
+
+def load_documents(sources: list[SourceConfig], seed: int, max_documents: int | None = None) -> list[str]:
+    """All documents of all sources, without near copies (``content_hash``), in an order fixed by ``seed``.
+
+    Args:
+        sources: a hub dataset without a limit is read up to ``max_documents`` rows.
+        seed: of the shuffle.
+        max_documents: keep this many after the shuffle; None keeps all.
+
+    Raises:
+        UserError: a source is broken or empty; no source is given.
+    """
+    return _load(sources, iter_documents, content_hash, seed, max_documents)
+
+
+def load_prompts(sources: list[SourceConfig], seed: int, limit: int | None) -> list[list[Message]]:
+    """All prompts of all sources, without near copies, in an order fixed by ``seed``, at most ``limit``.
+
+    Raises:
+        UserError: a source is broken or empty; no source is given.
+    """
+    return _load(sources, iter_prompts, _prompt_hash, seed, limit)
+
+
+def _load(
+    sources: list[SourceConfig],
+    entries: Callable[[SourceConfig], Iterator[T]],
+    key: Callable[[T], str],
+    seed: int,
+    limit: int | None,
+) -> list[T]:
+    if not sources:
+        raise UserError("no data source is given; list at least one")
+    unique: dict[str, T] = {}
+    for source in sources:
+        if source.kind == "hf" and source.limit is None:
+            source = replace(source, limit=limit)
+        empty = True
+        for entry in entries(source):
+            empty = False
+            unique.setdefault(key(entry), entry)
+        if empty:
+            raise UserError(f"source {source} is empty; check source.name, source.split and source.column")
+    # By hash first: the order of the sources and of their rows must not matter.
+    order = sorted(unique)
+    random.Random(seed).shuffle(order)
+    return [unique[k] for k in order[:limit]]
+
+
+def _prompt_hash(messages: list[Message]) -> str:
+    return content_hash("\n".join(f"{m['role']}: {m['content']}" for m in messages))
+
+
+def _user_turn(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def _set_names(kind: str) -> list[str]:
+    return [*_SETS[kind].DOCUMENT_SETS, *_SETS[kind].PROMPT_SETS]
+
+
+def _set_of(source: SourceConfig, which: str) -> str:
+    known: tuple[str, ...] = getattr(_SETS[source.kind], which)
+    if source.name not in known:
+        wanted = "documents" if which == "DOCUMENT_SETS" else "prompts"
+        raise UserError(f"source {source} has no {wanted}; the {source.kind} sets that have are {', '.join(known)}")
+    return source.name
+
+
+def _files(source: SourceConfig) -> list[Path]:
+    files = [Path(p) for p in sorted(glob(str(Path(source.name).expanduser()), recursive=True)) if Path(p).is_file()]
+    if not files:
+        raise UserError(f"source {source} matches no file; check source.name")
+    return files
+
+
+def _read_text(path: Path) -> str:
+    content = path.read_bytes()
+    try:
+        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+    except (UnicodeDecodeError, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} is not UTF-8 text ({error}); convert it or leave it out") from None
+
+
+def _column(source: SourceConfig) -> Iterator[tuple[Any, str]]:
+    """Values of the source's column, each with where it stands; rows without a value are left out."""
+    for row, where in _hub_rows(source) if source.kind == "hf" else _jsonl_rows(source):
+        if source.column not in row:
+            present = ", ".join(map(str, row)) or "none"
+            raise UserError(f"{where} has no column {source.column!r}; present: {present}; set source.column")
+        if row[source.column] is not None:
+            yield row[source.column], where
+
+
+def _jsonl_rows(source: SourceConfig) -> Iterator[tuple[dict[str, Any], str]]:
+    for path in _files(source):
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                where = f"{path} line {number}"
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise UserError(f"{where} is not valid JSON ({error}); repair or remove the line") from None
+                if not isinstance(row, dict):
+                    raise UserError(f"{where} holds a {type(row).__name__}, expected an object; repair the line")
+                yield row, where
+
+
+def _hub_rows(source: SourceConfig) -> Iterator[tuple[dict[str, Any], str]]:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(
+            source.name,
+            source.subset,
+            split=source.split,
+            revision=source.revision,
+            streaming=source.limit is not None,
+        )
+        for number, row in enumerate(rows):
+            yield row, f"{source} row {number}"
+    # What the library raises for: no network, no such dataset; no such split or subset; a loading script.
+    except (OSError, ValueError, RuntimeError) as error:
+        what = " ".join(str(error).split())[:400]
+        raise UserError(
+            f"dataset {source.name!r} (subset {source.subset}, split {source.split!r}) could not be read: "
+            f"{type(error).__name__}: {what}; check the id, the network and access, or use local files (kind jsonl)"
+        ) from error
+
+
+def _as_text(value: Any, source: SourceConfig, where: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(
+            f"{where}: column {source.column!r} holds a {type(value).__name__}, expected text; set source.column"
+        )
+    return value
+
+
+def _as_prompt(value: Any, source: SourceConfig, where: str) -> list[Message]:
+    if isinstance(value, str):
+        return _user_turn(value)
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        raise UserError(
+            f"{where}: column {source.column!r} holds a {type(value).__name__}, expected text or a list of "
+            "{role, content} or {from, value}; set source.column"
+        )
+    messages: list[Message] = []
+    for turn in value:
+        role, content = (turn.get(a, turn.get(b)) for a, b in (("role", "from"), ("content", "value")))
+        if role not in _ROLES or not isinstance(content, str):
+            raise UserError(
+                f"{where}: a turn has role {role!r} and a {type(content).__name__} as content, expected text and a "
+                f"role among {', '.join(_ROLES)}; repair the row"
+            )
+        if _ROLES[role] == "assistant":
+            break
+        messages.append({"role": _ROLES[role], "content": content})
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    return messages

@@ -1,0 +1,80 @@
+"""``drafthead generate --head DIR "prompt"``: stream an answer, then say what drafting bought."""
+
+import argparse
+import sys
+
+import torch
+from rich.console import Console
+
+from drafthead.data.chat import prompt_ids
+from drafthead.data.contracts import DecodeResult
+from drafthead.data.errors import UserError
+from drafthead.eval.decode import decode
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import BaseConfig
+from drafthead.models.draft_head import DraftHead
+from drafthead.models.loading import load_base_and_head
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="drafthead generate", description=__doc__)
+    parser.add_argument("prompt", help="the user's message; - reads standard input")
+    parser.add_argument("--head", required=True, help="head folder (outputs/NAME/head) or Hub repository (user/name)")
+    parser.add_argument("--base", default="", help="base model; by default the one that the head was trained for")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="default 256")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    parser.add_argument(
+        "--no-compare", action="store_true", help="skip the plain decoding that the speedup is measured against"
+    )
+    arguments = parser.parse_args()
+    try:
+        _generate(arguments)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if not text.strip():
+        raise UserError("the prompt is empty; give some words")
+    base, head = load_base_and_head(arguments.head, BaseConfig(name=arguments.base))
+    if arguments.raw:
+        ids = base.tokenizer(text).input_ids
+    else:
+        ids = prompt_ids(base.tokenizer, [{"role": "user", "content": text}])
+    decode(base, head, ids[-8:], max_new_tokens=4)  # warm up, so that the first answer is timed like any other
+    console = Console(highlight=False)
+    result = _stream(base, head, ids, arguments.max_new_tokens, console)
+    rate = len(result.tokens) / result.total_s
+    mean = sum(s.committed for s in result.steps) / max(1, len(result.steps))
+    line = f"{len(result.tokens)} tokens, {rate:.1f} tokens/s, {mean:.2f} tokens a step"
+    if not arguments.no_compare:
+        plain = decode(base, None, ids, max_new_tokens=arguments.max_new_tokens)
+        same = "the same text" if plain.tokens == result.tokens else "another text (a near-tie; see drafthead eval)"
+        plain_rate = len(plain.tokens) / plain.total_s
+        line += f"; plain decoding {plain_rate:.1f} tokens/s and {same}: speedup {rate / plain_rate:.2f}"
+    console.print(f"\n[dim]{line}[/dim]")
+
+
+def _stream(base: BaseModel, head: DraftHead, ids: list[int], max_new_tokens: int, console: Console) -> DecodeResult:
+    """Decode, printing text as soon as it is final."""
+    answer: list[int] = []
+    shown = 0
+
+    def show(tokens: list[int]) -> None:
+        nonlocal shown
+        answer.extend(tokens)
+        text = base.tokenizer.decode(answer, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):  # half of a multi-byte character: wait for the rest
+            console.out(text[shown:], end="", highlight=False)
+            shown = len(text)
+
+    with torch.inference_mode():
+        result = decode(base, head, ids, max_new_tokens=max_new_tokens, on_tokens=show)
+    console.out("")
+    return result
+
+
+if __name__ == "__main__":
+    main()

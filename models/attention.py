@@ -1,0 +1,55 @@
+"""The attention that every base runs with: SDPA that never copies grouped keys and values.
+
+transformers' own ``sdpa`` path repeats the keys and values of grouped-query models for every masked pass, which
+at batch 48 costs five times the attention itself (``docs/log.md``).
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "drafthead"
+
+
+def grouped_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of [B, heads, T, E] queries over [B, kv_heads, S, E] states; no mask means causal. [B, T, heads, E]."""
+    if kwargs.get("softcap") is not None or kwargs.get("position_bias") is not None:
+        # Refused at load for the bases we know; transformers' own path says which backend would support it.
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return out, None
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.device.type != "cpu":
+        # CUDA's fused kernels take grouped heads only without a mask; the copy is cheaper than their fallback.
+        groups = query.shape[1] // key.shape[1]
+        key, value, grouped = repeat_kv(key, groups), repeat_kv(value, groups), False
+    out = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        is_causal=attention_mask is None and query.shape[2] > 1,
+        scale=scaling,
+        enable_gqa=grouped,
+    )
+    return out.transpose(1, 2), None
+
+
+def register() -> str:
+    """Make the attention known to transformers; returns the name to pass as ``attn_implementation``."""
+    AttentionInterface.register(NAME, grouped_sdpa)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    return NAME

@@ -1,0 +1,250 @@
+"""The frozen base model: stock transformers modules, driven for features, plain decoding and tree verification.
+
+Shape legend: B batch, T time, N tree nodes, D width, V vocabulary.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
+
+from drafthead.data.contracts import Features, FeatureSpec, TokenTree, TrainBatch
+from drafthead.data.embedded import smollm2_folder
+from drafthead.data.errors import UserError
+from drafthead.data.tiny import tiny_tokenizer
+from drafthead.models import attention
+from drafthead.models.base_config import EMBEDDED, BaseConfig, check_architecture, could_not_load
+from drafthead.models.kv_cache import CacheShape, KVCache, SlotCache
+from drafthead.models.linear import prepack_linears
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputHead:
+    """The base's own next-token head, or a slice of its rows: logits = softcap(scale * h @ weight.T)."""
+
+    weight: Tensor
+    """[V, D], frozen."""
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def rows(self, ids: Tensor) -> "OutputHead":
+        """The head over the draft vocabulary ``ids`` ([W] int64)."""
+        return OutputHead(weight=self.weight[ids].contiguous(), scale=self.scale, softcap=self.softcap)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        return self.finish(hidden @ self.weight.t())
+
+    def finish(self, product: Tensor) -> Tensor:
+        """Scale and soft-cap of a finished product."""
+        if self.scale != 1.0:
+            product = product * self.scale
+        if self.softcap is not None:
+            product = self.softcap * torch.tanh(product / self.softcap)
+        return product
+
+
+class BaseModel:
+    """A frozen causal LM. Nothing here computes a gradient, and the model is never saved."""
+
+    def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
+        settings = model.config
+        check_architecture(settings, config.max_context)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.config = config
+        self.name = config.name or f"random-{settings.model_type}"
+        self.hidden_size: int = settings.hidden_size
+        self.vocab_size: int = settings.vocab_size
+        self.num_layers: int = settings.num_hidden_layers
+        self.max_context: int = config.max_context or settings.max_position_embeddings
+        lm_head = model.get_output_embeddings()
+        if lm_head is None or lm_head.bias is not None:
+            raise UserError(f"{settings.model_type} has no bias-free output head; draft heads are initialised from one")
+        self.head = OutputHead(
+            weight=lm_head.weight.detach(),
+            scale=1.0 / getattr(settings, "logits_scaling", 1.0) if settings.model_type == "granite" else 1.0,
+            softcap=getattr(settings, "final_logit_softcapping", None),
+        )
+        self.dtype, self.device = lm_head.weight.dtype, lm_head.weight.device
+        self.fingerprint = self._fingerprint()
+        kv_heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
+        head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+        self._cache_shape = CacheShape(
+            layers=self.num_layers, heads=kv_heads, head_dim=head_dim, dtype=self.dtype, device=self.device
+        )
+        self._tree_masks: dict[TokenTree, Tensor] = {}
+        self.prepacked = prepack_linears(self.model) if config.prepack else 0
+        self._lm_head = self.model.get_output_embeddings()
+
+    @classmethod
+    def load(cls, config: BaseConfig, device: torch.device | str = "cpu") -> "BaseModel":
+        """Load or build the base that ``config`` names, onto ``device``.
+
+        Raises:
+            UserError: it cannot be found, or its architecture is refused.
+        """
+        device = torch.device(device)
+        dtype = getattr(torch, config.dtype if config.dtype != "auto" else _default_dtype(device))
+        implementation = attention.register()
+        if config.random:
+            check_architecture(config.transformers_config(), config.max_context)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(config.seed)
+                model = AutoModelForCausalLM.from_config(
+                    config.transformers_config(), dtype=dtype, attn_implementation=implementation
+                )
+            return cls(model.to(device), _load_tokenizer(config, config.name), config)
+        folder = str(smollm2_folder()) if config.name == EMBEDDED else config.name
+        options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        if config.gguf_file:
+            # Dequantised on load: a GGUF model that counts as quantised can neither be saved nor prepacked.
+            options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+        try:
+            tokenizer = _load_tokenizer(config, folder)
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation=implementation, **options
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(could_not_load(config.name, error)) from None
+        return cls(model.to(device), tokenizer, config)
+
+    @classmethod
+    def wrap(cls, model: Any, tokenizer: Any) -> "BaseModel":
+        """A model that is loaded already. It is frozen and given our attention, and otherwise left as it is.
+
+        Raises:
+            UserError: its architecture is refused.
+        """
+        model.set_attn_implementation(attention.register())
+        config = BaseConfig(name=model.config.name_or_path, prepack=False)
+        return cls(model, tokenizer, config)
+
+    def _fingerprint(self) -> str:
+        """Hash of the sizes and of two small weights: tells fine-tunes of one architecture apart."""
+        parts = [f"{self.hidden_size},{self.vocab_size},{self.num_layers}".encode()]
+        for weight in (self.model.model.norm.weight, self.head.weight[: min(64, self.vocab_size)]):
+            parts.append(weight.detach().float().cpu().numpy().tobytes())
+        return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+    def identity(self) -> dict[str, Any]:
+        """What a corpus or a head must remember of the base it was made with."""
+        return {
+            "name": self.name,
+            "revision": self.config.revision,
+            "fingerprint": self.fingerprint,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "num_layers": self.num_layers,
+            "recipe": self.config.origin(),
+        }
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        configured = self.model.generation_config.eos_token_id
+        ids = configured if isinstance(configured, list) else [configured]
+        return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
+
+    # Reading tokens ------------------------------------------------------------------------------------------
+
+    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
+        """An empty cache for ``batch`` rows of one common length."""
+        return KVCache(self._cache_shape, batch, capacity)
+
+    def new_slots(self, slots: int, capacity: int) -> SlotCache:
+        """An empty cache for ``slots`` rows of lengths of their own."""
+        return SlotCache(self._cache_shape, slots, capacity)
+
+    @torch.inference_mode()
+    def read(self, tokens_BT: Tensor, cache: KVCache) -> Tensor:
+        """Append a chain of committed tokens to ``cache``; returns ``h`` [B, T, D] after the final norm."""
+        start, new = cache.length, tokens_BT.shape[1]
+        mask = None
+        if start and new > 1:
+            causal = torch.ones(new, start + new, dtype=torch.bool, device=self.device).tril_(start)
+            mask = torch.zeros(causal.shape, dtype=self.dtype, device=self.device).masked_fill_(~causal, -torch.inf)
+            mask = mask[None, None]
+        positions = torch.arange(start, start + new, device=self.device)[None]
+        hidden = self._decoder(tokens_BT, positions, mask, cache)
+        cache.commit()
+        return hidden
+
+    @torch.inference_mode()
+    def verify(self, tokens_BN: Tensor, tree: TokenTree, cache: KVCache) -> Tensor:
+        """One pass over a token tree after the committed prefix; returns ``h`` [B, N, D] of every node.
+
+        The nodes' states stay pending in ``cache`` until ``cache.keep`` or ``cache.roll_back``.
+        """
+        positions = (cache.length + tree.depths.to(self.device))[None]
+        return self._decoder(tokens_BN, positions, self._tree_mask(tree, cache), cache)
+
+    @torch.inference_mode()
+    def step(self, tokens_B: Tensor, slots: SlotCache) -> Tensor:
+        """Append one committed token to every row of ``slots``; returns ``h`` [B, D]."""
+        mask = slots.step_mask()
+        hidden = self._decoder(tokens_B[:, None], slots.lengths[:, None], mask, slots)
+        slots.lengths += 1
+        return hidden[:, 0]
+
+    def synchronise(self) -> None:
+        """Wait for the device, so that wall-clock times are of work done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The base's next-token logits of [..., D] hidden states: [..., V]."""
+        return self.head.finish(self._lm_head(hidden))
+
+    @torch.no_grad()
+    def features(self, batch: TrainBatch, spec: FeatureSpec) -> Features:
+        """Hidden states of packed rows; a token sees its own document only. Detached, on the base's device."""
+        ids, documents = batch.input_ids.to(self.device), batch.document_ids.to(self.device)
+        time = ids.shape[1]
+        seen = documents[:, :, None] == documents[:, None, :]
+        seen &= torch.ones(time, time, dtype=torch.bool, device=self.device).tril_()
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, -torch.inf)[:, None]
+        out = self.model.model(
+            input_ids=ids,
+            position_ids=batch.position_ids.to(self.device),
+            attention_mask=mask,
+            use_cache=False,
+            output_hidden_states=bool(spec.layers),
+        )
+        layers = torch.cat([out.hidden_states[i] for i in spec.layers], -1) if spec.layers else None
+        return Features(final=out.last_hidden_state, layers=layers)
+
+    def _decoder(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | SlotCache) -> Tensor:
+        out = self.model.model(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+        )
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def _tree_mask(self, tree: TokenTree, cache: KVCache) -> Tensor:
+        """Additive mask [1, 1, N, length + N]: the whole prefix, and each node's ancestors and itself."""
+        nodes = len(tree)
+        wide = self._tree_masks.get(tree)
+        if wide is None or wide.shape[1] < cache.capacity + nodes:
+            # One buffer for every prefix length: the tree's block stands at the right end of a row of zeros, and a
+            # view from the right place has exactly `length` zeros before it.
+            wide = torch.zeros(nodes, cache.capacity + nodes, dtype=self.dtype, device=self.device)
+            wide[:, -nodes:].masked_fill_(~tree.ancestors.to(self.device), -torch.inf)
+            self._tree_masks[tree] = wide
+        return wide[None, None, :, wide.shape[1] - nodes - cache.length :]
+
+
+def _default_dtype(device: torch.device) -> str:
+    return "float32" if device.type == "cpu" else "bfloat16"
+
+
+def _load_tokenizer(config: BaseConfig, folder: str) -> PreTrainedTokenizerBase:
+    if config.tokenizer == "builtin:tiny":
+        return tiny_tokenizer()
+    options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    if config.gguf_file and config.tokenizer is None:
+        options["gguf_file"] = config.gguf_file
+    return AutoTokenizer.from_pretrained(config.tokenizer or folder, **options)

@@ -1,0 +1,118 @@
+"""Which base model a recipe names, where its weights come from, and which architectures are refused."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from drafthead.data.errors import UserError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+EMBEDDED = "embedded:smollm2"
+"""The base that arrives inside a pinned package, for machines without hub access."""
+
+
+@dataclass(kw_only=True)
+class BaseConfig:
+    """The frozen base."""
+
+    name: str = ""
+    """Hub id, local folder, or ``embedded:smollm2``."""
+    revision: str | None = None
+    """Hub revision; None is the default branch."""
+    gguf_file: str | None = None
+    """A GGUF file of ``name`` to dequantise, when the weights are not safetensors."""
+    dtype: str = "auto"
+    """``auto`` is float32 on a CPU and bfloat16 on a GPU."""
+    max_context: int | None = None
+    """Positions to allow; None: the model's own limit. Sliding-window models need one within the window."""
+    prepack: bool = True
+    """Prepack the linear layers for skinny products on a CPU (models/linear.py)."""
+    trust_remote_code: bool = False
+    random: bool = False
+    """Random weights of ``shape`` instead of loading ``name``: for tests and ``debug=tiny``."""
+    seed: int = 0
+    """Seed of the random weights."""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """Transformers config of the base (``model_type`` and sizes): lets ``mode=plan`` and ``random`` work offline."""
+    tokenizer: str | None = None
+    """Another tokenizer than the base's: a hub id, a folder, or ``builtin:tiny`` (byte level, offline)."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"base.dtype must be one of {list(DTYPES)}, got {self.dtype!r}")
+        if self.max_context is not None and self.max_context < 16:
+            raise ValueError(f"base.max_context must be at least 16, got {self.max_context}")
+        if self.random and not self.shape:
+            raise ValueError("base.random needs base.shape (model_type and sizes); choose a base group that has one")
+
+    def origin(self) -> dict[str, Any]:
+        """The settings that find this base again: what a saved head remembers. Nothing about device or speed."""
+        kept = ("name", "revision", "gguf_file", "tokenizer", "max_context")
+        found = {key: getattr(self, key) for key in kept}
+        if self.random:
+            found |= {"random": True, "seed": self.seed, "shape": dict(self.shape), "dtype": self.dtype}
+        return found
+
+    def transformers_config(self) -> PreTrainedConfig:
+        """The transformers config, from ``shape`` when given (no network), else from ``name``.
+
+        Raises:
+            UserError: an unknown model type, or a config that cannot be fetched.
+        """
+        if self.shape:
+            kwargs = dict(self.shape)
+            model_type = kwargs.pop("model_type", None)
+            try:
+                return AutoConfig.for_model(model_type, **kwargs)
+            except (ValueError, KeyError) as error:
+                raise UserError(f"base.shape.model_type {model_type!r} is not known to transformers: {error}") from None
+        try:
+            return AutoConfig.from_pretrained(
+                self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(could_not_load(self.name, error)) from None
+
+
+def could_not_load(name: str, error: Exception) -> str:
+    """One line that says why a base did not load and what to do."""
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return (
+        f"base model {name!r} could not be loaded: {first} Give a local folder (base.name=/path), log in with "
+        f"`hf auth login` if it is gated, or try the recipe offline with debug=tiny"
+    )
+
+
+def check_architecture(config: PreTrainedConfig, max_context: int | None) -> None:
+    """Refuse what cannot verify a token tree over a key/value cache.
+
+    Raises:
+        UserError: recurrent state, sliding windows shorter than the context, soft-capped attention.
+    """
+    kind = config.model_type
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    heads = getattr(config, "num_attention_heads", None)
+    recurrent = sorted(t for t in layer_types if "attention" not in t or "linear" in t)
+    if recurrent or heads is None or getattr(config, "is_encoder_decoder", False):
+        what = f"layers of type {recurrent}" if recurrent else "no decoder-only self-attention"
+        raise UserError(
+            f"{kind} models have {what}: rejected drafts cannot be taken back from a recurrent state; "
+            "use a base of the Llama, Mistral, Qwen2, Qwen3, Gemma or SmolLM families"
+        )
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UserError(
+            f"{kind} soft-caps its attention logits, which fused attention cannot do; choose one without (Gemma 1, say)"
+        )
+    if getattr(config, "kv_lora_rank", None):
+        raise UserError(
+            f"{kind} uses multi-head latent attention, whose cache layout is not supported; choose another base"
+        )
+    window = getattr(config, "sliding_window", None)
+    slides = any("sliding" in t for t in layer_types) or (not layer_types and window)
+    context = max_context or getattr(config, "max_position_embeddings", 0)
+    if slides and window and context > window:
+        raise UserError(
+            f"{kind} has sliding-window attention over {window} positions and a context of {context}: a tree across "
+            f"the window's edge would be masked wrongly; set base.max_context={window} or less"
+        )

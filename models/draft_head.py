@@ -1,0 +1,234 @@
+"""The contract of every draft head, and how one is saved, loaded and shared.
+
+A head is one file beside this one with a config dataclass and a ``DraftHead`` subclass, plus one YAML under
+``recipes/head/``. The training loop, the decoder and the evaluation know nothing else of it.
+
+Shape legend: B batch, T time, N tree nodes, D base width, V target vocabulary, W draft vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from drafthead.data.contracts import Features, FeatureSpec, LossOutput, Proposal, TokenTree, TrainBatch
+from drafthead.data.errors import UserError
+from drafthead.data.files import read_json, write_json
+from drafthead.models.base import BaseModel
+from drafthead.models.losses import LossConfig
+
+FORMAT = 1
+PACKAGE = "drafthead.models."
+
+
+@dataclass(kw_only=True)
+class DraftHeadConfig(ABC):
+    """Settings of a head; a recipe names the subclass with ``_target_``."""
+
+    draft_vocab_size: int | None = None
+    """Ids the head can draft: the most frequent ones of the generated corpus; None drafts over the whole vocabulary."""
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """Draft positions K the head can fill."""
+
+    @abstractmethod
+    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":
+        """The untrained head for ``base``; ``d2t`` ([W] int64) lists the draft vocabulary's target ids."""
+
+
+@dataclass
+class HeadState:
+    """What a head remembers of one batch between steps; subclasses add their own caches."""
+
+    hidden: Tensor
+    """[B, D] the base's ``h`` at the last position it has read."""
+
+
+class DraftHead(nn.Module, ABC):
+    """A draft head, attached to the frozen base it drafts for."""
+
+    spec: ClassVar[FeatureSpec] = FeatureSpec()
+    """Hidden states it reads besides the final one."""
+
+    def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__()
+        self.config = config
+        self.base = base
+        self.base_identity = base.identity()
+        self.tree: TokenTree | None = None
+        """The tree calibrated for it; None until evaluation has chosen one."""
+        ids = torch.arange(base.vocab_size) if d2t is None else d2t.to(torch.int64)
+        if len(ids) == 0 or int(ids.max()) >= base.vocab_size or int(ids.min()) < 0:
+            raise UserError(f"the draft vocabulary must hold ids in [0, {base.vocab_size}), got {ids.tolist()[:4]}...")
+        self.d2t: Tensor
+        self.register_buffer("d2t", ids.to(base.device))
+        t2d = torch.full((base.vocab_size,), -1, dtype=torch.int64)
+        t2d[ids] = torch.arange(len(ids))
+        self.t2d: Tensor
+        self.register_buffer("t2d", t2d.to(base.device), persistent=False)
+        self.teacher = base.head if d2t is None else base.head.rows(self.d2t)
+
+    @property
+    def depth(self) -> int:
+        """Draft positions K."""
+        return self.config.depth
+
+    @abstractmethod
+    def init_state(self, batch: int) -> HeadState:
+        """The state before anything is read."""
+
+    @abstractmethod
+    def observe(self, state: HeadState, tokens: Tensor, features: Features) -> HeadState:
+        """Take in committed tokens ([B, T]) and their features: the prompt, then every verified path."""
+
+    @abstractmethod
+    def draft(self, state: HeadState, last: Tensor, tree: TokenTree) -> Proposal:
+        """Fill ``tree``: ``last`` ([B]) is committed but not yet read by the base. Never changes ``state``."""
+
+    @abstractmethod
+    def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
+        """Summed loss and metrics over the batch's trained tokens."""
+
+    @abstractmethod
+    def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:
+        """Rank of the true token among the candidates at every draft position, for tree calibration.
+
+        Returns:
+            [B, T, K] int64: 0 when the likeliest candidate for ``x_{t+1+k}`` is right, ``top`` when it is not
+            among the first ``top``, -1 where position k has no target.
+        """
+
+    # Saving and loading --------------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``config.json`` and ``model.safetensors`` (and ``tree.json`` once a tree is chosen)."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "format": FORMAT,
+            "head": f"{type(self.config).__module__}.{type(self.config).__qualname__}",
+            "settings": asdict(self.config),
+            "base": self.base_identity,
+            "draft_vocab": None if len(self.d2t) == len(self.t2d) else len(self.d2t),
+        }
+        aside = folder / ".model.safetensors.tmp"
+        save_file({k: v.detach().contiguous().cpu() for k, v in self.state_dict().items()}, aside)
+        aside.replace(folder / "model.safetensors")
+        write_json(folder / "config.json", config)
+        if self.tree is not None:
+            write_json(folder / "tree.json", {"choices": [list(p) for p in self.tree.paths[1:]]})
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, base: BaseModel, revision: str | None = None) -> Self:
+        """Load a head from a folder or a Hub repository and attach it to ``base``.
+
+        Raises:
+            UserError: nothing there, a damaged file, another base than the head was trained for.
+        """
+        folder = resolve_folder(name, revision)
+        config = read_head_config(folder)
+        _check_base(folder, config["base"], base)
+        settings = _config_class(folder, config["head"])
+        known = {f.name for f in fields(settings)}
+        if unknown := sorted(set(config["settings"]) - known):
+            raise UserError(f"{folder}/config.json has unknown settings {unknown}; known: {sorted(known)}")
+        try:
+            weights = load_file(folder / "model.safetensors")
+        except (FileNotFoundError, SafetensorError) as error:
+            raise UserError(f"{folder}/model.safetensors cannot be read ({error}); copy the head again") from None
+        d2t = weights.get("d2t") if config["draft_vocab"] else None
+        head = settings(**config["settings"]).build(base, d2t)
+        missing, unexpected = head.load_state_dict(weights, strict=False)
+        if missing or unexpected:
+            raise UserError(
+                f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}"
+            )
+        if (folder / "tree.json").exists():
+            choices = read_json(folder / "tree.json")["choices"]
+            head.tree = TokenTree.from_paths([tuple(c) for c in choices])
+        if not isinstance(head, cls):
+            raise UserError(f"{folder} holds a {type(head).__name__}, not a {cls.__name__}")
+        return head.eval()
+
+    @staticmethod
+    def push_folder(folder: str | Path, repo: str, private: bool = False) -> str:
+        """Upload a saved head to the Hub; returns its address. Needs ``HF_TOKEN`` or ``hf auth login``."""
+        api = HfApi()
+        try:
+            api.create_repo(repo, exist_ok=True, private=private)
+            return str(api.upload_folder(repo_id=repo, folder_path=str(folder)))
+        except (HfHubHTTPError, OSError) as error:
+            raise UserError(
+                f"pushing {folder} to {repo} failed: {str(error).splitlines()[0]} Log in with `hf auth login` or set "
+                f"HF_TOKEN, then run `hf upload {repo} {folder}`"
+            ) from None
+
+
+def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
+    """A local folder as it is, a Hub repository downloaded.
+
+    Raises:
+        UserError: neither exists.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return path
+    if path.is_absolute() or str(name).count("/") != 1:
+        raise UserError(
+            f"no draft head at {name}: give a run's head folder (outputs/NAME/head) or a Hub repository (user/name)"
+        )
+    try:
+        return Path(snapshot_download(str(name), revision=revision, allow_patterns=["*.json", "*.safetensors", "*.md"]))
+    except (RepositoryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise UserError(
+            f"no draft head at {name}: it is no local folder, and the Hub said: {str(error).strip().splitlines()[0]}"
+        ) from None
+
+
+def read_head_config(folder: Path) -> dict[str, Any]:
+    """The checked ``config.json`` of a saved head (no weights are read).
+
+    Raises:
+        UserError: not a head of ours, or of a newer format.
+    """
+    config = read_json(folder / "config.json")
+    wanted = {"format", "head", "settings", "base", "draft_vocab"}
+    if not isinstance(config, dict) or not wanted <= set(config):
+        raise UserError(
+            f"{folder}/config.json is no drafthead config (it needs {sorted(wanted)}); is this a head folder?"
+        )
+    if config["format"] != FORMAT:
+        raise UserError(f"{folder} has format {config['format']}, this version reads {FORMAT}; update drafthead")
+    return config
+
+
+def _config_class(folder: Path, name: str) -> type[DraftHeadConfig]:
+    """The settings class a saved head names; only classes of this package, so a config cannot run foreign code."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(import_module(module), attribute) if module.startswith(PACKAGE) else None
+    except (ImportError, AttributeError):
+        found = None
+    if not (isinstance(found, type) and issubclass(found, DraftHeadConfig)):
+        raise UserError(f"{folder}/config.json names head {name!r}, which is no head of this version under {PACKAGE}*")
+    return found
+
+
+def _check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
+    actual = base.identity()
+    for key in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
+        if trained.get(key) != actual[key]:
+            raise UserError(
+                f"the head in {folder} was trained for {trained.get('name')} ({key} {trained.get(key)}), but the base "
+                f"is {actual['name']} ({key} {actual[key]}); pass base.name={trained.get('name')}"
+            )

@@ -1,0 +1,52 @@
+"""A saved head and the base that it names, ready to decode."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import BaseConfig
+from drafthead.models.draft_head import DraftHead, read_head_config, resolve_folder
+
+
+def load_base(name: str, **settings: Any) -> BaseModel:
+    """A frozen base onto the GPU if there is one: hub id, folder or ``embedded:smollm2``; settings of ``BaseConfig``.
+
+    Raises:
+        UserError: it cannot be loaded, or its architecture is refused.
+    """
+    return BaseModel.load(BaseConfig(name=name, **settings), _device())
+
+
+def load_head(name: str | Path, base: BaseModel | None = None) -> DraftHead:
+    """A head from a folder or a Hub repository, attached to ``base``; without one, to the base that it names.
+
+    Raises:
+        UserError: no head there, or one for another base.
+    """
+    return DraftHead.from_pretrained(name, base) if base else load_base_and_head(name)[1]
+
+
+def load_base_and_head(name: str | Path, base: BaseConfig | None = None) -> tuple[BaseModel, DraftHead]:
+    """Load a head from a folder or the Hub, and its base onto the GPU if there is one.
+
+    Args:
+        name: head folder or Hub repository.
+        base: overrides; without a name (and not random) the base that the head was trained for is loaded.
+
+    Raises:
+        UserError: no head there, a base that cannot be loaded, or one that the head does not fit.
+    """
+    folder = resolve_folder(name)
+    trained = read_head_config(folder)["base"]
+    config = base or BaseConfig()
+    if trained.get("recipe") and not config.name and not config.random:
+        config = replace(config, **trained["recipe"])
+    model = BaseModel.load(config, _device())
+    return model, DraftHead.from_pretrained(folder, model)
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

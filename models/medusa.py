@@ -1,0 +1,205 @@
+"""Medusa heads (Cai et al., 2401.10774): K independent heads over the base's last hidden state.
+
+Head k predicts ``x_{t+1+k}`` from ``h_t`` through residual blocks and a projection to the vocabulary. Both published
+variants: a projection of its own per head, initialised from the base's (the paper), or the base's own, frozen and
+shared (the later recipe). Differences from the reference code: the blocks of a head are separate modules (there, one
+module is repeated), their bias starts at zero like their weight, so that an untrained head is exactly the base's
+next-token head, and the projections can be cut to a draft vocabulary.
+
+Shape legend: B batch, T time, N tree nodes, K heads, n selected positions, D width, W draft vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafthead.data.contracts import Features, LossOutput, Proposal, Siblings, TokenTree, TrainBatch
+from drafthead.models.base import BaseModel, OutputHead
+from drafthead.models.draft_head import DraftHead, DraftHeadConfig, HeadState
+from drafthead.models.linear import PrepackedLinear, can_prepack
+from drafthead.models.losses import STATS, LossConfig, Targets, chunk_rows, heads_loss
+
+
+@dataclass(kw_only=True)
+class MedusaConfig(DraftHeadConfig):
+    """Settings of :class:`MedusaHead`."""
+
+    num_heads: int = 5
+    """Draft positions K."""
+    num_layers: int = 1
+    """Residual blocks per head."""
+    own_projection: bool = True
+    """True: every head trains its own copy of the base's projection. False: all share the base's, frozen."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_heads <= 16:
+            raise ValueError(f"head.num_heads must be in [1, 16], got {self.num_heads}")
+        if not 1 <= self.num_layers <= 8:
+            raise ValueError(f"head.num_layers must be in [1, 8], got {self.num_layers}")
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
+            raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
+
+    @property
+    def depth(self) -> int:
+        return self.num_heads
+
+    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "MedusaHead":
+        return MedusaHead(self, base, d2t)
+
+    def parameter_count(self, hidden_size: int, vocab_size: int) -> int:
+        """Trained parameters on a base of that size (no weights are made)."""
+        blocks = self.num_layers * (hidden_size + 1) * hidden_size
+        projection = min(self.draft_vocab_size or vocab_size, vocab_size) * hidden_size if self.own_projection else 0
+        return self.num_heads * (blocks + projection)
+
+
+class ResBlock(nn.Module):
+    """``x + SiLU(W x + b)`` with W and b starting at zero."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHead(DraftHead):
+    """K Medusa heads."""
+
+    config: MedusaConfig
+
+    def __init__(self, config: MedusaConfig, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__(config, base, d2t)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResBlock(base.hidden_size) for _ in range(config.num_layers)))
+            for _ in range(config.num_heads)
+        ).to(base.device)
+        copies = config.num_heads if config.own_projection else 0
+        self.projections = nn.ParameterList(
+            nn.Parameter(self.teacher.weight.detach().float().clone()) for _ in range(copies)
+        )
+        self._products: list[nn.Module] | None = None
+
+    def train(self, mode: bool = True) -> "MedusaHead":
+        self._products = None  # packed copies of weights that may change
+        super().train(mode)
+        return self
+
+    def output_head(self, k: int) -> OutputHead:
+        """The projection of head k (0-based)."""
+        if not self.config.own_projection:
+            return self.teacher
+        return OutputHead(weight=self.projections[k], scale=self.teacher.scale, softcap=self.teacher.softcap)
+
+    def init_state(self, batch: int) -> HeadState:
+        return HeadState(hidden=self.teacher.weight.new_full((batch, self.teacher.weight.shape[1]), torch.nan))
+
+    def observe(self, state: HeadState, tokens: Tensor, features: Features) -> HeadState:
+        return HeadState(hidden=features.final[:, -1])
+
+    @torch.inference_mode()
+    def draft(self, state: HeadState, last: Tensor, tree: TokenTree) -> Proposal:
+        if tree.depth > self.depth:
+            raise ValueError(f"the tree is {tree.depth} deep, but the head drafts {self.depth} positions")
+        if len(tree) == 1:
+            return Proposal(tokens=last[:, None], tree=tree, siblings=Siblings.DETERMINISTIC)
+        width = min(max(tree.ranks) + 1, len(self.d2t))
+        candidates = self.top_candidates(state.hidden, tree.depth, width)  # [B, depth, width]
+        depths = tree.depths[1:] - 1
+        ranks = torch.tensor(tree.ranks[1:]).clamp_(max=width - 1)
+        drafted = candidates[:, depths, ranks]
+        return Proposal(tokens=torch.cat([last[:, None], drafted], 1), tree=tree, siblings=Siblings.DETERMINISTIC)
+
+    def top_candidates(self, hidden: Tensor, depth: int, width: int) -> Tensor:
+        """Target ids of the ``width`` likeliest tokens of the first ``depth`` heads: [B, D] -> [B, depth, width]."""
+        x = hidden.to(self.blocks[0][0].linear.weight.dtype)  # type: ignore[index]
+        stacked = torch.stack([block(x) for block in self.blocks[:depth]], 1)
+        products = self._inference_products()
+        if len(products) == 1:
+            logits = products[0](stacked)
+        else:
+            logits = torch.stack([products[k](stacked[:, k]) for k in range(depth)], 1)
+        return self.d2t[logits.topk(width, dim=-1).indices]
+
+    def _inference_products(self) -> list[nn.Module]:
+        """The projections as layers fit for few rows, made once; order of logits is all that drafting needs."""
+        if self._products is None:
+            count = self.depth if self.config.own_projection else 1
+            self._products = [_inference_linear(self.output_head(k).weight.detach()) for k in range(count)]
+        return self._products
+
+    def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
+        targets, sources = self._targets(batch, features, with_teacher=True)
+        flat = features.final.flatten(0, 1)
+        dtype = self.blocks[0][0].linear.weight.dtype  # type: ignore[index]
+        # Where a head has no valid source the feature may be another document's or NaN (never read): zero carries
+        # neither value nor gradient.
+        read = torch.where(targets.valid[..., None], flat[sources], 0.0).to(dtype)
+        hidden = torch.stack([block(read[k]) for k, block in enumerate(self.blocks)])
+        heads = [self.output_head(k) for k in range(self.depth)]
+        loss_sum, stats = heads_loss(hidden, heads, targets, config)
+        return _loss_output(loss_sum, stats)
+
+    def _targets(self, batch: TrainBatch, features: Features, with_teacher: bool) -> tuple[Targets, Tensor]:
+        """Every position that some head is trained to predict, and per head the flat index of the ``h`` it reads."""
+        rows, time = batch.input_ids.shape
+        valid = batch.loss_mask.new_zeros((self.depth, rows, time))
+        for k in range(1, self.depth + 1):
+            _, at_source = batch.draft_targets(k)
+            valid[k - 1, :, 1 + k :] = at_source[:, : -(1 + k)]
+        flat_valid = valid.flatten(1)
+        picked = flat_valid.any(0).nonzero()[:, 0]
+        offsets = torch.arange(2, self.depth + 2, device=picked.device)
+        sources = (picked[None] - offsets[:, None]).clamp_(min=0)  # [K, n]; a clamped one is never valid
+        targets = Targets(
+            ids=self.t2d[batch.input_ids.flatten()[picked]],
+            valid=flat_valid[:, picked],
+            teacher_hidden=features.final.flatten(0, 1)[picked - 1] if with_teacher else None,
+            teacher=self.teacher if with_teacher else None,
+        )
+        return targets, sources
+
+    @torch.no_grad()
+    def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:
+        ranks = torch.full((*batch.input_ids.shape, self.depth), -1, dtype=torch.int64, device=batch.input_ids.device)
+        for k, block in enumerate(self.blocks):
+            ids, valid = batch.draft_targets(k + 1)
+            hidden = block(features.final[valid].to(block[0].linear.weight.dtype))  # type: ignore[index]
+            wanted = self.t2d[ids[valid]]
+            found = []
+            for part in torch.arange(len(wanted), device=wanted.device).split(  # type: ignore[no-untyped-call]
+                chunk_rows(len(self.d2t))
+            ):
+                head = self.output_head(k)
+                logits = head.logits(hidden[part].to(head.weight.dtype)).float()
+                true = logits.gather(1, wanted[part].clamp(min=0)[:, None])
+                found.append((logits > true).sum(-1).clamp(max=top))
+            rank = torch.cat(found) if found else wanted
+            ranks[..., k][valid] = torch.where(wanted >= 0, rank, top)
+        return ranks
+
+
+def _inference_linear(weight: Tensor) -> nn.Module:
+    if can_prepack(weight):
+        return PrepackedLinear(weight, None)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def _loss_output(loss_sum: Tensor, stats: Tensor) -> LossOutput:
+    """Metrics per draft position from the ``STATS``: loss_k, accept_k (top-1), overlap_k (sampled acceptance)."""
+    column = dict(zip(STATS, stats.double().unbind(1), strict=True))
+    names, pairs = [], []
+    for k in range(stats.shape[0]):
+        for name, source in (("loss", "ce"), ("accept", "accept"), ("overlap", "overlap")):
+            names.append(f"{name}_{k + 1}")
+            pairs.append(torch.stack([column[source][k], column["count"][k]]))
+    return LossOutput(
+        loss_sum=loss_sum, tokens=stats[0, STATS.index("count")].long(), sums=torch.stack(pairs), names=tuple(names)
+    )

@@ -1,0 +1,45 @@
+"""Random tiny bases for logic; the embedded model (slow tests) for truth."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import BaseConfig
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+}
+ARCHITECTURES = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {},
+}
+
+
+@cache
+def _tiny_base(model_type: str, seed: int) -> BaseModel:
+    shape = {"model_type": model_type, **TINY, **ARCHITECTURES[model_type], "initializer_range": 0.2}
+    return BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=seed))
+
+
+@pytest.fixture
+def tiny_base() -> Callable[..., BaseModel]:
+    """A random base of a given architecture; weights wide enough that greedy answers vary."""
+
+    def make(model_type: str = "llama", seed: int = 0) -> BaseModel:
+        torch.manual_seed(seed)
+        return _tiny_base(model_type, seed)
+
+    return make

@@ -1,0 +1,76 @@
+"""The feature cache returns what was written, resumes, and refuses what it cannot hold."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafthead.data.errors import UserError
+from drafthead.data.feature_cache import FeatureCache
+
+MADE_BY = {"base": "tiny"}
+
+
+def create(folder: Path, dtype: str = "float16", rows: int = 5) -> FeatureCache:
+    return FeatureCache.create(folder, rows, 3, 2, dtype, MADE_BY)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_round_trip_and_resume(tmp_path: Path, dtype: str) -> None:
+    values = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(0))
+    create(tmp_path, dtype).write([4, 1], values)
+    again = create(tmp_path, dtype)
+    assert again.missing_rows() == [0, 2, 3]
+    read = again.read([1, 4, 1])
+    expected = values.to(getattr(torch, dtype)).float()
+    assert read.dtype == torch.float32 and torch.equal(read, expected[[1, 0, 1]])
+    opened = FeatureCache.open(tmp_path, MADE_BY)
+    assert torch.equal(opened.read([4]), expected[:1]) and FeatureCache.open(tmp_path).missing_rows() == [0, 2, 3]
+
+
+def test_space_is_really_taken(tmp_path: Path) -> None:
+    FeatureCache.create(tmp_path, 100, 100, 10, "float32", MADE_BY)
+    stat = os.stat(tmp_path / "features.bin")
+    assert stat.st_size == 400_000 and stat.st_blocks * 512 >= 400_000
+
+
+def test_unfilled_rows(tmp_path: Path) -> None:
+    cache = create(tmp_path)
+    cache.write([0], torch.zeros(1, 3, 2))
+    with pytest.raises(UserError, match=r"rows \[2\] of .* have no features yet"):
+        cache.read([0, 2])
+
+
+def test_overflow(tmp_path: Path) -> None:
+    cache = create(tmp_path)
+    with pytest.raises(UserError, match="7e.04 does not fit float16.*use bfloat16 or float32"):
+        cache.write([0], torch.full((1, 3, 2), 7e4))
+    assert cache.missing_rows() == [0, 1, 2, 3, 4]
+    # An infinity of the base itself is no matter of storage.
+    cache.write([0], torch.full((1, 3, 2), float("inf")))
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    cache = create(tmp_path)
+    with pytest.raises(UserError, match=r"features are \[1, 4, 2\], but .* takes \[1, 3, 2\]"):
+        cache.write([0], torch.zeros(1, 4, 2))
+    for rows in ([5], [-1]):
+        with pytest.raises(UserError, match="has rows 0 to 4"):
+            cache.read(rows)
+    with pytest.raises(UserError, match="cache.rows = 5, expected 6"):
+        create(tmp_path, rows=6)
+    with pytest.raises(UserError, match='base = "tiny", expected "other"'):
+        FeatureCache.open(tmp_path, {"base": "other"})
+    with pytest.raises(UserError, match="dtype must be one of float16, float32, bfloat16, got 'int8'"):
+        create(tmp_path, "int8")
+    with pytest.raises(UserError, match="sizes >= 1, got rows 0"):
+        create(tmp_path / "new", rows=0)
+    with pytest.raises(UserError, match="does not exist"):
+        FeatureCache.open(tmp_path / "none")
+
+
+def test_disk_too_full(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the feature cache needs about .* GB"):
+        FeatureCache.create(tmp_path / "new", 10**9, 4096, 4096, "float32", MADE_BY)
+    assert not (tmp_path / "new").exists()

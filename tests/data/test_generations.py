@@ -1,0 +1,236 @@
+"""The generation store: exactly once, whatever kills the writer."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from drafthead.data import generations
+from drafthead.data.chat import Document
+from drafthead.data.errors import UserError
+from drafthead.data.generations import Generation, GenerationStore, SamplerConfig, as_documents
+
+MADE_BY = {"base": "tiny", "sampler": {"temperature": 0.0}}
+
+
+def generation(number: int, features: bool = True) -> Generation:
+    """A generation that its number determines."""
+    rng = np.random.default_rng(number)
+    ids = rng.integers(0, 50, rng.integers(3, 9)).astype(np.int32)
+    matrix = rng.normal(size=(len(ids) - 1, 4)).astype(np.float16) if features else None
+    if matrix is not None:
+        matrix[0] = np.nan
+    return Generation(number, ids, 2, bool(number % 2), matrix)
+
+
+def same(a: Generation, b: Generation) -> bool:
+    facts = (a.prompt_number, a.boundary, a.finished) == (b.prompt_number, b.boundary, b.finished)
+    if (a.features is None) != (b.features is None) or not (facts and np.array_equal(a.input_ids, b.input_ids)):
+        return False
+    return a.features is None or b.features is None or np.array_equal(a.features, b.features, equal_nan=True)
+
+
+def assert_holds(store: GenerationStore, numbers: set[int], features: bool = True) -> None:
+    read = list(store.read())
+    assert [g.prompt_number for g in read] == sorted(numbers) and store.done == numbers
+    assert all(same(g, generation(g.prompt_number, features)) for g in read)
+
+
+@pytest.mark.parametrize("features", [True, False])
+def test_round_trip_in_prompt_order(tmp_path: Path, features: bool) -> None:
+    store = GenerationStore(tmp_path, MADE_BY)
+    for numbers in ([7, 2], [], [5, 0, 9]):
+        store.append_shard([generation(n, features) for n in numbers])
+    for opened in (store, GenerationStore(tmp_path, MADE_BY), GenerationStore(tmp_path)):
+        assert_holds(opened, {0, 2, 5, 7, 9}, features)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2 * features
+
+
+def test_counts_and_stats(tmp_path: Path) -> None:
+    store = GenerationStore(tmp_path, MADE_BY)
+    store.append_shard([generation(n) for n in range(6)])
+    answers = np.concatenate([generation(n).input_ids[2:] for n in range(6)])
+    assert store.token_counts(60).tolist() == np.bincount(answers, minlength=60).tolist()
+    assert (store.stats.rows, store.stats.tokens, store.stats.finished) == (6, len(answers), 3)
+    with pytest.raises(UserError, match=r"has token id \d+, but the vocabulary has 2"):
+        store.token_counts(2)
+
+
+def test_documents_train_the_answer() -> None:
+    g = generation(3)
+    (document,) = as_documents([g])
+    assert isinstance(document, Document) and document.loss_mask.tolist() == [i >= 2 for i in range(len(g.input_ids))]
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing may tidy up behind it."""
+
+
+@pytest.mark.parametrize("place", ["fsync", "replace", "save_file", "write_table"])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_killed_at_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, after: bool, call: int
+) -> None:
+    owner = {"fsync": os, "replace": Path, "save_file": generations, "write_table": pq}[place]
+    original: Any = getattr(owner, place)
+    calls = 0
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call and not after and place in ("fsync", "replace"):
+            raise Killed
+        result = original(*args, **kwargs)
+        if calls == call and not after:
+            os.truncate(args[1], os.path.getsize(args[1]) // 2)  # half a file is on disk
+        if calls == call:
+            raise Killed
+        return result
+
+    GenerationStore(tmp_path, MADE_BY).append_shard([generation(n) for n in (1, 2)])
+    store = GenerationStore(tmp_path, MADE_BY)
+    monkeypatch.setattr(owner, place, dying)
+    try:
+        store.append_shard([generation(n) for n in (3, 4)])
+    except Killed:
+        pass
+    monkeypatch.undo()
+    again = GenerationStore(tmp_path, MADE_BY)
+    assert again.done in ({1, 2}, {1, 2, 3, 4})
+    assert_holds(again, again.done)
+    again.append_shard([generation(n, features=True) for n in {3, 4, 5} - again.done])
+    assert_holds(GenerationStore(tmp_path, MADE_BY), {1, 2, 3, 4, 5})
+    assert not list(tmp_path.glob(".*"))
+    assert {p.stem for p in tmp_path.glob("*.safetensors")} == {p.stem for p in tmp_path.glob("*.parquet")}
+
+
+def test_leftovers_are_ignored_then_removed(tmp_path: Path) -> None:
+    store = GenerationStore(tmp_path, MADE_BY)
+    store.append_shard([generation(1)])
+    leftovers = [tmp_path / ".shard-00007.parquet.tmp", tmp_path / "shard-00009.safetensors"]
+    for path in leftovers:
+        path.write_bytes(b"torn")
+    again = GenerationStore(tmp_path, MADE_BY)
+    assert_holds(again, {1})
+    # A reader may open the folder while the writer works: it must not take the writer's files away.
+    assert all(path.exists() for path in leftovers)
+    again.append_shard([generation(2)])
+    assert_holds(again, {1, 2})
+    assert not any(path.exists() for path in leftovers)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import numpy as np
+from drafthead.data.generations import Generation, GenerationStore
+assert not {"torch", "transformers", "datasets"} & set(sys.modules)
+store = GenerationStore(Path(sys.argv[1]), {"base": "tiny"})
+print("writing", flush=True)
+todo = [n for n in range(400) if n not in store.done]
+def generation(n):
+    return Generation(n, np.full(20 + n % 7, n, np.int32), 3, True, np.full((19 + n % 7, 64), n, np.float16))
+for at in range(0, len(todo), 4):
+    store.append_shard([generation(n) for n in todo[at:at+4]])
+"""
+
+
+def test_kill_minus_nine_at_random_moments(tmp_path: Path) -> None:
+    rng = random.Random(time.time_ns())
+    done: set[int] = set()
+    for round_ in range(4):
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None and process.stdout.readline() == b"writing\n"
+            if round_ < 3:
+                time.sleep(rng.uniform(0, 0.06))
+                process.send_signal(signal.SIGKILL)
+        store = GenerationStore(tmp_path, {"base": "tiny"})
+        assert done <= store.done, "a finished shard was lost"
+        done = store.done
+    assert process.returncode == 0
+    rows = list(store.read())
+    assert [g.prompt_number for g in rows] == list(range(400))
+    for g in rows:
+        assert (g.input_ids == g.prompt_number).all() and len(g.input_ids) == 20 + g.prompt_number % 7
+        assert g.features is not None and (g.features == g.prompt_number).all()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_bad_stores(tmp_path: Path) -> None:
+    store = GenerationStore(tmp_path / "a", MADE_BY)
+    store.append_shard([generation(1)])
+    with pytest.raises(UserError, match="sampler.temperature = 0.0, expected 1.0; remove the folder"):
+        GenerationStore(tmp_path / "a", {**MADE_BY, "sampler": {"temperature": 1.0}})
+    with pytest.raises(UserError, match=r"prompts \[1\] are answered twice"):
+        store.append_shard([generation(1)])
+    with pytest.raises(UserError, match=r"prompts \[3\] are answered twice"):
+        store.append_shard([generation(3), generation(3)])
+    with pytest.raises(UserError, match="does not exist"):
+        GenerationStore(tmp_path / "none")
+
+
+def test_two_writers(tmp_path: Path) -> None:
+    one, two = GenerationStore(tmp_path, MADE_BY), GenerationStore(tmp_path, MADE_BY)
+    one.append_shard([generation(1)])
+    with pytest.raises(UserError, match="stop the other process"):
+        two.append_shard([generation(2)])
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    GenerationStore(tmp_path, MADE_BY).append_shard([generation(1)])
+    shard = tmp_path / "shard-00000.parquet"
+    content = shard.read_bytes()
+    (tmp_path / "shard-00001.parquet").write_bytes(content)
+    (tmp_path / "shard-00001.safetensors").write_bytes((tmp_path / "shard-00000.safetensors").read_bytes())
+    with pytest.raises(UserError, match=r"prompt 1 stands twice .* shard-00000.parquet and shard-00001.parquet"):
+        GenerationStore(tmp_path, MADE_BY)
+    (tmp_path / "shard-00001.parquet").write_bytes(content[:50])
+    with pytest.raises(UserError, match=r"shard-00001.parquet cannot be read"):
+        GenerationStore(tmp_path, MADE_BY)
+    (tmp_path / "shard-00001.parquet").unlink()
+    (tmp_path / "shard-00000.safetensors").unlink()
+    with pytest.raises(UserError, match=r"shard-00000.safetensors is missing"):
+        GenerationStore(tmp_path, MADE_BY)
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(UserError, match="holds generations but no manifest"):
+        GenerationStore(tmp_path, MADE_BY)
+
+
+def test_disk_too_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = GenerationStore(tmp_path, MADE_BY)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
+    with pytest.raises(UserError, match="the next shard of generations needs"):
+        store.append_shard([generation(1)])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"temperature": -1.0}, "sampler.temperature must be >= 0 and finite, got -1.0"),
+        ({"temperature": float("nan")}, "got nan"),
+        ({"top_k": -1}, "sampler.top_k must be >= 0, got -1"),
+        ({"top_p": 0.0}, r"sampler.top_p must be in \(0, 1\], got 0.0"),
+        ({"max_new_tokens": 0}, "sampler.max_new_tokens must be >= 1, got 0"),
+        ({"seed": -1}, "sampler.seed must be >= 0, got -1"),
+    ],
+)
+def test_sampler_limits(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        SamplerConfig(**change)
+
+
+def test_generation_checks_itself() -> None:
+    ids = np.arange(4, dtype=np.int32)
+    with pytest.raises(ValueError, match=r"boundary must be in \[1, 4\), got 4"):
+        Generation(0, ids, 4, True)
+    with pytest.raises(ValueError, match=r"features must be \[3, D\], got \(4, 2\)"):
+        Generation(0, ids, 2, True, np.zeros((4, 2), np.float16))

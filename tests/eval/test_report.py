@@ -1,0 +1,147 @@
+"""The page is whole and safe, its tables say what was measured, and the figures take what runs leave behind."""
+
+import copy
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from drafthead.data.contracts import TokenTree
+from drafthead.eval import plots, report
+from drafthead.eval.figures import draw_figures
+
+TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
+LATENCY = [(1, 0.05), (4, 0.06), (16, 0.09)]
+LOG: list[dict[str, Any]] = [
+    {"phase": phase, "step": step, "loss_1": 3.0 - step / 100, "loss_2": math.nan, "accept_1": 0.2}
+    for phase in ("pretrain", "distill")
+    for step in (10, 20, 30)
+] + [{"phase": "distill", "step": 30, "held_out_loss_1": 2.5, "held_out_accept_1": 0.3}]
+
+
+def group(speedup: float | None, same: int = 3) -> dict[str, Any]:
+    interval = [None, None] if speedup is None else [speedup - 0.1, speedup + 0.1]
+    return {
+        "mean_accepted_tokens": speedup and 1.8,
+        "acceptance_per_depth": [0.5, 0.4, None] if speedup else [],
+        "ctar": {str(w): speedup and 0.5 / w for w in range(1, 7)},
+        "tokens_per_second": speedup and 10 * speedup,
+        "baseline_tokens_per_second": {"transformers": speedup and 8.0, "drafthead": speedup and 10.0},
+        "speedup": {"vs_transformers": speedup and 1.25 * speedup, "vs_drafthead": speedup, "interval_95": interval},
+        "identical_outputs": {"same": same, "of": 3, "near_ties": [], "different": []},
+        "hardware": {"cpu": "Some <CPU>", "cores": 2, "torch_threads": 2, "ram_gb": 8.0, "gpu": None},
+        "versions": {"drafthead": "0.1.0", "torch": "2.13.0"},
+    }
+
+
+def evaluation() -> dict[str, Any]:
+    tasks = {"math": group(1.5), "<b>|odd": group(0.9), "failed": group(None, same=0)}
+    return {"tasks": tasks, "overall": group(1.4), "failed": []}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    path = report.write_report(
+        folder, evaluation(), latency=LATENCY, tree=TREE, training_log=LOG, title="<script>alert(1)</script>"
+    )
+    assert path == folder / "report.html"
+    return folder
+
+
+def test_the_page_needs_no_other_file_and_reads_on_a_phone(folder: Path) -> None:
+    page = (folder / "report.html").read_text()
+    sources = re.findall(r'(?:src|href)="([^"]{0,40})', page)
+    assert len(sources) == 7
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
+    assert not re.search(r"url\(|@import|<link|<script|http", page)
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+
+
+def test_names_from_outside_are_escaped(folder: Path) -> None:
+    page = (folder / "report.html").read_text()
+    assert "&lt;script&gt;alert(1)" in page
+    assert "&lt;b&gt;|odd" in page and "<b>|odd" not in page
+    assert "Some &lt;CPU&gt;" in page
+
+
+def test_every_figure_is_a_png_too(folder: Path) -> None:
+    names = {path.stem for path in (folder / "plots").rglob("*.png")}
+    assert names == {"speedup", "acceptance", "ctar", "cost", "training_loss", "training_acceptance", "tree"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (folder / "plots").rglob("*.png"))
+
+
+def test_the_headline_is_against_the_faster_baseline(folder: Path) -> None:
+    page = (folder / "report.html").read_text()
+    assert "<b>1.40x</b><span>speedup, 95 % 1.30–1.50</span>" in page
+    assert "14.0 tokens/s; plain, drafthead: 10.0" in page
+    assert "<b>3 of 3</b><span>outputs identical</span>" in page
+    assert 'class="card warn"' not in page
+
+
+def test_differences_and_failures_are_not_hidden(tmp_path: Path) -> None:
+    found = evaluation()
+    outputs = found["overall"]["identical_outputs"]
+    outputs["same"] = 1
+    outputs["near_ties"] = [{"prompt": 4, "position": 81, "tokens": [7, 9], "margin": 3e-5}]
+    outputs["different"] = [{"prompt": 6, "position": 12, "tokens": None, "margin": None}]
+    found["failed"] = [{"prompt": 8, "task": "math", "message": "too <long>"}]
+    found["tasks"], found["overall"]["acceptance_per_depth"] = {}, []
+    page = report.write_report(tmp_path, found, latency=None, tree=None, training_log=None, title="t").read_text()
+    assert 'class="card warn"' in page
+    assert "1 differing, 1 differing at a near-tie of two logits" in page
+    assert "Near-tie: prompt 4 at answer token 81, tokens 7 and 9, logits 3.0e-05 apart" in page
+    assert "Different: prompt 6 at answer token 12, where one answer ends" in page
+    assert "Failed: prompt 8 (math): too &lt;long&gt;" in page
+
+
+def test_markdown_table() -> None:
+    lines = report.markdown_table(evaluation()).splitlines()
+    assert lines[0] == "| task | speedup | 95 % | accepted | tok/s | plain tok/s | identical |"
+    assert lines[2] == "| math | 1.50x | 1.40–1.60 | 1.80 | 15.0 | 10.0 | 3 of 3 |"
+    assert lines[3].startswith("| <b>\\|odd | 0.90x |"), "a bar in a name must not open a column"
+    assert lines[4] == "| failed | – | – | – | – | – | 0 of 3 |"
+    assert lines[5].startswith("| overall | 1.40x |")
+
+
+def test_console_table_fits_80_columns() -> None:
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as captured:
+        console.print(report.console_table(evaluation()))
+    text = captured.get()
+    assert "…" not in text
+    assert re.search(r"overall .* 1\.40x .* 1\.30–1\.50 .* 3 of 3", text)
+
+
+def test_nothing_measured_draws_nothing() -> None:
+    nothing = {"tasks": {}, "overall": group(None, same=0), "failed": []}
+    assert list(draw_figures(nothing, None, None, [])) == []
+    assert list(draw_figures(nothing, None, TokenTree.chain(0), [{"phase": "a", "step": 1, "lr": 0.1}])) == []
+
+
+def test_phases_follow_one_another_although_steps_start_again() -> None:
+    figure = plots.training(LOG, "loss_")
+    assert figure is not None
+    curves = {str(line.get_label()): line for line in figure.axes[0].get_lines()}
+    assert list(curves["1"].get_xdata()) == [10, 20, 30, 40, 50, 60]
+    assert list(curves["2"].get_xdata()) == [], "nan is no point"
+    dots = [line for line in curves.values() if line.get_marker() == "o" and len(line.get_xdata())]
+    assert list(dots[0].get_xdata()) == [60] and list(dots[0].get_ydata()) == [2.5]
+
+
+def test_the_chosen_tree_is_marked_on_the_cost_curve() -> None:
+    curve, mark = (
+        line for line in plots.cost(LATENCY, 10, None).axes[0].get_lines() if len(line.get_xdata()) in (1, 3)
+    )
+    assert list(curve.get_ydata()) == pytest.approx([1, 1.2, 1.8])
+    assert (mark.get_xdata()[0], mark.get_ydata()[0]) == (10, pytest.approx(1.5))
+
+
+def test_writing_a_report_leaves_its_input_alone(tmp_path: Path) -> None:
+    found = evaluation()
+    before = copy.deepcopy(found)
+    report.write_report(tmp_path, found, latency=None, tree=None, training_log=None, title="t")
+    assert found == before

@@ -1,0 +1,145 @@
+"""Medusa heads against an independent reference, and their labels by construction."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from drafthead.data.contracts import Features, TokenTree, TrainBatch
+from drafthead.models.base import BaseModel
+from drafthead.models.losses import LossConfig
+from drafthead.models.medusa import MedusaConfig, MedusaHead
+
+TinyBase = Callable[..., BaseModel]
+
+
+def batch_of(documents: list[list[int]], trained_from: int = 0) -> TrainBatch:
+    """One row, documents one after the other, a little padding."""
+    ids = [i for d in documents for i in d] + [0, 0]
+    doc = [n for n, d in enumerate(documents) for _ in d] + [-1, -1]
+    position = [p for d in documents for p in range(len(d))] + [0, 0]
+    mask = [p >= trained_from for d in documents for p in range(len(d))] + [False, False]
+    return TrainBatch(
+        input_ids=torch.tensor([ids]),
+        position_ids=torch.tensor([position]),
+        document_ids=torch.tensor([doc]),
+        loss_mask=torch.tensor([mask]),
+        row_ids=torch.tensor([0]),
+    )
+
+
+def randomised(head: MedusaHead) -> MedusaHead:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return head
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_untrained_head_is_the_base_next_token_head(tiny_base: TinyBase, own: bool, layers: int) -> None:
+    base = tiny_base()
+    head = MedusaConfig(num_heads=2, num_layers=layers, own_projection=own).build(base).eval()
+    hidden = torch.randn(3, base.hidden_size)
+    candidates = head.top_candidates(hidden, 2, 4)
+    wanted = base.head.logits(hidden).topk(4).indices
+    assert torch.equal(candidates[:, 0], wanted) and torch.equal(candidates[:, 1], wanted)
+
+
+def test_blocks_of_a_head_are_separate_modules(tiny_base: TinyBase) -> None:
+    head = MedusaConfig(num_heads=2, num_layers=3).build(tiny_base())
+    linears = [m for m in head.modules() if isinstance(m, torch.nn.Linear)]
+    assert len({id(m.weight) for m in linears}) == 6
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_parity_with_a_few_line_reference(tiny_base: TinyBase, own: bool) -> None:
+    """Copied weights; the paper's equations; labels by explicit indices."""
+    base = tiny_base()
+    d2t = torch.arange(0, 300, 2)
+    head = randomised(MedusaConfig(num_heads=3, num_layers=2, own_projection=own).build(base, d2t))
+    batch = batch_of([list(range(20, 32)), list(range(100, 109))], trained_from=4)
+    features = base.features(batch, head.spec)
+    out = head.loss(batch, features, LossConfig(decay=0.8))
+
+    total, trained = 0.0, 0
+    for k in range(1, 4):
+        for start, length in ((0, 12), (12, 9)):
+            for t in range(start, start + length):
+                target = t + 1 + k
+                if target >= start + length or target - start < 4:
+                    continue
+                trained += k == 1
+                x = features.final[0, t]
+                for j in range(2):
+                    linear = head.blocks[k - 1][j].linear
+                    x = x + F.silu(x @ linear.weight.t() + linear.bias)
+                weight = head.projections[k - 1] if own else base.head.weight[d2t]
+                token = int(batch.input_ids[0, target])
+                if token % 2 == 0:
+                    total += 0.8**k * F.cross_entropy(weight @ x, torch.tensor(token // 2)).item()
+    assert int(out.tokens) == trained
+    assert out.loss_sum.item() == pytest.approx(total, rel=1e-5)
+
+
+def test_heads_learn_a_base_that_counts(tiny_base: TinyBase) -> None:
+    """Label alignment by construction: where x_{t+1} = x_t + 1, the heads must reach 100 % acceptance."""
+    base = tiny_base(seed=3)
+    head = MedusaConfig(num_heads=3).build(base)
+    documents = [list(range(s, s + 20)) for s in (20, 40, 60)]
+    batch = batch_of(documents)
+    # Features that only tell the token: a one-hot direction per id.
+    directions = torch.randn(base.vocab_size, base.hidden_size, generator=torch.Generator().manual_seed(0))
+    features = Features(final=directions[batch.input_ids])
+    optimizer = torch.optim.AdamW(head.parameters(), lr=0.02, weight_decay=0.0)
+    for _ in range(150):
+        out = head.loss(batch, features, LossConfig())
+        optimizer.zero_grad()
+        (out.loss_sum / out.tokens).backward()
+        optimizer.step()
+    ratios = head.loss(batch, features, LossConfig()).ratios()
+    assert [ratios[f"accept_{k}"].value for k in (1, 2, 3)] == [1.0, 1.0, 1.0]
+    head.eval()
+    state = head.observe(head.init_state(1), torch.tensor([[30]]), Features(final=directions[None, 30:31]))
+    proposal = head.draft(state, torch.tensor([31]), TokenTree.chain(3))
+    assert proposal.tokens.tolist() == [[31, 32, 33, 34]]
+
+
+def test_unread_features_carry_nothing(tiny_base: TinyBase) -> None:
+    """NaN where nobody read (the last token of a document, padding) reaches neither the loss nor a gradient."""
+    base = tiny_base()
+    head = randomised(MedusaConfig(num_heads=3).build(base))
+    batch = batch_of([list(range(20, 30)), list(range(50, 58))])
+    final = base.features(batch, head.spec).final.clone()
+    clean = head.loss(batch, Features(final=final), LossConfig(kl=1.0))
+    final[0, [9, 17, 18, 19]] = torch.nan
+    out = head.loss(batch, Features(final=final), LossConfig(kl=1.0))
+    out.loss_sum.backward()
+    assert out.loss_sum.item() == clean.loss_sum.item()
+    assert all(torch.isfinite(p.grad).all() for p in head.parameters())
+
+
+def test_candidate_ranks(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head = randomised(MedusaConfig(num_heads=2).build(base)).eval()
+    batch = batch_of([list(range(20, 30))])
+    features = base.features(batch, head.spec)
+    ranks = head.candidate_ranks(batch, features, top=5)
+    candidates = head.top_candidates(features.final[0], 2, 5)
+    for t in range(12):
+        for k in range(2):
+            target = t + 2 + k
+            if target >= 10:
+                assert ranks[0, t, k] == -1
+                continue
+            listed = candidates[t, k].tolist()
+            token = int(batch.input_ids[0, target])
+            assert ranks[0, t, k] == (listed.index(token) if token in listed else 5)
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_heads", 0), ("num_layers", 99), ("draft_vocab_size", 3)])
+def test_limits(key: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"head.{key} must be"):
+        MedusaConfig(**{key: value})

@@ -1,0 +1,206 @@
+"""Resuming equals never having stopped, and damage never goes unnoticed."""
+
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from drafthead.data.errors import UserError
+from drafthead.train.checkpoint import TrainState, capture_rng, load_latest, restore_rng, save_checkpoint
+from drafthead.train.optim import OptimConfig, build_optimizer
+
+STATE = TrainState(phase=1, step=3, global_step=7, data_position=48, recipe_hash="abc", best_metric=0.5)
+
+
+class Run:
+    """A few steps that use every random generator: dropout (torch), row order (numpy), scale (python)."""
+
+    def __init__(self) -> None:
+        self.head = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+        self.optimizer = build_optimizer(self.head.parameters(), OptimConfig(lr=0.1, weight_decay=0.1))
+
+    def step(self) -> float:
+        rows = torch.from_numpy(np.random.permutation(8)[:4])
+        target = torch.randn(4, 4) * random.random()
+        loss = (self.head(torch.eye(8)[rows, :4]) - target).square().sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def save(self, folder: Path, step: int, keep: int = 2) -> Path:
+        state = replace(STATE, global_step=step)
+        return save_checkpoint(folder, state, self.head.state_dict(), self.optimizer.state_dict(), keep=keep)
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def test_resume_is_bit_for_bit(tmp_path: Path) -> None:
+    seed_everything(0)
+    run = Run()
+    for _ in range(3):
+        run.step()
+    run.save(tmp_path, 3)
+    expected = [run.step() for _ in range(4)]
+
+    seed_everything(99)
+    other = Run()
+    checkpoint = load_latest(tmp_path)
+    assert checkpoint is not None and checkpoint.warnings == ()
+    other.head.load_state_dict(checkpoint.head)
+    other.optimizer.load_state_dict(checkpoint.optimizer)
+    restore_rng(checkpoint.rng[0])
+    assert [other.step() for _ in range(4)] == expected
+    for a, b in zip(run.head.parameters(), other.head.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_state_and_every_ranks_rng_survive(tmp_path: Path) -> None:
+    run = Run()
+    ranks = []
+    for rank in range(2):
+        seed_everything(rank)
+        ranks.append(capture_rng())
+    path = save_checkpoint(tmp_path, STATE, run.head.state_dict(), run.optimizer.state_dict(), rng=ranks)
+    assert path.name == "step-0000007"
+    checkpoint = load_latest(tmp_path)
+    assert checkpoint is not None and checkpoint.state == STATE
+    for rank in range(2):
+        restore_rng(checkpoint.rng[rank])
+        drawn = (random.random(), np.random.rand(), torch.rand(()).item())
+        seed_everything(rank)
+        assert drawn == (random.random(), np.random.rand(), torch.rand(()).item())
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert load_latest(tmp_path / "absent") is None
+    assert load_latest(tmp_path) is None
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+FILES = ("head.safetensors", "optimizer.pt", "rng.pt", "state.json")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink], ids=lambda f: f.__name__)
+def test_a_damaged_newest_falls_back(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
+    run = Run()
+    run.save(tmp_path, 1)
+    newest = run.save(tmp_path, 2)
+    damage(newest / name)
+    checkpoint = load_latest(tmp_path)
+    assert checkpoint is not None and checkpoint.state.global_step == 1
+    (warning,) = checkpoint.warnings
+    assert "step-0000002 is damaged" in warning and name in warning and "\n" not in warning
+
+
+def test_an_edited_state_is_damage(tmp_path: Path) -> None:
+    path = Run().save(tmp_path, 1)
+    state = path / "state.json"
+    state.write_text(state.read_text().replace('"data_position": 48', '"data_position": 49'))
+    with pytest.raises(UserError, match="state.json does not have the checksum it states.*train from the start"):
+        load_latest(tmp_path)
+
+
+def test_only_damaged_ones_are_an_error_not_a_silent_restart(tmp_path: Path) -> None:
+    run = Run()
+    for step in (1, 2):
+        flip(run.save(tmp_path, step) / "head.safetensors")
+    with pytest.raises(UserError, match="every checkpoint in .*step-0000002 is damaged.*step-0000001 is damaged"):
+        load_latest(tmp_path)
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    run = Run()
+    for step in (1, 2, 9, 10, 11):
+        run.save(tmp_path, step, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000010", "step-0000011"]
+
+
+def test_later_steps_of_another_run_do_not_outlive_a_save(tmp_path: Path) -> None:
+    run = Run()
+    for step in (5, 100):
+        run.save(tmp_path, step)
+    run.save(tmp_path, 10)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000005", "step-0000010"]
+
+
+def test_numbers_sort_as_numbers(tmp_path: Path) -> None:
+    run = Run()
+    run.save(tmp_path, 9_999_999)
+    run.save(tmp_path, 10_000_000)
+    checkpoint = load_latest(tmp_path)
+    assert checkpoint is not None and checkpoint.state.global_step == 10_000_000
+
+
+def test_the_same_step_is_replaced(tmp_path: Path) -> None:
+    run = Run()
+    run.save(tmp_path, 4)
+    with torch.no_grad():
+        run.head[0].weight.fill_(7)
+    run.save(tmp_path, 4)
+    checkpoint = load_latest(tmp_path)
+    assert checkpoint is not None and bool((checkpoint.head["0.weight"] == 7).all())
+    assert [p.name for p in tmp_path.iterdir()] == ["step-0000004"]
+
+
+def test_a_save_that_was_killed_is_invisible_and_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    run.save(tmp_path, 1)
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("drafthead.train.checkpoint.write_json", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run.save(tmp_path, 2)
+    checkpoint = load_latest(tmp_path)
+    assert checkpoint is not None and checkpoint.state.global_step == 1 and checkpoint.warnings == ()
+    run.save(tmp_path, 3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000001", "step-0000003"]
+
+
+def test_code_in_an_optimizer_file_is_not_run(tmp_path: Path) -> None:
+    """The checksums are right, the content is hostile: weights_only must refuse it."""
+
+    class Hostile:
+        def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+            return Path.touch, (tmp_path / "owned",)  # type: ignore[return-value]
+
+    run = Run()
+    save_checkpoint(tmp_path / "c", STATE, run.head.state_dict(), {"state": Hostile()})
+    with pytest.raises(Exception, match="[Ww]eights.only"):
+        load_latest(tmp_path / "c")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_no_space_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=100))
+    with pytest.raises(UserError, match="a checkpoint needs about .* GB are free"):
+        Run().save(tmp_path, 1)
+
+
+def test_keep_zero_is_our_bug(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+        Run().save(tmp_path, 1, keep=0)

@@ -1,0 +1,134 @@
+"""The run schema: every key a recipe may set, its type, its default and its limits."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig
+
+from drafthead.data.config import parse, parse_component
+from drafthead.data.errors import UserError
+from drafthead.eval.config import EvalConfig
+from drafthead.models.base_config import BaseConfig
+from drafthead.models.draft_head import PACKAGE, DraftHeadConfig
+from drafthead.models.losses import LossConfig
+from drafthead.train.corpora import DataConfig
+from drafthead.train.optim import OptimConfig
+from drafthead.train.tracking import TrackerConfig
+
+MODES = ("train", "plan")
+CORPORA = ("text", "generations")
+FEATURES = ("computed", "cached")
+
+
+@dataclass(kw_only=True)
+class PhaseConfig:
+    """One training phase."""
+
+    corpus: str = MISSING
+    """``text`` (causal-LM pretraining) or ``generations`` (distillation on the base's own answers)."""
+    row_length: int = 512
+    """Tokens a packed row."""
+    batch_rows: int = 8
+    """Rows a process and micro-batch."""
+    accumulate: int = 1
+    """Micro-batches an optimiser step."""
+    steps: int = 100
+    """Optimiser steps; the corpus is reshuffled and repeated as needed."""
+    features: str = "computed"
+    """``cached``: the base's hidden states are computed once per row and kept on disk. ``computed``: anew each time."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+    def __post_init__(self) -> None:
+        if self.corpus not in CORPORA:
+            raise ValueError(f"phases.*.corpus must be one of {list(CORPORA)}, got {self.corpus!r}")
+        if self.features not in FEATURES:
+            raise ValueError(f"phases.*.features must be one of {list(FEATURES)}, got {self.features!r}")
+        for key, least in (("row_length", 16), ("batch_rows", 1), ("accumulate", 1), ("steps", 1)):
+            if getattr(self, key) < least:
+                raise ValueError(f"phases.*.{key} must be at least {least}, got {getattr(self, key)}")
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """When to save, and how much to keep."""
+
+    every_steps: int = 200
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 1 or self.keep < 1:
+            raise ValueError(f"checkpoint.every_steps and .keep must be >= 1, got {self.every_steps} and {self.keep}")
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """One run: corpora, phases, evaluation."""
+
+    name: str = MISSING
+    """Names the run folder, ``outputs/<name>``."""
+    seed: int = 0
+    mode: str = "train"
+    """``plan`` prints what the run will cost, without loading weights."""
+    out: str = MISSING
+    """The run folder."""
+    resume: bool = True
+    """Go on from the run folder's newest checkpoint; false starts the run over (corpora are kept)."""
+    base: BaseConfig = field(default_factory=BaseConfig)
+    head: dict[str, Any] = field(default_factory=dict)
+    data: DataConfig = field(default_factory=DataConfig)
+    phases: dict[str, PhaseConfig] = field(default_factory=dict)
+    """In order. Named, so that one value can be overridden: ``phases.distill.steps=500``."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log_every: int = 20
+    """Optimiser steps between two console lines."""
+    validate_every: int = 200
+    """Optimiser steps between two measurements of acceptance on held-out answers."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    push: str | None = None
+    """Hub repository (user/name) that the finished head is uploaded to."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", self.name):
+            raise ValueError(f"name must consist of letters, digits, '.', '_' and '-', got {self.name!r}")
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {list(MODES)}, got {self.mode!r}")
+        if not self.phases:
+            raise ValueError("the recipe has no phases; choose one, e.g. recipe=medusa_smollm2")
+        if self.log_every < 1 or self.validate_every < 1:
+            raise ValueError("log_every and validate_every must be at least 1")
+        if self.push is not None and self.push.count("/") != 1:
+            raise ValueError(f"push must be a Hub repository like user/name, got {self.push!r}")
+
+    def head_config(self) -> DraftHeadConfig:
+        """The checked settings of the head that the recipe names."""
+        config: DraftHeadConfig = parse_component(self.head, DraftHeadConfig, "head", PACKAGE)
+        return config
+
+
+ConfigStore.instance().store(name="train_schema", node=RunConfig)
+
+
+def parse_run(cfg: DictConfig) -> RunConfig:
+    """Everything about a run that can be checked without its model and data.
+
+    Raises:
+        UserError: with the offending key.
+    """
+    run = parse(cfg, RunConfig)
+    run.head_config()
+    longest = (
+        max(p.row_length for p in run.phases.values() if p.corpus == "generations")
+        if any(p.corpus == "generations" for p in run.phases.values())
+        else 0
+    )
+    answer = run.data.generations.max_prompt_tokens + run.data.generations.sampler.max_new_tokens
+    if longest and answer > longest:
+        raise UserError(
+            f"data.generations makes rows of up to {answer} tokens (max_prompt_tokens + max_new_tokens), but phase "
+            f"rows hold {longest}; raise phases.*.row_length or lower them"
+        )
+    return run

@@ -1,0 +1,277 @@
+"""The corpora of a run: packed text for pretraining, the base's own answers for distillation, and their features.
+
+Everything made here stays on disk under ``data.folder`` with a manifest and is reused by the next run; what was
+interrupted continues where it stopped.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafthead.data.chat import Message, prompt_ids
+from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
+from drafthead.data.errors import UserError
+from drafthead.data.feature_cache import FeatureCache
+from drafthead.data.files import write_atomic
+from drafthead.data.generations import Generation, GenerationStore, SamplerConfig, as_documents
+from drafthead.data.packing import collate, pack, text_documents
+from drafthead.data.sources import SourceConfig, load_documents, load_prompts
+from drafthead.data.vocab import draft_vocabulary
+from drafthead.models.base import BaseModel
+from drafthead.models.batched_generation import generate
+from drafthead.models.synthesis import synthesise_prompts
+
+Progress = Callable[[str, int, int], None]
+"""(what is being made, done, total)."""
+
+SHARD_ROWS = 64
+"""Answers a shard: what a kill loses at most."""
+HELD_OUT_EVERY = 20
+"""Each 20th answer is held out: it measures acceptance and calibrates the tree, and is never trained on."""
+
+
+@dataclass(kw_only=True)
+class TextConfig:
+    """Text of the pretraining phase."""
+
+    sources: list[SourceConfig] = field(default_factory=list)
+    max_tokens: int = 100_000
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 64:
+            raise ValueError(f"data.text.max_tokens must be at least 64, got {self.max_tokens}")
+
+
+@dataclass(kw_only=True)
+class GenerationsConfig:
+    """The base's own answers, for the distillation phase."""
+
+    sources: list[SourceConfig] = field(default_factory=list)
+    """Prompts."""
+    prompts: int = 1000
+    """Prompts taken from the sources."""
+    synthesised: int = 0
+    """Prompts that the base writes itself, besides (it continues its chat template up to the user's turn)."""
+    max_prompt_tokens: int = 128
+    """Longer prompts are left out."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    slots: int = 64
+    """Answers generated at a time."""
+    keep_features: bool = True
+    """Keep the hidden states that generation computes anyway; the distillation phase then needs no pass of the base."""
+
+    def __post_init__(self) -> None:
+        for key, least in (("prompts", 0), ("synthesised", 0), ("max_prompt_tokens", 8), ("slots", 1)):
+            if getattr(self, key) < least:
+                raise ValueError(f"data.generations.{key} must be at least {least}, got {getattr(self, key)}")
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Corpora of a run."""
+
+    folder: str = "outputs/corpora"
+    """Where corpora are kept; runs with equal settings share them."""
+    text: TextConfig = field(default_factory=TextConfig)
+    generations: GenerationsConfig = field(default_factory=GenerationsConfig)
+
+
+class Corpora:
+    """Builds and opens the corpora of one run; every method is idempotent."""
+
+    def __init__(self, base: BaseModel, config: DataConfig, seed: int, progress: Progress) -> None:
+        self.base, self.config, self.seed, self.progress = base, config, seed, progress
+        self.folder = Path(config.folder)
+        self._store: GenerationStore | None = None
+
+    # Text ----------------------------------------------------------------------------------------------------
+
+    def text_rows(self, row_length: int) -> datasets.Dataset:
+        """The pretraining text, packed into rows of ``row_length``."""
+        config = self.config.text
+        if not config.sources:
+            raise UserError("a phase trains on text, but data.text.sources is empty; name a source")
+        self.progress("reading text", 0, 1)
+        texts = load_documents(config.sources, self.seed)
+        documents = text_documents(self.base.tokenizer, texts, config.max_tokens)
+        rows = pack(documents, row_length, split=True)
+        self.progress("reading text", 1, 1)
+        return rows
+
+    # Generations ---------------------------------------------------------------------------------------------
+
+    def generations(self) -> GenerationStore:
+        """The corpus of answers, complete."""
+        if self._store is None:
+            config = self.config.generations
+            store = GenerationStore(self.folder / "generations", self._generation_manifest())
+            prompts = self._prompts(store)
+            missing = [(n, ids) for n, ids in prompts if n not in store.done]
+            if missing:
+                self._answer(store, missing, len(prompts))
+            if not store.done:
+                raise UserError(
+                    f"no answers were generated: none of the prompts fits data.generations.max_prompt_tokens="
+                    f"{config.max_prompt_tokens}; raise it or add sources"
+                )
+            self._store = store
+        return self._store
+
+    def generation_rows(self, row_length: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
+        """The trained or the held-out answers packed into rows, and the prompt number of each packed document."""
+        chosen = [g for g in self.generations().read() if is_held_out(g.prompt_number) == held_out]
+        if not chosen:
+            raise UserError(
+                f"{len(self.generations().done)} answers are too few to {'hold some out' if held_out else 'train on'}; "
+                f"ask for more (data.generations.prompts or .synthesised)"
+            )
+        return pack(as_documents(chosen), row_length, split=False), [g.prompt_number for g in chosen]
+
+    def draft_vocabulary(self, size: int) -> Tensor:
+        """[W] int64: the ``size`` ids most frequent in the answers, and those that end one."""
+        counts = self.generations().token_counts(self.base.vocab_size)
+        return torch.from_numpy(draft_vocabulary(counts, size, self.base.eos_ids))
+
+    def _answer(self, store: GenerationStore, missing: list[tuple[int, list[int]]], total: int) -> None:
+        config = self.config.generations
+        shard: list[Generation] = []
+        done = total - len(missing)
+        self.progress("generating answers", done, total)
+        for generation in generate(
+            self.base,
+            missing,
+            config.sampler,
+            slots=config.slots,
+            keep_features=config.keep_features,
+            max_prompt_tokens=config.max_prompt_tokens,
+        ):
+            shard.append(generation)
+            done += 1
+            self.progress("generating answers", done, total)
+            if len(shard) == SHARD_ROWS:
+                store.append_shard(shard)
+                shard = []
+        store.append_shard(shard)
+
+    def _prompts(self, store: GenerationStore) -> list[tuple[int, list[int]]]:
+        """Numbered prompts as token ids, within the length limit; kept on disk so that a later run has the same."""
+        path = self.folder / "generations" / "prompts.json"
+        config = self.config.generations
+        if path.exists():
+            messages: list[list[Message]] = json.loads(path.read_text())
+        else:
+            messages = (
+                load_prompts(config.sources, self.seed, config.prompts) if config.sources and config.prompts else []
+            )
+            if config.synthesised:
+                written = synthesise_prompts(
+                    self.base, config.synthesised, self.seed, config.slots, self.progress, config.max_prompt_tokens
+                )
+                messages = _interleave(messages, [[{"role": "user", "content": text}] for text in written])
+            if not messages:
+                raise UserError("data.generations names no prompts; set sources, or synthesised to a number")
+            write_atomic(path, json.dumps(messages))
+        numbered = enumerate(prompt_ids(self.base.tokenizer, m) for m in messages)
+        return [(n, ids) for n, ids in numbered if len(ids) <= config.max_prompt_tokens]
+
+    def _generation_manifest(self) -> dict[str, Any]:
+        config = asdict(self.config.generations)
+        del config["slots"]  # how many at a time does not change what is said
+        return {"base": self.base.identity(), "dtype": str(self.base.dtype), "seed": self.seed, **config}
+
+    # Features ------------------------------------------------------------------------------------------------
+
+    def cached_features(
+        self, rows: datasets.Dataset, name: str, spec: FeatureSpec, prompts: list[int] | None
+    ) -> FeatureCache:
+        """The base's hidden states of every row, on disk; taken from generation where it kept them.
+
+        Args:
+            rows: packed rows.
+            name: what the rows are; names the cache's folder together with a hash of all that makes it.
+            spec: what the head reads; a head that reads more than the final state has its layers behind it.
+            prompts: for answers, the prompt number of each packed document.
+        """
+        row_length = len(rows[0]["input_ids"])
+        width = self.base.hidden_size * (1 + len(spec.layers))
+        manifest = {"base": self.base.identity(), "layers": list(spec.layers), "rows": _digest(rows)}
+        dtype = "bfloat16" if self.base.dtype == torch.bfloat16 else "float16"
+        folder = self.folder / "features" / f"{name}-{_digest_json(manifest)}"
+        cache = FeatureCache.create(folder, len(rows), row_length, width, dtype, manifest)
+        missing = cache.missing_rows()
+        if not missing:
+            return cache
+        label = f"features of {name}"
+        kept = prompts is not None and self.config.generations.keep_features and not spec.layers
+        fill = self._kept_features(rows, prompts or []) if kept else None
+        for done, row in enumerate(missing):
+            self.progress(label, len(rows) - len(missing) + done, len(rows))
+            if fill is not None:
+                cache.write([row], fill(row, row_length, width))
+            else:
+                features = self.base.features(collate(rows, [row]), spec)
+                parts = [features.final] if features.layers is None else [features.final, features.layers]
+                cache.write([row], torch.cat(parts, -1))
+        self.progress(label, len(rows), len(rows))
+        return cache
+
+    def _kept_features(self, rows: datasets.Dataset, prompts: list[int]) -> Callable[[int, int, int], Tensor]:
+        """Reads rows' features out of the generation store; positions that nobody read stay NaN."""
+        by_number = {g.prompt_number: g.features for g in self.generations().read()}
+
+        def fill(row: int, row_length: int, width: int) -> Tensor:
+            values = np.full((1, row_length, width), np.nan, dtype=np.float16)
+            for document, start, length, offset in rows[row]["pieces"]:
+                features = by_number[prompts[document]]
+                assert features is not None
+                part = features[start : start + length]
+                values[0, offset : offset + len(part)] = part
+            return torch.from_numpy(values)
+
+        return fill
+
+
+def is_held_out(prompt_number: int) -> bool:
+    """Whether an answer is held out from training."""
+    return prompt_number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+
+
+def split_features(values: Tensor, width: int) -> Features:
+    """Cached [..., D + layers] values as features."""
+    return Features(final=values[..., :width], layers=values[..., width:] if values.shape[-1] > width else None)
+
+
+def batches(rows: datasets.Dataset, size: int) -> Iterator[TrainBatch]:
+    """All rows in order, ``size`` at a time."""
+    for start in range(0, len(rows), size):
+        yield collate(rows, list(range(start, min(len(rows), start + size))))
+
+
+def _interleave(first: list[Any], second: list[Any]) -> list[Any]:
+    """Both lists spread evenly, so that any prefix has the same mixture."""
+    keyed = [
+        (i / max(1, len(part)), which, item)
+        for which, part in enumerate((first, second))
+        for i, item in enumerate(part)
+    ]
+    return [item for _, _, item in sorted(keyed, key=lambda entry: entry[:2])]
+
+
+def _digest_json(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _digest(rows: datasets.Dataset) -> str:
+    digest = hashlib.sha256()
+    for batch in batches(rows, 64):
+        digest.update(batch.input_ids.numpy().astype(np.int32).tobytes())
+        digest.update(batch.document_ids.numpy().astype(np.int32).tobytes())
+    return digest.hexdigest()[:16]

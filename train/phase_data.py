@@ -1,0 +1,58 @@
+"""Batches of one phase: which rows a step trains on, and their features."""
+
+import datasets
+import numpy as np
+
+from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
+from drafthead.data.feature_cache import FeatureCache
+from drafthead.data.packing import collate
+from drafthead.models.base import BaseModel
+from drafthead.train.config import PhaseConfig
+from drafthead.train.corpora import Corpora, split_features
+
+
+class PhaseData:
+    """Rows with features. A step's rows depend on nothing but the seed and the step, so resuming needs no position."""
+
+    def __init__(self, rows: datasets.Dataset, base: BaseModel, spec: FeatureSpec, cache: FeatureCache | None) -> None:
+        self.rows, self.base, self.spec, self.cache = rows, base, spec, cache
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
+
+    def load(self, numbers: list[int]) -> tuple[TrainBatch, Features]:
+        """The rows ``numbers`` and their features, on the base's device."""
+        batch = collate(self.rows, numbers)
+        if self.cache is None:
+            features = self.base.features(batch, self.spec)
+        else:
+            values = self.cache.read(numbers).to(self.base.device)
+            features = split_features(values, self.base.hidden_size)
+        return batch.to(self.base.device), features
+
+    def numbers(self, seed: int, first: int, count: int) -> list[int]:
+        """Row numbers ``first`` to ``first + count`` of the endless stream of reshuffled epochs."""
+        found = []
+        for index in range(first, first + count):
+            epoch, place = divmod(index, len(self.rows))
+            if (seed, epoch) not in self._orders:
+                self._orders = {(seed, epoch): np.random.default_rng([seed, epoch]).permutation(len(self.rows))}
+            found.append(int(self._orders[(seed, epoch)][place]))
+        return found
+
+
+def open_phase(corpora: Corpora, name: str, phase: PhaseConfig, spec: FeatureSpec) -> PhaseData:
+    """Rows of a phase's corpus, with cached features when the phase asks for them."""
+    if phase.corpus == "text":
+        rows, prompts = corpora.text_rows(phase.row_length), None
+    else:
+        rows, prompts = corpora.generation_rows(phase.row_length, held_out=False)
+    cache = None
+    if phase.features == "cached":
+        cache = corpora.cached_features(rows, name, spec, prompts)
+    return PhaseData(rows, corpora.base, spec, cache)
+
+
+def open_held_out(corpora: Corpora, row_length: int, spec: FeatureSpec) -> PhaseData:
+    """The held-out answers, always with cached features: they are read many times."""
+    rows, prompts = corpora.generation_rows(row_length, held_out=True)
+    cache = corpora.cached_features(rows, "held-out", spec, prompts)
+    return PhaseData(rows, corpora.base, spec, cache)

@@ -1,0 +1,261 @@
+"""What a run will cost, from shapes alone: parameters, trained tokens, memory per GPU, disk. No weights are loaded.
+
+Memory is a sum of the tensors that the code keeps at the peak of a training step. Allocator fragmentation, the CUDA
+context and workspaces of matrix products come on top: keep about 10 % and 1 GiB free.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from drafthead.models.losses import chunk_rows
+
+FLOAT32 = 4
+TOKEN_ID = 4
+"""Bytes of a token id on disk (int32)."""
+CACHED = 2
+"""Bytes of a value of a cached hidden state (float16)."""
+CHUNK_COPIES = 4
+"""Matrices of a loss chunk's size alive at its peak: logits, log-probabilities, their gradient, teacher."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder-only base with gated MLPs and RMS norms (Llama, Mistral, Qwen2/3 and Gemma families)."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tied: bool
+    """The output head is the embedding."""
+
+    @classmethod
+    def from_config(cls, config: Any) -> "ModelShape":
+        """The shape of a transformers config of one of those families."""
+        heads = config.num_attention_heads
+        return cls(
+            hidden_size=config.hidden_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            intermediate_size=config.intermediate_size,
+            vocab_size=config.vocab_size,
+            tied=bool(getattr(config, "tie_word_embeddings", False)),
+        )
+
+    def base_parameters(self) -> int:
+        """``V D (2 if untied) + L (2 D H E + 2 D KV E + 3 D I + 2 D) + D``.
+
+        Embedding and output head; per layer q and o, k and v, gate, up and down, two norms; the final norm. Biases
+        and per-head norms of some families are left out: less than 0.1 % of a model.
+        """
+        d = self.hidden_size
+        attention = 2 * d * self.head_dim * (self.num_heads + self.num_kv_heads)
+        layer = attention + 3 * d * self.intermediate_size + 2 * d
+        return self.vocab_size * d * (1 if self.tied else 2) + self.num_layers * layer + d
+
+    def layer_width(self) -> int:
+        """Values per token alive at the peak of one layer without gradients: the wider of attention and MLP.
+
+        Attention: residual, norm, q, k, v, k and v repeated for the query heads, output: ``2D + E(4H + 2KV)``.
+        MLP: residual, norm, gate, up, their product: ``2D + 3I``.
+        """
+        attention = self.head_dim * (4 * self.num_heads + 2 * self.num_kv_heads)
+        return 2 * self.hidden_size + max(attention, 3 * self.intermediate_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSize:
+    """Sizes of the head."""
+
+    parameters: int
+    """All parameters the head keeps, frozen ones that it shares with the base not counted."""
+    trainable: int
+    positions: int
+    """Draft positions K."""
+    draft_vocab_size: int
+    projections: int = 0
+    """Trainable parameters of the vocabulary projections, whose gradients the chunked loss makes itself."""
+    activations_per_token: int = 0
+    """Values a token keeps for the backward pass. Medusa with L blocks: ``K D (4 + 2 L)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhasePlan:
+    """One phase of the recipe."""
+
+    name: str
+    row_length: int
+    batch_rows: int
+    """Rows a process and micro-batch."""
+    accumulate: int
+    steps: int
+    trained_share: float = 1.0
+    """Part of the positions that is trained: 1 on text, answers / (prompts + answers) on generations."""
+    corpus_tokens: int = 0
+    """Tokens of the phase's corpus: the size of its feature cache."""
+    cached_features: bool = False
+
+    def tokens(self, devices: int) -> int:
+        """Positions read over the phase: steps x accumulate x rows x row length x devices."""
+        return self.steps * self.accumulate * self.batch_rows * self.row_length * devices
+
+    def trained_tokens(self, devices: int) -> int:
+        """Positions trained over the phase, an upper bound when rows are padded."""
+        return round(self.tokens(devices) * self.trained_share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationPlan:
+    """The corpus that the base writes itself."""
+
+    prompts: int
+    max_prompt_tokens: int
+    max_new_tokens: int
+    keep_features: bool = False
+
+    def tokens(self) -> int:
+        """Prompt and answer tokens, an upper bound: every prompt and answer as long as allowed."""
+        return self.prompts * (self.max_prompt_tokens + self.max_new_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run will cost. Sizes in bytes."""
+
+    base_parameters: int
+    head_parameters: int
+    head_trainable: int
+    head_parameters_per_position: int
+    tokens: dict[str, int]
+    """Per phase, positions read over all devices."""
+    trained_tokens: dict[str, int]
+    memory: dict[str, dict[str, int]]
+    """Per phase and part, on each device."""
+    disk: dict[str, int]
+    devices: int
+
+    def memory_total(self, phase: str) -> int:
+        """Bytes a device needs in ``phase``."""
+        return sum(self.memory[phase].values())
+
+
+def plan(
+    shape: ModelShape,
+    head: HeadSize,
+    phases: Sequence[PhasePlan],
+    generations: GenerationPlan | None = None,
+    *,
+    devices: int = 1,
+    base_bytes: int = 2,
+    head_bytes: int = FLOAT32,
+) -> Plan:
+    """Add it up.
+
+    Args:
+        shape: the base.
+        head: the head.
+        phases: in order, at least one.
+        generations: None when no phase trains on the base's own answers.
+        devices: processes that train; each holds the base and the head whole.
+        base_bytes: bytes a parameter of the base: 2 in bfloat16, 4 in float32.
+        head_bytes: bytes a trained weight; below 4 the optimiser keeps a float32 copy.
+    """
+    return Plan(
+        base_parameters=shape.base_parameters(),
+        head_parameters=head.parameters,
+        head_trainable=head.trainable,
+        head_parameters_per_position=head.parameters // head.positions,
+        tokens={p.name: p.tokens(devices) for p in phases},
+        trained_tokens={p.name: p.trained_tokens(devices) for p in phases},
+        memory={p.name: _memory(shape, head, p, base_bytes, head_bytes) for p in phases},
+        disk=_disk(shape, head, phases, generations),
+        devices=devices,
+    )
+
+
+def _memory(shape: ModelShape, head: HeadSize, phase: PhasePlan, base_bytes: int, head_bytes: int) -> dict[str, int]:
+    """Bytes by part at the peak of a step of ``phase``; M is the tokens of a micro-batch.
+
+    - base activations: ``M x layer_width + M D`` values (a layer's peak and the features), and the mask of the packed
+      documents, ``rows T^2`` in the base's dtype and once more as bools. A cached phase keeps the ``M D`` alone.
+    - optimiser: two float32 moments, 8 bytes a trained parameter, plus the float32 copy of smaller weights.
+    - loss chunk: ``CHUNK_COPIES x rows x W`` float32; and the gradients of the projections, which the loss makes in its
+      forward pass (one set beside ``.grad``, two when micro-batches accumulate).
+    """
+    tokens = phase.batch_rows * phase.row_length
+    features = tokens * shape.hidden_size * base_bytes
+    mask = phase.batch_rows * phase.row_length**2 * (base_bytes + 1)
+    rows = min(tokens, chunk_rows(head.draft_vocab_size))
+    sets = 2 if phase.accumulate > 1 else 1
+    return {
+        "base weights": shape.base_parameters() * base_bytes,
+        "head weights": head.parameters * head_bytes,
+        "gradients": head.trainable * FLOAT32,
+        "optimiser": head.trainable * (2 * FLOAT32 + (FLOAT32 if head_bytes < FLOAT32 else 0)),
+        "base activations": features
+        + (0 if phase.cached_features else tokens * shape.layer_width() * base_bytes + mask),
+        "head activations": tokens * head.activations_per_token * FLOAT32,
+        "loss chunk": CHUNK_COPIES * rows * head.draft_vocab_size * FLOAT32 + sets * head.projections * FLOAT32,
+    }
+
+
+def _disk(
+    shape: ModelShape, head: HeadSize, phases: Sequence[PhasePlan], generations: GenerationPlan | None
+) -> dict[str, int]:
+    """Bytes on disk by purpose: ids 4 a token, features 2 D a token, a checkpoint its weights and moments."""
+    found: dict[str, int] = {}
+    if generations is not None:
+        found["generations"] = generations.tokens() * TOKEN_ID
+        if generations.keep_features:
+            found["features of generations"] = generations.tokens() * shape.hidden_size * CACHED
+    for phase in phases:
+        if phase.cached_features:
+            found[f"feature cache of {phase.name}"] = phase.corpus_tokens * shape.hidden_size * CACHED
+    found["one checkpoint"] = head.parameters * FLOAT32 + head.trainable * 2 * FLOAT32
+    return found
+
+
+def render(plan: Plan) -> Group:
+    """The plan as tables for a console."""
+    parameters = _table("parameters", "count")
+    parameters.add_row("base, frozen", f"{plan.base_parameters:,}")
+    parameters.add_row("head", f"{plan.head_parameters:,}")
+    parameters.add_row("head per drafted position", f"{plan.head_parameters_per_position:,}")
+    parameters.add_row("trained", f"{plan.head_trainable:,}")
+    tokens = _table(f"tokens on {plan.devices} device{'s' if plan.devices > 1 else ''}", "read", "trained, at most")
+    for name in plan.tokens:
+        tokens.add_row(name, f"{plan.tokens[name]:,}", f"{plan.trained_tokens[name]:,}")
+    memory = _table("memory per device", *plan.memory)
+    for part in next(iter(plan.memory.values())):
+        memory.add_row(part, *(size(parts[part]) for parts in plan.memory.values()))
+    memory.add_section()
+    memory.add_row("total", *(size(plan.memory_total(name)) for name in plan.memory))
+    disk = _table("disk, at most", "size")
+    for purpose, count in plan.disk.items():
+        disk.add_row(purpose, size(count))
+    return Group(parameters, tokens, memory, disk)
+
+
+def size(count: int) -> str:
+    """Bytes as a person reads them, in binary units."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", min_width=26 if number == 0 else 12)
+    return table

@@ -1,0 +1,103 @@
+"""One optimiser step: gradients of summed losses, divided once by the global count of trained tokens."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafthead.data.contracts import Features, Ratio, TrainBatch
+from drafthead.models.draft_head import DraftHead
+from drafthead.models.losses import LossConfig
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sum of a tensor over all processes."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, summed over micro-batches and processes; on the device until it is logged."""
+
+    loss_sum: Tensor
+    tokens: Tensor
+    sums: Tensor
+    names: tuple[str, ...]
+    grad_norm: Tensor
+
+    def __add__(self, other: "StepResult") -> "StepResult":
+        return StepResult(
+            self.loss_sum + other.loss_sum,
+            self.tokens + other.tokens,
+            self.sums + other.sums,
+            self.names,
+            other.grad_norm,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Host values: ``loss`` a trained token, ``grad_norm`` of the latest step, and every named ratio."""
+        ratios = {n: Ratio(num, den).value for n, (num, den) in zip(self.names, self.sums.tolist(), strict=True)}
+        return {"loss": float(self.loss_sum / self.tokens), "grad_norm": float(self.grad_norm), **ratios}
+
+
+def train_step(
+    head: DraftHead,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Iterable[tuple[TrainBatch, Features]],
+    loss: LossConfig,
+    *,
+    lr: float,
+    clip_norm: float,
+    reduce: Reduce,
+) -> StepResult:
+    """Accumulate, reduce, divide, clip, update.
+
+    Args:
+        head: the head being trained.
+        optimizer: over its parameters.
+        micro_batches: this process's part of the step's batch.
+        loss: what to minimise.
+        lr: learning rate of this step.
+        clip_norm: largest norm of the mean loss's gradient; 0 is off.
+        reduce: sum over processes.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    parts = []
+    for batch, features in micro_batches:
+        out = head.loss(batch, features, loss)
+        if out.loss_sum.requires_grad:
+            torch.autograd.backward(out.loss_sum)
+        parts.append(out)
+    tokens = reduce(torch.stack([p.tokens for p in parts]).sum())
+    parameters = [p for p in head.parameters() if p.requires_grad]
+    for parameter in parameters:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = reduce(gradient) / tokens.clamp(min=1)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm or torch.inf)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    return StepResult(
+        loss_sum=reduce(torch.stack([p.loss_sum.detach() for p in parts]).sum()),
+        tokens=tokens,
+        sums=reduce(torch.stack([p.sums for p in parts]).sum(0)),
+        names=parts[0].names,
+        grad_norm=norm,
+    )
+
+
+@torch.no_grad()
+def evaluate_loss(
+    head: DraftHead, batches: Iterable[tuple[TrainBatch, Features]], loss: LossConfig
+) -> dict[str, float]:
+    """The training metrics on held-out batches, without an update."""
+    parts = [head.loss(batch, features, loss) for batch, features in batches]
+    total = StepResult(
+        torch.stack([p.loss_sum for p in parts]).sum(),
+        torch.stack([p.tokens for p in parts]).sum(),
+        torch.stack([p.sums for p in parts]).sum(0),
+        parts[0].names,
+        torch.zeros(()),
+    )
+    metrics = total.metrics()
+    del metrics["grad_norm"]
+    return metrics
