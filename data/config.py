@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 from hydra.errors import HydraException
@@ -58,13 +59,29 @@ def parse_component(node: dict[str, Any], base: Any, key: str, package: str) -> 
         raise UserError(f"{key}: {_one_line(error)}") from None
 
 
+def one_line_errors(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
+    """Decorate a Hydra task: our own errors become one line and exit code 1, without a traceback.
+
+    Inside ``hydra.main``, because Hydra announces every exception that passes it with a line of its own.
+    """
+
+    @wraps(task)
+    def guarded(cfg: DictConfig) -> None:
+        try:
+            task(cfg)
+        except UserError as error:
+            raise SystemExit(f"error: {error}") from None
+        except KeyboardInterrupt:
+            raise SystemExit("interrupted; what is done is kept, the same command goes on from there") from None
+
+    return guarded
+
+
 def run_main(main: Callable[[], None]) -> None:
-    """Run a Hydra entry point; our own errors and Hydra's become one line and exit code 2, without a traceback."""
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra prints our errors as its own traceback
+    """Run a Hydra entry point; what Hydra itself refuses (an unknown group or key) becomes one line, too."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra ends the process itself, with its own traceback
     try:
         main()
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
     except HydraException as error:
         raise SystemExit(f"error: {_one_line(error)}") from None
 

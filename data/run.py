@@ -9,7 +9,7 @@ if not __package__:  # run as a file: look in the checkout, not in data/
 import hydra
 from omegaconf import DictConfig
 
-from drafthead.data.config import run_main
+from drafthead.data.config import one_line_errors, run_main
 from drafthead.data.display import Display
 from drafthead.models.base import BaseModel
 from drafthead.train.config import parse_run
@@ -17,6 +17,7 @@ from drafthead.train.corpora import Corpora
 
 
 @hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes", config_name="train")
+@one_line_errors
 def _main(cfg: DictConfig) -> None:
     run = parse_run(cfg)
     display = Display()

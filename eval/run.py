@@ -9,7 +9,7 @@ if not __package__:  # run as a file: look in the checkout, not in eval/
 import hydra
 from omegaconf import DictConfig
 
-from drafthead.data.config import parse, run_main
+from drafthead.data.config import one_line_errors, parse, run_main
 from drafthead.data.display import Display
 from drafthead.eval.config import EvalRunConfig
 from drafthead.eval.evaluate import choose_tree, evaluate, read_training_log
@@ -20,6 +20,7 @@ from drafthead.models.loading import load_base_and_head
 
 
 @hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes", config_name="eval")
+@one_line_errors
 def _main(cfg: DictConfig) -> None:
     config = parse(cfg, EvalRunConfig)
     evaluation = config.evaluation()

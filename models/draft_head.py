@@ -29,6 +29,22 @@ FORMAT = 1
 PACKAGE = "drafthead.models."
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadSize:
+    """Sizes of a head, known from its settings alone: what ``mode=plan`` adds up."""
+
+    parameters: int
+    """All parameters the head keeps, frozen ones that it shares with the base not counted."""
+    trainable: int
+    positions: int
+    """Draft positions K."""
+    draft_vocab_size: int
+    projections: int = 0
+    """Trainable parameters of the vocabulary projections, whose gradients the chunked loss makes itself."""
+    activations_per_token: int = 0
+    """Values a token keeps for the backward pass. Medusa with L blocks: ``K D (4 + 2 L)``."""
+
+
 @dataclass(kw_only=True)
 class DraftHeadConfig(ABC):
     """Settings of a head; a recipe names the subclass with ``_target_``."""
@@ -44,6 +60,10 @@ class DraftHeadConfig(ABC):
     @abstractmethod
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":
         """The untrained head for ``base``; ``d2t`` ([W] int64) lists the draft vocabulary's target ids."""
+
+    @abstractmethod
+    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
+        """Sizes on a base of that width and vocabulary; no weights are made."""
 
 
 @dataclass

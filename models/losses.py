@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from drafthead.models.base import OutputHead
 
-CHUNK_BYTES = 64 * 2**20
-"""Size of one chunk's float32 logits. A chunk holds about four matrices of that size at its peak."""
+CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
+"""Size of one chunk's float32 logits: within a CPU's last-level cache; large enough to fill a GPU. About three
+matrices of that size are alive at the peak."""
 
-STATS = ("accept", "overlap", "ce", "count")
-"""Per draft position: top-1 hits, sum of min(p, q), sum of cross-entropies (in-vocabulary targets), targets."""
+STATS = ("accept", "ce", "count", "overlap")
+"""Sums per draft position: top-1 hits, cross-entropies of in-vocabulary targets, targets, and min(p, q) (nan in
+training, where it would cost two passes over the logits for a metric)."""
 
 
 @dataclass(kw_only=True)
@@ -55,37 +56,9 @@ class Targets:
     """The base's head over the draft vocabulary."""
 
 
-def position_loss(
-    logits: Tensor, ids: Tensor, valid: Tensor, teacher_probs: Tensor | None, config: LossConfig
-) -> tuple[Tensor, Tensor]:
-    """Loss of one draft position, the plain form.
-
-    Args:
-        logits: [n, W] float32.
-        ids: [n] target indices, -1 outside the draft vocabulary.
-        valid: [n] bool.
-        teacher_probs: [n, W] float32, rows sum to 1; needed when ``config.kl`` > 0.
-
-    Returns:
-        The summed loss (scalar, without the position's ``decay``) and the ``STATS`` ([4] float32).
-    """
-    known = valid & (ids >= 0)
-    log_q = F.log_softmax(logits, -1)
-    ce = -log_q.gather(1, ids.clamp(min=0)[:, None])[:, 0] * known
-    loss = config.ce * ce.sum()
-    overlap = logits.new_full((), torch.nan)
-    if teacher_probs is not None:
-        if config.kl:
-            kl = torch.xlogy(teacher_probs, teacher_probs).sum(-1) - (teacher_probs * log_q).sum(-1)
-            loss = loss + config.kl * (kl * valid).sum()
-        overlap = (torch.minimum(log_q.detach().exp(), teacher_probs).sum(-1) * valid).sum()
-    hits = ((logits.argmax(-1) == ids) & known).sum()
-    return loss, torch.stack([hits.float(), overlap, ce.detach().sum(), valid.sum().float()])
-
-
-def chunk_rows(vocabulary: int) -> int:
+def chunk_rows(vocabulary: int, device: str) -> int:
     """Target positions per chunk for a draft vocabulary of that size."""
-    return max(16, CHUNK_BYTES // (4 * vocabulary))
+    return max(64, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
 
 
 def heads_loss(
@@ -106,8 +79,8 @@ def heads_loss(
     Returns:
         Scalar float32 loss sum, and the ``STATS`` of each position, [K, 4] float32.
     """
-    rows = rows or chunk_rows(heads[0].weight.shape[0])
-    weights = [h.weight for h in heads]
+    rows = rows or chunk_rows(heads[0].weight.shape[0], hidden.device.type)
+    weights = [h.weight if torch.is_grad_enabled() else h.weight.detach() for h in heads]
     result: tuple[Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         hidden, heads, targets, config, rows, *weights
     )
@@ -130,29 +103,25 @@ class _ChunkedLoss(torch.autograd.Function):
         depth, n, _ = hidden.shape
         grad_hidden = torch.zeros_like(hidden) if hidden.requires_grad else None
         grad_weights = [torch.zeros_like(w) if w.requires_grad else None for w in weights]
+        training = grad_hidden is not None or any(g is not None for g in grad_weights)
         total = hidden.new_zeros((), dtype=torch.float32)
         stats = hidden.new_zeros((depth, len(STATS)), dtype=torch.float32)
         for start in range(0, n, rows):
             part = slice(start, min(n, start + rows))
-            teacher_probs = _teacher_probs(targets, part)
+            teacher = _Teacher.of(targets, part, needed=config.kl > 0 or not training)
             for k in range(depth):
-                h = hidden[k, part].detach().requires_grad_(grad_hidden is not None)
-                w = weights[k].detach().requires_grad_(grad_weights[k] is not None)
-                with torch.enable_grad():
-                    logits = heads[k].finish(h.to(w.dtype) @ w.t()).float()
-                    loss, counted = position_loss(
-                        logits, targets.ids[part], targets.valid[k, part], teacher_probs, config
-                    )
-                    loss = loss * config.decay ** (k + 1)
-                wanted = [t for t in (h, w) if t.requires_grad]
-                if wanted:
-                    grads = list(torch.autograd.grad(loss, wanted))
+                h = hidden[k, part].to(weights[k].dtype)
+                chunk = _Chunk(heads[k], h @ weights[k].t(), targets.ids[part], targets.valid[k, part])
+                stats[k] += chunk.stats(None if training else teacher)
+                weight = config.decay ** (k + 1)
+                loss, gradient = chunk.loss_and_gradient(teacher, config)
+                total += weight * loss
+                if training:
+                    gradient = (weight * gradient).to(h.dtype)
                     if grad_hidden is not None:
-                        grad_hidden[k, part] = grads.pop(0)
+                        grad_hidden[k, part] = (gradient @ weights[k]).to(grad_hidden.dtype)
                     if (grad_weight := grad_weights[k]) is not None:
-                        grad_weight += grads.pop(0)
-                total += loss.detach()
-                stats[k] += counted
+                        grad_weight.addmm_(gradient.t(), h)
         ctx.grads = grad_hidden, grad_weights
         ctx.mark_non_differentiable(stats)
         return total, stats
@@ -160,12 +129,78 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> Any:
         grad_hidden, grad_weights = ctx.grads
-        scaled = [None if g is None else g * grad_total for g in (grad_hidden, *grad_weights)]
+        scaled = [None if g is None else g.mul_(grad_total) for g in (grad_hidden, *grad_weights)]
         return scaled[0], None, None, None, None, *scaled[1:]
 
 
-def _teacher_probs(targets: Targets, part: slice) -> Tensor | None:
-    if targets.teacher is None or targets.teacher_hidden is None:
-        return None
-    hidden = targets.teacher_hidden[part].to(targets.teacher.weight.dtype)
-    return targets.teacher.logits(hidden).float().softmax(-1)
+@dataclass(frozen=True)
+class _Teacher:
+    """The base's distribution at a chunk of targets, on the draft vocabulary. Shared by all heads."""
+
+    probs: Tensor
+    """[c, W] float32, rows sum to 1."""
+    negative_entropy: Tensor
+    """[c] sum of p log p."""
+
+    @staticmethod
+    def of(targets: Targets, part: slice, needed: bool) -> "_Teacher | None":
+        if not needed or targets.teacher is None or targets.teacher_hidden is None:
+            return None
+        hidden = targets.teacher_hidden[part].to(targets.teacher.weight.dtype)
+        log_probs = targets.teacher.logits(hidden).float().log_softmax(-1)
+        probs = log_probs.exp()
+        return _Teacher(probs, _row_dot(probs, log_probs))
+
+
+class _Chunk:
+    """One head's logits on a chunk: loss and analytic gradient in few passes, the logits overwritten by the last.
+
+    With q = softmax(logits), CE = lse - logit[target] and KL = sum p log p - sum p logit + lse, so the gradient by the
+    logits is (ce + kl) q - ce onehot - kl p. autograd would make about twice as many [c, W] matrices.
+    """
+
+    def __init__(self, head: OutputHead, product: Tensor, ids: Tensor, valid: Tensor) -> None:
+        self.head, self.valid = head, valid.float()
+        self.logits = head.finish(product).float()
+        self.ids = ids.clamp(min=0)[:, None]
+        self.known = (valid & (ids >= 0)).float()
+        self.true = self.logits.gather(1, self.ids)[:, 0]
+        self.largest = self.logits.amax(-1)
+        self.exponentials = (self.logits - self.largest[:, None]).exp_()
+        self.sums = self.exponentials.sum(-1)
+        self.lse = self.largest + self.sums.log()
+
+    def stats(self, teacher: "_Teacher | None") -> Tensor:
+        """The ``STATS`` of the chunk, [4] float32."""
+        hits = (self.true >= self.largest) * self.known
+        overlap = self.logits.new_full((), torch.nan)
+        if teacher is not None:
+            q = self.exponentials / self.sums[:, None]
+            overlap = (torch.minimum(q, teacher.probs).sum(-1) * self.valid).sum()
+        ce = (self.lse - self.true) * self.known
+        return torch.stack([hits.sum(), ce.sum(), self.valid.sum(), overlap])
+
+    def loss_and_gradient(self, teacher: "_Teacher | None", config: LossConfig) -> tuple[Tensor, Tensor]:
+        """Summed loss without the position's decay, and its gradient by the product ([c, W] float32)."""
+        loss = config.ce * ((self.lse - self.true) * self.known).sum()
+        mass = config.ce * self.known
+        if config.kl and teacher is not None:
+            kl = teacher.negative_entropy - _row_dot(teacher.probs, self.logits) + self.lse
+            loss = loss + config.kl * (kl * self.valid).sum()
+            mass = mass + config.kl * self.valid
+        gradient = self.exponentials.mul_((mass / self.sums)[:, None])
+        if config.kl and teacher is not None:
+            gradient.addcmul_(teacher.probs, self.valid[:, None], value=-config.kl)
+        gradient.scatter_add_(1, self.ids, (-config.ce * self.known)[:, None])
+        return loss, self._through_finish(gradient)
+
+    def _through_finish(self, gradient: Tensor) -> Tensor:
+        """Chain rule through scale and soft-cap."""
+        if self.head.softcap is not None:
+            gradient = gradient * (1 - (self.logits / self.head.softcap) ** 2)
+        return gradient * self.head.scale if self.head.scale != 1.0 else gradient
+
+
+def _row_dot(a: Tensor, b: Tensor) -> Tensor:
+    """[c] row-wise dot products, without a [c, W] product matrix."""
+    return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]

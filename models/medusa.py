@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from drafthead.data.contracts import Features, LossOutput, Proposal, Siblings, TokenTree, TrainBatch
 from drafthead.models.base import BaseModel, OutputHead
-from drafthead.models.draft_head import DraftHead, DraftHeadConfig, HeadState
+from drafthead.models.draft_head import DraftHead, DraftHeadConfig, HeadSize, HeadState
 from drafthead.models.linear import PrepackedLinear, can_prepack
 from drafthead.models.losses import STATS, LossConfig, Targets, chunk_rows, heads_loss
 
@@ -48,11 +48,20 @@ class MedusaConfig(DraftHeadConfig):
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "MedusaHead":
         return MedusaHead(self, base, d2t)
 
-    def parameter_count(self, hidden_size: int, vocab_size: int) -> int:
-        """Trained parameters on a base of that size (no weights are made)."""
-        blocks = self.num_layers * (hidden_size + 1) * hidden_size
-        projection = min(self.draft_vocab_size or vocab_size, vocab_size) * hidden_size if self.own_projection else 0
-        return self.num_heads * (blocks + projection)
+    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
+        vocabulary = min(self.draft_vocab_size or vocab_size, vocab_size)
+        blocks = self.num_heads * self.num_layers * (hidden_size + 1) * hidden_size
+        projections = self.num_heads * vocabulary * hidden_size if self.own_projection else 0
+        return HeadSize(
+            parameters=blocks + projections,
+            trainable=blocks + projections,
+            positions=self.num_heads,
+            draft_vocab_size=vocabulary,
+            projections=projections,
+            # Per head: the gathered input, its masked copy, the stacked output and its gradient; per block: the
+            # linear's and SiLU's outputs.
+            activations_per_token=self.num_heads * hidden_size * (4 + 2 * self.num_layers),
+        )
 
 
 class ResBlock(nn.Module):
@@ -143,7 +152,7 @@ class MedusaHead(DraftHead):
         hidden = torch.stack([block(read[k]) for k, block in enumerate(self.blocks)])
         heads = [self.output_head(k) for k in range(self.depth)]
         loss_sum, stats = heads_loss(hidden, heads, targets, config)
-        return _loss_output(loss_sum, stats)
+        return _loss_output(loss_sum, stats, training=loss_sum.requires_grad)
 
     def _targets(self, batch: TrainBatch, features: Features, with_teacher: bool) -> tuple[Targets, Tensor]:
         """Every position that some head is trained to predict, and per head the flat index of the ``h`` it reads."""
@@ -173,7 +182,7 @@ class MedusaHead(DraftHead):
             wanted = self.t2d[ids[valid]]
             found = []
             for part in torch.arange(len(wanted), device=wanted.device).split(  # type: ignore[no-untyped-call]
-                chunk_rows(len(self.d2t))
+                chunk_rows(len(self.d2t), wanted.device.type)
             ):
                 head = self.output_head(k)
                 logits = head.logits(hidden[part].to(head.weight.dtype)).float()
@@ -192,12 +201,17 @@ def _inference_linear(weight: Tensor) -> nn.Module:
     return linear
 
 
-def _loss_output(loss_sum: Tensor, stats: Tensor) -> LossOutput:
-    """Metrics per draft position from the ``STATS``: loss_k, accept_k (top-1), overlap_k (sampled acceptance)."""
+_METRICS = (("loss", "ce"), ("accept", "accept"), ("overlap", "overlap"))
+
+
+def _loss_output(loss_sum: Tensor, stats: Tensor, training: bool) -> LossOutput:
+    """Metrics per draft position from the ``STATS``: loss_k, accept_k (top-1 hits) and, outside training, overlap_k."""
     column = dict(zip(STATS, stats.double().unbind(1), strict=True))
     names, pairs = [], []
     for k in range(stats.shape[0]):
-        for name, source in (("loss", "ce"), ("accept", "accept"), ("overlap", "overlap")):
+        for name, source in _METRICS:
+            if source == "overlap" and training:
+                continue
             names.append(f"{name}_{k + 1}")
             pairs.append(torch.stack([column[source][k], column["count"][k]]))
     return LossOutput(

@@ -43,12 +43,6 @@ class TrainState:
     """Optimiser steps finished in the phase."""
     global_step: int
     """Optimiser steps finished over all phases; names the checkpoint."""
-    data_position: int = 0
-    """Rows of the phase's corpus consumed, over all ranks; 0 where the step alone says which rows come next."""
-    recipe_hash: str = ""
-    """Identifies the recipe; the caller decides what a difference means."""
-    best_metric: float | None = None
-    """Best evaluation so far; None before the first."""
 
 
 @dataclass(frozen=True, kw_only=True)

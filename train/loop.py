@@ -41,7 +41,7 @@ class Trainer:
         folder: Path,
         accelerator: Accelerator,
         display: Display,
-        tracker: Tracker,
+        tracker: Tracker | None,
     ) -> None:
         self.run, self.head, self.corpora, self.folder = run, head, corpora, folder
         self.accelerator, self.display, self.tracker = accelerator, display, tracker
@@ -140,7 +140,8 @@ class Trainer:
     def _publish(self, row: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
             self.log.write(row)
-            self.tracker.log(row, step=self.position.total)
+            if self.tracker is not None:
+                self.tracker.log(row, step=self.position.total)
 
     def _save(self, optimizer: torch.optim.Optimizer, end_of_phase: bool) -> None:
         if not self.accelerator.is_main_process:

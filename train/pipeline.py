@@ -37,7 +37,7 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
     display = Display(accelerator.is_main_process)
     folder = Path(run.out)
     if accelerator.is_main_process:
-        _open_folder(folder, run, resolved)
+        _open_folder(folder, run, resolved, display)
     accelerator.wait_for_everyone()
     set_seed(run.seed)
     tracker = Tracker(run.tracker, folder, run.name, resolved, display.line) if accelerator.is_main_process else None
@@ -54,7 +54,7 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
         _finish(run, base, head, corpora, folder, display, tracker)
 
 
-def _open_folder(folder: Path, run: RunConfig, resolved: str) -> None:
+def _open_folder(folder: Path, run: RunConfig, resolved: str, display: Display) -> None:
     """Make the run folder, or check that what it holds came from the same settings.
 
     Raises:
@@ -77,7 +77,8 @@ def _open_folder(folder: Path, run: RunConfig, resolved: str) -> None:
                 "run another name (name=...), or start over with resume=false"
             )
     write_json(settings, wanted)
-    write_provenance(folder, resolved)
+    for warning in write_provenance(folder, resolved):
+        display.line(f"warning: {warning}")
 
 
 def _training_settings(run: RunConfig) -> dict[str, Any]:

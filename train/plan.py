@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+from drafthead.models.draft_head import HeadSize
 from drafthead.models.losses import chunk_rows
 
 FLOAT32 = 4
@@ -19,7 +20,7 @@ TOKEN_ID = 4
 CACHED = 2
 """Bytes of a value of a cached hidden state (float16)."""
 CHUNK_COPIES = 4
-"""Matrices of a loss chunk's size alive at its peak: logits, log-probabilities, their gradient, teacher."""
+"""Matrices of a loss chunk's size alive at its peak: logits, their exponentials, the gradient, the teacher's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,22 +71,6 @@ class ModelShape:
         """
         attention = self.head_dim * (4 * self.num_heads + 2 * self.num_kv_heads)
         return 2 * self.hidden_size + max(attention, 3 * self.intermediate_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadSize:
-    """Sizes of the head."""
-
-    parameters: int
-    """All parameters the head keeps, frozen ones that it shares with the base not counted."""
-    trainable: int
-    positions: int
-    """Draft positions K."""
-    draft_vocab_size: int
-    projections: int = 0
-    """Trainable parameters of the vocabulary projections, whose gradients the chunked loss makes itself."""
-    activations_per_token: int = 0
-    """Values a token keeps for the backward pass. Medusa with L blocks: ``K D (4 + 2 L)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +142,7 @@ def plan(
     devices: int = 1,
     base_bytes: int = 2,
     head_bytes: int = FLOAT32,
+    device: str = "cuda",
 ) -> Plan:
     """Add it up.
 
@@ -168,6 +154,7 @@ def plan(
         devices: processes that train; each holds the base and the head whole.
         base_bytes: bytes a parameter of the base: 2 in bfloat16, 4 in float32.
         head_bytes: bytes a trained weight; below 4 the optimiser keeps a float32 copy.
+        device: ``cuda`` or ``cpu``: decides the size of a loss chunk.
     """
     return Plan(
         base_parameters=shape.base_parameters(),
@@ -176,25 +163,28 @@ def plan(
         head_parameters_per_position=head.parameters // head.positions,
         tokens={p.name: p.tokens(devices) for p in phases},
         trained_tokens={p.name: p.trained_tokens(devices) for p in phases},
-        memory={p.name: _memory(shape, head, p, base_bytes, head_bytes) for p in phases},
+        memory={p.name: _memory(shape, head, p, base_bytes, head_bytes, device) for p in phases},
         disk=_disk(shape, head, phases, generations),
         devices=devices,
     )
 
 
-def _memory(shape: ModelShape, head: HeadSize, phase: PhasePlan, base_bytes: int, head_bytes: int) -> dict[str, int]:
+def _memory(
+    shape: ModelShape, head: HeadSize, phase: PhasePlan, base_bytes: int, head_bytes: int, device: str
+) -> dict[str, int]:
     """Bytes by part at the peak of a step of ``phase``; M is the tokens of a micro-batch.
 
     - base activations: ``M x layer_width + M D`` values (a layer's peak and the features), and the mask of the packed
       documents, ``rows T^2`` in the base's dtype and once more as bools. A cached phase keeps the ``M D`` alone.
     - optimiser: two float32 moments, 8 bytes a trained parameter, plus the float32 copy of smaller weights.
-    - loss chunk: ``CHUNK_COPIES x rows x W`` float32; and the gradients of the projections, which the loss makes in its
-      forward pass (one set beside ``.grad``, two when micro-batches accumulate).
+    - loss chunk: ``CHUNK_COPIES x rows x W`` float32, never ``M x W``.
+    - gradients in flight: those of the projections, which the loss makes in its forward pass: one set beside
+      ``.grad``, two when micro-batches accumulate.
     """
     tokens = phase.batch_rows * phase.row_length
     features = tokens * shape.hidden_size * base_bytes
     mask = phase.batch_rows * phase.row_length**2 * (base_bytes + 1)
-    rows = min(tokens, chunk_rows(head.draft_vocab_size))
+    rows = min(tokens, chunk_rows(head.draft_vocab_size, device))
     sets = 2 if phase.accumulate > 1 else 1
     return {
         "base weights": shape.base_parameters() * base_bytes,
@@ -204,7 +194,8 @@ def _memory(shape: ModelShape, head: HeadSize, phase: PhasePlan, base_bytes: int
         "base activations": features
         + (0 if phase.cached_features else tokens * shape.layer_width() * base_bytes + mask),
         "head activations": tokens * head.activations_per_token * FLOAT32,
-        "loss chunk": CHUNK_COPIES * rows * head.draft_vocab_size * FLOAT32 + sets * head.projections * FLOAT32,
+        "loss chunk": CHUNK_COPIES * rows * head.draft_vocab_size * FLOAT32,
+        "gradients in flight": sets * head.projections * FLOAT32,
     }
 
 

@@ -27,7 +27,8 @@ def write_provenance(folder: Path, resolved_config_yaml: str) -> list[str]:
     ``{"error": ...}``, and what cannot be written is returned as one warning line each.
     """
     root = Path(drafthead.__file__).resolve().parent.parent
-    checkout = root if (root / "pyproject.toml").is_file() else None
+    # A copy of the code inside another repository has no .git of its own, and is not that repository's commit.
+    checkout = root if (root / ".git").exists() else None
     record = {
         "command": [sys.executable, *sys.argv],
         "folder": str(Path.cwd()),
@@ -59,17 +60,14 @@ def _or_error(find: Callable[[], Any]) -> Any:
 
 
 def _git(checkout: Path, *arguments: str) -> bytes:
-    # The repository at `checkout` only: a copy of the code inside another repository is not that repository's commit.
-    where = ["git", f"--git-dir={checkout / '.git'}", f"--work-tree={checkout}"]
-    if (checkout / ".git").is_file():  # a git worktree: .git is a pointer that only git resolves
-        where = ["git", "-C", str(checkout)]
-    done = subprocess.run([*where, *arguments], cwd=checkout, capture_output=True, check=True, timeout=30)
+    command = ["git", "-C", str(checkout), *arguments]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=30)
     return done.stdout
 
 
 def _git_state(checkout: Path | None) -> dict[str, Any] | None:
     """None when the code is no checkout (an installed wheel, an unpacked archive)."""
-    if checkout is None or not (checkout / ".git").exists():
+    if checkout is None:
         return None
     changed = _git(checkout, "status", "--porcelain").decode(errors="replace").splitlines()
     return {
@@ -81,7 +79,7 @@ def _git_state(checkout: Path | None) -> dict[str, Any] | None:
 
 def _write_diff(path: Path, checkout: Path | None) -> None:
     path.unlink(missing_ok=True)  # of an earlier start of this run
-    if checkout is None or not (checkout / ".git").exists():
+    if checkout is None:
         return
     diff = _git(checkout, "diff", "HEAD")
     if len(diff) > DIFF_BYTES:

@@ -9,16 +9,18 @@ if not __package__:  # run as a file: look in the checkout, not in train/
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from drafthead.data.config import run_main
+from drafthead.data.config import one_line_errors, run_main
 from drafthead.train.config import parse_run
 from drafthead.train.pipeline import run_pipeline
+from drafthead.train.plan_run import print_plan
 
 
 @hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes", config_name="train")
+@one_line_errors
 def _main(cfg: DictConfig) -> None:
     run = parse_run(cfg)
     if run.mode == "plan":
-        raise NotImplementedError
+        print_plan(run)
     else:
         run_pipeline(run, OmegaConf.to_yaml(cfg, resolve=True))
 

@@ -15,7 +15,7 @@ from drafthead.data.errors import UserError
 from drafthead.train.checkpoint import TrainState, capture_rng, load_latest, restore_rng, save_checkpoint
 from drafthead.train.optim import OptimConfig, build_optimizer
 
-STATE = TrainState(phase=1, step=3, global_step=7, data_position=48, recipe_hash="abc", best_metric=0.5)
+STATE = TrainState(phase=1, step=3, global_step=7)
 
 
 class Run:
@@ -116,7 +116,7 @@ def test_a_damaged_newest_falls_back(tmp_path: Path, name: str, damage: Callable
 def test_an_edited_state_is_damage(tmp_path: Path) -> None:
     path = Run().save(tmp_path, 1)
     state = path / "state.json"
-    state.write_text(state.read_text().replace('"data_position": 48', '"data_position": 49'))
+    state.write_text(state.read_text().replace('"global_step": 1', '"global_step": 2'))
     with pytest.raises(UserError, match="state.json does not have the checksum it states.*train from the start"):
         load_latest(tmp_path)
 
@@ -148,6 +148,7 @@ def test_numbers_sort_as_numbers(tmp_path: Path) -> None:
     run = Run()
     run.save(tmp_path, 9_999_999)
     run.save(tmp_path, 10_000_000)
+    assert len(list(tmp_path.iterdir())) == 2
     checkpoint = load_latest(tmp_path)
     assert checkpoint is not None and checkpoint.state.global_step == 10_000_000
 

@@ -81,17 +81,27 @@ def test_memory_of_the_llama_recipe() -> None:
         "optimiser": trained * 8,
         "base activations": tokens * (4096 + 2 * 4096 + 3 * 14336) * 2 + 2 * 4096 * 4096 * 3,
         "head activations": tokens * 5 * 4096 * 6 * 4,
-        "loss chunk": 4 * 130 * 128256 * 4 + 5 * 128256 * 4096 * 4,
+        "loss chunk": 4 * 130 * 128256 * 4,
+        "gradients in flight": 5 * 128256 * 4096 * 4,
     }
 
 
 def test_the_logits_never_stand_whole_in_memory() -> None:
     """Twice the tokens: the loss part stays, unless it is smaller than one chunk."""
     loss = [plan(LLAMA3_8B, MEDUSA_5, [replace(PHASE, batch_rows=rows)]).memory["pretrain"] for rows in (2, 4)]
-    assert loss[0]["loss chunk"] == loss[1]["loss chunk"]
+    assert loss[0]["loss chunk"] == loss[1]["loss chunk"] < 2 * 4096 * 128256
     tiny = replace(PHASE, row_length=16, batch_rows=1)
-    shared = replace(MEDUSA_5, projections=0)
-    assert plan(LLAMA3_8B, shared, [tiny]).memory["pretrain"]["loss chunk"] == 4 * 16 * 128256 * 4
+    assert plan(LLAMA3_8B, MEDUSA_5, [tiny]).memory["pretrain"]["loss chunk"] == 4 * 16 * 128256 * 4
+
+
+def test_a_cpu_takes_smaller_chunks() -> None:
+    on = {d: plan(LLAMA3_8B, MEDUSA_5, [PHASE], device=d).memory["pretrain"]["loss chunk"] for d in ("cpu", "cuda")}
+    assert on["cpu"] < on["cuda"]
+
+
+def test_accumulation_holds_a_second_set_of_gradients() -> None:
+    memory = plan(LLAMA3_8B, MEDUSA_5, [replace(PHASE, accumulate=2)]).memory["pretrain"]
+    assert memory["gradients in flight"] == 2 * 5 * 128256 * 4096 * 4
 
 
 def test_small_weights_need_a_float32_copy() -> None:

@@ -1,0 +1,44 @@
+# `make` lists the targets. Everything runs in .venv, which the first target that needs it sets up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Two workers with one thread each: more threads on few cores only wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup test test-slow check demo clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+setup: $(READY) ## make .venv with the pinned dependencies (PYTHON=python3.12 chooses the interpreter)
+
+# torch comes first and by itself, so that an installed or configured build (CPU or CUDA) is the one that is kept.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "drafthead needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1); try make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: $(READY) ## the fast tests
+	$(PYTEST) -m "not slow and not gpu" -n 2
+
+test-slow: $(READY) ## the tests that take longer or need the embedded model
+	$(PYTEST) -m "slow and not gpu"
+
+check: $(READY) ## lint, format, types, fast tests: what must be green before a commit
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(MAKE) test
+
+demo: $(READY) ## train, evaluate and time Medusa heads on a real model, on a CPU
+	$(BIN)/python train/run.py recipe=medusa_smollm2
+
+clean: ## remove .venv, build leftovers and tool caches; outputs/ and the download cache stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

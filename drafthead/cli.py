@@ -1,0 +1,59 @@
+"""The ``drafthead`` command: one word per entry point, each imported only when it is called."""
+
+import sys
+from importlib import import_module
+
+from drafthead import __version__
+from drafthead.data.errors import UserError
+
+COMMANDS = {
+    "train": "drafthead.train.run",
+    "data": "drafthead.data.run",
+    "eval": "drafthead.eval.run",
+    "generate": "drafthead.eval.generate",
+}
+HELP = """\
+drafthead: train draft heads for speculative decoding on a frozen Hugging Face causal LM, and prove what they buy.
+
+usage: drafthead COMMAND [arguments]
+
+  train      run a recipe: corpora, pretraining, the base's own answers, distillation, evaluation, head on disk
+  data       make the corpora of a recipe and stop
+  eval       measure a saved head: mean accepted tokens, speedup against plain decoding, identical outputs
+  generate   stream an answer with a head, and say what it gained
+
+  drafthead train recipe=medusa_smollm2              a real model on 2 CPU cores, nothing to log in to
+  drafthead train recipe=medusa_llama3 mode=plan     what a run will cost; loads no weights
+  drafthead train recipe=medusa_llama3 debug=tiny    the whole run on a random tiny base, offline
+  drafthead eval head=outputs/medusa_smollm2/head suite=mt_bench
+  drafthead generate --head outputs/medusa_smollm2/head "Why is the sky blue?"
+
+train, data and eval take settings as key=value and know --cfg job (print the settings, start nothing) and --help.
+Several GPUs: accelerate launch train/run.py recipe=...  takes the same settings as drafthead train.
+
+  --version  print the version
+  --help     print this text
+"""
+
+
+def main() -> None:
+    """Dispatch ``drafthead COMMAND ...``; the command sees ``drafthead COMMAND`` as its program name.
+
+    Raises:
+        SystemExit: 0 after ``--help`` and ``--version``; 1 after bad input to a command; 2 for an unknown command.
+    """
+    command, rest = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
+    if command in ("--help", "-h", "help"):
+        sys.stdout.write(HELP)
+        raise SystemExit(0)
+    if command in ("--version", "-V"):
+        sys.stdout.write(f"drafthead {__version__}\n")
+        raise SystemExit(0)
+    if command not in COMMANDS:
+        sys.stderr.write(f"drafthead: unknown command {command!r}; choose one of {', '.join(COMMANDS)}, or --help\n")
+        raise SystemExit(2)
+    sys.argv = [f"drafthead {command}", *rest]
+    try:
+        import_module(COMMANDS[command]).main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None

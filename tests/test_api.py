@@ -1,0 +1,95 @@
+"""The few lines that the README shows, on a tiny head that was saved and loaded again."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import drafthead
+from drafthead.data.contracts import TokenTree
+from drafthead.data.errors import UserError
+from drafthead.data.files import read_json, write_json
+from drafthead.models.base import BaseModel
+from drafthead.models.medusa import MedusaConfig
+
+TinyBase = Callable[..., BaseModel]
+
+
+@pytest.fixture
+def saved(tiny_base: TinyBase, tmp_path: Path) -> Path:
+    head = MedusaConfig(num_heads=3, own_projection=True, draft_vocab_size=100).build(tiny_base(), torch.arange(100))
+    head.tree = TokenTree.from_paths([(0,), (1,), (0, 0)])
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.1
+    head.save_pretrained(tmp_path / "head")
+    return tmp_path / "head"
+
+
+def test_saved_and_loaded_head_is_the_same(saved: Path, tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head = drafthead.load_head(saved, base)
+    assert head.tree == TokenTree.from_paths([(0,), (1,), (0, 0)])
+    assert all(bool((p != 0).any()) for p in head.parameters())
+    head.save_pretrained(saved.parent / "again")
+    first, second = (load_file(f / "model.safetensors") for f in (saved, saved.parent / "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+def test_a_head_finds_its_base_by_itself(saved: Path) -> None:
+    head = drafthead.load_head(saved)
+    answer = drafthead.generate(head.base, head, "Why is the sky blue?", max_new_tokens=12)
+    plain = drafthead.generate(head.base, None, "Why is the sky blue?", max_new_tokens=12)
+    assert answer.tokens == plain.tokens and answer.text == plain.text
+    ids = torch.tensor([[3, 4, 5]])
+    assert drafthead.generate(head.base, head, ids, max_new_tokens=5).tokens == (
+        drafthead.generate(head.base, None, [3, 4, 5], max_new_tokens=5).tokens
+    )
+
+
+def test_another_base_is_refused(saved: Path, tiny_base: TinyBase) -> None:
+    with pytest.raises(UserError, match=r"was trained for random-llama \(fingerprint .*; pass base.name="):
+        drafthead.load_head(saved, tiny_base(seed=1))
+
+
+def test_damaged_and_foreign_heads_are_refused(saved: Path, tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    config = read_json(saved / "config.json")
+    write_json(saved / "config.json", {**config, "head": "os.system"})
+    with pytest.raises(UserError, match="names head 'os.system', which is no head of this version"):
+        drafthead.load_head(saved, base)
+    write_json(saved / "config.json", {**config, "format": 99})
+    with pytest.raises(UserError, match="has format 99, this version reads 1; update drafthead"):
+        drafthead.load_head(saved, base)
+    write_json(saved / "config.json", {**config, "settings": {**config["settings"], "wings": 2}})
+    with pytest.raises(UserError, match=r"unknown settings \['wings'\]"):
+        drafthead.load_head(saved, base)
+    write_json(saved / "config.json", config)
+    weights = load_file(saved / "model.safetensors")
+    del weights["projections.1"]
+    save_file(weights, saved / "model.safetensors")
+    with pytest.raises(UserError, match=r"does not fit its config: missing \['projections.1'\]"):
+        drafthead.load_head(saved, base)
+    (saved / "model.safetensors").write_bytes(b"\x10" * 40)
+    with pytest.raises(UserError, match="cannot be read"):
+        drafthead.load_head(saved, base)
+    with pytest.raises(UserError, match="no draft head at .*nowhere: give a run's head folder"):
+        drafthead.load_head(saved / "nowhere", base)
+
+
+def test_wrapping_a_loaded_model(tiny_base: TinyBase) -> None:
+    from transformers import AutoModelForCausalLM
+
+    inner = tiny_base()
+    model = AutoModelForCausalLM.from_config(inner.config.transformers_config(), dtype=torch.float32).eval()
+    wrapped = BaseModel.wrap(model, inner.tokenizer)
+    tokens = drafthead.generate(wrapped, None, [5, 6, 7], max_new_tokens=8).tokens
+    out = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert tokens == out[0, 3 : 3 + len(tokens)].tolist()
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'lod_head'; it has"):
+        drafthead.lod_head  # noqa: B018

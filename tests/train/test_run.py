@@ -1,0 +1,185 @@
+"""Whole runs on a random tiny base: every recipe, resume, bad input, a base that is killed while it generates."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from drafthead.data.errors import UserError
+from drafthead.train.config import RunConfig, parse_run
+from drafthead.train.pipeline import run_pipeline
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPES = ROOT / "recipes" / "recipe"
+GOLDEN = ROOT / "tests" / "golden" / "medusa_tiny_losses.json"
+
+
+def recipes() -> list[str]:
+    found = sorted(str(p.relative_to(RECIPES).with_suffix("")) for p in RECIPES.rglob("*.yaml"))
+    assert found, f"no recipes under {RECIPES}: did the folder move?"
+    return found
+
+
+def load(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
+    places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
+    with initialize_config_module("drafthead.recipes", version_base="1.3"):
+        cfg = compose("train", overrides=[*overrides, *places])
+    return parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True)
+
+
+def train(folder: Path, *overrides: str) -> Path:
+    run_pipeline(*load(folder, "recipe=medusa_smollm2", "debug=tiny", *overrides))
+    return folder / "run"
+
+
+def golden_text() -> str:
+    """A text that no Python version changes."""
+    return f"data.text.sources=[{{kind: text, name: {ROOT / 'LICENSE'}}}]"
+
+
+def losses(run: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_runs_tiny(name: str, tmp_path: Path) -> None:
+    """Both phases, generation, calibration and evaluation, offline."""
+    run_pipeline(*load(tmp_path, f"recipe={name}", "debug=tiny"))
+    run = tmp_path / "run"
+    evaluation = json.loads((run / "eval.json").read_text())
+    wanted = {"mean_accepted_tokens", "acceptance_per_depth", "ctar", "tokens_per_second", "baseline_tokens_per_second"}
+    assert wanted | {"speedup", "identical_outputs", "hardware", "versions", "tasks"} <= set(evaluation) | set(
+        evaluation["overall"]
+    )
+    same = evaluation["overall"]["identical_outputs"]
+    assert same["same"] == same["of"] == 3
+    for path in ("head/model.safetensors", "head/config.json", "head/tree.json", "report.html", "plots/ctar.png"):
+        assert (run / path).stat().st_size > 0
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_recipe_composes_for_its_real_base(name: str, tmp_path: Path) -> None:
+    run, _ = load(tmp_path, f"recipe={name}")
+    config = run.base.transformers_config()
+    assert config.hidden_size > 500
+    assert run.head_config().depth >= 1
+    assert [p.corpus for p in run.phases.values()] == ["text", "generations"]
+
+
+def test_resume_equals_no_interruption_bit_for_bit(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", "log_every=1", "checkpoint.every_steps=3", "checkpoint.keep=20")
+    for stop in (3, 10, 15):
+        part = tmp_path / f"part{stop}"
+        shutil.copytree(tmp_path / "whole", part)
+        for path in (part / "run" / "checkpoints").iterdir():
+            if int(path.name.removeprefix("step-")) > stop:
+                shutil.rmtree(path)
+        shutil.rmtree(part / "run" / "head")
+        resumed = train(part, "log_every=1", "checkpoint.every_steps=3", "checkpoint.keep=20")
+        assert losses(resumed) == losses(whole)
+        want, got = (load_file(r / "head" / "model.safetensors") for r in (whole, resumed))
+        assert all(torch.equal(want[k], got[k]) for k in want)
+
+
+def test_golden_losses(tmp_path: Path) -> None:
+    """Ten steps a phase; regenerate with ``python tests/golden/regenerate.py`` and give a reason in the changelog."""
+    found = losses(train(tmp_path, "log_every=1", golden_text()))
+    assert found == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-4)
+
+
+def test_loss_falls(tmp_path: Path) -> None:
+    curve = losses(train(tmp_path, "log_every=20", "phases.distill.steps=120", "phases.distill.optim.lr=0.01"))
+    assert curve[-1] < 0.7 * curve[1]
+
+
+def test_a_run_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
+    train(tmp_path)
+    with pytest.raises(UserError, match=r"phases.distill.optim.lr=.*resume=false"):
+        train(tmp_path, "phases.distill.optim.lr=0.005")
+    train(tmp_path, "phases.distill.optim.lr=0.005", "resume=false")
+
+
+def test_a_corpus_of_other_settings_is_refused(tmp_path: Path) -> None:
+    train(tmp_path)
+    with pytest.raises(UserError, match="temperature"):
+        train(tmp_path, "data.generations.sampler.temperature=0.5", "resume=false")
+
+
+def test_nan_stops_and_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from drafthead.models.medusa import MedusaHead
+
+    original, calls = MedusaHead.loss, []
+
+    def broken(self, *args):  # type: ignore[no-untyped-def]
+        calls.append(1)
+        out = original(self, *args)
+        return type(out)(**{**vars(out), "loss_sum": out.loss_sum * (float("nan") if len(calls) > 14 else 1.0)})
+
+    monkeypatch.setattr(MedusaHead, "loss", broken)
+    with pytest.raises(UserError, match=r"phase pretrain, step \d+: the loss is nan.*is kept.*optim.lr"):
+        train(tmp_path, "log_every=1", "checkpoint.every_steps=3", "phases.pretrain.steps=30", "validate_every=50")
+    saved = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved[-1] == "step-0000012"
+    weights = load_file(tmp_path / "run" / "checkpoints" / saved[-1] / "head.safetensors")
+    assert all(torch.isfinite(w).all() for w in weights.values())
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("recipe=medusa_lama", "medusa_lama"),
+        ("optim.lr=1", "optim"),
+        ("+phases.distill.stps=3", "stps"),
+        ("phases.distill.steps=many", "many"),
+        ("phases.distill.steps=0", r"phases.\*.steps must be at least 1, got 0"),
+        ("phases.distill.optim.lr=-1", r"optim.lr must be in \(0, 1\), got -1"),
+        ("+head.dpeth=3", "dpeth"),
+        ("head._target_=os.system", "head._target_ must name a DraftHeadConfig under drafthead.models"),
+        ("phases.distill.row_length=64", "rows of up to"),
+        ("mode=trian", "mode must be one of"),
+        ("name=a/b", "name must consist of"),
+    ],
+)
+def test_bad_settings_are_one_clear_error(override: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=says):
+        load(tmp_path, "recipe=medusa_smollm2", override)
+
+
+def test_command_line_errors_are_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "train" / "run.py"), "recipe=medusa_smollm2", "phases.distill.steps=0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines() == ["error: config: phases.*.steps must be at least 1, got 0"], done.stderr
+
+
+def test_killed_while_generating_every_prompt_is_answered_once(tmp_path: Path) -> None:
+    """kill -9 at several moments: what is on disk is kept, and the corpus equals an uninterrupted one."""
+    options = ["recipe=medusa_smollm2", "debug=tiny", "data.generations.prompts=24", "data.generations.slots=2"]
+    options += ["data.generations.sampler.max_new_tokens=60", "data.generations.max_prompt_tokens=400"]
+    places = [f"out={tmp_path / 'run'}", f"data.folder={tmp_path / 'corpora'}"]
+    command = [sys.executable, str(ROOT / "data" / "run.py"), *options, *places]
+    shards = tmp_path / "corpora" / "generations"
+    kills = 0
+    for pause in (0.2, 0.5):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
+        while process.poll() is None and not (shards / "prompts.json").exists():
+            time.sleep(0.02)
+        time.sleep(pause)
+        process.send_signal(signal.SIGKILL)
+        kills += process.wait() == -signal.SIGKILL
+    assert kills, "the run ended before it could be killed"
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+    from drafthead.data.generations import GenerationStore
+
+    numbers = [g.prompt_number for g in GenerationStore(shards).read()]
+    assert numbers == list(range(24))
