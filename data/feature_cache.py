@@ -10,7 +10,8 @@ from torch import Tensor
 
 from drafthead.data.errors import UserError
 from drafthead.data.files import require_space
-from drafthead.data.manifest import check_manifest, read_manifest, write_manifest
+from drafthead.data.locks import exclusive
+from drafthead.data.manifest import check_manifest, write_manifest
 
 _DTYPES = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _REMEDY = "remove the folder or choose another one for these settings"
@@ -24,7 +25,7 @@ class FeatureCache:
     """
 
     def __init__(self, folder: Path, shape: tuple[int, int, int], dtype: str) -> None:
-        """Map existing files; use ``create`` or ``open``."""
+        """Map existing files; use ``create``."""
         self.folder = folder
         self.rows, self.row_length, self.width = shape
         self._name = dtype
@@ -40,6 +41,8 @@ class FeatureCache:
         cls, folder: Path, rows: int, row_length: int, width: int, dtype: str, manifest: dict[str, Any]
     ) -> "FeatureCache":
         """A cache for [R, T, D] values; one that exists with the same settings is opened with what it holds.
+
+        Processes that create the same cache at once get the same files: one makes them, the others wait.
 
         Args:
             folder: of the cache.
@@ -60,29 +63,14 @@ class FeatureCache:
             )
         sizes = {"rows": rows, "row_length": row_length, "width": width, "dtype": dtype}
         entries = {**manifest, "cache": sizes}
-        if not check_manifest(folder, entries, _REMEDY):
-            size = rows * row_length * width * _DTYPES[dtype].itemsize
-            require_space(folder, size + rows, "the feature cache")
-            folder.mkdir(parents=True, exist_ok=True)
-            _reserve(folder / "features.bin", size)
-            _reserve(folder / "done.bin", rows)
-            write_manifest(folder, entries)
+        with exclusive(folder):
+            if not check_manifest(folder, entries, _REMEDY):
+                size = rows * row_length * width * _DTYPES[dtype].itemsize
+                require_space(folder, size + rows, "the feature cache")
+                _reserve(folder / "features.bin", size)
+                _reserve(folder / "done.bin", rows)
+                write_manifest(folder, entries)
         return cls(folder, (rows, row_length, width), dtype)
-
-    @classmethod
-    def open(cls, folder: Path, manifest: dict[str, Any] | None = None) -> "FeatureCache":
-        """An existing cache, checked against ``manifest`` unless that is None.
-
-        Raises:
-            UserError: there is none, or it was made differently.
-        """
-        entries = read_manifest(folder)
-        sizes = entries.get("cache")
-        if not isinstance(sizes, dict):
-            raise UserError(f"{folder} is not a feature cache: its manifest has no 'cache'; choose another folder")
-        if manifest is not None:
-            check_manifest(folder, {**manifest, "cache": sizes}, _REMEDY)
-        return cls(folder, (sizes["rows"], sizes["row_length"], sizes["width"]), sizes["dtype"])
 
     def write(self, row_numbers: list[int], values: Tensor) -> None:
         """Store ``values`` [b, T, D] (any float dtype, any device) as the rows ``row_numbers``.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +96,6 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class _Entry:
-    prompt_number: int
     shard: int
     row: int
     first: int
@@ -104,10 +103,10 @@ class _Entry:
 
 
 class GenerationStore:
-    """A folder of generations. One process writes; any number read what is there.
+    """A folder of generations. One process writes, from opening to the last shard; any number read what is there.
 
     A shard is ``shard-00012.parquet`` and, with features, ``shard-00012.safetensors``. The parquet file is renamed
-    into place last, so whatever kills the writer costs the shard in progress and nothing else. What a killed
+    into place last, so whatever kills the writer costs what was not yet appended, and nothing else. What a killed
     writer leaves behind is ignored by readers and removed before the next shard is written.
     """
 
@@ -132,6 +131,7 @@ class GenerationStore:
         self._tables: dict[int, pa.Table] = {}
         self._entries: dict[int, _Entry] = {}
         self._clean = False
+        self._opened = lru_cache(maxsize=32)(self._matrix)
         for path in sorted(folder.glob("shard-*.parquet")):
             self._add(int(path.stem.removeprefix("shard-")), _read_shard(path))
 
@@ -171,17 +171,27 @@ class GenerationStore:
         _publish(aside, path)
         self._add(shard, table)
 
-    def read(self) -> Iterator[Generation]:
-        """All generations in the order of their prompt numbers; features are read from disk row by row."""
-        opened = lru_cache(maxsize=32)(self._features)
-        for _, entry in sorted(self._entries.items()):
+    def read(self, with_features: bool = True) -> Iterator[Generation]:
+        """All generations in the order of their prompt numbers.
+
+        Args:
+            with_features: features are read from disk row by row; without, they are None (see ``features``).
+        """
+        for number, entry in sorted(self._entries.items()):
             table = self._tables[entry.shard]
             ids = table["input_ids"][entry.row].values.to_numpy()
-            features = None
-            if _width(table):
-                features = opened(entry.shard)[entry.first : entry.first + len(ids) - 1]
+            features = self.features(number) if with_features else None
             boundary, finished = table["boundary"][entry.row].as_py(), table["finished"][entry.row].as_py()
-            yield Generation(entry.prompt_number, ids, boundary, finished, features)
+            yield Generation(number, ids, boundary, finished, features)
+
+    def features(self, prompt_number: int) -> npt.NDArray[np.float16] | None:
+        """[n - 1, D] features of one answer, read from disk; None when the store keeps none."""
+        entry = self._entries[prompt_number]
+        table = self._tables[entry.shard]
+        if not _width(table):
+            return None
+        last = entry.first + len(table["input_ids"][entry.row]) - 1
+        return cast("npt.NDArray[np.float16]", self._opened(entry.shard)[entry.first : last])
 
     def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
         """[V] how often each id occurs in the answers.
@@ -210,7 +220,7 @@ class GenerationStore:
             for row, start in enumerate(boundaries):
                 yield table["input_ids"][row].values.to_numpy(), start
 
-    def _features(self, shard: int) -> Any:
+    def _matrix(self, shard: int) -> Any:
         """The shard's feature matrix, sliced from disk."""
         file: Any = safe_open(self._path(shard, "safetensors"), framework="np")
         return file.get_slice("features")
@@ -226,7 +236,7 @@ class GenerationStore:
                     f"prompt {number} stands twice in {self.folder}, in {other} and "
                     f"{self._path(shard, 'parquet').name}; remove one of the two files"
                 )
-            self._entries[number] = _Entry(number, shard, row, first)
+            self._entries[number] = _Entry(shard, row, first)
             first += len(table["input_ids"][row])
         self._tables[shard] = table
 

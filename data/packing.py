@@ -1,5 +1,6 @@
 """Documents to fixed rows with document ids and positions. R rows, T row length, B batch."""
 
+import hashlib
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ MIN_PIECE = 8
 """A document is not cut into less: drafts need context before them and targets after."""
 _OPEN_ROWS = 64
 _ROWS_A_WRITE = 256
+_FILE = "rows.arrow"
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -77,15 +79,36 @@ def pack(documents: Iterable[Document], row_length: int, split: bool, folder: Pa
         dataset = datasets.Dataset.from_buffer(sink.getvalue())
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "rows.arrow"
+        path = folder / _FILE
         aside = path.with_suffix(".tmp")
         with pa.OSFile(str(aside), "wb") as sink:
             _write_rows(sink, rows, row_length)
         aside.replace(path)
-        dataset = datasets.Dataset.from_file(str(path))
+        dataset = open_packed(folder)
     if not len(dataset):
         raise UserError("there is no document to pack; check the data source")
     return dataset
+
+
+def open_packed(folder: Path) -> datasets.Dataset:
+    """What ``pack`` wrote to ``folder``, memory-mapped.
+
+    Raises:
+        UserError: there is nothing.
+    """
+    if not (folder / _FILE).exists():
+        raise UserError(f"{folder / _FILE} is missing; remove {folder}, and its rows are packed again")
+    return datasets.Dataset.from_file(str(folder / _FILE))
+
+
+def digest_rows(dataset: datasets.Dataset) -> str:
+    """A short hash of the tokens and the documents of all rows."""
+    digest = hashlib.sha256()
+    for start in range(0, len(dataset), 64):
+        batch = collate(dataset, list(range(start, min(len(dataset), start + 64))))
+        digest.update(batch.input_ids.numpy().astype(np.int32).tobytes())
+        digest.update(batch.document_ids.numpy().astype(np.int32).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def collate(dataset: datasets.Dataset, row_numbers: list[int]) -> TrainBatch:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from drafthead.data.config import one_line_errors, run_main
 from drafthead.data.display import Display
 from drafthead.models.base import BaseModel
-from drafthead.train.config import parse_run
+from drafthead.train.config import parse_run, preflight
 from drafthead.train.corpora import Corpora
 
 
@@ -20,6 +20,7 @@ from drafthead.train.corpora import Corpora
 @one_line_errors
 def _main(cfg: DictConfig) -> None:
     run = parse_run(cfg)
+    preflight(run)
     display = Display()
     with display.stage(f"base model {run.base.name or 'random'}"):
         base = BaseModel.load(run.base)

@@ -61,8 +61,13 @@ class SourceConfig:
         return f"{self.kind}:{self.name}"
 
 
-def iter_documents(source: SourceConfig) -> Iterator[str]:
+def iter_documents(source: SourceConfig, max_characters: int | None = None) -> Iterator[str]:
     """The texts of a source in its own order, empty ones left out. A file of kind ``text`` is one document.
+
+    Args:
+        source: where the texts are.
+        max_characters: stop behind the document that reaches this many; a hub dataset is then streamed. Sets that
+            come with a package are small and always whole.
 
     Raises:
         UserError: nothing there, a broken line, a missing column (the message lists those present), no network.
@@ -72,8 +77,19 @@ def iter_documents(source: SourceConfig) -> Iterator[str]:
     elif source.kind == "text":
         texts = (_read_text(path) for path in _files(source))
     else:
-        texts = (_as_text(value, source, where) for value, where in _column(source))
-    return islice((text for text in texts if text.strip()), source.limit)
+        values = _column(source, stream=max_characters is not None)
+        texts = (_as_text(value, source, where) for value, where in values)
+    kept = islice((text for text in texts if text.strip()), source.limit)
+    return kept if max_characters is None or source.kind in _SETS else _up_to(kept, max_characters)
+
+
+def _up_to(texts: Iterator[str], max_characters: int) -> Iterator[str]:
+    total = 0
+    for text in texts:
+        yield text
+        total += len(text)
+        if total >= max_characters:
+            return
 
 
 def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
@@ -96,18 +112,18 @@ def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
     return islice((m for m in found if m and m[-1]["role"] == "user" and m[-1]["content"].strip()), source.limit)
 
 
-def load_documents(sources: list[SourceConfig], seed: int, max_documents: int | None = None) -> list[str]:
+def load_documents(sources: list[SourceConfig], seed: int, max_characters: int | None = None) -> list[str]:
     """All documents of all sources, without near copies (``content_hash``), in an order fixed by ``seed``.
 
     Args:
-        sources: a hub dataset without a limit is read up to ``max_documents`` rows.
+        sources: where the documents are.
         seed: of the shuffle.
-        max_documents: keep this many after the shuffle; None keeps all.
+        max_characters: of each source, read no more than about this many (``iter_documents``); None reads all.
 
     Raises:
         UserError: a source is broken or empty; no source is given.
     """
-    return _load(sources, iter_documents, content_hash, seed, max_documents)
+    return _load(sources, lambda s: iter_documents(s, max_characters), content_hash, seed, None)
 
 
 def load_prompts(sources: list[SourceConfig], seed: int, limit: int | None) -> list[list[Message]]:
@@ -179,9 +195,9 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{path} is not UTF-8 text ({error}); convert it or leave it out") from None
 
 
-def _column(source: SourceConfig) -> Iterator[tuple[Any, str]]:
+def _column(source: SourceConfig, stream: bool = False) -> Iterator[tuple[Any, str]]:
     """Values of the source's column, each with where it stands; rows without a value are left out."""
-    for row, where in _hub_rows(source) if source.kind == "hf" else _jsonl_rows(source):
+    for row, where in _hub_rows(source, stream) if source.kind == "hf" else _jsonl_rows(source):
         if source.column not in row:
             present = ", ".join(map(str, row)) or "none"
             raise UserError(f"{where} has no column {source.column!r}; present: {present}; set source.column")
@@ -205,7 +221,7 @@ def _jsonl_rows(source: SourceConfig) -> Iterator[tuple[dict[str, Any], str]]:
                 yield row, where
 
 
-def _hub_rows(source: SourceConfig) -> Iterator[tuple[dict[str, Any], str]]:
+def _hub_rows(source: SourceConfig, stream: bool) -> Iterator[tuple[dict[str, Any], str]]:
     import datasets
 
     try:
@@ -214,7 +230,7 @@ def _hub_rows(source: SourceConfig) -> Iterator[tuple[dict[str, Any], str]]:
             source.subset,
             split=source.split,
             revision=source.revision,
-            streaming=source.limit is not None,
+            streaming=stream or source.limit is not None,
         )
         for number, row in enumerate(rows):
             yield row, f"{source} row {number}"

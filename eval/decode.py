@@ -50,9 +50,9 @@ def decode(
     else:
         tree = tree or head.tree or TokenTree.chain(head.depth)
     _check_prompt(base, input_ids, max_new_tokens)
-    session = _Session(base, head, tree, len(input_ids) + max_new_tokens + len(tree))
     eos = frozenset() if ignore_eos else base.eos_ids
-    started = perf_counter()
+    started = perf_counter()  # allocating the cache is part of decoding, as it is in transformers' generate
+    session = _Session(base, head, tree, len(input_ids) + max_new_tokens + len(tree))
     answer = [session.read_prompt(input_ids)]
     prefill_s = perf_counter() - started
     if on_tokens:

@@ -8,13 +8,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from drafthead.data.chat import prompt_ids
 from drafthead.data.contracts import DecodeResult, StepRecord, TokenTree
 from drafthead.data.errors import UserError
-from drafthead.data.files import read_json, write_json
-from drafthead.eval.calibrate import Calibration
+from drafthead.data.files import write_json
+from drafthead.eval.calibrate import Calibration, measured_with
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.decode import decode
 from drafthead.eval.latency import StepCosts
@@ -22,7 +22,7 @@ from drafthead.eval.report import write_report
 from drafthead.eval.speed import Decoder, Equality, compare_outputs, run_interleaved, summarise
 from drafthead.eval.suites import load_suite
 from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead
+from drafthead.models.draft_head import DraftHead, read_tree
 
 Progress = Callable[[str, int, int], None]
 
@@ -80,10 +80,9 @@ def evaluate(
 
 def _digest(head: DraftHead, tree: TokenTree, config: EvalConfig) -> str:
     """Hash of all that decides a finished prompt's result, so that a log continues only itself."""
-    digest = hashlib.sha256(repr((tree.paths, config.suite, config.max_new_tokens)).encode())
-    for name, tensor in sorted(head.state_dict().items()):
-        digest.update(name.encode() + tensor.detach().cpu().float().numpy().tobytes())
-    return digest.hexdigest()[:8]
+    # The seed orders the decoders: with another order, a prompt that was cut off could be completed piecemeal.
+    decided_by = (measured_with(head), tree.paths, config.suite, config.max_new_tokens, config.seed)
+    return hashlib.sha256(repr(decided_by).encode()).hexdigest()[:8]
 
 
 def choose_tree(head: DraftHead, name: str) -> TokenTree:
@@ -95,16 +94,8 @@ def choose_tree(head: DraftHead, name: str) -> TokenTree:
     if name == "chain":
         return TokenTree.chain(head.depth)
     if name == "head":
-        tree = head.tree or TokenTree.chain(head.depth)
-    else:
-        content = read_json(Path(name))
-        try:
-            tree = TokenTree.from_paths([tuple(c) for c in content["choices"]])
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{name} is no tree.json ({error}); it needs choices: a list of rank paths") from None
-    if tree.depth > head.depth:
-        raise UserError(f"the tree is {tree.depth} deep, but the head drafts {head.depth} positions; choose one")
-    return tree
+        return head.tree or TokenTree.chain(head.depth)
+    return read_tree(Path(name), head.depth)
 
 
 def decoders(base: BaseModel, head: DraftHead, tree: TokenTree, max_new_tokens: int) -> dict[str, Decoder]:
@@ -132,18 +123,25 @@ def transformers_generate(base: BaseModel, ids: list[int], max_new_tokens: int) 
     """Greedy ``generate`` of transformers over the same (prepacked) modules: the other plain baseline."""
     inputs = torch.tensor([ids], device=base.device)
     first = _FirstToken()
-    started = perf_counter()
-    output = base.model.generate(
-        inputs,
-        attention_mask=torch.ones_like(inputs),
+    own = base.model.generation_config
+    greedy = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
         eos_token_id=sorted(base.eos_ids) or None,
         pad_token_id=min(base.eos_ids, default=0),
-        stopping_criteria=StoppingCriteriaList([first]),
     )
-    tokens = output[0, len(ids) :].tolist()
-    total = perf_counter() - started
+    # What a call leaves open comes from the model's own settings, where a repetition penalty, say, would make this
+    # another rule than plain greedy decoding.
+    base.model.generation_config = greedy
+    try:
+        started = perf_counter()
+        output = base.model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), stopping_criteria=StoppingCriteriaList([first])
+        )
+        tokens = output[0, len(ids) :].tolist()
+        total = perf_counter() - started
+    finally:
+        base.model.generation_config = own
     prefill = first.at - started
     # generate shows no single steps, so the decoding time is spread evenly over them.
     each = (total - prefill) / max(1, len(tokens) - 1)
@@ -169,8 +167,18 @@ def _compare(base: BaseModel, ids: list[int], plain: DecodeResult, speculative: 
 
 
 def read_training_log(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's ``metrics.jsonl``; empty when there is none."""
+    """The rows of a run's ``metrics.jsonl``; empty when there is none. A last line torn by a kill is left out.
+
+    Raises:
+        UserError: another line is not JSON.
+    """
     path = folder / "metrics.jsonl"
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise UserError(f"{path} line {number} is not JSON ({error}); remove that line") from None
+    return rows

@@ -26,7 +26,7 @@ def prompt_key(prompt: EvalPrompt, ids: list[int]) -> str:
 
 
 class Journal:
-    """Results by (prompt key, decoder name), one JSON line each."""
+    """Results by (prompt key, decoder name), one JSON line each; of two lines with one key the later counts."""
 
     def __init__(self, path: Path | None) -> None:
         """Read what ``path`` holds; None keeps results in memory only.

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
+from typing import Any, Self
 
 import torch
 
@@ -48,31 +49,46 @@ class StepCosts:
         return self.verify_at(nodes) + self.overhead + (self.draft if nodes > 1 else 0.0)
 
     def to_json(self) -> dict[str, object]:
-        """Plain values, for ``eval.json``."""
+        """Plain values, for ``eval.json`` and ``from_json``."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Self:
+        """The costs that ``to_json`` wrote; JSON turned the sizes into text.
+
+        Raises:
+            KeyError, TypeError, ValueError: ``found`` is something else.
+        """
+        return cls(**{**found, "verify": {int(n): float(seconds) for n, seconds in found["verify"].items()}})
 
 
 @torch.inference_mode()
 def measure_costs(base: BaseModel, head: DraftHead, context: int = 200, repeats: int = 9) -> StepCosts:
-    """Time every part of a step on random tokens after ``context`` tokens (timing does not depend on the ids)."""
+    """Time every part of a step on random tokens after ``context`` tokens (timing does not depend on the ids).
+
+    A base that reads less than twice ``context`` is timed after half of what it reads, and only trees that fit into
+    the other half are: larger ones are extrapolated.
+    """
     generator = torch.Generator().manual_seed(0)
-    context = min(context, base.max_context - max(SIZES) - 40)
+    context = min(context, base.max_context // 2)
+    sizes = [n for n in SIZES if n <= context]
     ids = torch.randint(0, base.vocab_size, (1, context), generator=generator).to(base.device)
-    cache = base.new_cache(context + max(SIZES))
+    cache = base.new_cache(context + max(sizes))
     hidden = base.read(ids, cache)
     state = head.observe(head.init_state(1), ids, Features(final=hidden))
-    times: dict[int, list[float]] = {n: [] for n in SIZES}
+    times: dict[int, list[float]] = {n: [] for n in sizes}
     drafts: list[float] = []
     tree = TokenTree.from_paths([(r,) for r in range(4)] + [(0,) * d for d in range(2, head.depth + 1)])
     for repeat in range(repeats + 2):
-        for n in SIZES:
+        for n in sizes:
             seconds = _timed(base, partial(_verify, base, ids[:, :n], cache))
             if repeat >= 2:
                 times[n].append(seconds)
         seconds = _timed(base, partial(head.draft, state, ids[:, -1], tree))
         if repeat >= 2:
             drafts.append(seconds)
-    result = decode(base, head, ids[0].tolist(), max_new_tokens=24, tree=tree, ignore_eos=True)
+    new = min(24, base.max_context - context)
+    result = decode(base, head, ids[0].tolist(), max_new_tokens=new, tree=tree, ignore_eos=True)
     overhead = median(s.total_s - s.draft_s - s.verify_s for s in result.steps)
     verify = {n: median(values) for n, values in times.items()}
     return StepCosts(verify=verify, draft=median(drafts), overhead=overhead, context=context)

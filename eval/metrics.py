@@ -57,11 +57,6 @@ def tokens_per_second(results: Sequence[DecodeResult]) -> Ratio:
     return Ratio(sum(len(r.tokens) for r in results), sum(r.total_s for r in results))
 
 
-def decode_tokens_per_second(results: Sequence[DecodeResult]) -> Ratio:
-    """Answer tokens after the first per second after the prefill. Needs a decoder that times its prefill."""
-    return Ratio(sum(max(len(r.tokens) - 1, 0) for r in results), sum(r.total_s - r.prefill_s for r in results))
-
-
 def overhead(results: Sequence[DecodeResult]) -> Ratio:
     """Share of the steps' wall time spent neither drafting nor in the base: 1 - (draft + verify) / total."""
     steps = _steps(results)

@@ -57,8 +57,9 @@ def run_interleaved(
     Args:
         prompts: prompts and their token ids.
         decoders: by name.
-        log: JSONL file that gets every finished (prompt, decoder) at once; what it holds is not decoded again, and
-            failures are tried again. It knows prompts and decoder names only: one file per head, tree and settings.
+        log: JSONL file that gets every finished (prompt, decoder) at once. A prompt that it holds of all decoders is
+            not decoded again; any other is, by all of them, so that times that are compared come from one process.
+            It knows prompts and decoder names only: one file per head, tree and settings.
         seed: order of the decoders within each prompt.
         on_progress: called with (finished, all) pairs of prompt and decoder.
 
@@ -71,16 +72,16 @@ def run_interleaved(
     """
     journal = Journal(log)
     keys = [prompt_key(prompt, ids) for prompt, ids in prompts]
-    pending = [
-        ids for key, (_, ids) in zip(keys, prompts, strict=True) if any((key, d) not in journal for d in decoders)
-    ]
+    finished = [all((key, name) in journal for name in decoders) for key in keys]
+    pending = [ids for whole, (_, ids) in zip(finished, prompts, strict=True) if not whole]
     for decoder in decoders.values():
         _warm_up(decoder, pending)
     total = len(prompts) * len(decoders)
     done = 0
-    for key, (prompt, ids), order in zip(keys, prompts, _orders(list(decoders), len(prompts), seed), strict=True):
+    orders = _orders(list(decoders), len(prompts), seed)
+    for key, whole, (prompt, ids), order in zip(keys, finished, prompts, orders, strict=True):
         for name in order:
-            if (key, name) not in journal:
+            if not whole:
                 journal.add(key, name, prompt, _decode(decoders[name], ids))
             done += 1
             on_progress(done, total)

@@ -36,10 +36,6 @@ class TreeOrder:
         """The tree of the first ``drafts`` nodes and the root."""
         return TokenTree.from_paths(self.paths[:drafts])
 
-    def expected_tokens(self, drafts: int) -> float:
-        """Estimated tokens committed by a step with ``drafts`` nodes, bonus included."""
-        return 1.0 + sum(self.values[:drafts])
-
 
 def search(answers: Sequence[Ranks], size: int, width: int = 10) -> TreeOrder:
     """Greedy search of the tree with the most accepted tokens on measured ranks.

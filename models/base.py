@@ -53,6 +53,11 @@ class BaseModel:
     def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
         settings = model.config
         check_architecture(settings, config.max_context)
+        if not (hasattr(model, "model") and hasattr(model.model, "norm") and hasattr(model.model, "layers")):
+            raise UserError(
+                f"{settings.model_type} is not built like a Llama (model.layers, model.norm); use a base of the Llama, "
+                "Mistral, Qwen2, Qwen3, Gemma or SmolLM families"
+            )
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = config
@@ -79,6 +84,7 @@ class BaseModel:
         self._tree_masks: dict[TokenTree, Tensor] = {}
         self.prepacked = prepack_linears(self.model) if config.prepack else 0
         self._lm_head = self.model.get_output_embeddings()
+        self._check_logits()
 
     @classmethod
     def load(cls, config: BaseConfig, device: torch.device | str = "cpu") -> "BaseModel":
@@ -127,8 +133,25 @@ class BaseModel:
         """Hash of the sizes and of two small weights: tells fine-tunes of one architecture apart."""
         parts = [f"{self.hidden_size},{self.vocab_size},{self.num_layers}".encode()]
         for weight in (self.model.model.norm.weight, self.head.weight[: min(64, self.vocab_size)]):
-            parts.append(weight.detach().float().cpu().numpy().tobytes())
+            # Through bfloat16, so that the same weights loaded in another dtype are the same base.
+            parts.append(weight.detach().to(torch.bfloat16).float().cpu().numpy().tobytes())
         return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+    def _check_logits(self) -> None:
+        """Compare our way to the logits with the model's own on a few tokens.
+
+        Raises:
+            UserError: this architecture scales or shifts its logits in a way that is not known here.
+        """
+        ids = torch.arange(3, 7, device=self.device)[None]
+        with torch.inference_mode():
+            ours = self.logits(self.read(ids, self.new_cache(4))).float()
+            theirs = self.model(ids).logits.float()
+        if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
+            raise UserError(
+                f"{self.model.config.model_type} computes its logits in a way that is not known here (they differ by "
+                f"{float((ours - theirs).abs().max()):.3g}); please report the architecture"
+            )
 
     def identity(self) -> dict[str, Any]:
         """What a corpus or a head must remember of the base it was made with."""
@@ -141,6 +164,12 @@ class BaseModel:
             "num_layers": self.num_layers,
             "recipe": self.config.origin(),
         }
+
+    @property
+    def embedding(self) -> Tensor:
+        """The input embedding table, [V, D]."""
+        table: Tensor = self.model.get_input_embeddings().weight
+        return table
 
     @property
     def eos_ids(self) -> frozenset[int]:

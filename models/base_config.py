@@ -8,6 +8,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from drafthead.data.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ORIGIN = ("name", "revision", "gguf_file", "tokenizer", "max_context", "random", "seed", "shape", "dtype")
+"""Settings that find a base again; what a saved head may say about it."""
 EMBEDDED = "embedded:smollm2"
 """The base that arrives inside a pinned package, for machines without hub access."""
 
@@ -48,11 +50,9 @@ class BaseConfig:
 
     def origin(self) -> dict[str, Any]:
         """The settings that find this base again: what a saved head remembers. Nothing about device or speed."""
-        kept = ("name", "revision", "gguf_file", "tokenizer", "max_context")
-        found = {key: getattr(self, key) for key in kept}
-        if self.random:
-            found |= {"random": True, "seed": self.seed, "shape": dict(self.shape), "dtype": self.dtype}
-        return found
+        only_random = ("random", "seed", "shape", "dtype")
+        kept = ORIGIN if self.random else [key for key in ORIGIN if key not in only_random]
+        return {key: getattr(self, key) for key in kept}
 
     def transformers_config(self) -> PreTrainedConfig:
         """The transformers config, from ``shape`` when given (no network), else from ``name``.
@@ -109,7 +109,7 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
             f"{kind} uses multi-head latent attention, whose cache layout is not supported; choose another base"
         )
     window = getattr(config, "sliding_window", None)
-    slides = any("sliding" in t for t in layer_types) or (not layer_types and window)
+    slides = any("sliding" in t or "chunked" in t for t in layer_types) or (not layer_types and window)
     context = max_context or getattr(config, "max_position_embeddings", 0)
     if slides and window and context > window:
         raise UserError(

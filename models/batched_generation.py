@@ -172,10 +172,12 @@ def _choose(logits: Tensor, rows: list["_Row | None"], sampler: SamplerConfig) -
     """The next token of every row ([B] int64): argmax at temperature 0, else a sample after top-k and top-p."""
     if sampler.temperature == 0:
         return logits.argmax(-1)
-    probs = (logits.float() / sampler.temperature).softmax(-1).cpu()
+    probs = (logits.float() / sampler.temperature).softmax(-1)
     ids = None
-    if sampler.top_k:
+    if sampler.top_k:  # before the copy to the host: k of V values
         probs, ids = probs.topk(min(sampler.top_k, probs.shape[-1]))
+        ids = ids.cpu()
+    probs = probs.cpu()
     # One float64 cumulative sum for the batch: inverting it per row is far cheaper than torch.multinomial per row.
     cumulative = probs.double().cumsum(-1)
     chosen = [

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -153,7 +153,7 @@ class DraftHead(nn.Module, ABC):
         """Load a head from a folder or a Hub repository and attach it to ``base``.
 
         Raises:
-            UserError: nothing there, a damaged file, another base than the head was trained for.
+            UserError: nothing there, a damaged file, settings or a tree that do not fit, another base than the head's.
         """
         folder = resolve_folder(name, revision)
         config = read_head_config(folder)
@@ -167,15 +167,21 @@ class DraftHead(nn.Module, ABC):
         except (FileNotFoundError, SafetensorError) as error:
             raise UserError(f"{folder}/model.safetensors cannot be read ({error}); copy the head again") from None
         d2t = weights.get("d2t") if config["draft_vocab"] else None
-        head = settings(**config["settings"]).build(base, d2t)
-        missing, unexpected = head.load_state_dict(weights, strict=False)
+        try:
+            head = settings(**config["settings"]).build(base, d2t)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{folder}/config.json has bad settings ({error}); copy the head again") from None
+        try:
+            missing, unexpected = head.load_state_dict(weights, strict=False)
+        except RuntimeError as error:
+            wrong = str(error).splitlines()[-1].strip()
+            raise UserError(f"{folder}/model.safetensors does not fit its config: {wrong}") from None
         if missing or unexpected:
             raise UserError(
                 f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}"
             )
         if (folder / "tree.json").exists():
-            choices = read_json(folder / "tree.json")["choices"]
-            head.tree = TokenTree.from_paths([tuple(c) for c in choices])
+            head.tree = read_tree(folder / "tree.json", head.depth)
         if not isinstance(head, cls):
             raise UserError(f"{folder} holds a {type(head).__name__}, not a {cls.__name__}")
         return head.eval()
@@ -187,7 +193,7 @@ class DraftHead(nn.Module, ABC):
         try:
             api.create_repo(repo, exist_ok=True, private=private)
             return str(api.upload_folder(repo_id=repo, folder_path=str(folder)))
-        except (HfHubHTTPError, OSError) as error:
+        except (HfHubHTTPError, HFValidationError, OSError) as error:
             raise UserError(
                 f"pushing {folder} to {repo} failed: {str(error).splitlines()[0]} Log in with `hf auth login` or set "
                 f"HF_TOKEN, then run `hf upload {repo} {folder}`"
@@ -209,7 +215,7 @@ def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
         )
     try:
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=["*.json", "*.safetensors", "*.md"]))
-    except (RepositoryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (RepositoryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         raise UserError(
             f"no draft head at {name}: it is no local folder, and the Hub said: {str(error).strip().splitlines()[0]}"
         ) from None
@@ -229,7 +235,29 @@ def read_head_config(folder: Path) -> dict[str, Any]:
         )
     if config["format"] != FORMAT:
         raise UserError(f"{folder} has format {config['format']}, this version reads {FORMAT}; update drafthead")
+    for key, kind in (("head", str), ("settings", dict), ("base", dict)):
+        if not isinstance(config[key], kind):
+            raise UserError(
+                f"{folder}/config.json has a {type(config[key]).__name__} as {key}, expected a {kind.__name__}; copy "
+                "the head again"
+            )
     return config
+
+
+def read_tree(path: Path, depth: int) -> TokenTree:
+    """The tree in a ``tree.json``.
+
+    Raises:
+        UserError: no such file, no tree in it, or one deeper than the ``depth`` positions that the head drafts.
+    """
+    content = read_json(path)
+    try:
+        tree = TokenTree.from_paths([tuple(c) for c in content["choices"]])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is no tree.json ({error}); it needs choices: a list of rank paths") from None
+    if tree.depth > depth:
+        raise UserError(f"the tree in {path} is {tree.depth} deep, but the head drafts {depth} positions; choose one")
+    return tree
 
 
 def _config_class(folder: Path, name: str) -> type[DraftHeadConfig]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig
+from drafthead.models.base_config import ORIGIN, BaseConfig
 from drafthead.models.draft_head import DraftHead, read_head_config, resolve_folder
 
 
@@ -42,8 +42,12 @@ def load_base_and_head(name: str | Path, base: BaseConfig | None = None) -> tupl
     folder = resolve_folder(name)
     trained = read_head_config(folder)["base"]
     config = base or BaseConfig()
-    if trained.get("recipe") and not config.name and not config.random:
-        config = replace(config, **trained["recipe"])
+    if not config.name and not config.random:
+        # Only what finds the base again, and only where the caller said nothing: a downloaded config cannot turn on
+        # trust_remote_code or undo an override.
+        default = BaseConfig()
+        remembered = {k: v for k, v in dict(trained.get("recipe") or {}).items() if k in ORIGIN}
+        config = replace(config, **{k: v for k, v in remembered.items() if getattr(config, k) == getattr(default, k)})
     model = BaseModel.load(config, _device())
     return model, DraftHead.from_pretrained(folder, model)
 

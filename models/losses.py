@@ -16,9 +16,9 @@ CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 """Size of one chunk's float32 logits: within a CPU's last-level cache; large enough to fill a GPU. About three
 matrices of that size are alive at the peak."""
 
-STATS = ("accept", "ce", "count", "overlap")
-"""Sums per draft position: top-1 hits, cross-entropies of in-vocabulary targets, targets, and min(p, q) (nan in
-training, where it would cost two passes over the logits for a metric)."""
+STATS = ("accept", "ce", "count", "overlap", "known")
+"""Sums per draft position: top-1 hits, cross-entropies of in-vocabulary targets, targets, min(p, q) (nan in training,
+where it would cost two passes over the logits for a metric), and in-vocabulary targets."""
 
 
 @dataclass(kw_only=True)
@@ -77,7 +77,7 @@ def heads_loss(
         rows: positions per chunk; by default such that a chunk's logits take ``CHUNK_BYTES``.
 
     Returns:
-        Scalar float32 loss sum, and the ``STATS`` of each position, [K, 4] float32.
+        Scalar float32 loss sum, and the ``STATS`` of each position, [K, len(STATS)] float32.
     """
     rows = rows or chunk_rows(heads[0].weight.shape[0], hidden.device.type)
     weights = [h.weight if torch.is_grad_enabled() else h.weight.detach() for h in heads]
@@ -171,14 +171,14 @@ class _Chunk:
         self.lse = self.largest + self.sums.log()
 
     def stats(self, teacher: "_Teacher | None") -> Tensor:
-        """The ``STATS`` of the chunk, [4] float32."""
+        """The ``STATS`` of the chunk, [len(STATS)] float32."""
         hits = (self.true >= self.largest) * self.known
         overlap = self.logits.new_full((), torch.nan)
         if teacher is not None:
             q = self.exponentials / self.sums[:, None]
             overlap = (torch.minimum(q, teacher.probs).sum(-1) * self.valid).sum()
         ce = (self.lse - self.true) * self.known
-        return torch.stack([hits.sum(), ce.sum(), self.valid.sum(), overlap])
+        return torch.stack([hits.sum(), ce.sum(), self.valid.sum(), overlap, self.known.sum()])
 
     def loss_and_gradient(self, teacher: "_Teacher | None", config: LossConfig) -> tuple[Tensor, Tensor]:
         """Summed loss without the position's decay, and its gradient by the product ([c, W] float32)."""

@@ -6,6 +6,11 @@ shared (the later recipe). Differences from the reference code: the blocks of a 
 module is repeated), their bias starts at zero like their weight, so that an untrained head is exactly the base's
 next-token head, and the projections can be cut to a draft vocabulary.
 
+``reads_last_token`` goes beyond the paper: at drafting time ``x_{t+1}`` is already committed, but a Medusa head has to
+guess it again from ``h_t``. With the option the first block of every head also reads its embedding, as the first Hydra
+head does (2402.05109); the heads stay independent of each other, so drafting still is one pass. ``docs/log.md`` has
+what it buys.
+
 Shape legend: B batch, T time, N tree nodes, K heads, n selected positions, D width, W draft vocabulary.
 """
 
@@ -33,6 +38,9 @@ class MedusaConfig(DraftHeadConfig):
     own_projection: bool = True
     """True: every head trains its own copy of the base's projection. False: all share the base's, frozen."""
 
+    reads_last_token: bool = False
+    """True: heads also read the embedding of the last committed token (ours; not in the paper)."""
+
     def __post_init__(self) -> None:
         if not 1 <= self.num_heads <= 16:
             raise ValueError(f"head.num_heads must be in [1, 16], got {self.num_heads}")
@@ -50,7 +58,8 @@ class MedusaConfig(DraftHeadConfig):
 
     def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
         vocabulary = min(self.draft_vocab_size or vocab_size, vocab_size)
-        blocks = self.num_heads * self.num_layers * (hidden_size + 1) * hidden_size
+        per_head = self.num_layers * (hidden_size + 1) * hidden_size + self.reads_last_token * hidden_size**2
+        blocks = self.num_heads * per_head
         projections = self.num_heads * vocabulary * hidden_size if self.own_projection else 0
         return HeadSize(
             parameters=blocks + projections,
@@ -65,16 +74,28 @@ class MedusaConfig(DraftHeadConfig):
 
 
 class ResBlock(nn.Module):
-    """``x + SiLU(W x + b)`` with W and b starting at zero."""
+    """``x + SiLU(W [x; condition] + b)`` with W and b starting at zero; the condition is optional."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, conditioned: bool = False) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width)
+        self.linear = nn.Linear(2 * width if conditioned else width, width)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.silu(self.linear(x))
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        return x + F.silu(self.linear(x if condition is None else torch.cat([x, condition], -1)))
+
+
+class Blocks(nn.ModuleList):
+    """The residual blocks of one head, each a module of its own; the first may be conditioned."""
+
+    def __init__(self, width: int, count: int, conditioned: bool) -> None:
+        super().__init__(ResBlock(width, conditioned and i == 0) for i in range(count))
+
+    def forward(self, x: Tensor, condition: Tensor | None) -> Tensor:
+        for i, block in enumerate(self):
+            x = block(x, condition if i == 0 else None)
+        return x
 
 
 class MedusaHead(DraftHead):
@@ -85,8 +106,7 @@ class MedusaHead(DraftHead):
     def __init__(self, config: MedusaConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResBlock(base.hidden_size) for _ in range(config.num_layers)))
-            for _ in range(config.num_heads)
+            Blocks(base.hidden_size, config.num_layers, config.reads_last_token) for _ in range(config.num_heads)
         ).to(base.device)
         copies = config.num_heads if config.own_projection else 0
         self.projections = nn.ParameterList(
@@ -105,6 +125,17 @@ class MedusaHead(DraftHead):
             return self.teacher
         return OutputHead(weight=self.projections[k], scale=self.teacher.scale, softcap=self.teacher.softcap)
 
+    def _condition(self, last: Tensor) -> Tensor | None:
+        """What the heads know of the last committed token: its embedding at unit RMS, [...] -> [..., D]."""
+        if not self.config.reads_last_token:
+            return None
+        embedded = F.embedding(last, self.base.embedding).to(self._dtype)
+        return F.rms_norm(embedded, embedded.shape[-1:])
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
     def init_state(self, batch: int) -> HeadState:
         return HeadState(hidden=self.teacher.weight.new_full((batch, self.teacher.weight.shape[1]), torch.nan))
 
@@ -118,16 +149,17 @@ class MedusaHead(DraftHead):
         if len(tree) == 1:
             return Proposal(tokens=last[:, None], tree=tree, siblings=Siblings.DETERMINISTIC)
         width = min(max(tree.ranks) + 1, len(self.d2t))
-        candidates = self.top_candidates(state.hidden, tree.depth, width)  # [B, depth, width]
+        candidates = self.top_candidates(state.hidden, last, tree.depth, width)
         depths = tree.depths[1:] - 1
         ranks = torch.tensor(tree.ranks[1:]).clamp_(max=width - 1)
         drafted = candidates[:, depths, ranks]
         return Proposal(tokens=torch.cat([last[:, None], drafted], 1), tree=tree, siblings=Siblings.DETERMINISTIC)
 
-    def top_candidates(self, hidden: Tensor, depth: int, width: int) -> Tensor:
-        """Target ids of the ``width`` likeliest tokens of the first ``depth`` heads: [B, D] -> [B, depth, width]."""
-        x = hidden.to(self.blocks[0][0].linear.weight.dtype)  # type: ignore[index]
-        stacked = torch.stack([block(x) for block in self.blocks[:depth]], 1)
+    def top_candidates(self, hidden: Tensor, last: Tensor, depth: int, width: int) -> Tensor:
+        """Target ids of the ``width`` likeliest tokens of ``depth`` heads: [B, D], [B] -> [B, depth, width]."""
+        x, condition = hidden.to(self._dtype), self._condition(last)
+        stacked = torch.stack([blocks(x, condition) for blocks in self.blocks[:depth]], 1)
+        stacked = stacked.to(self.output_head(0).weight.dtype)
         products = self._inference_products()
         if len(products) == 1:
             logits = products[0](stacked)
@@ -145,11 +177,13 @@ class MedusaHead(DraftHead):
     def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
         targets, sources = self._targets(batch, features, with_teacher=True)
         flat = features.final.flatten(0, 1)
-        dtype = self.blocks[0][0].linear.weight.dtype  # type: ignore[index]
         # Where a head has no valid source the feature may be another document's or NaN (never read): zero carries
         # neither value nor gradient.
-        read = torch.where(targets.valid[..., None], flat[sources], 0.0).to(dtype)
-        hidden = torch.stack([block(read[k]) for k, block in enumerate(self.blocks)])
+        read = torch.where(targets.valid[..., None], flat[sources], 0.0).to(self._dtype)
+        condition = self._condition(batch.input_ids.flatten()[sources + 1])
+        hidden = torch.stack(
+            [blocks(read[k], None if condition is None else condition[k]) for k, blocks in enumerate(self.blocks)]
+        )
         heads = [self.output_head(k) for k in range(self.depth)]
         loss_sum, stats = heads_loss(hidden, heads, targets, config)
         return _loss_output(loss_sum, stats, training=loss_sum.requires_grad)
@@ -176,9 +210,10 @@ class MedusaHead(DraftHead):
     @torch.no_grad()
     def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:
         ranks = torch.full((*batch.input_ids.shape, self.depth), -1, dtype=torch.int64, device=batch.input_ids.device)
-        for k, block in enumerate(self.blocks):
+        last, _ = batch.draft_targets(0)
+        for k, blocks in enumerate(self.blocks):
             ids, valid = batch.draft_targets(k + 1)
-            hidden = block(features.final[valid].to(block[0].linear.weight.dtype))  # type: ignore[index]
+            hidden = blocks(features.final[valid].to(self._dtype), self._condition(last[valid]))
             wanted = self.t2d[ids[valid]]
             found = []
             for part in torch.arange(len(wanted), device=wanted.device).split(  # type: ignore[no-untyped-call]
@@ -201,7 +236,8 @@ def _inference_linear(weight: Tensor) -> nn.Module:
     return linear
 
 
-_METRICS = (("loss", "ce"), ("accept", "accept"), ("overlap", "overlap"))
+_METRICS = (("loss", "ce", "known"), ("accept", "accept", "count"), ("overlap", "overlap", "count"))
+"""Name, what is summed, what it is divided by. A target outside the draft vocabulary has no cross-entropy."""
 
 
 def _loss_output(loss_sum: Tensor, stats: Tensor, training: bool) -> LossOutput:
@@ -209,11 +245,11 @@ def _loss_output(loss_sum: Tensor, stats: Tensor, training: bool) -> LossOutput:
     column = dict(zip(STATS, stats.double().unbind(1), strict=True))
     names, pairs = [], []
     for k in range(stats.shape[0]):
-        for name, source in _METRICS:
+        for name, source, of in _METRICS:
             if source == "overlap" and training:
                 continue
             names.append(f"{name}_{k + 1}")
-            pairs.append(torch.stack([column[source][k], column["count"][k]]))
+            pairs.append(torch.stack([column[source][k], column[of][k]]))
     return LossOutput(
         loss_sum=loss_sum, tokens=stats[0, STATS.index("count")].long(), sums=torch.stack(pairs), names=tuple(names)
     )

@@ -1,6 +1,7 @@
 """The few lines that the README shows, on a tiny head that was saved and loaded again."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from drafthead.data.contracts import TokenTree
 from drafthead.data.errors import UserError
 from drafthead.data.files import read_json, write_json
 from drafthead.models.base import BaseModel
+from drafthead.models.base_config import BaseConfig
+from drafthead.models.loading import load_base_and_head
 from drafthead.models.medusa import MedusaConfig
 
 TinyBase = Callable[..., BaseModel]
@@ -93,3 +96,27 @@ def test_wrapping_a_loaded_model(tiny_base: TinyBase) -> None:
 def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'lod_head'; it has"):
         drafthead.lod_head  # noqa: B018
+
+
+def test_a_saved_head_cannot_turn_on_remote_code_or_undo_an_override(saved: Path) -> None:
+    config = read_json(saved / "config.json")
+    config["base"]["recipe"] |= {"trust_remote_code": True, "wings": 2}
+    write_json(saved / "config.json", config)
+    base, _ = load_base_and_head(saved, BaseConfig(max_context=200))
+    assert base.config.trust_remote_code is False
+    assert base.max_context == 200
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_head_drafts_for_a_base_in_bfloat16(tiny_base: TinyBase, own: bool) -> None:
+    base = tiny_base()
+    half = BaseModel.load(replace(base.config, dtype="bfloat16"))
+    head = MedusaConfig(num_heads=2, own_projection=own, draft_vocab_size=100).build(half, torch.arange(100)).eval()
+    tree = TokenTree.from_paths([(0,), (1,), (0, 0)])
+    assert len(drafthead.generate(half, head, [3, 4, 5], max_new_tokens=6, tree=tree).tokens) >= 1
+
+
+def test_the_fingerprint_does_not_depend_on_the_dtype(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    assert BaseModel.load(replace(base.config, dtype="bfloat16")).fingerprint == base.fingerprint
+    assert tiny_base(seed=1).fingerprint != base.fingerprint

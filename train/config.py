@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -9,7 +10,10 @@ from omegaconf import MISSING, DictConfig
 
 from drafthead.data.config import parse, parse_component
 from drafthead.data.errors import UserError
+from drafthead.data.files import read_json
+from drafthead.data.sources import iter_documents, iter_prompts
 from drafthead.eval.config import EvalConfig
+from drafthead.eval.suites import load_suite
 from drafthead.models.base_config import BaseConfig
 from drafthead.models.draft_head import PACKAGE, DraftHeadConfig
 from drafthead.models.losses import LossConfig
@@ -98,10 +102,19 @@ class RunConfig:
             raise ValueError(f"mode must be one of {list(MODES)}, got {self.mode!r}")
         if not self.phases:
             raise ValueError("the recipe has no phases; choose one, e.g. recipe=medusa_smollm2")
+        if not any(p.corpus == "generations" for p in self.phases.values()):
+            raise ValueError("no phase trains on generations, which acceptance and the tree are measured on; add one")
+        if self.seed < 0:
+            raise ValueError(f"seed must be >= 0, got {self.seed}")
         if self.log_every < 1 or self.validate_every < 1:
             raise ValueError("log_every and validate_every must be at least 1")
         if self.push is not None and self.push.count("/") != 1:
             raise ValueError(f"push must be a Hub repository like user/name, got {self.push!r}")
+
+    @property
+    def answer_row_length(self) -> int:
+        """Tokens of the longest rows that answers are packed into."""
+        return max(p.row_length for p in self.phases.values() if p.corpus == "generations")
 
     def head_config(self) -> DraftHeadConfig:
         """The checked settings of the head that the recipe names."""
@@ -120,15 +133,31 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     """
     run = parse(cfg, RunConfig)
     run.head_config()
-    longest = (
-        max(p.row_length for p in run.phases.values() if p.corpus == "generations")
-        if any(p.corpus == "generations" for p in run.phases.values())
-        else 0
-    )
     answer = run.data.generations.max_prompt_tokens + run.data.generations.sampler.max_new_tokens
-    if longest and answer > longest:
+    if answer > run.answer_row_length:
         raise UserError(
             f"data.generations makes rows of up to {answer} tokens (max_prompt_tokens + max_new_tokens), but phase "
-            f"rows hold {longest}; raise phases.*.row_length or lower them"
+            f"rows hold {run.answer_row_length}; raise phases.*.row_length or lower them"
         )
+    context = run.base.max_context or run.base.shape.get("max_position_embeddings")
+    longest = max(answer, *(p.row_length for p in run.phases.values()))
+    if context is not None and longest > context:
+        raise UserError(f"rows of {longest} tokens exceed the base's context of {context}; lower phases.*.row_length")
     return run
+
+
+def preflight(run: RunConfig) -> None:
+    """Everything about a run's inputs that can be checked before its model is loaded.
+
+    Raises:
+        UserError: an unknown suite or tree, or a source that is empty, misses its column or cannot be reached.
+    """
+    load_suite(run.eval.suite, run.eval.limit, run.eval.seed)
+    if run.eval.tree not in ("head", "chain"):
+        read_json(Path(run.eval.tree))
+    for source in run.data.text.sources:
+        if next(iter(iter_documents(source, max_characters=1)), None) is None:
+            raise UserError(f"text source {source} is empty; name another one in data.text.sources")
+    for source in run.data.generations.sources:
+        if next(iter(iter_prompts(source)), None) is None:
+            raise UserError(f"prompt source {source} is empty; name another one in data.generations.sources")

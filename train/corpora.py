@@ -6,7 +6,7 @@ interrupted continues where it stopped.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafthead.data.chat import Message, prompt_ids
-from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
+from drafthead.data.chat import Document, Message, prompt_ids
+from drafthead.data.contracts import Features, FeatureSpec
 from drafthead.data.errors import UserError
 from drafthead.data.feature_cache import FeatureCache
-from drafthead.data.files import write_atomic
+from drafthead.data.files import require_space, write_atomic
 from drafthead.data.generations import Generation, GenerationStore, SamplerConfig, as_documents
-from drafthead.data.packing import collate, pack, text_documents
+from drafthead.data.locks import exclusive
+from drafthead.data.manifest import check_manifest, write_manifest
+from drafthead.data.packing import collate, digest_rows, open_packed, pack, text_documents
 from drafthead.data.sources import SourceConfig, load_documents, load_prompts
 from drafthead.data.vocab import draft_vocabulary
 from drafthead.models.base import BaseModel
@@ -33,9 +35,13 @@ Progress = Callable[[str, int, int], None]
 """(what is being made, done, total)."""
 
 SHARD_ROWS = 64
-"""Answers a shard: what a kill loses at most."""
+"""Answers a shard. A kill loses the finished answers of the current shard and those being generated."""
 HELD_OUT_EVERY = 20
 """Each 20th answer is held out: it measures acceptance and calibrates the tree, and is never trained on."""
+HELD_OUT_MOST = 512
+"""Answers held out at most: more would measure no better and cost features and time."""
+_CHARACTERS_A_TOKEN = 6
+"""More than text has: so many characters of a source are enough for the tokens wanted."""
 
 
 @dataclass(kw_only=True)
@@ -92,42 +98,62 @@ class Corpora:
         self.folder = Path(config.folder)
         self._store: GenerationStore | None = None
 
+    def _waiting(self) -> None:
+        self.progress("waiting for another process that writes this corpus", 0, 1)
+
     # Text ----------------------------------------------------------------------------------------------------
 
     def text_rows(self, row_length: int) -> datasets.Dataset:
-        """The pretraining text, packed into rows of ``row_length``."""
+        """The pretraining text, packed into rows of ``row_length``.
+
+        Rows that are on disk are used even when a source has changed since: a run must go on with what it began with.
+        """
         config = self.config.text
         if not config.sources:
             raise UserError("a phase trains on text, but data.text.sources is empty; name a source")
-        self.progress("reading text", 0, 1)
-        texts = load_documents(config.sources, self.seed)
-        documents = text_documents(self.base.tokenizer, texts, config.max_tokens)
-        rows = pack(documents, row_length, split=True)
-        self.progress("reading text", 1, 1)
-        return rows
+        manifest = {"base": self.base.identity(), "seed": self.seed, "row_length": row_length, **asdict(config)}
+        folder = self.folder / "text" / _digest_json(manifest)
+        with exclusive(folder, self._waiting):
+            if not check_manifest(folder, manifest, "remove the folder"):
+                self.progress("packing text", 0, config.max_tokens)
+                texts = load_documents(config.sources, self.seed, config.max_tokens * _CHARACTERS_A_TOKEN)
+                documents = text_documents(self.base.tokenizer, texts, config.max_tokens)
+                pack(self._watched(documents, config.max_tokens), row_length, split=True, folder=folder)
+                write_manifest(folder, manifest)  # last: it says that the rows are complete
+        return open_packed(folder)
+
+    def _watched(self, documents: Iterable[Document], total: int) -> Iterator[Document]:
+        done = 0
+        for document in documents:
+            yield document
+            done += len(document)
+            self.progress("packing text", done, total)
+        self.progress("packing text", done, done)
 
     # Generations ---------------------------------------------------------------------------------------------
 
     def generations(self) -> GenerationStore:
         """The corpus of answers, complete."""
         if self._store is None:
-            config = self.config.generations
-            store = GenerationStore(self.folder / "generations", self._generation_manifest())
-            prompts = self._prompts(store)
-            missing = [(n, ids) for n, ids in prompts if n not in store.done]
-            if missing:
-                self._answer(store, missing, len(prompts))
+            folder = self.folder / "generations"
+            with exclusive(folder, self._waiting):
+                store = GenerationStore(folder, self._generation_manifest())
+                prompts, done = self._prompts(folder / "prompts.json"), store.done
+                missing = [(n, ids) for n, ids in prompts if n not in done]
+                if missing:
+                    self._answer(store, missing, len(prompts))
             if not store.done:
                 raise UserError(
                     f"no answers were generated: none of the prompts fits data.generations.max_prompt_tokens="
-                    f"{config.max_prompt_tokens}; raise it or add sources"
+                    f"{self.config.generations.max_prompt_tokens}; raise it or add sources"
                 )
             self._store = store
         return self._store
 
     def generation_rows(self, row_length: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
         """The trained or the held-out answers packed into rows, and the prompt number of each packed document."""
-        chosen = [g for g in self.generations().read() if is_held_out(g.prompt_number) == held_out]
+        answers = self.generations().read(with_features=False)
+        chosen = [g for g in answers if is_held_out(g.prompt_number) == held_out]
         if not chosen:
             raise UserError(
                 f"{len(self.generations().done)} answers are too few to {'hold some out' if held_out else 'train on'}; "
@@ -142,6 +168,10 @@ class Corpora:
 
     def _answer(self, store: GenerationStore, missing: list[tuple[int, list[int]]], total: int) -> None:
         config = self.config.generations
+        token_bytes = 4 + (2 * self.base.hidden_size if config.keep_features else 0)
+        tokens = sum(len(ids) + config.sampler.max_new_tokens for _, ids in missing)
+        purpose = "the answers with their features (keep_features)" if config.keep_features else "the answers"
+        require_space(store.folder, tokens * token_bytes, purpose)
         shard: list[Generation] = []
         done = total - len(missing)
         self.progress("generating answers", done, total)
@@ -161,9 +191,8 @@ class Corpora:
                 shard = []
         store.append_shard(shard)
 
-    def _prompts(self, store: GenerationStore) -> list[tuple[int, list[int]]]:
+    def _prompts(self, path: Path) -> list[tuple[int, list[int]]]:
         """Numbered prompts as token ids, within the length limit; kept on disk so that a later run has the same."""
-        path = self.folder / "generations" / "prompts.json"
         config = self.config.generations
         if path.exists():
             messages: list[list[Message]] = json.loads(path.read_text())
@@ -202,7 +231,7 @@ class Corpora:
         """
         row_length = len(rows[0]["input_ids"])
         width = self.base.hidden_size * (1 + len(spec.layers))
-        manifest = {"base": self.base.identity(), "layers": list(spec.layers), "rows": _digest(rows)}
+        manifest = {"base": self.base.identity(), "layers": list(spec.layers), "rows": digest_rows(rows)}
         dtype = "bfloat16" if self.base.dtype == torch.bfloat16 else "float16"
         folder = self.folder / "features" / f"{name}-{_digest_json(manifest)}"
         cache = FeatureCache.create(folder, len(rows), row_length, width, dtype, manifest)
@@ -225,12 +254,12 @@ class Corpora:
 
     def _kept_features(self, rows: datasets.Dataset, prompts: list[int]) -> Callable[[int, int, int], Tensor]:
         """Reads rows' features out of the generation store; positions that nobody read stay NaN."""
-        by_number = {g.prompt_number: g.features for g in self.generations().read()}
+        store = self.generations()
 
         def fill(row: int, row_length: int, width: int) -> Tensor:
             values = np.full((1, row_length, width), np.nan, dtype=np.float16)
             for document, start, length, offset in rows[row]["pieces"]:
-                features = by_number[prompts[document]]
+                features = store.features(prompts[document])
                 assert features is not None
                 part = features[start : start + length]
                 values[0, offset : offset + len(part)] = part
@@ -241,18 +270,13 @@ class Corpora:
 
 def is_held_out(prompt_number: int) -> bool:
     """Whether an answer is held out from training."""
-    return prompt_number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+    place, last = divmod(prompt_number, HELD_OUT_EVERY)
+    return last == HELD_OUT_EVERY - 1 and place < HELD_OUT_MOST
 
 
 def split_features(values: Tensor, width: int) -> Features:
     """Cached [..., D + layers] values as features."""
     return Features(final=values[..., :width], layers=values[..., width:] if values.shape[-1] > width else None)
-
-
-def batches(rows: datasets.Dataset, size: int) -> Iterator[TrainBatch]:
-    """All rows in order, ``size`` at a time."""
-    for start in range(0, len(rows), size):
-        yield collate(rows, list(range(start, min(len(rows), start + size))))
 
 
 def _interleave(first: list[Any], second: list[Any]) -> list[Any]:
@@ -267,11 +291,3 @@ def _interleave(first: list[Any], second: list[Any]) -> list[Any]:
 
 def _digest_json(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def _digest(rows: datasets.Dataset) -> str:
-    digest = hashlib.sha256()
-    for batch in batches(rows, 64):
-        digest.update(batch.input_ids.numpy().astype(np.int32).tobytes())
-        digest.update(batch.document_ids.numpy().astype(np.int32).tobytes())
-    return digest.hexdigest()[:16]

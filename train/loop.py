@@ -61,7 +61,8 @@ class Trainer:
             for warning in checkpoint.warnings:
                 self.display.line(f"warning: {warning}")
             self._restore(checkpoint)
-        self.log.truncate(self.position.total)
+        if self.accelerator.is_main_process:
+            self.log.truncate(self.position.total)
         while self.position.phase < len(names):
             name = names[self.position.phase]
             phase = self.run.phases[name]
@@ -73,8 +74,9 @@ class Trainer:
             checkpoint = None
 
     def _train_phase(self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer) -> None:
-        data = open_phase(self.corpora, name, phase, self.head.spec)
-        held_out = open_held_out(self.corpora, self._held_out_length(), self.head.spec)
+        with self.accelerator.main_process_first():  # which fills the caches that the others then find full
+            data = open_phase(self.corpora, name, phase, self.head.spec)
+            held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec)
         line = ConsoleLine(name, phase.steps)
         pending: StepResult | None = None
         started, first = perf_counter(), self.position.step
@@ -95,12 +97,14 @@ class Trainer:
             self.position.total += 1
             last = self.position.step == phase.steps
             if last or self.position.step % self.run.log_every == 0:
-                self._record(name, pending, lr, perf_counter() - started, self.position.step - first, line)
+                self._record(name, pending, lr, started, self.position.step - first, line)
                 pending, started, first = None, perf_counter(), self.position.step
+            paused = perf_counter()
             if last or self.position.step % self.run.validate_every == 0:
                 self._validate(name, phase, held_out)
             if last or self.position.step % self.run.checkpoint.every_steps == 0:
                 self._save(optimizer, end_of_phase=last)
+            started += perf_counter() - paused  # the speed that is logged is that of training alone
         self.position.phase, self.position.step = self.position.phase + 1, 0
 
     def _rows(self, data: PhaseData, phase: PhaseConfig, micro: int) -> list[int]:
@@ -115,8 +119,15 @@ class Trainer:
         reduced: torch.Tensor = self.accelerator.reduce(value, "sum")
         return reduced
 
-    def _record(self, name: str, result: StepResult, lr: float, seconds: float, steps: int, line: ConsoleLine) -> None:
-        metrics = result.metrics()
+    def _record(self, name: str, result: StepResult, lr: float, started: float, steps: int, line: ConsoleLine) -> None:
+        metrics = result.metrics()  # waits for the device, so the time is that of finished steps
+        seconds = perf_counter() - started
+        if not int(result.tokens):
+            raise UserError(
+                f"phase {name}, step {self.position.step}: the last {steps} steps had no token to train on, because "
+                "none of their documents goes on for two tokens behind one that was read; use longer texts or answers, "
+                f"or raise phases.{name}.batch_rows"
+            )
         if not all(map(torch.isfinite, torch.tensor([metrics["loss"], metrics["grad_norm"]]))):
             raise self._not_finite(f"the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}")
         row: dict[str, Any] = {"phase": name, "step": self.position.step, "total_step": self.position.total, "lr": lr}
@@ -183,6 +194,3 @@ class Trainer:
             f"{self.folder / 'checkpoints'} is kept. Lower phases.{name}.optim.lr (now "
             f"{self.run.phases[name].optim.lr}) and start over with resume=false"
         )
-
-    def _held_out_length(self) -> int:
-        return max(p.row_length for p in self.run.phases.values() if p.corpus == "generations")

@@ -1,29 +1,36 @@
 """A whole run: corpora -> phases -> tree -> evaluation -> head on disk (-> Hub)."""
 
 import json
+import os
 import shutil
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from drafthead.data.display import Display
 from drafthead.data.errors import UserError
 from drafthead.data.files import read_json, write_json
-from drafthead.eval.calibrate import Calibration, answer_ranks, calibrate
+from drafthead.data.vocab import coverage
+from drafthead.eval.calibrate import Calibration, answer_ranks, calibrate, load_calibration, save_calibration
 from drafthead.eval.evaluate import evaluate, read_training_log
 from drafthead.eval.latency import StepCosts, measure_costs
 from drafthead.eval.report import console_table, markdown_table
 from drafthead.models.base import BaseModel
 from drafthead.models.draft_head import DraftHead
-from drafthead.train.config import RunConfig
+from drafthead.train.config import RunConfig, preflight
 from drafthead.train.corpora import Corpora
 from drafthead.train.loop import Trainer
 from drafthead.train.phase_data import open_held_out
 from drafthead.train.provenance import write_provenance
 from drafthead.train.tracking import Tracker
+
+PATIENT = InitProcessGroupKwargs(timeout=timedelta(days=7))
+"""Other processes wait for the one that generates; the default time-out ends a run after minutes of that."""
 
 
 def run_pipeline(run: RunConfig, resolved: str) -> None:
@@ -33,10 +40,12 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
         run: the checked recipe.
         resolved: the same as YAML, for the run folder.
     """
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[PATIENT])
+    _check_accelerator(accelerator)
     display = Display(accelerator.is_main_process)
     folder = Path(run.out)
     if accelerator.is_main_process:
+        preflight(run)
         _open_folder(folder, run, resolved, display)
     accelerator.wait_for_everyone()
     set_seed(run.seed)
@@ -54,19 +63,35 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
         _finish(run, base, head, corpora, folder, display, tracker)
 
 
+def _check_accelerator(accelerator: Accelerator) -> None:
+    """Refuse the launcher's settings that the training loop would not follow.
+
+    Raises:
+        UserError: sharded training, or mixed precision.
+    """
+    kind = accelerator.distributed_type.value
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise UserError(
+            f"accelerate is set to {kind}, but a draft head is trained whole on every process; choose plain multi-GPU "
+            "(accelerate launch --multi_gpu, or no accelerate config at all)"
+        )
+    if accelerator.mixed_precision != "no":
+        raise UserError(
+            f"accelerate is set to mixed_precision={accelerator.mixed_precision}, but a head is trained in its own "
+            "precision; launch with --mixed_precision no, and set base.dtype for the base"
+        )
+
+
 def _open_folder(folder: Path, run: RunConfig, resolved: str, display: Display) -> None:
     """Make the run folder, or check that what it holds came from the same settings.
 
     Raises:
-        UserError: it holds checkpoints of other settings.
+        UserError: it holds checkpoints of other settings, or ``resume=false`` would clear what is no run's folder.
     """
     settings = folder / "training-settings.json"
     wanted = json.loads(json.dumps(_training_settings(run), default=str))
-    if not run.resume and folder.exists():
-        for name in ("checkpoints", "head"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-        for name in ("metrics.jsonl", "eval-log.jsonl", "eval.json", "calibration.json", settings.name):
-            (folder / name).unlink(missing_ok=True)
+    if not run.resume:
+        _clear(folder, settings)
     if settings.exists():
         found = read_json(settings)
         changed = sorted(k for k in {*found, *wanted} if found.get(k) != wanted.get(k))
@@ -81,10 +106,28 @@ def _open_folder(folder: Path, run: RunConfig, resolved: str, display: Display) 
         display.line(f"warning: {warning}")
 
 
+def _clear(folder: Path, settings: Path) -> None:
+    """Remove what a run left in its folder; ``settings``, which marks it as a run's, goes last."""
+    names = ("checkpoints", "head", "metrics.jsonl", "eval.json", "calibration.json")
+    found = [p for p in (*(folder / name for name in names), *folder.glob("eval-log-*.jsonl")) if p.exists()]
+    if found and not settings.exists():
+        raise UserError(
+            f"resume=false would remove {found[0]}, but {folder} has no {settings.name}, so no run of this program "
+            "made it; choose another folder (out=...), or remove it yourself"
+        )
+    for path in found:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    settings.unlink(missing_ok=True)
+
+
 def _training_settings(run: RunConfig) -> dict[str, Any]:
     """What may not change between a run's start and its continuation, flattened to dotted keys."""
     kept = {k: v for k, v in asdict(run).items() if k in ("seed", "base", "head", "data", "phases")}
     del kept["data"]["folder"], kept["data"]["generations"]["slots"]
+    kept["processes"] = int(os.environ.get("WORLD_SIZE", "1"))  # decides which rows a step trains on
     flat: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:
@@ -112,9 +155,9 @@ def _new_head(run: RunConfig, base: BaseModel, corpora: Corpora, display: Displa
     if size is not None and size < base.vocab_size:
         d2t = corpora.draft_vocabulary(size)
         counts = corpora.generations().token_counts(base.vocab_size)
-        share = counts[d2t.numpy()].sum() / counts.sum()
+        share = 100 * coverage(counts, d2t.numpy())
         display.line(
-            f"   draft vocabulary: {len(d2t):,} of {base.vocab_size:,} ids, {100 * share:.2f} % of the answers' tokens"
+            f"   draft vocabulary: {len(d2t):,} of {base.vocab_size:,} ids, {share:.2f} % of the answers' tokens"
         )
     head = config.build(base, d2t)
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
@@ -165,14 +208,19 @@ def _finish(
 def _calibrate(
     run: RunConfig, base: BaseModel, head: DraftHead, corpora: Corpora, folder: Path
 ) -> tuple[StepCosts, Calibration]:
+    path = folder / "calibration.json"
+    kept = load_calibration(path, head)
+    if kept is not None:
+        return kept
     costs = measure_costs(base, head)
-    longest = max(p.row_length for p in run.phases.values() if p.corpus == "generations")
-    held_out = open_held_out(corpora, longest, head.spec)
+    held_out = open_held_out(corpora, run.answer_row_length, head.spec)
     answers = []
     for row in range(len(held_out.rows)):
         batch, features = held_out.load([row])
         answers += answer_ranks(head, batch, features)
-    return costs, calibrate(answers, costs)
+    calibration = calibrate(answers, costs)
+    save_calibration(path, head, costs, calibration)
+    return costs, calibration
 
 
 def _write_card(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], folder: Path) -> None:

@@ -15,6 +15,8 @@ def print_plan(run: RunConfig) -> None:
     Raises:
         UserError: the base's shape is not in the recipe and cannot be fetched, or its architecture is refused.
     """
+    if os.environ.get("RANK", "0") != "0":
+        return
     config = run.base.transformers_config()
     check_architecture(config, run.base.max_context)
     shape = ModelShape.from_config(config)

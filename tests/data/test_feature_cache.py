@@ -1,11 +1,14 @@
 """The feature cache returns what was written, resumes, and refuses what it cannot hold."""
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from drafthead.data import feature_cache
 from drafthead.data.errors import UserError
 from drafthead.data.feature_cache import FeatureCache
 
@@ -25,8 +28,24 @@ def test_round_trip_and_resume(tmp_path: Path, dtype: str) -> None:
     read = again.read([1, 4, 1])
     expected = values.to(getattr(torch, dtype)).float()
     assert read.dtype == torch.float32 and torch.equal(read, expected[[1, 0, 1]])
-    opened = FeatureCache.open(tmp_path, MADE_BY)
-    assert torch.equal(opened.read([4]), expected[:1]) and FeatureCache.open(tmp_path).missing_rows() == [0, 2, 3]
+
+
+def test_created_at_once_by_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one must not empty the files that the first one has mapped."""
+    reserved: list[Path] = []
+    original = feature_cache._reserve
+
+    def slowly(path: Path, size: int) -> None:
+        reserved.append(path)
+        time.sleep(0.02)
+        original(path, size)
+
+    monkeypatch.setattr(feature_cache, "_reserve", slowly)
+    with ThreadPoolExecutor(5) as pool:
+        caches = list(pool.map(lambda _: create(tmp_path), range(5)))
+    for row, cache in enumerate(caches):
+        cache.write([row], torch.full((1, 3, 2), float(row)))
+    assert len(reserved) == 2 and create(tmp_path).missing_rows() == []
 
 
 def test_space_is_really_taken(tmp_path: Path) -> None:
@@ -61,16 +80,14 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cache.rows = 5, expected 6"):
         create(tmp_path, rows=6)
     with pytest.raises(UserError, match='base = "tiny", expected "other"'):
-        FeatureCache.open(tmp_path, {"base": "other"})
+        FeatureCache.create(tmp_path, 5, 3, 2, "float16", {"base": "other"})
     with pytest.raises(UserError, match="dtype must be one of float16, float32, bfloat16, got 'int8'"):
         create(tmp_path, "int8")
     with pytest.raises(UserError, match="sizes >= 1, got rows 0"):
         create(tmp_path / "new", rows=0)
-    with pytest.raises(UserError, match="does not exist"):
-        FeatureCache.open(tmp_path / "none")
 
 
 def test_disk_too_full(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the feature cache needs about .* GB"):
         FeatureCache.create(tmp_path / "new", 10**9, 4096, 4096, "float32", MADE_BY)
-    assert not (tmp_path / "new").exists()
+    assert not list(tmp_path.rglob("*.bin"))

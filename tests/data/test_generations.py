@@ -51,6 +51,11 @@ def test_round_trip_in_prompt_order(tmp_path: Path, features: bool) -> None:
         store.append_shard([generation(n, features) for n in numbers])
     for opened in (store, GenerationStore(tmp_path, MADE_BY), GenerationStore(tmp_path)):
         assert_holds(opened, {0, 2, 5, 7, 9}, features)
+        assert all(same(g, generation(g.prompt_number, False)) for g in opened.read(with_features=False))
+        for number in (9, 2):
+            wanted, found = generation(number, features).features, opened.features(number)
+            assert (found is None) == (wanted is None)
+            assert found is None or wanted is None or np.array_equal(found, wanted, equal_nan=True)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2 * features
 
 

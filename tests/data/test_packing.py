@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from drafthead.data.chat import Document
 from drafthead.data.contracts import NO_DOCUMENT
 from drafthead.data.errors import UserError
-from drafthead.data.packing import MIN_PIECE, collate, pack, text_documents
+from drafthead.data.packing import MIN_PIECE, collate, digest_rows, open_packed, pack, text_documents
 from drafthead.data.tiny import tiny_tokenizer
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 40), st.integers(14, 50)), min_size=1, max_size=25).filter(any)
@@ -83,6 +83,10 @@ def test_whole_documents_fit_well_and_losses_are_logged(caplog: pytest.LogCaptur
 def test_on_disk_equals_in_memory_and_collate_orders_rows(tmp_path: Path) -> None:
     documents = numbered([30, 50, 12, 70])
     memory, disk = pack(documents, 32, True), pack(documents, 32, True, tmp_path / "rows")
+    other = pack(documents[1:], 32, True)
+    assert digest_rows(open_packed(tmp_path / "rows")) == digest_rows(memory) != digest_rows(other)
+    with pytest.raises(UserError, match="rows.arrow is missing"):
+        open_packed(tmp_path)
     assert memory.to_dict() == disk.to_dict() and not list((tmp_path / "rows").glob("*.tmp"))
     batch = collate(disk, [3, 1])
     assert batch.row_ids.tolist() == [3, 1] and str(batch.input_ids.dtype) == "torch.int64"

@@ -105,9 +105,17 @@ def test_loading_drops_copies_and_shuffles(tmp_path: Path) -> None:
     # The order of the sources decides which copy is kept, and nothing else.
     assert [content_hash(t) for t in load_documents([b, a], seed=1)] == [content_hash(t) for t in both]
     assert load_documents([a, b], seed=2) != both
-    assert load_documents([a, b], seed=1, max_documents=7) == both[:7]
     prompts = load_prompts([a, b], seed=1, limit=None)
     assert len(prompts) == 30 and load_prompts([a, b], 1, 4) == prompts[:4]
+
+
+def test_no_more_is_read_than_asked_for(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "x.jsonl", [{"text": "12345"}, {"text": "67890"}, "broken"])
+    assert list(iter_documents(source, max_characters=6)) == ["12345", "67890"]
+    with pytest.raises(UserError, match="line 3"):
+        list(iter_documents(source, max_characters=11))
+    whole = SourceConfig(kind="builtin", name="stdlib_tiny")
+    assert list(iter_documents(whole, max_characters=1)) == list(iter_documents(whole))
 
 
 def test_builtin() -> None:
@@ -145,7 +153,8 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     source = SourceConfig(kind="hf", name="org/set", subset="en", split="test", revision="abc")
     assert len(load_documents([source], 0)) == 5
     assert asked == {"name": "org/set", "subset": "en", "split": "test", "revision": "abc", "streaming": False}
-    assert len(load_documents([source], 0, max_documents=3)) == 3 and asked["streaming"]
+    assert len(load_documents([source], 0, max_characters=13)) == 3 and asked["streaming"]
+    assert len(load_prompts([source], 0, 2)) == 2
     source.column = "body"
     with pytest.raises(UserError, match="hf:org/set row 0 has no column 'body'; present: text"):
         list(iter_documents(source))

@@ -5,9 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drafthead.data.contracts import TokenTree
+from drafthead.data.contracts import TokenTree, TrainBatch
 from drafthead.data.errors import UserError
+from drafthead.eval import metrics
+from drafthead.eval.calibrate import answer_ranks
 from drafthead.eval.decode import cut, decode
+from drafthead.eval.evaluate import transformers_generate
+from drafthead.eval.tree import replay, visited
 from drafthead.models.base import BaseModel
 from drafthead.models.medusa import MedusaConfig, MedusaHead
 
@@ -48,6 +52,17 @@ def test_greedy_equality(tiny_base: TinyBase, architecture: str, tree: str) -> N
     assert len(result.steps) < len(plain.steps)
 
 
+def test_greedy_equality_of_a_head_that_reads_the_last_token(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    plain = decode(base, None, PROMPT, max_new_tokens=60, ignore_eos=True)
+    head = MedusaConfig(num_heads=3, reads_last_token=True).build(base).eval()
+    with torch.no_grad():
+        for parameter in head.blocks.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    result = decode(base, head, PROMPT, max_new_tokens=60, tree=TREES["wide"], ignore_eos=True)
+    assert result.tokens == plain.tokens
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma"])
 def test_plain_decoding_is_transformers_generate(tiny_base: TinyBase, architecture: str) -> None:
     base = tiny_base(architecture)
@@ -55,6 +70,42 @@ def test_plain_decoding_is_transformers_generate(tiny_base: TinyBase, architectu
     ids = torch.tensor([PROMPT])
     out = base.model.generate(ids, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert plain.tokens == out[0, len(PROMPT) :].tolist()
+
+
+def test_the_transformers_baseline_is_greedy_whatever_the_model_asks_for(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    plain = decode(base, None, PROMPT, max_new_tokens=30)
+    own = base.model.generation_config
+    asked = {"repetition_penalty": own.repetition_penalty, "do_sample": own.do_sample, "top_k": own.top_k}
+    try:
+        own.update(repetition_penalty=5.0, do_sample=True, top_k=3)
+        assert transformers_generate(base, PROMPT, 30).tokens == plain.tokens
+        assert base.model.generation_config is own
+    finally:
+        own.update(**asked)
+
+
+@pytest.mark.parametrize("new", [2, 3, 20, 60])
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:2], PROMPT[:1]], ids=["prompt", "two tokens", "one token"])
+@pytest.mark.parametrize("tree", TREES, ids=list(TREES))
+def test_replay_is_real_decoding(tiny_base: TinyBase, tree: str, prompt: list[int], new: int) -> None:
+    """Steps and mean accepted tokens that calibration expects on an answer, against decoding it."""
+    base = tiny_base()
+    plain = decode(base, None, prompt, max_new_tokens=new, ignore_eos=True).tokens
+    head = trained_head(base, decode(base, None, PROMPT, max_new_tokens=60, ignore_eos=True).tokens)
+    real = decode(base, head, prompt, max_new_tokens=new, tree=TREES[tree], ignore_eos=True)
+    length = len(prompt) + new
+    batch = TrainBatch(
+        input_ids=torch.tensor([prompt + plain]),
+        position_ids=torch.arange(length)[None],
+        document_ids=torch.zeros(1, length, dtype=torch.int64),
+        loss_mask=torch.arange(length)[None] >= len(prompt),
+        row_ids=torch.tensor([0]),
+    )
+    answers = answer_ranks(head, batch, base.features(batch, head.spec))
+    assert [len(visited(a, TREES[tree])) for a in answers] == [len(real.steps)]
+    assert replay(answers, TREES[tree]) == metrics.mean_accepted_tokens([real]).value
+    assert new < 60 or prompt != PROMPT or sum(s.accepted for s in real.steps) > 5, "nothing accepted proves nothing"
 
 
 @pytest.mark.parametrize("max_new", range(1, 12))

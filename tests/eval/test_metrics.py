@@ -39,7 +39,6 @@ def test_counted_by_hand() -> None:
     assert metrics.acceptance_per_depth(LOG) == [Ratio(3, 4), Ratio(2, 3), Ratio(1, 2)]
     assert [metrics.ctar(LOG, w) for w in (1, 2, 3, 4)] == [Ratio(2, 4), Ratio(2, 4), Ratio(1, 4), Ratio(0, 4)]
     assert metrics.tokens_per_second(LOG) == Ratio(11, 8.0)
-    assert metrics.decode_tokens_per_second(LOG) == Ratio(9, 6.0)
     assert metrics.overhead(LOG).value == pytest.approx(0.1)
 
 
@@ -60,7 +59,6 @@ def test_nothing_counted_is_nan() -> None:
     nothing = [DecodeResult(tokens=[], steps=[], prefill_s=0.0, total_s=0.0)]
     for ratio in (metrics.mean_accepted_tokens(nothing), metrics.tokens_per_second(nothing), metrics.overhead(nothing)):
         assert math.isnan(ratio.value)
-    assert metrics.decode_tokens_per_second(nothing) == Ratio(0, 0)
 
 
 DEPTH = 4

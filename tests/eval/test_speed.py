@@ -84,15 +84,15 @@ def test_interleaves_after_one_warm_up_each() -> None:
 @pytest.mark.parametrize("torn", [False, True], ids=["killed between lines", "killed inside a line"])
 def test_an_interrupted_run_continues(tmp_path: Path, torn: bool) -> None:
     log = tmp_path / "run" / "decodes.jsonl"
-    first = Recorder(stop_after=3 + 5)
+    first = Recorder(stop_after=3 + 5)  # inside the second prompt
     with pytest.raises(KeyboardInterrupt):
         speed.run_interleaved(prompts(4), first.decoders(), log, 0, quiet)
     if torn:
         log.write_text(log.read_text()[:-20])
     second = Recorder()
     results = speed.run_interleaved(prompts(4), second.decoders(), log, 0, quiet)
-    finished = first.calls[3:-1] if torn else first.calls[3:]
-    assert sorted(second.calls[3:] + finished) == sorted((name, n) for name in NAMES for n in range(4))
+    again = sorted((name, n) for name in NAMES for n in (1, 2, 3))
+    assert sorted(second.calls[3:]) == again, "times that are compared come from one process"
     assert results == speed.run_interleaved(prompts(4), Recorder().decoders(), None, 0, quiet)
 
     third = Recorder()

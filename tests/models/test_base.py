@@ -115,6 +115,17 @@ def test_refused_architectures(model_type: str, settings: dict[str, int], says: 
         check_architecture(AutoConfig.for_model(model_type, **settings), None)
 
 
+@pytest.mark.parametrize(("model_type", "says"), [("gpt2", "gpt2 is not built like a Llama"), ("cohere", "its logits")])
+def test_bases_that_would_be_wrong_are_refused(model_type: str, says: str) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {"model_type": model_type, "vocab_size": 300, **(sizes if model_type != "gpt2" else {"n_embd": 32})}
+    shape |= (
+        {"logit_scale": 0.0625, "num_key_value_heads": 4} if model_type == "cohere" else {"n_layer": 2, "n_head": 4}
+    )
+    with pytest.raises(UserError, match=says):
+        BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32"))
+
+
 def test_a_window_as_long_as_the_context_is_accepted() -> None:
     check_architecture(AutoConfig.for_model("mistral", sliding_window=64), 64)
 

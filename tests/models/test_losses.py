@@ -63,6 +63,7 @@ def test_chunked_equals_plain(name: str, config: LossConfig, rows: int, shared: 
     for leaf, grad in zip(leaves, wanted_grads, strict=True):
         torch.testing.assert_close(leaf.grad, grad, rtol=1e-5, atol=1e-5)
     assert stats[:, STATS.index("count")].tolist() == targets.valid.sum(1).tolist()
+    assert stats[:, STATS.index("known")].tolist() == (targets.valid & (targets.ids >= 0)).sum(1).tolist()
 
 
 def test_overlap_is_the_sampled_acceptance() -> None:

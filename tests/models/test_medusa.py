@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from drafthead.data.contracts import Features, TokenTree, TrainBatch
+from drafthead.data.contracts import Features, FeatureSpec, TokenTree, TrainBatch
 from drafthead.models.base import BaseModel
 from drafthead.models.losses import LossConfig
 from drafthead.models.medusa import MedusaConfig, MedusaHead
@@ -38,12 +38,16 @@ def randomised(head: MedusaHead) -> MedusaHead:
 
 
 @pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("layers", [1, 3])
-def test_untrained_head_is_the_base_next_token_head(tiny_base: TinyBase, own: bool, layers: int) -> None:
+def test_untrained_head_is_the_base_next_token_head(tiny_base: TinyBase, own: bool, last: bool, layers: int) -> None:
     base = tiny_base()
-    head = MedusaConfig(num_heads=2, num_layers=layers, own_projection=own).build(base).eval()
+    config = MedusaConfig(num_heads=2, num_layers=layers, own_projection=own, reads_last_token=last)
+    head = config.build(base).eval()
+    parameters = sum(p.numel() for p in head.parameters())
+    assert parameters == config.size(base.hidden_size, base.vocab_size).trainable
     hidden = torch.randn(3, base.hidden_size)
-    candidates = head.top_candidates(hidden, 2, 4)
+    candidates = head.top_candidates(hidden, torch.tensor([7, 8, 9]), 2, 4)
     wanted = base.head.logits(hidden).topk(4).indices
     assert torch.equal(candidates[:, 0], wanted) and torch.equal(candidates[:, 1], wanted)
 
@@ -54,12 +58,15 @@ def test_blocks_of_a_head_are_separate_modules(tiny_base: TinyBase) -> None:
     assert len({id(m.weight) for m in linears}) == 6
 
 
+@pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("own", [True, False])
-def test_parity_with_a_few_line_reference(tiny_base: TinyBase, own: bool) -> None:
+def test_parity_with_a_few_line_reference(tiny_base: TinyBase, own: bool, last: bool) -> None:
     """Copied weights; the paper's equations; labels by explicit indices."""
     base = tiny_base()
     d2t = torch.arange(0, 300, 2)
-    head = randomised(MedusaConfig(num_heads=3, num_layers=2, own_projection=own).build(base, d2t))
+    head = randomised(
+        MedusaConfig(num_heads=3, num_layers=2, own_projection=own, reads_last_token=last).build(base, d2t)
+    )
     batch = batch_of([list(range(20, 32)), list(range(100, 109))], trained_from=4)
     features = base.features(batch, head.spec)
     out = head.loss(batch, features, LossConfig(decay=0.8))
@@ -75,13 +82,31 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, own: bool) -> Non
                 x = features.final[0, t]
                 for j in range(2):
                     linear = head.blocks[k - 1][j].linear
-                    x = x + F.silu(x @ linear.weight.t() + linear.bias)
+                    read = x
+                    if last and j == 0:
+                        e = base.embedding[batch.input_ids[0, t + 1]]
+                        read = torch.cat([x, e / (e.square().mean() + torch.finfo(e.dtype).eps).sqrt()])
+                    x = x + F.silu(read @ linear.weight.t() + linear.bias)
                 weight = head.projections[k - 1] if own else base.head.weight[d2t]
                 token = int(batch.input_ids[0, target])
                 if token % 2 == 0:
                     total += 0.8**k * F.cross_entropy(weight @ x, torch.tensor(token // 2)).item()
     assert int(out.tokens) == trained
     assert out.loss_sum.item() == pytest.approx(total, rel=1e-5)
+
+
+def test_loss_of_a_position_is_a_mean_over_what_it_can_draft(tiny_base: TinyBase) -> None:
+    """However many targets lie outside the draft vocabulary: an untrained head's loss is the next token's."""
+    base = tiny_base()
+    batch = batch_of([list(range(20, 40))])
+    features = base.features(batch, FeatureSpec())
+    d2t = torch.arange(0, 300, 2)
+    ratios = MedusaConfig(num_heads=1).build(base, d2t).loss(batch, features, LossConfig()).ratios()
+    even = [t for t in range(18) if batch.input_ids[0, t + 2] % 2 == 0]
+    logits = features.final[0, even] @ base.head.weight[d2t].t()
+    wanted = F.cross_entropy(logits, batch.input_ids[0, [t + 2 for t in even]] // 2)
+    assert ratios["loss_1"].value == pytest.approx(wanted.item(), rel=1e-5)
+    assert ratios["accept_1"].den == 18
 
 
 def test_heads_learn_a_base_that_counts(tiny_base: TinyBase) -> None:
@@ -123,11 +148,12 @@ def test_unread_features_carry_nothing(tiny_base: TinyBase) -> None:
 
 def test_candidate_ranks(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    head = randomised(MedusaConfig(num_heads=2).build(base)).eval()
+    head = randomised(MedusaConfig(num_heads=2, reads_last_token=True).build(base)).eval()
     batch = batch_of([list(range(20, 30))])
     features = base.features(batch, head.spec)
     ranks = head.candidate_ranks(batch, features, top=5)
-    candidates = head.top_candidates(features.final[0], 2, 5)
+    last = batch.input_ids[0].roll(-1)
+    candidates = head.top_candidates(features.final[0], last, 2, 5)
     for t in range(12):
         for k in range(2):
             target = t + 2 + k

@@ -15,7 +15,10 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from drafthead.data.errors import UserError
+from drafthead.data.generations import GenerationStore
+from drafthead.models.base import BaseModel
 from drafthead.train.config import RunConfig, parse_run
+from drafthead.train.corpora import Corpora
 from drafthead.train.pipeline import run_pipeline
 
 ROOT = Path(__file__).parent.parent.parent
@@ -163,23 +166,27 @@ def test_command_line_errors_are_one_line(tmp_path: Path) -> None:
 
 
 def test_killed_while_generating_every_prompt_is_answered_once(tmp_path: Path) -> None:
-    """kill -9 at several moments: what is on disk is kept, and the corpus equals an uninterrupted one."""
+    """kill -9 between shards, twice: finished shards are kept, and the corpus equals an uninterrupted one."""
     options = ["recipe=medusa_smollm2", "debug=tiny", "data.generations.prompts=24", "data.generations.slots=2"]
     options += ["data.generations.sampler.max_new_tokens=60", "data.generations.max_prompt_tokens=400"]
     places = [f"out={tmp_path / 'run'}", f"data.folder={tmp_path / 'corpora'}"]
-    command = [sys.executable, str(ROOT / "data" / "run.py"), *options, *places]
-    shards = tmp_path / "corpora" / "generations"
-    kills = 0
-    for pause in (0.2, 0.5):
+    small_shards = "import drafthead.train.corpora as c; c.SHARD_ROWS = 4; from drafthead.data.run import main; main()"
+    command = [sys.executable, "-c", small_shards, *options, *places]
+    folder = tmp_path / "corpora" / "generations"
+    for shard in (1, 2):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
-        while process.poll() is None and not (shards / "prompts.json").exists():
-            time.sleep(0.02)
-        time.sleep(pause)
-        process.send_signal(signal.SIGKILL)
-        kills += process.wait() == -signal.SIGKILL
-    assert kills, "the run ended before it could be killed"
+        while process.poll() is None and not (folder / f"shard-{shard:05}.parquet").exists():
+            time.sleep(0.002)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    kept = {path: path.stat().st_mtime_ns for path in folder.glob("shard-*.parquet")}
+    assert 3 <= len(kept) < 6, "a kill must leave some work"
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
-    from drafthead.data.generations import GenerationStore
-
-    numbers = [g.prompt_number for g in GenerationStore(shards).read()]
-    assert numbers == list(range(24))
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    run, _ = load(tmp_path / "whole", *options)
+    whole = Corpora(BaseModel.load(run.base), run.data, run.seed, lambda *_: None).generations()
+    found, wanted = (
+        [(g.prompt_number, g.input_ids.tolist()) for g in store.read(with_features=False)]
+        for store in (GenerationStore(folder), whole)
+    )
+    assert found == wanted and [number for number, _ in found] == list(range(24))

@@ -1,0 +1,92 @@
+"""What was measured is kept and found again; step costs on a base with a short context; logs cut off by a kill."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from drafthead.data.contracts import TokenTree
+from drafthead.data.errors import UserError
+from drafthead.eval import calibrate
+from drafthead.eval.evaluate import choose_tree, read_training_log
+from drafthead.eval.latency import StepCosts, measure_costs
+from drafthead.models.base import BaseModel
+from drafthead.models.medusa import MedusaConfig, MedusaHead
+
+TinyBase = Callable[..., BaseModel]
+COSTS = StepCosts(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
+
+
+@pytest.fixture
+def head(tiny_base: TinyBase) -> MedusaHead:
+    return MedusaConfig(num_heads=3).build(tiny_base())
+
+
+def chosen() -> calibrate.Calibration:
+    ranks = np.random.default_rng(0).integers(0, 4, size=(300, 3))
+    return calibrate.calibrate([ranks], COSTS)
+
+
+def test_a_kept_calibration_is_found_again(head: MedusaHead, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    assert calibrate.load_calibration(path, head) is None
+    calibrate.save_calibration(path, head, COSTS, chosen())
+    assert calibrate.load_calibration(path, head) == (COSTS, chosen())
+
+
+def test_other_weights_or_another_machine_are_measured_again(
+    head: MedusaHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "calibration.json"
+    calibrate.save_calibration(path, head, COSTS, chosen())
+    with monkeypatch.context() as patched:
+        patched.setattr(calibrate, "hardware", lambda: {"cpu": "another"})
+        assert calibrate.load_calibration(path, head) is None
+    with torch.no_grad():
+        head.projections[0][0, 0] += 1
+    assert calibrate.load_calibration(path, head) is None
+
+
+def test_a_foreign_file_is_refused(head: MedusaHead, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    for content in ("[]", "{}", f'{{"measured_with": "{calibrate.measured_with(head)}", "costs": {{}}}}'):
+        path.write_text(content)
+        with pytest.raises(UserError, match=r"is no calibration .*; remove it to measure again"):
+            calibrate.load_calibration(path, head)
+
+
+def test_answers_without_a_step_are_refused() -> None:
+    with pytest.raises(UserError, match=r"too few to choose a tree by; raise data.generations"):
+        calibrate.calibrate([], COSTS)
+
+
+def test_costs_on_a_short_context(head: MedusaHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head.base, "max_context", 16)
+    costs = measure_costs(head.base, head, repeats=1)
+    assert costs.context == 8 and sorted(costs.verify) == [1, 2, 3, 4, 5, 6, 8]
+    assert StepCosts.from_json(replace(costs).to_json()) == costs
+
+
+def test_a_torn_last_line_of_the_training_log_is_left_out(tmp_path: Path) -> None:
+    assert read_training_log(tmp_path) == []
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    assert read_training_log(tmp_path) == [{"step": 1}, {"step": 2}]
+    log.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
+    with pytest.raises(UserError, match="line 2 is not JSON"):
+        read_training_log(tmp_path)
+
+
+def test_choose_tree(head: MedusaHead, tmp_path: Path) -> None:
+    path = tmp_path / "tree.json"
+    path.write_text('{"choices": [[1], [0], [1, 0]]}')
+    assert choose_tree(head, str(path)) == TokenTree.from_paths([(0,), (1,), (1, 0)])
+    path.write_text('{"choices": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}')
+    with pytest.raises(UserError, match="is 4 deep, but the head drafts 3 positions"):
+        choose_tree(head, str(path))
+    path.write_text('{"choices": [[0, 0]]}')
+    with pytest.raises(UserError, match=r"is no tree.json \(tree path \[0, 0\] has no parent \[0\]"):
+        choose_tree(head, str(path))

@@ -1,0 +1,86 @@
+"""Corpora stay on disk, are made once, and are refused before hours of work when they cannot fit."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from drafthead.data.contracts import FeatureSpec
+from drafthead.data.errors import UserError
+from drafthead.data.generations import SamplerConfig
+from drafthead.data.sources import SourceConfig
+from drafthead.models.base import BaseModel
+from drafthead.train import corpora
+from drafthead.train.corpora import Corpora, DataConfig, GenerationsConfig, TextConfig, is_held_out
+
+TinyBase = Callable[..., BaseModel]
+
+
+def make(base: BaseModel, folder: Path, seed: int = 0) -> tuple[Corpora, list[tuple[str, int, int]]]:
+    config = DataConfig(
+        folder=str(folder),
+        text=TextConfig(sources=[SourceConfig(kind="builtin", name="stdlib_tiny")], max_tokens=3000),
+        generations=GenerationsConfig(
+            sources=[SourceConfig(kind="builtin", name="tiny")],
+            prompts=24,
+            max_prompt_tokens=400,
+            sampler=SamplerConfig(max_new_tokens=8),
+        ),
+    )
+    seen: list[tuple[str, int, int]] = []
+    return Corpora(base, config, seed, lambda *step: seen.append(step)), seen
+
+
+def test_text_is_packed_once(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, seen = make(tiny_base(), tmp_path)
+    rows = made.text_rows(64).to_dict()
+    assert seen[0] == ("packing text", 0, 3000) and seen[-1] == ("packing text", 3000, 3000)
+    other = make(tiny_base(), tmp_path, seed=1)[0].text_rows(64)
+    assert other.to_dict() != rows and len(list((tmp_path / "text").iterdir())) == 2
+    monkeypatch.setattr(corpora, "load_documents", lambda *_: pytest.fail("the sources were read again"))
+    again, seen = make(tiny_base(), tmp_path)
+    assert again.text_rows(64).to_dict() == rows and not seen
+
+
+def test_text_that_was_interrupted_is_packed_anew(
+    tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = make(tiny_base(), tmp_path / "whole")[0].text_rows(64).to_dict()
+    killed, _ = make(tiny_base(), tmp_path / "killed")
+    for place in ("pack", "write_manifest"):
+        with monkeypatch.context() as patched:
+            patched.setattr(corpora, place, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                killed.text_rows(64)
+    assert killed.text_rows(64).to_dict() == rows
+
+
+def test_held_out_answers_are_bounded() -> None:
+    held_out = [n for n in range(100_000) if is_held_out(n)]
+    assert held_out == list(range(19, 20 * 512, 20))
+
+
+def test_a_full_disk_is_noticed_before_generating(
+    tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for the ids, but not for the features."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100_000}))
+    monkeypatch.setattr(corpora, "generate", lambda *_, **__: pytest.fail("generation was begun"))
+    with pytest.raises(UserError, match=r"the answers with their features \(keep_features\) needs about"):
+        make(tiny_base(), tmp_path)[0].generations()
+
+
+def test_kept_features_are_those_of_the_base(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = tiny_base()
+    made, _ = make(base, tmp_path)
+    rows, prompts = made.generation_rows(512, held_out=False)
+    kept = made.cached_features(rows, "distill", FeatureSpec(), prompts)
+    shutil.rmtree(tmp_path / "features")
+    computed = made.cached_features(rows, "distill", FeatureSpec(), None)
+    numbers = list(range(len(rows)))
+    a, b = kept.read(numbers).numpy(), computed.read(numbers).numpy()
+    read = ~np.isnan(a)
+    assert read.mean() > 0.5
+    np.testing.assert_allclose(a[read], b[read], rtol=0.02, atol=0.02)

@@ -1,0 +1,122 @@
+"""What a second start of a run does again, what ``resume=false`` removes, and launchers that are refused."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from drafthead.data.contracts import LossOutput
+from drafthead.data.errors import UserError
+from drafthead.data.files import read_json
+from drafthead.eval import evaluate as evaluation
+from drafthead.models.medusa import MedusaHead
+from drafthead.train import pipeline
+from drafthead.train.config import parse_run
+
+
+def train(folder: Path, *overrides: str) -> Path:
+    places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
+    with initialize_config_module("drafthead.recipes", version_base="1.3"):
+        cfg = compose("train", overrides=["recipe=medusa_smollm2", "debug=tiny", *overrides, *places])
+    pipeline.run_pipeline(parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True))
+    return folder / "run"
+
+
+def never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("measured again")
+
+
+def test_a_second_start_measures_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = train(tmp_path)
+    first = read_json(run / "eval.json")
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "measure_costs", never)
+        patched.setattr(evaluation, "decode", never)
+        train(tmp_path)
+    assert read_json(run / "eval.json") == first
+    assert len(list(run.glob("eval-log-*.jsonl"))) == 1
+
+    kept = [run / "calibration.json", *run.glob("eval-log-*.jsonl")]
+    stale = run / "eval-log-of-another-tree.jsonl"
+    stale.write_text("")
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "measure_costs", never)
+        with pytest.raises(AssertionError, match="measured again"):
+            train(tmp_path, "resume=false")
+    assert not any(path.exists() for path in (*kept, stale))
+
+
+def test_resume_false_keeps_what_no_run_made(tmp_path: Path) -> None:
+    precious = tmp_path / "run" / "head" / "novel.txt"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("Call me Ishmael.")
+    with pytest.raises(UserError, match=r"would remove .*head, but .* has no training-settings.json"):
+        train(tmp_path, "resume=false")
+    assert precious.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "says"),
+    [
+        (DistributedType.FSDP, "no", "accelerate is set to FSDP, .* choose plain multi-GPU"),
+        (DistributedType.DEEPSPEED, "no", "accelerate is set to DEEPSPEED"),
+        (DistributedType.MULTI_GPU, "bf16", "mixed_precision=bf16, .* launch with --mixed_precision no"),
+    ],
+)
+def test_launchers_that_the_loop_would_not_follow(kind: DistributedType, precision: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        pipeline._check_accelerator(SimpleNamespace(distributed_type=kind, mixed_precision=precision))
+
+
+@pytest.mark.parametrize("kind", [DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU])
+def test_plain_launchers(kind: DistributedType) -> None:
+    pipeline._check_accelerator(SimpleNamespace(distributed_type=kind, mixed_precision="no"))
+
+
+def test_mixed_precision_of_the_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    try:
+        with pytest.raises(UserError, match="mixed_precision=bf16"):
+            train(tmp_path)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_nothing_to_train_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = MedusaHead.loss
+
+    def nothing(self: MedusaHead, *args: Any) -> LossOutput:
+        out = original(self, *args)
+        return LossOutput(
+            loss_sum=out.loss_sum * 0, tokens=torch.zeros_like(out.tokens), sums=out.sums * 0, names=out.names
+        )
+
+    monkeypatch.setattr(MedusaHead, "loss", nothing)
+    with pytest.raises(UserError, match=r"phase pretrain, step 2: the last 2 steps had no token to train on"):
+        train(tmp_path, "log_every=2")
+
+
+def test_validation_and_saving_do_not_count_as_training_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every validation takes an hour by the clock that the loop reads."""
+    from drafthead.train import loop
+
+    clock = [0.0]
+    monkeypatch.setattr(loop, "perf_counter", lambda: clock.__setitem__(0, clock[0] + 0.001) or clock[0])
+    validate = loop.Trainer._validate
+
+    def slow(self: loop.Trainer, *args: Any) -> None:
+        validate(self, *args)
+        clock[0] += 3600
+
+    monkeypatch.setattr(loop.Trainer, "_validate", slow)
+    run = train(tmp_path, "log_every=2", "validate_every=3")
+    rows = loop.MetricsLog(run / "metrics.jsonl").rows()
+    assert max(row["step_ms"] for row in rows if "step_ms" in row) < 1000
