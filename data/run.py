@@ -23,7 +23,7 @@ def _main(cfg: DictConfig) -> None:
     preflight(run)
     display = Display()
     with display.stage(f"base model {run.base.name or 'random'}"):
-        base = BaseModel.load(run.base)
+        base = BaseModel.load(run.base, progress=display.line)
     corpora = Corpora(base, run.data, run.seed, display.progress)
     with display.stage("corpus: the base's own answers"):
         stats = corpora.generations().stats

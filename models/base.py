@@ -4,12 +4,15 @@ Shape legend: B batch, T time, N tree nodes, D width, V vocabulary.
 """
 
 import hashlib
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from drafthead.data.contracts import Features, FeatureSpec, TokenTree, TrainBatch
 from drafthead.data.embedded import smollm2_folder
@@ -87,8 +90,13 @@ class BaseModel:
         self._check_logits()
 
     @classmethod
-    def load(cls, config: BaseConfig, device: torch.device | str = "cpu") -> "BaseModel":
-        """Load or build the base that ``config`` names, onto ``device``.
+    def load(
+        cls,
+        config: BaseConfig,
+        device: torch.device | str = "cpu",
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> "BaseModel":
+        """Load or build the base that ``config`` names, onto ``device``; ``progress`` hears of slow first-time work.
 
         Raises:
             UserError: it cannot be found, or its architecture is refused.
@@ -96,6 +104,8 @@ class BaseModel:
         device = torch.device(device)
         dtype = getattr(torch, config.dtype if config.dtype != "auto" else _default_dtype(device))
         implementation = attention.register()
+        if not sys.stderr.isatty():
+            transformers_logging.disable_progress_bar()
         if config.random:
             check_architecture(config.transformers_config(), config.max_context)
             with torch.random.fork_rng(devices=[]):
@@ -104,7 +114,7 @@ class BaseModel:
                     config.transformers_config(), dtype=dtype, attn_implementation=implementation
                 )
             return cls(model.to(device), _load_tokenizer(config, config.name), config)
-        folder = str(smollm2_folder()) if config.name == EMBEDDED else config.name
+        folder = str(smollm2_folder(progress)) if config.name == EMBEDDED else config.name
         options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         if config.gguf_file:
             # Dequantised on load: a GGUF model that counts as quantised can neither be saved nor prepacked.

@@ -51,7 +51,7 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
     set_seed(run.seed)
     tracker = Tracker(run.tracker, folder, run.name, resolved, display.line) if accelerator.is_main_process else None
     with display.stage(f"base model {run.base.name or 'random'}"):
-        base = BaseModel.load(run.base, accelerator.device)
+        base = BaseModel.load(run.base, accelerator.device, display.line)
     corpora = Corpora(base, run.data, run.seed, display.progress)
     with display.stage("corpus: the base's own answers"):
         _prepare_generations(corpora, accelerator, display)
@@ -232,8 +232,8 @@ tags: [drafthead, speculative-decoding]
 ---
 # {run.name}
 
-A {type(head).__name__} with {head.depth} draft positions for `{base}`, trained with
-[drafthead](https://github.com/drafthead/drafthead) from the recipe `{run.name}`.
+A {type(head).__name__} with {head.depth} draft positions for `{base}`, trained with drafthead from the recipe
+`{run.name}`.
 
 ```python
 import drafthead
