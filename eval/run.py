@@ -19,7 +19,7 @@ from drafthead.eval.suites import load_suite
 from drafthead.models.loading import load_base_and_head
 
 
-@hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes", config_name="eval")
+@hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes.evaluation", config_name="eval")
 @one_line_errors
 def _main(cfg: DictConfig) -> None:
     config = parse(cfg, EvalRunConfig)
