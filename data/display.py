@@ -65,9 +65,9 @@ class Display:
             return
         if previous is None or done < total or now - previous >= 1:
             elapsed = now - first
-            left = (
-                f", about {elapsed / done * (total - done):.0f} s left" if done and elapsed > 5 and done < total else ""
-            )
+            # Before a few percent are done the estimate would be a wild one: batches finish in waves.
+            known = elapsed > 5 and 0.05 * total <= done < total
+            left = f", about {elapsed / done * (total - done):.0f} s left" if known else ""
             self.line(f"   {what}: {done}/{total}{left}")
         self._last_line[what] = now
 

@@ -125,6 +125,26 @@ def console_table(evaluation: dict[str, Any]) -> Table:
     return table
 
 
+def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]] | None = None) -> list[str]:
+    """What the table has no room for: both baselines, acceptance by draft position, accuracy of the heads, equality."""
+    overall = evaluation["overall"]
+    plain, outputs = overall["baseline_tokens_per_second"], overall["identical_outputs"]
+    lines = [
+        f"tokens/s: speculative {_format(overall['tokens_per_second'], '{:.1f}')}, plain "
+        f"{_format(plain['drafthead'], '{:.1f}')} (our loop) and {_format(plain['transformers'], '{:.1f}')} "
+        "(transformers generate)",
+        f"mean accepted tokens a step: {_format(overall['mean_accepted_tokens'])}; accepted by draft position, given "
+        f"the one before: {' '.join(_format(value) for value in overall['acceptance_per_depth'])}",
+    ]
+    held_out = [row for row in training_log or [] if row.get("held_out_accept_1") is not None]
+    if held_out:
+        depth = sum(key.startswith("held_out_accept_") for key in held_out[-1])
+        accuracy = " ".join(_format(held_out[-1][f"held_out_accept_{k}"]) for k in range(1, depth + 1))
+        lines.append(f"top-1 accuracy of each head on held-out answers: {accuracy}")
+    lines.append(f"outputs identical: {outputs['same']} of {outputs['of']}, near-ties: {len(outputs['near_ties'])}")
+    return lines
+
+
 def _rows(evaluation: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for name, group in [*evaluation["tasks"].items(), ("overall", evaluation["overall"])]:
         outputs = group["identical_outputs"]

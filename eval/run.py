@@ -14,7 +14,7 @@ from drafthead.data.display import Display
 from drafthead.eval.config import EvalRunConfig
 from drafthead.eval.evaluate import choose_tree, evaluate, read_training_log
 from drafthead.eval.latency import measure_costs
-from drafthead.eval.report import console_table
+from drafthead.eval.report import console_lines, console_table
 from drafthead.eval.suites import load_suite
 from drafthead.models.loading import load_base_and_head
 
@@ -50,6 +50,8 @@ def _main(cfg: DictConfig) -> None:
             training_log=read_training_log(default),
         )
     display.console.print(console_table(result))
+    for line in console_lines(result, read_training_log(default)):
+        display.line(line)
     display.line(f"report: {folder / 'report.html'}")
 
 

@@ -19,7 +19,7 @@ from drafthead.data.vocab import coverage
 from drafthead.eval.calibrate import Calibration, answer_ranks, calibrate, load_calibration, save_calibration
 from drafthead.eval.evaluate import evaluate, read_training_log
 from drafthead.eval.latency import StepCosts, measure_costs
-from drafthead.eval.report import console_table, markdown_table
+from drafthead.eval.report import console_lines, console_table, markdown_table
 from drafthead.models.base import BaseModel
 from drafthead.models.draft_head import DraftHead
 from drafthead.train.config import RunConfig, preflight
@@ -196,6 +196,8 @@ def _finish(
         )
     _write_card(run, head, evaluation, folder)
     display.console.print(console_table(evaluation))
+    for line in console_lines(evaluation, read_training_log(folder)):
+        display.line(line)
     if tracker is not None:
         tracker.finish(evaluation)
     if run.push:

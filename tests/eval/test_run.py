@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_module
 
+from drafthead.data.config import parse
+from drafthead.eval.config import EvalRunConfig
 from drafthead.models.base import BaseModel
 from drafthead.models.medusa import MedusaConfig
 
@@ -36,18 +39,27 @@ def test_evaluates_a_saved_head(head: Path, tmp_path: Path) -> None:
     assert (tmp_path / "eval-builtin" / "report.html").stat().st_size > 1000
 
 
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    done = run(tmp_path, "head=/nowhere/head")
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines() == [
+        "error: no draft head at /nowhere/head: give a run's head folder (outputs/NAME/head) or a Hub repository "
+        "(user/name)"
+    ]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("overrides", "says"),
     [
-        (["suite=builtin"], "error: config: name a head: head=outputs/NAME/head or head=user/repo"),
-        (["head=nowhere", "suite=mtbench"], "mtbench"),
-        (["head=/nowhere/head"], "error: no draft head at /nowhere/head"),
+        ([], "name a head: head=outputs/NAME/head or head=user/repo"),
         (["head=x", "max_new_tokens=1"], "eval.max_new_tokens must be at least 2, got 1"),
+        (["head=x", "limit=0"], "eval.limit must be >= 1 or null, got 0"),
         (["head=x", "sweet=builtin"], "sweet"),
     ],
 )
-def test_bad_input_is_one_line(arguments: list[str], says: str, tmp_path: Path) -> None:
-    done = run(tmp_path, *arguments)
-    assert done.returncode == 1
-    lines = done.stderr.strip().splitlines()
-    assert says in done.stderr and len(lines) == 1, done.stderr
+def test_bad_settings(overrides: list[str], says: str) -> None:
+    with (
+        initialize_config_module("drafthead.recipes.evaluation", version_base="1.3"),
+        pytest.raises(Exception, match=says),
+    ):
+        parse(compose("eval", overrides=overrides), EvalRunConfig)
