@@ -71,6 +71,8 @@ def one_line_errors(task: Callable[[DictConfig], None]) -> Callable[[DictConfig]
             task(cfg)
         except UserError as error:
             raise SystemExit(f"error: {error}") from None
+        except OSError as error:  # a path that cannot be made, a full disk: the message names it
+            raise SystemExit(f"error: {error}; choose another folder (out=..., data.folder=...)") from None
         except KeyboardInterrupt:
             raise SystemExit("interrupted; what is done is kept, the same command goes on from there") from None
 
@@ -82,11 +84,26 @@ def run_main(main: Callable[[], None]) -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra ends the process itself, with its own traceback
     try:
         main()
-    except HydraException as error:
+    except (HydraException, OmegaConfBaseException) as error:
         raise SystemExit(f"error: {_one_line(error)}") from None
+    except OSError as error:  # Hydra makes the run folder before the task starts
+        raise SystemExit(f"error: {error}; choose another run folder (out=...)") from None
 
 
-def _one_line(error: Exception) -> str:
+_NOISE = (
+    "reference_type",
+    "object_type",
+    "full_key",
+    "See https",
+    "To append to your",
+    "Config search path",
+    "provider=",
+)
+
+
+def _one_line(error: BaseException) -> str:
+    """Message and cause, without what only concerns Hydra."""
     lines = [line.strip() for line in str(error).splitlines()]
-    kept = [line for line in lines if line and not line.startswith(("reference_type", "object_type", "See https"))]
-    return " ".join(kept)
+    message = " ".join(line for line in lines if line and not line.startswith(_NOISE))
+    cause = error.__cause__
+    return f"{message}: {_one_line(cause)}" if isinstance(cause, OmegaConfBaseException) else message

@@ -57,3 +57,9 @@ def main() -> None:
         import_module(COMMANDS[command]).main()
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -54,7 +54,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         same = "the same text" if plain.tokens == result.tokens else "another text (a near-tie; see drafthead eval)"
         plain_rate = len(plain.tokens) / plain.total_s
         line += f"; plain decoding {plain_rate:.1f} tokens/s and {same}: speedup {rate / plain_rate:.2f}"
-    console.print(f"\n[dim]{line}[/dim]")
+    console.print(f"\n[dim]{line}[/dim]", soft_wrap=True)
 
 
 def _stream(base: BaseModel, head: DraftHead, ids: list[int], max_new_tokens: int, console: Console) -> DecodeResult:

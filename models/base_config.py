@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from drafthead.data.errors import UserError
@@ -65,6 +66,10 @@ class BaseConfig:
             model_type = kwargs.pop("model_type", None)
             try:
                 return AutoConfig.for_model(model_type, **kwargs)
+            except StrictDataclassError as error:
+                raise UserError(
+                    f"base.shape does not describe a model: {str(error).splitlines()[-1].strip()}"
+                ) from None
             except (ValueError, KeyError) as error:
                 raise UserError(f"base.shape.model_type {model_type!r} is not known to transformers: {error}") from None
         try:

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -193,7 +192,7 @@ class DraftHead(nn.Module, ABC):
         try:
             api.create_repo(repo, exist_ok=True, private=private)
             return str(api.upload_folder(repo_id=repo, folder_path=str(folder)))
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
+        except Exception as error:  # the client also raises its HTTP library's own errors
             raise UserError(
                 f"pushing {folder} to {repo} failed: {str(error).splitlines()[0]} Log in with `hf auth login` or set "
                 f"HF_TOKEN, then run `hf upload {repo} {folder}`"
@@ -215,7 +214,7 @@ def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
         )
     try:
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=["*.json", "*.safetensors", "*.md"]))
-    except (RepositoryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+    except Exception as error:  # the client also raises its HTTP library's own errors
         raise UserError(
             f"no draft head at {name}: it is no local folder, and the Hub said: {str(error).strip().splitlines()[0]}"
         ) from None
@@ -278,5 +277,5 @@ def _check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
         if trained.get(key) != actual[key]:
             raise UserError(
                 f"the head in {folder} was trained for {trained.get('name')} ({key} {trained.get(key)}), but the base "
-                f"is {actual['name']} ({key} {actual[key]}); pass base.name={trained.get('name')}"
+                f"is {actual['name']} ({key} {actual[key]}); name no base, and the head's own is loaded"
             )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import get_token
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 
@@ -152,6 +153,8 @@ def preflight(run: RunConfig) -> None:
     Raises:
         UserError: an unknown suite or tree, or a source that is empty, misses its column or cannot be reached.
     """
+    if run.push is not None and get_token() is None:
+        raise UserError(f"push={run.push} needs a login: run `hf auth login` or set HF_TOKEN, or leave push out")
     load_suite(run.eval.suite, run.eval.limit, run.eval.seed)
     if run.eval.tree not in ("head", "chain"):
         read_json(Path(run.eval.tree))

@@ -143,6 +143,8 @@ class Corpora:
                 if missing:
                     self._answer(store, missing, len(prompts))
             if not store.done:
+                for name in ("prompts.json", "manifest.json"):  # nothing was made, so nothing binds the next try
+                    (folder / name).unlink(missing_ok=True)
                 raise UserError(
                     f"no answers were generated: none of the prompts fits data.generations.max_prompt_tokens="
                     f"{self.config.generations.max_prompt_tokens}; raise it or add sources"

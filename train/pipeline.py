@@ -95,7 +95,8 @@ def _open_folder(folder: Path, run: RunConfig, resolved: str, display: Display) 
     if settings.exists():
         found = read_json(settings)
         changed = sorted(k for k in {*found, *wanted} if found.get(k) != wanted.get(k))
-        if changed:
+        trained = any((folder / "checkpoints").glob("step-*")) or (folder / "head").exists()
+        if changed and trained:
             key = changed[0]
             raise UserError(
                 f"{folder} was trained with {key}={found.get(key)!r}, this recipe has {wanted.get(key)!r}; give the "
@@ -200,11 +201,11 @@ def _finish(
         display.line(line)
     if tracker is not None:
         tracker.finish(evaluation)
-    if run.push:
-        display.line(f"pushed: {head.push_folder(folder / 'head', run.push)}")
     display.line("time: " + ", ".join(f"{name.split(':')[0]} {seconds:.0f} s" for name, seconds in display.stages))
     display.line(f"head: {folder / 'head'}   report: {folder / 'report.html'}")
     display.line(f'try it: drafthead generate --head {folder / "head"} "Why is the sky blue?"')
+    if run.push:
+        display.line(f"pushed: {head.push_folder(folder / 'head', run.push)}")
 
 
 def _calibrate(
