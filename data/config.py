@@ -26,11 +26,21 @@ def parse(cfg: DictConfig, schema: type[T]) -> T:
     """
     try:
         plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain)))
+        return cast(T, OmegaConf.to_object(OmegaConf.merge(_writable(OmegaConf.structured(schema)), plain)))
     except (OmegaConfBaseException, HydraException) as error:
         raise UserError(f"config: {_one_line(error)}") from None
     except ValueError as error:
         raise UserError(f"config: {error}") from None
+
+
+def _writable(cfg: DictConfig) -> DictConfig:
+    """Open the nodes of frozen dataclasses, which OmegaConf makes read-only, so that values can be merged in."""
+    OmegaConf.set_readonly(cfg, False)
+    for key in cfg:
+        child = cfg._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+            _writable(child)
+    return cfg
 
 
 def parse_component(node: dict[str, Any], base: Any, key: str, package: str) -> Any:
@@ -54,7 +64,7 @@ def parse_component(node: dict[str, Any], base: Any, key: str, package: str) -> 
         raise UserError(f"{key}._target_ must name a {base.__name__} under {package}*, got {target!r}")
     fields = {k: v for k, v in node.items() if k != "_target_"}
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(found), fields))
+        return OmegaConf.to_object(OmegaConf.merge(_writable(OmegaConf.structured(found)), fields))
     except (OmegaConfBaseException, ValueError) as error:
         raise UserError(f"{key}: {_one_line(error)}") from None
 

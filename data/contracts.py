@@ -10,10 +10,11 @@ W draft vocabulary, D base width, R rows.
 
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from drafthead.data.token_tree import TreeShape
 
 NO_DOCUMENT = -1
 """Document id of padding."""
@@ -78,84 +79,6 @@ class Features:
     """[B, T, D * len(spec.layers)], or None when the spec names no layers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenTree:
-    """The shape of a token tree. Node 0 is the root: the last committed token, not yet read by the base.
-
-    A chain of K drafts is the tree with parents (-1, 0, 1, ..., K-1) and ranks (0, 0, ..., 0).
-    """
-
-    parents: tuple[int, ...]
-    """Parent of each node, -1 for the root; a parent stands before its children."""
-    ranks: tuple[int, ...]
-    """Which of its drafter's candidates a node takes, 0 is the likeliest; 0 for the root."""
-
-    def __post_init__(self) -> None:
-        if len(self.parents) != len(self.ranks):
-            raise ValueError(
-                f"a tree needs one rank per parent, got {len(self.parents)} parents and {len(self.ranks)} ranks"
-            )
-        if not self.parents or self.parents[0] != -1:
-            raise ValueError(f"node 0 must be the root with parent -1, got parents {self.parents[:4]}")
-        for node, parent in enumerate(self.parents[1:], start=1):
-            if not 0 <= parent < node:
-                raise ValueError(f"node {node} has parent {parent}; a parent must stand before its child")
-        if any(rank < 0 for rank in self.ranks):
-            raise ValueError(f"ranks must be >= 0, got {min(self.ranks)}")
-        if len(set(self.paths)) != len(self.paths):
-            raise ValueError("two nodes of the tree are the same path of ranks")
-
-    @classmethod
-    def chain(cls, depth: int) -> "TokenTree":
-        """``depth`` drafts, one after the other."""
-        return cls(parents=tuple(range(-1, depth)), ranks=(0,) * (depth + 1))
-
-    @classmethod
-    def from_paths(cls, paths: "list[tuple[int, ...]]") -> "TokenTree":
-        """The tree of Medusa's ``choices``: every node as the path of ranks from the root.
-
-        Raises:
-            ValueError: a path's parent path is missing.
-        """
-        ordered = sorted(set(paths) - {()}, key=lambda p: (len(p), p))
-        index: dict[tuple[int, ...], int] = {(): 0}
-        for path in ordered:
-            index[path] = len(index)
-        missing = [p for p in ordered if p[:-1] not in index]
-        if missing:
-            raise ValueError(f"tree path {list(missing[0])} has no parent {list(missing[0][:-1])}; add it")
-        return cls(parents=(-1, *(index[p[:-1]] for p in ordered)), ranks=(0, *(p[-1] for p in ordered)))
-
-    def __len__(self) -> int:
-        return len(self.parents)
-
-    @cached_property
-    def paths(self) -> tuple[tuple[int, ...], ...]:
-        """Per node, its ranks from the root; the root's is ()."""
-        paths: list[tuple[int, ...]] = [()]
-        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
-            paths.append((*paths[parent], rank))
-        return tuple(paths)
-
-    @cached_property
-    def depths(self) -> Tensor:
-        """[N] int64, 0 for the root."""
-        return torch.tensor([len(p) for p in self.paths])
-
-    @cached_property
-    def ancestors(self) -> Tensor:
-        """[N, N] bool: column j is row i itself or one of its ancestors."""
-        ancestors = torch.eye(len(self), dtype=torch.bool)
-        for node, parent in enumerate(self.parents[1:], start=1):
-            ancestors[node] |= ancestors[parent]
-        return ancestors
-
-    @property
-    def depth(self) -> int:
-        """Drafts on the longest path."""
-        return max(len(p) for p in self.paths)
-
-
 class Siblings(Enum):
     """How the children of a node were obtained; losslessness under sampling depends on it."""
 
@@ -169,12 +92,31 @@ class Siblings(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A drafted token tree, ready to verify."""
+    """Drafted token trees, one per row, ready to verify.
+
+    A trial is one candidate child with the law it was drawn from. Losslessness under sampling hangs on the laws, so
+    they belong to the trials and not to the nodes: in a tree merged of several drafters a node may be tried twice,
+    each time against another law.
+    """
 
     tokens: Tensor
-    """[B, N] int64; column 0 is the root, the last committed token."""
-    tree: TokenTree
+    """[B, N] int64; column 0 is the root, the last committed token; padding holds any token."""
+    shape: TreeShape
     siblings: Siblings
+    """How the trials that have a law were drawn. Trials without one are deterministic."""
+    laws: Tensor | None = None
+    """[B, Q, V] float: the drafter's distributions after warping, exactly those that were sampled; None: all trials
+    are deterministic."""
+    law_of: Tensor | None = None
+    """[R, N, S] int64: row of ``laws`` that the s-th trial at a node was drawn from, -1 for a deterministic one."""
+    confidence: Tensor | None = None
+    """[B, N] float: probability that the drafter gives a node after its parent, 1 for the root; None if unknown."""
+
+    def __post_init__(self) -> None:
+        if (self.laws is None) != (self.law_of is None):
+            raise ValueError("a proposal needs both laws and law_of, or neither")
+        if self.laws is not None and self.siblings is Siblings.DETERMINISTIC:
+            raise ValueError("deterministic siblings have no law; say how the trials with a law were drawn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,11 +124,13 @@ class Verdict:
     """What verification accepted. The committed tokens of the step are the accepted drafts and the bonus."""
 
     nodes: Tensor
-    """[B, 1 + tree.depth] int64: root and accepted nodes in order, padded with 0."""
+    """[B, 1 + D] int64: root and accepted nodes in order, padded with 0; D is at most the depth of the trees."""
     accepted: Tensor
     """[B] int64: accepted drafts, root excluded."""
     bonus: Tensor
     """[B] int64: the target's own token after the last accepted one."""
+    laws: Tensor | None = None
+    """[B, 1 + D, V] float: the target's laws after the accepted nodes, zeros behind them; None unless asked for."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +180,8 @@ class StepRecord:
     """Drafts accepted by the rule, before truncation."""
     committed: int
     """Tokens committed: accepted + bonus, less what EOS or max_new_tokens cut off."""
+    entropy: float = float("nan")
+    """Nats: of the target's unwarped law of the step's first token."""
     draft_s: float
     verify_s: float
     total_s: float

@@ -42,6 +42,23 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not valid JSON ({error}); restore or remove it") from None
 
 
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON Lines log; empty when there is none. A last line torn by a kill is left out.
+
+    Raises:
+        UserError: another line is not JSON.
+    """
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise UserError(f"{path} line {number} is not JSON ({error}); remove that line") from None
+    return rows
+
+
 def require_space(path: Path, needed: int, purpose: str) -> None:
     """Refuse to start what cannot end.
 

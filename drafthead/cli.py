@@ -11,6 +11,8 @@ COMMANDS = {
     "data": "drafthead.data.run",
     "eval": "drafthead.eval.run",
     "generate": "drafthead.eval.generate",
+    "replay": "drafthead.eval.replay_run",
+    "certify": "drafthead.eval.certify",
 }
 HELP = """\
 drafthead: train draft heads for speculative decoding on a frozen Hugging Face causal LM, and prove what they buy.
@@ -21,12 +23,16 @@ usage: drafthead COMMAND [arguments]
   data       make the corpora of a recipe and stop
   eval       measure a saved head: mean accepted tokens, speedup against plain decoding, identical outputs
   generate   stream an answer with a head, and say what it gained
+  replay     predict any draft length and tree for a head from plain answers, without decoding
+  certify    prove that the acceptance rules keep the base's law: every outcome enumerated, nothing to load
 
   drafthead train recipe=medusa_smollm2              a real model on 2 CPU cores, nothing to log in to
   drafthead train recipe=medusa_llama3 mode=plan     what a run will cost; loads no weights
   drafthead train recipe=medusa_llama3 debug=tiny    the whole run on a random tiny base, offline
   drafthead eval head=outputs/medusa_smollm2/head suite=mt_bench
   drafthead generate --head outputs/medusa_smollm2/head "Why is the sky blue?"
+  drafthead replay --head outputs/medusa_smollm2/head --suite mt_bench
+  drafthead certify
 
 train, data and eval take settings as key=value and know --cfg job (print the settings, start nothing) and --help.
 Several GPUs: accelerate launch train/run.py recipe=...  takes the same settings as drafthead train.

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from drafthead.data.chat import prompt_ids
-from drafthead.data.contracts import DecodeResult, TokenTree
-from drafthead.eval.decode import OnTokens, decode
+from drafthead.data.contracts import DecodeResult
+from drafthead.eval.decode import EXACT, GREEDY, OnTokens, decode
+from drafthead.eval.verify import AcceptanceRule
 from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead
+from drafthead.models.drafter import Drafter, DraftPlan
+from drafthead.models.sampling import Sampler
 
 
 @dataclass(frozen=True)
@@ -26,31 +28,47 @@ class Answer:
 
 def generate(
     base: BaseModel,
-    head: DraftHead | None,
+    drafter: Drafter | None,
     prompt: str | list[int] | Tensor,
     *,
     max_new_tokens: int = 256,
-    tree: TokenTree | None = None,
+    plan: DraftPlan | None = None,
+    sampler: Sampler = GREEDY,
+    rule: AcceptanceRule = EXACT,
+    seed: int = 0,
     on_tokens: OnTokens | None = None,
 ) -> Answer:
-    """Answer greedily; with a head faster, and the same.
+    """Answer a prompt, by default greedily; with a drafter faster, and with the same law (greedily: the same).
 
     Args:
         base: the target (``drafthead.load_base``, or ``BaseModel.wrap`` around a loaded model).
-        head: a head attached to it, or None for plain decoding.
+        drafter: a head attached to it, another drafter, or None for plain decoding.
         prompt: a user's message (put into the chat template), or token ids ([T] or [1, T]) taken as they are.
         max_new_tokens: at most so many.
-        tree: what to draft; by default the head's own calibrated tree.
+        plan: what to draft; by default the head's own calibrated tree.
+        sampler: temperature, top-p and so on; by default greedy.
+        rule: how drafts are accepted; by default exactly.
+        seed: of a sampled answer.
         on_tokens: called with tokens as soon as they are final.
 
     Raises:
-        UserError: an empty prompt, one beyond the context, or no chat template.
+        UserError: an empty prompt, one beyond the context, no chat template, or a plan that the rule would bias.
     """
     if isinstance(prompt, str):
         ids = prompt_ids(base.tokenizer, [{"role": "user", "content": prompt}])
     else:
         ids = prompt.flatten().tolist() if isinstance(prompt, Tensor) else list(prompt)
-    log = decode(base, head, ids, max_new_tokens=max_new_tokens, tree=tree, on_tokens=on_tokens)
+    log = decode(
+        base,
+        drafter,
+        ids,
+        max_new_tokens=max_new_tokens,
+        plan=plan,
+        sampler=sampler,
+        rule=rule,
+        seed=seed,
+        on_tokens=on_tokens,
+    )
     steps = len(log.steps)
     return Answer(
         text=base.tokenizer.decode(log.tokens, skip_special_tokens=True),

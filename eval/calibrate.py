@@ -1,19 +1,23 @@
 """Choose the token tree of a head from its measured accuracies and this machine's measured latencies."""
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
 
-from drafthead.data.contracts import Features, TokenTree, TrainBatch
+from drafthead.data.contracts import Features, TrainBatch
 from drafthead.data.errors import UserError
 from drafthead.data.files import read_json, write_json
+from drafthead.data.token_tree import TokenTree
 from drafthead.eval.latency import StepCosts
+from drafthead.eval.replay import Chances, Ranks, chances_of
 from drafthead.eval.speed import hardware, versions
-from drafthead.eval.tree import Ranks, TreeOrder, replay, search_visited
+from drafthead.eval.tree_choice import METHODS, Choice, Machine, best
+from drafthead.eval.tree_search import TreeOrder, search_visited
 from drafthead.models.draft_head import DraftHead
 
 LARGEST_TREE = 64
@@ -27,27 +31,28 @@ class Calibration:
     """The chosen tree and what it is expected to do."""
 
     tree: TokenTree
+    method: str
+    """Key of ``METHODS`` that found it."""
     order: TreeOrder
+    """Nodes by how often their whole path is accepted, whatever the method: what explains a tree's worth."""
     expected_tokens: float
     """Mean accepted tokens of the chosen tree by replay of the held-out answers."""
     expected_tokens_largest: float
-    """The same for the tree of ``LARGEST_TREE`` nodes."""
+    """The same for the best tree of ``LARGEST_TREE`` nodes, or of the most that there are."""
     expected_speedup: float
     """Against plain decoding with v(1), by the measured step costs."""
     curve: list[tuple[int, float, float]]
-    """(nodes, mean accepted tokens by replay, expected speedup) over tree sizes."""
+    """(nodes, mean accepted tokens by replay, expected speedup) of the best tree of every size."""
+    methods: dict[str, dict[str, float]]
+    """Per method, of the tree that it would have chosen: nodes, depth, ``expected_tokens`` by replay,
+    ``model_tokens`` by the method's own model, ``expected_speedup``."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for ``eval.json`` and ``from_json``."""
-        return {
-            "nodes": len(self.tree),
-            "order": {"paths": self.order.paths, "values": self.order.values},
-            "expected_tokens": self.expected_tokens,
-            "expected_tokens_largest": self.expected_tokens_largest,
-            "largest_nodes": LARGEST_TREE,
-            "expected_speedup": self.expected_speedup,
-            "curve": self.curve,
-        }
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("tree", "order")}
+        values["order"] = {"paths": self.order.paths, "values": self.order.values}
+        choices = [list(p) for p in self.tree.paths[1:]]
+        return {"nodes": len(self.tree), "choices": choices, "largest_nodes": LARGEST_TREE, **values}
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Self:
@@ -56,15 +61,11 @@ class Calibration:
         Raises:
             KeyError, TypeError, ValueError: ``found`` is something else.
         """
-        order = TreeOrder([tuple(p) for p in found["order"]["paths"]], [float(v) for v in found["order"]["values"]])
-        return cls(
-            tree=order.tree(found["nodes"] - 1),
-            order=order,
-            expected_tokens=found["expected_tokens"],
-            expected_tokens_largest=found["expected_tokens_largest"],
-            expected_speedup=found["expected_speedup"],
-            curve=[(nodes, tokens, speedup) for nodes, tokens, speedup in found["curve"]],
-        )
+        values = {f.name: found[f.name] for f in fields(cls) if f.name != "tree"}
+        order = found["order"]
+        values["order"] = TreeOrder([tuple(p) for p in order["paths"]], [float(v) for v in order["values"]])
+        values["curve"] = [(nodes, tokens, speedup) for nodes, tokens, speedup in found["curve"]]
+        return cls(tree=TokenTree.from_paths([tuple(p) for p in found["choices"]]), **values)
 
 
 def measured_with(head: DraftHead) -> str:
@@ -122,33 +123,55 @@ def answer_ranks(head: DraftHead, batch: TrainBatch, features: Features) -> list
     return answers
 
 
-def calibrate(answers: list[Ranks], costs: StepCosts) -> Calibration:
-    """The tree with the highest expected speedup among the best trees of every size.
+def calibrate(
+    answers: Sequence[Ranks | Chances],
+    costs: StepCosts,
+    method: str = "search",
+) -> Calibration:
+    """The tree with the highest expected speedup among the best trees of every size and depth.
 
-    A step with a tree of n nodes takes v(n) + c + o seconds and commits a number of tokens that replay of the
+    A step with a tree of n nodes d deep takes v(n) + c(d) + o seconds and commits a number of tokens that replay of the
     held-out answers gives exactly; plain decoding takes v(1) + o for one.
 
+    Args:
+        answers: per answer the ranks [T, K] of deterministic siblings, or chances [T, K, S] of any.
+        costs: measured on this machine.
+        method: ``search`` (greedy, on joint counts of whole paths) or ``sequoia`` (its dynamic program, on acceptance
+            by depth and trial). What the other would have chosen is reported beside it.
+
     Raises:
-        UserError: no answer has a step.
+        UserError: no answer has a step, or there is no such method.
     """
+    if method not in METHODS:
+        raise UserError(f"there is no method {method!r} to calibrate a tree; choose one of {', '.join(METHODS)}")
     if not answers:
         raise UserError(
             "the held-out answers have one token each, too few to choose a tree by; raise "
             "data.generations.sampler.max_new_tokens or data.generations.prompts"
         )
-    order = search_visited(answers, LARGEST_TREE - 1)
-    sizes = [n for n in range(2, LARGEST_TREE + 1) if n - 1 <= len(order.paths)]
-    plain = costs.step(1)
-    curve = []
-    for nodes in sizes:
-        tokens = replay(answers, order.tree(nodes - 1))
-        curve.append((nodes, tokens, tokens * plain / costs.step(nodes)))
-    nodes, tokens, speedup = max(curve, key=lambda point: point[2])
+    machine = Machine(costs)
+    chances = [chances_of(a.astype(np.int64), WIDTH) if a.ndim == 2 else a.astype(np.float64) for a in answers]
+    found = {name: find(chances, machine, LARGEST_TREE) for name, find in METHODS.items()}
+    sizes = sorted({len(c.tree) for c in found[method]})
+    curve = [best(c for c in found[method] if len(c.tree) == n) for n in sizes]
+    chosen = best(curve)
     return Calibration(
-        tree=order.tree(nodes - 1),
-        order=order,
-        expected_tokens=tokens,
-        expected_tokens_largest=curve[-1][1],
-        expected_speedup=speedup,
-        curve=curve,
+        tree=chosen.tree,
+        method=method,
+        order=search_visited(chances, LARGEST_TREE - 1),
+        expected_tokens=chosen.expected_tokens,
+        expected_tokens_largest=curve[-1].expected_tokens,
+        expected_speedup=chosen.expected_speedup,
+        curve=[(len(c.tree), c.expected_tokens, c.expected_speedup) for c in curve],
+        methods={name: _summary(best(choices)) for name, choices in found.items()},
     )
+
+
+def _summary(choice: Choice) -> dict[str, float]:
+    return {
+        "nodes": len(choice.tree),
+        "depth": choice.tree.depth,
+        "expected_tokens": choice.expected_tokens,
+        "model_tokens": choice.model_tokens or 0.0,
+        "expected_speedup": choice.expected_speedup,
+    }

@@ -1,60 +1,144 @@
 """What an evaluation measures."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 
+from drafthead.data.contracts import Siblings
 from drafthead.data.errors import UserError
+from drafthead.data.files import read_json
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.verify import AcceptanceRule
 from drafthead.models.base_config import BaseConfig
+from drafthead.models.draft_head import read_tree
+from drafthead.models.drafter import Drafter, DraftPlan, DynamicTree
+from drafthead.models.sampling import Sampler
+
+TREES = "head, chain, chain:K, expansion:1,1,3, dynamic:NODES[:WIDTH], or a tree.json"
 
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    """Prompts, lengths and trees of an evaluation."""
+    """Prompts, lengths, trees, the law of the output and how drafts are accepted."""
 
     suite: str = "smoke"
-    """``smoke``, ``mt_bench``, ``builtin``, or a path to a JSONL file of prompts."""
+    """``smoke``, ``mt_bench``, ``mt_bench_turns``, ``spec_bench_like``, ``code``, ``builtin``, a path to a JSONL file
+    of prompts, or ``hf:NAME[:SPLIT[:COLUMN]]``."""
+    tasks: list[str] = field(default_factory=list)
+    """Only these tasks of the suite; empty: all."""
     limit: int | None = None
     """At most so many prompts, spread over the suite's tasks."""
     max_new_tokens: int = 128
     tree: str = "head"
-    """``head`` (the tree calibrated on held-out answers and this machine), ``chain``, or a path to a ``tree.json``."""
+    """``head`` (calibrated on held-out answers and this machine), ``chain``, ``chain:K``, ``expansion:1,1,3``
+    (SpecInfer), ``dynamic:NODES`` or ``dynamic:NODES:WIDTH`` (EAGLE-2), or a path to a ``tree.json``."""
+    siblings: str = "deterministic"
+    """``deterministic``, ``with_replacement`` or ``without_replacement``: how a node's children are drawn."""
+    draft_temperature: float = 1.0
+    """Of sampled siblings."""
+    stop_below: float = 0.0
+    """Nothing is drafted after a draft with less confidence (Kangaroo's threshold); 0: never stop."""
+    sampler: Sampler = field(default_factory=Sampler)
+    """The law of the output; temperature 0 is greedy decoding."""
+    rule: AcceptanceRule = field(default_factory=AcceptanceRule)
+    """How drafts are accepted: ``exact`` or ``block`` (lossless), ``typical`` or ``lenient`` (lossy)."""
+    against: list[str] = field(default_factory=list)
+    """Peers in the same interleaved run, see ``eval/methods.py``: ``prompt_lookup``, ``early_exit:24``,
+    ``model:NAME``, ``hf_prompt_lookup:3``, ``hf_assisted:NAME``."""
     seed: int = 0
-    """Of the prompt order and the bootstrap."""
+    """Of the prompt order, sampling and the bootstrap."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
             raise ValueError(f"eval.max_new_tokens must be at least 2, got {self.max_new_tokens}")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"eval.limit must be >= 1 or null, got {self.limit}")
+        known = [kind.value for kind in Siblings]
+        if self.siblings not in known:
+            raise ValueError(f"eval.siblings must be one of {', '.join(known)}, got {self.siblings!r}")
+        if self.draft_temperature <= 0:
+            raise ValueError(f"eval.draft_temperature must be above 0, got {self.draft_temperature}")
+        check_tree(self.tree)
+
+    def plan(self, drafter: Drafter) -> DraftPlan:
+        """What to draft with ``drafter``.
+
+        Raises:
+            UserError: no such file, or a tree deeper than the drafter.
+        """
+        tree = named_tree(self.tree, drafter)
+        if isinstance(tree, TokenTree) and tree.depth > drafter.depth:
+            raise UserError(
+                f"tree {self.tree} is {tree.depth} deep, but the drafter drafts {drafter.depth} positions; choose a "
+                "shallower one"
+            )
+        try:
+            return DraftPlan(
+                tree=tree,
+                siblings=Siblings(self.siblings),
+                sampler=Sampler(temperature=self.draft_temperature),
+                stop_below=self.stop_below,
+            )
+        except ValueError as error:
+            raise UserError(f"{error} (tree={self.tree} siblings={self.siblings})") from None
+
+
+def named_tree(name: str, drafter: Drafter) -> TokenTree | DynamicTree:
+    """The tree that ``eval.tree`` names.
+
+    Raises:
+        UserError: no such file, no such tree.
+    """
+    kind, _, detail = name.partition(":")
+    if name == "head":
+        return drafter.tree or TokenTree.chain(drafter.depth)
+    if kind == "chain":
+        return TokenTree.chain(int(detail) if detail else drafter.depth)
+    if kind == "expansion":
+        return TokenTree.expansion([int(width) for width in detail.split(",")])
+    if kind == "dynamic":
+        nodes, _, width = detail.partition(":")
+        return DynamicTree(nodes=int(nodes), width=int(width or 8), depth=drafter.depth)
+    return read_tree(Path(name), drafter.depth)
+
+
+def check_tree(name: str) -> None:
+    """Refuse a tree that cannot be meant, before anything is loaded.
+
+    Raises:
+        UserError: a file that is no tree; bad numbers.
+    """
+    kind, _, detail = name.partition(":")
+    try:
+        if kind == "expansion":
+            TokenTree.expansion([int(width) for width in detail.split(",")])
+        elif kind == "dynamic":
+            nodes, _, width = detail.partition(":")
+            DynamicTree(nodes=int(nodes), width=int(width or 8))
+        elif kind == "chain" and detail and int(detail) < 1:
+            raise ValueError("a chain needs at least one draft")
+    except ValueError as error:
+        raise UserError(f"tree {name!r} cannot be read ({error}); give one of {TREES}") from None
+    if kind not in ("head", "chain", "expansion", "dynamic"):
+        read_json(Path(name))
 
 
 @dataclass(kw_only=True)
-class EvalRunConfig:
-    """``drafthead eval``: a saved head on a suite."""
+class EvalRunConfig(EvalConfig):
+    """``drafthead eval``: a saved head, or a drafter that needs no training, on a suite."""
 
     head: str = ""
-    """A head folder (``outputs/NAME/head``) or a Hub repository."""
+    """A head folder (``outputs/NAME/head``), a Hub repository, or a drafter as in ``against``."""
     base: BaseConfig = field(default_factory=BaseConfig)
     """By default the base that the head names."""
-    suite: str = "smoke"
-    limit: int | None = None
-    max_new_tokens: int = 128
-    tree: str = "head"
-    seed: int = 0
     out: str = ""
     """Folder of ``eval.json`` and ``report.html``; by default ``eval-<suite>`` beside the head."""
     resume: bool = True
     """Keep the prompts that an interrupted evaluation has finished; false measures all again."""
 
-    def evaluation(self) -> EvalConfig:
-        """The part that a training recipe has too."""
-        return EvalConfig(
-            suite=self.suite, limit=self.limit, max_new_tokens=self.max_new_tokens, tree=self.tree, seed=self.seed
-        )
-
     def __post_init__(self) -> None:
-        self.evaluation()
+        super().__post_init__()
         if not self.head:
             raise UserError("name a head: head=outputs/NAME/head or head=user/repo")
 

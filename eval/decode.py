@@ -1,153 +1,255 @@
-"""The one speculative decoding loop. It knows ``DraftHead`` and ``BaseModel``, and no head by name.
+"""The one speculative decoding loop. It knows ``Drafter`` and ``BaseModel``, and no head by name.
 
 Every step drafts a token tree after the last committed token, reads it in one pass of the base, accepts a path by
-the rule of ``eval/verify.py`` and commits it with the target's own next token. Plain decoding is the same loop with
-a tree that is only its root.
+a rule of ``eval/verify.py`` and commits it with the target's own next token. Plain decoding is the same loop with
+a tree that is only its root. Rows of a batch have prompts, accepted lengths and ends of their own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
 
-from drafthead.data.contracts import DecodeResult, Features, Proposal, Siblings, StepRecord, TokenTree
+from drafthead.data.contracts import DecodeResult, Siblings, StepRecord
 from drafthead.data.errors import UserError
-from drafthead.eval.verify import greedy
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.prompts import check_ids
+from drafthead.eval.session import ROOT_ONLY, Outcome, Policy, Session
+from drafthead.eval.verify import AcceptanceRule
 from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead
-from drafthead.models.kv_cache import KVCache
+from drafthead.models.coins import VERIFY, RowCoins
+from drafthead.models.drafter import Drafter, DraftPlan
+from drafthead.models.sampling import Sampler
 
 OnTokens = Callable[[list[int]], None]
+GREEDY = Sampler()
+EXACT = AcceptanceRule()
 
 
-@torch.inference_mode()
+def default_plan(drafter: Drafter | None) -> DraftPlan:
+    """The drafter's calibrated tree, else a chain over all its positions; without a drafter only the root."""
+    if drafter is None:
+        return ROOT_ONLY
+    return DraftPlan(tree=drafter.tree or TokenTree.chain(drafter.depth))
+
+
 def decode(
     base: BaseModel,
-    head: DraftHead | None,
+    drafter: Drafter | None,
     input_ids: list[int],
     *,
     max_new_tokens: int,
-    tree: TokenTree | None = None,
+    plan: DraftPlan | None = None,
+    sampler: Sampler = GREEDY,
+    rule: AcceptanceRule = EXACT,
+    seed: int = 0,
     on_tokens: OnTokens | None = None,
     ignore_eos: bool = False,
 ) -> DecodeResult:
-    """Greedy decoding of one prompt; with a head it commits several tokens a step, and the same ones as without.
+    """Decode one prompt; with a drafter several tokens a step, and by an exact rule with the same law as without.
 
     Args:
         base: the target.
-        head: a draft head attached to ``base``, or None for plain decoding.
+        drafter: a draft head attached to ``base``, another drafter, or None for plain decoding.
         input_ids: the prompt's token ids.
         max_new_tokens: stop after so many; EOS stops earlier and is kept as the last token.
-        tree: what to draft; by default the head's calibrated tree, or a chain over all its positions.
+        plan: what to draft; by default the drafter's calibrated tree, or a chain over all its positions.
+        sampler: the law of the output; by default greedy, where the tokens are those of plain decoding.
+        rule: how drafts are accepted; by default exactly.
+        seed: of the row's random numbers.
         on_tokens: called with the tokens of every commit, as soon as they are final.
         ignore_eos: go on after EOS (for timing at a fixed length).
 
     Raises:
-        UserError: an empty prompt, or one that does not leave room for ``max_new_tokens`` in the context.
+        UserError: an empty prompt, one that does not leave room for ``max_new_tokens`` in the context, a drafter for
+            another vocabulary, or a rule that would bias the output with this plan.
     """
-    if head is None:
-        tree = TokenTree.chain(0)
-    else:
-        tree = tree or head.tree or TokenTree.chain(head.depth)
-    _check_prompt(base, input_ids, max_new_tokens)
+    return decode_batch(
+        base,
+        drafter,
+        [input_ids],
+        max_new_tokens=max_new_tokens,
+        plan=plan,
+        sampler=sampler,
+        rule=rule,
+        seeds=[seed],
+        on_tokens=on_tokens and [on_tokens],
+        ignore_eos=ignore_eos,
+    )[0]
+
+
+@torch.inference_mode()
+def decode_batch(
+    base: BaseModel,
+    drafter: Drafter | None,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    plan: DraftPlan | None = None,
+    sampler: Sampler = GREEDY,
+    rule: AcceptanceRule = EXACT,
+    seeds: Sequence[int] | None = None,
+    on_tokens: Sequence[OnTokens] | None = None,
+    ignore_eos: bool = False,
+) -> list[DecodeResult]:
+    """``decode`` of several prompts at once; every row ends at its own time, and its text is that of batch 1.
+
+    The random numbers of a row depend on its seed (by default its number) and its length alone. Times of a step and
+    of the prefill are those of the whole batch; ``total_s`` ends when the row does.
+
+    Raises:
+        UserError: as ``decode``; names the prompt.
+    """
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    plan = plan or default_plan(drafter)
+    check_drafter(base, drafter, plan, rule)
+    for number, ids in enumerate(prompts):
+        where = f"prompt {number} of the batch" if len(prompts) > 1 else "the prompt"
+        check_ids(
+            ids,
+            vocab_size=base.vocab_size,
+            max_context=base.max_context,
+            max_new_tokens=max_new_tokens,
+            where=where,
+        )
+    if plan.adaptive is not None and len(prompts) > 1:
+        # All rows share a draft length, so a row's random numbers would depend on its neighbours.
+        raise UserError(f"an adaptive draft length needs one prompt at a time, got {len(prompts)}; decode one by one")
     eos = frozenset() if ignore_eos else base.eos_ids
     started = perf_counter()  # allocating the cache is part of decoding, as it is in transformers' generate
-    session = _Session(base, head, tree, len(input_ids) + max_new_tokens + len(tree))
-    answer = [session.read_prompt(input_ids)]
+    capacity = max(map(len, prompts)) + max_new_tokens + plan.nodes
+    session = Session(base, drafter, Policy(plan=plan, sampler=sampler, rule=rule), len(prompts), capacity)
+    seeds = list(seeds) if seeds is not None else list(range(len(prompts)))
+    first = session.read_prompts(list(prompts), RowCoins(seeds, [0] * len(prompts), VERIFY, base.device)).tolist()
     prefill_s = perf_counter() - started
-    if on_tokens:
-        on_tokens(answer)
-    steps: list[StepRecord] = []
-    while len(answer) < max_new_tokens and answer[-1] not in eos:
-        record, tokens = session.step(len(answer), max_new_tokens - len(answer), eos)
-        steps.append(record)
-        answer += tokens
-        if on_tokens:
-            on_tokens(tokens)
-    return DecodeResult(tokens=answer, steps=steps, prefill_s=prefill_s, total_s=perf_counter() - started)
-
-
-class _Session:
-    """State of one sequence: the base's cache, the head's state, and the last committed token (not yet read)."""
-
-    def __init__(self, base: BaseModel, head: DraftHead | None, tree: TokenTree, capacity: int) -> None:
-        self.base, self.head, self.tree = base, head, tree
-        self.cache: KVCache = base.new_cache(capacity)
-        self.state = head.init_state(1) if head else None
-        self.last = torch.empty(0)
-
-    def read_prompt(self, input_ids: list[int]) -> int:
-        """Prefill; returns the first answer token."""
-        tokens = torch.tensor([input_ids], device=self.base.device)
-        hidden = self.base.read(tokens, self.cache)
-        if self.head and self.state:
-            self.state = self.head.observe(self.state, tokens, Features(final=hidden))
-        self.last = self.base.logits(hidden[:, -1]).argmax(-1)
-        return int(self.last)
-
-    def step(self, position: int, room: int, eos: frozenset[int]) -> tuple[StepRecord, list[int]]:
-        """Draft, verify, commit. Returns the record and the committed tokens, cut at ``room`` and after EOS."""
-        t0 = perf_counter()
-        if self.head and self.state:
-            proposal = self.head.draft(self.state, self.last, self.tree)
-        else:
-            proposal = Proposal(tokens=self.last[:, None], tree=self.tree, siblings=Siblings.DETERMINISTIC)
-        self.base.synchronise()
-        t1 = perf_counter()
-        hidden = self.base.verify(proposal.tokens, self.tree, self.cache)
-        target = self.base.logits(hidden).argmax(-1)
-        self.base.synchronise()
-        t2 = perf_counter()
-        if len(self.tree) == 1:
-            accepted, committed = 0, target[0].tolist()
-            self.cache.commit()
-        else:
-            accepted, committed, hidden = self._accept(proposal, target, hidden)
-        if self.head and self.state:
-            self.state = self.head.observe(self.state, proposal.tokens, Features(final=hidden))
-        kept = cut(committed, room, eos)
-        self.last = torch.tensor(kept[-1:], device=self.base.device)
-        record = StepRecord(
-            position=position,
-            proposed=len(self.tree) - 1,
-            depth=self.tree.depth,
-            accepted=accepted,
-            committed=len(kept),
-            draft_s=t1 - t0,
-            verify_s=t2 - t1,
-            total_s=perf_counter() - t0,
+    rows = [
+        _Row(
+            prompt_length=len(ids),
+            seed=seed,
+            on_tokens=on_tokens[number] if on_tokens else None,
+            length=plan.adaptive.start if plan.adaptive else 0,
         )
-        return record, kept
+        for number, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
+    for row, token in zip(rows, first, strict=True):
+        row.commit([token], max_new_tokens, eos, started)
+    living = rows
+    while True:
+        running = [place for place, row in enumerate(living) if not row.ended]
+        if not running:
+            return [DecodeResult(tokens=r.answer, steps=r.steps, prefill_s=prefill_s, total_s=r.total_s) for r in rows]
+        if len(running) < len(living):
+            session.select(running)
+            living = [living[place] for place in running]
+        _step(session, living, max_new_tokens, eos, started)
 
-    def _accept(
-        self, proposal: Proposal, target: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[int, list[int], torch.Tensor]:
-        verdict = greedy(proposal, target)
-        accepted = int(verdict.accepted)
-        path = verdict.nodes[0, : accepted + 1]
-        self.cache.keep(path)
-        committed = [*proposal.tokens[0, path[1:]].tolist(), int(verdict.bonus)]
-        return accepted, committed, hidden[:, path]
+
+@dataclass
+class _Row:
+    """One answer in the making."""
+
+    prompt_length: int
+    seed: int
+    on_tokens: OnTokens | None
+    answer: list[int] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    ended: bool = False
+    total_s: float = 0.0
+    length: int = 0
+    """Levels to draft next, where the plan is adaptive."""
+
+    def commit(self, tokens: list[int], limit: int, eos: frozenset[int], started: float) -> int:
+        """Add tokens, cut at the limit and behind EOS; returns how many were kept."""
+        kept = cut(tokens, limit - len(self.answer), eos)
+        self.answer += kept
+        self.ended = self.answer[-1] in eos or len(self.answer) >= limit
+        self.total_s = perf_counter() - started
+        if self.on_tokens:
+            self.on_tokens(kept)
+        return len(kept)
+
+
+def _step(session: Session, rows: list[_Row], limit: int, eos: frozenset[int], started: float) -> None:
+    began = perf_counter()
+    positions = [len(row.answer) for row in rows]
+    outcome = session.step([row.seed for row in rows], positions, _depth_limit(session, rows, limit))
+    tokens, counts, entropy = outcome.tokens.tolist(), outcome.counts.tolist(), outcome.entropy.tolist()
+    kept = [
+        row.commit(committed[:count], limit, eos, started)
+        for row, committed, count in zip(rows, tokens, counts, strict=True)
+    ]
+    proposed, depths = _offered(outcome, len(rows))
+    total_s = perf_counter() - began
+    for n, row in enumerate(rows):
+        record = StepRecord(
+            position=positions[n],
+            proposed=proposed[n],
+            depth=depths[n],
+            accepted=counts[n] - 1,
+            committed=kept[n],
+            entropy=entropy[n],
+            draft_s=outcome.draft_s,
+            verify_s=outcome.verify_s,
+            total_s=total_s,
+        )
+        row.steps.append(record)
+        adaptive = session.policy.plan.adaptive
+        if adaptive is not None:
+            row.length = min(session.policy.plan.depth, adaptive.next(row.length, depths[n], counts[n] - 1))
+
+
+def _depth_limit(session: Session, rows: list[_Row], limit: int) -> int:
+    """Levels that positions allow: no draft stands behind the base's context, and at greedy decoding, where it cannot
+    change a token, none behind the end of every answer."""
+    longest = max(row.prompt_length + len(row.answer) for row in rows)
+    depth = session.base.max_context - longest
+    if session.policy.by_argmax:
+        depth = min(depth, max(limit - len(row.answer) for row in rows) - 1)
+    if session.policy.plan.adaptive is not None:
+        depth = min(depth, rows[0].length)
+    return max(0, depth)
+
+
+def _offered(outcome: Outcome, rows: int) -> tuple[list[int], list[int]]:
+    """Nodes drafted and longest path, per row."""
+    shape = outcome.proposal.shape
+    if shape.tree is not None:
+        return [len(shape) - 1] * rows, [shape.tree.depth] * rows
+    drafted = (shape.parents >= 0).sum(1).expand(rows)
+    return drafted.tolist(), shape.depths.max(1).values.expand(rows).tolist()
 
 
 def cut(tokens: list[int], room: int, eos: frozenset[int]) -> list[int]:
-    """The committed tokens up to ``room`` and up to the first EOS, which is kept."""
-    for index, token in enumerate(tokens[:room]):
+    """The tokens that count: at most ``room``, and none behind the first EOS."""
+    kept = tokens[:room]
+    for place, token in enumerate(kept):
         if token in eos:
-            return tokens[: index + 1]
-    return tokens[:room]
+            return kept[: place + 1]
+    return kept
 
 
-def _check_prompt(base: BaseModel, input_ids: list[int], max_new_tokens: int) -> None:
-    if not input_ids:
-        raise UserError("the prompt is empty; give at least one token")
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if len(input_ids) + max_new_tokens > base.max_context:
+def check_drafter(base: BaseModel, drafter: Drafter | None, plan: DraftPlan, rule: AcceptanceRule) -> None:
+    """Refuse a drafter, a plan and a rule that do not go together.
+
+    Raises:
+        UserError: another vocabulary, a plan deeper than the drafter, or a rule that would bias the output.
+    """
+    if drafter is None:
+        return
+    if drafter.vocab_size is not None and drafter.vocab_size > base.vocab_size:
         raise UserError(
-            f"the prompt has {len(input_ids)} tokens and {max_new_tokens} new ones are wanted, but {base.name} "
-            f"reads at most {base.max_context}; shorten the prompt or lower max_new_tokens"
+            f"the drafter's vocabulary has {drafter.vocab_size} ids but {base.name} has {base.vocab_size}; use a "
+            "drafter with the base's tokenizer"
         )
-    bad = [i for i in input_ids if not 0 <= i < base.vocab_size]
-    if bad:
-        raise UserError(f"the prompt holds token id {bad[0]}, outside the base's vocabulary of {base.vocab_size}")
+    if plan.siblings is not Siblings.DETERMINISTIC and drafter.vocab_size not in (None, base.vocab_size):
+        raise UserError(
+            f"the drafter's laws are over {drafter.vocab_size} ids but {base.name} has {base.vocab_size}; tell the "
+            "drafter its target"
+        )
+    if isinstance(plan.tree, TokenTree) and plan.depth > drafter.depth:
+        raise UserError(
+            f"the tree is {plan.depth} deep, but the drafter drafts {drafter.depth} positions; choose a shallower one"
+        )
+    rule.check(plan.siblings, plan.tree)

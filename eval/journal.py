@@ -2,14 +2,15 @@
 
 import hashlib
 import json
+import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from drafthead.data.contracts import DecodeResult, StepRecord
 from drafthead.data.errors import UserError
-from drafthead.eval.suites import EvalPrompt
+from drafthead.eval.prompts import EvalPrompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +21,18 @@ class FailedDecode(DecodeResult):
     """Why this prompt failed, in this decoder or another."""
 
 
-def prompt_key(prompt: EvalPrompt, ids: list[int]) -> str:
-    """Hash of a prompt's ids; task and number keep two equal prompts of a suite apart."""
-    return hashlib.sha256(json.dumps([prompt.task, prompt.number, ids]).encode()).hexdigest()[:16]
+def prompt_key(prompt: EvalPrompt, ids: list[int], turn: int = 0) -> str:
+    """Hash of the ids that a turn (from 0) is asked with; task, number and turn keep equal ids of a suite apart."""
+    # A first turn is hashed without its number, so that logs of single turns stay readable.
+    identity = [prompt.task, prompt.number, ids, *([turn] if turn else [])]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
 class Journal:
-    """Results by (prompt key, decoder name), one JSON line each; of two lines with one key the later counts."""
+    """Results by (prompt key, decoder name), one JSON line each; of two lines with one key the later counts.
+
+    A decoder's name tells apart all that one log may hold: method, batch size, sampler. Any text will do.
+    """
 
     def __init__(self, path: Path | None) -> None:
         """Read what ``path`` holds; None keeps results in memory only.
@@ -56,24 +62,37 @@ class Journal:
                 row = json.loads(line)
                 if "error" not in row:
                     self._results[row["key"], row["decoder"]] = _from_json(row["result"])
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise UserError(
                     f"{path} line {number} is no decoding ({error!r}); remove the file to start again"
                 ) from None
 
-    def add(self, key: str, decoder: str, prompt: EvalPrompt, result: DecodeResult) -> None:
+    def add(self, key: str, decoder: str, prompt: EvalPrompt, result: DecodeResult, turn: int = 0) -> None:
         """Keep a result, and append it to the file before returning."""
         self._results[key, decoder] = result
         if self._path is None:
             return
-        row: dict[str, Any] = {"key": key, "task": prompt.task, "prompt": prompt.number, "decoder": decoder}
-        row |= {"error": result.error} if isinstance(result, FailedDecode) else {"result": asdict(result)}
+        row: dict[str, Any] = {"key": key, "task": prompt.task, "prompt": prompt.number, "turn": turn}
+        row |= {"decoder": decoder}
+        row |= {"error": result.error} if isinstance(result, FailedDecode) else {"result": _to_json(result)}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
 
+def _to_json(result: DecodeResult) -> dict[str, Any]:
+    steps = [{key: _known(value) for key, value in vars(step).items()} for step in result.steps]
+    return vars(result) | {"steps": steps}
+
+
+def _known(value: float) -> float | None:
+    """JSON has no nan, which stands for a value that was not measured: null."""
+    return value if math.isfinite(value) else None
+
+
 def _from_json(row: dict[str, Any]) -> DecodeResult:
-    return DecodeResult(**row | {"steps": [StepRecord(**step) for step in row["steps"]]})
+    # Without null, what was not measured takes the field's default, as it did when it was written.
+    steps = [{key: value for key, value in step.items() if value is not None} for step in row["steps"]]
+    return DecodeResult(**row | {"steps": [StepRecord(**step) for step in steps]})

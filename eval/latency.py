@@ -1,6 +1,6 @@
 """What one step costs on this machine: verification of n tokens, drafting, and the loop around them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -9,14 +9,17 @@ from typing import Any, Self
 
 import torch
 
-from drafthead.data.contracts import Features, TokenTree
+from drafthead.data.contracts import Features
+from drafthead.data.token_tree import TokenTree
 from drafthead.eval.decode import decode
 from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead
+from drafthead.models.drafter import Drafter, DraftPlan
 from drafthead.models.kv_cache import KVCache
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 """Tree sizes measured, root included; others are interpolated."""
+DEEPEST = 8
+"""Levels of drafting that are timed; deeper ones are extrapolated."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,14 @@ class StepCosts:
     verify: dict[int, float]
     """v(n): one verification pass over n tokens, logits and argmax included."""
     draft: float
-    """c: drafting one tree."""
+    """c: drafting a tree over all positions."""
     overhead: float
     """o: everything else in a step."""
     context: int
     """Tokens already in the cache."""
+    draft_by_depth: list[float] | None = None
+    """Seconds to draft a chain d deep, at index d; None: ``draft`` whatever the depth, as for heads that draft all
+    positions in one pass."""
 
     def verify_at(self, nodes: int) -> float:
         """v(n), linearly interpolated between measured sizes."""
@@ -44,9 +50,21 @@ class StepCosts:
         part = (nodes - lower) / (upper - lower)
         return self.verify[lower] * (1 - part) + self.verify[upper] * part
 
-    def step(self, nodes: int) -> float:
-        """A whole step with a tree of that size; a tree of 1 drafts nothing."""
-        return self.verify_at(nodes) + self.overhead + (self.draft if nodes > 1 else 0.0)
+    def draft_at(self, depth: int) -> float:
+        """Seconds to draft a tree of that depth; 0 drafts nothing. Behind the table, levels cost what the last did."""
+        table = self.draft_by_depth
+        if depth == 0:
+            return 0.0
+        if table is None:
+            return self.draft
+        last = len(table) - 1
+        if depth <= last:
+            return table[depth]
+        return table[last] + (depth - last) * (table[last] - table[last - 1])
+
+    def step(self, nodes: int, depth: int) -> float:
+        """A whole step with a tree of that size and depth; depth 0 drafts nothing."""
+        return self.verify_at(nodes) + self.overhead + self.draft_at(depth)
 
     def to_json(self) -> dict[str, object]:
         """Plain values, for ``eval.json`` and ``from_json``."""
@@ -63,7 +81,9 @@ class StepCosts:
 
 
 @torch.inference_mode()
-def measure_costs(base: BaseModel, head: DraftHead, context: int = 200, repeats: int = 9) -> StepCosts:
+def measure_costs(
+    base: BaseModel, drafter: Drafter, context: int = 200, repeats: int = 9, sizes: Sequence[int] = SIZES
+) -> StepCosts:
     """Time every part of a step on random tokens after ``context`` tokens (timing does not depend on the ids).
 
     A base that reads less than twice ``context`` is timed after half of what it reads, and only trees that fit into
@@ -71,34 +91,41 @@ def measure_costs(base: BaseModel, head: DraftHead, context: int = 200, repeats:
     """
     generator = torch.Generator().manual_seed(0)
     context = min(context, base.max_context // 2)
-    sizes = [n for n in SIZES if n <= context]
+    sizes = [n for n in sizes if n <= context]
     ids = torch.randint(0, base.vocab_size, (1, context), generator=generator).to(base.device)
     cache = base.new_cache(context + max(sizes))
     hidden = base.read(ids, cache)
-    state = head.observe(head.init_state(1), ids, Features(final=hidden))
-    times: dict[int, list[float]] = {n: [] for n in sizes}
-    drafts: list[float] = []
-    tree = TokenTree.from_paths([(r,) for r in range(4)] + [(0,) * d for d in range(2, head.depth + 1)])
+    state = drafter.observe(drafter.init_state(1), ids, Features(final=hidden))
+    depths = range(1, min(drafter.depth, DEEPEST) + 1)
+    plans = {d: DraftPlan(tree=TokenTree.chain(d)) for d in depths}
+    whole = DraftPlan(tree=TokenTree.from_paths([(r,) for r in range(4)] + [(0,) * d for d in depths]))
+    parts: dict[tuple[str, int], Callable[[], object]] = {
+        **{("verify", n): partial(_verify, base, ids[:, :n], cache) for n in sizes},
+        **{("draft", d): partial(drafter.draft, state, ids[:, -1], plan) for d, plan in plans.items()},
+        ("tree", 0): partial(drafter.draft, state, ids[:, -1], whole),
+    }
+    times: dict[tuple[str, int], list[float]] = {part: [] for part in parts}
     for repeat in range(repeats + 2):
-        for n in sizes:
-            seconds = _timed(base, partial(_verify, base, ids[:, :n], cache))
+        for part, work in parts.items():
+            seconds = _timed(base, work)
             if repeat >= 2:
-                times[n].append(seconds)
-        seconds = _timed(base, partial(head.draft, state, ids[:, -1], tree))
-        if repeat >= 2:
-            drafts.append(seconds)
+                times[part].append(seconds)
     new = min(24, base.max_context - context)
-    result = decode(base, head, ids[0].tolist(), max_new_tokens=new, tree=tree, ignore_eos=True)
-    overhead = median(s.total_s - s.draft_s - s.verify_s for s in result.steps)
-    verify = {n: median(values) for n, values in times.items()}
-    return StepCosts(verify=verify, draft=median(drafts), overhead=overhead, context=context)
+    result = decode(base, drafter, ids[0].tolist(), max_new_tokens=new, plan=whole, ignore_eos=True)
+    return StepCosts(
+        verify={n: median(times["verify", n]) for n in sizes},
+        draft=median(times["tree", 0]),
+        overhead=median(s.total_s - s.draft_s - s.verify_s for s in result.steps),
+        context=context,
+        draft_by_depth=[0.0, *(median(times["draft", d]) for d in depths)],
+    )
 
 
 def _verify(base: BaseModel, ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
     # A star: every drafted token a child of the root. Cost depends on the number of nodes, not on the shape.
     tree = TokenTree.from_paths([(r,) for r in range(ids.shape[1] - 1)])
-    tokens: torch.Tensor = base.logits(base.verify(ids, tree, cache)).argmax(-1)
-    cache.roll_back(cache.length)
+    tokens: torch.Tensor = base.logits(base.verify(ids, tree.shape.to(base.device), cache)).argmax(-1)
+    cache.roll_back()
     return tokens
 
 

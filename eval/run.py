@@ -11,48 +11,59 @@ from omegaconf import DictConfig
 
 from drafthead.data.config import one_line_errors, parse, run_main
 from drafthead.data.display import Display
+from drafthead.data.errors import UserError
+from drafthead.data.files import read_json_lines, write_atomic
 from drafthead.eval.config import EvalRunConfig
-from drafthead.eval.evaluate import choose_tree, evaluate, read_training_log
+from drafthead.eval.evaluate import evaluate
 from drafthead.eval.latency import measure_costs
-from drafthead.eval.report import console_lines, console_table
-from drafthead.eval.suites import load_suite
-from drafthead.models.loading import load_base_and_head
+from drafthead.eval.methods import check_peers, is_drafter, make_drafter
+from drafthead.eval.suites import load_suite, suite_label
+from drafthead.eval.tables import console_lines, console_table, markdown_table
+from drafthead.models.base import BaseModel
+from drafthead.models.drafter import Drafter, DraftPlan
+from drafthead.models.loading import default_device, load_base_and_head
 
 
 @hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes.evaluation", config_name="eval")
 @one_line_errors
 def _main(cfg: DictConfig) -> None:
     config = parse(cfg, EvalRunConfig)
-    evaluation = config.evaluation()
-    load_suite(evaluation.suite, evaluation.limit, evaluation.seed)  # a wrong name fails before the model loads
+    load_suite(config.suite, config.limit, config.seed, config.tasks)  # a wrong name fails before the model loads
+    check_peers(config.against)
     display = Display()
     with display.stage(f"head {config.head}"):
-        base, head = load_base_and_head(config.head, config.base)
-    choose_tree(head, evaluation.tree)
-    default = (
-        Path(config.head).parent if Path(config.head).is_dir() else Path("outputs") / config.head.replace("/", "--")
-    )
-    folder = Path(config.out) if config.out else default / f"eval-{Path(evaluation.suite).stem}"
+        base, drafter, plan = _load(config)
+    config.rule.check(plan.siblings, plan.tree)
+    default = Path(config.head).parent if Path(config.head).is_dir() else Path("outputs") / suite_label(config.head)
+    folder = Path(config.out) if config.out else default / f"eval-{suite_label(config.suite)}"
     folder.mkdir(parents=True, exist_ok=True)
     if not config.resume:
         for path in folder.glob("eval-log-*.jsonl"):
             path.unlink()
     with display.stage("step costs on this machine"):
-        costs = measure_costs(base, head)
-    with display.stage(f"evaluation: {evaluation.suite}"):
+        costs = measure_costs(base, drafter)
+    training_log = read_json_lines(default / "metrics.jsonl")
+    with display.stage(f"evaluation: {config.suite}"):
         result = evaluate(
-            base,
-            head,
-            evaluation,
-            folder,
-            display.progress,
-            costs=costs,
-            training_log=read_training_log(default),
+            base, drafter, config, folder, display.progress, plan=plan, costs=costs, training_log=training_log
         )
+    write_atomic(folder / "results.md", markdown_table(result))
     display.console.print(console_table(result))
-    for line in console_lines(result, read_training_log(default)):
+    for line in console_lines(result, training_log):
         display.line(line)
-    display.line(f"report: {folder / 'report.html'}")
+    display.line(f"report: {folder / 'report.html'}   for a model card: {folder / 'results.md'}")
+
+
+def _load(config: EvalRunConfig) -> tuple[BaseModel, Drafter, DraftPlan]:
+    """The base, what drafts for it, and the plan."""
+    if not is_drafter(config.head):
+        base, head = load_base_and_head(config.head, config.base)
+        return base, head, config.plan(head)
+    if not config.base.name and not config.base.random:
+        raise UserError(f"{config.head} names no base; give one: base.name=embedded:smollm2")
+    base = BaseModel.load(config.base, default_device())
+    drafter, usual = make_drafter(config.head, base)
+    return base, drafter, usual if config.tree == "head" else config.plan(drafter)
 
 
 def main() -> None:

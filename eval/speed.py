@@ -4,7 +4,7 @@ import math
 import os
 import platform
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,78 +15,105 @@ import torch
 from drafthead import __version__
 from drafthead.data.contracts import DecodeResult
 from drafthead.data.errors import UserError
-from drafthead.eval import metrics
 from drafthead.eval.journal import FailedDecode, Journal, prompt_key
-from drafthead.eval.suites import EvalPrompt
+from drafthead.eval.prompts import EvalPrompt
 
 Decoder = Callable[[list[int]], DecodeResult]
 """Decodes an answer to prompt ids. Its times must include the device's work: synchronise before stopping a clock."""
-
-NEAR_TIE = 1e-4
-"""Two logits closer than this may swap between two orders of the same float32 sums."""
-BASELINES = ("transformers", "drafthead")
-METHOD = "speculative"
+Ask = Callable[[EvalPrompt, list[list[int]]], list[int]]
+"""Token ids of a prompt's next turn after answers to its earlier ones; ``UserError`` when it cannot be asked."""
 
 
 @dataclass(frozen=True)
-class Equality:
-    """How an answer compares with plain decoding's, token for token."""
+class Timing:
+    """Every turn of every prompt, answered in every way. Lists run over the turns, in the suite's order."""
 
-    same: bool
-    position: int | None = None
-    """First answer position that differs; None when the same."""
-    tokens: tuple[int, int] | None = None
-    """Reference's and the answer's token there; None when one answer ended before the other."""
-    margin: float | None = None
-    """Distance of the target's logits of the two tokens."""
-    near_tie: bool = False
-    """The margin is below ``NEAR_TIE``: rounding, not a wrong rule, explains the difference."""
+    prompts: list[EvalPrompt]
+    turns: list[int]
+    """From 0."""
+    ids: list[list[int]]
+    """What each turn was asked with; empty where it could not be asked."""
+    results: dict[str, list[DecodeResult]]
+    """Per decoder. A turn that any decoder refused is ``FailedDecode`` in all, so that totals stay comparable."""
+    order: list[int]
+    """Numbers of the prompts as they were run."""
 
 
 def run_interleaved(
-    prompts: Sequence[tuple[EvalPrompt, list[int]]],
+    prompts: Sequence[EvalPrompt],
+    ask: Ask,
     decoders: dict[str, Decoder],
     log: Path | None,
     seed: int,
     on_progress: Callable[[int, int], None],
-) -> dict[str, list[DecodeResult]]:
-    """Decode every prompt with every decoder, prompt by prompt, so that a drift of the machine hits all alike.
+    reference: str = "drafthead",
+) -> Timing:
+    """Decode every turn with every decoder, one after the other, so that a drift of the machine hits all alike.
 
-    Every decoder answers the first prompt once, untimed, before anything is measured.
+    Prompts run in a random order, decoders in a random order within each turn. Every decoder answers the first
+    prompt once, untimed, before anything is measured. Later turns of a conversation follow the answer of ``reference``
+    to the earlier ones, whichever decoder is timed: all of them read the same context.
 
     Args:
-        prompts: prompts and their token ids.
+        prompts: the suite.
+        ask: the token ids of a prompt's next turn, given the reference's answers to its earlier ones.
         decoders: by name.
-        log: JSONL file that gets every finished (prompt, decoder) at once. A prompt that it holds of all decoders is
+        log: JSONL file that gets every finished (turn, decoder) at once. A turn that it holds of all decoders is
             not decoded again; any other is, by all of them, so that times that are compared come from one process.
             It knows prompts and decoder names only: one file per head, tree and settings.
-        seed: order of the decoders within each prompt.
-        on_progress: called with (finished, all) pairs of prompt and decoder.
-
-    Returns:
-        Per decoder one result per prompt, in order. A prompt that any decoder refused with ``UserError`` is
-        ``FailedDecode`` in all of them, so that totals stay over the same prompts.
+        seed: of both orders.
+        on_progress: called with (finished, all) pairs of turn and decoder.
+        reference: the decoder whose answers a conversation goes on with.
 
     Raises:
         UserError: the log is broken elsewhere than in its last line.
     """
     journal = Journal(log)
-    keys = [prompt_key(prompt, ids) for prompt, ids in prompts]
-    finished = [all((key, name) in journal for name in decoders) for key in keys]
-    pending = [ids for whole, (_, ids) in zip(finished, prompts, strict=True) if not whole]
-    for decoder in decoders.values():
-        _warm_up(decoder, pending)
-    total = len(prompts) * len(decoders)
+    order = list(range(len(prompts)))
+    random.Random(seed).shuffle(order)
+    total = len(decoders) * sum(prompt.turns for prompt in prompts)
+    orders = iter(_orders(list(decoders), total // max(1, len(decoders)), seed))
+    cold = set(decoders)
+    asked: dict[tuple[int, int], tuple[list[int], list[DecodeResult]]] = {}
     done = 0
-    orders = _orders(list(decoders), len(prompts), seed)
-    for key, whole, (prompt, ids), order in zip(keys, finished, prompts, orders, strict=True):
-        for name in order:
-            if not whole:
-                journal.add(key, name, prompt, _decode(decoders[name], ids))
-            done += 1
-            on_progress(done, total)
-    rows = [_spread_failure([journal[key, name] for name in decoders]) for key in keys]
-    return {name: [row[column] for row in rows] for column, name in enumerate(decoders)}
+    for place in order:
+        prompt = prompts[place]
+        answers: list[list[int]] = []
+        lost: FailedDecode | None = None
+        for turn in range(prompt.turns):
+            ids, failure = _ask(ask, prompt, answers) if lost is None else ([], lost)
+            key = prompt_key(prompt, ids, turn)
+            names = next(orders)
+            if failure is None and not all((key, name) in journal for name in decoders):
+                for name in names:
+                    if name in cold and not isinstance(_decode(decoders[name], ids), FailedDecode):
+                        cold.discard(name)
+                for name in names:
+                    journal.add(key, name, prompt, _decode(decoders[name], ids), turn)
+                    on_progress(done := done + 1, total)
+            else:
+                on_progress(done := done + len(decoders), total)
+            row = [failure or journal[key, name] for name in decoders]
+            asked[place, turn] = ids, _spread_failure(row)
+            answer = dict(zip(decoders, asked[place, turn][1], strict=True))[reference]
+            answers.append(answer.tokens)
+            if isinstance(answer, FailedDecode):
+                lost = failed(f"the turn before it failed: {answer.error}")
+    keys = sorted(asked)
+    return Timing(
+        prompts=[prompts[place] for place, _ in keys],
+        turns=[turn for _, turn in keys],
+        ids=[asked[key][0] for key in keys],
+        results={name: [asked[key][1][column] for key in keys] for column, name in enumerate(decoders)},
+        order=[prompts[place].number for place in order],
+    )
+
+
+def _ask(ask: Ask, prompt: EvalPrompt, answers: list[list[int]]) -> tuple[list[int], FailedDecode | None]:
+    try:
+        return ask(prompt, answers), None
+    except UserError as error:
+        return [], failed(str(error))
 
 
 def _orders(names: list[str], count: int, seed: int) -> list[list[str]]:
@@ -103,13 +130,12 @@ def _decode(decoder: Decoder, ids: list[int]) -> DecodeResult:
     try:
         return decoder(ids)
     except UserError as error:
-        return FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error=str(error))
+        return failed(str(error))
 
 
-def _warm_up(decoder: Decoder, prompts: Sequence[list[int]]) -> None:
-    for ids in prompts:
-        if not isinstance(_decode(decoder, ids), FailedDecode):
-            return
+def failed(error: str) -> FailedDecode:
+    """The result of a prompt that could not be answered."""
+    return FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error=error)
 
 
 def _spread_failure(row: list[DecodeResult]) -> list[DecodeResult]:
@@ -118,23 +144,32 @@ def _spread_failure(row: list[DecodeResult]) -> list[DecodeResult]:
 
 
 def speedup_interval(
-    baseline: Sequence[DecodeResult], method: Sequence[DecodeResult], seed: int = 0, resamples: int = 2000
+    baseline: Sequence[DecodeResult],
+    method: Sequence[DecodeResult],
+    groups: Sequence[Hashable] | None = None,
+    seed: int = 0,
+    resamples: int = 2000,
 ) -> tuple[float, float, float]:
     """Tokens per second of ``method`` over ``baseline``, both as ratios of totals, with a 95 % interval.
 
-    The interval is the percentile bootstrap over prompts, drawn in pairs: a slow prompt is slow for both.
+    The interval is the percentile bootstrap over prompts, drawn in pairs: a slow prompt is slow for both. ``groups``
+    names the prompt that every result belongs to, so that the turns of one conversation are drawn together.
 
     Returns:
         ratio, low, high. The bounds are nan with fewer than two prompts, all are nan with none.
     """
-    pairs = [(b, m) for b, m in zip(baseline, method, strict=True) if b.total_s > 0 and m.total_s > 0]
-    if not pairs:
+    totals: dict[Hashable, np.ndarray] = {}
+    for group, b, m in zip(groups or range(len(baseline)), baseline, method, strict=True):
+        if b.total_s > 0 and m.total_s > 0:
+            row = np.array([len(b.tokens), b.total_s, len(m.tokens), m.total_s])
+            totals[group] = totals.get(group, 0) + row
+    if not totals:
         return math.nan, math.nan, math.nan
-    columns = np.array([[len(b.tokens), b.total_s, len(m.tokens), m.total_s] for b, m in pairs])
+    columns = np.array(list(totals.values()))
     ratio = float(_ratio_of_totals(columns[None])[0])
-    if len(pairs) < 2:
+    if len(columns) < 2:
         return ratio, math.nan, math.nan
-    drawn = np.random.default_rng(seed).integers(len(pairs), size=(resamples, len(pairs)))
+    drawn = np.random.default_rng(seed).integers(len(columns), size=(resamples, len(columns)))
     low, high = np.percentile(_ratio_of_totals(columns[drawn]), [2.5, 97.5])
     return ratio, float(low), float(high)
 
@@ -142,26 +177,6 @@ def speedup_interval(
 def _ratio_of_totals(columns: np.ndarray) -> np.ndarray:
     base_tokens, base_s, tokens, seconds = columns.sum(axis=1).T
     return np.asarray((tokens / seconds) / (base_tokens / base_s))
-
-
-def compare_outputs(reference: list[int], tokens: list[int], margin: Callable[[int], float]) -> Equality:
-    """Compare an answer with plain decoding's.
-
-    Args:
-        reference: plain decoding's tokens.
-        tokens: the answer's.
-        margin: given the first differing position, the distance of the target's logits of the two tokens there;
-            called only when both answers have a token there.
-    """
-    if reference == tokens:
-        return Equality(same=True)
-    shared = min(len(reference), len(tokens))
-    position = next((i for i in range(shared) if reference[i] != tokens[i]), shared)
-    if position == shared:
-        return Equality(same=False, position=position)
-    distance = abs(margin(position))
-    pair = (reference[position], tokens[position])
-    return Equality(same=False, position=position, tokens=pair, margin=distance, near_tie=distance < NEAR_TIE)
 
 
 def hardware() -> dict[str, Any]:
@@ -196,90 +211,3 @@ def versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
-
-
-def summarise(
-    prompts: Sequence[EvalPrompt], results: dict[str, list[DecodeResult]], equalities: Sequence[Equality]
-) -> dict[str, Any]:
-    """Everything ``eval.json`` holds; plain JSON values, None where nothing was measured.
-
-    Args:
-        prompts: in the order of the results.
-        results: of ``run_interleaved``, under the names "transformers", "drafthead" (the plain baselines) and
-            "speculative".
-        equalities: one per prompt, of the speculative answer; ignored for failed prompts.
-
-    Returns:
-        "tasks": per task, and "overall": the metrics; "failed": prompts left out of both, with the reason.
-    """
-    machine = {"hardware": hardware(), "versions": versions()}
-    failed = {n for n, result in enumerate(results[METHOD]) if isinstance(result, FailedDecode)}
-
-    def group(members: list[int]) -> dict[str, Any]:
-        kept = [n for n in members if n not in failed]
-        chosen = {name: [row[n] for n in kept] for name, row in results.items()}
-        outputs = [(prompts[n], equalities[n]) for n in kept]
-        return _measures(chosen) | {"identical_outputs": _identical(outputs)} | machine
-
-    tasks: dict[str, list[int]] = {}
-    for n, prompt in enumerate(prompts):
-        tasks.setdefault(prompt.task, []).append(n)
-    reasons = [
-        {"prompt": prompts[n].number, "task": prompts[n].task, "message": result.error}
-        for n, result in enumerate(results[METHOD])
-        if isinstance(result, FailedDecode)
-    ]
-    return {
-        "tasks": {task: group(members) for task, members in tasks.items()},
-        "overall": group(list(range(len(prompts)))),
-        "failed": reasons,
-    }
-
-
-def fastest_baseline(group: dict[str, Any]) -> tuple[str, float | None]:
-    """Name and tokens per second of the faster plain decoding in a group of ``summarise``."""
-    speeds: dict[str, float | None] = group["baseline_tokens_per_second"]
-    name = max(speeds, key=lambda baseline: speeds[baseline] or 0.0)
-    return name, speeds[name]
-
-
-def speedup_of(group: dict[str, Any]) -> float | None:
-    """Speedup over the faster plain decoding in a group of ``summarise``: the one to quote."""
-    value: float | None = group["speedup"][f"vs_{fastest_baseline(group)[0]}"]
-    return value
-
-
-def _measures(results: dict[str, list[DecodeResult]]) -> dict[str, Any]:
-    method = results[METHOD]
-    speeds = {name: _number(metrics.tokens_per_second(results[name]).value) for name in BASELINES}
-    intervals = {name: speedup_interval(results[name], method) for name in BASELINES}
-    group: dict[str, Any] = {
-        "mean_accepted_tokens": _number(metrics.mean_accepted_tokens(method).value),
-        "acceptance_per_depth": [_number(ratio.value) for ratio in metrics.acceptance_per_depth(method)],
-        "ctar": {str(width): _number(metrics.ctar(method, width).value) for width in metrics.CTAR_WIDTHS},
-        "tokens_per_second": _number(metrics.tokens_per_second(method).value),
-        "baseline_tokens_per_second": speeds,
-        "speedup": {f"vs_{name}": _number(intervals[name][0]) for name in BASELINES},
-    }
-    # The faster baseline is the honest denominator.
-    _, *bounds = intervals[fastest_baseline(group)[0]]
-    group["speedup"]["interval_95"] = [_number(bound) for bound in bounds]
-    return group
-
-
-def _identical(outputs: list[tuple[EvalPrompt, Equality]]) -> dict[str, Any]:
-    differing = [
-        (e, {"prompt": p.number, "position": e.position, "tokens": e.tokens and list(e.tokens), "margin": e.margin})
-        for p, e in outputs
-        if not e.same
-    ]
-    return {
-        "same": sum(e.same for _, e in outputs),
-        "of": len(outputs),
-        "near_ties": [entry for e, entry in differing if e.near_tie],
-        "different": [entry for e, entry in differing if not e.near_tie],
-    }
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -14,13 +14,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from drafthead.data.contracts import Features, FeatureSpec, TokenTree, TrainBatch
+from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
 from drafthead.data.embedded import smollm2_folder
 from drafthead.data.errors import UserError
 from drafthead.data.tiny import tiny_tokenizer
+from drafthead.data.token_tree import TokenTree, TreeShape
 from drafthead.models import attention
 from drafthead.models.base_config import EMBEDDED, BaseConfig, check_architecture, could_not_load
-from drafthead.models.kv_cache import CacheShape, KVCache, SlotCache
+from drafthead.models.fused import fuse_modules
+from drafthead.models.kv_cache import CacheShape, KVCache, RaggedCache
 from drafthead.models.linear import prepack_linears
 
 
@@ -85,7 +87,8 @@ class BaseModel:
             layers=self.num_layers, heads=kv_heads, head_dim=head_dim, dtype=self.dtype, device=self.device
         )
         self._tree_masks: dict[TokenTree, Tensor] = {}
-        self.prepacked = prepack_linears(self.model) if config.prepack else 0
+        # Only the layers: other code may read the final norm's weight.
+        self.prepacked = fuse_modules(self.model.model.layers) + prepack_linears(self.model) if config.prepack else 0
         self._lm_head = self.model.get_output_embeddings()
         self._check_logits()
 
@@ -190,44 +193,45 @@ class BaseModel:
 
     # Reading tokens ------------------------------------------------------------------------------------------
 
-    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        """An empty cache for ``batch`` rows of one common length."""
-        return KVCache(self._cache_shape, batch, capacity)
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for one row."""
+        return KVCache(self._cache_shape, capacity)
 
-    def new_slots(self, slots: int, capacity: int) -> SlotCache:
-        """An empty cache for ``slots`` rows of lengths of their own."""
-        return SlotCache(self._cache_shape, slots, capacity)
+    def new_slots(self, rows: int, capacity: int) -> RaggedCache:
+        """An empty cache for ``rows`` rows of lengths of their own."""
+        return RaggedCache(self._cache_shape, rows, capacity)
 
     @torch.inference_mode()
-    def read(self, tokens_BT: Tensor, cache: KVCache) -> Tensor:
-        """Append a chain of committed tokens to ``cache``; returns ``h`` [B, T, D] after the final norm."""
-        start, new = cache.length, tokens_BT.shape[1]
+    def read(self, tokens_BT: Tensor, cache: KVCache | RaggedCache, counts: Tensor | None = None) -> Tensor:
+        """Append committed tokens to ``cache``; returns ``h`` [B, T, D] after the final norm.
+
+        ``counts`` ([B] int64) says how many of the T tokens each row has; the rest is padding.
+        """
+        new = tokens_BT.shape[1]
         mask = None
-        if start and new > 1:
-            causal = torch.ones(new, start + new, dtype=torch.bool, device=self.device).tril_(start)
-            mask = torch.zeros(causal.shape, dtype=self.dtype, device=self.device).masked_fill_(~causal, -torch.inf)
-            mask = mask[None, None]
-        positions = torch.arange(start, start + new, device=self.device)[None]
+        positions = cache.positions(torch.arange(new, device=self.device)[None])
+        cache.open(new)
+        if isinstance(cache, RaggedCache) or (cache.length and new > 1):
+            mask = cache.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril_(), self.dtype)
         hidden = self._decoder(tokens_BT, positions, mask, cache)
-        cache.commit()
+        cache.commit(counts)
         return hidden
 
     @torch.inference_mode()
-    def verify(self, tokens_BN: Tensor, tree: TokenTree, cache: KVCache) -> Tensor:
-        """One pass over a token tree after the committed prefix; returns ``h`` [B, N, D] of every node.
+    def verify(self, tokens_BN: Tensor, shape: TreeShape, cache: KVCache | RaggedCache) -> Tensor:
+        """One pass over the last N nodes of token trees after the committed prefixes; returns their ``h`` [B, N, D].
 
-        The nodes' states stay pending in ``cache`` until ``cache.keep`` or ``cache.roll_back``.
+        Nodes before those N have been read by earlier calls. All states stay pending in ``cache`` until
+        ``cache.keep`` or ``cache.roll_back``.
         """
-        positions = (cache.length + tree.depths.to(self.device))[None]
-        return self._decoder(tokens_BN, positions, self._tree_mask(tree, cache), cache)
-
-    @torch.inference_mode()
-    def step(self, tokens_B: Tensor, slots: SlotCache) -> Tensor:
-        """Append one committed token to every row of ``slots``; returns ``h`` [B, D]."""
-        mask = slots.step_mask()
-        hidden = self._decoder(tokens_B[:, None], slots.lengths[:, None], mask, slots)
-        slots.lengths += 1
-        return hidden[:, 0]
+        new = tokens_BN.shape[1]
+        positions = cache.positions(shape.depths[:, -new:])
+        cache.open(new)
+        if isinstance(cache, KVCache) and shape.tree is not None and new == len(shape):
+            mask = self._tree_mask(shape.tree, shape, cache)
+        else:
+            mask = cache.mask(shape.ancestors[:, -new:], self.dtype)
+        return self._decoder(tokens_BN, positions, mask, cache)
 
     def synchronise(self) -> None:
         """Wait for the device, so that wall-clock times are of work done."""
@@ -256,22 +260,22 @@ class BaseModel:
         layers = torch.cat([out.hidden_states[i] for i in spec.layers], -1) if spec.layers else None
         return Features(final=out.last_hidden_state, layers=layers)
 
-    def _decoder(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | SlotCache) -> Tensor:
+    def _decoder(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
         out = self.model.model(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         )
         hidden: Tensor = out.last_hidden_state
         return hidden
 
-    def _tree_mask(self, tree: TokenTree, cache: KVCache) -> Tensor:
-        """Additive mask [1, 1, N, length + N]: the whole prefix, and each node's ancestors and itself."""
-        nodes = len(tree)
+    def _tree_mask(self, tree: TokenTree, shape: TreeShape, cache: KVCache) -> Tensor:
+        """``cache.mask`` of a static tree, without writing a mask in every step."""
+        nodes = len(shape)
         wide = self._tree_masks.get(tree)
         if wide is None or wide.shape[1] < cache.capacity + nodes:
             # One buffer for every prefix length: the tree's block stands at the right end of a row of zeros, and a
             # view from the right place has exactly `length` zeros before it.
             wide = torch.zeros(nodes, cache.capacity + nodes, dtype=self.dtype, device=self.device)
-            wide[:, -nodes:].masked_fill_(~tree.ancestors.to(self.device), -torch.inf)
+            wide[:, -nodes:].masked_fill_(~shape.ancestors[0], -torch.inf)
             self._tree_masks[tree] = wide
         return wide[None, None, :, wide.shape[1] - nodes - cache.length :]
 

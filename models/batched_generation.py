@@ -15,7 +15,7 @@ from torch import Tensor
 from drafthead.data.errors import UserError
 from drafthead.data.generations import Generation, SamplerConfig
 from drafthead.models.base import BaseModel
-from drafthead.models.kv_cache import SlotCache
+from drafthead.models.kv_cache import RaggedCache
 
 Logits = Callable[[Tensor], Tensor]
 
@@ -79,7 +79,7 @@ def generate(
         if len(rows) > 1 and not waiting:
             rows, last, cache = _shrink(rows, last, cache)
         if any(rows):
-            hidden = base.step(last, cache)
+            hidden = base.read(last[:, None], cache)[:, 0]
             last = _choose(base.logits(hidden), rows, sampler)
             kept = hidden.half() if keep_features else None
             for slot, token in enumerate(last.tolist()):
@@ -115,7 +115,7 @@ def _collect(
         )
 
 
-def _shrink(rows: list[_Row | None], last: Tensor, cache: SlotCache) -> tuple[list[_Row | None], Tensor, SlotCache]:
+def _shrink(rows: list[_Row | None], last: Tensor, cache: RaggedCache) -> tuple[list[_Row | None], Tensor, RaggedCache]:
     """Drop empty slots once nothing is left to fill them, when at least a quarter are empty."""
     alive = [i for i, row in enumerate(rows) if row is not None]
     if not alive or len(alive) > 0.75 * len(rows):
@@ -134,7 +134,7 @@ class _SharedPrefix:
             tokens = torch.tensor([prompts[0][: self.length]], device=base.device)
             self.hidden = base.read(tokens, self.cache)[0]
 
-    def read_prompt(self, row: _Row, cache: SlotCache, slot: int) -> Tensor:
+    def read_prompt(self, row: _Row, cache: RaggedCache, slot: int) -> Tensor:
         """Fill ``slot`` with the row's prompt; returns the logits after it ([V])."""
         lent = cache.slot(slot)
         if self.length:

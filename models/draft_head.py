@@ -18,11 +18,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from drafthead.data.contracts import Features, FeatureSpec, LossOutput, Proposal, TokenTree, TrainBatch
+from drafthead.data.contracts import Features, FeatureSpec, LossOutput, TrainBatch
 from drafthead.data.errors import UserError
 from drafthead.data.files import read_json, write_json
+from drafthead.data.token_tree import TokenTree
 from drafthead.models.base import BaseModel
+from drafthead.models.drafter import DraftState
 from drafthead.models.losses import LossConfig
+from drafthead.models.tree_growth import StepwiseDrafter
 
 FORMAT = 1
 PACKAGE = "drafthead.models."
@@ -66,14 +69,14 @@ class DraftHeadConfig(ABC):
 
 
 @dataclass
-class HeadState:
+class HeadState(DraftState):
     """What a head remembers of one batch between steps; subclasses add their own caches."""
 
     hidden: Tensor
     """[B, D] the base's ``h`` at the last position it has read."""
 
 
-class DraftHead(nn.Module, ABC):
+class DraftHead(nn.Module, StepwiseDrafter):
     """A draft head, attached to the frozen base it drafts for."""
 
     spec: ClassVar[FeatureSpec] = FeatureSpec()
@@ -102,17 +105,13 @@ class DraftHead(nn.Module, ABC):
         """Draft positions K."""
         return self.config.depth
 
-    @abstractmethod
-    def init_state(self, batch: int) -> HeadState:
-        """The state before anything is read."""
+    @property
+    def vocabulary(self) -> int:
+        return self.base.vocab_size
 
-    @abstractmethod
-    def observe(self, state: HeadState, tokens: Tensor, features: Features) -> HeadState:
-        """Take in committed tokens ([B, T]) and their features: the prompt, then every verified path."""
-
-    @abstractmethod
-    def draft(self, state: HeadState, last: Tensor, tree: TokenTree) -> Proposal:
-        """Fill ``tree``: ``last`` ([B]) is committed but not yet read by the base. Never changes ``state``."""
+    @property
+    def vocab_size(self) -> int:
+        return self.base.vocab_size
 
     @abstractmethod
     def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:

@@ -1,9 +1,11 @@
 """Preallocated key/value caches under stock transformers modules: no reallocation per token.
 
 transformers' attention modules call ``update(key, value, layer_idx)`` and nothing else of a cache, so these
-classes offer that and what tree verification needs besides: keeping an accepted path, rolling back.
+classes offer that and what tree verification needs besides: several passes over one growing tree, keeping an accepted
+path, rolling back. ``KVCache`` is one row, written and read as slices; ``RaggedCache`` is rows of lengths of their own.
 
-Shape legend: B rows, H key/value heads, C capacity, T new tokens, E head width, L layers.
+Shape legend: B rows, R rows or 1, H key/value heads, C capacity, T new tokens, P pending and new nodes of a tree,
+E head width, L layers.
 """
 
 from dataclasses import dataclass
@@ -26,61 +28,79 @@ class CacheShape:
 
 
 class KVCache:
-    """Rows of one common length.
+    """One row.
 
-    The last ``pending`` positions are a verified tree that is not committed yet: ``keep`` commits a path of it,
+    The last ``pending`` positions are a tree that is read but not committed: ``keep`` commits a path of it,
     ``roll_back`` drops all of it, and both only move the accepted entries.
     """
 
-    def __init__(self, shape: CacheShape, batch: int, capacity: int) -> None:
+    rows = 1
+
+    def __init__(self, shape: CacheShape, capacity: int) -> None:
         self.keys = torch.zeros(
-            shape.layers, batch, shape.heads, capacity, shape.head_dim, dtype=shape.dtype, device=shape.device
+            shape.layers, 1, shape.heads, capacity, shape.head_dim, dtype=shape.dtype, device=shape.device
         )
         self.values = torch.zeros_like(self.keys)
         self.length = 0
         self.pending = 0
+        self._start = self._end = 0
 
     @property
     def capacity(self) -> int:
         """Positions that fit."""
         return self.keys.shape[3]
 
-    def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Append the states of one layer; returns all states of the layer up to and with them (views).
+    def open(self, new: int) -> None:
+        """Begin a pass over ``new`` tokens, which go behind those pending.
 
         Raises:
             UserError: more positions than the capacity.
         """
-        new = key_BHTE.shape[2]
-        end = self.length + new
-        if end > self.capacity:
-            raise UserError(
-                f"the cache holds {self.capacity} positions but {end} are needed; shorten the prompt or the answer"
-            )
-        self.keys[layer_idx, :, :, self.length : end] = key_BHTE
-        self.values[layer_idx, :, :, self.length : end] = value_BHTE
-        self.pending = new
-        return self.keys[layer_idx, :, :, :end], self.values[layer_idx, :, :, :end]
+        self._start = self.length + self.pending
+        self._end = self._start + new
+        check_capacity(self._end, self.capacity)
+        self.pending += new
 
-    def commit(self) -> None:
-        """Keep all pending positions (a chain that was read as it is)."""
-        self.length += self.pending
+    def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Write the states of one layer; returns all states of the layer up to and with them (views)."""
+        self.keys[layer_idx, :, :, self._start : self._end] = key_BHTE
+        self.values[layer_idx, :, :, self._start : self._end] = value_BHTE
+        return self.keys[layer_idx, :, :, : self._end], self.values[layer_idx, :, :, : self._end]
+
+    def positions(self, depths: Tensor) -> Tensor:
+        """[R, T] depths in a tree or chain -> absolute positions [R, T]."""
+        return depths + self.length
+
+    def mask(self, ancestors_RTP: Tensor, dtype: torch.dtype) -> Tensor:
+        """Additive mask [R, 1, T, length + P]: the committed prefix, and of the pending and new nodes the ancestors."""
+        rows, new, nodes = ancestors_RTP.shape
+        mask = torch.zeros(rows, 1, new, self.length + nodes, dtype=dtype, device=ancestors_RTP.device)
+        mask[:, 0, :, self.length :].masked_fill_(~ancestors_RTP, -torch.inf)
+        return mask
+
+    def commit(self, counts: Tensor | None = None) -> None:
+        """Keep the pending chain, or its first ``counts`` ([1]) positions."""
+        self.length += self.pending if counts is None else int(counts)
         self.pending = 0
 
-    def keep(self, nodes: Tensor) -> None:
-        """Commit the pending positions ``nodes`` ([P] int64, ascending), in that order, and drop the others."""
-        kept = nodes.shape[0]
-        source = nodes + self.length
+    def keep(self, nodes: Tensor, counts: Tensor) -> None:
+        """Commit of the pending nodes the path ``nodes[0, :counts[0]]`` ([1, P] int64, ascending); drop the others."""
+        kept = int(counts)
+        source = nodes[0, :kept] + self.length
         # index_select copies before the write, so overlapping source and destination are safe.
         for buffer in (self.keys, self.values):
             buffer[:, :, :, self.length : self.length + kept] = buffer.index_select(3, source)
         self.length += kept
         self.pending = 0
 
-    def roll_back(self, length: int) -> None:
-        """Forget everything from position ``length`` on."""
-        self.length = length
+    def roll_back(self, length: int | None = None) -> None:
+        """Forget what is pending, and everything from position ``length`` on."""
+        self.length = self.length if length is None else length
         self.pending = 0
+
+    def select(self, rows: list[int]) -> "KVCache":
+        """Itself: there is one row."""
+        return self
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed positions (transformers' name)."""
@@ -95,21 +115,27 @@ class KVCache:
         return self.length + query_length, 0
 
 
-class SlotCache:
-    """Rows of different lengths, for batched generation in which a finished row's slot is taken over by another.
+class RaggedCache:
+    """Rows of lengths of their own: batched generation and batched speculative decoding.
 
-    Decoding appends one position to every row at that row's own length; ``slot`` lends one row as a ``KVCache``
-    of batch 1 to read a new prompt into.
+    Every row's new positions go behind that row's own; ``slot`` lends one row as a ``KVCache`` to read a prompt into.
+    What a row holds behind its length is of no account, so a pass may write padding there.
     """
 
-    def __init__(self, shape: CacheShape, slots: int, capacity: int) -> None:
+    def __init__(self, shape: CacheShape, rows: int, capacity: int) -> None:
         self.keys = torch.zeros(
-            shape.layers, slots, shape.heads, capacity, shape.head_dim, dtype=shape.dtype, device=shape.device
+            shape.layers, rows, shape.heads, capacity, shape.head_dim, dtype=shape.dtype, device=shape.device
         )
         self.values = torch.zeros_like(self.keys)
-        self.lengths = torch.zeros(slots, dtype=torch.int64, device=shape.device)
-        self._rows = torch.arange(slots, device=shape.device)
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=shape.device)
+        self.pending = 0
         self._reach = 0
+        self._written = torch.empty(0)
+
+    @property
+    def rows(self) -> int:
+        """Rows."""
+        return self.keys.shape[1]
 
     @property
     def capacity(self) -> int:
@@ -121,26 +147,78 @@ class SlotCache:
         lent = KVCache.__new__(KVCache)
         lent.keys = self.keys[:, row : row + 1]
         lent.values = self.values[:, row : row + 1]
-        lent.length, lent.pending = length, 0
+        lent.length, lent.pending, lent._start, lent._end = length, 0, 0, 0
         return lent
 
-    def select(self, rows: list[int]) -> "SlotCache":
-        """A copy with these rows only."""
-        chosen = SlotCache.__new__(SlotCache)
+    def select(self, rows: list[int]) -> "RaggedCache":
+        """A copy with these rows only, nothing pending."""
+        chosen = RaggedCache.__new__(RaggedCache)
         chosen.keys, chosen.values = self.keys[:, rows], self.values[:, rows]
         chosen.lengths = self.lengths[rows]
-        chosen._rows, chosen._reach = torch.arange(len(rows), device=self.lengths.device), 0
+        chosen.pending, chosen._reach, chosen._written = 0, 0, torch.empty(0)
         return chosen
 
-    def step_mask(self) -> Tensor:
-        """Additive float mask [B, 1, 1, reach]: each row sees its positions up to and with the one being appended."""
-        self._reach = int(self.lengths.max()) + 1
-        seen = torch.arange(self._reach, device=self.lengths.device) <= self.lengths[:, None]
-        mask = torch.zeros(seen.shape, dtype=self.keys.dtype, device=seen.device)
-        return mask.masked_fill_(~seen, float("-inf"))[:, None, None]
+    def open(self, new: int) -> None:
+        """Begin a pass over ``new`` tokens a row, which go behind those pending.
 
-    def update(self, key_BH1E: Tensor, value_BH1E: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write each row's one new state at the row's length; returns the states up to the longest row."""
-        self.keys[layer_idx, self._rows, :, self.lengths] = key_BH1E[:, :, 0]
-        self.values[layer_idx, self._rows, :, self.lengths] = value_BH1E[:, :, 0]
+        Raises:
+            UserError: more positions than the capacity.
+        """
+        self._reach = int(self.lengths.max()) + self.pending + new
+        check_capacity(self._reach, self.capacity)
+        self._written = self.lengths[:, None] + torch.arange(
+            self.pending, self.pending + new, device=self.lengths.device
+        )
+        self.pending += new
+
+    def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Write every row's new states; returns the states up to the longest row."""
+        rows = torch.arange(self.rows, device=self._written.device)[:, None]
+        self.keys[layer_idx, rows, :, self._written] = key_BHTE.transpose(1, 2)
+        self.values[layer_idx, rows, :, self._written] = value_BHTE.transpose(1, 2)
         return self.keys[layer_idx, :, :, : self._reach], self.values[layer_idx, :, :, : self._reach]
+
+    def positions(self, depths: Tensor) -> Tensor:
+        """[R, T] depths in a tree or chain -> absolute positions [B, T]."""
+        return depths + self.lengths[:, None]
+
+    def mask(self, ancestors_RTP: Tensor, dtype: torch.dtype) -> Tensor:
+        """Additive mask [B, 1, T, reach]: each row's prefix, and of its pending and new nodes the ancestors."""
+        new, nodes = ancestors_RTP.shape[1:]
+        offset = torch.arange(self._reach, device=self.lengths.device) - self.lengths[:, None]  # [B, reach]
+        inside = (offset >= 0) & (offset < nodes)
+        node = offset.clamp(0, nodes - 1)[:, None].expand(-1, new, -1)
+        seen = ancestors_RTP.expand(self.rows, -1, -1).gather(2, node) & inside[:, None]
+        seen |= (offset < 0)[:, None]
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        return mask.masked_fill_(~seen, -torch.inf)[:, None]
+
+    def commit(self, counts: Tensor | None = None) -> None:
+        """Keep every row's pending chain, or its first ``counts`` ([B]) positions."""
+        self.lengths = self.lengths + (self.pending if counts is None else counts)
+        self.pending = 0
+
+    def keep(self, nodes: Tensor, counts: Tensor) -> None:
+        """Commit of each row's pending nodes the path ``nodes[b, :counts[b]]`` ([B, P] int64, ascending)."""
+        rows = torch.arange(self.rows, device=nodes.device)[:, None]
+        source = nodes + self.lengths[:, None]
+        target = self.lengths[:, None] + torch.arange(nodes.shape[1], device=nodes.device)
+        for buffer in (self.keys, self.values):
+            buffer[:, rows, :, target] = buffer[:, rows, :, source]  # the right side is a copy
+        self.commit(counts)
+
+    def roll_back(self) -> None:
+        """Forget what is pending."""
+        self.pending = 0
+
+
+def check_capacity(needed: int, capacity: int) -> None:
+    """Refuse to write behind the end.
+
+    Raises:
+        UserError: ``needed`` exceeds ``capacity``.
+    """
+    if needed > capacity:
+        raise UserError(
+            f"the cache holds {capacity} positions but {needed} are needed; shorten the prompt or the answer"
+        )

@@ -17,7 +17,7 @@ def load_base(name: str, **settings: Any) -> BaseModel:
     Raises:
         UserError: it cannot be loaded, or its architecture is refused.
     """
-    return BaseModel.load(BaseConfig(name=name, **settings), _device())
+    return BaseModel.load(BaseConfig(name=name, **settings), default_device())
 
 
 def load_head(name: str | Path, base: BaseModel | None = None) -> DraftHead:
@@ -48,9 +48,10 @@ def load_base_and_head(name: str | Path, base: BaseConfig | None = None) -> tupl
         default = BaseConfig()
         remembered = {k: v for k, v in dict(trained.get("recipe") or {}).items() if k in ORIGIN}
         config = replace(config, **{k: v for k, v in remembered.items() if getattr(config, k) == getattr(default, k)})
-    model = BaseModel.load(config, _device())
+    model = BaseModel.load(config, default_device())
     return model, DraftHead.from_pretrained(folder, model)
 
 
-def _device() -> str:
+def default_device() -> str:
+    """The GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafthead.data.contracts import LossOutput
 from drafthead.models.base import OutputHead
 
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
@@ -204,3 +205,22 @@ class _Chunk:
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
     """[c] row-wise dot products, without a [c, W] product matrix."""
     return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]
+
+
+_METRICS = (("loss", "ce", "known"), ("accept", "accept", "count"), ("overlap", "overlap", "count"))
+"""Name, what is summed, what it is divided by. A target outside the draft vocabulary has no cross-entropy."""
+
+
+def loss_output(loss_sum: Tensor, stats: Tensor, training: bool) -> LossOutput:
+    """Metrics per draft position from the ``STATS``: loss_k, accept_k (top-1 hits) and, outside training, overlap_k."""
+    column = dict(zip(STATS, stats.double().unbind(1), strict=True))
+    names, pairs = [], []
+    for k in range(stats.shape[0]):
+        for name, source, of in _METRICS:
+            if source == "overlap" and training:
+                continue
+            names.append(f"{name}_{k + 1}")
+            pairs.append(torch.stack([column[source][k], column[of][k]]))
+    return LossOutput(
+        loss_sum=loss_sum, tokens=stats[0, STATS.index("count")].long(), sums=torch.stack(pairs), names=tuple(names)
+    )

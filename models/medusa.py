@@ -14,17 +14,19 @@ what it buys.
 Shape legend: B batch, T time, N tree nodes, K heads, n selected positions, D width, W draft vocabulary.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafthead.data.contracts import Features, LossOutput, Proposal, Siblings, TokenTree, TrainBatch
+from drafthead.data.contracts import Features, LossOutput, TrainBatch
 from drafthead.models.base import BaseModel, OutputHead
 from drafthead.models.draft_head import DraftHead, DraftHeadConfig, HeadSize, HeadState
+from drafthead.models.drafter import DraftPlan, DraftState, last_of
 from drafthead.models.linear import PrepackedLinear, can_prepack
-from drafthead.models.losses import STATS, LossConfig, Targets, chunk_rows, heads_loss
+from drafthead.models.losses import LossConfig, Targets, chunk_rows, heads_loss, loss_output
 
 
 @dataclass(kw_only=True)
@@ -139,36 +141,31 @@ class MedusaHead(DraftHead):
     def init_state(self, batch: int) -> HeadState:
         return HeadState(hidden=self.teacher.weight.new_full((batch, self.teacher.weight.shape[1]), torch.nan))
 
-    def observe(self, state: HeadState, tokens: Tensor, features: Features) -> HeadState:
-        return HeadState(hidden=features.final[:, -1])
+    def observe(
+        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+    ) -> HeadState:
+        assert features is not None
+        return HeadState(hidden=last_of(features.final, counts))
+
+    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> "_MedusaExpansion":
+        assert isinstance(state, HeadState)
+        return _MedusaExpansion(self.draft_logits(state.hidden, last, plan.depth))
 
     @torch.inference_mode()
-    def draft(self, state: HeadState, last: Tensor, tree: TokenTree) -> Proposal:
-        if tree.depth > self.depth:
-            raise ValueError(f"the tree is {tree.depth} deep, but the head drafts {self.depth} positions")
-        if len(tree) == 1:
-            return Proposal(tokens=last[:, None], tree=tree, siblings=Siblings.DETERMINISTIC)
-        width = min(max(tree.ranks) + 1, len(self.d2t))
-        candidates = self.top_candidates(state.hidden, last, tree.depth, width)
-        depths = tree.depths[1:] - 1
-        ranks = torch.tensor(tree.ranks[1:]).clamp_(max=width - 1)
-        drafted = candidates[:, depths, ranks]
-        return Proposal(tokens=torch.cat([last[:, None], drafted], 1), tree=tree, siblings=Siblings.DETERMINISTIC)
-
-    def top_candidates(self, hidden: Tensor, last: Tensor, depth: int, width: int) -> Tensor:
-        """Target ids of the ``width`` likeliest tokens of ``depth`` heads: [B, D], [B] -> [B, depth, width]."""
+    def draft_logits(self, hidden: Tensor, last: Tensor, depth: int) -> Tensor:
+        """Logits of the first ``depth`` heads: [B, D], [B] -> [B, depth, W]."""
         x, condition = hidden.to(self._dtype), self._condition(last)
         stacked = torch.stack([blocks(x, condition) for blocks in self.blocks[:depth]], 1)
         stacked = stacked.to(self.output_head(0).weight.dtype)
         products = self._inference_products()
         if len(products) == 1:
-            logits = products[0](stacked)
+            product = products[0](stacked)
         else:
-            logits = torch.stack([products[k](stacked[:, k]) for k in range(depth)], 1)
-        return self.d2t[logits.topk(width, dim=-1).indices]
+            product = torch.stack([products[k](stacked[:, k]) for k in range(depth)], 1)
+        return self.teacher.finish(product)
 
     def _inference_products(self) -> list[nn.Module]:
-        """The projections as layers fit for few rows, made once; order of logits is all that drafting needs."""
+        """The projections as layers fit for few rows, made once."""
         if self._products is None:
             count = self.depth if self.config.own_projection else 1
             self._products = [_inference_linear(self.output_head(k).weight.detach()) for k in range(count)]
@@ -186,7 +183,7 @@ class MedusaHead(DraftHead):
         )
         heads = [self.output_head(k) for k in range(self.depth)]
         loss_sum, stats = heads_loss(hidden, heads, targets, config)
-        return _loss_output(loss_sum, stats, training=loss_sum.requires_grad)
+        return loss_output(loss_sum, stats, training=loss_sum.requires_grad)
 
     def _targets(self, batch: TrainBatch, features: Features, with_teacher: bool) -> tuple[Targets, Tensor]:
         """Every position that some head is trained to predict, and per head the flat index of the ``h`` it reads."""
@@ -228,28 +225,22 @@ class MedusaHead(DraftHead):
         return ranks
 
 
+class _MedusaExpansion:
+    """Independent heads: all nodes of a level have the law of that level's head."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._levels: Iterator[Tensor] = iter(logits.split(1, 1))  # type: ignore[no-untyped-call]
+
+    def root(self) -> Tensor:
+        return next(self._levels)
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        return next(self._levels)
+
+
 def _inference_linear(weight: Tensor) -> nn.Module:
     if can_prepack(weight):
         return PrepackedLinear(weight, None)
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear
-
-
-_METRICS = (("loss", "ce", "known"), ("accept", "accept", "count"), ("overlap", "overlap", "count"))
-"""Name, what is summed, what it is divided by. A target outside the draft vocabulary has no cross-entropy."""
-
-
-def _loss_output(loss_sum: Tensor, stats: Tensor, training: bool) -> LossOutput:
-    """Metrics per draft position from the ``STATS``: loss_k, accept_k (top-1 hits) and, outside training, overlap_k."""
-    column = dict(zip(STATS, stats.double().unbind(1), strict=True))
-    names, pairs = [], []
-    for k in range(stats.shape[0]):
-        for name, source, of in _METRICS:
-            if source == "overlap" and training:
-                continue
-            names.append(f"{name}_{k + 1}")
-            pairs.append(torch.stack([column[source][k], column[of][k]]))
-    return LossOutput(
-        loss_sum=loss_sum, tokens=stats[0, STATS.index("count")].long(), sums=torch.stack(pairs), names=tuple(names)
-    )

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import drafthead
-from drafthead.data.contracts import TokenTree
 from drafthead.data.errors import UserError
 from drafthead.data.files import read_json, write_json
+from drafthead.data.token_tree import TokenTree
 from drafthead.models.base import BaseModel
 from drafthead.models.base_config import BaseConfig
+from drafthead.models.drafter import DraftPlan
 from drafthead.models.loading import load_base_and_head
 from drafthead.models.medusa import MedusaConfig
 
@@ -112,8 +113,8 @@ def test_a_head_drafts_for_a_base_in_bfloat16(tiny_base: TinyBase, own: bool) ->
     base = tiny_base()
     half = BaseModel.load(replace(base.config, dtype="bfloat16"))
     head = MedusaConfig(num_heads=2, own_projection=own, draft_vocab_size=100).build(half, torch.arange(100)).eval()
-    tree = TokenTree.from_paths([(0,), (1,), (0, 0)])
-    assert len(drafthead.generate(half, head, [3, 4, 5], max_new_tokens=6, tree=tree).tokens) >= 1
+    plan = DraftPlan(tree=TokenTree.from_paths([(0,), (1,), (0, 0)]))
+    assert len(drafthead.generate(half, head, [3, 4, 5], max_new_tokens=6, plan=plan).tokens) >= 1
 
 
 def test_the_fingerprint_does_not_depend_on_the_dtype(tiny_base: TinyBase) -> None:

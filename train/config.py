@@ -1,8 +1,8 @@
 """The run schema: every key a recipe may set, its type, its default and its limits."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import get_token
@@ -11,9 +11,9 @@ from omegaconf import MISSING, DictConfig
 
 from drafthead.data.config import parse, parse_component
 from drafthead.data.errors import UserError
-from drafthead.data.files import read_json
 from drafthead.data.sources import iter_documents, iter_prompts
 from drafthead.eval.config import EvalConfig
+from drafthead.eval.methods import check_peers
 from drafthead.eval.suites import load_suite
 from drafthead.models.base_config import BaseConfig
 from drafthead.models.draft_head import PACKAGE, DraftHeadConfig
@@ -25,6 +25,8 @@ from drafthead.train.tracking import TrackerConfig
 MODES = ("train", "plan")
 CORPORA = ("text", "generations")
 FEATURES = ("computed", "cached")
+FILES = ("jsonl", "text")
+"""Kinds of sources that are read to their end before a run starts, so that a broken line is found then."""
 
 
 @dataclass(kw_only=True)
@@ -155,12 +157,17 @@ def preflight(run: RunConfig) -> None:
     """
     if run.push is not None and get_token() is None:
         raise UserError(f"push={run.push} needs a login: run `hf auth login` or set HF_TOKEN, or leave push out")
-    load_suite(run.eval.suite, run.eval.limit, run.eval.seed)
-    if run.eval.tree not in ("head", "chain"):
-        read_json(Path(run.eval.tree))
+    load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks)
+    check_peers(run.eval.against)
     for source in run.data.text.sources:
-        if next(iter(iter_documents(source, max_characters=1)), None) is None:
+        whole = source.kind in FILES
+        if _is_empty(iter_documents(source, max_characters=None if whole else 1), whole):
             raise UserError(f"text source {source} is empty; name another one in data.text.sources")
     for source in run.data.generations.sources:
-        if next(iter(iter_prompts(source)), None) is None:
+        if _is_empty(iter_prompts(source), source.kind in FILES):
             raise UserError(f"prompt source {source} is empty; name another one in data.generations.sources")
+
+
+def _is_empty(entries: Iterable[object], whole: bool) -> bool:
+    """Whether there are no entries; ``whole`` reads all of them, which finds every broken one."""
+    return sum(1 for _ in entries) == 0 if whole else next(iter(entries), None) is None

@@ -14,12 +14,12 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from drafthead.data.display import Display
 from drafthead.data.errors import UserError
-from drafthead.data.files import read_json, write_json
+from drafthead.data.files import read_json, read_json_lines, write_json
 from drafthead.data.vocab import coverage
 from drafthead.eval.calibrate import Calibration, answer_ranks, calibrate, load_calibration, save_calibration
-from drafthead.eval.evaluate import evaluate, read_training_log
+from drafthead.eval.evaluate import evaluate
 from drafthead.eval.latency import StepCosts, measure_costs
-from drafthead.eval.report import console_lines, console_table, markdown_table
+from drafthead.eval.tables import console_lines, console_table, markdown_table
 from drafthead.models.base import BaseModel
 from drafthead.models.draft_head import DraftHead
 from drafthead.train.config import RunConfig, preflight
@@ -193,11 +193,11 @@ def _finish(
             display.progress,
             calibration=calibration,
             costs=costs,
-            training_log=read_training_log(folder),
+            training_log=read_json_lines(folder / "metrics.jsonl"),
         )
     _write_card(run, head, evaluation, folder)
     display.console.print(console_table(evaluation))
-    for line in console_lines(evaluation, read_training_log(folder)):
+    for line in console_lines(evaluation, read_json_lines(folder / "metrics.jsonl")):
         display.line(line)
     if tracker is not None:
         tracker.finish(evaluation)

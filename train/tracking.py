@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import torch
 
 from drafthead.data.errors import UserError
-from drafthead.data.files import write_atomic
+from drafthead.data.files import read_json_lines, write_atomic
 
 KINDS = ("none", "wandb", "tensorboard")
 MODES = ("auto", "online", "offline", "disabled")
@@ -54,18 +54,7 @@ class MetricsLog:
         Raises:
             UserError: a line before the last one is not JSON.
         """
-        lines = self.path.read_text(errors="replace").splitlines() if self.path.exists() else []
-        rows = []
-        for number, line in enumerate(lines, start=1):
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                if number < len(lines):
-                    raise UserError(
-                        f"{self.path} line {number} is not JSON ({error}); remove that line, or start over with "
-                        "resume=false"
-                    ) from None
-        return rows
+        return read_json_lines(self.path)
 
 
 class ConsoleLine:

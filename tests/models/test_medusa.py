@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from drafthead.data.contracts import Features, FeatureSpec, TokenTree, TrainBatch
+from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
+from drafthead.data.token_tree import TokenTree
 from drafthead.models.base import BaseModel
+from drafthead.models.drafter import DraftPlan
 from drafthead.models.losses import LossConfig
 from drafthead.models.medusa import MedusaConfig, MedusaHead
 
@@ -47,7 +49,7 @@ def test_untrained_head_is_the_base_next_token_head(tiny_base: TinyBase, own: bo
     parameters = sum(p.numel() for p in head.parameters())
     assert parameters == config.size(base.hidden_size, base.vocab_size).trainable
     hidden = torch.randn(3, base.hidden_size)
-    candidates = head.top_candidates(hidden, torch.tensor([7, 8, 9]), 2, 4)
+    candidates = head.d2t[head.draft_logits(hidden, torch.tensor([7, 8, 9]), 2).topk(4).indices]
     wanted = base.head.logits(hidden).topk(4).indices
     assert torch.equal(candidates[:, 0], wanted) and torch.equal(candidates[:, 1], wanted)
 
@@ -128,7 +130,7 @@ def test_heads_learn_a_base_that_counts(tiny_base: TinyBase) -> None:
     assert [ratios[f"accept_{k}"].value for k in (1, 2, 3)] == [1.0, 1.0, 1.0]
     head.eval()
     state = head.observe(head.init_state(1), torch.tensor([[30]]), Features(final=directions[None, 30:31]))
-    proposal = head.draft(state, torch.tensor([31]), TokenTree.chain(3))
+    proposal = head.draft(state, torch.tensor([31]), DraftPlan(tree=TokenTree.chain(3)))
     assert proposal.tokens.tolist() == [[31, 32, 33, 34]]
 
 
@@ -153,7 +155,7 @@ def test_candidate_ranks(tiny_base: TinyBase) -> None:
     features = base.features(batch, head.spec)
     ranks = head.candidate_ranks(batch, features, top=5)
     last = batch.input_ids[0].roll(-1)
-    candidates = head.top_candidates(features.final[0], last, 2, 5)
+    candidates = head.d2t[head.draft_logits(features.final[0], last, 2).topk(5).indices]
     for t in range(12):
         for k in range(2):
             target = t + 2 + k

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from drafthead.data.contracts import LossOutput
 from drafthead.data.errors import UserError
 from drafthead.data.files import read_json
-from drafthead.eval import evaluate as evaluation
+from drafthead.eval import methods
 from drafthead.models.medusa import MedusaHead
 from drafthead.train import pipeline
 from drafthead.train.config import parse_run
@@ -36,7 +36,7 @@ def test_a_second_start_measures_nothing_again(tmp_path: Path, monkeypatch: pyte
     first = read_json(run / "eval.json")
     with monkeypatch.context() as patched:
         patched.setattr(pipeline, "measure_costs", never)
-        patched.setattr(evaluation, "decode", never)
+        patched.setattr(methods, "decode", never)
         train(tmp_path)
     assert read_json(run / "eval.json") == first
     assert len(list(run.glob("eval-log-*.jsonl"))) == 1

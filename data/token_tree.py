@@ -1,0 +1,193 @@
+"""Shapes of token trees: one static tree by ranks, and the trees of a batch as tensors.
+
+Shape legend: B rows, R rows or 1 (all rows alike), N nodes (root included), S trials at a node.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Self
+
+import torch
+from torch import Tensor
+
+NO_CHILD = 0
+"""In a table of children: nothing to try. Node 0 is the root, which is nobody's child."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTree:
+    """The shape of a token tree. Node 0 is the root: the last committed token, not yet read by the base.
+
+    A chain of K drafts is the tree with parents (-1, 0, 1, ..., K-1) and ranks (0, 0, ..., 0).
+    """
+
+    parents: tuple[int, ...]
+    """Parent of each node, -1 for the root; a parent stands before its children."""
+    ranks: tuple[int, ...]
+    """Which of its drafter's candidates a node takes, 0 is the likeliest; 0 for the root."""
+
+    def __post_init__(self) -> None:
+        if len(self.parents) != len(self.ranks):
+            raise ValueError(
+                f"a tree needs one rank per parent, got {len(self.parents)} parents and {len(self.ranks)} ranks"
+            )
+        if not self.parents or self.parents[0] != -1:
+            raise ValueError(f"node 0 must be the root with parent -1, got parents {self.parents[:4]}")
+        for node, parent in enumerate(self.parents[1:], start=1):
+            if not 0 <= parent < node:
+                raise ValueError(f"node {node} has parent {parent}; a parent must stand before its child")
+        if any(rank < 0 for rank in self.ranks):
+            raise ValueError(f"ranks must be >= 0, got {min(self.ranks)}")
+        if len(set(self.paths)) != len(self.paths):
+            raise ValueError("two nodes of the tree are the same path of ranks")
+
+    @classmethod
+    def chain(cls, depth: int) -> "TokenTree":
+        """``depth`` drafts, one after the other."""
+        return cls(parents=tuple(range(-1, depth)), ranks=(0,) * (depth + 1))
+
+    @classmethod
+    def from_paths(cls, paths: "list[tuple[int, ...]]") -> "TokenTree":
+        """The tree of Medusa's ``choices``: every node as the path of ranks from the root.
+
+        Raises:
+            ValueError: a path's parent path is missing.
+        """
+        ordered = sorted(set(paths) - {()}, key=lambda p: (len(p), p))
+        index: dict[tuple[int, ...], int] = {(): 0}
+        for path in ordered:
+            index[path] = len(index)
+        missing = [p for p in ordered if p[:-1] not in index]
+        if missing:
+            raise ValueError(f"tree path {list(missing[0])} has no parent {list(missing[0][:-1])}; add it")
+        return cls(parents=(-1, *(index[p[:-1]] for p in ordered)), ranks=(0, *(p[-1] for p in ordered)))
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """Per node, its ranks from the root; the root's is ()."""
+        paths: list[tuple[int, ...]] = [()]
+        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
+            paths.append((*paths[parent], rank))
+        return tuple(paths)
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """[N] int64, 0 for the root."""
+        return torch.tensor([len(p) for p in self.paths])
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """[N, N] bool: column j is row i itself or one of its ancestors."""
+        ancestors = torch.eye(len(self), dtype=torch.bool)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            ancestors[node] |= ancestors[parent]
+        return ancestors
+
+    @property
+    def depth(self) -> int:
+        """Drafts on the longest path."""
+        return max(len(p) for p in self.paths)
+
+    @classmethod
+    def expansion(cls, widths: "list[int]") -> "TokenTree":
+        """SpecInfer's expansion <k_1, ..., k_m> (2305.09781): every node at depth i - 1 gets k_i children.
+
+        Raises:
+            ValueError: a width below 1.
+        """
+        if not widths or min(widths) < 1:
+            raise ValueError(f"an expansion needs widths of at least 1, got {widths}")
+        paths: list[tuple[int, ...]] = [()]
+        level: list[tuple[int, ...]] = [()]
+        for width in widths:
+            level = [(*path, rank) for path in level for rank in range(width)]
+            paths += level
+        return cls.from_paths(paths)
+
+    def cut(self, depth: int) -> "TokenTree":
+        """The nodes at most ``depth`` deep; they keep their order, so that a cut tree is a prefix where levels are."""
+        return self if depth >= self.depth else _cut(self, max(0, depth))
+
+    @cached_property
+    def shape(self) -> "TreeShape":
+        """The tree as tensors with one row, on the CPU."""
+        return TreeShape.from_parents(torch.tensor([self.parents]), tree=self)
+
+
+@lru_cache(maxsize=256)
+def _cut(tree: TokenTree, depth: int) -> TokenTree:
+    return TokenTree.from_paths([path for path in tree.paths if len(path) <= depth])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeShape:
+    """Token trees of a batch. A padding node has parent -1 like the root, and is nobody's child."""
+
+    parents: Tensor
+    """[R, N] int64; a parent stands before its children."""
+    depths: Tensor
+    """[R, N] int64, 0 for the root and for padding."""
+    ancestors: Tensor
+    """[R, N, N] bool: column j is row i itself or one of its ancestors."""
+    children: Tensor
+    """[R, N, S] int64: the children of a node in the order in which they are tried, then ``NO_CHILD``. A merged tree
+    may try one node several times."""
+    depth: int
+    """Drafts on the longest path, or more."""
+    tree: TokenTree | None = None
+    """The static tree that all rows have; None when they differ."""
+
+    @classmethod
+    def from_parents(cls, parents: Tensor, tree: TokenTree | None = None, width: int | None = None) -> Self:
+        """Shape of the trees with these ``parents`` ([R, N] int64), trying siblings in the order of their nodes.
+
+        Args:
+            parents: -1 for the root and for padding.
+            tree: the static tree that this is.
+            width: a bound on the children of a node, so that nothing is read back from the device; by default counted.
+        """
+        rows, nodes = parents.shape
+        known = (parents >= 0)[..., None]
+        above = parents.clamp(min=0)
+        steps = torch.zeros(rows, nodes, nodes, device=parents.device)
+        steps.scatter_(2, above[..., None], known.float())
+        reach = steps + torch.eye(nodes, device=parents.device)
+        depth = tree.depth if tree is not None else nodes - 1
+        for _ in range(max(1, depth).bit_length()):  # every round doubles how far up a node sees
+            reach = (reach @ reach).clamp(max=1)
+        ancestors = reach > 0
+        depths = ancestors.sum(-1) - 1
+        brothers = (parents[:, :, None] == parents[:, None, :]) & known
+        rank = brothers.tril(-1).sum(-1)  # how many of a node's siblings stand before it
+        count = width if width is not None else int(rank.max()) + 1
+        table = torch.zeros(rows, nodes, count + 1, dtype=torch.int64, device=parents.device)
+        # The root and padding have no parent: they go to a column that is dropped.
+        column = torch.where(parents >= 0, rank, count)
+        index = torch.arange(nodes, device=parents.device).expand(rows, nodes)
+        table.view(rows, -1).scatter_(1, above * (count + 1) + column, index)
+        return cls(
+            parents=parents,
+            depths=depths,
+            ancestors=ancestors,
+            children=table[..., :count],
+            depth=depth if tree is not None else int(depths.max()) if width is None else depth,
+            tree=tree,
+        )
+
+    def __len__(self) -> int:
+        return self.parents.shape[1]
+
+    @property
+    def trials(self) -> int:
+        """A bound on the trials that one walk from the root can make."""
+        return self.depth * self.children.shape[2]
+
+    def to(self, device: torch.device) -> "TreeShape":
+        """The same shape on ``device``."""
+        if self.parents.device == device:
+            return self
+        moved = {name: getattr(self, name).to(device) for name in ("parents", "depths", "ancestors", "children")}
+        return TreeShape(**moved, depth=self.depth, tree=self.tree)

@@ -1,0 +1,204 @@
+"""``drafthead replay --head DIR``: what any draft length and tree would do, from plain answers, without decoding."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from drafthead.data.contracts import Siblings
+from drafthead.data.display import Display
+from drafthead.data.errors import UserError
+from drafthead.data.generations import SamplerConfig
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.latency import measure_costs
+from drafthead.eval.prompts import conversation_ids
+from drafthead.eval.replay import Chances, Replay, replay
+from drafthead.eval.replay_texts import ChancePlan, text_chances
+from drafthead.eval.suites import load_suite
+from drafthead.eval.text_pass import Text
+from drafthead.eval.tree_choice import Machine, cross_fitted
+from drafthead.eval.verify import AcceptanceRule
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import BaseConfig
+from drafthead.models.batched_generation import generate
+from drafthead.models.loading import load_base_and_head
+from drafthead.models.sampling import Sampler
+
+SLOTS = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    nodes: int
+    depth: int
+    replay: Replay
+    speedup: float
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    found = argparse.ArgumentParser(prog="drafthead replay", description=__doc__)
+    found.add_argument("--head", required=True, help="head folder (outputs/NAME/head) or Hub repository (user/name)")
+    found.add_argument("--base", default="", help="base model; by default the one that the head was trained for")
+    found.add_argument("--suite", default="smoke", help="prompts that the base answers plainly; default smoke")
+    found.add_argument("--limit", type=int, default=None, help="at most so many prompts")
+    found.add_argument("--texts", type=Path, default=None, help="answers to replay instead: a .jsonl file (--save)")
+    found.add_argument("--save", type=Path, default=None, help="write the base's answers there, for --texts")
+    found.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
+    found.add_argument("--temperature", type=float, default=0.0, help="of the target; default 0, greedy")
+    found.add_argument("--nodes", type=_numbers, default=[6, 16, 64], help="tree sizes, root included: 6,16,64")
+    found.add_argument("--chain", type=_numbers, default=[1, 2, 3], help="draft lengths of chains: 1,2,3")
+    found.add_argument("--siblings", choices=[s.value for s in Siblings], default=Siblings.DETERMINISTIC.value)
+    found.add_argument("--draft-temperature", type=float, default=1.0, help="of sampled siblings; default 1")
+    found.add_argument(
+        "--rule", choices=["exact", "block"], default="exact", help="block: block verification of chains"
+    )
+    found.add_argument("--seed", type=int, default=0)
+    return found
+
+
+def main() -> None:
+    """Entry point."""
+    arguments = parser().parse_args()
+    try:
+        _replay(arguments)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def _replay(arguments: argparse.Namespace) -> None:
+    texts = read_texts(arguments.texts) if arguments.texts else []
+    display = Display()
+    with display.stage(f"head {arguments.head}"):
+        base, head = load_base_and_head(arguments.head, BaseConfig(name=arguments.base))
+    if not texts:
+        with display.stage(f"plain answers: {arguments.suite}"):
+            texts = plain_answers(base, arguments)
+    if arguments.save:
+        write_texts(arguments.save, texts)
+    plan = ChancePlan(
+        siblings=Siblings(arguments.siblings),
+        sampler=Sampler(temperature=arguments.draft_temperature),
+        width=1 if arguments.rule == "block" else 10,
+        rule=AcceptanceRule(name=arguments.rule),
+        seed=arguments.seed,
+    )
+    with display.stage(f"one pass over {len(texts)} texts"):
+        answers = text_chances(base, head, texts, Sampler(temperature=arguments.temperature), plan)
+    with display.stage("step costs on this machine"):
+        machine = Machine(measure_costs(base, head))
+    sizes = [] if arguments.rule == "block" else arguments.nodes
+    found = rows(answers, machine, arguments.chain, sizes, plan.siblings, arguments.seed)
+    display.console.print(table(found, arguments))
+
+
+def rows(
+    answers: Sequence[Chances],
+    machine: Machine,
+    lengths: Sequence[int],
+    sizes: Sequence[int],
+    siblings: Siblings,
+    seed: int = 0,
+) -> list[Row]:
+    """Chains of these lengths, and the best trees of these sizes, each measured on answers it was not searched on."""
+    depth = answers[0].shape[1]
+    plain = machine.step(TokenTree.chain(0))
+    found = []
+    for length in lengths:
+        if not 1 <= length <= depth:
+            raise UserError(f"a chain of {length} drafts is wanted, but the head drafts 1 to {depth} positions")
+        chain = TokenTree.chain(length)
+        replayed = replay(answers, chain, seed)
+        speedup = replayed.mean_accepted_tokens * plain / machine.step(chain)
+        found.append(Row(f"chain of {length}", length + 1, length, replayed, speedup))
+    if sizes and min(sizes) < 2:
+        raise UserError(f"a tree of {min(sizes)} nodes is wanted; the root and one draft are 2")
+    # Sampled siblings are trials in order, which only Sequoia's program keeps to.
+    method = "search" if siblings is Siblings.DETERMINISTIC else "sequoia"
+    for size, replayed in zip(sizes, cross_fitted(answers, sizes, method, seed) if sizes else [], strict=True):
+        seconds = machine.costs.step(size, depth)
+        speedup = replayed.mean_accepted_tokens * plain / seconds
+        found.append(Row(f"best tree of {size}", size, depth, replayed, speedup))
+    return found
+
+
+def table(found: Sequence[Row], arguments: argparse.Namespace) -> Table:
+    """The rows as printed."""
+    title = f"replay of plain answers, {arguments.siblings.replace('_', ' ')} siblings, rule {arguments.rule}"
+    shown = Table("draft", "nodes", "tokens a step", "95 %", "predicted speedup", title=title)
+    for row in found:
+        low_high = row.replay.interval
+        between = "" if low_high is None else f"{low_high[0]:.2f} to {low_high[1]:.2f}"
+        shown.add_row(row.name, str(row.nodes), f"{row.replay.mean_accepted_tokens:.2f}", between, f"{row.speedup:.2f}")
+    return shown
+
+
+def plain_answers(base: BaseModel, arguments: argparse.Namespace) -> list[Text]:
+    """The base's own answers to a suite's first turns; prompts that do not fit the context are left out.
+
+    Raises:
+        UserError: an unknown suite, or no prompt fits.
+    """
+    sampler = SamplerConfig(
+        temperature=arguments.temperature, max_new_tokens=arguments.max_new_tokens, seed=arguments.seed
+    )
+    suite = load_suite(arguments.suite, arguments.limit, arguments.seed)
+    prompts = [(prompt.number, conversation_ids(base.tokenizer, prompt)) for prompt in suite]
+    room = base.max_context - sampler.max_new_tokens
+    fitting = [ids for _, ids in prompts if len(ids) <= room]
+    if not fitting:
+        raise UserError(
+            f"no prompt of {arguments.suite} leaves room for {sampler.max_new_tokens} tokens in a context of "
+            f"{base.max_context}; lower --max-new-tokens"
+        )
+    longest = max(len(ids) for ids in fitting)
+    answers = generate(base, prompts, sampler, slots=SLOTS, max_prompt_tokens=longest)
+    found = sorted(answers, key=lambda answer: answer.prompt_number)
+    return [Text(answer.input_ids.tolist(), answer.boundary) for answer in found]
+
+
+def write_texts(path: Path, texts: Sequence[Text]) -> None:
+    """One {"ids": [...], "boundary": n} a line."""
+    path.write_text("".join(json.dumps(text._asdict()) + "\n" for text in texts))
+
+
+def read_texts(path: Path) -> list[Text]:
+    """What ``write_texts`` wrote.
+
+    Raises:
+        UserError: no such file, or a line that is no text.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); give the file that --save wrote") from None
+    texts = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            text = Text([int(i) for i in row["ids"]], int(row["boundary"]))
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+            raise UserError(f'{path} line {number} is no text; it needs {{"ids": [...], "boundary": n}}') from None
+        if not 1 <= text.boundary < len(text.ids):
+            raise UserError(
+                f"{path} line {number} has its boundary at {text.boundary}, outside its {len(text.ids)} ids; it is the "
+                "index of the first answer token"
+            )
+        texts.append(text)
+    if not texts:
+        raise UserError(f"{path} is empty; give the file that --save wrote")
+    return texts
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""What a draft model has read: a memory that drafting fills and that never decides what is drafted.
+
+A drafter's state is the committed tokens alone. The keys and values of what the model has read of them, drafts of
+earlier steps included, are kept here and shared by successive states: a draft first looks how far the memory agrees
+with the tokens committed since, keeps that much and reads the rest in one pass. So accepted drafts are not read twice,
+nothing lags behind after a full acceptance, and an old state drafts what it always did.
+
+Shape legend: B rows, T tokens, F frontier nodes, P pending nodes, W vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafthead.data.token_tree import TokenTree, TreeShape
+from drafthead.models.base import BaseModel
+from drafthead.models.committed import Committed, common_prefix
+from drafthead.models.drafter import DraftPlan, DraftState, last_of
+from drafthead.models.kv_cache import KVCache, RaggedCache
+
+ROW_BY_ROW = 32
+"""Unread tokens from which every row is read by itself: the masks of a padded pass would cost more."""
+ROOM = 256
+"""Positions to begin with, behind a prompt; doubled when they run out."""
+
+
+class DraftCache:
+    """Keys and values of one model for rows of a batch, and the tokens that they stand for."""
+
+    def __init__(self, model: BaseModel) -> None:
+        self.model = model
+        self._cache: KVCache | RaggedCache | None = None
+        self._read = Committed.none(0)
+        self._nodes = torch.zeros(0, 0, dtype=torch.int64)  # [B, P] tokens of pending nodes
+        self._ancestors = torch.zeros(0, 0, 0, dtype=torch.bool)  # [B, P, P]
+
+    def select(self, rows: list[int]) -> "DraftCache":
+        """These rows only, in memory of their own."""
+        if isinstance(self._cache, KVCache):
+            return self  # there is one row
+        chosen = DraftCache(self.model)
+        if self._cache is not None:
+            self._forget_nodes()
+            chosen._cache = self._cache.select(rows)
+            chosen._read = self._read.select(rows)
+            chosen._forget_nodes()
+        return chosen
+
+    @torch.inference_mode()
+    def read(self, text: Committed, room: int = 0) -> Tensor:
+        """Bring the memory to ``text``, with room for so many nodes behind it.
+
+        Returns:
+            The hidden state after every row's last token, [B, D].
+        """
+        self._make_room(text, room)
+        cache = self._cache
+        assert cache is not None
+        self._agree(text)
+        counts = text.lengths - self._read.lengths
+        start, longest = self._read.lengths, int(counts.max())
+        if isinstance(cache, RaggedCache) and longest > ROW_BY_ROW:
+            hidden = []
+            for row, (length, count) in enumerate(zip(start.tolist(), counts.tolist(), strict=True)):
+                lent = cache.slot(row, length)
+                unread = text.tokens[row : row + 1, length : length + count]
+                hidden.append(self.model.read(unread, lent)[:, -1])
+            last = torch.cat(hidden)
+            rewind(cache, text.lengths)
+        else:
+            places = start[:, None] + torch.arange(longest, device=start.device)
+            unread = text.tokens.gather(1, places.clamp(max=text.longest - 1))
+            last = last_of(self.model.read(unread, cache, counts), counts)
+        self._read = text
+        return last
+
+    @torch.inference_mode()
+    def grow(self, tokens: Tensor, above: Tensor | None) -> Tensor:
+        """Read one more level of nodes behind what is read.
+
+        Args:
+            tokens: [B, F] int64.
+            above: [B, F] int64 pending node above each, None: they stand behind the text.
+
+        Returns:
+            Hidden states [B, F, D].
+        """
+        cache = self._cache
+        assert cache is not None
+        rows, new = tokens.shape
+        if new == 1 and self._nodes.shape[1] == 0:
+            # A chain so far: the next text either goes on like this or is cut off by `_agree`.
+            hidden = self.model.read(tokens, cache)
+            self._read = self._read.append(tokens)
+            return hidden
+        pending = self._nodes.shape[1]
+        ancestors = torch.zeros(rows, pending + new, pending + new, dtype=torch.bool, device=tokens.device)
+        ancestors[:, :pending, :pending] = self._ancestors
+        if above is not None:
+            ancestors[:, pending:, :pending] = self._ancestors.gather(1, above[..., None].expand(-1, -1, pending))
+        ancestors[:, pending:, pending:] |= torch.eye(new, dtype=torch.bool, device=tokens.device)
+        self._nodes, self._ancestors = torch.cat([self._nodes, tokens], 1), ancestors
+        return self.model.verify(tokens, _forest(ancestors), cache)
+
+    def _make_room(self, text: Committed, room: int) -> None:
+        """A cache that holds the text and one step's nodes, made or enlarged."""
+        rows = len(text.lengths)
+        # A padded pass writes behind the shorter rows too, but never behind twice the unread tokens.
+        needed = text.longest + room + ROW_BY_ROW
+        if self._cache is not None and needed <= self._cache.capacity:
+            return
+        capacity = max(needed + ROOM, 2 * self._cache.capacity if self._cache is not None else 0)
+        cache = self.model.new_cache(capacity) if rows == 1 else self.model.new_slots(rows, capacity)
+        if self._cache is None:
+            self._read = Committed(tokens=text.tokens[:, :0], lengths=torch.zeros_like(text.lengths))
+        else:
+            self._forget_nodes()
+            for old, new in ((self._cache.keys, cache.keys), (self._cache.values, cache.values)):
+                new[:, :, :, : old.shape[3]] = old
+            rewind(cache, self._read.lengths)
+        self._cache = cache
+        self._forget_nodes()
+
+    def _agree(self, text: Committed) -> None:
+        """Cut what the text contradicts, and keep of the pending nodes the path that it follows.
+
+        The text's last token is always left to read, since drafting needs the hidden state after it.
+        """
+        cache = self._cache
+        assert cache is not None
+        rows = len(text.lengths)
+        agreed = torch.minimum(common_prefix(self._read, text), text.lengths - 1)
+        pending = self._nodes.shape[1]
+        if pending and bool((agreed == self._read.lengths).all()):
+            places = self._read.lengths[:, None] + self._ancestors.sum(-1) - 1
+            follows = self._nodes == text.tokens.gather(1, places.clamp(max=text.longest - 1))
+            follows &= places < text.lengths[:, None] - 1
+            depth = torch.where((self._ancestors & ~follows[:, None]).any(-1), 0, self._ancestors.sum(-1))
+            counts, node = depth.max(1)
+            path = self._ancestors[torch.arange(rows, device=node.device), node]
+            order = (~path).sort(dim=1, stable=True).indices[:, : max(1, int(counts.max()))]
+            # The rows beyond their own count repeat a kept entry's place, which nothing reads.
+            cache.keep(order, counts)
+            self._read = self._read.append(self._nodes.gather(1, order), counts)
+        else:
+            rewind(cache, agreed)
+            self._read = Committed(tokens=self._read.tokens[:, : int(agreed.max())], lengths=agreed)
+        self._forget_nodes()
+
+    def _forget_nodes(self) -> None:
+        if self._cache is not None:
+            self._cache.roll_back()
+        rows, device = len(self._read.lengths), self._read.lengths.device
+        self._nodes = torch.zeros(rows, 0, dtype=torch.int64, device=device)
+        self._ancestors = torch.zeros(rows, 0, 0, dtype=torch.bool, device=device)
+
+
+@dataclass
+class TextState(DraftState):
+    """The state of a drafter that is a causal LM."""
+
+    text: Committed
+    cache: DraftCache
+
+    def append(self, tokens: Tensor, counts: Tensor | None) -> "TextState":
+        """The state with more committed tokens."""
+        state = TextState(text=self.text.append(tokens, counts), cache=self.cache)
+        if self.text.longest == 0:
+            # Reading the prompt belongs to the prefill, and not to the first step.
+            state.cache.read(state.text)
+        return state
+
+
+class CachedExpansion:
+    """Drafting in progress with a causal LM: every level is one pass over its nodes."""
+
+    def __init__(self, cache: DraftCache, text: Committed, plan: DraftPlan, logits: Callable[[Tensor], Tensor]) -> None:
+        """``text`` ends with the root; ``logits`` turns hidden states [B, F, D] into draft logits [B, F, W]."""
+        self._cache, self._logits = cache, logits
+        tree = plan.tree
+        self._hidden = cache.read(text, len(tree) if isinstance(tree, TokenTree) else tree.width * tree.depth)
+        self._first: int | None = None  # pending node where the frontier before starts; None: it is in the text
+        self._pending = 0
+
+    def root(self) -> Tensor:
+        return self._logits(self._hidden[:, None])
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        above = None if self._first is None else parents + self._first
+        in_text = tokens.shape[1] == 1 and self._pending == 0
+        hidden = self._cache.grow(tokens, above)
+        if not in_text:
+            self._first = self._pending
+            self._pending += tokens.shape[1]
+        return self._logits(hidden)
+
+
+def rewind(cache: KVCache | RaggedCache, lengths: Tensor) -> None:
+    """Forget all but the first ``lengths`` ([B] int64) positions of each row, and what is pending."""
+    if isinstance(cache, KVCache):
+        cache.roll_back(int(lengths))
+    else:
+        cache.roll_back()
+        cache.lengths = lengths
+
+
+def _forest(ancestors: Tensor) -> TreeShape:
+    """The shape of pending nodes with these ancestors, as far as a pass over them needs it."""
+    none = ancestors.new_zeros(1, 1, 1, dtype=torch.int64)
+    depths = ancestors.sum(-1) - 1
+    return TreeShape(parents=depths, depths=depths, ancestors=ancestors, children=none, depth=0)

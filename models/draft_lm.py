@@ -1,0 +1,199 @@
+"""A small causal LM made of some of the base's own layers, trained to draft for it (vanilla speculative decoding).
+
+It reads tokens, not hidden states: the base's embedding, copies of a few decoder layers and of the final norm, which
+are trained, and the base's output head, frozen and shared, over the draft vocabulary. Copying layers and distilling
+from the base is how DistilBERT and Distil-Whisper start; as a draft model it needs no tokenizer and no weights from
+elsewhere. It drafts like any model (``models/draft_cache.py``).
+
+Draft position 1 predicts ``x_{t+2}`` from the tokens up to ``x_{t+1}``; its teacher is the base's ``h_{t+1}``.
+Position k does the same k - 1 tokens later, so one training target serves all positions.
+
+Shape legend: B batch, T time, K draft positions, n trained positions, D width, W draft vocabulary.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafthead.data.contracts import Features, LossOutput, TrainBatch
+from drafthead.data.errors import UserError
+from drafthead.models.base import BaseModel
+from drafthead.models.committed import Committed
+from drafthead.models.draft_cache import CachedExpansion, DraftCache, TextState
+from drafthead.models.draft_head import DraftHead, DraftHeadConfig, HeadSize
+from drafthead.models.drafter import DraftPlan, DraftState
+from drafthead.models.fused import fuse_modules
+from drafthead.models.linear import PrepackedLinear, can_prepack, prepack_linears
+from drafthead.models.losses import LossConfig, Targets, chunk_rows, heads_loss, loss_output
+from drafthead.models.model_drafter import with_layers
+from drafthead.models.unpack import fresh_copy
+
+
+@dataclass(kw_only=True)
+class DraftLMConfig(DraftHeadConfig):
+    """Settings of :class:`DraftLM`."""
+
+    num_tokens: int = 5
+    """Most drafts on a path."""
+    num_layers: int = 2
+    """Decoder layers."""
+    from_layers: list[int] | None = None
+    """Layers of the base to start from, in order; None: spread evenly from the first to the last."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_tokens <= 16:
+            raise ValueError(f"head.num_tokens must be in [1, 16], got {self.num_tokens}")
+        if not 1 <= self.num_layers <= 16:
+            raise ValueError(f"head.num_layers must be in [1, 16], got {self.num_layers}")
+        if self.from_layers is not None and len(self.from_layers) != self.num_layers:
+            raise ValueError(
+                f"head.from_layers must name {self.num_layers} layers (head.num_layers), got {self.from_layers}"
+            )
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
+            raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
+
+    @property
+    def depth(self) -> int:
+        return self.num_tokens
+
+    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftLM":
+        return DraftLM(self, base, d2t)
+
+    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
+        # A layer's sizes are the base's: of Llama-like models it has 11 to 13 D^2 parameters (SmolLM2 10.7, Vicuna 7B
+        # 12.1, Llama 3 8B 13.0).
+        layers = self.num_layers * (12 * hidden_size**2 + 2 * hidden_size) + hidden_size
+        return HeadSize(
+            parameters=layers,
+            trainable=layers,
+            positions=self.num_tokens,
+            draft_vocab_size=min(self.draft_vocab_size or vocab_size, vocab_size),
+            # Per layer two normed inputs, q, k, v before and after rotation, the attention's output, gate, up and
+            # their product (2.7 D each) with the activation; around it the embedding, the norm and its gradient.
+            activations_per_token=hidden_size * (4 + 22 * self.num_layers),
+        )
+
+
+class DraftLM(DraftHead):
+    """A few decoder layers between the base's embedding and output head."""
+
+    config: DraftLMConfig
+
+    def __init__(self, config: DraftLMConfig, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__(config, base, d2t)
+        settings = base.model.config
+        sources = config.from_layers or _evenly(config.num_layers, base.num_layers)
+        if not all(0 <= source < base.num_layers for source in sources):
+            raise UserError(f"head.from_layers must be in [0, {base.num_layers}), got {sources}")
+        stock = base.model.model.layers
+        self.layers = nn.ModuleList(fresh_copy(stock[source], settings, n) for n, source in enumerate(sources))
+        self.norm = deepcopy(base.model.model.norm).float().requires_grad_(True)
+        self._trunk = with_layers(base, self.layers, self.norm, torch.float32)
+        self._reader: BaseModel | None = None
+        self._product: Callable[[Tensor], Tensor] | None = None
+
+    def train(self, mode: bool = True) -> "DraftLM":
+        self._reader = None  # packed copies of weights that may change
+        super().train(mode)
+        return self
+
+    # Drafting ------------------------------------------------------------------------------------------------
+
+    def init_state(self, batch: int) -> TextState:
+        return TextState(text=Committed.none(batch), cache=DraftCache(self._inference_model()))
+
+    def observe(
+        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+    ) -> TextState:
+        assert isinstance(state, TextState)
+        return state.append(tokens, counts)
+
+    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> CachedExpansion:
+        assert isinstance(state, TextState)
+        return CachedExpansion(state.cache, state.text.append(last[:, None]), plan, self._logits)
+
+    def _inference_model(self) -> BaseModel:
+        """The trunk, with layers fit for few rows where the base has such."""
+        if self._reader is None:
+            self._reader = self._trunk
+            if self.base.prepacked:
+                layers = deepcopy(self.layers).requires_grad_(False)
+                fuse_modules(layers)
+                prepack_linears(layers)
+                self._reader = with_layers(self.base, layers, self.norm, torch.float32)
+        return self._reader
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., W]."""
+        weight = self.teacher.weight
+        if self._product is None:
+            self._product = PrepackedLinear(weight, None) if can_prepack(weight) else lambda x: F.linear(x, weight)
+        return self.teacher.finish(self._product(hidden.to(weight.dtype)))
+
+    # Training ------------------------------------------------------------------------------------------------
+
+    def hidden_states(self, batch: TrainBatch) -> Tensor:
+        """[B, T, D] after the final norm, float32; a token sees its own document only."""
+        documents = batch.document_ids
+        time = documents.shape[1]
+        seen = documents[:, :, None] == documents[:, None, :]
+        seen &= torch.ones(time, time, dtype=torch.bool, device=documents.device).tril_()
+        mask = torch.zeros(seen.shape, device=documents.device).masked_fill_(~seen, -torch.inf)[:, None]
+        out = self._trunk.model.model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=mask, use_cache=False
+        )
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
+        _, at_source = batch.draft_targets(1)
+        valid = torch.zeros_like(at_source)
+        valid[:, 2:] = at_source[:, :-2]  # at the target itself
+        picked = valid.flatten().nonzero()[:, 0]
+        targets = Targets(
+            ids=self.t2d[batch.input_ids.flatten()[picked]],
+            valid=torch.ones(1, len(picked), dtype=torch.bool, device=picked.device),
+            teacher_hidden=features.final.flatten(0, 1)[picked - 1],
+            teacher=self.teacher,
+        )
+        hidden = self.hidden_states(batch).flatten(0, 1)[picked - 1]
+        loss_sum, stats = heads_loss(hidden[None], [self.teacher], targets, config)
+        # Given the true tokens before it, every position is the same prediction.
+        return loss_output(loss_sum, stats.expand(self.depth, -1), training=loss_sum.requires_grad)
+
+    @torch.no_grad()
+    def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:
+        """As any head, given the text's own tokens before x_{t+1+k}.
+
+        No approximation: the only node at depth k that can be accepted there stands below the text's own tokens.
+        """
+        hidden = self.hidden_states(batch)
+        next_ids, _ = batch.draft_targets(0)
+        wanted = self.t2d[next_ids]
+        rank = torch.full_like(wanted, top)
+        flat, flat_wanted, flat_rank = hidden.flatten(0, 1), wanted.flatten(), rank.flatten()
+        size = chunk_rows(len(self.d2t), flat.device.type)
+        for start in range(0, len(flat), size):
+            part = slice(start, start + size)
+            logits = self.teacher.logits(flat[part].to(self.teacher.weight.dtype)).float()
+            true = logits.gather(1, flat_wanted[part].clamp(min=0)[:, None])
+            found = (logits > true).sum(-1).clamp(max=top)
+            flat_rank[part] = torch.where(flat_wanted[part] >= 0, found, top)
+        ranks = torch.full((*wanted.shape, self.depth), -1, dtype=torch.int64, device=wanted.device)
+        for k in range(1, self.depth + 1):
+            _, valid = batch.draft_targets(k)
+            shifted = torch.full_like(rank, -1)
+            shifted[:, :-k] = flat_rank.view_as(rank)[:, k:]  # from t + k the next token is x_{t+1+k}
+            ranks[..., k - 1] = torch.where(valid, shifted, -1)
+        return ranks
+
+
+def _evenly(count: int, layers: int) -> list[int]:
+    """``count`` layers from the first to the last."""
+    if count == 1:
+        return [0]
+    return [round(n * (layers - 1) / (count - 1)) for n in range(count)]

@@ -1,0 +1,163 @@
+"""Attention, MLP and norm of Llama-like layers with fewer, larger products and fewer steps between them, on a CPU.
+
+At one to eight rows a third of a forward pass of a small base is not weight reading but the many small operations
+and calls between the products. These modules take the place of the stock ones inside stock decoder layers, give
+the same results to float32 rounding, and are for inference only.
+
+Shape legend: B batch, T time, D width, H query heads, G key/value heads, E head width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaMLP, GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP, MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
+
+from drafthead.models import attention
+from drafthead.models.linear import PrepackedLinear, can_prepack, is_skinny, pad_rows
+
+ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention, GemmaAttention)
+MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP, GemmaMLP)
+NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, GemmaRMSNorm)
+
+
+class FusedRMSNorm(nn.Module):
+    """Stock RMSNorm in four operations: ``x * w * sqrt(D) / hypot(|x|, sqrt(D * eps))``; float32.
+
+    ``F.rms_norm`` is the stock chain of a dozen operations on a CPU and gains nothing.
+    """
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        # Gemma's stored weight is the distance from one.
+        gemma = isinstance(norm, GemmaRMSNorm)
+        weight = (1.0 + norm.weight if gemma else norm.weight).detach()
+        width = weight.shape[0]
+        self._weight = weight * width**0.5
+        self._floor = torch.tensor((width * (norm.eps if gemma else norm.variance_epsilon)) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        out: Tensor = (x * self._weight).div_(length.hypot_(self._floor))
+        return out
+
+
+class FusedMLP(nn.Module):
+    """``down(act(gate(x)) * up(x))`` with gate and up as one product."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self._gate_up = PrepackedLinear.joined([mlp.gate_proj, mlp.up_proj])
+        self._down = PrepackedLinear.joined([mlp.down_proj])
+        self._act = mlp.act_fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        if is_skinny(x):
+            # Once for both products.
+            return self.forward(pad_rows(x)).narrow(-2, 0, x.shape[-2])
+        gate, up = self._gate_up(x).chunk(2, -1)
+        out: Tensor = self._down(self._act(gate) * up)
+        return out
+
+
+class FusedAttention(nn.Module):
+    """Grouped-query attention with queries, keys and values as one product, and queries and keys rotated together."""
+
+    def __init__(self, stock: Any) -> None:
+        super().__init__()
+        self.layer_idx: int = stock.layer_idx
+        self.scaling: float = stock.scaling
+        self.head_dim: int = stock.head_dim
+        self._queries = stock.q_proj.out_features // self.head_dim
+        self._rotated = self._queries + stock.k_proj.out_features // self.head_dim
+        self._qkv = PrepackedLinear.joined([stock.q_proj, stock.k_proj, stock.v_proj])
+        self._out = PrepackedLinear.joined([stock.o_proj])
+        self._normed = hasattr(stock, "q_norm")
+        if self._normed:
+            self.q_norm, self.k_norm = FusedRMSNorm(stock.q_norm), FusedRMSNorm(stock.k_norm)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """[B, T, D] -> [B, T, D], and None where stock modules return attention weights."""
+        batch, time, _width = hidden_states.shape
+        states_BTHE = self._qkv(hidden_states).view(batch, time, -1, self.head_dim)
+        value = states_BTHE[:, :, self._rotated :].transpose(1, 2)
+        states_BTHE = states_BTHE[:, :, : self._rotated]
+        if self._normed:
+            query, key = states_BTHE[:, :, : self._queries], states_BTHE[:, :, self._queries :]
+            states_BTHE = torch.cat((self.q_norm(query), self.k_norm(key)), 2)
+        states_BHTE = _rotate(states_BTHE, *position_embeddings).transpose(1, 2)
+        query, key = states_BHTE[:, : self._queries], states_BHTE[:, self._queries :]
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        out, _weights = attention.grouped_sdpa(self, query, key, value, attention_mask, scaling=self.scaling)
+        return self._out(out.reshape(batch, time, -1)), None
+
+
+def _rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
+    """Rotary position embedding, first half of a head paired with its second half, as in transformers."""
+    first, second = x_BTHE.chunk(2, -1)
+    sin_first, sin_second = sin_BTE.unsqueeze(2).chunk(2, -1)
+    out = x_BTHE * cos_BTE.unsqueeze(2)
+    out_first, out_second = out.chunk(2, -1)
+    out_first.addcmul_(second, sin_first, value=-1)
+    out_second.addcmul_(first, sin_second)
+    return out
+
+
+def _can_join(module: nn.Module, *names: str) -> bool:
+    """Whether these children are plain linear layers that can be prepacked as one: all with a bias, or none."""
+    children = [getattr(module, name) for name in names]
+    plain = all(type(child) is nn.Linear and can_prepack(child.weight) for child in children)
+    return plain and len({child.bias is None for child in children}) == 1
+
+
+def _fused(stock: Any) -> nn.Module | None:
+    """The fused equivalent of one stock module, or None where there is none.
+
+    Exact classes only: a subclass may compute something else.
+    """
+    if type(stock) in NORMS and stock.weight.device.type == "cpu" and stock.weight.dtype == torch.float32:
+        return FusedRMSNorm(stock)
+    if type(stock) in MLPS and _can_join(stock, "gate_proj", "up_proj") and _can_join(stock, "down_proj"):
+        return FusedMLP(stock)
+    if (
+        type(stock) in ATTENTIONS
+        and stock.is_causal
+        and stock.config._attn_implementation == attention.NAME
+        and _can_join(stock, "q_proj", "k_proj", "v_proj")
+        and _can_join(stock, "o_proj")
+    ):
+        return FusedAttention(stock)
+    return None
+
+
+def fuse_modules(module: nn.Module) -> int:
+    """Replace stock attention, MLP and norm modules below ``module`` by fused ones, in place.
+
+    What has no equivalent here is left for ``prepack_linears``. The original weights are released.
+
+    Returns:
+        How many ``nn.Linear`` the fused modules have taken the place of.
+    """
+    replaced = 0
+    for name, child in list(module.named_children()):
+        fused = _fused(child)
+        if fused is None:
+            replaced += fuse_modules(child)
+        else:
+            replaced += sum(type(part) is nn.Linear for part in child.children())
+            setattr(module, name, fused)
+    return replaced

@@ -1,0 +1,111 @@
+"""Distributions after warping, for target and draft alike: transformers' own logits processors, in its own order.
+
+Shape legend: B rows, T tokens, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from transformers import (
+    EtaLogitsWarper,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """How a next token is drawn from logits. The defaults are greedy decoding."""
+
+    temperature: float = 0.0
+    """0 is greedy, exactly."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens with this probability."""
+    min_p: float = 0.0
+    """Keep tokens with at least this share of the likeliest one's probability."""
+    typical_p: float = 1.0
+    """Keep the tokens of this mass whose surprise is nearest to the entropy (2202.00666)."""
+    eta: float = 0.0
+    """Keep tokens above min(eta, sqrt(eta) exp(-entropy)) (2210.15191); 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Divide positive and multiply negative logits of tokens that occurred; 1 changes nothing."""
+
+    def __post_init__(self) -> None:
+        limits = (
+            ("temperature", 0 <= self.temperature < float("inf"), "at least 0 and finite"),
+            ("top_k", self.top_k >= 0, "at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("typical_p", 0 < self.typical_p <= 1, "in (0, 1]"),
+            ("eta", 0 <= self.eta < 1, "in [0, 1)"),
+            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0 and finite"),
+        )
+        for name, allowed, wanted in limits:
+            if not allowed:
+                raise ValueError(f"sampler.{name} must be {wanted}, got {getattr(self, name)}")
+
+    @property
+    def greedy(self) -> bool:
+        """The likeliest token, always."""
+        return self.temperature == 0
+
+    @property
+    def plain_greedy(self) -> bool:
+        """The argmax of the logits themselves."""
+        return self.greedy and self.repetition_penalty == 1
+
+    def laws(self, logits: Tensor, context: Tensor | None = None) -> Tensor:
+        """The distributions that a next token is drawn from.
+
+        Args:
+            logits: [B, V].
+            context: [B, T] int64, for the repetition penalty, which looks at the set of its tokens only: shorter rows
+                are padded by repeating a token of their own.
+
+        Returns:
+            [B, V] probabilities, float32 (float64 for float64 logits); at temperature 0 one-hot at the first argmax.
+        """
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        if self.repetition_penalty != 1:
+            if context is None:
+                raise ValueError("a repetition penalty needs the tokens so far")
+            scores = _penalty(self.repetition_penalty)(context, scores)
+        if self.greedy:
+            return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        for warper in _warpers(self):
+            scores = warper(context, scores)
+        return scores.softmax(-1)
+
+
+@lru_cache(maxsize=64)
+def _penalty(penalty: float) -> RepetitionPenaltyLogitsProcessor:
+    return RepetitionPenaltyLogitsProcessor(float(penalty))
+
+
+@lru_cache(maxsize=64)
+def _warpers(sampler: Sampler) -> LogitsProcessorList:
+    """In the order of ``generate``."""
+    found = LogitsProcessorList()
+    if sampler.temperature != 1:
+        found.append(TemperatureLogitsWarper(float(sampler.temperature)))
+    if sampler.top_k:
+        found.append(TopKLogitsWarper(sampler.top_k))
+    if sampler.top_p < 1:
+        found.append(TopPLogitsWarper(sampler.top_p))
+    if sampler.min_p > 0:
+        found.append(MinPLogitsWarper(sampler.min_p))
+    if sampler.typical_p < 1:
+        found.append(TypicalLogitsWarper(sampler.typical_p))
+    if sampler.eta > 0:
+        with torch.inference_mode(False):  # it holds a tensor, which must serve where gradients are wanted too
+            found.append(EtaLogitsWarper(sampler.eta))
+    return found

@@ -1,0 +1,268 @@
+"""The certificate: it passes what is exact, and sees every bias that is planted."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from drafthead.data.contracts import Proposal, Siblings
+from drafthead.data.errors import UserError
+from drafthead.data.token_tree import NO_CHILD, TokenTree
+from drafthead.eval import certify, verify
+from drafthead.eval.certified_cases import SHAPES, Case, cases
+from drafthead.eval.enumerate_laws import Committed, committed, distance
+from drafthead.eval.prefix_table import Draft, MergedDraft, PrefixTable, TableDraft
+from drafthead.eval.verify import AcceptanceRule
+from drafthead.models.coins import Coins
+from drafthead.models.drafter import DraftPlan
+from drafthead.models.sampling import Sampler
+
+RAW = Sampler(temperature=1.0)
+EXACT = AcceptanceRule()
+WITH, WITHOUT = Siblings.WITH_REPLACEMENT, Siblings.WITHOUT_REPLACEMENT
+LARGE = {"unbalanced, 6 drafts", "<3,1,2>", "<3,1,2>, a law per level", "<2,1>, a law per level, + <2,1>"}
+"""Shapes whose every outcome is left to the full certificate."""
+
+
+def words(case: Case) -> str:
+    return " | ".join(asdict(certify._labels(case)).values())
+
+
+def small() -> list[Case]:
+    """Every shape and kind with two samplers of its own, every sampler with some shape."""
+    exact = [case for case in cases() if case.rule.lossless and case.shape.name not in LARGE]
+    return [case for number, case in enumerate(exact) if case.shape.name == "chain 2" or number % 5 == 0]
+
+
+SMALL = small()
+
+
+@pytest.mark.parametrize("number", range(len(SMALL)), ids=[words(case) for case in SMALL])
+def test_exact_rules_keep_the_law(number: int) -> None:
+    row = certify.certified(SMALL[number], seed=number)
+    assert row.verdict == "exact" and row.outcomes > 0
+
+
+def test_the_subset_leaves_nothing_out() -> None:
+    """Rules, kinds and samplers all occur in it."""
+    every, chosen = [case for case in cases() if case.rule.lossless], SMALL
+    for key in ("rule", "siblings", "sampler", "draft_sampler", "by_argmax"):
+        assert {getattr(case, key) for case in chosen} == {getattr(case, key) for case in every}
+    assert {case.shape.name for case in chosen} | LARGE == {shape.name for shape in SHAPES}
+
+
+@pytest.mark.slow
+def test_the_whole_certificate() -> None:
+    rows = certify.certificate()
+    assert [row for row in rows if row.verdict == "FAILED"] == []
+    assert len(rows) > 700 and sum(row.outcomes for row in rows) > 1e6
+
+
+def tampered(draft: Draft, change: Callable[[Proposal], Proposal]) -> Draft:
+    return lambda last, coins: change(draft(last, coins))
+
+
+def static(widths: list[int], siblings: Siblings, seed: int, vocabulary: int = 5) -> tuple[PrefixTable, TableDraft]:
+    tree = TokenTree.expansion(widths)
+    target = PrefixTable.random(vocabulary, tree.depth, seed)
+    plan = DraftPlan(tree=tree, siblings=siblings, sampler=RAW)
+    return target, TableDraft(table=target.near(seed + 1, 1.5), plan=plan)
+
+
+def trial_tokens(proposal: Proposal) -> Tensor:
+    """[B, N, S] the token of every trial."""
+    children = proposal.shape.children.expand(len(proposal.tokens), -1, -1)
+    return proposal.tokens.gather(1, children.flatten(1)).view(children.shape)
+
+
+def with_children(proposal: Proposal, children: Tensor) -> Proposal:
+    return replace(proposal, shape=replace(proposal.shape, children=children, tree=None))
+
+
+def duplicates_dropped(proposal: Proposal) -> Proposal:
+    tokens = trial_tokens(proposal)
+    again = (tokens[..., :, None] == tokens[..., None, :]).tril(-1).any(-1)
+    return with_children(proposal, proposal.shape.children.masked_fill(again, NO_CHILD))
+
+
+def by_score(proposal: Proposal, kept: int = 3) -> Proposal:
+    """Trials of the root in the order of q."""
+    assert proposal.laws is not None
+    scores = proposal.laws[:, 0].gather(1, trial_tokens(proposal)[:, 0])
+    children = proposal.shape.children.expand(len(scores), -1, -1).clone()
+    children[:, 0] = children[:, 0].gather(1, scores.argsort(1, descending=True))
+    children[:, 0, kept:] = NO_CHILD
+    return with_children(proposal, children)
+
+
+def softened(proposal: Proposal) -> Proposal:
+    assert proposal.laws is not None
+    return replace(proposal, laws=(proposal.laws**0.7) / (proposal.laws**0.7).sum(-1, keepdim=True))
+
+
+def one_law(proposal: Proposal) -> Proposal:
+    assert proposal.law_of is not None
+    return replace(proposal, law_of=proposal.law_of.clamp(max=0))
+
+
+SAMPLED_BUGS: dict[str, tuple[Siblings, Callable[[Proposal], Proposal], float]] = {
+    "without replacement, not renormalised": (WITHOUT, lambda p: replace(p, siblings=WITH), 0.02),
+    "a repeated trial dropped": (WITH, duplicates_dropped, 0.005),
+    "tried in the order of q": (WITH, by_score, 0.02),
+    "the best two of three by q": (WITH, lambda p: by_score(p, 2), 0.02),
+    "laws that were not sampled": (WITH, softened, 0.005),
+}
+
+
+@pytest.mark.parametrize("bug", SAMPLED_BUGS)
+def test_planted_bias_of_sampled_siblings_is_seen(bug: str) -> None:
+    kind, change, at_least = SAMPLED_BUGS[bug]
+    found: list[float] = []
+    for seed in range(0, 30, 3):
+        target, draft = static([3], kind, seed)
+        assert distance(committed(draft, target, RAW, EXACT, 1), target.laws(RAW)) < 1e-12
+        found.append(distance(committed(tampered(draft, change), target, RAW, EXACT, 1), target.laws(RAW)))
+    assert np.mean(found) > at_least, "bias goes unnoticed"
+
+
+@pytest.mark.parametrize("change", [duplicates_dropped, one_law])
+def test_planted_bias_of_merged_trees_is_seen(change: Callable[[Proposal], Proposal]) -> None:
+    found = []
+    for seed in range(0, 30, 3):
+        target, first = static([1], WITH, seed)
+        other = replace(first, table=target.near(seed + 2, 1.5))
+        merged = MergedDraft((first, other))
+        assert distance(committed(merged, target, RAW, EXACT, 1), target.laws(RAW)) < 1e-12
+        found.append(distance(committed(tampered(merged, change), target, RAW, EXACT, 1), target.laws(RAW)))
+    assert np.mean(found) > 0.003
+
+
+def test_argmax_drafts_tested_with_their_softmax_are_seen() -> None:
+    found = []
+    for seed in range(0, 30, 3):
+        target, draft = static([1], Siblings.DETERMINISTIC, seed)
+
+        def softmax(proposal: Proposal, table: PrefixTable = draft.table) -> Proposal:
+            rows = len(proposal.tokens)
+            laws = table.logits[:1].softmax(-1).expand(rows, 1, -1)
+            return replace(proposal, siblings=WITH, laws=laws, law_of=torch.zeros(1, 2, 1, dtype=torch.int64))
+
+        found.append(distance(committed(tampered(draft, softmax), target, RAW, EXACT, 1), target.laws(RAW)))
+    assert np.mean(found) > 0.1
+
+
+def test_a_bonus_from_the_law_instead_of_the_residual_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_residual", lambda law, q, token: law)
+    for siblings in (Siblings.DETERMINISTIC, WITH):
+        target, draft = static([2, 1], siblings, 3)
+        assert distance(committed(draft, target, RAW, EXACT, 2), target.laws(RAW)) > 0.02
+
+
+def trials_by_hand(p: np.ndarray, trials: list[tuple[int, np.ndarray]]) -> np.ndarray:
+    """Law of the first token when these (token, q) are tried in turn: multi-step sampling in a few lines."""
+    out, left, law = np.zeros(len(p)), 1.0, p
+    for token, q in trials:
+        chance = min(1.0, law[token] / q[token])
+        out[token] += left * chance
+        left *= 1 - chance
+        rest = np.clip(law - q, 0, None)
+        law = rest / rest.sum() if rest.sum() > 0 else law
+    return out + left * law
+
+
+@pytest.mark.parametrize("renormalised", [True, False])
+def test_enumeration_equals_sums_by_hand(renormalised: bool) -> None:
+    """The exact rule and a biased one, three siblings without replacement, against a loop over permutations."""
+    target, draft = static([3], WITHOUT, 11)
+    p = target.laws(RAW)[0].numpy()
+    q = draft.table.logits[0].softmax(-1).numpy()
+    expected = np.zeros(len(p))
+    for tokens in permutations(range(len(p)), 3):
+        chance, left, trials = 1.0, q.copy(), []
+        for token in tokens:
+            law = left / left.sum()
+            chance *= law[token]
+            trials.append((token, law if renormalised else q))
+            left[token] = 0
+        expected += chance * trials_by_hand(p, trials)
+    kind = WITHOUT if renormalised else WITH
+    found = committed(tampered(draft, lambda x: replace(x, siblings=kind)), target, RAW, EXACT, 1)
+    ours = found.completed(target.laws(RAW)).view(len(p), -1).sum(1).numpy()
+    np.testing.assert_allclose(ours, expected, atol=1e-14)
+    assert (np.abs(ours - p).sum() / 2 < 1e-12) == renormalised
+
+
+def test_every_outcome_is_visited_once() -> None:
+    """Two independent samples of five tokens, then a decision each: 25 * 4 outcomes where all are possible."""
+    visited: Committed = committed(_twice, PrefixTable(torch.zeros(6, 5, dtype=torch.float64)), RAW, EXACT, 1)
+    assert visited.outcomes == 25 * 3  # accepted first, accepted second, neither
+    assert float(sum(masses.sum() for masses in visited.by_length)) == pytest.approx(1, abs=1e-14)
+
+
+def _twice(last: Tensor, coins: Coins) -> Proposal:
+    law = torch.tensor([0.4, 0.3, 0.1, 0.1, 0.1], dtype=torch.float64).expand(len(last), 1, -1)
+    drawn = coins.draw(law.expand(-1, 2, -1))
+    # Laws above the uniform target's everywhere: no trial is certain to pass.
+    certain = torch.ones(len(last), 1, 5, dtype=torch.float64) * 2
+    shape = TokenTree.expansion([2]).shape
+    return Proposal(
+        tokens=torch.cat([last[:, None], drawn], 1),
+        shape=shape,
+        siblings=WITH,
+        laws=certain,
+        law_of=torch.zeros_like(shape.children),
+    )
+
+
+def test_total_variation_orders_the_lossy_rules() -> None:
+    lenient = [certify.total_variation(AcceptanceRule(name="lenient", lenience=x)) for x in (1.0, 0.9, 0.5, 0.1)]
+    assert lenient[0] == 0 and lenient == sorted(lenient) and lenient[1] > 0.01
+    typical = AcceptanceRule(name="typical")
+    assert 0.3 < certify.total_variation(typical) < 0.7
+    assert certify.total_variation(typical, WITH) < certify.total_variation(typical)
+    assert certify.total_variation(EXACT) == certify.total_variation(AcceptanceRule(name="block")) == 0
+
+
+def test_biased_constructions_are_refused() -> None:
+    rows = certify.certificate(only="any")
+    assert {row.verdict for row in rows} == {"refused"} and len(rows) == 6
+    assert all(len(row.reason) > 30 for row in rows)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["drafthead certify", *arguments])
+    certify.main()
+
+
+def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    run(monkeypatch, "--only", "chain 1", "--json", str(tmp_path / "rows.json"))
+    shown = capsys.readouterr().out
+    assert "13 samplers" in shown and "FAILED" not in shown
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["verdict"] for row in rows} == {"exact", "lossy", "refused"}
+    assert f"{len(rows)} rows" in shown
+    run(monkeypatch, "--only", "top_p 0.9", "--each")
+    assert "temperature 0.8, top_k 4" in capsys.readouterr().out
+
+
+def test_command_fails_with_a_biased_rule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(verify, "_residual", lambda law, q, token: law)
+    run(monkeypatch, "--only", "block")  # has a residual of its own
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, "--only", "<3>")
+    assert stopped.value.code == 1 and "FAILED" in capsys.readouterr().out
+
+
+def test_unknown_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="no row of the certificate has 'nonsense'"):
+        certify.certificate("nonsense")
+    with pytest.raises(SystemExit, match="error: no row"):
+        run(monkeypatch, "--only", "nonsense")

@@ -1,0 +1,80 @@
+"""Which tree, siblings and rule an evaluation's settings name."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from drafthead.data.contracts import Siblings
+from drafthead.data.errors import UserError
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.config import EvalConfig
+from drafthead.eval.methods import check_peers, is_drafter, make_drafter
+from drafthead.models.base import BaseModel
+from drafthead.models.drafter import DynamicTree
+from drafthead.models.medusa import MedusaConfig, MedusaHead
+
+
+@pytest.fixture
+def head(tiny_base: Callable[..., BaseModel]) -> MedusaHead:
+    return MedusaConfig(num_heads=3).build(tiny_base())
+
+
+def test_trees_by_name(head: MedusaHead, tmp_path: Path) -> None:
+    path = tmp_path / "tree.json"
+    path.write_text('{"choices": [[1], [0], [1, 0]]}')
+    assert EvalConfig(tree=str(path)).plan(head).tree == TokenTree.from_paths([(0,), (1,), (1, 0)])
+    assert EvalConfig().plan(head).tree == TokenTree.chain(3)
+    assert EvalConfig(tree="chain:2").plan(head).tree == TokenTree.chain(2)
+    assert EvalConfig(tree="expansion:1,3").plan(head).tree == TokenTree.expansion([1, 3])
+    assert EvalConfig(tree="dynamic:16:4").plan(head).tree == DynamicTree(nodes=16, width=4, depth=3)
+    head.tree = TokenTree.from_paths([(0,), (0, 1)])
+    assert EvalConfig().plan(head).tree == head.tree
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"choices": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}', "is 4 deep, but the head drafts 3 positions"),
+        ('{"choices": [[0, 0]]}', r"is no tree.json \(tree path \[0, 0\] has no parent \[0\]"),
+    ],
+)
+def test_bad_tree_files(head: MedusaHead, tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "tree.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        EvalConfig(tree=str(path)).plan(head)
+
+
+@pytest.mark.parametrize("tree", ["expansion:", "expansion:1,0", "dynamic:1", "dynamic:x", "chain:0", "chain:x"])
+def test_a_tree_that_cannot_be_meant_is_refused_before_anything_is_loaded(tree: str) -> None:
+    with pytest.raises(UserError, match="cannot be read .*give one of head, chain"):
+        EvalConfig(tree=tree)
+
+
+def test_a_chain_deeper_than_the_head(head: MedusaHead) -> None:
+    with pytest.raises(UserError, match="tree chain:5 is 5 deep, but the drafter drafts 3 positions"):
+        EvalConfig(tree="chain:5").plan(head)
+
+
+def test_pruned_trees_of_samples_are_refused(head: MedusaHead) -> None:
+    with pytest.raises(UserError, match=r"ranks nodes by their score.*tree=dynamic:8 siblings=with_replacement"):
+        EvalConfig(tree="dynamic:8", siblings="with_replacement").plan(head)
+    assert EvalConfig(siblings="without_replacement").plan(head).siblings is Siblings.WITHOUT_REPLACEMENT
+
+
+def test_peers(tiny_base: Callable[..., BaseModel]) -> None:
+    base = tiny_base()
+    check_peers(["prompt_lookup", "early_exit:2", "hf_prompt_lookup:3"])
+    for wrong in ("prompt_lokup", "early_exit", "model"):
+        with pytest.raises(UserError, match=f"unknown peer '{wrong}'; give any of prompt_lookup"):
+            check_peers([wrong])
+    assert is_drafter("early_exit:2") and not is_drafter("outputs/a/head")
+    drafter, plan = make_drafter("prompt_lookup:4", base)
+    assert (drafter.depth, plan.depth) == (4, 4)
+    drafter, plan = make_drafter("early_exit:2:3", base)
+    assert (drafter.depth, plan.depth) == (3, 3)
+    with pytest.raises(UserError, match="1 to 2 layers, got 7"):
+        make_drafter("early_exit:7", base)
+    with pytest.raises(UserError, match="cannot be read"):
+        make_drafter("prompt_lookup:x", base)

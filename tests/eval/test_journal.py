@@ -1,0 +1,103 @@
+"""Finished decodings on disk: round trip, turns, decoder names, and logs of earlier versions."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from drafthead.data.contracts import DecodeResult, StepRecord
+from drafthead.data.errors import UserError
+from drafthead.eval.journal import FailedDecode, Journal, prompt_key
+from drafthead.eval.prompts import EvalPrompt
+
+PROMPT = EvalPrompt("chat", 3, [{"role": "user", "content": "A"}], ("B",))
+
+
+def step(entropy: float = math.nan) -> StepRecord:
+    return StepRecord(
+        position=1,
+        proposed=4,
+        depth=2,
+        accepted=1,
+        committed=2,
+        draft_s=0.1,
+        verify_s=0.2,
+        total_s=0.4,
+        entropy=entropy,
+    )
+
+
+def result(*entropies: float) -> DecodeResult:
+    return DecodeResult(tokens=[5, 6, 7], steps=[step(e) for e in entropies], prefill_s=0.5, total_s=1.0)
+
+
+def no_constant(name: str) -> None:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_entropy_survives_and_what_was_not_measured_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    Journal(path).add("k", "d", PROMPT, result(0.1 + 0.2, math.nan, math.inf))
+    row = json.loads(path.read_text(), parse_constant=no_constant)
+    assert [s["entropy"] for s in row["result"]["steps"]] == [0.1 + 0.2, None, None]
+    steps = Journal(path)["k", "d"].steps
+    assert steps[0] == step(0.1 + 0.2)
+    assert math.isnan(steps[1].entropy) and math.isnan(steps[2].entropy)
+
+
+def test_a_log_without_entropy_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    old = {k: v for k, v in vars(step()).items() if k != "entropy"}
+    kept = {"tokens": [1], "steps": [old], "prefill_s": 0.1, "total_s": 0.2}
+    path.write_text(json.dumps({"key": "k", "task": "t", "prompt": 0, "decoder": "d", "result": kept}) + "\n")
+    found = Journal(path)["k", "d"].steps[0]
+    assert math.isnan(found.entropy) and found.total_s == 0.4
+
+
+def test_keys_tell_turns_prompts_and_ids_apart() -> None:
+    twin = EvalPrompt("chat", 4, [])
+    keys = [prompt_key(PROMPT, [1]), prompt_key(PROMPT, [1], 1), prompt_key(twin, [1]), prompt_key(PROMPT, [1, 1])]
+    assert len({*keys}) == 4
+    assert keys[0] == "c2673c072445c124", "logs that are on disk stay valid"
+
+
+def test_turns_and_batches_continue(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "log.jsonl"
+    first = Journal(path)
+    names = ("medusa", "medusa, batch 4", "früh \u2028 aus")
+    for turn in (0, 1):
+        for n, name in enumerate(names):
+            first.add(prompt_key(PROMPT, [1], turn), name, PROMPT, result(float(n + 10 * turn)), turn)
+    lines = path.read_text().split("\n")
+    assert [json.loads(line)["turn"] for line in lines[:-1]] == [0, 0, 0, 1, 1, 1]
+    path.write_text("\n".join(lines[:-2]) + "\n" + lines[-2][:40])  # killed inside the last line
+    again = Journal(path)
+    for turn in (0, 1):
+        for n, name in enumerate(names):
+            key = prompt_key(PROMPT, [1], turn)
+            if (turn, n) == (1, 2):
+                assert (key, name) not in again
+            else:
+                assert again[key, name] == result(float(n + 10 * turn))
+    key = prompt_key(PROMPT, [1], 1)
+    again.add(key, names[2], PROMPT, result(99.0), 1)
+    assert Journal(path)[key, names[2]] == result(99.0)
+
+
+def test_failures_are_noted_but_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    journal = Journal(path)
+    journal.add("k", "d", PROMPT, FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error="too long"), 1)
+    assert ("k", "d") in journal and ("k", "d") not in Journal(path)
+    assert json.loads(path.read_text()) == {
+        "key": "k", "task": "chat", "prompt": 3, "turn": 1, "decoder": "d", "error": "too long",
+    }  # fmt: skip
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    Journal(path).add("k", "d", PROMPT, result())
+    path.write_text(path.read_text() + '{"key": "k", "decoder": "d", "result": {"steps": [3]}}\n')
+    with pytest.raises(UserError, match=r"log.jsonl line 2 is no decoding .*remove the file"):
+        Journal(path)

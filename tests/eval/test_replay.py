@@ -1,0 +1,237 @@
+"""Replay of finished answers against exact enumeration of decoding, with every kind of sibling."""
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from drafthead.data.contracts import Siblings
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.replay import by_trial, chances_of, ends, ends_of, expected_steps, replay, replay_ends, visits
+from drafthead.eval.replay_laws import block_chances, rank_chances, trial_chances
+
+RANKS = arrays(np.int64, st.tuples(st.integers(1, 40), st.just(3)), elements=st.integers(0, 3))
+V, LENGTH, DEPTH = 3, 4, 2
+Context = tuple[int, ...]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> TokenTree:
+    paths: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(1, 14))):
+        parent = draw(st.sampled_from([(), *[p for p in paths if len(p) < 3]]))
+        paths.append((*parent, draw(st.integers(0, 2))))
+    return TokenTree.from_paths(paths)
+
+
+@given(RANKS, trees())
+def test_a_step_accepts_the_longest_offered_path(ranks: np.ndarray, tree: TokenTree) -> None:
+    table = ends(chances_of(ranks), tree)
+    for t, row in enumerate(ranks.tolist()):
+        offered = [len(p) for p in tree.paths if tuple(row[: len(p)]) == p]
+        assert table[t].tolist() == np.eye(tree.depth + 1)[max(offered)].tolist()
+
+
+@given(st.lists(RANKS, min_size=1, max_size=3), trees())
+def test_replay_counts_steps(answers: list[np.ndarray], tree: TokenTree) -> None:
+    """Answers of different lengths, each against a loop over its steps."""
+    tables = [ends(chances_of(a), tree) for a in answers]
+    counts = []
+    for table, started in zip(tables, visits(tables), strict=True):
+        positions, t = [], 0
+        while t < len(table):
+            positions.append(t)
+            t += int(table[t].argmax()) + 1
+        assert np.flatnonzero(started).tolist() == positions and set(started) <= {0.0, 1.0}
+        counts.append(len(positions))
+    found = replay_ends(tables)
+    assert expected_steps(tables).tolist() == counts and found.steps == sum(counts)
+    assert found.mean_accepted_tokens == sum(len(a) for a in answers) / sum(counts)
+
+
+def test_no_draft_is_accepted_behind_the_end() -> None:
+    chances = chances_of(np.array([[0, 0], [0, -1]]), 1)
+    assert ends(chances, TokenTree.chain(2)).tolist() == [[0, 0, 1], [0, 1, 0]]
+
+
+def test_the_interval_is_over_answers() -> None:
+    """Half of the answers take 1 step for 3 tokens, half 3: the mean is in the interval, which shrinks with them."""
+    tables = [ends_of(np.array([2, 1, 0])), ends_of(np.array([0, 0, 0]))]
+    few, many = replay_ends(tables * 4), replay_ends(tables * 100)
+    assert few.interval is not None and many.interval is not None
+    assert few.mean_accepted_tokens == many.mean_accepted_tokens == 1.5
+    assert few.interval[0] < many.interval[0] < 1.5 < many.interval[1] < few.interval[1]
+    assert replay_ends(tables[:1]).interval is None
+
+
+def test_sampled_siblings_are_trials_in_order() -> None:
+    tree = TokenTree.from_paths([(1,), (3,), (3, 2), (3, 5)])
+    assert set(by_trial(tree).paths) == {(), (0,), (1,), (1, 0), (1, 1)}
+
+
+# Sampling, against exact enumeration -------------------------------------------------------------------------
+
+
+@cache
+def law(kind: str, context: Context, k: int = 0) -> np.ndarray:
+    """The target's law after a context, or an independent head's for its k-th draft."""
+    seed = [ord(kind[0]), k, len(context), *context]
+    return np.random.default_rng(seed).dirichlet([0.8] * V)
+
+
+def outcomes(root: Context, tree: TokenTree, siblings: Siblings) -> Iterator[tuple[Context, float]]:
+    """Every (committed tokens, probability) of one step: the walk of the multi-step rule, trial by trial."""
+
+    def walk(node: int, path: Context, mass: float) -> Iterator[tuple[Context, float]]:
+        children = [n for n, parent in enumerate(tree.parents) if parent == node]
+        yield from trial(children, path, law("target", root + path), law("draft", root, len(path)), mass)
+
+    def trial(children: list[int], path: Context, p: np.ndarray, q: np.ndarray, mass: float) -> Iterator:
+        if not children:
+            yield from (((*path, x), mass * p[x]) for x in range(V))
+            return
+        for x in range(V):
+            yield from walk(children[0], (*path, x), mass * min(p[x], q[x]))
+        rejected = np.maximum(q - p, 0)
+        residual = np.maximum(p - q, 0) / max(np.maximum(p - q, 0).sum(), 1e-300)
+        if siblings is Siblings.WITH_REPLACEMENT:
+            yield from trial(children[1:], path, residual, q, mass * rejected.sum())
+            return
+        for x in range(V):
+            without = np.where(np.arange(V) == x, 0, q)
+            yield from trial(children[1:], path, residual, without / max(without.sum(), 1e-300), mass * rejected[x])
+
+    yield from walk(0, (), 1.0)
+
+
+def decoding_steps(context: Context, tree: TokenTree, siblings: Siblings) -> float:
+    """Expected steps of decoding up to ``LENGTH`` tokens, by enumeration."""
+    if len(context) >= LENGTH:
+        return 0.0
+    following: dict[Context, float] = {}
+    for tokens, mass in outcomes(context, tree, siblings):
+        after = (context + tokens)[:LENGTH]
+        following[after] = following.get(after, 0.0) + mass
+    assert sum(following.values()) == pytest.approx(1.0)
+    return 1.0 + sum(mass * decoding_steps(after, tree, siblings) for after, mass in following.items() if mass > 0)
+
+
+def text_table(text: Context, siblings: Siblings, width: int, repeats: int) -> np.ndarray:
+    """The chances along a text, averaged over the draws of rejected tokens."""
+    table = np.full((LENGTH, DEPTH, width), np.nan)
+    for t in range(LENGTH):
+        for k in range(min(DEPTH, LENGTH - t)):
+            table[t, k] = text_chance(text[: t + k + 1], t, siblings, width, repeats)
+    return table
+
+
+@cache
+def text_chance(text: Context, root: int, siblings: Siblings, width: int, repeats: int) -> np.ndarray:
+    p, q = law("target", text[:-1]), law("draft", text[:root], len(text) - 1 - root)
+    rows = [torch.from_numpy(a).expand(repeats, -1) for a in (p, q)]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.full((repeats,), text[-1])
+    return trial_chances(*rows, tokens, siblings, width, generator).mean(0).numpy()
+
+
+@pytest.mark.parametrize(
+    ("siblings", "tree"),
+    [
+        (Siblings.WITH_REPLACEMENT, TokenTree.chain(2)),
+        (Siblings.WITH_REPLACEMENT, TokenTree.expansion([3, 2])),
+        (Siblings.WITH_REPLACEMENT, TokenTree.from_paths([(0,), (1,), (1, 0), (1, 1)])),
+        (Siblings.WITHOUT_REPLACEMENT, TokenTree.chain(2)),
+        (Siblings.WITHOUT_REPLACEMENT, TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1)])),
+    ],
+    ids=["chain", "iid", "iid uneven", "chain without", "without"],
+)
+def test_replay_expects_the_steps_of_real_decoding(siblings: Siblings, tree: TokenTree) -> None:
+    """Averaged over the target's own texts, replay is decoding: steps, path by path, with heads that do not see it."""
+    replacing = siblings is Siblings.WITH_REPLACEMENT
+    width = max(tree.parents.count(n) for n in range(len(tree)))
+    expected = 0.0
+    for text in product(range(V), repeat=LENGTH):
+        probability = float(np.prod([law("target", text[:i])[x] for i, x in enumerate(text)]))
+        table = text_table(text, siblings, width, repeats=1 if replacing or width == 1 else 4000)
+        expected += probability * float(expected_steps([ends(table, tree)])[0])
+    tolerance = 1e-9 if replacing or width == 1 else 5e-3  # rejected tokens are drawn
+    assert expected == pytest.approx(decoding_steps((), tree, siblings), abs=tolerance)
+
+
+def test_one_trial_is_accepted_as_often_as_the_laws_overlap() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.rand(2, 6, generator=generator, dtype=torch.float64).softmax(-1)
+    chances = trial_chances(p.expand(6, -1), q.expand(6, -1), torch.arange(6), Siblings.WITH_REPLACEMENT, 3, generator)
+    assert float(p @ chances[:, 0]) == pytest.approx(float(torch.minimum(p, q).sum()))
+    assert (chances.sum(-1) <= 1 + 1e-12).all()
+
+
+def test_all_tokens_sampled_without_replacement_are_all_there_are() -> None:
+    """With as many trials as the vocabulary has tokens nothing is left to the bonus."""
+    generator = torch.Generator().manual_seed(1)
+    p, q = torch.rand(2, 500, 4, generator=generator, dtype=torch.float64).softmax(-1)
+    tokens = p.multinomial(1, generator=generator)[:, 0]
+    chances = trial_chances(p, q, tokens, Siblings.WITHOUT_REPLACEMENT, 5, generator)
+    assert torch.allclose(chances.sum(-1), torch.ones(500, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("siblings", [Siblings.WITH_REPLACEMENT, Siblings.WITHOUT_REPLACEMENT])
+def test_equal_and_greedy_laws(siblings: Siblings) -> None:
+    """Where the laws are the same every draft is accepted; a greedy target accepts what the draft samples of it."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.rand(1, 4, generator=generator).softmax(-1)
+    assert torch.allclose(
+        trial_chances(q, q, torch.tensor([2]), siblings, 2, generator), torch.tensor([[1.0, 0.0]]).double()
+    )
+    greedy = torch.tensor([[0.0, 0.0, 1.0, 0.0]])
+    chance = trial_chances(greedy, q, torch.tensor([2]), siblings, 1, generator)
+    assert float(chance) == pytest.approx(float(q[0, 2]))
+
+
+def test_block_verification_accepts_the_running_minimum() -> None:
+    """Against the definition on drafted prefixes, for every text: P(text, k drafts accepted) = q(x..) a_k(x..)."""
+    for text in product(range(V), repeat=3):
+        p = np.array([law("target", text[:i])[x] for i, x in enumerate(text)])
+        q = np.array([law("draft", (), i)[x] for i, x in enumerate(text)])
+        chain = block_chances(torch.tensor(p)[None], torch.tensor(q)[None])[0].numpy().cumprod()
+        accept = 1.0
+        for k in range(3):
+            accept = min(1.0, accept * p[k] / q[k])
+            assert chain[k] == pytest.approx(q[: k + 1].prod() * accept / p[: k + 1].prod())
+        token_by_token = np.minimum(1, q / p).cumprod()
+        assert (chain >= token_by_token - 1e-12).all()
+
+
+def test_block_verification_against_enumeration() -> None:
+    """Sun et al.'s algorithm on every draft block of 2: how often at least k drafts of it are accepted."""
+    at_least = np.zeros(3)
+    for block in product(range(V), repeat=2):
+        drafted = law("draft", (), 0)[block[0]] * law("draft", (), 1)[block[1]]
+        first = min(1.0, law("target", ())[block[0]] / law("draft", (), 0)[block[0]])
+        second = min(1.0, first * law("target", block[:1])[block[1]] / law("draft", (), 1)[block[1]])
+        excess = np.maximum(first * law("target", block[:1]) - law("draft", (), 1), 0).sum()
+        stop_here = excess / (excess + 1 - first) if first < 1 else 1.0
+        at_least[2] += drafted * second
+        at_least[1] += drafted * (second + (1 - second) * stop_here)
+    replayed = np.zeros(3)
+    for text in product(range(V), repeat=2):
+        p = torch.tensor([[law("target", text[:i])[x] for i, x in enumerate(text)]])
+        q = torch.tensor([[law("draft", (), i)[x] for i, x in enumerate(text)]])
+        replayed[1:] += float(p.prod()) * block_chances(p, q)[0].numpy().cumprod()
+    assert replayed[1:] == pytest.approx(at_least[1:])
+
+
+def test_ranks_of_a_draft_vocabulary() -> None:
+    logits = torch.tensor([[0.1, 0.5, 0.3], [0.1, 0.5, 0.3], [0.1, 0.5, 0.3]])
+    found = rank_chances(logits, torch.tensor([7, 2, 5]), d2t=torch.tensor([2, 5, 7]), width=2)
+    assert found.tolist() == [[0.0, 1.0], [0.0, 0.0], [1.0, 0.0]]
+
+
+def test_an_answer_of_one_step_replays() -> None:
+    assert replay([chances_of(np.array([[0]]))], TokenTree.chain(1)).mean_accepted_tokens == 1.0

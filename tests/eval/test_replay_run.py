@@ -1,0 +1,76 @@
+"""The replay command: its table, its files of texts, and what it refuses."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from drafthead.data.contracts import Siblings
+from drafthead.data.errors import UserError
+from drafthead.eval.latency import StepCosts
+from drafthead.eval.replay import chances_of
+from drafthead.eval.replay_run import parser, plain_answers, read_texts, rows, table, write_texts
+from drafthead.eval.text_pass import Text
+from drafthead.eval.tree_choice import Machine
+from drafthead.models.base import BaseModel
+
+COSTS = StepCosts(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
+ANSWERS = [chances_of(np.random.default_rng(s).integers(0, 4, size=(50, 3)), 4) for s in range(6)]
+
+
+@pytest.mark.parametrize("siblings", [Siblings.DETERMINISTIC, Siblings.WITH_REPLACEMENT])
+def test_rows_are_chains_and_trees(siblings: Siblings) -> None:
+    found = rows(ANSWERS, Machine(COSTS), [1, 3], [4, 16], siblings)
+    assert [(r.name, r.nodes, r.depth) for r in found] == [
+        ("chain of 1", 2, 1),
+        ("chain of 3", 4, 3),
+        ("best tree of 4", 4, 3),
+        ("best tree of 16", 16, 3),
+    ]
+    tokens = [r.replay.mean_accepted_tokens for r in found]
+    assert tokens[3] > tokens[2] > 1.5 > tokens[0] and tokens[0] == pytest.approx(1.25, abs=0.1)
+    assert found[0].speedup == pytest.approx(tokens[0] * 0.0105 / (COSTS.verify_at(2) + 0.0015))
+    assert table(found, parser().parse_args(["--head", "x"])).row_count == 4
+
+
+def test_what_the_head_does_not_draft_is_refused() -> None:
+    with pytest.raises(UserError, match="a chain of 4 drafts is wanted, but the head drafts 1 to 3 positions"):
+        rows(ANSWERS, Machine(COSTS), [4], [], Siblings.DETERMINISTIC)
+    with pytest.raises(UserError, match="a tree of 1 nodes is wanted"):
+        rows(ANSWERS, Machine(COSTS), [], [1, 5], Siblings.DETERMINISTIC)
+
+
+def test_texts_are_read_back(tmp_path: Path) -> None:
+    texts = [Text([1, 2, 3], 1), Text([4, 5], 1)]
+    write_texts(tmp_path / "t.jsonl", texts)
+    assert read_texts(tmp_path / "t.jsonl") == texts
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "is empty; give the file that --save wrote"),
+        ('{"ids": [1, 2]}\n', "line 1 is no text; it needs"),
+        ('{"ids": [1, 2], "boundary": 1}\n{"ids"\n', "line 2 is no text"),
+        ('{"ids": [1, 2], "boundary": 2}\n', "line 1 has its boundary at 2, outside its 2 ids"),
+    ],
+)
+def test_a_broken_file_of_texts_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "t.jsonl"
+    with pytest.raises(UserError, match="cannot be read"):
+        read_texts(path)
+    path.write_text(line)
+    with pytest.raises(UserError, match=message):
+        read_texts(path)
+
+
+def test_plain_answers_follow_the_suite(tiny_base: object, tmp_path: Path) -> None:
+    base: BaseModel = tiny_base()  # type: ignore[operator]
+    suite = tmp_path / "s.jsonl"
+    suite.write_text('{"prompt": "one"}\n{"prompt": "two words"}\n')
+    arguments = parser().parse_args(["--head", "x", "--suite", str(suite), "--max-new-tokens", "5"])
+    texts = plain_answers(base, arguments)
+    assert len(texts) == 2 and all(2 <= len(t.ids) - t.boundary + 1 <= 6 for t in texts)
+    arguments.max_new_tokens = base.max_context - 1
+    with pytest.raises(UserError, match="lower --max-new-tokens"):
+        plain_answers(base, arguments)

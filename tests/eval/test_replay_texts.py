@@ -1,0 +1,339 @@
+"""Teacher-forced replay on tiny random bases: against the heads' own laws and ranks, and against real decoding."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from drafthead.data.contracts import DecodeResult, Features, Siblings, TrainBatch
+from drafthead.data.errors import UserError
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval import metrics, replay_texts, text_pass
+from drafthead.eval.calibrate import answer_ranks
+from drafthead.eval.decode import decode
+from drafthead.eval.replay import by_trial, chances_of, ends, ends_of, expected_steps, replay, replay_ends
+from drafthead.eval.replay_texts import ChancePlan, text_chances
+from drafthead.eval.text_pass import Text
+from drafthead.eval.verify import AcceptanceRule
+from drafthead.models.base import BaseModel
+from drafthead.models.drafter import Drafter, DraftPlan, DraftState, DynamicTree
+from drafthead.models.medusa import MedusaConfig, MedusaHead
+from drafthead.models.sampling import Sampler
+from drafthead.models.tree_growth import StepwiseDrafter
+
+TinyBase = Callable[..., BaseModel]
+PROMPTS = [[5, 17, 99, 42, 7], [7, 3], [250, 31, 8, 8, 120, 64, 2]]
+TREE = TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 3), (0, 0, 0), (0, 1, 2), (2, 3, 1)])
+GREEDY, WARM = Sampler(temperature=0.0), Sampler(temperature=0.7)
+
+
+def answered(base: BaseModel, temperature: float, new: int, copies: int = 1, seed: int = 0) -> list[Text]:
+    """Plain answers, sampled without any cache; the rows' lengths differ."""
+    generator = torch.Generator().manual_seed(seed)
+    texts = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt] * copies)
+        for _ in range(new + len(prompt)):
+            logits = base.model(ids).logits[:, -1].float()
+            if temperature == 0:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                token = (logits / temperature).softmax(-1).multinomial(1, generator=generator)
+            ids = torch.cat([ids, token], 1)
+        texts += [Text(row.tolist(), len(prompt)) for row in ids]
+    return texts
+
+
+@cache
+def fitted(base: BaseModel, reads_last: bool = False) -> MedusaHead:
+    """A head that is often right: its projections lean to the tokens of greedy answers."""
+    head = MedusaConfig(num_heads=3, reads_last_token=reads_last).build(base).eval()
+    with torch.no_grad():
+        for text in answered(base, 0.0, 40):
+            hidden = base.read(torch.tensor([text.ids]), base.new_cache(len(text.ids)))[0]
+            for k in range(3):
+                for t in range(text.boundary - 1, len(text.ids) - 2 - k, 2):
+                    h = hidden[t]
+                    head.projections[k][text.ids[t + 2 + k]] += 20 * h / (h @ h)
+    return head
+
+
+@pytest.fixture
+def base(tiny_base: TinyBase) -> BaseModel:
+    return tiny_base()
+
+
+def as_batch(text: Text) -> TrainBatch:
+    length = len(text.ids)
+    return TrainBatch(
+        input_ids=torch.tensor([text.ids]),
+        position_ids=torch.arange(length)[None],
+        document_ids=torch.zeros(1, length, dtype=torch.int64),
+        loss_mask=torch.arange(length)[None] >= text.boundary,
+        row_ids=torch.tensor([0]),
+    )
+
+
+@pytest.mark.parametrize("reads_last", [False, True])
+def test_deterministic_chances_are_the_ranks(base: BaseModel, reads_last: bool) -> None:
+    """What replay reads position by position, against what calibration reads in one go."""
+    head, texts = fitted(base, reads_last), answered(base, 0.0, 30)
+    found = text_chances(base, head, texts, GREEDY, ChancePlan(width=4))
+    for text, chances in zip(texts, found, strict=True):
+        batch = as_batch(text)
+        (ranks,) = answer_ranks(head, batch, base.features(batch, head.spec))
+        assert np.array_equal(chances, chances_of(ranks, 4), equal_nan=True)
+        assert chances[:, 0, 0].sum() > 3, "a head that is never right shows nothing"
+
+
+@pytest.mark.parametrize("sampler", [GREEDY, WARM], ids=["greedy", "sampled"])
+def test_a_deterministic_plan_is_the_tree_on_ranks(base: BaseModel, sampler: Sampler) -> None:
+    """Drafting for real at every position, against chances of the whole family."""
+    head, texts = fitted(base), answered(base, sampler.temperature, 25)
+    whole = text_chances(base, head, texts, sampler, ChancePlan())
+    found = replay_texts.replay_texts(base, head, texts, DraftPlan(tree=TREE), sampler)
+    assert found == replay(whole, TREE) and found.steps < found.tokens
+
+
+def test_a_dynamic_tree_of_all_candidates_is_the_expansion(base: BaseModel) -> None:
+    head, texts = fitted(base), answered(base, 0.0, 25)
+    dynamic = DraftPlan(tree=DynamicTree(nodes=13, width=3, depth=2))
+    static = DraftPlan(tree=TokenTree.expansion([3, 3]))
+    assert replay_texts.replay_texts(base, head, texts, dynamic, GREEDY) == replay_texts.replay_texts(
+        base, head, texts, static, GREEDY
+    )
+
+
+def warmed(logits: Tensor, temperature: float) -> Tensor:
+    return (logits.double() / temperature).softmax(-1)
+
+
+@torch.no_grad()
+def test_a_chain_of_samples_is_the_ratio_of_laws(base: BaseModel) -> None:
+    """min(1, q(x) / p(x)) from the model's own logits and the heads' modules, at every position and draft."""
+    head, texts = fitted(base), answered(base, 0.7, 12, copies=2)
+    plan = ChancePlan(siblings=Siblings.WITH_REPLACEMENT, sampler=Sampler(temperature=1.3), width=1)
+    found = text_chances(base, head, texts, WARM, plan)
+    for text, chances in zip(texts, found, strict=True):
+        ids = torch.tensor([text.ids])
+        p = warmed(base.model(ids).logits[0], 0.7)
+        hidden = base.read(ids, base.new_cache(len(text.ids)))[0]
+        for t in range(text.positions):
+            start = text.boundary - 1 + t
+            for k in range(3):
+                at = start + 2 + k
+                if at >= len(text.ids):
+                    assert math.isnan(chances[t, k, 0])
+                    continue
+                x = text.ids[at]
+                q = warmed(head.output_head(k).logits(head.blocks[k](hidden[start], None)), 1.3)[x]
+                assert chances[t, k, 0] == pytest.approx(min(1.0, float(q / p[at - 1, x])), rel=1e-3)
+
+
+def test_chances_do_not_depend_on_the_batch(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, texts = fitted(base), answered(base, 0.7, 8, copies=2)
+    plan = ChancePlan(siblings=Siblings.WITH_REPLACEMENT, width=3)
+    together = text_chances(base, head, texts, WARM, plan)
+    monkeypatch.setattr(replay_texts, "BUDGET", 1)
+    monkeypatch.setattr(text_pass, "BUDGET", 1000)
+    for a, b in zip(together, text_chances(base, head, texts, WARM, plan), strict=True):
+        assert np.allclose(a, b, rtol=1e-4, equal_nan=True)
+
+
+def test_a_draft_vocabulary_misses_the_tokens_outside_it(base: BaseModel) -> None:
+    texts = answered(base, 0.7, 20)
+    head = MedusaConfig(num_heads=2, draft_vocab_size=100).build(base, torch.arange(100)).eval()
+    for siblings in Siblings:
+        plan = ChancePlan(siblings=siblings, width=2)
+        for text, chances in zip(texts, text_chances(base, head, texts, WARM, plan), strict=True):
+            outside = np.array(text.ids[text.boundary + 1 :]) >= 100
+            assert outside.any() and (chances[outside, 0] == 0).all()
+            assert siblings is Siblings.DETERMINISTIC or (chances[~outside, 0, 0] > 0).all()
+
+
+def test_more_trials_and_deeper_trees_accept_more(base: BaseModel) -> None:
+    head, texts = fitted(base), answered(base, 0.7, 30)
+    plan = ChancePlan(siblings=Siblings.WITHOUT_REPLACEMENT, width=3)
+    found = text_chances(base, head, texts, WARM, plan)
+    means = [replay(found, TokenTree.expansion(w)).mean_accepted_tokens for w in ([1], [2], [3], [3, 2], [3, 2, 2])]
+    assert means == sorted(means) and means[0] > 1.0 and means[-1] > means[0]
+
+
+def test_what_cannot_be_replayed_is_refused(base: BaseModel) -> None:
+    head, texts = fitted(base), answered(base, 0.0, 20)
+    chain = DraftPlan(tree=TokenTree.chain(2))
+    sampled = {"siblings": Siblings.WITH_REPLACEMENT}
+    run = replay_texts.replay_texts
+    with pytest.raises(UserError, match="'typical' cannot be replayed: it is lossy, so the text depends on"):
+        run(base, head, texts, chain, GREEDY, rule=AcceptanceRule(name="typical"))
+    block = AcceptanceRule(name="block")
+    with pytest.raises(UserError, match="block verification judges a chain as a whole"):
+        run(base, head, texts, DraftPlan(tree=TREE, **sampled), WARM, rule=block)
+    with pytest.raises(UserError, match="block verification is for chains; set width to 1"):
+        text_chances(base, head, texts, WARM, ChancePlan(rule=block, **sampled))
+    with pytest.raises(UserError, match="no text has two answer tokens"):
+        run(base, head, [Text([1, 2, 3], 2)], chain, GREEDY)
+
+
+@pytest.mark.parametrize(("made", "sampler"), [(0.0, WARM), (0.7, GREEDY), (1.5, WARM)])
+def test_texts_of_another_temperature_are_refused(base: BaseModel, made: float, sampler: Sampler) -> None:
+    texts = answered(base, made, 40, copies=4)
+    with pytest.raises(UserError, match="are no samples of the target at"):
+        replay_texts.replay_texts(base, fitted(base), texts, DraftPlan(tree=TokenTree.chain(1)), sampler)
+
+
+def test_a_drafter_without_laws_is_named(base: BaseModel) -> None:
+    class Silent(Drafter):
+        depth = 2
+        init_state = observe = draft = None  # type: ignore[assignment]
+
+    with pytest.raises(UserError, match="Silent has no laws of its own"):
+        text_chances(base, Silent(), answered(base, 0.0, 3), GREEDY, ChancePlan())
+
+
+@dataclass
+class ShadowState(DraftState):
+    read: list[list[int]]
+    """Committed tokens of every row."""
+
+
+class Shadow(StepwiseDrafter):
+    """The base itself with its logits shifted: often right, and its laws depend on the whole drafted path."""
+
+    depth, vocab_size, vocabulary = 3, 300, 300
+
+    def __init__(self, base: BaseModel) -> None:
+        self.base, self.d2t = base, torch.arange(300)
+        self.shift = 0.7 * torch.randn(300, generator=torch.Generator().manual_seed(3))
+
+    def init_state(self, batch: int) -> ShadowState:
+        return ShadowState([[] for _ in range(batch)])
+
+    def observe(
+        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+    ) -> ShadowState:
+        assert isinstance(state, ShadowState)
+        lengths = counts.tolist() if counts is not None else [tokens.shape[1]] * len(tokens)
+        return ShadowState([r + t[:n].tolist() for r, t, n in zip(state.read, tokens, lengths, strict=True)])
+
+    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> "ShadowExpansion":
+        assert isinstance(state, ShadowState)
+        return ShadowExpansion(self, [[[*row, int(token)]] for row, token in zip(state.read, last, strict=True)])
+
+
+class ShadowExpansion:
+    def __init__(self, drafter: Shadow, paths: list[list[list[int]]]) -> None:
+        self.drafter, self.paths = drafter, paths
+
+    def root(self) -> Tensor:
+        logits = [self.drafter.base.model(torch.tensor(nodes)).logits[:, -1] for nodes in self.paths]
+        return torch.stack(logits) + self.drafter.shift
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        self.paths = [
+            [[*nodes[parent], token] for token, parent in zip(row, above, strict=True)]
+            for nodes, row, above in zip(self.paths, tokens.tolist(), parents.tolist(), strict=True)
+        ]
+        return self.root()
+
+
+@torch.no_grad()
+def test_a_drafter_that_sees_its_path_is_led_along_the_text(base: BaseModel) -> None:
+    """Shadow's law before a token is the same from wherever the step started."""
+    drafter, texts = Shadow(base), answered(base, 0.7, 6)
+    plan = ChancePlan(siblings=Siblings.WITH_REPLACEMENT, sampler=Sampler(temperature=0.9), width=1)
+    for text, chances in zip(texts, text_chances(base, drafter, texts, WARM, plan), strict=True):
+        logits = base.model(torch.tensor([text.ids])).logits[0]
+        p, q = warmed(logits, 0.7), warmed(logits + drafter.shift, 0.9)
+        for t, k in product(range(text.positions), range(3)):
+            at = text.boundary + 1 + t + k
+            if at < len(text.ids):
+                x = text.ids[at]
+                assert chances[t, k, 0] == pytest.approx(min(1.0, float(q[at - 1, x] / p[at - 1, x])), rel=1e-3)
+
+
+def decoded(base: BaseModel, plan: DraftPlan, rule: AcceptanceRule, new: int, seeds: int) -> list[DecodeResult]:
+    return [
+        decode(
+            base, Shadow(base), prompt, max_new_tokens=new, plan=plan, sampler=WARM, rule=rule, seed=s, ignore_eos=True
+        )
+        for prompt in PROMPTS
+        for s in range(seeds)
+    ]
+
+
+CASES = {
+    "deterministic": (Siblings.DETERMINISTIC, TREE, "exact"),
+    "chain": (Siblings.WITH_REPLACEMENT, TokenTree.chain(3), "exact"),
+    "block": (Siblings.WITH_REPLACEMENT, TokenTree.chain(3), "block"),
+    "iid": (Siblings.WITH_REPLACEMENT, TokenTree.expansion([3, 2]), "exact"),
+    "without": (Siblings.WITHOUT_REPLACEMENT, TREE, "exact"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [c if c == "without" else pytest.param(c, marks=pytest.mark.slow) for c in CASES], ids=list(CASES)
+)
+def test_sampled_decoding_takes_the_replayed_steps(base: BaseModel, case: str) -> None:
+    """Decoding's own texts, replayed: what is left is the chance of acceptance, and it averages out."""
+    siblings, tree, name = CASES[case]
+    plan = DraftPlan(tree=tree, siblings=siblings, sampler=Sampler(temperature=0.9))
+    rule, seeds = AcceptanceRule(name=name), 3
+    results = decoded(base, plan, rule, 16, seeds)
+    prompts = [prompt for prompt in PROMPTS for _ in range(seeds)]
+    texts = [Text(prompt + result.tokens, len(prompt)) for prompt, result in zip(prompts, results, strict=True)]
+    found = replay_texts.replay_texts(base, Shadow(base), texts, plan, WARM, rule)
+    steps = np.array([len(result.steps) for result in results], dtype=float)
+    assert found.tokens == sum(s.committed for result in results for s in result.steps)
+    assert found.tokens / found.steps > 1.05, "nothing accepted proves nothing"
+    if siblings is Siblings.DETERMINISTIC:
+        assert found.steps == pytest.approx(steps.sum())
+        return
+    wanted = ChancePlan(siblings=siblings, sampler=plan.sampler, width=1 if name == "block" else 3, rule=rule, seed=1)
+    chances = text_chances(base, Shadow(base), texts, WARM, wanted)
+    expected = expected_steps([ends(a, by_trial(tree)) for a in chances])
+    assert (np.abs(expected - steps) > 1e-6).any(), "chance takes part"
+    error = float((steps - expected).std(ddof=1)) * math.sqrt(len(steps))
+    assert abs(found.steps - steps.sum()) < 4 * error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_replay_of_other_texts_predicts_decoding(base: BaseModel, case: str) -> None:
+    """Plain answers of their own, and decoding's mean: they differ by no more than the two intervals together."""
+    siblings, tree, name = CASES[case]
+    plan = DraftPlan(tree=tree, siblings=siblings, sampler=Sampler(temperature=0.9))
+    rule, new = AcceptanceRule(name=name), 24
+    results = decoded(base, plan, rule, new, 20)
+    # The plain answers must be as long as the decoded ones.
+    texts = [Text(t.ids[: t.boundary + new], t.boundary) for t in answered(base, 0.7, new, copies=30, seed=1)]
+    found = replay_texts.replay_texts(base, Shadow(base), texts, plan, WARM, rule)
+    real = replay_ends([ends_of(_taken(result, new)) for result in results])
+    assert real.mean_accepted_tokens == pytest.approx(metrics.mean_accepted_tokens(results).value)
+    assert found.interval is not None and real.interval is not None
+    error = math.hypot(*((high - low) / 3.92 for low, high in (found.interval, real.interval)))
+    assert abs(found.mean_accepted_tokens - real.mean_accepted_tokens) < 4 * error
+
+
+def _taken(result: DecodeResult, new: int) -> np.ndarray:
+    """[T] drafts that each step of a real decoding accepted; 0 where none started."""
+    accepted = np.zeros(new - 1, dtype=np.int64)
+    for step in result.steps:
+        accepted[step.position - 1] = step.committed - 1
+    return accepted
+
+
+def test_greedy_decoding_takes_exactly_the_replayed_steps(base: BaseModel) -> None:
+    head = fitted(base)
+    for prompt in PROMPTS:
+        for plan in (DraftPlan(tree=TREE), DraftPlan(tree=TREE, stop_below=0.2)):
+            real = decode(base, head, prompt, max_new_tokens=30, plan=plan, ignore_eos=True)
+            found = replay_texts.replay_texts(base, head, [Text(prompt + real.tokens, len(prompt))], plan, GREEDY)
+            assert found.steps == len(real.steps)
+            assert found.mean_accepted_tokens == metrics.mean_accepted_tokens([real]).value

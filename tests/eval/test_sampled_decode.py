@@ -1,0 +1,224 @@
+"""Sampled speculative decoding of a real small model: its law, and that a seed decides the text."""
+
+from collections import Counter, defaultdict
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+
+from drafthead.data.contracts import DecodeResult, Siblings
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.decode import decode, decode_batch
+from drafthead.eval.verify import AcceptanceRule
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import BaseConfig
+from drafthead.models.drafter import DraftPlan
+from drafthead.models.medusa import MedusaConfig, MedusaHead
+from drafthead.models.sampling import Sampler
+
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+PROMPTS = [[5, 6, 7], [250], [9, 10, 11, 12, 13, 14, 15], [100, 40]]
+KINDS = {
+    "deterministic": DraftPlan(tree=TokenTree.expansion([2, 2])),
+    "with replacement": DraftPlan(tree=TokenTree.expansion([2, 2]), siblings=Siblings.WITH_REPLACEMENT),
+    "without replacement": DraftPlan(tree=TokenTree.expansion([2, 2]), siblings=Siblings.WITHOUT_REPLACEMENT),
+    "block": DraftPlan(tree=TokenTree.chain(2), siblings=Siblings.WITH_REPLACEMENT),
+}
+LENGTH = 3
+SAMPLER = Sampler(temperature=1.0, top_k=3)
+ONE_IN = 1e-4
+"""Chance that a test of a correct decoder fails with other seeds; these are fixed."""
+
+
+@cache
+def small_base() -> BaseModel:
+    return BaseModel.load(BaseConfig(random=True, shape=SHAPE, tokenizer="builtin:tiny", dtype="float32", seed=0))
+
+
+def hidden_and_law(tokens: list[int], sampler: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
+    base = small_base()
+    hidden = base.read(torch.tensor([tokens]), base.new_cache(len(tokens)))[0, -1:]
+    return hidden[0], sampler.laws(base.logits(hidden), torch.tensor([tokens]))[0].double()
+
+
+@cache
+def law(prompt: tuple[int, ...], sampler: Sampler) -> dict[tuple[int, ...], float]:
+    """Every possible answer and its probability, by plain reading."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        longer: dict[tuple[int, ...], float] = {}
+        for answer, chance in found.items():
+            following = hidden_and_law([*prompt, *answer], sampler)[1]
+            longer |= {(*answer, int(t)): chance * float(following[t]) for t in following.nonzero()[:, 0]}
+        found = longer
+    return found
+
+
+@cache
+def fitted_head() -> MedusaHead:
+    """A head that is often right behind the prompts, but does not know their laws."""
+    head = MedusaConfig(num_heads=2).build(small_base()).eval()
+    with torch.no_grad():
+        for prompt, k in product(PROMPTS, range(2)):
+            hidden = hidden_and_law(prompt, SAMPLER)[0]
+            chances: defaultdict[int, float] = defaultdict(float)
+            for answer, chance in law(tuple(prompt), SAMPLER).items():
+                chances[answer[k + 1]] += chance
+            most = max(chances.values())
+            for token, chance in chances.items():
+                head.projections[k][token] += (6 + 6 * chance / most) * hidden / (hidden @ hidden)
+    return head
+
+
+def rule_of(kind: str) -> AcceptanceRule:
+    return AcceptanceRule(name="block" if kind == "block" else "exact")
+
+
+def answers(kind: str, seeds: list[int], batch: int) -> list[DecodeResult]:
+    """One answer per seed to the first prompt, or to all prompts in turn in a batch of several."""
+    found: list[DecodeResult] = []
+    for start in range(0, len(seeds), batch):
+        found += decode_batch(
+            small_base(),
+            fitted_head(),
+            [PROMPTS[n % len(PROMPTS)] for n in range(batch)],
+            max_new_tokens=LENGTH,
+            plan=KINDS[kind],
+            sampler=SAMPLER,
+            rule=rule_of(kind),
+            seeds=seeds[start : start + batch],
+            ignore_eos=True,
+        )
+    return found
+
+
+def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """Of a chi-square test; answers that are expected fewer than 5 times are taken together."""
+    total = counts.total()
+    assert set(counts) <= set(expected), "an answer that plain sampling cannot give"
+    rare = [answer for answer, chance in expected.items() if chance * total < 5]
+    cells = [(counts[a], expected[a] * total) for a in expected if a not in rare]
+    cells.append((sum(counts[a] for a in rare), sum(expected[a] for a in rare) * total))
+    cells = [(seen, wanted) for seen, wanted in cells if wanted > 1]
+    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
+    freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_law_in_a_batch_of_four(kind: str) -> None:
+    """Rows of different prompts and lengths, each with the law of plain sampling."""
+    results = answers(kind, list(range(560)), 4)
+    steps = [step for result in results for step in result.steps]
+    accepted = sum(step.accepted for step in steps)
+    assert 0.2 * len(steps) < accepted < 0.85 * len(steps), "drafts must be accepted and rejected"
+    for number, prompt in enumerate(PROMPTS):
+        counts = Counter(tuple(result.tokens) for result in results[number :: len(PROMPTS)])
+        assert p_value(counts, law(tuple(prompt), SAMPLER)) > ONE_IN, prompt
+
+
+def test_law_of_a_single_row() -> None:
+    counts = Counter(tuple(result.tokens) for result in answers("without replacement", list(range(160)), 1))
+    assert p_value(counts, law(tuple(PROMPTS[0]), SAMPLER)) > ONE_IN
+
+
+def test_the_tests_would_see_another_law() -> None:
+    """As many plain samples, at another temperature."""
+    other = law(tuple(PROMPTS[0]), Sampler(temperature=0.6, top_k=3))
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.tensor(list(other.values())).multinomial(160, replacement=True, generator=generator)
+    counts = Counter(list(other)[i] for i in drawn.tolist())
+    assert p_value(counts, law(tuple(PROMPTS[0]), SAMPLER)) < ONE_IN < p_value(counts, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_decides_the_text_whatever_the_batch(kind: str) -> None:
+    seeds = [11, 2**40, -3, 7]
+
+    def texts(rows: list[int], row_seeds: list[int]) -> list[list[int]]:
+        results = decode_batch(
+            small_base(),
+            fitted_head(),
+            [PROMPTS[row] for row in rows],
+            max_new_tokens=16,
+            plan=KINDS[kind],
+            sampler=Sampler(temperature=1.0, top_p=0.95),
+            rule=rule_of(kind),
+            seeds=row_seeds,
+            ignore_eos=True,
+        )
+        return [result.tokens for result in results]
+
+    together = texts([0, 1, 2, 3], seeds)
+    assert together == texts([0, 1, 2, 3], seeds)
+    assert together == [texts([row], [seeds[row]])[0] for row in range(4)]
+    assert together[::-1] == texts([3, 2, 1, 0], seeds[::-1])
+    others = texts([0, 0, 0, 0], seeds)
+    assert len({tuple(text) for text in others}) == 4, "seeds that differ"
+
+
+@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "with a head"])
+@pytest.mark.parametrize("penalty", [1.3, 0.8])
+def test_greedy_with_a_repetition_penalty_equals_generate(penalty: float, drafted: bool) -> None:
+    base, head = small_base(), fitted_head()
+    accepted, texts = 0, []
+    for prompt in PROMPTS:
+        result = decode(
+            base,
+            head if drafted else None,
+            prompt,
+            max_new_tokens=16,
+            plan=DraftPlan(tree=TokenTree.expansion([8, 4])) if drafted else None,
+            sampler=Sampler(repetition_penalty=penalty),
+            ignore_eos=True,
+        )
+        ids = torch.tensor([prompt])
+        expected = base.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=16,
+            min_new_tokens=16,
+            do_sample=False,
+            repetition_penalty=penalty,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert result.tokens == expected[0, len(prompt) :].tolist()
+        accepted += sum(step.accepted for step in result.steps)
+        texts.append(tuple(result.tokens))
+        plain = decode(base, None, prompt, max_new_tokens=16, ignore_eos=True)
+        assert plain.tokens != result.tokens or penalty < 1, "the penalty must change something"
+    assert len(set(texts)) == len(PROMPTS)
+    assert accepted > 3 or not drafted
+
+
+def test_rows_of_a_batch_have_their_own_penalties() -> None:
+    """Prompts of different lengths: what a row repeats is its own affair."""
+    sampler, plan = Sampler(temperature=0.9, repetition_penalty=1.5), KINDS["without replacement"]
+
+    def texts(rows: list[int]) -> list[list[int]]:
+        results = decode_batch(
+            small_base(),
+            fitted_head(),
+            [PROMPTS[row] for row in rows],
+            max_new_tokens=16,
+            plan=plan,
+            sampler=sampler,
+            seeds=rows,
+            ignore_eos=True,
+        )
+        return [result.tokens for result in results]
+
+    assert texts([0, 1, 2, 3]) == [texts([row])[0] for row in range(4)]

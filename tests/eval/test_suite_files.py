@@ -1,0 +1,201 @@
+"""Prompts out of the user's files and datasets: every form, and what a broken one is told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from drafthead.data.errors import UserError
+from drafthead.eval.prompts import EvalPrompt
+from drafthead.eval.suite_files import read_dataset, read_jsonl
+
+USER = {"role": "user", "content": "Hi"}
+REPLY = {"role": "assistant", "content": "Hello"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_every_form_of_a_line(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "mine.jsonl",
+        {"prompt": "One"},
+        {"messages": [SYSTEM, USER], "task": "chat"},
+        {"messages": [USER, REPLY, USER | {"content": "And?"}]},
+        {"messages": [SYSTEM, USER, USER | {"content": "And?"}]},
+        {"turns": ["Hi", "And?", "So?"]},
+        {"input_ids": [5, 0, 5]},
+    )
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n\r\n"))
+    assert read_jsonl(path) == [
+        EvalPrompt("mine", 0, [{"role": "user", "content": "One"}]),
+        EvalPrompt("chat", 1, [SYSTEM, USER]),
+        EvalPrompt("mine", 2, [USER, REPLY, {"role": "user", "content": "And?"}]),
+        EvalPrompt("mine", 3, [SYSTEM, USER], ("And?",)),
+        EvalPrompt("mine", 4, [USER], ("And?", "So?")),
+        EvalPrompt("mine", 5, [], input_ids=(5, 0, 5)),
+    ]
+
+
+def test_empty_prompts_cost_only_themselves(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", {"prompt": " "}, {"input_ids": []}, {"turns": ["Hi", ""]}, {"prompt": "fine"})
+    assert [p.turns for p in read_jsonl(path)] == [1, 1, 2, 1]
+
+
+BROKEN = [
+    ("{", "line 2 is not valid JSON"),
+    ("[" * 100_000, "line 2 is not valid JSON"),
+    ("[1]", "line 2 holds a list"),
+    ('{"text": "x"}', r"line 2 holds the keys \['text'\]"),
+    ('{"prompt": "x", "messages": []}', r"line 2 holds the keys \['messages', 'prompt'\]"),
+    ('{"prompt": 3}', "line 2 holds no text under 'prompt' but a int: 3"),
+    ('{"prompt": null}', "line 2 holds no text under 'prompt' but a NoneType"),
+    ('{"turns": []}', "line 2 holds no list of texts under 'turns'"),
+    ('{"turns": ["x", 3]}', "line 2 holds no list of texts under 'turns'"),
+    ('{"input_ids": [1, true]}', "line 2 holds no list of ids under 'input_ids'"),
+    ('{"input_ids": [1.0]}', "line 2 holds no list of ids under 'input_ids'"),
+    ('{"messages": []}', "line 2 holds no messages"),
+    ('{"messages": [{"role": "user"}]}', "line 2 holds no messages"),
+    ('{"messages": [{"role": "User", "content": "x"}]}', r"line 2 has the roles \['User'\], expected system, user"),
+    ('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}', "line 2 holds no conv"),
+    ('{"prompt": "x", "task": 3}', "line 2 has a task that is no text: a int: 3"),
+    ('{"prompt": "\\ud800"}', "line 2 holds half a character"),
+    (b'{"prompt": "caf\xe9"}', "line 2 is not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BROKEN, ids=[str(b[0])[:30] for b in BROKEN])
+def test_a_broken_line_is_named(tmp_path: Path, line: str | bytes, message: str) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(b'{"prompt": "fine"}\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    with pytest.raises(UserError, match=message):
+        read_jsonl(path)
+
+
+def test_all_broken_lines_are_listed_up_to_five(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + "3\n" * 4)
+    with pytest.raises(UserError, match=r"line 2 .*line 3 .*line 4 .*line 5 holds a int; each line must be") as error:
+        read_jsonl(path)
+    assert "more" not in str(error.value) and str(path) in str(error.value)
+    path.write_text("3\n" * 12)
+    with pytest.raises(UserError, match=r"line 5 holds a int; and 7 more; each line must be") as error:
+        read_jsonl(path)
+    assert "line 6" not in str(error.value)
+
+
+def test_no_file_and_an_empty_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot be read \(No such file"):
+        read_jsonl(tmp_path / "absent.jsonl")
+    with pytest.raises(UserError, match=r"cannot be read \(Is a directory"):
+        read_jsonl(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("\n  \n")
+    with pytest.raises(UserError, match=r'empty.jsonl is empty; each line must be \{"prompt"'):
+        read_jsonl(tmp_path / "empty.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def save(path: Path, **columns: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_dict(columns).to_parquet(str(path))
+    return path
+
+
+def test_a_dataset_folder_prefers_its_test_split(tmp_path: Path) -> None:
+    save(tmp_path / "set" / "train.parquet", category=["math"] * 9, prompt=["a"] * 9)
+    save(tmp_path / "set" / "test.parquet", category=["math", "chat"], prompt=["b", "c"])
+    assert read_dataset(str(tmp_path / "set")) == [
+        EvalPrompt("math", 0, [{"role": "user", "content": "b"}]),
+        EvalPrompt("chat", 1, [{"role": "user", "content": "c"}]),
+    ]
+    assert len(read_dataset(f"{tmp_path / 'set'}:train")) == 9
+    assert len(read_dataset(f"{tmp_path / 'set'}:train[2:4]:prompt")) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("x", EvalPrompt("d", 0, [{"role": "user", "content": "x"}])),
+        (["x", "y"], EvalPrompt("d", 0, [{"role": "user", "content": "x"}], ("y",))),
+        ([3, 4], EvalPrompt("d", 0, [], input_ids=(3, 4))),
+        ([SYSTEM, USER, REPLY], EvalPrompt("d", 0, [SYSTEM, USER])),
+        ([USER, REPLY, USER], EvalPrompt("d", 0, [USER, REPLY, USER])),
+    ],
+    ids=["text", "turns", "ids", "answered", "history"],
+)
+def test_a_column_is_read_by_what_it_holds(tmp_path: Path, value: Any, expected: EvalPrompt) -> None:
+    path = save(tmp_path / "d.parquet", number=[1], anything=[value])
+    assert read_dataset(f"{path}:train:anything") == [expected]
+
+
+def test_a_saved_dataset(tmp_path: Path) -> None:
+    one = datasets.Dataset.from_dict({"question": ["x"]})
+    one.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"dev": one, "validation": one}).save_to_disk(str(tmp_path / "two"))
+    for spec in ("one", "two", "two:dev"):
+        assert [p.messages[0]["content"] for p in read_dataset(f"{tmp_path}/{spec}")] == ["x"]
+    with pytest.raises(UserError, match="has no split 'test'; present: dev, validation"):
+        read_dataset(f"{tmp_path}/two:test")
+
+
+def test_a_hub_dataset_with_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(*parts: str, split: str) -> datasets.Dataset:
+        asked.append((parts, split))
+        return datasets.Dataset.from_dict({"prompt": ["x"]})
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr("datasets.get_dataset_split_names", lambda *parts: ["train", "test"])
+    for spec in ("user/name", "user/name/main:dev", "gsm8k"):
+        read_dataset(spec)
+    assert asked == [(("user/name",), "test"), (("user/name", "main"), "dev"), (("gsm8k",), "test")]
+
+
+def test_bad_datasets_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "d.parquet", answer=["x", "y"], number=[1, 2], when=["a", None])
+    with pytest.raises(UserError, match=r"has no column 'question'; present: answer, number, when; name one as hf:"):
+        read_dataset(f"{path}:train:question")
+    with pytest.raises(UserError, match="has no column among prompt, messages, turns, input_ids, question"):
+        read_dataset(str(path))
+    with pytest.raises(UserError, match="row 0 holds a int: 1; row 1 holds a int: 2; column 'number' must hold texts"):
+        read_dataset(f"{path}:train:number")
+    with pytest.raises(UserError, match="row 1 holds a NoneType: None; column 'when'"):
+        read_dataset(f"{path}:train:when")
+    with pytest.raises(UserError, match=r"\(split nowhere\) could not be read: ValueError: .*nowhere"):
+        read_dataset(f"{path}:nowhere:answer")
+    with pytest.raises(UserError, match="split train.* could not be read: .*no data"):
+        read_dataset(f"{save(tmp_path / 'none.parquet', prompt=[])}:train")
+    with pytest.raises(UserError, match="names a path where nothing is"):
+        read_dataset("/absent/set.parquet:train")
+    save(tmp_path / "mixed" / "train.parquet", prompt=["x"])
+    save(tmp_path / "mixed" / "test.parquet", prompt=["x"], task=["y"])
+    with pytest.raises(
+        UserError, match="could not be read: DatasetGenerationError: Couldn't cast .* column names don't"
+    ):
+        read_dataset(f"{tmp_path / 'mixed'}:test")
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(UserError, match=r"is a file, but none of .parquet, .arrow"):
+        read_dataset(f"{tmp_path / 'notes.txt'}")
+    with pytest.raises(UserError, match=r"is not hf:NAME\[:SPLIT"):
+        read_dataset("")
+
+    monkeypatch.setattr("datasets.load_dataset", lambda *parts, split: datasets.Dataset.from_dict({"prompt": []}))
+    with pytest.raises(UserError, match="dataset 'user/name' has no rows in split test; name another split"):
+        read_dataset("user/name:test")
+
+    def offline(*parts: str, **options: Any) -> None:
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr("datasets.load_dataset", offline)
+    with pytest.raises(UserError, match="dataset 'user/name' .*ConnectionError: no route to the hub; check the name"):
+        read_dataset("user/name:test")

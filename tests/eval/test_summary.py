@@ -1,0 +1,145 @@
+"""The contents of eval.json: promised keys, any number of methods, failures left out of everything."""
+
+import json
+
+import pytest
+
+from drafthead.data.contracts import DecodeResult, StepRecord
+from drafthead.eval.equality import Diagnosis, Equality
+from drafthead.eval.journal import FailedDecode
+from drafthead.eval.prompts import EvalPrompt
+from drafthead.eval.summary import Known, fastest_baseline, method_names, speedup_of, summarise
+
+NAMES = ("transformers", "drafthead", "speculative")
+SAME = Equality(same=True)
+FAILED = FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error="the prompt is too long; shorten it")
+HEADLINE_KEYS = {
+    "mean_accepted_tokens",
+    "acceptance_per_depth",
+    "ctar",
+    "tokens_per_second",
+    "decode_tokens_per_second",
+    "speedup",
+    "spec_bench",
+    "identical_outputs",
+}
+
+
+def answer(tokens: int, total_s: float, committed: int = 1) -> DecodeResult:
+    steps = [
+        StepRecord(
+            position=1 + n * committed,
+            proposed=4,
+            depth=4,
+            accepted=committed - 1,
+            committed=committed,
+            entropy=0.5 * n,
+            draft_s=0.01,
+            verify_s=0.1,
+            total_s=0.12,
+        )
+        for n in range((tokens - 1) // committed)
+    ]
+    return DecodeResult(tokens=list(range(tokens)), steps=steps, prefill_s=0.1, total_s=total_s)
+
+
+def prompts(count: int) -> list[EvalPrompt]:
+    return [EvalPrompt("math" if n % 2 else "coding", n, []) for n in range(count)]
+
+
+def test_promised_keys_and_the_faster_baseline_as_denominator() -> None:
+    results = {
+        "transformers": [answer(9, 3.0), answer(9, 2.5)],
+        "drafthead": [answer(9, 2.0), answer(9, 2.2)],
+        "speculative": [answer(9, 1.0, committed=2), answer(9, 1.1, committed=4)],
+    }
+    tie = Equality(same=False, position=4, tokens=(1, 2), margin=1e-6, near_tie=True, diagnosis=Diagnosis.TIE)
+    summary = summarise(prompts(2), results, [SAME, tie])
+    assert set(summary["tasks"]) == {"coding", "math"}
+    for group in (*summary["tasks"].values(), summary["overall"]):
+        assert set(group) == HEADLINE_KEYS | {"baseline_tokens_per_second", "methods", "hardware", "versions"}
+        assert {key: group[key] for key in HEADLINE_KEYS} == group["methods"]["speculative"]
+    overall = summary["overall"]
+    assert overall["speedup"]["vs_drafthead"] == pytest.approx(2.0)
+    assert overall["speedup"]["interval_95"] == pytest.approx([2.0, 2.0]), "against drafthead, the faster one"
+    assert fastest_baseline(overall) == ("drafthead", pytest.approx(18 / 4.2))
+    assert overall["mean_accepted_tokens"] == pytest.approx(16 / 6)
+    assert overall["baseline_tokens_per_second"] == pytest.approx({"transformers": 18 / 5.5, "drafthead": 18 / 4.2})
+    assert overall["ctar"]["1"] == 1.0 and overall["ctar"]["2"] == pytest.approx(2 / 6) and len(overall["ctar"]) == 6
+    assert overall["identical_outputs"] == {
+        "same": 1,
+        "of": 2,
+        "near_ties": [{"prompt": 1, "position": 4, "tokens": [1, 2], "margin": 1e-6, "diagnosis": "tie"}],
+        "different": [],
+    }
+    assert summary["tasks"]["coding"]["speedup"]["interval_95"] == [None, None]
+    assert summary["equality"] == {"dtype": "float32", "same": 1, "of": 2, "found": {"tie": 1}}
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+
+
+def test_any_number_of_methods() -> None:
+    results = {
+        "lookup": [answer(9, 1.5, committed=1)] * 2,
+        "transformers": [answer(9, 2.0)] * 2,
+        "speculative": [answer(9, 1.0, committed=2)] * 2,
+        "assisted": [answer(9, 4.0, committed=4)] * 2,
+    }
+    summary = summarise(prompts(2), results, {"speculative": [SAME] * 2, "lookup": [SAME] * 2})
+    assert method_names(results) == ["speculative", "lookup", "assisted"]
+    assert summary["headline"] == "speculative"
+    overall = summary["overall"]
+    assert list(overall["methods"]) == ["speculative", "lookup", "assisted"]
+    assert [speedup_of(overall, name) for name in overall["methods"]] == pytest.approx([2.0, 4 / 3, 0.5])
+    assert speedup_of(overall) == pytest.approx(2.0)
+    assert overall["methods"]["lookup"]["identical_outputs"]["of"] == 2
+    assert "identical_outputs" not in overall["methods"]["assisted"], "not compared is not the same as different"
+    assert set(summary["metrics"]) == set(overall["methods"])
+    assert summary["metrics"]["assisted"]["mean_accepted_tokens"] == 4
+    assert list(summary["explained"]) == ["transformers"]
+
+
+def test_a_summary_needs_a_baseline_and_a_method() -> None:
+    for names in (("speculative",), ("drafthead",)):
+        with pytest.raises(ValueError, match="needs one of"):
+            summarise(prompts(1), {name: [answer(9, 1.0)] for name in names}, [SAME])
+
+
+def test_failures_are_named_and_counted_nowhere() -> None:
+    whole = {name: [answer(9, 1.0), answer(9, 1.0)] for name in NAMES}
+    broken = {name: [FAILED, FAILED, *row] for name, row in whole.items()}
+    numbered = [EvalPrompt("lost", 7, []), EvalPrompt("math", 8, []), *prompts(2)]
+    different = Equality(same=False, position=5, diagnosis=Diagnosis.STOP)
+    summary = summarise(numbered, broken, [different, different, SAME, SAME])
+    message = "the prompt is too long; shorten it"
+    assert summary["failed"] == [
+        {"prompt": 7, "task": "lost", "message": message},
+        {"prompt": 8, "task": "math", "message": message},
+    ]
+    expected = summarise(prompts(2), whole, [SAME, SAME])
+    for key in ("overall", "metrics", "by_position", "by_entropy", "explained", "equality"):
+        assert summary[key] == expected[key]
+    assert summary["tasks"]["math"] == expected["tasks"]["math"]
+    assert summary["tasks"]["lost"]["mean_accepted_tokens"] is None
+    json.dumps(summary, allow_nan=False)
+
+
+def test_an_unexplained_difference_is_no_near_tie() -> None:
+    results = {name: [answer(9, 1.0)] for name in NAMES}
+    ended = Equality(same=False, position=5, diagnosis=Diagnosis.STOP)
+    outputs = summarise(prompts(1), results, [ended])["overall"]["identical_outputs"]
+    assert outputs["near_ties"] == []
+    assert outputs["different"] == [
+        {"prompt": 0, "position": 5, "tokens": None, "margin": None, "diagnosis": "one answer ends early"}
+    ]
+
+
+def test_the_turns_of_a_conversation_are_one_spec_bench_question() -> None:
+    chat = EvalPrompt("chat", 3, [], later_turns=("And then?",))
+    results = {name: [answer(9, 1.0), answer(17, 4.0)] for name in NAMES}
+    different = Equality(same=False, position=2, tokens=(1, 2), margin=3.0, diagnosis=Diagnosis.CACHE)
+    known = Known(retokenised=len, turns=[0, 1])
+    summary = summarise([chat, chat], results, [SAME, different], known)
+    assert summary["overall"]["spec_bench"]["tokens_per_second"] == pytest.approx(26 / 5.0)
+    assert summary["metrics"]["speculative"]["spec_bench_tokens_per_second"] == pytest.approx(26 / 5.0)
+    (entry,) = summary["overall"]["identical_outputs"]["different"]
+    assert (entry["prompt"], entry["turn"], entry["diagnosis"]) == (3, 1, "cache fault")

@@ -1,0 +1,93 @@
+"""Trees chosen by tokens per second on measured costs: calibration by either method, chains, shapes, cross-fitting."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval import calibrate
+from drafthead.eval.latency import StepCosts
+from drafthead.eval.replay import by_trial, chances_of, replay
+from drafthead.eval.tree_choice import Machine, best, best_chain, cross_fitted, shape_candidates
+
+COSTS = StepCosts(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
+
+
+def independent_ranks(positions: int, seed: int = 0) -> np.ndarray:
+    """Ranks whose law depends on the draft position only."""
+    generator = np.random.default_rng(seed)
+    laws = [[0.5, 0.2, 0.1, 0.2], [0.4, 0.2, 0.1, 0.3], [0.3, 0.1, 0.1, 0.5]]
+    drawn = np.stack([generator.choice(4, p=law, size=positions) for law in laws], 1)
+    drawn[drawn == 3] = calibrate.WIDTH
+    for k in range(3):
+        drawn[positions - k :, k] = -1
+    return drawn
+
+
+@pytest.mark.parametrize("method", ["search", "sequoia"])
+def test_the_tree_with_most_tokens_a_second_is_chosen(method: str) -> None:
+    """On drafts that are independent both methods find the same worth, and their models agree with replay."""
+    answers = [independent_ranks(400, seed) for seed in range(5)]
+    found = calibrate.calibrate(answers, COSTS, method=method)
+    assert found.method == method and found.expected_speedup == max(s for _, _, s in found.curve)
+    tokens = replay([chances_of(a) for a in answers], found.tree).mean_accepted_tokens
+    assert found.expected_tokens == pytest.approx(tokens)
+    plain = COSTS.verify_at(1) + COSTS.overhead
+    step = COSTS.verify_at(len(found.tree)) + COSTS.overhead + COSTS.draft
+    assert found.expected_speedup == pytest.approx(tokens * plain / step)
+    assert set(found.methods) == {"search", "sequoia"}
+    for summary in found.methods.values():
+        assert summary["model_tokens"] == pytest.approx(summary["expected_tokens"], rel=0.05)
+        assert summary["expected_speedup"] == pytest.approx(found.expected_speedup, rel=0.03)
+
+
+def test_dearer_verification_makes_a_smaller_tree() -> None:
+    answers = [independent_ranks(400)]
+    dear = replace(COSTS, verify={1: 0.01, 64: 0.64})
+    assert len(calibrate.calibrate(answers, dear).tree) < len(calibrate.calibrate(answers, COSTS).tree)
+
+
+@pytest.mark.parametrize("method", ["search", "sequoia"])
+def test_dearer_levels_make_a_shallower_tree(method: str) -> None:
+    answers = [independent_ranks(400)]
+    cheap = calibrate.calibrate(answers, replace(COSTS, draft_by_depth=[0.0, 0.0, 0.0, 0.0]), method)
+    dear = calibrate.calibrate(answers, replace(COSTS, draft_by_depth=[0.0, 0.0, 0.01, 0.02]), method)
+    assert dear.tree.depth == 1 < cheap.tree.depth
+
+
+def test_the_best_chain_may_be_none() -> None:
+    chances = [chances_of(independent_ranks(400))]
+    cheap = best_chain(chances, Machine(COSTS))
+    assert [c.tree.depth for c in cheap] == [0, 1, 2, 3] and cheap[0].expected_speedup == 1.0
+    assert best(cheap).tree.depth >= 1
+    assert best(best_chain(chances, Machine(replace(COSTS, draft=0.1)))).tree.depth == 0
+    by_level = Machine(replace(COSTS, draft_by_depth=[0.0, 0.0, 0.004]))
+    assert by_level.costs.draft_at(4) == pytest.approx(0.012), "levels behind the table cost what its last one does"
+
+
+def test_shape_candidates_are_chains_and_expansions() -> None:
+    shapes = shape_candidates(4, 20)
+    assert len({s.paths for s in shapes}) == len(shapes)
+    assert all(len(s) <= 20 and s.depth <= 4 for s in shapes)
+    for wanted in (TokenTree.chain(4), TokenTree.expansion([1, 1, 3]), TokenTree.expansion([4, 3])):
+        assert wanted.paths in {s.paths for s in shapes}
+
+
+@pytest.mark.parametrize("method", ["search", "sequoia"])
+def test_cross_fitting_does_not_flatter(method: str) -> None:
+    """On ranks that are noise, a tree searched on the same answers looks better than it is."""
+    answers = [chances_of(np.random.default_rng(s).integers(0, 40, size=(60, 2)), 40) for s in range(4)]
+    (fair,) = cross_fitted(answers, [9], method)
+    assert fair.mean_accepted_tokens == pytest.approx(1 + 8 / 40, abs=0.1)
+    assert fair.tokens == 240 and fair.interval is not None
+    if method == "search":
+        flattered = calibrate.METHODS[method](answers, Machine(COSTS), 9)[-1]
+        assert flattered.expected_tokens > fair.mean_accepted_tokens + 0.05
+
+
+def test_sequoia_calibrates_sampled_siblings() -> None:
+    """Chances that are no ranks; the tree's ranks are trials in order."""
+    chances = np.random.default_rng(0).dirichlet([3, 2, 1, 2], size=(300, 2))[:, :, :3]
+    found = calibrate.calibrate([chances], COSTS, method="sequoia")
+    assert by_trial(found.tree) == found.tree and len(found.tree) > 1

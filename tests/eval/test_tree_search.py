@@ -1,0 +1,141 @@
+"""Tree search against all trees of small sizes, and Sequoia's program against brute force under its own model."""
+
+from itertools import combinations
+from time import perf_counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.replay import chances_of, ends, visits
+from drafthead.eval.tree_search import first_accepted, search, search_visited, sequoia
+
+
+def accepted(ranks: np.ndarray, tree: TokenTree) -> float:
+    """Mean drafts accepted over all positions."""
+    table = ends(chances_of(ranks), tree)
+    return float((table @ np.arange(table.shape[1])).mean())
+
+
+def all_trees(drafts: int, depth: int, width: int) -> list[TokenTree]:
+    """Every tree of that many drafts whose nodes' children are their first trials."""
+    paths = [()]
+    level = [()]
+    for _ in range(depth):
+        level = [(*p, r) for p in level for r in range(width)]
+        paths += level
+    return [
+        TokenTree.from_paths(list(chosen))
+        for chosen in combinations(paths[1:], drafts)
+        if all((p[:-1] == () or p[:-1] in chosen) and (p[-1] == 0 or (*p[:-1], p[-1] - 1) in chosen) for p in chosen)
+    ]
+
+
+def modelled(tree: TokenTree, acceptance: np.ndarray) -> float:
+    """Expected tokens a step when trial b at depth d is the accepted one with probability ``acceptance[d, b]``."""
+    return sum(float(np.prod([acceptance[d, b] for d, b in enumerate(path)])) for path in tree.paths)
+
+
+def test_search_finds_the_best_tree_of_each_size() -> None:
+    """Against all trees of up to 4 nodes on skewed ranks, with enough data that the prior is small."""
+    generator = np.random.default_rng(0)
+    first = generator.choice(4, p=[0.4, 0.3, 0.2, 0.1], size=4000)
+    # The second draft is right mostly after the second candidate: a product of marginals cannot see that.
+    second = np.where(first == 1, 0, generator.integers(1, 4, size=4000))
+    ranks = np.stack([first, second], 1)
+    order = search([chances_of(ranks, 3)], 4)
+    every = [(a,) for a in range(3)] + [(a, b) for a in range(3) for b in range(3)]
+    for size in (1, 2, 3, 4):
+        best = max(
+            accepted(ranks, TokenTree.from_paths(list(c)))
+            for c in combinations(every, size)
+            if all(p[:-1] in c or len(p) == 1 for p in c)
+        )
+        assert accepted(ranks, order.tree(size)) == pytest.approx(best)
+    assert order.paths[:2] == [(0,), (1,)] and order.paths[2] == (1, 0)
+    assert order.values == sorted(order.values, reverse=True)
+
+
+def test_search_counts_positions_by_weight() -> None:
+    ranks = np.array([[0], [1], [1], [2]])
+    chances = [chances_of(ranks, 3)]
+    assert search(chances, 1).paths == [(1,)]
+    assert search(chances, 1, [np.array([0.0, 0.0, 0.0, 5.0])]).paths == [(2,)]
+
+
+def test_search_visited_weighs_where_steps_start() -> None:
+    """Rank 2 is right only behind a rejection, which the chain's positions seldom show."""
+    ranks = np.tile(np.array([[0, 0], [0, 1], [1, 2]]), (50, 1))
+    chances = [chances_of(ranks, 3)]
+    order = search_visited(chances, 3)
+    started = visits([ends(chances[0], order.tree(3))])
+    assert order.paths == search(chances, 3, started).paths
+
+
+acceptances = st.integers(0, 2**32 - 1).map(
+    # Rows sum to less than 1, in no order: a later trial may be accepted more often than an earlier one.
+    lambda seed: np.random.default_rng(seed).dirichlet([0.7] * 4, size=3)[:, :3]
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(acceptances, st.integers(0, 5), st.integers(0, 3))
+def test_sequoia_is_the_best_of_all_trees(acceptance: np.ndarray, drafts: int, depth: int) -> None:
+    found = sequoia(acceptance, 6, 3)
+    trees = all_trees(drafts, depth, 3)
+    if not trees:
+        assert np.isneginf(found.expected[depth, drafts + 1])
+        with pytest.raises(ValueError, match=f"no tree of {drafts + 1} nodes and at most {depth} drafts"):
+            found.tree(drafts + 1, depth)
+        return
+    tree = found.tree(drafts + 1, depth)
+    assert len(tree) == drafts + 1 and tree.depth <= depth
+    assert modelled(tree, acceptance) == pytest.approx(max(modelled(t, acceptance) for t in trees))
+    assert found.expected[depth, drafts + 1] == pytest.approx(modelled(tree, acceptance))
+
+
+@settings(max_examples=30, deadline=None)
+@given(acceptances, st.integers(2, 20))
+def test_sequoia_is_never_worse_than_greedy_under_its_own_model(acceptance: np.ndarray, nodes: int) -> None:
+    """Medusa's greedy search: of the next sibling and the first child of every node, add the likeliest."""
+    paths: set[tuple[int, ...]] = {()}
+    while len(paths) < nodes:
+        options = {(*p, sum(q[:-1] == p and q != () for q in paths)) for p in paths if len(p) < 3}
+        options = {p for p in options if p[-1] < 3}
+        paths.add(max(sorted(options), key=lambda p: np.prod([acceptance[d, b] for d, b in enumerate(p)])))
+    greedy = modelled(TokenTree.from_paths(list(paths)), acceptance)
+    assert sequoia(acceptance, nodes, 3).expected[3, nodes] >= greedy - 1e-12
+
+
+def test_sequoia_looks_behind_an_unlikely_trial() -> None:
+    """The second trial is worth nothing but is the way to the third: greedy never gets there."""
+    acceptance = np.array([[0.3, 0.01, 0.6], [0.1, 0.01, 0.01]])
+    assert set(sequoia(acceptance, 4, 2).tree(4, 2).paths) == {(), (0,), (1,), (2,)}
+
+
+def test_sequoia_takes_acceptance_of_one_level_for_all() -> None:
+    one = np.array([0.6, 0.2])
+    assert np.array_equal(sequoia(one, 8, 4).expected, sequoia(np.tile(one, (4, 1)), 8, 4).expected)
+    with pytest.raises(ValueError, match="known for 2 draft positions, asked for 3"):
+        sequoia(np.tile(one, (2, 1)), 8, 3)
+
+
+def test_a_trial_that_is_never_accepted_makes_no_infeasible_tree_feasible() -> None:
+    expected = sequoia(np.zeros((2, 2)), 8, 2).expected
+    assert not np.isnan(expected).any()
+    assert np.isneginf(expected[1, 4:]).all() and (expected[2, 1:8] == 1.0).all() and np.isneginf(expected[2, 8])
+
+
+def test_sequoia_is_fast_enough_to_calibrate_with() -> None:
+    started = perf_counter()
+    sequoia(np.random.default_rng(0).dirichlet([1.0] * 11, size=8)[:, :10], 64, 8)
+    assert perf_counter() - started < 1.0
+
+
+def test_acceptance_is_measured_where_a_node_is_reached() -> None:
+    ranks = np.array([[0, 1], [1, 1], [5, 0], [0, -1]])
+    acceptance = first_accepted([chances_of(ranks, 2)])
+    # The third position never gets to the second draft, the fourth has none.
+    assert np.allclose(acceptance, [[0.5, 0.25], [0.0, 1.0]])

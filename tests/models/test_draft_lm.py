@@ -1,0 +1,164 @@
+"""A draft model of the base's layers: the same numbers as the base, labels in the right place, and a run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from drafthead.data.contracts import NO_DOCUMENT, FeatureSpec, TrainBatch
+from drafthead.data.errors import UserError
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.decode import decode, decode_batch
+from drafthead.models.base import BaseModel
+from drafthead.models.draft_lm import DraftLM, DraftLMConfig
+from drafthead.models.drafter import DraftPlan
+from drafthead.models.fused import fuse_modules
+from drafthead.models.losses import LossConfig
+from drafthead.models.unpack import copy_weights, fresh_copy
+
+TinyBase = Callable[..., BaseModel]
+PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
+
+
+def batch(base: BaseModel) -> TrainBatch:
+    """Two documents and padding in one row."""
+    ids = torch.randint(0, base.vocab_size, (1, 24), generator=torch.Generator().manual_seed(0))
+    return TrainBatch(
+        input_ids=ids,
+        position_ids=torch.tensor([[*range(10), *range(11), 0, 0, 0]]),
+        document_ids=torch.tensor([[0] * 10 + [1] * 11 + [NO_DOCUMENT] * 3]),
+        loss_mask=torch.ones(1, 24, dtype=torch.bool),
+        row_ids=torch.zeros(1, dtype=torch.int64),
+    )
+
+
+def reference_loss(head: DraftLM, base: BaseModel, data: TrainBatch) -> tuple[float, int]:
+    """Cross-entropy of x_{t+2} given its document up to x_{t+1}, token by token, by the base cut to the same layers."""
+    total, count = 0.0, 0
+    for start, end in ((0, 10), (10, 21)):
+        document = data.input_ids[:, start:end]
+        trunk = head._trunk.model
+        with torch.no_grad():
+            logits = head.teacher.logits(trunk.model(input_ids=document, use_cache=False).last_hidden_state)[0]
+        for t in range(document.shape[1] - 2):
+            total -= float(logits[t + 1].log_softmax(-1)[document[0, t + 2]])
+            count += 1
+    return total, count
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
+def test_all_layers_make_the_base(tiny_base: TinyBase, architecture: str) -> None:
+    """Weights read back from packed layers, masks and positions: any fault shows."""
+    base = tiny_base(architecture)
+    head = DraftLMConfig(num_layers=3).build(base).eval()
+    data = batch(base)
+    wanted = base.features(data, FeatureSpec()).final
+    torch.testing.assert_close(head.hidden_states(data), wanted, rtol=1e-4, atol=1e-4)
+    result = decode(base, head, PROMPTS[0], max_new_tokens=31, ignore_eos=True)
+    assert [step.accepted for step in result.steps] == [5] * 5
+
+
+def test_packed_weights_are_read_back_exactly(tiny_base: TinyBase) -> None:
+    settings = tiny_base("qwen2").model.config
+    stock = fresh_copy(tiny_base("qwen2").model.model.layers[1], settings, 0)
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            parameter.normal_()  # norms and biases too, which start as ones and zeros
+    wanted = {name: parameter.detach().clone() for name, parameter in stock.named_parameters()}
+    fused = nn.ModuleList([stock])
+    assert fuse_modules(fused) == 7
+    again = fresh_copy(tiny_base("qwen2").model.model.layers[0], settings, 0)
+    copy_weights(fused[0], again)
+    for name, parameter in again.named_parameters():
+        torch.testing.assert_close(parameter.detach(), wanted[name], rtol=1e-6 if "norm" in name else 0.0, atol=0.0)
+
+
+def test_loss_is_that_of_the_next_token_but_one(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head, data = DraftLMConfig(num_layers=2, num_tokens=3).build(base), batch(base)
+    out = head.loss(data, base.features(data, FeatureSpec()), LossConfig(ce=1.0, kl=0.0, decay=1.0))
+    total, count = reference_loss(head, base, data)
+    assert int(out.tokens) == count == 17
+    assert float(out.loss_sum.detach()) == pytest.approx(total, rel=1e-5)
+    torch.autograd.backward(out.loss_sum)
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
+    assert not base.embedding.requires_grad and not base.head.weight.requires_grad
+
+
+def test_the_base_is_a_perfect_student(tiny_base: TinyBase) -> None:
+    """All layers, KL only: nothing is left to learn, and every draft overlaps wholly."""
+    base, data = tiny_base(), batch(tiny_base())
+    head = DraftLMConfig(num_layers=3).build(base)
+    with torch.no_grad():
+        out = head.loss(data, base.features(data, FeatureSpec()), LossConfig(ce=0.0, kl=1.0))
+    assert float(out.loss_sum) == pytest.approx(0.0, abs=1e-4)
+    assert out.ratios()["overlap_1"].value == pytest.approx(1.0, abs=1e-5)
+
+
+def test_ranks_are_those_of_decoding(tiny_base: TinyBase) -> None:
+    """On an answer of the base itself: rank 0 up to depth k is what a chain accepts."""
+    base = tiny_base()
+    head = DraftLMConfig(num_layers=2, num_tokens=3).build(base).eval()
+    answer = decode(base, head, PROMPTS[0], max_new_tokens=60, ignore_eos=True)
+    ids = torch.tensor([PROMPTS[0] + answer.tokens])
+    places = torch.arange(ids.shape[1])[None]
+    whole = torch.ones_like(ids)
+    data = TrainBatch(
+        input_ids=ids,
+        position_ids=places,
+        document_ids=0 * whole,
+        loss_mask=whole.bool(),
+        row_ids=torch.zeros(1, dtype=torch.int64),
+    )
+    ranks = head.candidate_ranks(data, base.features(data, FeatureSpec()), top=4)[0]
+    assert ranks.shape == (72, 3) and int(ranks.max()) <= 4
+    assert (ranks[-2:, 0] == -1).all() and int(ranks[-3, 0]) >= 0
+    found = []
+    for step in (s for s in answer.steps if s.depth == 3 and s.position < 56):
+        right = ranks[len(PROMPTS[0]) + step.position - 2] == 0
+        assert int(right.cumprod(0).sum()) == step.accepted
+        found.append(step.accepted)
+    assert len(found) > 5 and max(found) > 0
+
+
+def test_greedy_text_is_plain_text(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head = DraftLMConfig(num_layers=2, num_tokens=4).build(base, torch.arange(0, 300, 2)).eval()
+    plan = DraftPlan(tree=TokenTree.expansion([3, 2, 1]))
+    plain = [decode(base, None, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS]
+    single = [decode(base, head, p, max_new_tokens=30, plan=plan, ignore_eos=True) for p in PROMPTS]
+    both = decode_batch(base, head, PROMPTS, max_new_tokens=30, plan=plan, ignore_eos=True)
+    assert [r.tokens for r in single] == [r.tokens for r in both] == plain
+    assert sum(step.accepted for r in single for step in r.steps) > 0
+
+
+def test_save_and_load(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base, data = tiny_base(), batch(tiny_base())
+    head = DraftLMConfig(num_layers=2, from_layers=[0, 1]).build(base, torch.arange(200)).eval()
+    with torch.no_grad():
+        head.get_parameter("layers.0.mlp.down_proj.weight").mul_(2)
+    head.save_pretrained(tmp_path)
+    loaded = DraftLM.from_pretrained(tmp_path, base)
+    assert torch.equal(loaded.hidden_states(data), head.hidden_states(data))
+    assert not any("base" in name or "embed" in name for name in head.state_dict())
+
+
+def test_training_renews_what_drafting_packed(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head = DraftLMConfig(num_layers=1).build(base).eval()
+    before = head._inference_model()
+    assert head._inference_model() is before
+    head.train()
+    head.eval()
+    assert head._inference_model() is not before
+
+
+def test_settings_are_checked(tiny_base: TinyBase) -> None:
+    with pytest.raises(ValueError, match="head.from_layers must name 2 layers"):
+        DraftLMConfig(from_layers=[0])
+    with pytest.raises(UserError, match=r"head.from_layers must be in \[0, 3\), got \[0, 7\]"):
+        DraftLMConfig(from_layers=[0, 7]).build(tiny_base())
+    size = DraftLMConfig(num_layers=2).size(64, 300)
+    assert size.positions == 5 and size.draft_vocab_size == 300 and size.parameters == size.trainable

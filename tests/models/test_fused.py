@@ -1,0 +1,138 @@
+"""Fused modules against the stock modules they replace, in every architecture they know."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from drafthead.data.contracts import FeatureSpec, TrainBatch
+from drafthead.data.token_tree import TokenTree
+from drafthead.models import linear
+from drafthead.models.base import BaseModel
+from drafthead.models.fused import FusedAttention, FusedMLP, FusedRMSNorm, fuse_modules
+
+TinyBase = Callable[..., BaseModel]
+RELATIVE = 1e-4
+"""Of the largest logit: float32 rounding through three layers is two orders below."""
+TREE = TokenTree(parents=(-1, 0, 0, 1, 1, 2), ranks=(0, 0, 1, 0, 1, 0))
+
+
+class _Pair:
+    """The same random weights in stock modules and in fused ones."""
+
+    def __init__(self, tiny: BaseModel) -> None:
+        shape = replace(tiny.config, prepack=False)
+        self.stock = BaseModel.load(shape)
+        generator = torch.Generator().manual_seed(1)
+        for weight in self.stock.model.parameters():
+            # Fresh norms are all ones (Gemma: zeros) and fresh biases zeros: mistakes with them would not show.
+            if weight.ndim == 1:
+                weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
+        self.fused = BaseModel(copy.deepcopy(self.stock.model), self.stock.tokenizer, replace(shape, prepack=True))
+
+    def assert_equal(self, work: Callable[[BaseModel], Tensor]) -> None:
+        stock, fused = work(self.stock), work(self.fused)
+        assert stock.shape == fused.shape
+        assert float((stock - fused).abs().max()) < RELATIVE * float(stock.abs().max())
+
+
+@pytest.fixture(params=["llama", "mistral", "qwen2", "qwen3", "gemma"])
+def pair(request: pytest.FixtureRequest, tiny_base: TinyBase) -> _Pair:
+    return _Pair(tiny_base(request.param))
+
+
+def test_every_layer_is_fused(pair: _Pair) -> None:
+    kinds = [type(module) for module in pair.fused.model.modules()]
+    assert [kinds.count(kind) for kind in (FusedAttention, FusedMLP)] == [3, 3]
+    assert kinds.count(FusedRMSNorm) == (12 if pair.stock.model.config.model_type == "qwen3" else 6)
+    assert pair.fused.prepacked == 3 * 7 + 1
+
+
+@pytest.mark.parametrize("pad_from", [0, 2**60], ids=["padded", "as_is"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("new", [1, 2, 4])
+def test_chains(pair: _Pair, monkeypatch: pytest.MonkeyPatch, batch: int, new: int, pad_from: int) -> None:
+    monkeypatch.setattr(linear, "PAD_FROM", pad_from)
+    pair.fused = BaseModel(
+        copy.deepcopy(pair.stock.model), pair.stock.tokenizer, replace(pair.stock.config, prepack=True)
+    )
+    ids = torch.randint(1, 250, (batch, 9 + new), generator=torch.Generator().manual_seed(0))
+
+    def logits(base: BaseModel) -> Tensor:
+        cache = base.new_cache(32) if batch == 1 else base.new_slots(batch, 32)
+        first = base.read(ids[:, :9], cache)
+        return base.logits(torch.cat([first, base.read(ids[:, 9:], cache)], 1))
+
+    pair.assert_equal(logits)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_trees(pair: _Pair, batch: int) -> None:
+    ids = torch.randint(1, 250, (batch, 9 + len(TREE)), generator=torch.Generator().manual_seed(0))
+
+    def logits(base: BaseModel) -> Tensor:
+        cache = base.new_cache(32) if batch == 1 else base.new_slots(batch, 32)
+        base.read(ids[:, :9], cache)
+        return base.logits(base.verify(ids[:, 9:], TREE.shape, cache))
+
+    pair.assert_equal(logits)
+
+
+def test_training_features(pair: _Pair) -> None:
+    """Packed documents, no cache, hidden states of inner layers."""
+    batch = TrainBatch(
+        input_ids=torch.arange(3, 15).view(2, 6),
+        position_ids=torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]]),
+        document_ids=torch.tensor([[0, 0, 0, 1, 1, 1], [2, 2, 2, 2, 2, 2]]),
+        loss_mask=torch.ones(2, 6, dtype=torch.bool),
+        row_ids=torch.tensor([0, 1]),
+    )
+
+    def features(base: BaseModel) -> Tensor:
+        found = base.features(batch, FeatureSpec(layers=(0, 1, 3)))
+        assert found.layers is not None
+        return torch.cat([found.final, found.layers], -1)
+
+    pair.assert_equal(features)
+
+
+def test_transformers_generate_gives_the_same_tokens(pair: _Pair) -> None:
+    ids = torch.arange(5, 12)[None]
+    outputs = [
+        base.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
+        for base in (pair.stock, pair.fused)
+    ]
+    assert outputs[0].tolist() == outputs[1].tolist()
+
+
+def test_what_is_not_an_exact_stock_module_is_left(tiny_base: TinyBase) -> None:
+    """A subclass, another attention implementation, another dtype."""
+    stock = BaseModel.load(replace(tiny_base().config, prepack=False))
+    layers = stock.model.model.layers
+    for layer in layers:
+        layer.mlp.__class__ = type("Changed", (type(layer.mlp),), {})
+    stock.model.config._attn_implementation = "eager"
+    assert fuse_modules(layers) == 0
+    assert type(layers[0].input_layernorm) is FusedRMSNorm
+    half = BaseModel.load(replace(tiny_base().config, dtype="bfloat16"))
+    assert half.prepacked == 0
+
+
+def test_queries_keys_and_values_are_one_product(tiny_base: TinyBase) -> None:
+    """Four products a layer; stock has seven."""
+    base = tiny_base()
+    calls: list[object] = []
+
+    class Count(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            calls.extend([func] if "_linear_pointwise" in str(func) else [])
+            return func(*args, **(kwargs or {}))
+
+    cache = base.new_cache(8)
+    with Count():
+        base.read(torch.tensor([[3, 4, 5]]), cache)
+    assert len(calls) == 4 * base.num_layers

@@ -1,0 +1,155 @@
+"""The union of trees against a dictionary of paths, trial by trial."""
+
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafthead.data.contracts import Proposal, Siblings
+from drafthead.data.errors import UserError
+from drafthead.data.token_tree import NO_CHILD, TokenTree, TreeShape
+from drafthead.eval.decode import decode, decode_batch
+from drafthead.models.base import BaseModel
+from drafthead.models.drafter import DraftPlan, DynamicTree
+from drafthead.models.merged import Merged, merge, side_by_side
+from drafthead.models.model_drafter import ModelDrafter, early_exit
+from drafthead.models.prompt_lookup import PromptLookup
+
+TinyBase = Callable[..., BaseModel]
+Path = tuple[int, ...]
+Trials = dict[Path, list[tuple[Path, int]]]
+"""Per path its trials in order: the path of the child, and the row of the laws."""
+PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
+VOCABULARY = 3
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[Path]:
+    """Paths of a tree of distinct siblings, in the order of its nodes."""
+    paths: list[Path] = [()]
+    for parent, token in draw(st.lists(st.tuples(st.integers(0, 6), st.integers(0, VOCABULARY - 1)), max_size=7)):
+        path = (*paths[parent % len(paths)], token)
+        if path not in paths:
+            paths.append(path)
+    return paths
+
+
+def proposal(rows: list[list[Path]], sampled: bool) -> Proposal:
+    """A proposal of these trees; the law of node n's trials is row n."""
+    width = max(map(len, rows))
+    tokens, parents = torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows), width), -1)
+    for row, paths in enumerate(rows):
+        for node, path in enumerate(paths[1:], start=1):
+            tokens[row, node], parents[row, node] = path[-1], paths.index(path[:-1])
+    shape = TreeShape.from_parents(parents)
+    law_of = torch.arange(width)[None, :, None].expand(1, -1, shape.children.shape[2])
+    return Proposal(
+        tokens=tokens,
+        shape=shape,
+        siblings=Siblings.WITH_REPLACEMENT if sampled else Siblings.DETERMINISTIC,
+        laws=torch.rand(len(rows), width, VOCABULARY) if sampled else None,
+        law_of=law_of if sampled else None,
+    )
+
+
+def trials(found: Proposal, row: int) -> Trials:
+    """What a proposal would try in one row, read off its tensors; a path has one node only."""
+    shape = found.shape
+    parents = shape.parents.expand(found.tokens.shape)[row].tolist()
+    tokens = found.tokens[row].tolist()
+    paths: dict[int, Path] = {0: ()}
+    for node in range(1, len(parents)):
+        if parents[node] >= 0:
+            paths[node] = (*paths[parents[node]], tokens[node])
+    assert len(set(paths.values())) == len(paths)
+    children = shape.children.expand(len(found.tokens), -1, -1)[row].tolist()
+    laws = torch.full_like(shape.children, -1) if found.law_of is None else found.law_of
+    law_rows = laws.expand(len(found.tokens), *shape.children.shape[1:])[row].tolist()
+    assert all(NO_CHILD not in tried[: len(tried) - tried.count(NO_CHILD)] for tried in children), "a gap"
+    return {
+        path: [(paths[c], law) for c, law in zip(children[node], law_rows[node], strict=True) if c != NO_CHILD]
+        for node, path in paths.items()
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), kinds=st.lists(st.booleans(), min_size=2, max_size=3), rows=st.integers(1, 3))
+def test_union_keeps_every_trial_and_its_law(data: st.DataObject, kinds: list[bool], rows: int) -> None:
+    parts = [proposal([data.draw(trees()) for _ in range(rows)], sampled) for sampled in kinds]
+    merged = merge(parts)
+    for row in range(rows):
+        wanted: Trials = {}
+        offset = 0
+        for part in parts:
+            for path, tried in trials(part, row).items():
+                shifted = [(child, law + offset if law >= 0 else -1) for child, law in tried]
+                wanted.setdefault(path, []).extend(shifted)
+            offset += 0 if part.laws is None else part.laws.shape[1]
+        assert trials(merged, row) == wanted
+    laws = [part.laws for part in parts if part.laws is not None]
+    assert (merged.laws is None) == (not laws)
+    if merged.laws is not None:
+        assert torch.equal(merged.laws, torch.cat(laws, 1))
+
+
+def test_equal_samples_of_one_drafter_stay_apart() -> None:
+    """Below them there may be the same samples: tried twice, they would count twice."""
+    doubled = proposal([[(), (1,), (2,), (1, 0), (2, 0)]], sampled=True)
+    doubled.tokens[0, 2] = 1  # the second sample is token 1 again
+    merged = merge([doubled, proposal([[(), (1,), (1, 0), (1, 2)]], sampled=True)])
+    assert merged.tokens.tolist() == [[0, 1, 1, 0, 0, 2]]
+    assert merged.shape.parents.tolist() == [[-1, 0, 0, 1, 2, 1]]
+    assert merged.shape.children[0, :3].tolist() == [[1, 2, 1], [3, 3, 5], [4, NO_CHILD, NO_CHILD]]
+
+
+def test_two_kinds_of_samples_are_refused() -> None:
+    with_replacement = proposal([[(), (1,)]], sampled=True)
+    other = Proposal(**{**vars(with_replacement), "siblings": Siblings.WITHOUT_REPLACEMENT})
+    with pytest.raises(UserError, match="must sample alike"):
+        merge([with_replacement, other])
+
+
+@pytest.mark.parametrize(
+    "plan", [None, DraftPlan(tree=DynamicTree(nodes=13, width=3, depth=4))], ids=["own", "dynamic"]
+)
+def test_greedy_text_is_plain_text(tiny_base: TinyBase, plan: DraftPlan | None) -> None:
+    base = tiny_base()
+    model = early_exit(base, 2, num_tokens=3)
+    merged = Merged([model, PromptLookup(4, matches=2)], [TokenTree.expansion([2, 2]), TokenTree.chain(4)])
+    plain = [decode(base, None, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS]
+    single = [decode(base, merged, p, max_new_tokens=30, plan=plan, ignore_eos=True) for p in PROMPTS]
+    batch = decode_batch(base, merged, PROMPTS, max_new_tokens=30, plan=plan, ignore_eos=True)
+    assert [r.tokens for r in single] == [r.tokens for r in batch] == plain
+    alone = [decode(base, model, p, max_new_tokens=30, ignore_eos=True) for p in PROMPTS]
+    assert sum(len(r.steps) for r in single) < sum(len(r.steps) for r in alone)
+
+
+def test_the_target_in_it_is_always_right(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    merged = Merged([early_exit(base, 1, num_tokens=2), ModelDrafter(base, num_tokens=4), PromptLookup(3)])
+    result = decode(base, merged, PROMPTS[0], max_new_tokens=31, ignore_eos=True)
+    assert [step.accepted for step in result.steps] == [4] * 6
+
+
+def test_states_stay_as_they_were(tiny_base: TinyBase) -> None:
+    merged = Merged([early_exit(tiny_base(), 2), PromptLookup()])
+    plan = DraftPlan(tree=cast(TokenTree, merged.tree))
+    state = merged.observe(merged.init_state(2), torch.tensor([[1, 2, 3, 1, 2]] * 2), None)
+    last = torch.tensor([3, 3])
+    before = merged.draft(state, last, plan).tokens
+    later = merged.observe(state, last[:, None], None)
+    merged.draft(later, last + 1, plan)
+    assert torch.equal(merged.draft(state, last, plan).tokens, before)
+    assert torch.equal(merged.draft(state.select([1]), last[:1], plan).tokens, before[:1])
+
+
+def test_refusals(tiny_base: TinyBase) -> None:
+    merged = Merged([PromptLookup(3), PromptLookup(2)])
+    assert merged.tree == side_by_side([TokenTree.chain(3), TokenTree.chain(2)]) and len(merged.tree) == 6
+    with pytest.raises(UserError, match="room for 4 nodes, but the merged drafters' trees have 6"):
+        decode(tiny_base(), merged, [1, 2], max_new_tokens=8, plan=DraftPlan(tree=TokenTree.chain(3)))
+    with pytest.raises(UserError, match="at least two drafters, got 1"):
+        Merged([PromptLookup()])

@@ -1,0 +1,107 @@
+"""Prompt lookup against a loop over the text, and its trees by hand."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafthead.data.contracts import Proposal
+from drafthead.data.errors import UserError
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.decode import decode, decode_batch
+from drafthead.models.base import BaseModel
+from drafthead.models.drafter import DraftPlan, DraftState
+from drafthead.models.prompt_lookup import PromptLookup
+
+TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=3)
+
+
+def observe(drafter: PromptLookup, texts: list[list[int]]) -> DraftState:
+    """The state after all but the last token of every text, read in two parts."""
+    state: DraftState = drafter.init_state(len(texts))
+    longest = max(map(len, texts))
+    padded = torch.tensor([[*text, *[99] * (longest - len(text))] for text in texts])
+    counts = torch.tensor([len(text) - 1 for text in texts])
+    halves = (counts // 2, counts - counts // 2)
+    state = drafter.observe(state, padded, None, halves[0])
+    rest = torch.stack([row.roll(-int(half)) for row, half in zip(padded, halves[0], strict=True)])
+    return drafter.observe(state, rest, None, halves[1])
+
+
+def draft(drafter: PromptLookup, texts: list[list[int]], plan: DraftPlan | None = None) -> Proposal:
+    assert drafter.tree is not None
+    last = torch.tensor([text[-1] for text in texts])
+    return drafter.draft(observe(drafter, texts), last, plan or DraftPlan(tree=drafter.tree))
+
+
+def paths(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
+    """The drafted paths of one row, padding left out."""
+    found: dict[int, tuple[int, ...]] = {0: ()}
+    parents = proposal.shape.parents.expand(proposal.tokens.shape[0], -1)
+    for node in range(1, proposal.tokens.shape[1]):
+        if parents[row, node] >= 0:
+            found[node] = (*found[int(parents[row, node])], int(proposal.tokens[row, node]))
+    return set(found.values()) - {()}
+
+
+def by_loop(text: list[int], num_tokens: int, max_ngram: int, newest: bool) -> tuple[int, ...]:
+    """transformers' search: longest n-gram first, first occurrence first."""
+    for size in range(min(max_ngram, len(text) - 1), 0, -1):
+        starts = [s for s in range(len(text) - size) if text[s : s + size] == text[-size:]]
+        if starts:
+            start = (starts[-1] if newest else starts[0]) + size
+            return tuple(text[start : start + num_tokens])
+    return ()
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=TEXTS, max_ngram=st.integers(1, 4), newest=st.booleans())
+def test_equals_a_loop_over_the_text(texts: list[list[int]], max_ngram: int, newest: bool) -> None:
+    proposal = draft(PromptLookup(4, max_ngram, newest=newest), texts)
+    for row, text in enumerate(texts):
+        chain = by_loop(text, 4, max_ngram, newest)
+        assert paths(proposal, row) == {chain[: n + 1] for n in range(len(chain))}
+
+
+def test_several_matches_share_their_prefix() -> None:
+    text = [1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2]
+    proposal = draft(PromptLookup(2, 2, matches=2), [text, [7, 8, 9]])
+    assert paths(proposal, 0) == {(3,), (3, 4), (3, 5)}
+    assert paths(proposal, 1) == set()
+
+
+def test_no_more_nodes_than_planned() -> None:
+    """The cache has room for the plan's nodes only; the best match comes first."""
+    text = [1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2]
+    proposal = draft(PromptLookup(2, 2, matches=2), [text], DraftPlan(tree=TokenTree.chain(2)))
+    assert paths(proposal, 0) == {(3,), (3, 4)} and proposal.tokens.shape == (1, 3)
+    assert draft(PromptLookup(), [[1, 2, 3]]).tokens.tolist() == [[3]]
+
+
+def test_states_stay_as_they_were() -> None:
+    drafter = PromptLookup(3)
+    state = observe(drafter, [[1, 2, 3, 1, 2], [4, 4, 4]])
+    last, plan = torch.tensor([2, 4]), DraftPlan(tree=TokenTree.chain(3))
+    before = drafter.draft(state, last, plan).tokens
+    drafter.observe(state, torch.tensor([[2, 9], [4, 9]]), None, torch.tensor([2, 1]))
+    assert torch.equal(drafter.draft(state, last, plan).tokens, before)
+    chosen = drafter.draft(state.select([0]), last[:1], plan).tokens
+    assert torch.equal(chosen, before[:1, : chosen.shape[1]])
+
+
+@pytest.mark.parametrize("matches", [1, 3])
+def test_greedy_text_is_plain_text(tiny_base: Callable[..., BaseModel], matches: int) -> None:
+    base, drafter = tiny_base(), PromptLookup(matches=matches)
+    prompts = [[5, 6, 7] * 4, [9], list(range(40, 70))]
+    plain = [decode(base, None, p, max_new_tokens=60, ignore_eos=True).tokens for p in prompts]
+    single = [decode(base, drafter, p, max_new_tokens=60, ignore_eos=True) for p in prompts]
+    batch = decode_batch(base, drafter, prompts, max_new_tokens=60, ignore_eos=True)
+    assert [r.tokens for r in single] == [r.tokens for r in batch] == plain
+    assert sum(step.accepted for r in single for step in r.steps) > 0
+
+
+def test_refuses_numbers_below_one() -> None:
+    with pytest.raises(UserError, match="matches of at least 1, got 0"):
+        PromptLookup(matches=0)

@@ -1,0 +1,130 @@
+"""Warped laws against the list of processors that transformers' ``generate`` builds for the same settings."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig, GenerationMixin, LlamaConfig, LlamaForCausalLM
+
+from drafthead.models.sampling import Sampler
+
+VOCABULARY = 50
+SETTINGS = {
+    "temperature": Sampler(temperature=0.7),
+    "plain": Sampler(temperature=1.0),
+    "top_k": Sampler(temperature=1.0, top_k=5),
+    "top_k beyond the vocabulary": Sampler(temperature=1.0, top_k=1000),
+    "top_p": Sampler(temperature=1.3, top_p=0.8),
+    "min_p": Sampler(temperature=1.0, min_p=0.1),
+    "typical_p": Sampler(temperature=1.0, typical_p=0.6),
+    "eta": Sampler(temperature=1.0, eta=0.02),
+    "repetition_penalty": Sampler(temperature=1.0, repetition_penalty=1.7),
+    "reward for repetition": Sampler(temperature=1.0, repetition_penalty=0.6),
+    "all": Sampler(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.9, eta=0.005, repetition_penalty=1.2),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> GenerationMixin:
+    shape = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    return LlamaForCausalLM(shape)
+
+
+def laws_of_generate(model: GenerationMixin, sampler: Sampler, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """What ``generate`` would sample from."""
+    config = GenerationConfig(
+        do_sample=True,
+        temperature=sampler.temperature,
+        top_k=sampler.top_k,
+        top_p=sampler.top_p,
+        min_p=sampler.min_p or None,
+        typical_p=sampler.typical_p,
+        eta_cutoff=sampler.eta,
+        repetition_penalty=sampler.repetition_penalty,
+    )
+    processors = model._get_logits_processor(config, input_ids_seq_length=ids.shape[1], device="cpu")
+    laws: torch.Tensor = processors(ids, logits.clone()).softmax(-1)
+    return laws
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_laws_are_those_of_generate(model: GenerationMixin, name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(6, VOCABULARY, generator=generator)
+    ids = torch.randint(0, VOCABULARY, (6, 9), generator=generator)
+    before = logits.clone()
+    found = SETTINGS[name].laws(logits, ids)
+    torch.testing.assert_close(found, laws_of_generate(model, SETTINGS[name], logits, ids), rtol=0, atol=0)
+    assert logits.equal(before), "the logits are the caller's"
+    torch.testing.assert_close(found.sum(-1), torch.ones(6))
+    if name not in ("plain", "top_k beyond the vocabulary"):
+        assert not found.allclose(logits.softmax(-1)), "the setting must do something"
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.integers(1, 8), min_size=1, max_size=4), seed=st.integers(0, 2**20))
+def test_shorter_contexts_are_padded_by_repeating(lengths: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sampler = Sampler(temperature=1.0, repetition_penalty=1.9)
+    logits = torch.randn(len(lengths), VOCABULARY, generator=generator)
+    rows = [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
+    padded = torch.stack([torch.cat([row, row[:1].expand(8 - len(row))]) for row in rows])
+    together = sampler.laws(logits, padded)
+    for number, row in enumerate(rows):
+        torch.testing.assert_close(together[number], sampler.laws(logits[number, None], row[None])[0])
+
+
+def test_temperature_0_is_the_argmax_exactly() -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0, 2.0], [float("-inf"), -1.0, -2.0, -3.0]])
+    assert Sampler().laws(logits).tolist() == [[0, 1, 0, 0], [0, 1, 0, 0]], "the first of equal ones, as argmax does"
+    penalised = Sampler(repetition_penalty=2.0).laws(logits, torch.tensor([[1], [1]]))
+    assert penalised.argmax(-1).tolist() == [2, 1]
+    assert Sampler().greedy and Sampler().plain_greedy
+    assert Sampler(repetition_penalty=2.0).greedy and not Sampler(repetition_penalty=2.0).plain_greedy
+    assert not Sampler(temperature=0.1).greedy
+
+
+def test_dtypes() -> None:
+    logits = torch.randn(2, 8)
+    sampler = Sampler(temperature=0.9, top_p=0.9, eta=0.01)
+    assert sampler.laws(logits.bfloat16()).dtype is torch.float32
+    assert sampler.laws(logits.double()).dtype is torch.float64
+
+
+def test_a_penalty_needs_the_context() -> None:
+    with pytest.raises(ValueError, match="a repetition penalty needs the tokens so far"):
+        Sampler(repetition_penalty=1.1).laws(torch.randn(1, 8))
+
+
+def test_equal_settings_are_one_key() -> None:
+    assert len({Sampler(temperature=1.0), Sampler(temperature=1.0), Sampler(temperature=1.0, top_k=2)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"temperature": -0.1}, "sampler.temperature must be at least 0 and finite, got -0.1"),
+        ({"temperature": float("nan")}, "sampler.temperature must be at least 0 and finite, got nan"),
+        ({"top_k": -1}, "sampler.top_k must be at least 0, got -1"),
+        ({"top_p": 0.0}, r"sampler.top_p must be in \(0, 1\], got 0.0"),
+        ({"min_p": 1.1}, r"sampler.min_p must be in \[0, 1\], got 1.1"),
+        ({"typical_p": 1.5}, r"sampler.typical_p must be in \(0, 1\], got 1.5"),
+        ({"eta": 1.0}, r"sampler.eta must be in \[0, 1\), got 1.0"),
+        ({"repetition_penalty": 0.0}, "sampler.repetition_penalty must be above 0 and finite, got 0.0"),
+    ],
+)
+def test_limits(setting: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampler(**setting)  # type: ignore[arg-type]
+
+
+def test_processors_made_in_inference_mode_serve_outside() -> None:
+    """They are kept, and one holds a tensor."""
+    sampler = Sampler(temperature=0.91, eta=0.0123)
+    logits = torch.randn(2, 20, requires_grad=True)
+    with torch.inference_mode():
+        sampler.laws(logits)
+    sampler.laws(logits).square().sum().backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None and logits.grad.isfinite().all()

@@ -1,0 +1,64 @@
+"""Samples of siblings against their joint law."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from drafthead.data.contracts import Siblings
+from drafthead.models.coins import DRAFT, RowCoins
+from drafthead.models.siblings import MISSING, draw_siblings
+
+CPU = torch.device("cpu")
+LAW = torch.tensor([0.4, 0.0, 0.35, 0.25])
+ROWS = 4000
+
+
+def p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of a chi-square test."""
+    statistic = ((counts - expected) ** 2 / expected).sum().double()
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2))
+
+
+def drawn(laws: torch.Tensor, count: int, kind: Siblings) -> torch.Tensor:
+    rows = laws.shape[0]
+    return draw_siblings(laws, count, kind, RowCoins(list(range(rows)), [0] * rows, DRAFT, CPU))
+
+
+def joint(kind: Siblings) -> dict[tuple[int, ...], float]:
+    """Law of two siblings."""
+    found: dict[tuple[int, ...], float] = {}
+    for first, second in product(range(4), repeat=2):
+        left = 1.0 - LAW[first].item() * (kind is Siblings.WITHOUT_REPLACEMENT)
+        allowed = kind is Siblings.WITH_REPLACEMENT or first != second
+        found[first, second] = allowed * LAW[first].item() * LAW[second].item() / left
+    return found
+
+
+@pytest.mark.parametrize("kind", [Siblings.WITH_REPLACEMENT, Siblings.WITHOUT_REPLACEMENT])
+def test_two_siblings_have_their_joint_law(kind: Siblings) -> None:
+    found = drawn(LAW.expand(ROWS, 1, 4), 2, kind)[:, 0]
+    expected = joint(kind)
+    assert sum(expected.values()) == pytest.approx(1)
+    possible = [pair for pair, chance in expected.items() if chance > 0]
+    counts = torch.tensor([int((found == torch.tensor(pair)).all(-1).sum()) for pair in possible])
+    assert counts.sum() == ROWS
+    assert p_value(counts, torch.tensor([expected[pair] * ROWS for pair in possible])) > 1e-3
+
+
+def test_every_parent_has_its_own_samples() -> None:
+    laws = torch.eye(5)[None, [3, 1]].expand(2, -1, -1)
+    assert drawn(laws, 2, Siblings.WITH_REPLACEMENT).tolist() == [[[3, 3], [1, 1]]] * 2
+
+
+def test_siblings_that_the_law_has_not_are_missing() -> None:
+    laws = torch.stack([LAW, torch.eye(4)[2], torch.full((4,), 0.25)])[None]
+    found = drawn(laws, 5, Siblings.WITHOUT_REPLACEMENT)[0]
+    assert sorted(found[0].tolist()) == [MISSING, MISSING, 0, 2, 3] and found[0, 3:].tolist() == [MISSING] * 2
+    assert found[1].tolist() == [2, *[MISSING] * 4]
+    assert sorted(found[2].tolist()) == [MISSING, 0, 1, 2, 3]
+
+
+def test_ranked_siblings_are_not_drawn() -> None:
+    with pytest.raises(ValueError, match="deterministic siblings are ranked, not drawn"):
+        drawn(LAW[None, None], 1, Siblings.DETERMINISTIC)
