@@ -1,6 +1,6 @@
 """Batched generation that keeps its batch full, against transformers' ``generate`` at the same batch size.
 
-    python benchmarks/generation.py [--batch 32] [--prompts 96] [--max-new-tokens 128]
+    python benchmarks/generation.py [--batch 32] [--prompts 96] [--max-new-tokens 128] [--json FILE]
 
 Both answer the same prompts greedily with the same prepacked modules. ``generate`` gets them sorted by length and
 left-padded, in batches; a batch lasts as long as its longest answer. One process; each way is timed ``--repeats``
@@ -8,21 +8,23 @@ times in turn, and the median is reported.
 """
 
 import argparse
-import json
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
+from common import described, entry_point
 from rich.console import Console
 from rich.table import Table
 
 from drafthead.data.chat import prompt_ids
+from drafthead.data.files import write_json
 from drafthead.data.generations import SamplerConfig
 from drafthead.data.sources import SourceConfig, load_prompts
-from drafthead.eval.speed import hardware, versions
 from drafthead.models.base import BaseModel
-from drafthead.models.base_config import EMBEDDED, BaseConfig
+from drafthead.models.base_config import EMBEDDED
 from drafthead.models.batched_generation import generate
+from drafthead.models.loading import load_base
 
 
 def ours(base: BaseModel, prompts: list[list[int]], batch: int, max_new: int, keep_features: bool) -> int:
@@ -41,8 +43,8 @@ def transformers(base: BaseModel, prompts: list[list[int]], batch: int, max_new:
     for start in range(0, len(ordered), batch):
         part = ordered[start : start + batch]
         width = max(map(len, part))
-        ids = torch.tensor([[pad] * (width - len(p)) + p for p in part])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part])
+        ids = torch.tensor([[pad] * (width - len(p)) + p for p in part], device=base.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part], device=base.device)
         out = base.model.generate(
             ids, attention_mask=mask, max_new_tokens=max_new, do_sample=False, eos_token_id=pad, pad_token_id=pad
         )
@@ -51,7 +53,7 @@ def transformers(base: BaseModel, prompts: list[list[int]], batch: int, max_new:
     return tokens
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default=EMBEDDED)
@@ -59,8 +61,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
-    base = BaseModel.load(BaseConfig(name=arguments.base))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here, for compare.py")
+    arguments = parser.parse_args(given)
+    base = load_base(arguments.base)
     source = SourceConfig(kind="embedded", name="questions")
     messages = load_prompts([source], seed=0, limit=arguments.prompts)
     prompts = [prompt_ids(base.tokenizer, m) for m in messages]
@@ -78,14 +81,16 @@ def main() -> None:
         for name, way in ways.items():
             started = perf_counter()
             tokens = way(prompts)
+            base.synchronise()
             times[name].append(perf_counter() - started)
             found[name] = {"tokens": tokens, "seconds": median(times[name])}
     for name, entry in found.items():
         entry["tokens_per_second"] = entry["tokens"] / entry["seconds"]
         table.add_row(name, f"{entry['tokens_per_second']:.0f}", str(entry["tokens"]), f"{entry['seconds']:.1f}")
     Console().print(table)
-    print(json.dumps({"batch": arguments.batch, "results": found, "hardware": hardware(), "versions": versions()}))
+    if arguments.json:
+        write_json(arguments.json, described("generation", arguments) | {"results": found})
 
 
 if __name__ == "__main__":
-    main()
+    entry_point(main)

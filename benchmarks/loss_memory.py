@@ -2,6 +2,7 @@
 
     python benchmarks/loss_memory.py                  5 heads, 128256 ids, 4096 tokens, width 256
     python benchmarks/loss_memory.py --width 4096     Llama-3-8B's width (weights and gradients alone take 21 GB)
+    python benchmarks/loss_memory.py --json FILE      write the record, for compare.py
 
 The width does not touch the [tokens, vocabulary] matrices that the chunked form avoids; the default keeps the
 projection itself small enough for a laptop. Each form runs in a process of its own and reports how far its
@@ -20,7 +21,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from common import described, entry_point
 
+from drafthead.data.files import write_json
 from drafthead.models.base import OutputHead
 from drafthead.models.losses import LossConfig, Targets, heads_loss
 
@@ -96,7 +99,7 @@ def measure(form: str, heads: int, vocabulary: int, tokens: int, width: int) -> 
     return {"bytes": memory.peak - memory.before, "seconds": time.perf_counter() - started, "loss": loss}
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=5)
@@ -104,7 +107,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--form", choices=["chunked", "plain"], help="measure one form in this process")
-    arguments = parser.parse_args()
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here, for compare.py")
+    arguments = parser.parse_args(given)
     sizes = (arguments.heads, arguments.vocabulary, arguments.tokens, arguments.width)
     if arguments.form:
         print(json.dumps(measure(arguments.form, *sizes)))
@@ -123,8 +127,9 @@ def main() -> None:
         print(f"{form:8} {found[form]['bytes'] / 1e9:6.2f} GB above weights and inputs, {found[form]['seconds']:.1f} s")
     ratio = found["plain"]["bytes"] / found["chunked"]["bytes"]
     print(f"the chunked loss needs {ratio:.1f} times less (torch {torch.__version__}, {platform.machine()})")
-    print(json.dumps({"sizes": dict(zip(("heads", "vocabulary", "tokens", "width"), sizes, strict=True)), **found}))
+    if arguments.json:
+        write_json(arguments.json, described("loss_memory", arguments) | found | {"times_less": ratio})
 
 
 if __name__ == "__main__":
-    main()
+    entry_point(main)

@@ -12,7 +12,7 @@ from drafthead.data.token_tree import TokenTree
 from drafthead.eval.verify import AcceptanceRule
 from drafthead.models.base_config import BaseConfig
 from drafthead.models.draft_head import read_tree
-from drafthead.models.drafter import Drafter, DraftPlan, DynamicTree
+from drafthead.models.drafter import AdaptiveLength, Drafter, DraftPlan, DynamicTree
 from drafthead.models.sampling import Sampler
 
 TREES = "head, chain, chain:K, expansion:1,1,3, dynamic:NODES[:WIDTH], or a tree.json"
@@ -39,13 +39,18 @@ class EvalConfig:
     """Of sampled siblings."""
     stop_below: float = 0.0
     """Nothing is drafted after a draft with less confidence (Kangaroo's threshold); 0: never stop."""
+    length: str = "constant"
+    """``constant``, or ``heuristic``: two drafts more after a step that accepted all, one less after any other."""
     sampler: Sampler = field(default_factory=Sampler)
     """The law of the output; temperature 0 is greedy decoding."""
     rule: AcceptanceRule = field(default_factory=AcceptanceRule)
     """How drafts are accepted: ``exact`` or ``block`` (lossless), ``typical`` or ``lenient`` (lossy)."""
+    merge: list[str] = field(default_factory=list)
+    """Drafters whose drafts join the head's in one tree: ``prompt_lookup:3``, ``early_exit:24``, ``model:NAME``."""
     against: list[str] = field(default_factory=list)
     """Peers in the same interleaved run, see ``eval/methods.py``: ``prompt_lookup``, ``early_exit:24``,
-    ``model:NAME``, ``hf_prompt_lookup:3``, ``hf_assisted:NAME``."""
+    ``model:NAME``, ``head+prompt_lookup:3`` (merged with the head's tree), ``hf_prompt_lookup:3``,
+    ``hf_assisted:NAME``."""
     seed: int = 0
     """Of the prompt order, sampling and the bootstrap."""
 
@@ -57,6 +62,8 @@ class EvalConfig:
         known = [kind.value for kind in Siblings]
         if self.siblings not in known:
             raise ValueError(f"eval.siblings must be one of {', '.join(known)}, got {self.siblings!r}")
+        if self.length not in ("constant", "heuristic"):
+            raise ValueError(f"eval.length must be constant or heuristic, got {self.length!r}")
         if self.draft_temperature <= 0:
             raise ValueError(f"eval.draft_temperature must be above 0, got {self.draft_temperature}")
         check_tree(self.tree)
@@ -79,6 +86,7 @@ class EvalConfig:
                 siblings=Siblings(self.siblings),
                 sampler=Sampler(temperature=self.draft_temperature),
                 stop_below=self.stop_below,
+                adaptive=AdaptiveLength(start=min(5, tree.depth)) if self.length == "heuristic" else None,
             )
         except ValueError as error:
             raise UserError(f"{error} (tree={self.tree} siblings={self.siblings})") from None

@@ -13,7 +13,7 @@ from drafthead.eval.certify import total_variation
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.equality import Equality, compare_outputs
 from drafthead.eval.latency import StepCosts
-from drafthead.eval.methods import decoders
+from drafthead.eval.methods import decoders, merged
 from drafthead.eval.probe import logit_margin, probe_tokens
 from drafthead.eval.prompts import EvalPrompt, check_ids, conversation_ids
 from drafthead.eval.report import write_report
@@ -50,7 +50,7 @@ def evaluate(
     Raises:
         UserError: an unknown suite, a tree deeper than the head, no prompt that could be decoded.
     """
-    plan = plan or config.plan(drafter)
+    drafter, plan = merged(base, drafter, plan or config.plan(drafter), config.merge)
     config.rule.check(plan.siblings, plan.tree)
     suite = load_suite(config.suite, config.limit, config.seed, config.tasks)
     timing = run_interleaved(

@@ -16,7 +16,7 @@ from drafthead.data.files import read_json_lines, write_atomic
 from drafthead.eval.config import EvalRunConfig
 from drafthead.eval.evaluate import evaluate
 from drafthead.eval.latency import measure_costs
-from drafthead.eval.methods import check_peers, is_drafter, make_drafter
+from drafthead.eval.methods import check_drafters, check_peers, is_drafter, make_drafter
 from drafthead.eval.suites import load_suite, suite_label
 from drafthead.eval.tables import console_lines, console_table, markdown_table
 from drafthead.models.base import BaseModel
@@ -30,6 +30,7 @@ def _main(cfg: DictConfig) -> None:
     config = parse(cfg, EvalRunConfig)
     load_suite(config.suite, config.limit, config.seed, config.tasks)  # a wrong name fails before the model loads
     check_peers(config.against)
+    check_drafters(config.merge)
     display = Display()
     with display.stage(f"head {config.head}"):
         base, drafter, plan = _load(config)

@@ -135,8 +135,7 @@ class Session:
             proposal = self.drafter.draft(self.state, self.last, plan, coins)
         self.base.synchronise()
         drafted = perf_counter()
-        hidden = self.base.verify(proposal.tokens, proposal.shape, self.cache)
-        logits = self.base.logits(hidden)
+        hidden, logits = self.base.verify_logits(proposal.tokens, proposal.shape, self.cache)
         choices = logits.argmax(-1) if self.policy.by_argmax else None
         self.base.synchronise()
         verified = perf_counter()

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GgufConfig
 from transformers.utils import logging as transformers_logging
 
 from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
 from drafthead.data.embedded import smollm2_folder
 from drafthead.data.errors import UserError
-from drafthead.data.tiny import tiny_tokenizer
-from drafthead.data.token_tree import TokenTree, TreeShape
+from drafthead.data.token_tree import TreeShape
 from drafthead.models import attention
 from drafthead.models.base_config import EMBEDDED, BaseConfig, check_architecture, could_not_load
 from drafthead.models.fused import fuse_modules
-from drafthead.models.kv_cache import CacheShape, KVCache, RaggedCache
+from drafthead.models.kv_cache import CacheShape, KVCache, RaggedCache, TreeMasks
 from drafthead.models.linear import prepack_linears
+from drafthead.models.static_cache import StaticKVCache, StaticModel, chain_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,9 @@ class BaseModel:
         self._cache_shape = CacheShape(
             layers=self.num_layers, heads=kv_heads, head_dim=head_dim, dtype=self.dtype, device=self.device
         )
-        self._tree_masks: dict[TokenTree, Tensor] = {}
+        self._tree_masks = TreeMasks()
+        self.uses_graphs = config.graphs == "always" or (config.graphs == "auto" and self.device.type == "cuda")
+        self._static: StaticModel | None = None
         # Only the layers: other code may read the final norm's weight.
         self.prepacked = fuse_modules(self.model.model.layers) + prepack_linears(self.model) if config.prepack else 0
         self._lm_head = self.model.get_output_embeddings()
@@ -116,14 +118,14 @@ class BaseModel:
                 model = AutoModelForCausalLM.from_config(
                     config.transformers_config(), dtype=dtype, attn_implementation=implementation
                 )
-            return cls(model.to(device), _load_tokenizer(config, config.name), config)
+            return cls(model.to(device), config.load_tokenizer(config.name), config)
         folder = str(smollm2_folder(progress)) if config.name == EMBEDDED else config.name
         options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         if config.gguf_file:
             # Dequantised on load: a GGUF model that counts as quantised can neither be saved nor prepacked.
             options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
         try:
-            tokenizer = _load_tokenizer(config, folder)
+            tokenizer = config.load_tokenizer(folder)
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, attn_implementation=implementation, **options
             )
@@ -195,7 +197,13 @@ class BaseModel:
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for one row."""
-        return KVCache(self._cache_shape, capacity)
+        if not self.uses_graphs:
+            return KVCache(self._cache_shape, capacity)
+        if self._static is None:
+            # Neither holds this object, whose memory so is free as soon as it is let go.
+            head, lm_head = self.head, self._lm_head
+            self._static = StaticModel(self._cache_shape, self.model.model, lambda h: head.finish(lm_head(h)))
+        return self._static.cache(capacity)
 
     def new_slots(self, rows: int, capacity: int) -> RaggedCache:
         """An empty cache for ``rows`` rows of lengths of their own."""
@@ -208,6 +216,10 @@ class BaseModel:
         ``counts`` ([B] int64) says how many of the T tokens each row has; the rest is padding.
         """
         new = tokens_BT.shape[1]
+        if isinstance(cache, StaticKVCache) and cache.fits(new):
+            (hidden,) = cache.run(tokens_BT, chain_shape(new))
+            cache.commit(counts)
+            return hidden
         mask = None
         positions = cache.positions(torch.arange(new, device=self.device)[None])
         cache.open(new)
@@ -225,13 +237,24 @@ class BaseModel:
         ``cache.keep`` or ``cache.roll_back``.
         """
         new = tokens_BN.shape[1]
+        if isinstance(cache, StaticKVCache) and cache.fits(new) and new == len(shape):
+            return cache.run(tokens_BN, shape)[0]
         positions = cache.positions(shape.depths[:, -new:])
         cache.open(new)
         if isinstance(cache, KVCache) and shape.tree is not None and new == len(shape):
-            mask = self._tree_mask(shape.tree, shape, cache)
+            mask = self._tree_masks.mask(shape.tree, shape, cache)
         else:
             mask = cache.mask(shape.ancestors[:, -new:], self.dtype)
         return self._decoder(tokens_BN, positions, mask, cache)
+
+    @torch.inference_mode()
+    def verify_logits(self, tokens_BN: Tensor, shape: TreeShape, cache: KVCache | RaggedCache) -> tuple[Tensor, Tensor]:
+        """``verify`` and the logits after every node [B, N, V], by one graph where there are graphs."""
+        if isinstance(cache, StaticKVCache) and cache.fits(len(shape)) and tokens_BN.shape[1] == len(shape):
+            hidden, logits = cache.run(tokens_BN, shape, with_logits=True)
+            return hidden, logits
+        hidden = self.verify(tokens_BN, shape, cache)
+        return hidden, self.logits(hidden)
 
     def synchronise(self) -> None:
         """Wait for the device, so that wall-clock times are of work done."""
@@ -267,27 +290,6 @@ class BaseModel:
         hidden: Tensor = out.last_hidden_state
         return hidden
 
-    def _tree_mask(self, tree: TokenTree, shape: TreeShape, cache: KVCache) -> Tensor:
-        """``cache.mask`` of a static tree, without writing a mask in every step."""
-        nodes = len(shape)
-        wide = self._tree_masks.get(tree)
-        if wide is None or wide.shape[1] < cache.capacity + nodes:
-            # One buffer for every prefix length: the tree's block stands at the right end of a row of zeros, and a
-            # view from the right place has exactly `length` zeros before it.
-            wide = torch.zeros(nodes, cache.capacity + nodes, dtype=self.dtype, device=self.device)
-            wide[:, -nodes:].masked_fill_(~shape.ancestors[0], -torch.inf)
-            self._tree_masks[tree] = wide
-        return wide[None, None, :, wide.shape[1] - nodes - cache.length :]
-
 
 def _default_dtype(device: torch.device) -> str:
     return "float32" if device.type == "cpu" else "bfloat16"
-
-
-def _load_tokenizer(config: BaseConfig, folder: str) -> PreTrainedTokenizerBase:
-    if config.tokenizer == "builtin:tiny":
-        return tiny_tokenizer()
-    options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    if config.gguf_file and config.tokenizer is None:
-        options["gguf_file"] = config.gguf_file
-    return AutoTokenizer.from_pretrained(config.tokenizer or folder, **options)

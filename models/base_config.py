@@ -4,11 +4,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from drafthead.data.errors import UserError
+from drafthead.data.tiny import tiny_tokenizer
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+GRAPHS = ("auto", "always", "never")
 ORIGIN = ("name", "revision", "gguf_file", "tokenizer", "max_context", "random", "seed", "shape", "dtype")
 """Settings that find a base again; what a saved head may say about it."""
 EMBEDDED = "embedded:smollm2"
@@ -31,6 +33,9 @@ class BaseConfig:
     """Positions to allow; None: the model's own limit. Sliding-window models need one within the window."""
     prepack: bool = True
     """Prepack the linear layers for skinny products on a CPU (models/linear.py)."""
+    graphs: str = "auto"
+    """Passes of fixed shapes, replayed as CUDA graphs: ``auto`` does so on a GPU, ``never`` runs every pass eagerly in
+    the shape it has, ``always`` fixes the shapes on a CPU too (slower: for tests)."""
     trust_remote_code: bool = False
     random: bool = False
     """Random weights of ``shape`` instead of loading ``name``: for tests and ``debug=tiny``."""
@@ -44,6 +49,8 @@ class BaseConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"base.dtype must be one of {list(DTYPES)}, got {self.dtype!r}")
+        if self.graphs not in GRAPHS:
+            raise ValueError(f"base.graphs must be one of {list(GRAPHS)}, got {self.graphs!r}")
         if self.max_context is not None and self.max_context < 16:
             raise ValueError(f"base.max_context must be at least 16, got {self.max_context}")
         if self.random and not self.shape:
@@ -78,6 +85,15 @@ class BaseConfig:
             )
         except (OSError, ValueError) as error:
             raise UserError(could_not_load(self.name, error)) from None
+
+    def load_tokenizer(self, folder: str) -> PreTrainedTokenizerBase:
+        """The tokenizer to use with the weights in ``folder`` (or of that hub id)."""
+        if self.tokenizer == "builtin:tiny":
+            return tiny_tokenizer()
+        options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+        if self.gguf_file and self.tokenizer is None:
+            options["gguf_file"] = self.gguf_file
+        return AutoTokenizer.from_pretrained(self.tokenizer or folder, **options)
 
 
 def could_not_load(name: str, error: Exception) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.errors import UserError
+from drafthead.data.token_tree import TokenTree, TreeShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,25 @@ class KVCache:
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Keys that ``query_length`` new queries see, and their offset (transformers' name)."""
         return self.length + query_length, 0
+
+
+class TreeMasks:
+    """``KVCache.mask`` of whole static trees, without writing a mask in every step."""
+
+    def __init__(self) -> None:
+        self._wide: dict[TokenTree, Tensor] = {}
+
+    def mask(self, tree: TokenTree, shape: TreeShape, cache: KVCache) -> Tensor:
+        """The mask of ``tree``, whose shape is ``shape``, behind what is committed in ``cache``."""
+        nodes = len(shape)
+        wide = self._wide.get(tree)
+        if wide is None or wide.shape[1] < cache.capacity + nodes:
+            # One buffer for every prefix length: the tree's block stands at the right end of a row of zeros, and a
+            # view from the right place has exactly `length` zeros before it.
+            wide = torch.zeros(nodes, cache.capacity + nodes, dtype=cache.keys.dtype, device=cache.keys.device)
+            wide[:, -nodes:].masked_fill_(~shape.ancestors[0], -torch.inf)
+            self._wide[tree] = wide
+        return wide[None, None, :, wide.shape[1] - nodes - cache.length :]
 
 
 class RaggedCache:

@@ -14,8 +14,9 @@ what it buys.
 Shape legend: B batch, T time, N tree nodes, K heads, n selected positions, D width, W draft vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from drafthead.data.contracts import Features, LossOutput, TrainBatch
 from drafthead.models.base import BaseModel, OutputHead
 from drafthead.models.draft_head import DraftHead, DraftHeadConfig, HeadSize, HeadState
 from drafthead.models.drafter import DraftPlan, DraftState, last_of
+from drafthead.models.graphs import StaticCalls
 from drafthead.models.linear import PrepackedLinear, can_prepack
 from drafthead.models.losses import LossConfig, Targets, chunk_rows, heads_loss, loss_output
 
@@ -115,11 +117,24 @@ class MedusaHead(DraftHead):
             nn.Parameter(self.teacher.weight.detach().float().clone()) for _ in range(copies)
         )
         self._products: list[nn.Module] | None = None
+        self._stacks: list[tuple[Tensor, Tensor]] | None = None
+        self._static = StaticCalls(base.device) if base.uses_graphs else None
 
     def train(self, mode: bool = True) -> "MedusaHead":
-        self._products = None  # packed copies of weights that may change
+        self._forget_copies()
         super().train(mode)
         return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._forget_copies()
+        moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return moved
+
+    def _forget_copies(self) -> None:
+        """Copies of weights that may change, and graphs that read them where they are."""
+        self._products = self._stacks = None
+        if self._static is not None:
+            self._static.clear()
 
     def output_head(self, k: int) -> OutputHead:
         """The projection of head k (0-based)."""
@@ -149,20 +164,40 @@ class MedusaHead(DraftHead):
 
     def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> "_MedusaExpansion":
         assert isinstance(state, HeadState)
-        return _MedusaExpansion(self.draft_logits(state.hidden, last, plan.depth))
+        if self._static is None:
+            return _MedusaExpansion(self.draft_logits(state.hidden, last, plan.depth))
+        depth = plan.depth
+        (logits,) = self._static(depth, lambda h, x: (self.draft_logits(h, x, depth),), state.hidden, last)
+        return _MedusaExpansion(logits)
 
     @torch.inference_mode()
     def draft_logits(self, hidden: Tensor, last: Tensor, depth: int) -> Tensor:
         """Logits of the first ``depth`` heads: [B, D], [B] -> [B, depth, W]."""
         x, condition = hidden.to(self._dtype), self._condition(last)
-        stacked = torch.stack([blocks(x, condition) for blocks in self.blocks[:depth]], 1)
-        stacked = stacked.to(self.output_head(0).weight.dtype)
+        for layer, (weights, biases) in enumerate(self._stacked_blocks()):
+            read = x if layer or condition is None else torch.cat([x, condition], -1)
+            read = read.expand(depth, -1, -1) if layer == 0 else read
+            x = x + F.silu(torch.baddbmm(biases[:depth], read, weights[:depth]))
+        stacked = x.transpose(0, 1).to(self.output_head(0).weight.dtype)
         products = self._inference_products()
         if len(products) == 1:
             product = products[0](stacked)
         else:
             product = torch.stack([products[k](stacked[:, k]) for k in range(depth)], 1)
         return self.teacher.finish(product)
+
+    def _stacked_blocks(self) -> list[tuple[Tensor, Tensor]]:
+        """Per block the weights [K, in, D] and biases [K, 1, D] of all heads: drafting is then one product a block."""
+        if self._stacks is None:
+            layers = zip(*self.blocks, strict=True)
+            self._stacks = [
+                (
+                    torch.stack([block.linear.weight.detach().t() for block in blocks]),
+                    torch.stack([block.linear.bias.detach()[None] for block in blocks]),
+                )
+                for blocks in layers
+            ]
+        return self._stacks
 
     def _inference_products(self) -> list[nn.Module]:
         """The projections as layers fit for few rows, made once."""

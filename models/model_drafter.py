@@ -21,6 +21,7 @@ from drafthead.models.coins import Coins
 from drafthead.models.committed import Committed
 from drafthead.models.draft_cache import CachedExpansion, DraftCache, TextState
 from drafthead.models.drafter import DraftPlan, DraftState
+from drafthead.models.kv_cache import TreeMasks
 from drafthead.models.tree_growth import StepwiseDrafter
 
 
@@ -126,7 +127,7 @@ def with_layers(
         view.dtype = dtype
         decoder.set_input_embeddings(_CastEmbedding(decoder.get_input_embeddings(), dtype))
     view._cache_shape = replace(base._cache_shape, layers=len(layers), dtype=view.dtype)
-    view._tree_masks = {}
+    view._tree_masks, view._static = TreeMasks(), None
     view.name = f"{base.name} with {len(layers)} layers"
     return view
 

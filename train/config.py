@@ -13,7 +13,7 @@ from drafthead.data.config import parse, parse_component
 from drafthead.data.errors import UserError
 from drafthead.data.sources import iter_documents, iter_prompts
 from drafthead.eval.config import EvalConfig
-from drafthead.eval.methods import check_peers
+from drafthead.eval.methods import check_drafters, check_peers
 from drafthead.eval.suites import load_suite
 from drafthead.models.base_config import BaseConfig
 from drafthead.models.draft_head import PACKAGE, DraftHeadConfig
@@ -159,6 +159,7 @@ def preflight(run: RunConfig) -> None:
         raise UserError(f"push={run.push} needs a login: run `hf auth login` or set HF_TOKEN, or leave push out")
     load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks)
     check_peers(run.eval.against)
+    check_drafters(run.eval.merge)
     for source in run.data.text.sources:
         whole = source.kind in FILES
         if _is_empty(iter_documents(source, max_characters=None if whole else 1), whole):

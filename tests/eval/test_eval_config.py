@@ -32,6 +32,14 @@ def test_trees_by_name(head: MedusaHead, tmp_path: Path) -> None:
     assert EvalConfig().plan(head).tree == head.tree
 
 
+def test_length(head: MedusaHead) -> None:
+    assert EvalConfig().plan(head).adaptive is None
+    adaptive = EvalConfig(length="heuristic").plan(head).adaptive
+    assert adaptive is not None and adaptive.start == 3
+    with pytest.raises(ValueError, match="constant or heuristic, got 'x'"):
+        EvalConfig(length="x")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -1,0 +1,201 @@
+"""Compare two records of one benchmark: every number, its change, and whether that is worse.
+
+    python benchmarks/compare.py OLD.json NEW.json [--limit 5] [--only 'costs.verify.*']
+
+Reads what decode.py, generation.py and loss_memory.py write with --json, or any nested numbers. Which direction is
+better is told from the names on the way to a number, the innermost first (numbers as names are passed over), by how
+they end:
+
+  lower is better    _s, _ms, seconds, bytes, verify, verify_ratio, draft, draft_by_depth, overhead, handling_growth
+  higher is better   tokens_per_second, ratio_to_fastest_plain, mean_accepted_tokens, times_less, same
+
+Other numbers (sizes, counts, intervals) are shown, but never called worse. A number that only one file has is listed.
+
+Exit code: 0; 1 when a number got worse by more than the limit; 2 when the files cannot be compared.
+"""
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from common import entry_point
+from rich.console import Console
+from rich.table import Table
+
+from drafthead.data.errors import UserError
+from drafthead.data.files import read_json
+
+LOWER = (
+    *("_s", "_ms", "seconds", "bytes"),
+    *("verify", "verify_ratio", "draft", "draft_by_depth", "overhead", "handling_growth"),
+)
+HIGHER = ("tokens_per_second", "ratio_to_fastest_plain", "mean_accepted_tokens", "times_less", "same")
+DESCRIPTION = ("benchmark", "date", "arguments", "hardware", "versions")
+"""Entries of a record that say what was measured, and are no measurements."""
+DECISIVE = ("cpu", "cores", "torch_threads", "gpu")
+"""Of the hardware, what must be equal; the kernel keeps a varying part of the memory for itself."""
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One number of both records."""
+
+    path: Names
+    old: float
+    new: float
+
+    @property
+    def percent(self) -> float:
+        """Change relative to the old value."""
+        if self.old == self.new:
+            return 0.0
+        return 100 * (self.new - self.old) / abs(self.old) if self.old else math.copysign(math.inf, self.new)
+
+    def verdict(self, limit: float) -> str:
+        """ "worse" or "better" by more than ``limit`` percent, or nothing."""
+        gain = direction(self.path) * self.percent
+        return "worse" if gain < -limit else "better" if gain > limit else ""
+
+
+def direction(path: Names) -> int:
+    """1 where higher is better, -1 where lower is, 0 where neither is known."""
+    for name in reversed(path):
+        if name.isdigit():
+            continue
+        if name.endswith(HIGHER):
+            return 1
+        if name.endswith(LOWER):
+            return -1
+    return 0
+
+
+def numbers(value: Any, path: Names = ()) -> Iterator[tuple[Names, float]]:
+    """Every number in a record with the names that lead to it; truth values and descriptions are none."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if path or name not in DESCRIPTION:
+                yield from numbers(inner, (*path, str(name)))
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for place, inner in enumerate(value):
+            yield from numbers(inner, (*path, str(place)))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path, float(value)
+
+
+def check_comparable(old: Mapping[str, Any], new: Mapping[str, Any], force: bool) -> None:
+    """Refuse records of different things.
+
+    Raises:
+        UserError: different benchmarks; different or unknown hardware, unless ``force``.
+    """
+    if old.get("benchmark") != new.get("benchmark"):
+        raise UserError(f"these are different benchmarks: {old.get('benchmark')} and {new.get('benchmark')}")
+    if force:
+        return
+    for name, record in (("first", old), ("second", new)):
+        if not isinstance(record.get("hardware"), Mapping):
+            raise UserError(f"the {name} file does not say its hardware; pass --force to compare all the same")
+    differing = [
+        f"{key} {old['hardware'].get(key)} and {new['hardware'].get(key)}"
+        for key in DECISIVE
+        if old["hardware"].get(key) != new["hardware"].get(key)
+    ]
+    if differing:
+        raise UserError(
+            f"measured on different hardware ({'; '.join(differing)}); pass --force to compare all the same"
+        )
+
+
+def notes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What else differs between the two runs: arguments, versions, and numbers that only one has."""
+    found = []
+    for part in ("arguments", "versions"):
+        before, after = dict(old.get(part) or {}), dict(new.get(part) or {})
+        for key in sorted((before.keys() | after.keys()) - {"json"}):
+            if before.get(key) != after.get(key):
+                found.append(f"{part}: {key} was {before.get(key)}, is {after.get(key)}")
+    found += [f"only in the first file: {name}" for name in _missing(old, new)]
+    found += [f"only in the second file: {name}" for name in _missing(new, old)]
+    return found
+
+
+def _missing(of: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Numbers that ``other`` does not have; a whole part that it lacks is one entry."""
+    there = {path for path, _ in numbers(other)}
+    lost = [path for path, _ in numbers(of) if path not in there]
+    parts = [path[0] for path in lost if path[0] not in other]
+    single = [".".join(path) for path in lost if path[0] in other]
+    return [f"{part} ({parts.count(part)} numbers)" for part in dict.fromkeys(parts)] + single
+
+
+def changes(old: Any, new: Any, only: str = "*") -> list[Change]:
+    """The numbers that both have, in the new file's order.
+
+    Raises:
+        UserError: there is none.
+    """
+    before = dict(numbers(old))
+    found = [
+        Change(path, before[path], value)
+        for path, value in numbers(new)
+        if path in before and fnmatchcase(".".join(path), only)
+    ]
+    if not found:
+        raise UserError(f"the files have no number in common that {only!r} names; is each a benchmark's --json?")
+    return found
+
+
+def main(given: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path, help="record to compare with")
+    parser.add_argument("new", type=Path, help="record to judge")
+    parser.add_argument("--limit", type=float, default=5.0, metavar="PERCENT", help="tolerated change (default 5)")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="dotted names to compare, as 'against.*'")
+    parser.add_argument("--force", action="store_true", help="compare although the hardware differs")
+    arguments = parser.parse_args(given)
+    if not arguments.limit >= 0:
+        raise UserError(f"--limit must be 0 or more percent, got {arguments.limit:g}")
+    old, new = read_record(arguments.old), read_record(arguments.new)
+    check_comparable(old, new, arguments.force)
+    found = changes(old, new, arguments.only)
+    table = Table(title=f"{arguments.old} against {arguments.new}")
+    table.add_column("number", overflow="fold")
+    for name in ("old", "new", "change"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    styles = {"worse": "bold red", "better": "green", "": ""}
+    verdicts = [change.verdict(arguments.limit) for change in found]
+    for change, verdict in zip(found, verdicts, strict=True):
+        cells = (f"{change.old:.4g}", f"{change.new:.4g}", f"{change.percent:+.1f} %", verdict)
+        table.add_row(".".join(change.path), *cells, style=styles[verdict])
+    console = Console(highlight=False)
+    console.print(table)
+    for line in notes(old, new):
+        console.print(line, markup=False, soft_wrap=True)
+    worse = verdicts.count("worse")
+    better = verdicts.count("better")
+    console.print(f"{len(found)} numbers: {worse} worse and {better} better by more than {arguments.limit:g} %")
+    return 1 if worse else 0
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A benchmark's JSON file.
+
+    Raises:
+        UserError: it is missing, no JSON, or no record.
+    """
+    record = read_json(path)
+    if not isinstance(record, dict):
+        raise UserError(f"{path} holds {type(record).__name__}, not a record; give a file that a benchmark wrote")
+    return record
+
+
+if __name__ == "__main__":
+    entry_point(main)

@@ -1,0 +1,229 @@
+"""What the passes of a decoding step cost, next to a plain token of transformers' ``generate``; and what part of a
+pass only moves keys, values and masks about.
+
+Shape legend: B rows, N tree nodes, P nodes of a path, H key/value heads, E head width, D width.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from statistics import median
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafthead.data.contracts import DecodeResult
+from drafthead.data.token_tree import TokenTree, TreeShape
+from drafthead.eval.baselines import transformers_generate
+from drafthead.eval.decode import decode
+from drafthead.eval.latency import StepCosts, measure_costs
+from drafthead.models.base import BaseModel
+from drafthead.models.draft_cache import rewind
+from drafthead.models.drafter import Drafter
+from drafthead.models.kv_cache import KVCache, RaggedCache
+
+ROUND = 3
+"""Repeats of ``measure_costs`` between two looks at the other ways to a token."""
+TOKENS = 8
+"""Plain tokens of each way in a round."""
+WARM = 2
+"""First steps of an answer, and first repeats, that do not count."""
+BATCH = 4
+"""Rows of the ragged cache that is timed."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainTokens:
+    """Seconds of one plain token, medians; all after the same context, in the same run as v(n)."""
+
+    verify_s: float
+    """v(1): our pass over one token, logits and argmax included, without the loop."""
+    plain_s: float
+    """A whole step of our plain loop."""
+    transformers_s: float
+    """A token of transformers' ``generate`` over our modules."""
+    stock_s: float
+    """The same over stock modules: transformers' own linear layers and attention."""
+
+    @property
+    def fastest(self) -> tuple[str, float]:
+        """The fastest way to one token, which v(n) is divided by: name and seconds."""
+        ways = {
+            "our pass over one token": self.verify_s,
+            "generate over our modules": self.transformers_s,
+            "generate over stock modules": self.stock_s,
+        }
+        name = min(ways, key=lambda way: ways[way])
+        return name, ways[name]
+
+
+def load_stock(base: BaseModel) -> BaseModel:
+    """The same model as transformers makes it, for ``generate`` only: its own linear layers and attention."""
+    stock = BaseModel.load(replace(base.config, prepack=False), base.device)
+    stock.model.set_attn_implementation("sdpa")
+    return stock
+
+
+def measure_steps(
+    base: BaseModel,
+    stock: BaseModel,
+    drafter: Drafter,
+    *,
+    context: int,
+    repeats: int,
+    sizes: Sequence[int],
+    on_progress: Progress,
+) -> tuple[StepCosts, PlainTokens]:
+    """v(n), c and o of ``measure_costs`` and the plain ways to a token, in rounds that take turns."""
+    rounds = -(-repeats // ROUND)
+    found: list[StepCosts] = []
+    plain: dict[str, list[float]] = {"plain_s": [], "transformers_s": [], "stock_s": []}
+    for number in range(rounds):
+        found.append(measure_costs(base, drafter, context, ROUND, sizes))
+        # Timing does not depend on the ids.
+        ids = torch.randint(0, base.vocab_size, (found[0].context,), generator=torch.Generator().manual_seed(0))
+        never = base.vocab_size  # as EOS, an id that is never drawn
+        ways: dict[str, Callable[[], DecodeResult]] = {
+            "plain_s": partial(decode, base, None, ids.tolist(), max_new_tokens=TOKENS + 1, ignore_eos=True),
+            "transformers_s": partial(transformers_generate, base, ids.tolist(), TOKENS + 1, eos_token_id=never),
+            "stock_s": partial(transformers_generate, stock, ids.tolist(), TOKENS + 1, eos_token_id=never),
+        }
+        for name, way in ways.items():
+            plain[name] += [step.total_s for step in way().steps[WARM:]]
+        on_progress(number + 1, rounds)
+    costs = _median_costs(found)
+    seconds = {name: median(times) for name, times in plain.items()}
+    return costs, PlainTokens(verify_s=costs.verify[1], **seconds)
+
+
+def steps_record(costs: StepCosts, plain: PlainTokens) -> dict[str, Any]:
+    """For the JSON file; "costs" is what ``StepCosts.from_json`` reads."""
+    name, fastest = plain.fastest
+    return {
+        "costs": costs.to_json(),
+        "one_token": asdict(plain) | {"denominator": name},
+        "verify_ratio": {str(n): seconds / fastest for n, seconds in costs.verify.items()},
+    }
+
+
+def _median_costs(rounds: list[StepCosts]) -> StepCosts:
+    tables = [costs.draft_by_depth or [] for costs in rounds]
+    return StepCosts(
+        verify={n: median(costs.verify[n] for costs in rounds) for n in rounds[0].verify},
+        draft=median(costs.draft for costs in rounds),
+        overhead=median(costs.overhead for costs in rounds),
+        context=rounds[0].context,
+        draft_by_depth=[median(depth) for depth in zip(*tables, strict=True)] or None,
+    )
+
+
+# Keys, values and masks ----------------------------------------------------------------------------------------
+
+
+class _OnlyCache(nn.Module):
+    """Stands for the decoder's layers: hands new states to the cache, as attention does, and computes nothing."""
+
+    def __init__(self, cache: KVCache | RaggedCache, nodes: int, width: int) -> None:
+        super().__init__()
+        self.layers, rows, heads, _, head_dim = cache.keys.shape
+        self.new_BHNE = cache.keys.new_zeros(rows, heads, nodes, head_dim)
+        self.hidden_BND = cache.keys.new_zeros(rows, nodes, width)
+
+    def forward(self, *, past_key_values: KVCache | RaggedCache, **_: object) -> SimpleNamespace:
+        for layer in range(self.layers):
+            past_key_values.update(self.new_BHNE, self.new_BHNE, layer)
+        return SimpleNamespace(last_hidden_state=self.hidden_BND)
+
+
+class _Case:
+    """One kind of cache and tree after ``context`` tokens: verifies and commits, with and without the layers."""
+
+    def __init__(self, base: BaseModel, shape: TreeShape, rows: int, context: int) -> None:
+        self.base, self.shape, self.rows, nodes = base, shape, rows, len(shape)
+        capacity = context + nodes
+        self.cache: KVCache | RaggedCache = base.new_cache(capacity) if rows == 1 else base.new_slots(rows, capacity)
+        for buffer in (self.cache.keys, self.cache.values):
+            buffer.normal_()
+        self.lengths_B = torch.full((rows,), context, device=base.device)
+        self.tokens_BN = torch.zeros(rows, nodes, dtype=torch.int64, device=base.device)
+        deepest = int(shape.depths[0].argmax())
+        path_P = shape.ancestors[0, deepest].nonzero()[:, 0]
+        self.path_BP = path_P.expand(rows, -1)
+        self.counts_B = torch.full((rows,), len(path_P), device=base.device)
+        self.stand_in = _OnlyCache(self.cache, nodes, base.hidden_size)
+
+    def handling_s(self) -> float:
+        """Seconds of positions, mask, appending in every layer, and keeping the deepest path: all but the layers."""
+        decoder = self.base.model.model
+        self.base.model.model = self.stand_in
+        try:
+            return self._timed(self._verify_and_keep)
+        finally:
+            self.base.model.model = decoder
+
+    def pass_s(self) -> float:
+        """Seconds of the whole verification with logits, argmax and commit."""
+        return self._timed(lambda: self.base.logits(self._verify_and_keep()).argmax(-1))
+
+    def _verify_and_keep(self) -> Tensor:
+        hidden_BND = self.base.verify(self.tokens_BN, self.shape, self.cache)
+        self.cache.keep(self.path_BP, self.counts_B)
+        return hidden_BND
+
+    def _timed(self, work: Callable[[], Tensor]) -> float:
+        rewind(self.cache, self.lengths_B)
+        self.base.synchronise()
+        started = perf_counter()
+        work()
+        self.base.synchronise()
+        return perf_counter() - started
+
+
+@torch.inference_mode()
+def measure_handling(
+    base: BaseModel, tree: TokenTree, contexts: tuple[int, int], repeats: int, on_progress: Progress
+) -> dict[str, Any]:
+    """What handling keys and values costs in a step after a short and after a long context.
+
+    Returns:
+        "contexts", and per case: "handling_s" and "pass_s" by context, and their growth from the short to the long.
+        Cases: a static tree, a tree that changes from step to step, and a static tree in a batch.
+    """
+    short, long = _fitting(contexts, base.max_context - len(tree))
+    static = tree.shape.to(base.device)
+    kinds = {
+        "static tree": (static, 1),
+        "changing tree": (replace(static, tree=None), 1),
+        f"batch of {BATCH}": (static, BATCH),
+    }
+    cases = {(kind, n): _Case(base, *made, n) for kind, made in kinds.items() for n in (short, long)}
+    times: dict[tuple[str, int], tuple[list[float], list[float]]] = {key: ([], []) for key in cases}
+    for repeat in range(WARM + repeats):
+        for key, case in cases.items():
+            found = case.handling_s(), case.pass_s()
+            if repeat >= WARM:
+                for seconds, measured in zip(found, times[key], strict=True):
+                    measured.append(seconds)
+        on_progress(repeat + 1, WARM + repeats)
+    record: dict[str, Any] = {}
+    for kind in kinds:
+        handling, whole = ({str(n): median(times[kind, n][part]) for n in (short, long)} for part in (0, 1))
+        record[kind] = {
+            "handling_s": handling,
+            "pass_s": whole,
+            "handling_growth": handling[str(long)] / handling[str(short)],
+            "pass_growth": whole[str(long)] / whole[str(short)],
+        }
+    return {"contexts": [short, long], "nodes": len(tree), "cases": record}
+
+
+def _fitting(contexts: tuple[int, int], room: int) -> tuple[int, int]:
+    """The contexts, or smaller ones in the same proportion where the base reads less."""
+    short, long = contexts
+    fits = min(long, room)
+    return max(1, short * fits // long), fits

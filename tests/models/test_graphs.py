@@ -1,0 +1,352 @@
+"""Passes of fixed shapes against passes of the shapes at hand, and the protocol of capture and replay.
+
+On a CPU the very function that a CUDA graph captures runs eagerly; ``FakeBackend`` stands in for the capture itself.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from drafthead.data.errors import UserError
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.decode import EXACT, decode
+from drafthead.eval.session import Policy, Session
+from drafthead.models import attention
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import BaseConfig
+from drafthead.models.drafter import DraftPlan, DynamicTree
+from drafthead.models.graphs import GraphBackend, StaticCalls
+from drafthead.models.kv_cache import CacheShape
+from drafthead.models.medusa import MedusaConfig, MedusaHead
+from drafthead.models.model_drafter import ModelDrafter, early_exit
+from drafthead.models.prompt_lookup import PromptLookup
+from drafthead.models.sampling import Sampler
+from drafthead.models.static_cache import SMALLEST, STEP, StaticKVCache, StaticModel, window_for
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 300,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+}
+TREE = TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+OTHER = TokenTree.from_paths([(0,), (0, 0), (0, 1), (0, 2), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)])  # as many nodes
+SMALL = TokenTree.from_paths([(0,), (1,), (1, 0)])
+TREES = [TREE, OTHER, TREE, TokenTree.chain(0), SMALL, OTHER, TREE]
+PROMPT = [7, 3, 250, 11, 42, 5, 100, 9]
+
+
+def make(graphs: str, kind: str = "llama", device: str = "cpu", **settings: Any) -> BaseModel:
+    config = BaseConfig(
+        random=True,
+        shape={"model_type": kind, **SHAPE, **({"sliding_window": None} if kind == "mistral" else {})},
+        tokenizer="builtin:tiny",
+        dtype="float32",
+        graphs=graphs,
+        **settings,
+    )
+    return BaseModel.load(config, device)
+
+
+@pytest.fixture(scope="module")
+def bases() -> tuple[BaseModel, BaseModel]:
+    """The same weights, with passes of the shapes at hand and of fixed ones."""
+    return make("never"), make("always")
+
+
+def medusa(base: BaseModel) -> MedusaHead:
+    torch.manual_seed(1)
+    head = MedusaConfig(num_heads=3).build(base)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return head.eval()
+
+
+def test_settings(bases: tuple[BaseModel, BaseModel]) -> None:
+    with pytest.raises(ValueError, match="base.graphs must be one of .*'never'.*, got 'off'"):
+        BaseConfig(name="x", graphs="off")
+    plain, static = bases
+    assert not isinstance(plain.new_cache(8), StaticKVCache)
+    assert not make("auto").uses_graphs, "nothing changes on a CPU unless asked for"
+    assert isinstance(static.new_cache(8), StaticKVCache) and static.new_cache(8).capacity == 8
+
+
+def test_windows() -> None:
+    sizes = [window_for(n) for n in range(1, 5 * STEP)]
+    assert all(size >= n for n, size in enumerate(sizes, start=1))
+    assert sizes == sorted(sizes) and set(sizes) == {256, 512, 1024, 2048, 3072, 4096, 5120}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize("prepack", [True, False], ids=["fused", "stock"])
+def test_passes_equal_those_of_the_shapes_at_hand(kind: str, prepack: bool) -> None:
+    """Trees that switch, paths that are kept, dropped nodes and single tokens; across the edge of a window."""
+    plain, static = make("never", kind, prepack=prepack), make("always", kind, prepack=prepack)
+    caches = plain.new_cache(600), static.new_cache(600)
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> Tensor:
+        return torch.randint(0, 300, (1, count), generator=generator)
+
+    prompt = tokens(SMALLEST - 20)
+    compare([base.read(prompt, cache) for base, cache in zip((plain, static), caches, strict=True)])
+    sizes = set()
+    for step in range(14):
+        tree = TREES[step % len(TREES)]
+        ids = tokens(len(tree))
+        found = [b.verify_logits(ids, tree.shape, c) for b, c in zip((plain, static), caches, strict=True)]
+        for pair in zip(*found, strict=True):
+            compare(list(pair))
+        if step % 5 == 4:
+            for cache in caches:
+                cache.roll_back()
+        else:
+            node = len(tree) - 1 - step % 2 if len(tree) > 1 else 0
+            path = tree.ancestors[node].nonzero()[:, 0]
+            padded = torch.cat([path, torch.zeros(2, dtype=torch.int64)])[None]  # as verdicts pad
+            for cache in caches:
+                cache.keep(padded, torch.tensor([len(path)]))
+        some = tokens(3)
+        compare([b.read(some, c, torch.tensor([2])) for b, c in zip((plain, static), caches, strict=True)])
+        sizes.add(caches[1]._size)
+        assert caches[0].length == caches[1].length
+    assert sizes == {256, 512}
+    for cache in caches:
+        cache.roll_back(40)
+    compare([b.verify(ids, tree.shape, c) for b, c in zip((plain, static), caches, strict=True)])
+    assert caches[1]._size == 256
+
+
+def compare(found: list[Tensor]) -> None:
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
+
+
+def drafters(base: BaseModel) -> dict[str, tuple[Any, DraftPlan | None]]:
+    return {
+        "plain": (None, None),
+        "medusa": (medusa(base), DraftPlan(tree=SMALL)),
+        "dynamic": (medusa(base), DraftPlan(tree=DynamicTree(depth=3, width=2, nodes=6))),
+        "early exit": (early_exit(base, 1), None),
+        "draft model": (ModelDrafter(base, num_tokens=3), DraftPlan(tree=TokenTree.expansion([2, 1]))),
+        "prompt lookup": (PromptLookup(), None),
+    }
+
+
+@pytest.mark.parametrize("name", ["plain", "medusa", "dynamic", "early exit", "draft model", "prompt lookup"])
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=1.0)], ids=["greedy", "sampled"])
+def test_same_tokens(bases: tuple[BaseModel, BaseModel], name: str, sampler: Sampler) -> None:
+    answers = []
+    for base in bases:
+        drafter, plan = drafters(base)[name]
+        for _ in range(2):  # the second time over memory and passes of the first
+            result = decode(base, drafter, PROMPT, max_new_tokens=24, plan=plan, sampler=sampler, ignore_eos=True)
+            answers.append(result.tokens)
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+
+
+def test_a_text_outgrows_its_window(bases: tuple[BaseModel, BaseModel]) -> None:
+    prompt = [(7 * n) % 300 for n in range(SMALLEST - 12)]
+    answers = []
+    for base in bases:
+        head = medusa(base)
+        answers += [decode(base, d, prompt, max_new_tokens=40, ignore_eos=True).tokens for d in (None, head)]
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+
+
+class _Watch(TorchDispatchMode):
+    """Refuses what would wait for a device: reading a value, or a shape that depends on one."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(name in str(func) for name in self.WAITS), f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_never_waits_for_the_device(bases: tuple[BaseModel, BaseModel]) -> None:
+    """Not the passes, which could not be captured then, and in a greedy session nothing else in a step either."""
+    base = bases[1]
+    head = medusa(base)
+    session = Session(base, head, Policy(plan=DraftPlan(tree=SMALL), sampler=Sampler(), rule=EXACT), 1, 100)
+    session.read_prompts([PROMPT])
+    cache = session.cache
+    assert isinstance(cache, StaticKVCache)
+    lengths = [len(PROMPT)]
+    for _ in range(4):
+        with torch.inference_mode(), _Watch():
+            outcome = session.step([0], [0])
+            session.follow(outcome.tokens[:, :1], torch.tensor([1]))
+        lengths.append(lengths[-1] + int(outcome.counts) + 1)
+        assert cache._known is None
+    with pytest.raises(AssertionError, match="waits for the device"), _Watch():
+        assert cache.length  # what the test relies on: asking for the length does wait
+    assert cache.length == lengths[-1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pass_stays_on_its_device(kind: str, dtype: torch.dtype) -> None:
+    """On tensors without values: reading one, or mixing in a tensor of the CPU, is an error, as in a capture."""
+    settings = BaseConfig(random=True, shape={"model_type": kind, **SHAPE, "sliding_window": None})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            settings.transformers_config(), dtype=dtype, attn_implementation=attention.register()
+        )
+    shape = CacheShape(layers=3, heads=2, head_dim=8, dtype=dtype, device=torch.device("meta"))
+    cache = StaticModel(shape, model.model, model.lm_head).cache(300)
+    cache.length = 9
+    tree = TREE.shape.to(torch.device("meta"))
+    with torch.inference_mode():
+        hidden, logits = cache.run(torch.zeros(1, len(TREE), dtype=torch.int64, device="meta"), tree, with_logits=True)
+        cache.keep(torch.zeros(1, 4, dtype=torch.int64, device="meta"), torch.ones(1, dtype=torch.int64, device="meta"))
+    assert (hidden.shape, logits.shape, logits.dtype) == ((1, 8, 32), (1, 8, 300), dtype)
+
+
+def test_the_bound_is_looked_up_only_when_it_matters(bases: tuple[BaseModel, BaseModel]) -> None:
+    """Paths are counted as accepted in full until the text might not fit; then the true length decides."""
+    base = bases[1]
+    cache = base.new_cache(len(PROMPT) + 12 + len(TREE))
+    base.read(torch.tensor([PROMPT]), cache)
+    ids = torch.arange(len(TREE))[None]
+    for _ in range(12):
+        base.verify(ids, TREE.shape, cache)
+        cache.keep(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([1]))
+    base.verify(ids, TREE.shape, cache)
+    cache.keep(torch.tensor([[0, 1, 4]]), torch.tensor([2]))
+    with pytest.raises(UserError, match="the cache holds 28 positions but 30 are needed"):
+        base.verify(ids, TREE.shape, cache)
+
+
+def test_memory_is_lent_to_one_cache_after_the_other() -> None:
+    base = make("always")
+    first, second = base.new_cache(40), base.new_cache(40)
+    assert first._memory is not second._memory
+    memory = second._memory
+    memory.keys.fill_(torch.nan)
+    base.read(torch.tensor([PROMPT]), second)
+    del second
+    third = base.new_cache(40)
+    assert third._memory is memory and third.length == 0
+    base.read(torch.tensor([PROMPT]), third)
+    assert base.verify(torch.tensor([[4]]), TokenTree.chain(0).shape, third).isfinite().all()
+    fourth = base.new_cache(400)
+    assert fourth._memory.size == 512
+    del third, fourth
+    assert base.new_cache(30)._memory is memory, "the smallest that fits"
+
+
+def test_views_have_passes_of_their_own() -> None:
+    base = make("always")
+    cache = base.new_cache(40)
+    exit_model = early_exit(base, 1).model
+    assert exit_model._static is None
+    view = exit_model.new_cache(40)
+    assert view._model is not cache._model and view.keys.shape[0] == 1
+
+
+# Capture and replay ------------------------------------------------------------------------------------------------
+
+
+class FakeBackend(GraphBackend):
+    """A graph as the caller sees it: outputs at fixed addresses, which every replay overwrites."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.enabled = True
+        self.replays = 0
+
+    def _record(self, run: Callable[[], tuple[Tensor, ...]]) -> Any:
+        outputs = tuple(out.clone() for out in run())
+
+        def replay() -> None:
+            self.replays += 1
+            for kept, new in zip(outputs, run(), strict=True):
+                kept.copy_(new)
+
+        return replay, outputs
+
+
+@contextmanager
+def replaying(base: BaseModel, head: MedusaHead | None = None) -> Iterator[FakeBackend]:
+    backend = FakeBackend()
+    base.new_cache(8)
+    assert base._static is not None
+    base._static.backend = backend
+    if head is not None:
+        head._static._backend = backend
+    yield backend
+
+
+def test_replays_give_the_same_tokens(bases: tuple[BaseModel, BaseModel]) -> None:
+    base, wanted = make("always"), decode(bases[0], None, PROMPT, max_new_tokens=24, ignore_eos=True).tokens
+    head = medusa(base)
+    with replaying(base, head) as backend:
+        for drafter in (None, head, None, head):
+            assert decode(base, drafter, PROMPT, max_new_tokens=24, ignore_eos=True).tokens == wanted
+    assert backend.replays > 60
+
+
+def test_outputs_are_the_callers_to_keep() -> None:
+    backend = FakeBackend()
+    call = backend.capture(lambda x: (x + 1,), torch.zeros(2))
+    eager, first, second = (call(torch.full((2,), value))[0] for value in (1.0, 2.0, 3.0))
+    assert (eager.tolist(), first.tolist(), second.tolist()) == ([2.0, 2.0], [3.0, 3.0], [4.0, 4.0])
+    assert call.captured and backend.replays == 2
+    assert call(None)[0].tolist() == [4.0, 4.0], "an input that is not given stays"
+
+
+def test_a_failed_capture_warns_once_and_stays_eager(bases: tuple[BaseModel, BaseModel]) -> None:
+    base, wanted = make("always"), decode(bases[0], None, PROMPT, max_new_tokens=24, ignore_eos=True).tokens
+    head = medusa(base)
+    with replaying(base, head) as backend, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+
+        def fail(run: object) -> Any:
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+        backend._record = fail  # type: ignore[method-assign]
+        for drafter in (None, head):
+            assert decode(base, drafter, PROMPT, max_new_tokens=24, ignore_eos=True).tokens == wanted
+    assert [str(w.message) for w in caught] == ["CUDA graphs are off for this model: operation not permitted"]
+
+
+def test_a_moved_head_forgets_its_graphs() -> None:
+    base = make("always")
+    head = medusa(base)
+    assert isinstance(head._static, StaticCalls)
+    decode(base, head, PROMPT, max_new_tokens=8)
+    assert head._static._calls
+    head.double()
+    assert not head._static._calls
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma"])
+def test_cuda_graphs_give_the_tokens_of_eager_passes(kind: str) -> None:
+    plain, static = make("never", kind, "cuda"), make("auto", kind, "cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        answers = []
+        for base in (plain, static):
+            for name in ("plain", "medusa", "dynamic", "early exit", "draft model"):
+                drafter, plan = drafters(base)[name]
+                for _ in range(2):
+                    result = decode(base, drafter, PROMPT, max_new_tokens=300, plan=plan, ignore_eos=True)
+                    answers.append(result.tokens)
+    assert all(answer == answers[0] for answer in answers)
+    assert static._static is not None and static._static.backend.enabled
+    memory = static.new_cache(8)._memory
+    assert memory.passes and any(found.call.captured for found in memory.passes.values())
