@@ -195,7 +195,7 @@ def measure_handling(
         Cases: a static tree, a tree that changes from step to step, and a static tree in a batch.
     """
     short, long = _fitting(contexts, base.max_context - len(tree))
-    static = tree.shape.to(base.device)
+    static = tree.shape_on(base.device)
     kinds = {
         "static tree": (static, 1),
         "changing tree": (replace(static, tree=None), 1),

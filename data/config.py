@@ -15,7 +15,7 @@ from drafthead.data.errors import UserError
 T = TypeVar("T")
 
 
-def parse(cfg: DictConfig, schema: type[T]) -> T:
+def parse(cfg: DictConfig, wanted: type[T]) -> T:
     """Composed config -> checked dataclasses (runs every ``__post_init__``).
 
     Merged into a fresh schema because ``+key=value`` on the command line opens Hydra's own copy and would smuggle an
@@ -26,11 +26,16 @@ def parse(cfg: DictConfig, schema: type[T]) -> T:
     """
     try:
         plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        return cast(T, OmegaConf.to_object(OmegaConf.merge(_writable(OmegaConf.structured(schema)), plain)))
+        return cast(T, OmegaConf.to_object(OmegaConf.merge(schema(wanted), plain)))
     except (OmegaConfBaseException, HydraException) as error:
         raise UserError(f"config: {_one_line(error)}") from None
     except ValueError as error:
         raise UserError(f"config: {error}") from None
+
+
+def schema(found: type[Any]) -> DictConfig:
+    """A dataclass as Hydra's schema, with the nodes of frozen dataclasses open to overrides."""
+    return _writable(OmegaConf.structured(found))
 
 
 def _writable(cfg: DictConfig) -> DictConfig:
@@ -64,7 +69,7 @@ def parse_component(node: dict[str, Any], base: Any, key: str, package: str) -> 
         raise UserError(f"{key}._target_ must name a {base.__name__} under {package}*, got {target!r}")
     fields = {k: v for k, v in node.items() if k != "_target_"}
     try:
-        return OmegaConf.to_object(OmegaConf.merge(_writable(OmegaConf.structured(found)), fields))
+        return OmegaConf.to_object(OmegaConf.merge(schema(found), fields))
     except (OmegaConfBaseException, ValueError) as error:
         raise UserError(f"{key}: {_one_line(error)}") from None
 

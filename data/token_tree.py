@@ -116,6 +116,15 @@ class TokenTree:
         """The tree as tensors with one row, on the CPU."""
         return TreeShape.from_parents(torch.tensor([self.parents]), tree=self)
 
+    def shape_on(self, device: torch.device) -> "TreeShape":
+        """The same on ``device``, where it stays."""
+        return _shape_on(self, device)
+
+
+@lru_cache(maxsize=256)
+def _shape_on(tree: TokenTree, device: torch.device) -> "TreeShape":
+    return tree.shape.to(device)
+
 
 @lru_cache(maxsize=256)
 def _cut(tree: TokenTree, depth: int) -> TokenTree:

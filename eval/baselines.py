@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from drafthead.data.contracts import DecodeResult, StepRecord
+from drafthead.data.errors import UserError
 from drafthead.models.base import BaseModel
 from drafthead.models.sampling import Sampler
 
@@ -50,8 +51,11 @@ def transformers_generate(
         peer: what makes ``generate`` speculative: ``prompt_lookup_num_tokens=10``, ``assistant_model=...``.
 
     Returns:
-        The answer; a speculative peer's drafts are known by what was accepted only. What its first pass accepts,
-        together with the prompt, counts as prefill.
+        The answer. What a speculative peer proposed is not known, only what was accepted: its steps offer nothing, and
+        rates of acceptance are left out. What its first pass accepts, together with the prompt, counts as prefill.
+
+    Raises:
+        UserError: ``generate`` refuses the peer.
     """
     inputs = torch.tensor([ids], device=base.device)
     clock = _StepClock()
@@ -59,7 +63,11 @@ def transformers_generate(
         if sampler is not None and not sampler.greedy:
             torch.manual_seed(seed)
         started = perf_counter()
-        output = base.model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=clock, **peer)
+        try:
+            output = base.model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=clock, **peer)
+        except (ValueError, RuntimeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(f"transformers' generate with {sorted(peer)} failed: {reason}") from error
         tokens = output[0, len(ids) :].tolist()
         total = perf_counter() - started
     steps: list[StepRecord] = []
@@ -70,8 +78,8 @@ def transformers_generate(
             steps.append(
                 StepRecord(
                     position=position,
-                    proposed=count - 1,
-                    depth=count - 1,
+                    proposed=0,
+                    depth=0,
                     accepted=count - 1,
                     committed=count,
                     draft_s=0.0,

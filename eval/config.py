@@ -1,10 +1,12 @@
 """What an evaluation measures."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 
+from drafthead.data.config import schema
 from drafthead.data.contracts import Siblings
 from drafthead.data.errors import UserError
 from drafthead.data.files import read_json
@@ -15,7 +17,7 @@ from drafthead.models.draft_head import read_tree
 from drafthead.models.drafter import AdaptiveLength, Drafter, DraftPlan, DynamicTree
 from drafthead.models.sampling import Sampler
 
-TREES = "head, chain, chain:K, expansion:1,1,3, dynamic:NODES[:WIDTH], or a tree.json"
+TREES = "head, chain, chain:K, expansion:1-1-3, dynamic:NODES[:WIDTH], or a tree.json"
 
 
 @dataclass(kw_only=True)
@@ -31,7 +33,7 @@ class EvalConfig:
     """At most so many prompts, spread over the suite's tasks."""
     max_new_tokens: int = 128
     tree: str = "head"
-    """``head`` (calibrated on held-out answers and this machine), ``chain``, ``chain:K``, ``expansion:1,1,3``
+    """``head`` (calibrated on held-out answers and this machine), ``chain``, ``chain:K``, ``expansion:1-1-3``
     (SpecInfer), ``dynamic:NODES`` or ``dynamic:NODES:WIDTH`` (EAGLE-2), or a path to a ``tree.json``."""
     siblings: str = "deterministic"
     """``deterministic``, ``with_replacement`` or ``without_replacement``: how a node's children are drawn."""
@@ -104,7 +106,7 @@ def named_tree(name: str, drafter: Drafter) -> TokenTree | DynamicTree:
     if kind == "chain":
         return TokenTree.chain(int(detail) if detail else drafter.depth)
     if kind == "expansion":
-        return TokenTree.expansion([int(width) for width in detail.split(",")])
+        return TokenTree.expansion([int(width) for width in re.split("[-,]", detail)])
     if kind == "dynamic":
         nodes, _, width = detail.partition(":")
         return DynamicTree(nodes=int(nodes), width=int(width or 8), depth=drafter.depth)
@@ -120,7 +122,7 @@ def check_tree(name: str) -> None:
     kind, _, detail = name.partition(":")
     try:
         if kind == "expansion":
-            TokenTree.expansion([int(width) for width in detail.split(",")])
+            TokenTree.expansion([int(width) for width in re.split("[-,]", detail)])
         elif kind == "dynamic":
             nodes, _, width = detail.partition(":")
             DynamicTree(nodes=int(nodes), width=int(width or 8))
@@ -151,4 +153,4 @@ class EvalRunConfig(EvalConfig):
             raise UserError("name a head: head=outputs/NAME/head or head=user/repo")
 
 
-ConfigStore.instance().store(name="eval_schema", node=EvalRunConfig)
+ConfigStore.instance().store(name="eval_schema", node=schema(EvalRunConfig))

@@ -19,7 +19,7 @@ from drafthead.eval.session import ROOT_ONLY, Outcome, Policy, Session
 from drafthead.eval.verify import AcceptanceRule
 from drafthead.models.base import BaseModel
 from drafthead.models.coins import VERIFY, RowCoins
-from drafthead.models.drafter import Drafter, DraftPlan
+from drafthead.models.drafter import Drafter, DraftPlan, DynamicTree
 from drafthead.models.sampling import Sampler
 
 OnTokens = Callable[[list[int]], None]
@@ -95,8 +95,9 @@ def decode_batch(
 ) -> list[DecodeResult]:
     """``decode`` of several prompts at once; every row ends at its own time, and its text is that of batch 1.
 
-    The random numbers of a row depend on its seed (by default its number) and its length alone. Times of a step and
-    of the prefill are those of the whole batch; ``total_s`` ends when the row does.
+    The random numbers of a row depend on its seed (by default its number) and its length alone; so does a sampled text,
+    but near the end of the base's or a draft model's context, where the longest row bounds all drafts. Times of a step
+    and of the prefill are those of the whole batch; ``total_s`` ends when the row does.
 
     Raises:
         UserError: as ``decode``; names the prompt.
@@ -104,6 +105,14 @@ def decode_batch(
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     plan = plan or default_plan(drafter)
+    if drafter is not None and isinstance(plan.tree, DynamicTree):
+        plan = plan.at_most(drafter.depth)
+    seeds = list(seeds) if seeds is not None else list(range(len(prompts)))
+    if not prompts or len(seeds) != len(prompts) or (on_tokens and len(on_tokens) != len(prompts)):
+        raise UserError(
+            f"a batch needs prompts, and a seed and a listener for each or none, got {len(prompts)} prompts, "
+            f"{len(seeds)} seeds and {len(on_tokens or [])} listeners"
+        )
     check_drafter(base, drafter, plan, rule)
     for number, ids in enumerate(prompts):
         where = f"prompt {number} of the batch" if len(prompts) > 1 else "the prompt"
@@ -121,7 +130,6 @@ def decode_batch(
     started = perf_counter()  # allocating the cache is part of decoding, as it is in transformers' generate
     capacity = max(map(len, prompts)) + max_new_tokens + plan.nodes
     session = Session(base, drafter, Policy(plan=plan, sampler=sampler, rule=rule), len(prompts), capacity)
-    seeds = list(seeds) if seeds is not None else list(range(len(prompts)))
     first = session.read_prompts(list(prompts), RowCoins(seeds, [0] * len(prompts), VERIFY, base.device)).tolist()
     prefill_s = perf_counter() - started
     rows = [
@@ -248,6 +256,8 @@ def check_drafter(base: BaseModel, drafter: Drafter | None, plan: DraftPlan, rul
             f"the drafter's laws are over {drafter.vocab_size} ids but {base.name} has {base.vocab_size}; tell the "
             "drafter its target"
         )
+    if drafter.made_for is not None and drafter.made_for != base.fingerprint:
+        raise UserError(f"the draft head was loaded for another base than {base.name}; attach it to this one")
     if isinstance(plan.tree, TokenTree) and plan.depth > drafter.depth:
         raise UserError(
             f"the tree is {plan.depth} deep, but the drafter drafts {drafter.depth} positions; choose a shallower one"

@@ -2,28 +2,32 @@
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from drafthead.data.contracts import DecodeResult
+from drafthead.data.errors import UserError
 from drafthead.data.files import write_json
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.calibrate import Calibration, measured_with
 from drafthead.eval.certify import total_variation
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.equality import Equality, compare_outputs
+from drafthead.eval.journal import FailedDecode
 from drafthead.eval.latency import StepCosts
-from drafthead.eval.methods import decoders, merged
+from drafthead.eval.methods import decoders
 from drafthead.eval.probe import logit_margin, probe_tokens
 from drafthead.eval.prompts import EvalPrompt, check_ids, conversation_ids
 from drafthead.eval.report import write_report
 from drafthead.eval.session import Policy
-from drafthead.eval.speed import Timing, run_interleaved
+from drafthead.eval.speed import Timing, hardware, run_interleaved, versions
 from drafthead.eval.suites import load_suite
 from drafthead.eval.summary import Known, method_names, summarise
 from drafthead.models.base import BaseModel
 from drafthead.models.draft_head import DraftHead
 from drafthead.models.drafter import Drafter, DraftPlan
+from drafthead.models.merged import Merged
 
 Progress = Callable[[str, int, int], None]
 
@@ -50,19 +54,20 @@ def evaluate(
     Raises:
         UserError: an unknown suite, a tree deeper than the head, no prompt that could be decoded.
     """
-    drafter, plan = merged(base, drafter, plan or config.plan(drafter), config.merge)
+    plan = plan or config.plan(drafter)
     config.rule.check(plan.siblings, plan.tree)
     suite = load_suite(config.suite, config.limit, config.seed, config.tasks)
     timing = run_interleaved(
         suite,
         lambda prompt, answers: _ask(base, prompt, answers, config.max_new_tokens),
         decoders(base, drafter, plan, config),
-        folder / f"eval-log-{_digest(drafter, plan, config)}.jsonl",
+        folder / f"eval-log-{_digest(base, drafter, plan, config)}.jsonl",
         config.seed,
         lambda done, total: progress("decoding", done, total),
     )
+    _require_answers(timing)
     equalities: dict[str, list[Equality]] = {}
-    if config.sampler.greedy and config.rule.lossless:
+    if config.sampler.greedy:
         policy = Policy(plan=plan, sampler=config.sampler, rule=config.rule)
         equalities = _equalities(base, drafter, policy, timing)
     known = Known(
@@ -98,10 +103,19 @@ def _ask(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], max_new_
     return ids
 
 
+def _require_answers(timing: Timing) -> None:
+    results = timing.results["speculative"]
+    if all(isinstance(result, FailedDecode) for result in results):
+        first = next((r.error for r in results if isinstance(r, FailedDecode)), "the suite is empty")
+        raise UserError(f"none of {len(results)} prompts could be answered; the first: {first}")
+
+
 def _described(config: EvalConfig, plan: DraftPlan, timing: Timing) -> dict[str, Any]:
     """What was run, beside the numbers."""
-    rule: dict[str, Any] = {"name": config.rule.name, "lossless": config.rule.lossless}
-    if not config.rule.lossless:
+    # At temperature 0 every rule accepts the target's own choice and nothing else.
+    lossless = config.rule.lossless or config.sampler.greedy
+    rule: dict[str, Any] = {"name": config.rule.name, "lossless": lossless}
+    if not lossless:
         rule["total_variation"] = total_variation(config.rule, plan.siblings)
     tree: dict[str, Any] = {"nodes": plan.nodes, "spec": config.tree}
     if isinstance(plan.tree, TokenTree):
@@ -118,13 +132,22 @@ def _described(config: EvalConfig, plan: DraftPlan, timing: Timing) -> dict[str,
     }
 
 
-def _digest(drafter: Drafter, plan: DraftPlan, config: EvalConfig) -> str:
+def _digest(base: BaseModel, drafter: Drafter, plan: DraftPlan, config: EvalConfig) -> str:
     """Hash of all that decides a finished prompt's result, so that a log continues only itself."""
     # The seed orders the decoders: with another order, a prompt that was cut off could be completed piecemeal.
-    who = measured_with(drafter) if isinstance(drafter, DraftHead) else type(drafter).__name__
     tree = plan.tree.paths if isinstance(plan.tree, TokenTree) else plan.tree
-    decided_by = (who, tree, plan.siblings, plan.stop_below, config)
+    settings = {f.name: getattr(config, f.name) for f in fields(EvalConfig) if f.name not in ("against", "limit")}
+    decided_by = (_who(base, drafter), tree, settings)
     return hashlib.sha256(repr(decided_by).encode()).hexdigest()[:8]
+
+
+def _who(base: BaseModel, drafter: Drafter) -> str:
+    """What drafts, with which weights, on which machine."""
+    if isinstance(drafter, DraftHead):
+        return measured_with(drafter)
+    if isinstance(drafter, Merged):
+        return " + ".join(_who(base, part) for part in drafter.drafters)
+    return repr((type(drafter).__name__, drafter.depth, base.identity(), hardware(), versions()))
 
 
 def _retokenised(base: BaseModel, tokens: list[int]) -> int:

@@ -154,8 +154,8 @@ def explain(
         costs: of steps on this machine; without them no best draft is named.
         order: calibrated nodes with their acceptances, for the best tree and chain. Without it the best chain comes
             from the run's conditional acceptances, where the run drafted chains.
-        draft_s: seconds to draft k nodes; by default ``costs.draft`` whatever k, as of heads that draft all positions
-            at once.
+        draft_s: seconds to draft a tree d deep; by default ``costs.draft`` whatever d, as of heads that draft all
+            positions at once.
 
     Returns:
         None when one of them made no step.
@@ -168,10 +168,11 @@ def explain(
     predicted_from_costs = best_chain = best_tree = None
     if costs is not None:
         draft_s = draft_s or _constant(costs.draft)
-        seconds = _step_seconds(costs, 1 + after.drafts, draft_s)
+        seconds = _step_seconds(costs, 1 + after.drafts, draft_s(round(after.depth)))
         predicted_from_costs = after.tokens * (costs.verify_at(1) + costs.overhead) / seconds
-        best_chain = best(chain_values(method, order), costs, draft_s)
-        best_tree = best(order.values if order else [], costs, draft_s)
+        chain = chain_values(method, order)
+        best_chain = best(chain, range(1, len(chain) + 1), costs, draft_s)
+        best_tree = best(order.values, [len(path) for path in order.paths], costs, draft_s) if order else None
     return Explanation(
         plain=before,
         method=after,
@@ -206,26 +207,32 @@ def waterfall(plain: StepTerms, method: StepTerms) -> list[Level]:
     return [Level(name, speed, speed - before) for (name, speed), before in zip(speeds, befores, strict=False)]
 
 
-def options(values: Sequence[float], costs: Costs, draft_s: Callable[[int], float]) -> list[Option]:
+def options(
+    values: Sequence[float], depths: Sequence[int], costs: Costs, draft_s: Callable[[int], float]
+) -> list[Option]:
     """What the first 0, 1, 2, ... nodes of a growing draft would buy.
 
     Args:
         values: probability that each node is accepted, in the order of growth. Of a chain these are the running
             products of its conditional acceptances.
-        costs: of steps on this machine; a plain step takes v(1) + o, one with k drafts v(k + 1) + o + ``draft_s(k)``.
-        draft_s: seconds to draft k nodes.
+        depths: how deep each node stands.
+        costs: of steps on this machine; a plain step takes v(1) + o, one with k drafts v(k + 1) + o + ``draft_s(d)``.
+        draft_s: seconds to draft a tree d deep.
     """
     plain = costs.verify_at(1) + costs.overhead
     found = []
     for drafts, tokens in enumerate(accumulate(values, initial=1.0)):
-        seconds = _step_seconds(costs, drafts + 1, draft_s)
+        deepest = max(depths[:drafts], default=0)
+        seconds = _step_seconds(costs, drafts + 1, draft_s(deepest) if drafts else 0.0)
         found.append(Option(drafts + 1, tokens, seconds, tokens * plain / seconds))
     return found
 
 
-def best(values: Sequence[float], costs: Costs, draft_s: Callable[[int], float]) -> Option | None:
+def best(
+    values: Sequence[float], depths: Sequence[int], costs: Costs, draft_s: Callable[[int], float]
+) -> Option | None:
     """The fastest of ``options``, plain decoding among them; None without values."""
-    return max(options(values, costs, draft_s), key=lambda option: option.speedup) if values else None
+    return max(options(values, depths, costs, draft_s), key=lambda option: option.speedup) if values else None
 
 
 def chain_values(results: Sequence[DecodeResult], order: TreeOrder | None = None) -> list[float]:
@@ -239,15 +246,14 @@ def chain_values(results: Sequence[DecodeResult], order: TreeOrder | None = None
 
 
 def _constant(seconds: float) -> Callable[[int], float]:
-    return lambda drafts: seconds
+    return lambda depth: seconds if depth else 0.0
 
 
-def _step_seconds(costs: Costs, nodes: float, draft_s: Callable[[int], float]) -> float:
+def _step_seconds(costs: Costs, nodes: float, draft_s: float) -> float:
     """A step with a tree of ``nodes``, which may be a mean."""
     lower, part = math.floor(nodes), nodes % 1
     verify = costs.verify_at(lower) * (1 - part) + (costs.verify_at(lower + 1) * part if part else 0.0)
-    drafts = math.ceil(nodes) - 1
-    return verify + costs.overhead + (draft_s(drafts) if drafts else 0.0)
+    return verify + costs.overhead + draft_s
 
 
 def _closed_form(results: Sequence[DecodeResult], plain: StepTerms, method: StepTerms) -> ClosedForm | None:

@@ -15,6 +15,7 @@ from drafthead.eval.decode import decode
 from drafthead.models.base import BaseModel
 from drafthead.models.drafter import Drafter, DraftPlan
 from drafthead.models.kv_cache import KVCache
+from drafthead.models.tree_growth import StepwiseDrafter
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 """Tree sizes measured, root included; others are interpolated."""
@@ -96,9 +97,11 @@ def measure_costs(
     cache = base.new_cache(context + max(sizes))
     hidden = base.read(ids, cache)
     state = drafter.observe(drafter.init_state(1), ids, Features(final=hidden))
-    depths = range(1, min(drafter.depth, DEEPEST) + 1)
+    # Level by level only what grows trees level by level; of a merged or nested drafter its own tree.
+    depths = range(1, min(drafter.depth, DEEPEST) + 1) if isinstance(drafter, StepwiseDrafter) else ()
     plans = {d: DraftPlan(tree=TokenTree.chain(d)) for d in depths}
-    whole = DraftPlan(tree=TokenTree.from_paths([(r,) for r in range(4)] + [(0,) * d for d in depths]))
+    tree = TokenTree.from_paths([(r,) for r in range(4)] + [(0,) * d for d in depths]) if depths else drafter.tree
+    whole = DraftPlan(tree=tree or TokenTree.chain(drafter.depth))
     parts: dict[tuple[str, int], Callable[[], object]] = {
         **{("verify", n): partial(_verify, base, ids[:, :n], cache) for n in sizes},
         **{("draft", d): partial(drafter.draft, state, ids[:, -1], plan) for d, plan in plans.items()},
@@ -117,14 +120,14 @@ def measure_costs(
         draft=median(times["tree", 0]),
         overhead=median(s.total_s - s.draft_s - s.verify_s for s in result.steps),
         context=context,
-        draft_by_depth=[0.0, *(median(times["draft", d]) for d in depths)],
+        draft_by_depth=[0.0, *(median(times["draft", d]) for d in depths)] if depths else None,
     )
 
 
 def _verify(base: BaseModel, ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
     # A star: every drafted token a child of the root. Cost depends on the number of nodes, not on the shape.
     tree = TokenTree.from_paths([(r,) for r in range(ids.shape[1] - 1)])
-    tokens: torch.Tensor = base.logits(base.verify(ids, tree.shape.to(base.device), cache)).argmax(-1)
+    tokens: torch.Tensor = base.verify_logits(ids, tree.shape_on(base.device), cache)[1].argmax(-1)
     cache.roll_back()
     return tokens
 

@@ -1,24 +1,28 @@
 """The ways to answer that an evaluation times, by name."""
 
+import hashlib
 from dataclasses import replace
 
+from drafthead.data.contracts import Siblings
 from drafthead.data.errors import UserError
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.baselines import transformers_generate
 from drafthead.eval.config import EvalConfig
-from drafthead.eval.decode import decode
+from drafthead.eval.decode import decode, default_plan
 from drafthead.eval.speed import Decoder
 from drafthead.models.base import BaseModel
 from drafthead.models.base_config import BaseConfig
+from drafthead.models.draft_head import DraftHead
 from drafthead.models.drafter import Drafter, DraftPlan
 from drafthead.models.merged import Merged, side_by_side
 from drafthead.models.model_drafter import ModelDrafter, early_exit
 from drafthead.models.prompt_lookup import PromptLookup
 
-DRAFTERS = ("prompt_lookup", "early_exit", "model")
-PEERS = (*DRAFTERS, "hf_prompt_lookup", "hf_assisted")
-FORMS = "prompt_lookup[:TOKENS], early_exit:LAYERS[:TOKENS], model:NAME[:TOKENS]"
+FORMS = "prompt_lookup[:TOKENS], early_exit:LAYERS[:TOKENS], model:NAME[:TOKENS], head:FOLDER"
 PEER_FORMS = f"{FORMS}, head+DRAFTER, hf_prompt_lookup[:TOKENS], hf_assisted:NAME"
+DRAFTERS = ("prompt_lookup", "early_exit", "model", "head")
+PEERS = (*DRAFTERS, "hf_prompt_lookup", "hf_assisted")
+NAMED = ("model", "head", "hf_assisted")
 WITH_HEAD = "head+"
 
 
@@ -27,46 +31,60 @@ def is_drafter(spec: str) -> bool:
     return spec.partition(":")[0] in DRAFTERS
 
 
+def _parse(spec: str, known: tuple[str, ...] = DRAFTERS) -> tuple[str, str, list[int]]:
+    """``kind:NAME:1:2`` -> kind, NAME (empty where the kind has none), numbers.
+
+    Raises:
+        UserError: an unknown kind, a missing name or number, a number below 1.
+    """
+    kind, *details = spec.split(":")
+    name = ""
+    if kind in NAMED:
+        # A name may hold colons; what is behind the last one may be a number.
+        last = [details.pop()] if len(details) > 1 and details[-1].isdigit() else []
+        name, details = ":".join(details), last
+    needed, most = {"early_exit": (1, 2), "model": (0, 1), "head": (0, 0), "hf_assisted": (0, 0)}.get(kind, (0, 1))
+    fits = kind in known and needed <= len(details) <= most and bool(name) == (kind in NAMED)
+    if not fits or not all(detail.isdigit() and int(detail) > 0 for detail in details):
+        raise UserError(f"unknown drafter or peer {spec!r}; give any of {PEER_FORMS if known is PEERS else FORMS}")
+    return kind, name, [int(detail) for detail in details]
+
+
 def check_peers(peers: list[str]) -> None:
     """Refuse unknown peers before anything is loaded.
 
     Raises:
-        UserError: an unknown name, or one without its argument.
+        UserError: an unknown name, or wrong arguments.
     """
     for spec in peers:
-        kind, _, detail = spec.removeprefix(WITH_HEAD).partition(":")
-        known = DRAFTERS if spec.startswith(WITH_HEAD) else PEERS
-        if kind not in known or (kind in ("early_exit", "model", "hf_assisted") and not detail):
-            raise UserError(f"unknown peer {spec!r}; give any of {PEER_FORMS}")
+        _parse(spec.removeprefix(WITH_HEAD), DRAFTERS if spec.startswith(WITH_HEAD) else PEERS)
 
 
 def check_drafters(specs: list[str]) -> None:
-    """Refuse unknown drafters to merge before anything is loaded.
+    """Refuse unknown drafters before anything is loaded.
 
     Raises:
-        UserError: an unknown name, or one without its argument.
+        UserError: an unknown name, or wrong arguments.
     """
-    check_peers([WITH_HEAD + spec for spec in specs])
+    for spec in specs:
+        _parse(spec)
 
 
-def make_drafter(spec: str, base: BaseModel) -> tuple[Drafter, DraftPlan]:
-    """A drafter that needs no training, and a chain of its usual length.
+def make_drafter(spec: str, base: BaseModel) -> Drafter:
+    """A drafter by name: one that needs no training, or another head.
 
     Raises:
-        UserError: a number that is none, more layers than the base has, another vocabulary.
+        UserError: wrong arguments, more layers than the base has, another vocabulary.
     """
-    kind, _, detail = spec.partition(":")
-    try:
-        if kind == "prompt_lookup":
-            return _with_chain(PromptLookup(num_tokens=int(detail or 3)))
-        if kind == "early_exit":
-            layers, _, length = detail.partition(":")
-            return _with_chain(early_exit(base, int(layers), num_tokens=int(length or 3)))
-        name, _, length = detail.rpartition(":") if detail.rpartition(":")[2].isdigit() else (detail, "", "")
-        model = BaseModel.load(BaseConfig(name=name), base.device)
-        return _with_chain(ModelDrafter(model, base, num_tokens=int(length or 5)))
-    except ValueError as error:
-        raise UserError(f"drafter {spec!r} cannot be read ({error}); give one of {FORMS}") from None
+    kind, name, numbers = _parse(spec)
+    if kind == "prompt_lookup":
+        return PromptLookup(num_tokens=numbers[0] if numbers else 3)
+    if kind == "early_exit":
+        return early_exit(base, numbers[0], num_tokens=numbers[1] if len(numbers) > 1 else 3)
+    if kind == "head":
+        return DraftHead.from_pretrained(name, base)
+    model = BaseModel.load(BaseConfig(name=name), base.device)
+    return ModelDrafter(model, base, num_tokens=numbers[0] if numbers else 5)
 
 
 def merged(base: BaseModel, drafter: Drafter, plan: DraftPlan, specs: list[str]) -> tuple[Drafter, DraftPlan]:
@@ -79,24 +97,26 @@ def merged(base: BaseModel, drafter: Drafter, plan: DraftPlan, specs: list[str])
         return drafter, plan
     if not isinstance(plan.tree, TokenTree):
         raise UserError("trees are merged with a static tree of the head; set tree=head, chain:K or expansion:...")
-    others = [make_drafter(spec, base)[0] for spec in specs]
+    others = [make_drafter(spec, base) for spec in specs]
     trees = [plan.tree, *(other.tree or TokenTree.chain(other.depth) for other in others)]
-    union = Merged([drafter, *others], trees)
-    return union, replace(plan, tree=side_by_side(trees))
-
-
-def _with_chain(drafter: Drafter) -> tuple[Drafter, DraftPlan]:
-    return drafter, DraftPlan(tree=TokenTree.chain(drafter.depth))
+    return Merged([drafter, *others], trees), replace(plan, tree=side_by_side(trees))
 
 
 def decoders(base: BaseModel, drafter: Drafter, plan: DraftPlan, config: EvalConfig) -> dict[str, Decoder]:
     """Both plain baselines, the speculative decoder and the peers, under the names that the summary expects."""
-    new, sampler, seed = config.max_new_tokens, config.sampler, config.seed
+    new, sampler = config.max_new_tokens, config.sampler
     found: dict[str, Decoder] = {
-        "transformers": lambda ids: transformers_generate(base, ids, new, sampler, seed),
-        "drafthead": lambda ids: decode(base, None, ids, max_new_tokens=new, sampler=sampler, seed=seed),
+        "transformers": lambda ids: transformers_generate(base, ids, new, sampler, _seed(config, ids)),
+        "drafthead": lambda ids: decode(base, None, ids, max_new_tokens=new, sampler=sampler, seed=_seed(config, ids)),
         "speculative": lambda ids: decode(
-            base, drafter, ids, max_new_tokens=new, plan=plan, sampler=sampler, rule=config.rule, seed=seed
+            base,
+            drafter,
+            ids,
+            max_new_tokens=new,
+            plan=plan,
+            sampler=sampler,
+            rule=config.rule,
+            seed=_seed(config, ids),
         ),
     }
     for spec in config.against:
@@ -104,17 +124,33 @@ def decoders(base: BaseModel, drafter: Drafter, plan: DraftPlan, config: EvalCon
     return found
 
 
+def _seed(config: EvalConfig, ids: list[int]) -> int:
+    """Random numbers of a prompt's own: with the same ones for all, the bootstrap's prompts were not independent."""
+    digest = hashlib.sha256(repr((config.seed, ids)).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
 def _peer(base: BaseModel, head: Drafter, head_plan: DraftPlan, spec: str, config: EvalConfig) -> Decoder:
-    kind, _, detail = spec.partition(":")
-    new, sampler, seed = config.max_new_tokens, config.sampler, config.seed
-    if kind == "hf_prompt_lookup":
-        tokens = int(detail or 10)
-        return lambda ids: transformers_generate(base, ids, new, sampler, seed, prompt_lookup_num_tokens=tokens)
-    if kind == "hf_assisted":
-        assistant = BaseModel.load(BaseConfig(name=detail), base.device).model
-        return lambda ids: transformers_generate(base, ids, new, sampler, seed, assistant_model=assistant)
+    new, sampler = config.max_new_tokens, config.sampler
     if spec.startswith(WITH_HEAD):
         drafter, plan = merged(base, head, head_plan, [spec.removeprefix(WITH_HEAD)])
     else:
-        drafter, plan = make_drafter(spec, base)
-    return lambda ids: decode(base, drafter, ids, max_new_tokens=new, plan=plan, sampler=sampler, seed=seed)
+        kind, name, numbers = _parse(spec, PEERS)
+        if kind == "hf_prompt_lookup":
+            tokens = numbers[0] if numbers else 3
+            return lambda ids: transformers_generate(
+                base, ids, new, sampler, _seed(config, ids), prompt_lookup_num_tokens=tokens
+            )
+        if kind == "hf_assisted":
+            assistant = BaseModel.load(BaseConfig(name=name), base.device)
+            ModelDrafter(assistant, base)  # refuses another vocabulary
+            return lambda ids: transformers_generate(
+                base, ids, new, sampler, _seed(config, ids), assistant_model=assistant.model
+            )
+        drafter = make_drafter(spec, base)
+        plan = default_plan(drafter)
+        if head_plan.siblings is not Siblings.DETERMINISTIC:  # a peer may draft as the head does
+            plan = replace(plan, siblings=head_plan.siblings, sampler=head_plan.sampler)
+    return lambda ids: decode(
+        base, drafter, ids, max_new_tokens=new, plan=plan, sampler=sampler, seed=_seed(config, ids)
+    )

@@ -132,7 +132,7 @@ class Nested(Drafter):
             law_of = torch.arange(depth + 1, device=last.device).clamp(max=depth - 1)[None, :, None]
         return Proposal(
             tokens=torch.cat([last[:, None], tokens], 1),
-            shape=plan.tree.cut(depth).shape.to(last.device),
+            shape=plan.tree.cut(depth).shape_on(last.device),
             siblings=plan.siblings,
             laws=laws,
             law_of=law_of,

@@ -16,7 +16,7 @@ from drafthead.data.files import read_json_lines, write_atomic
 from drafthead.eval.config import EvalRunConfig
 from drafthead.eval.evaluate import evaluate
 from drafthead.eval.latency import measure_costs
-from drafthead.eval.methods import check_drafters, check_peers, is_drafter, make_drafter
+from drafthead.eval.methods import check_drafters, check_peers, is_drafter, make_drafter, merged
 from drafthead.eval.suites import load_suite, suite_label
 from drafthead.eval.tables import console_lines, console_table, markdown_table
 from drafthead.models.base import BaseModel
@@ -30,10 +30,11 @@ def _main(cfg: DictConfig) -> None:
     config = parse(cfg, EvalRunConfig)
     load_suite(config.suite, config.limit, config.seed, config.tasks)  # a wrong name fails before the model loads
     check_peers(config.against)
-    check_drafters(config.merge)
+    check_drafters([*config.merge, *([config.head] if is_drafter(config.head) else [])])
     display = Display()
     with display.stage(f"head {config.head}"):
         base, drafter, plan = _load(config)
+        drafter, plan = merged(base, drafter, plan, config.merge)
     config.rule.check(plan.siblings, plan.tree)
     default = Path(config.head).parent if Path(config.head).is_dir() else Path("outputs") / suite_label(config.head)
     folder = Path(config.out) if config.out else default / f"eval-{suite_label(config.suite)}"
@@ -63,8 +64,8 @@ def _load(config: EvalRunConfig) -> tuple[BaseModel, Drafter, DraftPlan]:
     if not config.base.name and not config.base.random:
         raise UserError(f"{config.head} names no base; give one: base.name=embedded:smollm2")
     base = BaseModel.load(config.base, default_device())
-    drafter, usual = make_drafter(config.head, base)
-    return base, drafter, usual if config.tree == "head" else config.plan(drafter)
+    drafter = make_drafter(config.head, base)
+    return base, drafter, config.plan(drafter)
 
 
 def main() -> None:

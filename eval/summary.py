@@ -40,7 +40,7 @@ class Known:
     order: TreeOrder | None = None
     """Calibrated nodes, for the best tree."""
     draft_s: Callable[[int], float] | None = None
-    """Seconds that the headline's drafter takes for k nodes; None: as long as ``costs.draft`` for any."""
+    """Seconds that the headline's drafter takes for a tree d deep; None: as long as ``costs.draft`` for any."""
     dtype: torch.dtype = field(default=torch.float32)
     """That the target computed in: what counts as a tie."""
 

@@ -60,7 +60,7 @@ def rule_line(evaluation: dict[str, Any]) -> str | None:
     parts = []
     if rule:
         distance = rule.get("total_variation")
-        away = "" if distance is None else f": total variation {distance:.3g} from the target's law"
+        away = "" if distance is None else f": total variation {distance:.2g} on synthetic laws, see drafthead certify"
         parts.append(f"Rule: {rule['name']}, " + ("lossless" if rule["lossless"] else f"lossy{away}"))
     if sampler := evaluation.get("sampler"):
         # What leaves the law as it is, is not worth a word.
@@ -140,6 +140,8 @@ def markdown_table(evaluation: dict[str, Any]) -> str:
         tables.append("Speedup by task and method:\n\n" + _markdown(speedups[0], speedups[1:]))
     if line := rule_line(evaluation):
         tables.append(f"{line}.\n")
+    if lost := failures(evaluation):
+        tables.append("\n".join(f"- {line}" for line in lost) + "\n")
     return "\n".join(tables)
 
 
@@ -186,6 +188,11 @@ def _console(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], 
     return table
 
 
+def failures(evaluation: dict[str, Any]) -> list[str]:
+    """A line for every prompt without an answer."""
+    return [f"failed: prompt {f['prompt']} ({f['task']}): {f['message']}" for f in evaluation.get("failed", [])]
+
+
 def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]] | None = None) -> list[str]:
     """What the tables have no room for: baselines, acceptance by draft position, accuracy of the heads, equality."""
     overall = evaluation["overall"]
@@ -208,4 +215,5 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
         lines.append(f"outputs identical: {identical(overall)}, near-ties: {len(outputs['near_ties'])}")
     if line := rule_line(evaluation):
         lines.append(line[0].lower() + line[1:])
+    lines += failures(evaluation)
     return lines

@@ -110,6 +110,10 @@ class DraftHead(nn.Module, StepwiseDrafter):
         return self.base.vocab_size
 
     @property
+    def made_for(self) -> str:
+        return self.base.fingerprint
+
+    @property
     def vocab_size(self) -> int:
         return self.base.vocab_size
 

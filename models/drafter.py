@@ -149,6 +149,11 @@ class Drafter(ABC):
         """Ids that it may draft lie below; None: only ids that it has read."""
         return None
 
+    @property
+    def made_for(self) -> str | None:
+        """Fingerprint of the only base that it drafts for; None: any."""
+        return None
+
     @abstractmethod
     def init_state(self, batch: int) -> DraftState:
         """The state before anything is read."""

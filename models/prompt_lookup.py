@@ -81,7 +81,7 @@ class PromptLookup(Drafter):
             count = min(int(valid.sum()), plan.nodes - 1)
             return Proposal(
                 tokens=torch.cat([last[:, None], found[:, 0, :count]], 1),
-                shape=_chain(count).shape.to(last.device),
+                shape=_chain(count).shape_on(last.device),
                 siblings=Siblings.DETERMINISTIC,
             )
         return _tree(last, found, valid, plan.nodes)

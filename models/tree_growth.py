@@ -77,7 +77,7 @@ class StepwiseDrafter(Drafter):
 
 def root_only(last: Tensor) -> Proposal:
     """Nothing drafted: the target reads ``last`` ([B]) alone."""
-    shape = TokenTree.chain(0).shape.to(last.device)
+    shape = TokenTree.chain(0).shape_on(last.device)
     return Proposal(tokens=last[:, None], shape=shape, siblings=Siblings.DETERMINISTIC)
 
 
@@ -176,7 +176,7 @@ def grow_ranked(expansion: Expansion, last: Tensor, tree: TokenTree, d2t: Tensor
                 break
         frontier = Frontier(drafted[:, level.inner], level.above.expand(last.shape[0], -1))
     if stop_below == 0:
-        return Proposal(tokens=tokens, shape=tree.shape.to(last.device), siblings=Siblings.DETERMINISTIC)
+        return Proposal(tokens=tokens, shape=tree.shape_on(last.device), siblings=Siblings.DETERMINISTIC)
     return _living(tree.cut(depth), tokens, alive, confidence)
 
 
@@ -184,7 +184,7 @@ def _living(tree: TokenTree, tokens: Tensor, alive: Tensor, confidence: Tensor) 
     """The nodes of a static tree that are alive in some row; in other rows they are padding."""
     kept = alive.any(0).nonzero()[:, 0]
     if len(kept) == len(tree) and bool(alive[:, : len(tree)].all()):
-        shape = tree.shape.to(tokens.device)
+        shape = tree.shape_on(tokens.device)
         kept = torch.arange(len(tree), device=tokens.device)
     else:
         place = torch.zeros(alive.shape[1], dtype=torch.int64, device=tokens.device)
@@ -230,7 +230,7 @@ def grow_sampled(
         laws.append(law)
         frontier = Frontier(chosen[:, level.inner].clamp(min=0), level.above.expand(rows, -1))
         parents_of_level = level.nodes[level.inner]
-    shape = tree.shape.to(last.device)
+    shape = tree.shape_on(last.device)
     if plan.siblings is Siblings.WITHOUT_REPLACEMENT:
         shape = _without_missing(tree, tokens)
     return Proposal(
@@ -249,7 +249,7 @@ def _is_identity(d2t: Tensor, vocabulary: int) -> bool:
 
 def _without_missing(tree: TokenTree, tokens: Tensor) -> TreeShape:
     """The shape without samples that do not exist, and without what would follow them."""
-    shape = tree.shape.to(tokens.device)
+    shape = tree.shape_on(tokens.device)
     missing = tokens < 0
     if not missing.any():
         return shape

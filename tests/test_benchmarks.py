@@ -123,7 +123,7 @@ def test_only_some_parts(script: Load, head: Path, tmp_path: Path) -> None:
     [
         (["--only", "cost"], "--only knows costs, kv, against, overhead, got cost"),
         (["--against", "prompt_lookup"], "has no plain decoding to divide by; add one of plain, transformers, stock"),
-        (["--against", "plain,wrong"], "unknown peer 'wrong'"),
+        (["--against", "plain,wrong"], "unknown drafter or peer 'wrong'"),
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),
         (["--context", "300", "--long-context", "300"], "--long-context 300 must be longer than --context 300"),
         (["--suite", "nowhere"], "unknown suite 'nowhere'"),

@@ -9,7 +9,7 @@ from huggingface_hub import get_token
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 
-from drafthead.data.config import parse, parse_component
+from drafthead.data.config import parse, parse_component, schema
 from drafthead.data.errors import UserError
 from drafthead.data.sources import iter_documents, iter_prompts
 from drafthead.eval.config import EvalConfig
@@ -125,7 +125,7 @@ class RunConfig:
         return config
 
 
-ConfigStore.instance().store(name="train_schema", node=RunConfig)
+ConfigStore.instance().store(name="train_schema", node=schema(RunConfig))
 
 
 def parse_run(cfg: DictConfig) -> RunConfig:

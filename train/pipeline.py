@@ -19,6 +19,7 @@ from drafthead.data.vocab import coverage
 from drafthead.eval.calibrate import Calibration, answer_ranks, calibrate, load_calibration, save_calibration
 from drafthead.eval.evaluate import evaluate
 from drafthead.eval.latency import StepCosts, measure_costs
+from drafthead.eval.methods import merged
 from drafthead.eval.tables import console_lines, console_table, markdown_table
 from drafthead.models.base import BaseModel
 from drafthead.models.draft_head import DraftHead
@@ -185,12 +186,14 @@ def _finish(
             f"{calibration.expected_speedup:.2f}; {calibration.expected_tokens_largest:.2f} tokens with 64 nodes"
         )
     with display.stage(f"evaluation: {run.eval.suite}"):
+        drafter, plan = merged(base, head, run.eval.plan(head), run.eval.merge)
         evaluation = evaluate(
             base,
-            head,
+            drafter,
             run.eval,
             folder,
             display.progress,
+            plan=plan,
             calibration=calibration,
             costs=costs,
             training_log=read_json_lines(folder / "metrics.jsonl"),

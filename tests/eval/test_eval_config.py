@@ -4,12 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_module
 
+from drafthead.data.config import parse
 from drafthead.data.contracts import Siblings
 from drafthead.data.errors import UserError
 from drafthead.data.token_tree import TokenTree
-from drafthead.eval.config import EvalConfig
-from drafthead.eval.methods import check_peers, is_drafter, make_drafter
+from drafthead.eval.config import EvalConfig, EvalRunConfig
+from drafthead.eval.methods import check_peers, is_drafter, make_drafter, merged
 from drafthead.models.base import BaseModel
 from drafthead.models.drafter import DynamicTree
 from drafthead.models.medusa import MedusaConfig, MedusaHead
@@ -73,16 +75,30 @@ def test_pruned_trees_of_samples_are_refused(head: MedusaHead) -> None:
 
 def test_peers(tiny_base: Callable[..., BaseModel]) -> None:
     base = tiny_base()
-    check_peers(["prompt_lookup", "early_exit:2", "hf_prompt_lookup:3"])
-    for wrong in ("prompt_lokup", "early_exit", "model"):
-        with pytest.raises(UserError, match=f"unknown peer '{wrong}'; give any of prompt_lookup"):
+    check_peers(["prompt_lookup", "early_exit:2", "hf_prompt_lookup:3", "head+prompt_lookup:3", "model:a:b:7"])
+    for wrong in ("prompt_lokup", "early_exit", "model", "prompt_lookup:x", "early_exit:2:0", "head+hf_assisted:a"):
+        with pytest.raises(UserError, match=f"unknown drafter or peer '.*{wrong[5:]}'; give any of prompt_lookup"):
             check_peers([wrong])
     assert is_drafter("early_exit:2") and not is_drafter("outputs/a/head")
-    drafter, plan = make_drafter("prompt_lookup:4", base)
-    assert (drafter.depth, plan.depth) == (4, 4)
-    drafter, plan = make_drafter("early_exit:2:3", base)
-    assert (drafter.depth, plan.depth) == (3, 3)
+    assert make_drafter("prompt_lookup:4", base).depth == 4
+    assert make_drafter("early_exit:2:3", base).depth == 3
     with pytest.raises(UserError, match="1 to 2 layers, got 7"):
         make_drafter("early_exit:7", base)
-    with pytest.raises(UserError, match="cannot be read"):
-        make_drafter("prompt_lookup:x", base)
+
+
+def test_a_merged_tree_holds_both(head: MedusaHead) -> None:
+    union, plan = merged(head.base, head, EvalConfig(tree="chain:2").plan(head), ["prompt_lookup:4"])
+    assert (union.depth, plan.depth, plan.nodes) == (4, 4, 7)
+    with pytest.raises(UserError, match="merged with a static tree"):
+        merged(head.base, head, EvalConfig(tree="dynamic:8").plan(head), ["prompt_lookup:4"])
+
+
+def test_nested_settings_can_be_overridden_on_the_command_line() -> None:
+    """Frozen dataclasses are read-only nodes to Hydra, unless the schema opens them."""
+    overrides = ["head=x", "sampler.temperature=0.7", "rule.name=typical", "tree=expansion:1-1-3"]
+    with initialize_config_module("drafthead.recipes.evaluation", version_base="1.3"):
+        config = parse(compose("eval", overrides=overrides), EvalRunConfig)
+    assert (config.sampler.temperature, config.rule.name) == (0.7, "typical")
+    with initialize_config_module("drafthead.recipes", version_base="1.3"):
+        run = compose("train", overrides=["recipe=medusa_smollm2", "eval.sampler.temperature=0.7"])
+    assert run.eval.sampler.temperature == 0.7

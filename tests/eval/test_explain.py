@@ -143,19 +143,22 @@ def test_other_answers_are_the_residual() -> None:
     assert abs(found.residual) > 0.01
 
 
+DEPTHS = range(1, 100)
+
+
 def test_the_best_draft_on_a_machine() -> None:
     """Tokens 1, 1.8, 2.3, 2.5; a step costs 1, 1.3, 1.4, 1.5: two drafts give 1.643, three 1.667."""
     values = [0.8, 0.5, 0.2]
-    found = options(values, Costs(), lambda drafts: 0.2)
+    found = options(values, DEPTHS, Costs(), lambda depth: 0.2)
     assert [o.tokens for o in found] == pytest.approx([1, 1.8, 2.3, 2.5])
     assert [o.step_s for o in found] == pytest.approx([1, 1.3, 1.4, 1.5])
-    chosen = best(values, Costs(), lambda drafts: 0.2)
+    chosen = best(values, DEPTHS, Costs(), lambda depth: 0.2)
     assert chosen is not None and chosen.nodes == 4 and chosen.speedup == pytest.approx(2.5 / 1.5)
-    dear = best(values, Costs(), lambda drafts: 0.4 * drafts)
+    dear = best(values, DEPTHS, Costs(), lambda depth: 0.4 * depth)
     assert dear is not None and dear.nodes == 2, "every draft costs: 1.8 / 1.5 beats 2.3 / 2.0 and 1"
-    hopeless = best([0.1], Costs(), lambda drafts: 0.2)
+    hopeless = best([0.1], [1], Costs(), lambda depth: 0.2)
     assert hopeless is not None and hopeless.nodes == 1 and hopeless.speedup == 1
-    assert best([], Costs(), lambda drafts: 0.2) is None
+    assert best([], [], Costs(), lambda depth: 0.2) is None
 
 
 def test_chain_values_are_running_products() -> None:
@@ -176,3 +179,9 @@ def test_nothing_to_explain() -> None:
     plain = [answer([0, 0], 0, 0, Costs())]
     found = explain(plain, plain)
     assert found is not None and found.closed_form is None and found.measured == 1
+
+
+def test_a_wide_tree_is_drafted_as_fast_as_it_is_deep() -> None:
+    """Sixteen nodes on one level cost one level of drafting."""
+    wide = options([0.05] * 15, [1] * 15, Costs(), lambda depth: 0.2 * depth)[-1]
+    assert wide.step_s == pytest.approx(Costs().verify_at(16) + Costs().overhead + 0.2)

@@ -6,6 +6,7 @@ On a CPU the very function that a CUDA graph captures runs eagerly; ``FakeBacken
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from drafthead.data.errors import UserError
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.decode import EXACT, decode
 from drafthead.eval.session import Policy, Session
-from drafthead.models import attention
+from drafthead.models import attention, static_cache
 from drafthead.models.base import BaseModel
 from drafthead.models.base_config import BaseConfig
 from drafthead.models.drafter import DraftPlan, DynamicTree
@@ -106,7 +107,8 @@ def test_passes_equal_those_of_the_shapes_at_hand(kind: str, prepack: bool) -> N
     for step in range(14):
         tree = TREES[step % len(TREES)]
         ids = tokens(len(tree))
-        found = [b.verify_logits(ids, tree.shape, c) for b, c in zip((plain, static), caches, strict=True)]
+        shape = replace(tree.shape, tree=None) if step < len(TREES) else tree.shape  # grown anew in every step, or not
+        found = [b.verify_logits(ids, shape, c) for b, c in zip((plain, static), caches, strict=True)]
         for pair in zip(*found, strict=True):
             compare(list(pair))
         if step % 5 == 4:
@@ -245,6 +247,17 @@ def test_memory_is_lent_to_one_cache_after_the_other() -> None:
     assert fourth._memory.size == 512
     del third, fourth
     assert base.new_cache(30)._memory is memory, "the smallest that fits"
+
+
+def test_few_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static_cache, "MOST_PASSES", 2)
+    base = make("always")
+    cache = base.new_cache(40)
+    base.read(torch.tensor([PROMPT]), cache)
+    for nodes in (1, 2, 3, 2):
+        base.verify(torch.ones(1, nodes, dtype=torch.int64), TokenTree.chain(nodes - 1).shape, cache)
+        cache.roll_back()
+    assert [key[0] for key in cache._memory.passes] == [2, 3]
 
 
 def test_views_have_passes_of_their_own() -> None:
