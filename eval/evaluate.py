@@ -49,7 +49,7 @@ def evaluate(
     An interrupted evaluation continues: finished prompts are kept in ``eval-log-*.jsonl``.
 
     Returns:
-        The contents of ``eval.json``.
+        The contents of ``eval.json``, and "resumed": how many of how many turns an earlier run had answered.
 
     Raises:
         UserError: an unknown suite, a tree deeper than the head, no prompt that could be decoded.
@@ -88,7 +88,8 @@ def evaluate(
     latency = None if costs is None else sorted(costs.verify.items())
     tree = plan.tree if isinstance(plan.tree, TokenTree) else None
     write_report(folder, evaluation, latency=latency, tree=tree, training_log=training_log, title=folder.name)
-    return evaluation
+    # Not in the file: measured or taken over, the numbers are the same.
+    return evaluation | {"resumed": [timing.resumed, len(timing.prompts)]}
 
 
 def _ask(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], max_new_tokens: int) -> list[int]:

@@ -14,7 +14,7 @@ from drafthead.data.errors import UserError
 from drafthead.data.generations import SamplerConfig
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.latency import measure_costs
-from drafthead.eval.prompts import conversation_ids
+from drafthead.eval.prompts import check_ids, conversation_ids
 from drafthead.eval.replay import Chances, Replay, replay
 from drafthead.eval.replay_texts import ChancePlan, text_chances
 from drafthead.eval.suites import load_suite
@@ -77,9 +77,21 @@ def _replay(arguments: argparse.Namespace) -> None:
     display = Display()
     with display.stage(f"head {arguments.head}"):
         base, head = load_base_and_head(arguments.head, BaseConfig(name=arguments.base))
+    if min(arguments.chain) < 1 or max(arguments.chain) > head.depth:
+        raise UserError(f"--chain {arguments.chain}: the head drafts 1 to {head.depth} positions")
+    if min(arguments.nodes) < 2:
+        raise UserError(f"--nodes {arguments.nodes}: the root and one draft are 2 nodes, the least")
     if not texts:
         with display.stage(f"plain answers: {arguments.suite}"):
             texts = plain_answers(base, arguments)
+    for number, text in enumerate(texts):
+        check_ids(
+            text.ids,
+            vocab_size=base.vocab_size,
+            max_context=base.max_context,
+            max_new_tokens=0,
+            where=f"text {number}",
+        )
     if arguments.save:
         write_texts(arguments.save, texts)
     plan = ChancePlan(

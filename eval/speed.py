@@ -37,6 +37,8 @@ class Timing:
     """Per decoder. A turn that any decoder refused is ``FailedDecode`` in all, so that totals stay comparable."""
     order: list[int]
     """Numbers of the prompts as they were run."""
+    resumed: int = 0
+    """Turns that an earlier run had answered."""
 
 
 def run_interleaved(
@@ -75,7 +77,7 @@ def run_interleaved(
     orders = iter(_orders(list(decoders), total // max(1, len(decoders)), seed))
     cold = set(decoders)
     asked: dict[tuple[int, int], tuple[list[int], list[DecodeResult]]] = {}
-    done = 0
+    done = resumed = 0
     for place in order:
         prompt = prompts[place]
         answers: list[list[int]] = []
@@ -92,6 +94,7 @@ def run_interleaved(
                     journal.add(key, name, prompt, _decode(decoders[name], ids), turn)
                     on_progress(done := done + 1, total)
             else:
+                resumed += failure is None
                 on_progress(done := done + len(decoders), total)
             row = [failure or journal[key, name] for name in decoders]
             asked[place, turn] = ids, _spread_failure(row)
@@ -106,6 +109,7 @@ def run_interleaved(
         ids=[asked[key][0] for key in keys],
         results={name: [asked[key][1][column] for key in keys] for column, name in enumerate(decoders)},
         order=[prompts[place].number for place in order],
+        resumed=resumed,
     )
 
 

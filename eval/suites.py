@@ -49,6 +49,8 @@ def load_suite(
     prompts = _all(name)
     if tasks:
         prompts = _of_tasks(prompts, tasks, name)
+        if limit is not None and limit < len(set(tasks)):
+            raise UserError(f"limit={limit} leaves no prompt of some of the {len(set(tasks))} tasks; raise it")
     return prompts if limit is None else _spread(prompts, limit, seed)
 
 

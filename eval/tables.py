@@ -67,6 +67,8 @@ def rule_line(evaluation: dict[str, Any]) -> str | None:
         kept = {key: value for key, value in sampler.items() if key == "temperature" or value not in (None, 0, 1)}
         told = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in kept.items())
         parts.append(f"sampler: {told}" if parts else f"Sampler: {told}")
+    if tree := evaluation.get("tree", {}).get("spec"):
+        parts.append(f"tree: {tree}, {evaluation['tree']['nodes']} nodes, {evaluation['siblings']} siblings")
     return "; ".join(parts) or None
 
 
@@ -176,7 +178,10 @@ def _console(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], 
         two_lines = column.replace(" tok", "\ntok").replace("Spec-B", "Spec-\nB")
         if not last_is_total:  # names of methods are long
             two_lines = two_lines.replace("accepted", "tokens\na step").replace("identical", "same")
-        table.add_column(two_lines, justify="right" if n else "left", no_wrap=True)
+        if n:
+            table.add_column(two_lines, justify="right", no_wrap=True)
+        else:  # the name of a method may be a path
+            table.add_column(two_lines, overflow="fold", max_width=22)
     for n, cells in enumerate(rows):
         total = last_is_total and n == len(rows) - 1
         if total:
@@ -216,4 +221,7 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
     if line := rule_line(evaluation):
         lines.append(line[0].lower() + line[1:])
     lines += failures(evaluation)
+    resumed, turns = evaluation.get("resumed", (0, 0))
+    if resumed:
+        lines.append(f"{resumed} of {turns} answers were timed by an earlier run (resume=false times all again)")
     return lines

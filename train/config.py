@@ -15,6 +15,7 @@ from drafthead.data.sources import iter_documents, iter_prompts
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.methods import check_drafters, check_peers
 from drafthead.eval.suites import load_suite
+from drafthead.eval.tree_choice import METHODS
 from drafthead.models.base_config import BaseConfig
 from drafthead.models.draft_head import PACKAGE, DraftHeadConfig
 from drafthead.models.losses import LossConfig
@@ -93,6 +94,8 @@ class RunConfig:
     """Optimiser steps between two console lines."""
     validate_every: int = 200
     """Optimiser steps between two measurements of acceptance on held-out answers."""
+    tree_search: str = "search"
+    """How the tree is chosen: ``search`` (joint counts of whole paths) or ``sequoia`` (its dynamic program)."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     push: str | None = None
@@ -109,6 +112,8 @@ class RunConfig:
             raise ValueError("no phase trains on generations, which acceptance and the tree are measured on; add one")
         if self.seed < 0:
             raise ValueError(f"seed must be >= 0, got {self.seed}")
+        if self.tree_search not in METHODS:
+            raise ValueError(f"tree_search must be one of {', '.join(METHODS)}, got {self.tree_search!r}")
         if self.log_every < 1 or self.validate_every < 1:
             raise ValueError("log_every and validate_every must be at least 1")
         if self.push is not None and self.push.count("/") != 1:

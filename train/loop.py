@@ -10,6 +10,9 @@ from accelerate import Accelerator
 
 from drafthead.data.display import Display
 from drafthead.data.errors import UserError
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.calibrate import WIDTH, answer_ranks
+from drafthead.eval.replay import chances_of, replay
 from drafthead.models.draft_head import DraftHead
 from drafthead.train.checkpoint import Checkpoint, TrainState, capture_rng, load_latest, restore_rng, save_checkpoint
 from drafthead.train.config import PhaseConfig, RunConfig
@@ -144,9 +147,24 @@ class Trainer:
         self.head.train()
         row: dict[str, Any] = {"phase": name, "step": self.position.step, "total_step": self.position.total}
         row |= {f"held_out_{key}": value for key, value in found.items()}
+        tokens = self._replayed_tokens(held_out)
+        row["held_out_tokens_a_step"] = tokens
         self._publish(row)
         shown = " ".join(f"{found[f'accept_{k}']:.3f}" for k in range(1, self.head.depth + 1))
-        self.display.line(f"   held out after {self.position.step} steps: top-1 acceptance by depth {shown}")
+        self.display.line(
+            f"   held out after {self.position.step} steps: top-1 acceptance by depth {shown}; {tokens:.2f} tokens a "
+            "step with a chain of all"
+        )
+
+    def _replayed_tokens(self, held_out: PhaseData) -> float:
+        """Tokens a step that greedy decoding with a chain over all positions would have had on the held-out answers."""
+        answers = []
+        self.head.eval()
+        for number in range(len(held_out.rows)):
+            answers += answer_ranks(self.head, *held_out.load([number]))
+        self.head.train()
+        chain = TokenTree.chain(self.head.depth)
+        return replay([chances_of(ranks, WIDTH) for ranks in answers], chain).mean_accepted_tokens
 
     def _publish(self, row: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:

@@ -224,7 +224,7 @@ def _calibrate(
     for row in range(len(held_out.rows)):
         batch, features = held_out.load([row])
         answers += answer_ranks(head, batch, features)
-    calibration = calibrate(answers, costs)
+    calibration = calibrate(answers, costs, run.tree_search)
     save_calibration(path, head, costs, calibration)
     return costs, calibration
 
