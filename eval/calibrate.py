@@ -22,6 +22,8 @@ from drafthead.models.draft_head import DraftHead
 
 LARGEST_TREE = 64
 """Nodes, root included: the size of Medusa's published trees."""
+VERSION = 2
+"""Of what is measured: raised when the forward pass or the file changes, so that older measurements are not used."""
 WIDTH = 10
 """Candidates per draft position that a tree may use, as in Medusa."""
 
@@ -71,7 +73,7 @@ class Calibration:
 def measured_with(head: DraftHead) -> str:
     """Hash of the head's weights, its base and this machine: what times and accuracies were measured with."""
     base = head.base
-    made_by = (base.identity(), str(base.dtype), str(base.device), base.prepacked, hardware(), versions())
+    made_by = (VERSION, base.identity(), str(base.dtype), str(base.device), base.prepacked, hardware(), versions())
     digest = hashlib.sha256(repr(made_by).encode())
     for name, tensor in sorted(head.state_dict().items()):
         digest.update(name.encode() + tensor.detach().cpu().float().numpy().tobytes())

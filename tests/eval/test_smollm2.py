@@ -1,0 +1,113 @@
+"""The engine on the real embedded model: greedy equality of every drafter, and the law of sampled answers."""
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+
+from drafthead.data.contracts import Siblings
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.decode import decode, decode_batch
+from drafthead.eval.nested import Nested
+from drafthead.models.base import BaseModel
+from drafthead.models.drafter import Drafter, DraftPlan, DynamicTree
+from drafthead.models.loading import load_base
+from drafthead.models.medusa import MedusaConfig, MedusaHead
+from drafthead.models.merged import Merged
+from drafthead.models.model_drafter import early_exit
+from drafthead.models.prompt_lookup import PromptLookup
+from drafthead.models.sampling import Sampler
+
+pytestmark = pytest.mark.slow
+SAMPLER = Sampler(temperature=1.0, top_k=3)
+SAMPLES = 240
+TEXTS = (
+    "The capital of France is",
+    "One, two, three, four, five, six,",
+    "def add(a, b):\n    return a + b\n\ndef sub(a, b):",
+)
+
+
+@cache
+def base() -> BaseModel:
+    return load_base("embedded:smollm2")
+
+
+@cache
+def untrained_head() -> MedusaHead:
+    """Drafts the base's own next token again and again: right often enough to be accepted and rejected."""
+    return MedusaConfig(num_heads=2, own_projection=False).build(base()).eval()
+
+
+def prompts() -> list[list[int]]:
+    return [base().tokenizer(text).input_ids for text in TEXTS]
+
+
+@pytest.mark.parametrize("kind", ["head", "dynamic", "lookup", "early exit", "merged", "nested"])
+def test_greedy_text_is_plain_text_alone_and_in_a_batch(kind: str) -> None:
+    exit_model = early_exit(base(), 24, num_tokens=2)
+    drafters: dict[str, Drafter] = {
+        "head": untrained_head(),
+        "dynamic": untrained_head(),
+        "lookup": PromptLookup(num_tokens=3),
+        "early exit": exit_model,
+        "merged": Merged([untrained_head(), PromptLookup(num_tokens=3)]),
+        "nested": Nested(exit_model.model, PromptLookup(num_tokens=3), num_tokens=3),
+    }
+    plan = DraftPlan(tree=DynamicTree(nodes=6, width=3, depth=2)) if kind == "dynamic" else None
+    plain = [decode(base(), None, ids, max_new_tokens=24, ignore_eos=True).tokens for ids in prompts()]
+    batch = decode_batch(base(), drafters[kind], prompts(), max_new_tokens=24, plan=plan, ignore_eos=True)
+    alone = decode(base(), drafters[kind], prompts()[0], max_new_tokens=24, plan=plan, ignore_eos=True)
+    assert [result.tokens for result in batch] == plain
+    assert alone.tokens == plain[0]
+    assert sum(step.accepted for result in batch for step in result.steps) > 0
+
+
+@cache
+def law(prompt: tuple[int, ...], length: int) -> dict[tuple[int, ...], float]:
+    """Every possible answer and its probability, by plain reading."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        longer: dict[tuple[int, ...], float] = {}
+        for answer, chance in found.items():
+            ids = torch.tensor([[*prompt, *answer]])
+            hidden = base().read(ids, base().new_cache(ids.shape[1]))[:, -1]
+            following = SAMPLER.laws(base().logits(hidden))[0].double()
+            longer |= {(*answer, int(t)): chance * float(following[t]) for t in following.nonzero()[:, 0]}
+        found = longer
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_sampled_answers_follow_the_law_of_the_base(batch: int) -> None:
+    prompt = prompts()[0]
+    plan = DraftPlan(tree=TokenTree.expansion([2, 1]), siblings=Siblings.WITHOUT_REPLACEMENT)
+    counts: Counter[tuple[int, ...]] = Counter()
+    accepted = 0
+    for start in range(0, SAMPLES, batch):
+        seeds = list(range(start, start + batch))
+        results = decode_batch(
+            base(),
+            untrained_head(),
+            [prompt] * batch,
+            max_new_tokens=3,
+            plan=plan,
+            sampler=SAMPLER,
+            seeds=seeds,
+            ignore_eos=True,
+        )
+        for result in results:
+            counts[tuple(result.tokens)] += 1
+            accepted += sum(step.accepted for step in result.steps)
+    expected = law(tuple(prompt), 3)
+    assert set(counts) <= set(expected), "an answer that plain sampling cannot give"
+    assert accepted > 0, "drafts must be accepted for the test to say something"
+    common = [answer for answer, chance in expected.items() if chance * SAMPLES >= 5]
+    rest = 1 - sum(expected[answer] for answer in common)
+    statistic = sum((counts[a] - SAMPLES * expected[a]) ** 2 / (SAMPLES * expected[a]) for a in common)
+    others = SAMPLES - sum(counts[a] for a in common)
+    if rest * SAMPLES >= 1:
+        statistic += (others - SAMPLES * rest) ** 2 / (SAMPLES * rest)
+    freedom = torch.tensor(float(len(common)))
+    assert float(torch.special.gammaincc(freedom / 2, torch.tensor(statistic / 2))) > 1e-4
