@@ -102,44 +102,23 @@ def decode_batch(
     Raises:
         UserError: as ``decode``; names the prompt.
     """
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     plan = plan or default_plan(drafter)
     if drafter is not None and isinstance(plan.tree, DynamicTree):
         plan = plan.at_most(drafter.depth)
     seeds = list(seeds) if seeds is not None else list(range(len(prompts)))
-    if not prompts or len(seeds) != len(prompts) or (on_tokens and len(on_tokens) != len(prompts)):
-        raise UserError(
-            f"a batch needs prompts, and a seed and a listener for each or none, got {len(prompts)} prompts, "
-            f"{len(seeds)} seeds and {len(on_tokens or [])} listeners"
-        )
+    listeners: Sequence[OnTokens | None] = on_tokens or [None] * len(prompts)
+    _check_batch(base, prompts, max_new_tokens, plan, seeds, listeners)
     check_drafter(base, drafter, plan, rule)
-    for number, ids in enumerate(prompts):
-        where = f"prompt {number} of the batch" if len(prompts) > 1 else "the prompt"
-        check_ids(
-            ids,
-            vocab_size=base.vocab_size,
-            max_context=base.max_context,
-            max_new_tokens=max_new_tokens,
-            where=where,
-        )
-    if plan.adaptive is not None and len(prompts) > 1:
-        # All rows share a draft length, so a row's random numbers would depend on its neighbours.
-        raise UserError(f"an adaptive draft length needs one prompt at a time, got {len(prompts)}; decode one by one")
     eos = frozenset() if ignore_eos else base.eos_ids
     started = perf_counter()  # allocating the cache is part of decoding, as it is in transformers' generate
     capacity = max(map(len, prompts)) + max_new_tokens + plan.nodes
     session = Session(base, drafter, Policy(plan=plan, sampler=sampler, rule=rule), len(prompts), capacity)
     first = session.read_prompts(list(prompts), RowCoins(seeds, [0] * len(prompts), VERIFY, base.device)).tolist()
     prefill_s = perf_counter() - started
+    length = plan.adaptive.start if plan.adaptive else 0
     rows = [
-        _Row(
-            prompt_length=len(ids),
-            seed=seed,
-            on_tokens=on_tokens[number] if on_tokens else None,
-            length=plan.adaptive.start if plan.adaptive else 0,
-        )
-        for number, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))
+        _Row(prompt_length=len(ids), seed=seed, on_tokens=listener, length=length)
+        for ids, seed, listener in zip(prompts, seeds, listeners, strict=True)
     ]
     for row, token in zip(rows, first, strict=True):
         row.commit([token], max_new_tokens, eos, started)
@@ -152,6 +131,35 @@ def decode_batch(
             session.select(running)
             living = [living[place] for place in running]
         _step(session, living, max_new_tokens, eos, started)
+
+
+def _check_batch(
+    base: BaseModel,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    plan: DraftPlan,
+    seeds: Sequence[int],
+    listeners: Sequence[OnTokens | None],
+) -> None:
+    """Refuse, before anything is read, what cannot be decoded together."""
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not prompts or len(seeds) != len(prompts) or len(listeners) != len(prompts):
+        raise UserError(
+            f"a batch needs prompts, and a seed and a listener for each or none, got {len(prompts)} prompts, "
+            f"{len(seeds)} seeds and {len(listeners)} listeners"
+        )
+    for number, ids in enumerate(prompts):
+        check_ids(
+            ids,
+            vocab_size=base.vocab_size,
+            max_context=base.max_context,
+            max_new_tokens=max_new_tokens,
+            where=f"prompt {number} of the batch" if len(prompts) > 1 else "the prompt",
+        )
+    if plan.adaptive is not None and len(prompts) > 1:
+        # All rows share a draft length, so a row's random numbers would depend on its neighbours.
+        raise UserError(f"an adaptive draft length needs one prompt at a time, got {len(prompts)}; decode one by one")
 
 
 @dataclass
