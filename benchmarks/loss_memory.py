@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from common import described, entry_point
 
 from drafthead.data.files import write_json
-from drafthead.models.base import OutputHead
 from drafthead.models.losses import LossConfig, Targets, heads_loss
+from drafthead.models.output_head import OutputHead
 
 
 class PeakMemory:

@@ -66,7 +66,7 @@ class FeatureSpec:
     """Which hidden states of the base a head reads, besides the final one that every head gets."""
 
     layers: tuple[int, ...] = ()
-    """Outputs of these layers (0 is the embedding), concatenated on the last axis."""
+    """Outputs of these layers (1 is the first, 0 the embedding), concatenated on the last axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,17 @@ class Features:
     """[B, T, D] after the final norm."""
     layers: Tensor | None = None
     """[B, T, D * len(spec.layers)], or None when the spec names no layers."""
+
+    @classmethod
+    def split(cls, values: Tensor, width: int) -> "Features":
+        """Features of [..., D * (1 + len(spec.layers))] values: the final state, then the layers; ``width`` is D."""
+        return cls(final=values[..., :width], layers=values[..., width:] if values.shape[-1] > width else None)
+
+    def layer(self, place: int) -> Tensor:
+        """[B, T, D] of the spec's layer number ``place``."""
+        assert self.layers is not None
+        width = self.final.shape[-1]
+        return self.layers[..., place * width : (place + 1) * width]
 
 
 class Siblings(Enum):
@@ -111,12 +122,27 @@ class Proposal:
     """[R, N, S] int64: row of ``laws`` that the s-th trial at a node was drawn from, -1 for a deterministic one."""
     confidence: Tensor | None = None
     """[B, N] float: probability that the drafter gives a node after its parent, 1 for the root; None if unknown."""
+    begun: "BegunPass | None" = None
+    """What the drafter has already computed of the target's pass over these nodes."""
 
     def __post_init__(self) -> None:
         if (self.laws is None) != (self.law_of is None):
             raise ValueError("a proposal needs both laws and law_of, or neither")
         if self.laws is not None and self.siblings is Siblings.DETERMINISTIC:
             raise ValueError("deterministic siblings have no law; say how the trials with a law were drawn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BegunPass:
+    """The first layers of the target's pass over a proposal, done while drafting (early exit).
+
+    Their keys and values lie in the target's cache already, behind what is committed and in the order of the nodes.
+    """
+
+    layers: int
+    """How many layers are done."""
+    hidden: Tensor
+    """[B, N, D] what they put out."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,10 @@ COMMANDS = {
     "eval": "drafthead.eval.run",
     "generate": "drafthead.eval.generate",
     "replay": "drafthead.eval.replay_run",
+    "sweep": "drafthead.eval.sweep",
     "certify": "drafthead.eval.certify",
+    "export": "drafthead.eval.export",
+    "import": "drafthead.eval.import_head",
 }
 HELP = """\
 drafthead: train draft heads for speculative decoding on a frozen Hugging Face causal LM, and prove what they buy.
@@ -24,7 +27,10 @@ usage: drafthead COMMAND [arguments]
   eval       measure a saved head: mean accepted tokens, speedup against plain decoding, identical outputs
   generate   stream an answer with a head, and say what it gained
   replay     predict any draft length and tree for a head from plain answers, without decoding
+  sweep      find the fastest head, draft length and confidence threshold by decoding (Kangaroo's exit layers)
   certify    prove that the acceptance rules keep the base's law: every outcome enumerated, nothing to load
+  export     write a head in a published format, read it back, and fail unless it drafts like the head
+  import     a published head as a head folder, attached to the base that it drafts for
 
   drafthead train recipe=medusa_smollm2              a real model on 2 CPU cores, nothing to log in to
   drafthead train recipe=medusa_llama3 mode=plan     what a run will cost; loads no weights
@@ -33,6 +39,8 @@ usage: drafthead COMMAND [arguments]
   drafthead generate --head outputs/medusa_smollm2/head "Why is the sky blue?"
   drafthead replay --head outputs/medusa_smollm2/head --suite mt_bench
   drafthead certify
+  drafthead export head=outputs/eagle3_smollm2/head to=eagle3 out=outputs/eagle3_smollm2/published
+  drafthead import from=user/medusa-vicuna-7b base=lmsys/vicuna-7b-v1.3 out=outputs/medusa_vicuna/head
 
 train, data and eval take settings as key=value and know --cfg job (print the settings, start nothing) and --help.
 Several GPUs: accelerate launch train/run.py recipe=...  takes the same settings as drafthead train.

@@ -39,8 +39,9 @@ class EvalConfig:
     """``deterministic``, ``with_replacement`` or ``without_replacement``: how a node's children are drawn."""
     draft_temperature: float = 1.0
     """Of sampled siblings."""
-    stop_below: float = 0.0
-    """Nothing is drafted after a draft with less confidence (Kangaroo's threshold); 0: never stop."""
+    stop_below: float | None = None
+    """Nothing is drafted after a draft with less confidence (Kangaroo's threshold); 0: never stop; null: the head's own
+    threshold where the plan has room for one."""
     length: str = "constant"
     """``constant``, or ``heuristic``: two drafts more after a step that accepted all, one less after any other."""
     sampler: Sampler = field(default_factory=Sampler)
@@ -82,12 +83,16 @@ class EvalConfig:
                 f"tree {self.tree} is {tree.depth} deep, but the drafter drafts {drafter.depth} positions; choose a "
                 "shallower one"
             )
+        siblings, stop_below = Siblings(self.siblings), self.stop_below
+        if stop_below is None:
+            static = isinstance(tree, TokenTree) and siblings is Siblings.DETERMINISTIC
+            stop_below = drafter.stop_below if static else 0.0
         try:
             return DraftPlan(
                 tree=tree,
-                siblings=Siblings(self.siblings),
+                siblings=siblings,
                 sampler=Sampler(temperature=self.draft_temperature),
-                stop_below=self.stop_below,
+                stop_below=stop_below,
                 adaptive=AdaptiveLength(start=min(5, tree.depth)) if self.length == "heuristic" else None,
             )
         except ValueError as error:

@@ -31,7 +31,7 @@ def default_plan(drafter: Drafter | None) -> DraftPlan:
     """The drafter's calibrated tree, else a chain over all its positions; without a drafter only the root."""
     if drafter is None:
         return ROOT_ONLY
-    return DraftPlan(tree=drafter.tree or TokenTree.chain(drafter.depth))
+    return DraftPlan(tree=drafter.tree or TokenTree.chain(drafter.depth), stop_below=drafter.stop_below)
 
 
 def decode(

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from drafthead.data.contracts import Features
+from drafthead.data.contracts import BegunPass, Features
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.decode import decode
 from drafthead.models.base import BaseModel
@@ -95,15 +95,15 @@ def measure_costs(
     sizes = [n for n in sizes if n <= context]
     ids = torch.randint(0, base.vocab_size, (1, context), generator=generator).to(base.device)
     cache = base.new_cache(context + max(sizes))
-    hidden = base.read(ids, cache)
-    state = drafter.observe(drafter.init_state(1), ids, Features(final=hidden))
+    state = drafter.attach(drafter.init_state(1), cache)
+    state = drafter.observe(state, ids, Features.split(base.read(ids, cache, spec=drafter.spec), base.hidden_size))
     # Level by level only what grows trees level by level; of a merged or nested drafter its own tree.
     depths = range(1, min(drafter.depth, DEEPEST) + 1) if isinstance(drafter, StepwiseDrafter) else ()
     plans = {d: DraftPlan(tree=TokenTree.chain(d)) for d in depths}
     tree = TokenTree.from_paths([(r,) for r in range(4)] + [(0,) * d for d in depths]) if depths else drafter.tree
     whole = DraftPlan(tree=tree or TokenTree.chain(drafter.depth))
     parts: dict[tuple[str, int], Callable[[], object]] = {
-        **{("verify", n): partial(_verify, base, ids[:, :n], cache) for n in sizes},
+        **{("verify", n): partial(_verify, base, ids[:, :n], cache, drafter) for n in sizes},
         **{("draft", d): partial(drafter.draft, state, ids[:, -1], plan) for d, plan in plans.items()},
         ("tree", 0): partial(drafter.draft, state, ids[:, -1], whole),
     }
@@ -124,10 +124,15 @@ def measure_costs(
     )
 
 
-def _verify(base: BaseModel, ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
+def _verify(base: BaseModel, ids: torch.Tensor, cache: KVCache, drafter: Drafter) -> torch.Tensor:
     # A star: every drafted token a child of the root. Cost depends on the number of nodes, not on the shape.
     tree = TokenTree.from_paths([(r,) for r in range(ids.shape[1] - 1)])
-    tokens: torch.Tensor = base.verify_logits(ids, tree.shape_on(base.device), cache)[1].argmax(-1)
+    begun = None
+    if drafter.begun_layers:
+        states = torch.zeros(1, ids.shape[1], base.hidden_size, dtype=base.dtype, device=base.device)
+        begun = BegunPass(layers=drafter.begun_layers, hidden=states)
+    shape = tree.shape_on(base.device)
+    tokens: torch.Tensor = base.verify_logits(ids, shape, cache, drafter.spec, begun)[1].argmax(-1)
     cache.roll_back()
     return tokens
 

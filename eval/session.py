@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from drafthead.data.contracts import Features, Proposal, Siblings, Verdict
+from drafthead.data.contracts import Features, FeatureSpec, Proposal, Siblings, Verdict
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.verify import AcceptanceRule, greedy
 from drafthead.models.base import BaseModel
@@ -75,8 +75,10 @@ class Session:
 
     def __init__(self, base: BaseModel, drafter: Drafter | None, policy: Policy, rows: int, capacity: int) -> None:
         self.base, self.drafter, self.policy = base, drafter, policy
+        capacity += drafter.spare_nodes(policy.plan) if drafter else 0
         self.cache: KVCache | RaggedCache = base.new_cache(capacity) if rows == 1 else base.new_slots(rows, capacity)
-        self.state: DraftState | None = drafter.init_state(rows) if drafter else None
+        self.spec = drafter.spec if drafter else FeatureSpec()
+        self.state: DraftState | None = drafter.attach(drafter.init_state(rows), self.cache) if drafter else None
         self.last = torch.zeros(rows, dtype=torch.int64, device=base.device)
         self._context: Tensor | None = None
         self._context_lengths = torch.zeros(rows, dtype=torch.int64, device=base.device)
@@ -97,7 +99,7 @@ class Session:
         for row, ids in enumerate(prompts):
             tokens[row, : len(ids)] = torch.tensor(ids, device=self.base.device)
             lent = self.cache if isinstance(self.cache, KVCache) else self.cache.slot(row)
-            hidden.append(self.base.read(tokens[row : row + 1, : len(ids)], lent)[0])
+            hidden.append(self.base.read(tokens[row : row + 1, : len(ids)], lent, spec=self.spec)[0])
         if isinstance(self.cache, RaggedCache):
             self.cache.lengths = counts
         if self._context is not None:
@@ -111,7 +113,7 @@ class Session:
         return self.last
 
     def _first_token(self, hidden: Tensor, coins: Coins | None) -> Tensor:
-        logits, sampler = self.base.logits(hidden), self.policy.sampler
+        logits, sampler = self.base.logits(hidden[:, : self.base.hidden_size]), self.policy.sampler
         if sampler.plain_greedy:
             return logits.argmax(-1)
         assert coins is not None
@@ -135,7 +137,7 @@ class Session:
             proposal = self.drafter.draft(self.state, self.last, plan, coins)
         self.base.synchronise()
         drafted = perf_counter()
-        hidden, logits = self.base.verify_logits(proposal.tokens, proposal.shape, self.cache)
+        hidden, logits = self.base.verify_logits(proposal.tokens, proposal.shape, self.cache, self.spec, proposal.begun)
         choices = logits.argmax(-1) if self.policy.by_argmax else None
         self.base.synchronise()
         verified = perf_counter()
@@ -176,7 +178,7 @@ class Session:
             counts: [B] int64, how many of them count, at least 1.
         """
         path = torch.cat([self.last[:, None], tokens[:, :-1]], 1)
-        hidden = self.base.read(path, self.cache, counts)
+        hidden = self.base.read(path, self.cache, counts, self.spec)
         self._observe(path, hidden, counts)
         self._remember(tokens, counts)
         self.last = tokens.gather(1, counts[:, None] - 1)[:, 0]
@@ -200,7 +202,7 @@ class Session:
 
     def _observe(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         if self.drafter is not None and self.state is not None:
-            self.state = self.drafter.observe(self.state, tokens, Features(final=hidden), counts)
+            self.state = self.drafter.observe(self.state, tokens, Features.split(hidden, self.base.hidden_size), counts)
 
     def _remember(self, tokens: Tensor, counts: Tensor) -> None:
         """Write committed tokens into the context that a repetition penalty reads."""
@@ -216,7 +218,8 @@ class Session:
     def select(self, rows: list[int]) -> None:
         """Go on with these rows only."""
         self.cache = self.cache.select(rows)
-        self.state = None if self.state is None else self.state.select(rows)
+        if self.drafter is not None and self.state is not None:
+            self.state = self.drafter.attach(self.state.select(rows), self.cache)
         self.last = self.last[rows]
         self._context = None if self._context is None else self._context[rows]
         self._context_lengths = self._context_lengths[rows]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
+from drafthead.data.contracts import Features, TrainBatch
 from drafthead.data.errors import UserError
 from drafthead.models.base import BaseModel
 from drafthead.models.drafter import Drafter, DraftState
@@ -70,7 +70,6 @@ def positions(
 
 def read_features(base: BaseModel, drafter: Drafter, texts: list[Text]) -> list[Features]:
     """Per text the base's hidden states [1, T, D], read in one pass."""
-    spec = getattr(drafter, "spec", FeatureSpec())
     found = []
     for text in texts:
         ids = torch.tensor([text.ids])
@@ -81,7 +80,7 @@ def read_features(base: BaseModel, drafter: Drafter, texts: list[Text]) -> list[
             loss_mask=torch.ones_like(ids, dtype=torch.bool),
             row_ids=torch.zeros(1, dtype=torch.int64),
         )
-        found.append(base.features(batch.to(base.device), spec))
+        found.append(base.features(batch.to(base.device), drafter.spec))
     return found
 
 

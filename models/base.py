@@ -3,10 +3,8 @@
 Shape legend: B batch, T time, N tree nodes, D width, V vocabulary.
 """
 
-import hashlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,42 +12,21 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GgufConfig
 from transformers.utils import logging as transformers_logging
 
-from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
+from drafthead.data.contracts import BegunPass, Features, FeatureSpec, TrainBatch
 from drafthead.data.embedded import smollm2_folder
 from drafthead.data.errors import UserError
 from drafthead.data.token_tree import TreeShape
-from drafthead.models import attention
+from drafthead.models import adapter, attention
 from drafthead.models.base_config import EMBEDDED, BaseConfig, check_architecture, could_not_load
 from drafthead.models.fused import fuse_modules
 from drafthead.models.kv_cache import CacheShape, KVCache, RaggedCache, TreeMasks
+from drafthead.models.layer_views import last_layers, tapped
 from drafthead.models.linear import prepack_linears
+from drafthead.models.llama_names import attention_sizes, llama_like
+from drafthead.models.output_head import OutputHead
 from drafthead.models.static_cache import StaticKVCache, StaticModel, chain_shape
 
-
-@dataclass(frozen=True, kw_only=True)
-class OutputHead:
-    """The base's own next-token head, or a slice of its rows: logits = softcap(scale * h @ weight.T)."""
-
-    weight: Tensor
-    """[V, D], frozen."""
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def rows(self, ids: Tensor) -> "OutputHead":
-        """The head over the draft vocabulary ``ids`` ([W] int64)."""
-        return OutputHead(weight=self.weight[ids].contiguous(), scale=self.scale, softcap=self.softcap)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V]."""
-        return self.finish(hidden @ self.weight.t())
-
-    def finish(self, product: Tensor) -> Tensor:
-        """Scale and soft-cap of a finished product."""
-        if self.scale != 1.0:
-            product = product * self.scale
-        if self.softcap is not None:
-            product = self.softcap * torch.tanh(product / self.softcap)
-        return product
+FINAL = FeatureSpec()
 
 
 class BaseModel:
@@ -58,12 +35,7 @@ class BaseModel:
     def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
         settings = model.config
         check_architecture(settings, config.max_context)
-        if not (hasattr(model, "model") and hasattr(model.model, "norm") and hasattr(model.model, "layers")):
-            raise UserError(
-                f"{settings.model_type} is not built like a Llama (model.layers, model.norm); use a base of the Llama, "
-                "Mistral, Qwen2, Qwen3, Gemma or SmolLM families"
-            )
-        self.model = model.eval().requires_grad_(False)
+        self.model = llama_like(model).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = config
         self.name = config.name or f"random-{settings.model_type}"
@@ -80,13 +52,13 @@ class BaseModel:
             softcap=getattr(settings, "final_logit_softcapping", None),
         )
         self.dtype, self.device = lm_head.weight.dtype, lm_head.weight.device
-        self.fingerprint = self._fingerprint()
-        kv_heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
-        head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+        self.fingerprint = adapter.fingerprint(model, adapter.mark_of(model))
+        kv_heads, head_dim = attention_sizes(settings)
         self._cache_shape = CacheShape(
             layers=self.num_layers, heads=kv_heads, head_dim=head_dim, dtype=self.dtype, device=self.device
         )
         self._tree_masks = TreeMasks()
+        self._last_layers: dict[int, Any] = {}
         self.uses_graphs = config.graphs == "always" or (config.graphs == "auto" and self.device.type == "cuda")
         self._static: StaticModel | None = None
         # Only the layers: other code may read the final norm's weight.
@@ -118,7 +90,7 @@ class BaseModel:
                 model = AutoModelForCausalLM.from_config(
                     config.transformers_config(), dtype=dtype, attn_implementation=implementation
                 )
-            return cls(model.to(device), config.load_tokenizer(config.name), config)
+            return cls._adapted(model.to(device), config.load_tokenizer(config.name), config)
         folder = str(smollm2_folder(progress)) if config.name == EMBEDDED else config.name
         options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         if config.gguf_file:
@@ -131,7 +103,12 @@ class BaseModel:
             )
         except (OSError, ValueError) as error:
             raise UserError(could_not_load(config.name, error)) from None
-        return cls(model.to(device), tokenizer, config)
+        return cls._adapted(model.to(device), tokenizer, config)
+
+    @classmethod
+    def _adapted(cls, model: Any, tokenizer: Any, config: BaseConfig) -> "BaseModel":
+        model = model if config.adapter is None else adapter.merge(llama_like(model), config.adapter)
+        return cls(model, tokenizer, config)
 
     @classmethod
     def wrap(cls, model: Any, tokenizer: Any) -> "BaseModel":
@@ -143,14 +120,6 @@ class BaseModel:
         model.set_attn_implementation(attention.register())
         config = BaseConfig(name=model.config.name_or_path, prepack=False)
         return cls(model, tokenizer, config)
-
-    def _fingerprint(self) -> str:
-        """Hash of the sizes and of two small weights: tells fine-tunes of one architecture apart."""
-        parts = [f"{self.hidden_size},{self.vocab_size},{self.num_layers}".encode()]
-        for weight in (self.model.model.norm.weight, self.head.weight[: min(64, self.vocab_size)]):
-            # Through bfloat16, so that the same weights loaded in another dtype are the same base.
-            parts.append(weight.detach().to(torch.bfloat16).float().cpu().numpy().tobytes())
-        return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
     def _check_logits(self) -> None:
         """Compare our way to the logits with the model's own on a few tokens.
@@ -210,13 +179,19 @@ class BaseModel:
         return RaggedCache(self._cache_shape, rows, capacity)
 
     @torch.inference_mode()
-    def read(self, tokens_BT: Tensor, cache: KVCache | RaggedCache, counts: Tensor | None = None) -> Tensor:
+    def read(
+        self, tokens_BT: Tensor, cache: KVCache | RaggedCache, counts: Tensor | None = None, spec: FeatureSpec = FINAL
+    ) -> Tensor:
         """Append committed tokens to ``cache``; returns ``h`` [B, T, D] after the final norm.
 
-        ``counts`` ([B] int64) says how many of the T tokens each row has; the rest is padding.
+        Args:
+            tokens_BT: [B, T] int64.
+            cache: of this base.
+            counts: [B] int64, how many of the T tokens each row has; the rest is padding.
+            spec: layers whose states are wanted too. They stand behind ``h``: [B, T, D * (1 + len(spec.layers))].
         """
         new = tokens_BT.shape[1]
-        if isinstance(cache, StaticKVCache) and cache.fits(new):
+        if isinstance(cache, StaticKVCache) and cache.fits(new) and not spec.layers:
             (hidden,) = cache.run(tokens_BT, chain_shape(new))
             cache.commit(counts)
             return hidden
@@ -225,19 +200,27 @@ class BaseModel:
         cache.open(new)
         if isinstance(cache, RaggedCache) or (cache.length and new > 1):
             mask = cache.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril_(), self.dtype)
-        hidden = self._decoder(tokens_BT, positions, mask, cache)
+        hidden = self._decoder(tokens_BT, positions, mask, cache, spec)
         cache.commit(counts)
         return hidden
 
     @torch.inference_mode()
-    def verify(self, tokens_BN: Tensor, shape: TreeShape, cache: KVCache | RaggedCache) -> Tensor:
+    def verify(
+        self,
+        tokens_BN: Tensor,
+        shape: TreeShape,
+        cache: KVCache | RaggedCache,
+        spec: FeatureSpec = FINAL,
+        begun: BegunPass | None = None,
+    ) -> Tensor:
         """One pass over the last N nodes of token trees after the committed prefixes; returns their ``h`` [B, N, D].
 
         Nodes before those N have been read by earlier calls. All states stay pending in ``cache`` until
-        ``cache.keep`` or ``cache.roll_back``.
+        ``cache.keep`` or ``cache.roll_back``. ``spec`` as in :meth:`read`; with ``begun`` the first layers are done.
         """
         new = tokens_BN.shape[1]
-        if isinstance(cache, StaticKVCache) and cache.fits(new) and new == len(shape):
+        eager = begun is not None or bool(spec.layers)
+        if isinstance(cache, StaticKVCache) and cache.fits(new) and new == len(shape) and not eager:
             return cache.run(tokens_BN, shape)[0]
         positions = cache.positions(shape.depths[:, -new:])
         cache.open(new)
@@ -245,16 +228,25 @@ class BaseModel:
             mask = self._tree_masks.mask(shape.tree, shape, cache)
         else:
             mask = cache.mask(shape.ancestors[:, -new:], self.dtype)
-        return self._decoder(tokens_BN, positions, mask, cache)
+        return self._decoder(tokens_BN, positions, mask, cache, spec, begun)
 
     @torch.inference_mode()
-    def verify_logits(self, tokens_BN: Tensor, shape: TreeShape, cache: KVCache | RaggedCache) -> tuple[Tensor, Tensor]:
+    def verify_logits(
+        self,
+        tokens_BN: Tensor,
+        shape: TreeShape,
+        cache: KVCache | RaggedCache,
+        spec: FeatureSpec = FINAL,
+        begun: BegunPass | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """``verify`` and the logits after every node [B, N, V], by one graph where there are graphs."""
+        eager = begun is not None or bool(spec.layers)
         if isinstance(cache, StaticKVCache) and cache.fits(len(shape)) and tokens_BN.shape[1] == len(shape):
-            hidden, logits = cache.run(tokens_BN, shape, with_logits=True)
-            return hidden, logits
-        hidden = self.verify(tokens_BN, shape, cache)
-        return hidden, self.logits(hidden)
+            if not eager:
+                hidden, logits = cache.run(tokens_BN, shape, with_logits=True)
+                return hidden, logits
+        hidden = self.verify(tokens_BN, shape, cache, spec, begun)
+        return hidden, self.logits(hidden[..., : self.hidden_size])
 
     def synchronise(self) -> None:
         """Wait for the device, so that wall-clock times are of work done."""
@@ -273,22 +265,34 @@ class BaseModel:
         seen = documents[:, :, None] == documents[:, None, :]
         seen &= torch.ones(time, time, dtype=torch.bool, device=self.device).tril_()
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, -torch.inf)[:, None]
-        out = self.model.model(
-            input_ids=ids,
-            position_ids=batch.position_ids.to(self.device),
-            attention_mask=mask,
-            use_cache=False,
-            output_hidden_states=bool(spec.layers),
-        )
-        layers = torch.cat([out.hidden_states[i] for i in spec.layers], -1) if spec.layers else None
+        with tapped(self.model, spec.layers) as states:
+            out = self.model.model(
+                input_ids=ids, position_ids=batch.position_ids.to(self.device), attention_mask=mask, use_cache=False
+            )
+        layers = torch.cat([states[i] for i in spec.layers], -1) if spec.layers else None
         return Features(final=out.last_hidden_state, layers=layers)
 
-    def _decoder(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
-        out = self.model.model(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-        )
+    def _decoder(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: KVCache | RaggedCache,
+        spec: FeatureSpec = FINAL,
+        begun: BegunPass | None = None,
+    ) -> Tensor:
+        options = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        done = begun.layers if begun else 0
+        with tapped(self.model, [i for i in spec.layers if i > done or begun is None]) as states:
+            if begun is None:
+                out = self.model.model(input_ids=tokens, **options)
+            else:
+                if done not in self._last_layers:
+                    self._last_layers[done] = last_layers(self, done)
+                out = self._last_layers[done](inputs_embeds=begun.hidden, **options)
+                states[done] = begun.hidden
         hidden: Tensor = out.last_hidden_state
-        return hidden
+        return torch.cat([hidden, *(states[i] for i in spec.layers)], -1) if spec.layers else hidden
 
 
 def _default_dtype(device: torch.device) -> str:

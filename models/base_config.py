@@ -13,6 +13,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 GRAPHS = ("auto", "always", "never")
 ORIGIN = ("name", "revision", "gguf_file", "tokenizer", "max_context", "random", "seed", "shape", "dtype")
 """Settings that find a base again; what a saved head may say about it."""
+ADAPTER = "adapter"
+"""Folder of a saved head that holds its base's adapter, where there is one: all that a head may say of adapters."""
 EMBEDDED = "embedded:smollm2"
 """The base that arrives inside a pinned package, for machines without hub access."""
 
@@ -45,6 +47,9 @@ class BaseConfig:
     """Transformers config of the base (``model_type`` and sizes): lets ``mode=plan`` and ``random`` work offline."""
     tokenizer: str | None = None
     """Another tokenizer than the base's: a hub id, a folder, or ``builtin:tiny`` (byte level, offline)."""
+    adapter: str | None = None
+    """A folder that peft saved (safetensors), merged into the weights at load. The base then is another one: corpora
+    and heads of the untouched base do not fit it."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -60,7 +65,9 @@ class BaseConfig:
         """The settings that find this base again: what a saved head remembers. Nothing about device or speed."""
         only_random = ("random", "seed", "shape", "dtype")
         kept = ORIGIN if self.random else [key for key in ORIGIN if key not in only_random]
-        return {key: getattr(self, key) for key in kept}
+        # Only where there is one, so that corpora of bases without stay what they are.
+        adapter = {} if self.adapter is None else {"adapter": self.adapter}
+        return {key: getattr(self, key) for key in kept} | adapter
 
     def transformers_config(self) -> PreTrainedConfig:
         """The transformers config, from ``shape`` when given (no network), else from ``name``.

@@ -26,6 +26,35 @@ ROOM = 256
 """Positions to begin with, behind a prompt; doubled when they run out."""
 
 
+@dataclass(frozen=True)
+class Forest:
+    """Which pending nodes stand above each other, themselves included."""
+
+    ancestors: Tensor
+    """[B, P, P] bool."""
+
+    @classmethod
+    def none(cls, rows: int, device: torch.device) -> "Forest":
+        """No node yet."""
+        return cls(torch.zeros(rows, 0, 0, dtype=torch.bool, device=device))
+
+    def grown(self, rows: int, new: int, above: Tensor | None) -> "Forest":
+        """With ``new`` nodes more, each below the node ``above`` ([B, new] int64) or, with None, below none."""
+        pending, device = self.ancestors.shape[1], self.ancestors.device
+        ancestors = torch.zeros(rows, pending + new, pending + new, dtype=torch.bool, device=device)
+        ancestors[:, :pending, :pending] = self.ancestors
+        if above is not None:
+            ancestors[:, pending:, :pending] = self.ancestors.gather(1, above[..., None].expand(-1, -1, pending))
+        ancestors[:, pending:, pending:] |= torch.eye(new, dtype=torch.bool, device=device)
+        return Forest(ancestors)
+
+    def shape(self) -> TreeShape:
+        """As far as a pass over the nodes needs it."""
+        none = self.ancestors.new_zeros(1, 1, 1, dtype=torch.int64)
+        depths = self.ancestors.sum(-1) - 1
+        return TreeShape(parents=depths, depths=depths, ancestors=self.ancestors, children=none, depth=0)
+
+
 class DraftCache:
     """Keys and values of one model for rows of a batch, and the tokens that they stand for."""
 
@@ -34,7 +63,7 @@ class DraftCache:
         self._cache: KVCache | RaggedCache | None = None
         self._read = Committed.none(0)
         self._nodes = torch.zeros(0, 0, dtype=torch.int64)  # [B, P] tokens of pending nodes
-        self._ancestors = torch.zeros(0, 0, 0, dtype=torch.bool)  # [B, P, P]
+        self._forest = Forest.none(0, torch.device("cpu"))
 
     def select(self, rows: list[int]) -> "DraftCache":
         """These rows only, in memory of their own."""
@@ -95,14 +124,9 @@ class DraftCache:
             hidden = self.model.read(tokens, cache)
             self._read = self._read.append(tokens)
             return hidden
-        pending = self._nodes.shape[1]
-        ancestors = torch.zeros(rows, pending + new, pending + new, dtype=torch.bool, device=tokens.device)
-        ancestors[:, :pending, :pending] = self._ancestors
-        if above is not None:
-            ancestors[:, pending:, :pending] = self._ancestors.gather(1, above[..., None].expand(-1, -1, pending))
-        ancestors[:, pending:, pending:] |= torch.eye(new, dtype=torch.bool, device=tokens.device)
-        self._nodes, self._ancestors = torch.cat([self._nodes, tokens], 1), ancestors
-        return self.model.verify(tokens, _forest(ancestors), cache)
+        self._nodes = torch.cat([self._nodes, tokens], 1)
+        self._forest = self._forest.grown(rows, new, above)
+        return self.model.verify(tokens, self._forest.shape(), cache)
 
     def _make_room(self, text: Committed, room: int) -> None:
         """A cache that holds the text and one step's nodes, made or enlarged."""
@@ -132,14 +156,14 @@ class DraftCache:
         assert cache is not None
         rows = len(text.lengths)
         agreed = torch.minimum(common_prefix(self._read, text), text.lengths - 1)
-        pending = self._nodes.shape[1]
+        pending, ancestors = self._nodes.shape[1], self._forest.ancestors
         if pending and bool((agreed == self._read.lengths).all()):
-            places = self._read.lengths[:, None] + self._ancestors.sum(-1) - 1
+            places = self._read.lengths[:, None] + ancestors.sum(-1) - 1
             follows = self._nodes == text.tokens.gather(1, places.clamp(max=text.longest - 1))
             follows &= places < text.lengths[:, None] - 1
-            depth = torch.where((self._ancestors & ~follows[:, None]).any(-1), 0, self._ancestors.sum(-1))
+            depth = torch.where((ancestors & ~follows[:, None]).any(-1), 0, ancestors.sum(-1))
             counts, node = depth.max(1)
-            path = self._ancestors[torch.arange(rows, device=node.device), node]
+            path = ancestors[torch.arange(rows, device=node.device), node]
             order = (~path).sort(dim=1, stable=True).indices[:, : max(1, int(counts.max()))]
             # The rows beyond their own count repeat a kept entry's place, which nothing reads.
             cache.keep(order, counts)
@@ -154,7 +178,7 @@ class DraftCache:
             self._cache.roll_back()
         rows, device = len(self._read.lengths), self._read.lengths.device
         self._nodes = torch.zeros(rows, 0, dtype=torch.int64, device=device)
-        self._ancestors = torch.zeros(rows, 0, 0, dtype=torch.bool, device=device)
+        self._forest = Forest.none(rows, device)
 
 
 @dataclass
@@ -204,10 +228,3 @@ def rewind(cache: KVCache | RaggedCache, lengths: Tensor) -> None:
     else:
         cache.roll_back()
         cache.lengths = lengths
-
-
-def _forest(ancestors: Tensor) -> TreeShape:
-    """The shape of pending nodes with these ancestors, as far as a pass over them needs it."""
-    none = ancestors.new_zeros(1, 1, 1, dtype=torch.int64)
-    depths = ancestors.sum(-1) - 1
-    return TreeShape(parents=depths, depths=depths, ancestors=ancestors, children=none, depth=0)

@@ -18,11 +18,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from drafthead.data.contracts import Features, FeatureSpec, LossOutput, TrainBatch
+from drafthead.data.contracts import Features, LossOutput, TrainBatch
 from drafthead.data.errors import UserError
 from drafthead.data.files import read_json, write_json
 from drafthead.data.token_tree import TokenTree
+from drafthead.models import adapter
 from drafthead.models.base import BaseModel
+from drafthead.models.base_config import ADAPTER
 from drafthead.models.drafter import DraftState
 from drafthead.models.losses import LossConfig
 from drafthead.models.tree_growth import StepwiseDrafter
@@ -54,6 +56,9 @@ class DraftHeadConfig(ABC):
     draft_vocab_size: int | None = None
     """Ids the head can draft: the most frequent ones of the generated corpus; None drafts over the whole vocabulary."""
 
+    tunes_base: ClassVar[bool] = False
+    """Whether its heads can train the base along (``DraftHead.tune_base``)."""
+
     @property
     @abstractmethod
     def depth(self) -> int:
@@ -79,9 +84,6 @@ class HeadState(DraftState):
 class DraftHead(nn.Module, StepwiseDrafter):
     """A draft head, attached to the frozen base it drafts for."""
 
-    spec: ClassVar[FeatureSpec] = FeatureSpec()
-    """Hidden states it reads besides the final one."""
-
     def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__()
         self.config = config
@@ -89,6 +91,8 @@ class DraftHead(nn.Module, StepwiseDrafter):
         self.base_identity = base.identity()
         self.tree: TokenTree | None = None
         """The tree calibrated for it; None until evaluation has chosen one."""
+        self.progress = 0.0
+        """Part of the phase that will be done after the current step, in (0, 1]; the loop sets it."""
         ids = torch.arange(base.vocab_size) if d2t is None else d2t.to(torch.int64)
         if len(ids) == 0 or int(ids.max()) >= base.vocab_size or int(ids.min()) < 0:
             raise UserError(f"the draft vocabulary must hold ids in [0, {base.vocab_size}), got {ids.tolist()[:4]}...")
@@ -130,6 +134,18 @@ class DraftHead(nn.Module, StepwiseDrafter):
             among the first ``top``, -1 where position k has no target.
         """
 
+    def tune_base(self, now: bool) -> None:
+        """Make ready to train the base along; ``now`` says whether the next phase does.
+
+        Raises:
+            UserError: this head, or this base, cannot.
+        """
+        raise UserError(f"{type(self).__name__} cannot train its base; set phases.*.train_base=false")
+
+    def lr_factor(self, parameter: nn.Parameter) -> float:
+        """Learning rate of a parameter over the phase's."""
+        return 1.0
+
     # Saving and loading --------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -140,15 +156,28 @@ class DraftHead(nn.Module, StepwiseDrafter):
             "format": FORMAT,
             "head": f"{type(self.config).__module__}.{type(self.config).__qualname__}",
             "settings": asdict(self.config),
-            "base": self.base_identity,
+            "base": self.save_base(folder),
             "draft_vocab": None if len(self.d2t) == len(self.t2d) else len(self.d2t),
         }
         aside = folder / ".model.safetensors.tmp"
-        save_file({k: v.detach().contiguous().cpu() for k, v in self.state_dict().items()}, aside)
+        save_file({k: v.detach().contiguous().cpu() for k, v in self.saved_weights().items()}, aside)
         aside.replace(folder / "model.safetensors")
         write_json(folder / "config.json", config)
         if self.tree is not None:
-            write_json(folder / "tree.json", {"choices": [list(p) for p in self.tree.paths[1:]]})
+            choices = [list(path) for path in self.tree.paths[1:]]
+            write_json(folder / "tree.json", {"choices": choices, "stop_below": self.stop_below})
+
+    def saved_weights(self) -> dict[str, Tensor]:
+        """What ``model.safetensors`` holds."""
+        return self.state_dict()
+
+    def save_base(self, folder: Path) -> dict[str, Any]:
+        """Write what the base is made with into the head's folder; returns the base's identity as seen from there."""
+        identity = self.base_identity
+        if self.base.config.adapter is None:
+            return identity
+        adapter.copy(Path(self.base.config.adapter), folder / ADAPTER)
+        return {**identity, "recipe": {**identity["recipe"], "adapter": ADAPTER}}
 
     @classmethod
     def from_pretrained(cls, name: str | Path, base: BaseModel, revision: str | None = None) -> Self:
@@ -184,6 +213,7 @@ class DraftHead(nn.Module, StepwiseDrafter):
             )
         if (folder / "tree.json").exists():
             head.tree = read_tree(folder / "tree.json", head.depth)
+            head.stop_below = read_threshold(folder / "tree.json", head.stop_below)
         if not isinstance(head, cls):
             raise UserError(f"{folder} holds a {type(head).__name__}, not a {cls.__name__}")
         return head.eval()
@@ -260,6 +290,18 @@ def read_tree(path: Path, depth: int) -> TokenTree:
     if tree.depth > depth:
         raise UserError(f"the tree in {path} is {tree.depth} deep, but the head drafts {depth} positions; choose one")
     return tree
+
+
+def read_threshold(path: Path, default: float) -> float:
+    """The confidence threshold in a ``tree.json``, ``default`` where it has none.
+
+    Raises:
+        UserError: it is no threshold.
+    """
+    found = read_json(path).get("stop_below", default)
+    if not isinstance(found, int | float) or not 0 <= found < 1:
+        raise UserError(f"{path} has stop_below={found!r}, which must be in [0, 1); correct it or choose a tree anew")
+    return float(found)
 
 
 def _config_class(folder: Path, name: str) -> type[DraftHeadConfig]:

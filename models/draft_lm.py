@@ -5,31 +5,28 @@ are trained, and the base's output head, frozen and shared, over the draft vocab
 from the base is how DistilBERT and Distil-Whisper start; as a draft model it needs no tokenizer and no weights from
 elsewhere. It drafts like any model (``models/draft_cache.py``).
 
-Draft position 1 predicts ``x_{t+2}`` from the tokens up to ``x_{t+1}``; its teacher is the base's ``h_{t+1}``.
-Position k does the same k - 1 tokens later, so one training target serves all positions.
-
-Shape legend: B batch, T time, K draft positions, n trained positions, D width, W draft vocabulary.
+Shape legend: B batch, T time, D width, W draft vocabulary.
 """
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafthead.data.contracts import Features, LossOutput, TrainBatch
+from drafthead.data.contracts import Features, TrainBatch
 from drafthead.data.errors import UserError
 from drafthead.models.base import BaseModel
 from drafthead.models.committed import Committed
 from drafthead.models.draft_cache import CachedExpansion, DraftCache, TextState
-from drafthead.models.draft_head import DraftHead, DraftHeadConfig, HeadSize
+from drafthead.models.draft_head import DraftHeadConfig, HeadSize
 from drafthead.models.drafter import DraftPlan, DraftState
 from drafthead.models.fused import fuse_modules
-from drafthead.models.linear import PrepackedLinear, can_prepack, prepack_linears
-from drafthead.models.losses import LossConfig, Targets, chunk_rows, heads_loss, loss_output
-from drafthead.models.model_drafter import with_layers
+from drafthead.models.head_attention import document_mask
+from drafthead.models.layer_views import with_layers
+from drafthead.models.linear import prepack_linears
+from drafthead.models.next_token_head import NextTokenHead
+from drafthead.models.projections import Projections
 from drafthead.models.unpack import fresh_copy
 
 
@@ -78,7 +75,7 @@ class DraftLMConfig(DraftHeadConfig):
         )
 
 
-class DraftLM(DraftHead):
+class DraftLM(NextTokenHead):
     """A few decoder layers between the base's embedding and output head."""
 
     config: DraftLMConfig
@@ -94,7 +91,7 @@ class DraftLM(DraftHead):
         self.norm = deepcopy(base.model.model.norm).float().requires_grad_(True)
         self._trunk = with_layers(base, self.layers, self.norm, torch.float32)
         self._reader: BaseModel | None = None
-        self._product: Callable[[Tensor], Tensor] | None = None
+        self._projections = Projections(self.teacher, 0)
 
     def train(self, mode: bool = True) -> "DraftLM":
         self._reader = None  # packed copies of weights that may change
@@ -114,7 +111,8 @@ class DraftLM(DraftHead):
 
     def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> CachedExpansion:
         assert isinstance(state, TextState)
-        return CachedExpansion(state.cache, state.text.append(last[:, None]), plan, self._logits)
+        text = state.text.append(last[:, None])
+        return CachedExpansion(state.cache, text, plan, lambda hidden: self._projections.logits(hidden, 0))
 
     def _inference_model(self) -> BaseModel:
         """The trunk, with layers fit for few rows where the base has such."""
@@ -127,69 +125,18 @@ class DraftLM(DraftHead):
                 self._reader = with_layers(self.base, layers, self.norm, torch.float32)
         return self._reader
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., W]."""
-        weight = self.teacher.weight
-        if self._product is None:
-            self._product = PrepackedLinear(weight, None) if can_prepack(weight) else lambda x: F.linear(x, weight)
-        return self.teacher.finish(self._product(hidden.to(weight.dtype)))
-
     # Training ------------------------------------------------------------------------------------------------
 
-    def hidden_states(self, batch: TrainBatch) -> Tensor:
-        """[B, T, D] after the final norm, float32; a token sees its own document only."""
-        documents = batch.document_ids
-        time = documents.shape[1]
-        seen = documents[:, :, None] == documents[:, None, :]
-        seen &= torch.ones(time, time, dtype=torch.bool, device=documents.device).tril_()
-        mask = torch.zeros(seen.shape, device=documents.device).masked_fill_(~seen, -torch.inf)[:, None]
+    def hidden_states(self, batch: TrainBatch, features: Features) -> Tensor:
+        """[B, T, D] after the final norm, float32."""
         out = self._trunk.model.model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=mask, use_cache=False
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=document_mask(batch),
+            use_cache=False,
         )
         hidden: Tensor = out.last_hidden_state
         return hidden
-
-    def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
-        _, at_source = batch.draft_targets(1)
-        valid = torch.zeros_like(at_source)
-        valid[:, 2:] = at_source[:, :-2]  # at the target itself
-        picked = valid.flatten().nonzero()[:, 0]
-        targets = Targets(
-            ids=self.t2d[batch.input_ids.flatten()[picked]],
-            valid=torch.ones(1, len(picked), dtype=torch.bool, device=picked.device),
-            teacher_hidden=features.final.flatten(0, 1)[picked - 1],
-            teacher=self.teacher,
-        )
-        hidden = self.hidden_states(batch).flatten(0, 1)[picked - 1]
-        loss_sum, stats = heads_loss(hidden[None], [self.teacher], targets, config)
-        # Given the true tokens before it, every position is the same prediction.
-        return loss_output(loss_sum, stats.expand(self.depth, -1), training=loss_sum.requires_grad)
-
-    @torch.no_grad()
-    def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:
-        """As any head, given the text's own tokens before x_{t+1+k}.
-
-        No approximation: the only node at depth k that can be accepted there stands below the text's own tokens.
-        """
-        hidden = self.hidden_states(batch)
-        next_ids, _ = batch.draft_targets(0)
-        wanted = self.t2d[next_ids]
-        rank = torch.full_like(wanted, top)
-        flat, flat_wanted, flat_rank = hidden.flatten(0, 1), wanted.flatten(), rank.flatten()
-        size = chunk_rows(len(self.d2t), flat.device.type)
-        for start in range(0, len(flat), size):
-            part = slice(start, start + size)
-            logits = self.teacher.logits(flat[part].to(self.teacher.weight.dtype)).float()
-            true = logits.gather(1, flat_wanted[part].clamp(min=0)[:, None])
-            found = (logits > true).sum(-1).clamp(max=top)
-            flat_rank[part] = torch.where(flat_wanted[part] >= 0, found, top)
-        ranks = torch.full((*wanted.shape, self.depth), -1, dtype=torch.int64, device=wanted.device)
-        for k in range(1, self.depth + 1):
-            _, valid = batch.draft_targets(k)
-            shifted = torch.full_like(rank, -1)
-            shifted[:, :-k] = flat_rank.view_as(rank)[:, k:]  # from t + k the next token is x_{t+1+k}
-            ranks[..., k - 1] = torch.where(valid, shifted, -1)
-        return ranks
 
 
 def _evenly(count: int, layers: int) -> list[int]:

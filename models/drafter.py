@@ -10,9 +10,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from drafthead.data.contracts import Features, Proposal, Siblings
+from drafthead.data.contracts import Features, FeatureSpec, Proposal, Siblings
 from drafthead.data.token_tree import TokenTree
 from drafthead.models.coins import Coins
+from drafthead.models.kv_cache import KVCache, RaggedCache
 from drafthead.models.sampling import Sampler
 
 
@@ -138,6 +139,12 @@ class Drafter(ABC):
 
     tree: TokenTree | None = None
     """The tree to draft by default, calibrated for it; None: a chain over all its positions."""
+    spec: FeatureSpec = FeatureSpec()
+    """Hidden states of the base that it reads besides the final one."""
+    stop_below: float = 0.0
+    """The confidence threshold to draft with by default (``DraftPlan.stop_below``)."""
+    begun_layers: int = 0
+    """Layers of the target's own pass that it does while drafting (early exit), in a session it is attached to."""
 
     @property
     @abstractmethod
@@ -158,6 +165,17 @@ class Drafter(ABC):
     def init_state(self, batch: int) -> DraftState:
         """The state before anything is read."""
 
+    def spare_nodes(self, plan: "DraftPlan") -> int:
+        """Positions that drafting needs in the target's cache besides the nodes of ``plan``, where it writes there."""
+        return 0
+
+    def attach(self, state: DraftState, cache: KVCache | RaggedCache) -> DraftState:
+        """The same state over the target's own ``cache``, for a drafter that begins the target's pass itself.
+
+        Called when a session starts, and again when it goes on with fewer rows.
+        """
+        return state
+
     @abstractmethod
     def observe(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
@@ -167,7 +185,7 @@ class Drafter(ABC):
         Args:
             state: is left as it was; caches in it may be written behind their length.
             tokens: [B, T] int64.
-            features: [B, T, ...] the base's hidden states; None from a source that has none.
+            features: [B, T, ...] the base's hidden states that ``spec`` names; None from a source that has none.
             counts: [B] int64, how many of the T tokens count in each row, at least 1; None: all.
         """
 

@@ -103,6 +103,20 @@ class KVCache:
         """Itself: there is one row."""
         return self
 
+    def first_layers(self, count: int) -> "KVCache":
+        """The first ``count`` layers as a cache of its own behind the same committed positions; shares memory."""
+        part = KVCache.__new__(KVCache)
+        part.keys, part.values = self.keys[:count], self.values[:count]
+        part.length, part.pending, part._start, part._end = self.length, 0, 0, 0
+        return part
+
+    def enlarged(self, shape: CacheShape, capacity: int) -> "KVCache":
+        """A copy with more room."""
+        copy = KVCache(shape, capacity)
+        copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
+        copy.length, copy.pending = self.length, self.pending
+        return copy
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed positions (transformers' name)."""
         return self.length
@@ -177,6 +191,20 @@ class RaggedCache:
         chosen.lengths = self.lengths[rows]
         chosen.pending, chosen._reach, chosen._written = 0, 0, torch.empty(0)
         return chosen
+
+    def first_layers(self, count: int) -> "RaggedCache":
+        """As ``KVCache.first_layers``."""
+        part = RaggedCache.__new__(RaggedCache)
+        part.keys, part.values, part.lengths = self.keys[:count], self.values[:count], self.lengths
+        part.pending, part._reach, part._written = 0, 0, torch.empty(0)
+        return part
+
+    def enlarged(self, shape: CacheShape, capacity: int) -> "RaggedCache":
+        """A copy with more room."""
+        copy = RaggedCache(shape, self.rows, capacity)
+        copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
+        copy.lengths, copy.pending = self.lengths, self.pending
+        return copy
 
     def open(self, new: int) -> None:
         """Begin a pass over ``new`` tokens a row, which go behind those pending.

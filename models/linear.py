@@ -8,6 +8,8 @@ weights reordered once into its blocked layout does not (``benchmarks/decode.py`
 import ctypes
 import mmap
 import sys
+from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,3 +102,16 @@ def prepack_linears(module: nn.Module) -> int:
         else:
             replaced += prepack_linears(child)
     return replaced
+
+
+def packed_twin(module: Any) -> Any:
+    """``module`` for inference on few rows: shares all its weights, but has packed copies of its linear layers' ones.
+
+    It is in evaluation mode, and void once those weights change.
+    """
+    if type(module) is nn.Linear and can_prepack(module.weight):
+        return PrepackedLinear(module.weight, module.bias)
+    twin = copy(module)
+    twin.__dict__["_modules"] = {name: packed_twin(child) for name, child in module._modules.items()}
+    twin.__dict__["training"] = False
+    return twin

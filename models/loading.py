@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from drafthead.models.base import BaseModel
-from drafthead.models.base_config import ORIGIN, BaseConfig
+from drafthead.models.base_config import ADAPTER, ORIGIN, BaseConfig
 from drafthead.models.draft_head import DraftHead, read_head_config, resolve_folder
 
 
@@ -46,7 +46,11 @@ def load_base_and_head(name: str | Path, base: BaseConfig | None = None) -> tupl
         # Only what finds the base again, and only where the caller said nothing: a downloaded config cannot turn on
         # trust_remote_code or undo an override.
         default = BaseConfig()
-        remembered = {k: v for k, v in dict(trained.get("recipe") or {}).items() if k in ORIGIN}
+        recipe = dict(trained.get("recipe") or {})
+        remembered = {k: v for k, v in recipe.items() if k in ORIGIN}
+        if recipe.get("adapter") is not None:
+            # Where it lies beside the head; what a config says of other places is not followed.
+            remembered["adapter"] = str(folder / ADAPTER)
         config = replace(config, **{k: v for k, v in remembered.items() if getattr(config, k) == getattr(default, k)})
     model = BaseModel.load(config, default_device())
     return model, DraftHead.from_pretrained(folder, model)

@@ -16,19 +16,21 @@ Shape legend: B batch, T time, N tree nodes, K heads, n selected positions, D wi
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafthead.data.contracts import Features, LossOutput, TrainBatch
-from drafthead.models.base import BaseModel, OutputHead
-from drafthead.models.draft_head import DraftHead, DraftHeadConfig, HeadSize, HeadState
+from drafthead.data.contracts import Features, TrainBatch
+from drafthead.models.base import BaseModel
+from drafthead.models.draft_head import DraftHeadConfig, HeadSize, HeadState
 from drafthead.models.drafter import DraftPlan, DraftState, last_of
 from drafthead.models.graphs import StaticCalls
-from drafthead.models.linear import PrepackedLinear, can_prepack
-from drafthead.models.losses import LossConfig, Targets, chunk_rows, heads_loss, loss_output
+from drafthead.models.output_head import OutputHead
+from drafthead.models.position_head import PositionHead
+from drafthead.models.projections import Projections, stack_logits
+from drafthead.models.reading import Reading
 
 
 @dataclass(kw_only=True)
@@ -41,13 +43,16 @@ class MedusaConfig(DraftHeadConfig):
     """Residual blocks per head."""
     own_projection: bool = True
     """True: every head trains its own copy of the base's projection. False: all share the base's, frozen."""
-
+    tie_blocks: bool = False
+    """True: one block, applied ``num_layers`` times, as in the reference code and the weights it released."""
     reads_last_token: bool = False
     """True: heads also read the embedding of the last committed token (ours; not in the paper)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_heads <= 16:
             raise ValueError(f"head.num_heads must be in [1, 16], got {self.num_heads}")
+        if self.tie_blocks and self.reads_last_token:
+            raise ValueError("head.tie_blocks and head.reads_last_token exclude each other: the first block is wider")
         if not 1 <= self.num_layers <= 8:
             raise ValueError(f"head.num_layers must be in [1, 8], got {self.num_layers}")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
@@ -62,12 +67,13 @@ class MedusaConfig(DraftHeadConfig):
 
     def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
         vocabulary = min(self.draft_vocab_size or vocab_size, vocab_size)
-        per_head = self.num_layers * (hidden_size + 1) * hidden_size + self.reads_last_token * hidden_size**2
-        blocks = self.num_heads * per_head
+        blocks = 1 if self.tie_blocks else self.num_layers
+        per_head = blocks * (hidden_size + 1) * hidden_size + self.reads_last_token * hidden_size**2
+        all_blocks = self.num_heads * per_head
         projections = self.num_heads * vocabulary * hidden_size if self.own_projection else 0
         return HeadSize(
-            parameters=blocks + projections,
-            trainable=blocks + projections,
+            parameters=all_blocks + projections,
+            trainable=all_blocks + projections,
             positions=self.num_heads,
             draft_vocab_size=vocabulary,
             projections=projections,
@@ -91,18 +97,23 @@ class ResBlock(nn.Module):
 
 
 class Blocks(nn.ModuleList):
-    """The residual blocks of one head, each a module of its own; the first may be conditioned."""
+    """The residual blocks of one head; the first may be conditioned. Tied: one block, applied ``count`` times."""
 
-    def __init__(self, width: int, count: int, conditioned: bool) -> None:
-        super().__init__(ResBlock(width, conditioned and i == 0) for i in range(count))
+    def __init__(self, width: int, count: int, conditioned: bool = False, tied: bool = False) -> None:
+        super().__init__(ResBlock(width, conditioned and i == 0) for i in range(1 if tied else count))
+        self._order = [0] * count if tied else list(range(count))
 
-    def forward(self, x: Tensor, condition: Tensor | None) -> Tensor:
-        for i, block in enumerate(self):
+    def in_order(self) -> list["ResBlock"]:
+        """The blocks as they are applied."""
+        return [cast(ResBlock, self[place]) for place in self._order]
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        for i, block in enumerate(self.in_order()):
             x = block(x, condition if i == 0 else None)
         return x
 
 
-class MedusaHead(DraftHead):
+class MedusaHead(PositionHead):
     """K Medusa heads."""
 
     config: MedusaConfig
@@ -110,13 +121,10 @@ class MedusaHead(DraftHead):
     def __init__(self, config: MedusaConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
         self.blocks = nn.ModuleList(
-            Blocks(base.hidden_size, config.num_layers, config.reads_last_token) for _ in range(config.num_heads)
+            Blocks(base.hidden_size, config.num_layers, config.reads_last_token, config.tie_blocks)
+            for _ in range(config.num_heads)
         ).to(base.device)
-        copies = config.num_heads if config.own_projection else 0
-        self.projections = nn.ParameterList(
-            nn.Parameter(self.teacher.weight.detach().float().clone()) for _ in range(copies)
-        )
-        self._products: list[nn.Module] | None = None
+        self.projections = Projections(self.teacher, config.num_heads if config.own_projection else 0)
         self._stacks: list[tuple[Tensor, Tensor]] | None = None
         self._static = StaticCalls(base.device) if base.uses_graphs else None
 
@@ -132,15 +140,12 @@ class MedusaHead(DraftHead):
 
     def _forget_copies(self) -> None:
         """Copies of weights that may change, and graphs that read them where they are."""
-        self._products = self._stacks = None
+        self._stacks = None
         if self._static is not None:
             self._static.clear()
 
     def output_head(self, k: int) -> OutputHead:
-        """The projection of head k (0-based)."""
-        if not self.config.own_projection:
-            return self.teacher
-        return OutputHead(weight=self.projections[k], scale=self.teacher.scale, softcap=self.teacher.softcap)
+        return self.projections.head(k)
 
     def _condition(self, last: Tensor) -> Tensor | None:
         """What the heads know of the last committed token: its embedding at unit RMS, [...] -> [..., D]."""
@@ -178,18 +183,12 @@ class MedusaHead(DraftHead):
             read = x if layer or condition is None else torch.cat([x, condition], -1)
             read = read.expand(depth, -1, -1) if layer == 0 else read
             x = x + F.silu(torch.baddbmm(biases[:depth], read, weights[:depth]))
-        stacked = x.transpose(0, 1).to(self.output_head(0).weight.dtype)
-        products = self._inference_products()
-        if len(products) == 1:
-            product = products[0](stacked)
-        else:
-            product = torch.stack([products[k](stacked[:, k]) for k in range(depth)], 1)
-        return self.teacher.finish(product)
+        return stack_logits(self.projections, x.transpose(0, 1))
 
     def _stacked_blocks(self) -> list[tuple[Tensor, Tensor]]:
         """Per block the weights [K, in, D] and biases [K, 1, D] of all heads: drafting is then one product a block."""
         if self._stacks is None:
-            layers = zip(*self.blocks, strict=True)
+            layers = zip(*(cast(Blocks, blocks).in_order() for blocks in self.blocks), strict=True)
             self._stacks = [
                 (
                     torch.stack([block.linear.weight.detach().t() for block in blocks]),
@@ -199,65 +198,12 @@ class MedusaHead(DraftHead):
             ]
         return self._stacks
 
-    def _inference_products(self) -> list[nn.Module]:
-        """The projections as layers fit for few rows, made once."""
-        if self._products is None:
-            count = self.depth if self.config.own_projection else 1
-            self._products = [_inference_linear(self.output_head(k).weight.detach()) for k in range(count)]
-        return self._products
-
-    def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
-        targets, sources = self._targets(batch, features, with_teacher=True)
-        flat = features.final.flatten(0, 1)
-        # Where a head has no valid source the feature may be another document's or NaN (never read): zero carries
-        # neither value nor gradient.
-        read = torch.where(targets.valid[..., None], flat[sources], 0.0).to(self._dtype)
-        condition = self._condition(batch.input_ids.flatten()[sources + 1])
-        hidden = torch.stack(
+    def position_hidden(self, batch: TrainBatch, features: Features, reading: Reading) -> Tensor:
+        read = reading.at_sources(features.final).to(self._dtype)
+        condition = self._condition(reading.tokens(batch.input_ids, 1))
+        return torch.stack(
             [blocks(read[k], None if condition is None else condition[k]) for k, blocks in enumerate(self.blocks)]
         )
-        heads = [self.output_head(k) for k in range(self.depth)]
-        loss_sum, stats = heads_loss(hidden, heads, targets, config)
-        return loss_output(loss_sum, stats, training=loss_sum.requires_grad)
-
-    def _targets(self, batch: TrainBatch, features: Features, with_teacher: bool) -> tuple[Targets, Tensor]:
-        """Every position that some head is trained to predict, and per head the flat index of the ``h`` it reads."""
-        rows, time = batch.input_ids.shape
-        valid = batch.loss_mask.new_zeros((self.depth, rows, time))
-        for k in range(1, self.depth + 1):
-            _, at_source = batch.draft_targets(k)
-            valid[k - 1, :, 1 + k :] = at_source[:, : -(1 + k)]
-        flat_valid = valid.flatten(1)
-        picked = flat_valid.any(0).nonzero()[:, 0]
-        offsets = torch.arange(2, self.depth + 2, device=picked.device)
-        sources = (picked[None] - offsets[:, None]).clamp_(min=0)  # [K, n]; a clamped one is never valid
-        targets = Targets(
-            ids=self.t2d[batch.input_ids.flatten()[picked]],
-            valid=flat_valid[:, picked],
-            teacher_hidden=features.final.flatten(0, 1)[picked - 1] if with_teacher else None,
-            teacher=self.teacher if with_teacher else None,
-        )
-        return targets, sources
-
-    @torch.no_grad()
-    def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:
-        ranks = torch.full((*batch.input_ids.shape, self.depth), -1, dtype=torch.int64, device=batch.input_ids.device)
-        last, _ = batch.draft_targets(0)
-        for k, blocks in enumerate(self.blocks):
-            ids, valid = batch.draft_targets(k + 1)
-            hidden = blocks(features.final[valid].to(self._dtype), self._condition(last[valid]))
-            wanted = self.t2d[ids[valid]]
-            found = []
-            for part in torch.arange(len(wanted), device=wanted.device).split(  # type: ignore[no-untyped-call]
-                chunk_rows(len(self.d2t), wanted.device.type)
-            ):
-                head = self.output_head(k)
-                logits = head.logits(hidden[part].to(head.weight.dtype)).float()
-                true = logits.gather(1, wanted[part].clamp(min=0)[:, None])
-                found.append((logits > true).sum(-1).clamp(max=top))
-            rank = torch.cat(found) if found else wanted
-            ranks[..., k][valid] = torch.where(wanted >= 0, rank, top)
-        return ranks
 
 
 class _MedusaExpansion:
@@ -271,11 +217,3 @@ class _MedusaExpansion:
 
     def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
         return next(self._levels)
-
-
-def _inference_linear(weight: Tensor) -> nn.Module:
-    if can_prepack(weight):
-        return PrepackedLinear(weight, None)
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from drafthead.data.contracts import Features, Proposal, Siblings
+from drafthead.data.contracts import Features, FeatureSpec, Proposal, Siblings
 from drafthead.data.errors import UserError
 from drafthead.data.token_tree import NO_CHILD, TokenTree, TreeShape
 from drafthead.models.coins import Coins
 from drafthead.models.drafter import Drafter, DraftPlan, DraftState, DynamicTree
+from drafthead.models.kv_cache import KVCache, RaggedCache
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Merged(Drafter):
         if len(self.trees) != len(self.drafters):
             raise UserError(f"{len(self.drafters)} merged drafters need as many trees, got {len(self.trees)}")
         self.tree = side_by_side(self.trees)
+        self.spec = FeatureSpec(layers=tuple(dict.fromkeys(n for d in self.drafters for n in d.spec.layers)))
 
     @property
     def depth(self) -> int:
@@ -72,7 +74,22 @@ class Merged(Drafter):
     ) -> MergedState:
         assert isinstance(state, MergedState)
         pairs = zip(self.drafters, state.parts, strict=True)
-        return MergedState(parts=tuple(drafter.observe(part, tokens, features, counts) for drafter, part in pairs))
+        return MergedState(
+            parts=tuple(drafter.observe(part, tokens, self._own(drafter, features), counts) for drafter, part in pairs)
+        )
+
+    def attach(self, state: DraftState, cache: KVCache | RaggedCache) -> MergedState:
+        assert isinstance(state, MergedState)
+        pairs = zip(self.drafters, state.parts, strict=True)
+        return MergedState(parts=tuple(drafter.attach(part, cache) for drafter, part in pairs))
+
+    def _own(self, drafter: Drafter, features: Features | None) -> Features | None:
+        """What ``drafter`` reads of the features that all of them read."""
+        if features is None:
+            return None
+        places = [self.spec.layers.index(number) for number in drafter.spec.layers]
+        layers = torch.cat([features.layer(place) for place in places], -1) if places else None
+        return Features(final=features.final, layers=layers)
 
     @torch.inference_mode()
     def draft(self, state: DraftState, last: Tensor, plan: DraftPlan, coins: Coins | None = None) -> Proposal:

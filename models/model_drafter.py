@@ -7,10 +7,6 @@ itself such a drafter, without a weight of its own.
 Shape legend: B rows, T tokens.
 """
 
-from copy import copy
-from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +17,7 @@ from drafthead.models.coins import Coins
 from drafthead.models.committed import Committed
 from drafthead.models.draft_cache import CachedExpansion, DraftCache, TextState
 from drafthead.models.drafter import DraftPlan, DraftState
-from drafthead.models.kv_cache import TreeMasks
+from drafthead.models.layer_views import with_layers
 from drafthead.models.tree_growth import StepwiseDrafter
 
 
@@ -101,49 +97,3 @@ def early_exit(base: BaseModel, layers: int, *, num_tokens: int = 5) -> ModelDra
         raise UserError(f"an early exit from {base.name} needs 1 to {base.num_layers - 1} layers, got {layers}")
     stack = nn.ModuleList(list(base.model.model.layers)[:layers])
     return ModelDrafter(with_layers(base, stack), num_tokens=num_tokens)
-
-
-def with_layers(
-    base: BaseModel, layers: nn.ModuleList, norm: nn.Module | None = None, dtype: torch.dtype | None = None
-) -> BaseModel:
-    """``base`` with other decoder layers (and final norm) between its own embedding and output head; nothing is copied.
-
-    Args:
-        base: is left as it is.
-        layers: modules as in ``base``, whose ``layer_idx`` count from 0.
-        norm: by default the base's own.
-        dtype: of the layers; by default the base's. Embeddings are cast to it.
-    """
-    view, decoder = copy(base), _shallow(base.model.model)
-    decoder.layers = layers
-    decoder.config = copy(base.model.config)
-    decoder.config.num_hidden_layers = len(layers)
-    if norm is not None:
-        decoder.norm = norm
-    view.model = _shallow(base.model)
-    view.model.model = decoder
-    view.num_layers = len(layers)
-    if dtype is not None and dtype != base.dtype:
-        view.dtype = dtype
-        decoder.set_input_embeddings(_CastEmbedding(decoder.get_input_embeddings(), dtype))
-    view._cache_shape = replace(base._cache_shape, layers=len(layers), dtype=view.dtype)
-    view._tree_masks, view._static = TreeMasks(), None
-    view.name = f"{base.name} with {len(layers)} layers"
-    return view
-
-
-class _CastEmbedding(nn.Module):
-    def __init__(self, embedding: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._embedding, self._dtype = embedding, dtype
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self._embedding(tokens)
-        return embedded.to(self._dtype)
-
-
-def _shallow(module: Any) -> Any:
-    """A module of its own that shares all children and weights."""
-    twin = copy(module)
-    twin.__dict__["_modules"] = dict(module._modules)
-    return twin

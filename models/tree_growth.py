@@ -62,12 +62,18 @@ class StepwiseDrafter(Drafter):
         with torch.inference_mode():
             expansion = self.begin(state, last, plan)
             if isinstance(plan.tree, DynamicTree):
-                return grow_dynamic(expansion, last, plan.tree, self.d2t)
-            if plan.siblings is Siblings.DETERMINISTIC:
-                return grow_ranked(expansion, last, plan.tree, self.d2t, plan.stop_below)
-            if coins is None:
+                proposal = grow_dynamic(expansion, last, plan.tree, self.d2t)
+            elif plan.siblings is Siblings.DETERMINISTIC:
+                proposal = grow_ranked(expansion, last, plan.tree, self.d2t, plan.stop_below)
+            elif coins is None:
                 raise ValueError("sampled siblings need coins")
-            return grow_sampled(expansion, last, plan, plan.tree, self.d2t, self.vocabulary, coins)
+            else:
+                proposal = grow_sampled(expansion, last, plan, plan.tree, self.d2t, self.vocabulary, coins)
+            return self.finish(expansion, proposal)
+
+    def finish(self, expansion: Expansion, proposal: Proposal) -> Proposal:
+        """The proposal with what the drafter knows besides; by default as it is."""
+        return proposal
 
     @property
     @abstractmethod

@@ -72,9 +72,9 @@ def test_damaged_and_foreign_heads_are_refused(saved: Path, tiny_base: TinyBase)
         drafthead.load_head(saved, base)
     write_json(saved / "config.json", config)
     weights = load_file(saved / "model.safetensors")
-    del weights["projections.1"]
+    del weights["projections.weights.1"]
     save_file(weights, saved / "model.safetensors")
-    with pytest.raises(UserError, match=r"does not fit its config: missing \['projections.1'\]"):
+    with pytest.raises(UserError, match=r"does not fit its config: missing \['projections.weights.1'\]"):
         drafthead.load_head(saved, base)
     (saved / "model.safetensors").write_bytes(b"\x10" * 40)
     with pytest.raises(UserError, match="cannot be read"):

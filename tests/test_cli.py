@@ -73,10 +73,8 @@ def test_an_unknown_command_is_one_line_with_the_list(
         run(monkeypatch, "trian", "recipe=x")
     assert stop.value.code == 2
     shown = capsys.readouterr()
-    assert (
-        shown.err
-        == "drafthead: unknown command 'trian'; choose one of train, data, eval, generate, replay, certify, or --help\n"
-    )
+    commands = "train, data, eval, generate, replay, sweep, certify, export, import"
+    assert shown.err == f"drafthead: unknown command 'trian'; choose one of {commands}, or --help\n"
     assert shown.out == ""
 
 

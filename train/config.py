@@ -14,6 +14,7 @@ from drafthead.data.errors import UserError
 from drafthead.data.sources import iter_documents, iter_prompts
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.methods import check_drafters, check_peers
+from drafthead.eval.quality import GateConfig
 from drafthead.eval.suites import load_suite
 from drafthead.eval.tree_choice import METHODS
 from drafthead.models.base_config import BaseConfig
@@ -46,6 +47,8 @@ class PhaseConfig:
     """Optimiser steps; the corpus is reshuffled and repeated as needed."""
     features: str = "computed"
     """``cached``: the base's hidden states are computed once per row and kept on disk. ``computed``: anew each time."""
+    train_base: bool = False
+    """Train the base along, through the head's adapters (head=medusa2). ``features`` are the untouched base's."""
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
@@ -96,6 +99,8 @@ class RunConfig:
     """Optimiser steps between two measurements of acceptance on held-out answers."""
     tree_search: str = "search"
     """How the tree is chosen: ``search`` (joint counts of whole paths) or ``sequoia`` (its dynamic program)."""
+    gate: GateConfig = field(default_factory=GateConfig)
+    """How far phases with ``train_base`` may take the base from what it was; a run that goes too far ends as failed."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     push: str | None = None
@@ -120,6 +125,11 @@ class RunConfig:
             raise ValueError(f"push must be a Hub repository like user/name, got {self.push!r}")
 
     @property
+    def tunes_base(self) -> bool:
+        """Whether a phase trains the base along."""
+        return any(p.train_base for p in self.phases.values())
+
+    @property
     def answer_row_length(self) -> int:
         """Tokens of the longest rows that answers are packed into."""
         return max(p.row_length for p in self.phases.values() if p.corpus == "generations")
@@ -140,7 +150,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
         UserError: with the offending key.
     """
     run = parse(cfg, RunConfig)
-    run.head_config()
+    _check_tuning(run)
     answer = run.data.generations.max_prompt_tokens + run.data.generations.sampler.max_new_tokens
     if answer > run.answer_row_length:
         raise UserError(
@@ -152,6 +162,32 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     if context is not None and longest > context:
         raise UserError(f"rows of {longest} tokens exceed the base's context of {context}; lower phases.*.row_length")
     return run
+
+
+def _check_tuning(run: RunConfig) -> None:
+    """Refuse phases that train the base where that cannot work, and a gate without one."""
+    head = run.head_config()
+    names = list(run.phases)
+    tuning = [name for name in names if run.phases[name].train_base]
+    if not tuning:
+        if run.gate != GateConfig():
+            raise UserError("gate has limits, but no phase trains the base; set phases.*.train_base or leave gate out")
+        return
+    if not head.tunes_base:
+        raise UserError(
+            f"phases.{tuning[0]}.train_base needs a head that trains its base, such as head=medusa2; "
+            f"{type(head).__name__} cannot"
+        )
+    if tuning != names[-len(tuning) :]:
+        raise UserError(
+            f"phases.{names[-1]} leaves the base as it is after phases.{tuning[0]} has changed it, so its heads would "
+            "read another base than they are for; put phases with train_base last"
+        )
+    if run.base.adapter is not None:
+        raise UserError(
+            f"base.adapter={run.base.adapter} and phases.{tuning[0]}.train_base exclude each other: a head keeps one "
+            "adapter; save the base with it as a whole model (peft's merge_and_unload) and name that as base.name"
+        )
 
 
 def preflight(run: RunConfig) -> None:

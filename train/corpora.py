@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.chat import Document, Message, prompt_ids
-from drafthead.data.contracts import Features, FeatureSpec
+from drafthead.data.contracts import FeatureSpec
 from drafthead.data.errors import UserError
 from drafthead.data.feature_cache import FeatureCache
 from drafthead.data.files import require_space, write_atomic
@@ -274,11 +274,6 @@ def is_held_out(prompt_number: int) -> bool:
     """Whether an answer is held out from training."""
     place, last = divmod(prompt_number, HELD_OUT_EVERY)
     return last == HELD_OUT_EVERY - 1 and place < HELD_OUT_MOST
-
-
-def split_features(values: Tensor, width: int) -> Features:
-    """Cached [..., D + layers] values as features."""
-    return Features(final=values[..., :width], layers=values[..., width:] if values.shape[-1] > width else None)
 
 
 def _interleave(first: list[Any], second: list[Any]) -> list[Any]:

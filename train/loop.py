@@ -58,6 +58,8 @@ class Trainer:
             UserError: the loss is not finite (the last good checkpoint stays).
         """
         self.head.train()
+        if self.run.tunes_base:
+            self.head.tune_base(now=False)  # before its weights are restored
         names = list(self.run.phases)
         checkpoint = load_latest(self.folder / "checkpoints")
         if checkpoint is not None:
@@ -70,7 +72,9 @@ class Trainer:
             name = names[self.position.phase]
             phase = self.run.phases[name]
             with self.display.stage(f"phase {name}: {phase.steps} steps on {phase.corpus}"):
-                optimizer = build_optimizer(self.head.parameters(), phase.optim)
+                if self.run.tunes_base:
+                    self.head.tune_base(now=phase.train_base)
+                optimizer = build_optimizer(self.head.parameters(), phase.optim, self.head.lr_factor)
                 if checkpoint is not None and self.position.step:
                     optimizer.load_state_dict(checkpoint.optimizer)
                 self._train_phase(name, phase, optimizer)
@@ -85,6 +89,7 @@ class Trainer:
         started, first = perf_counter(), self.position.step
         while self.position.step < phase.steps:
             lr = lr_at(phase.optim, self.position.step, phase.steps)
+            self.head.progress = (self.position.step + 1) / phase.steps
             micro_batches = (data.load(self._rows(data, phase, i)) for i in range(phase.accumulate))
             result = train_step(
                 self.head,

@@ -1,4 +1,4 @@
-"""AdamW, and the learning rate of every step as a pure function."""
+"""AdamW, and the learning rate of every step and parameter as a pure function."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -14,13 +14,15 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "constant": lambda done: 1.0,
 }
-"""Remaining part of the decay, 1 -> 0, over the part of the steps after the warm-up that is done, 0 -> 1."""
+"""Remaining part of the decay, 1 -> 0, over the part of its steps that is done, 0 -> 1."""
 
 WARMUPS: dict[str, Callable[[float], float]] = {
     "linear": lambda done: done,
     "parabolic": lambda done: 1 - (1 - done) ** 2,
 }
 """Part of the peak reached over the part of the warm-up that is done, both 0 -> 1."""
+
+STARTS = ("warmup", "start")
 
 
 @dataclass(kw_only=True)
@@ -35,7 +37,10 @@ class OptimConfig:
     warmup_steps: int = 0
     """Steps that rise to the peak; 0 starts at the peak."""
     schedule: str = "cosine"
-    """``cosine``, ``linear`` or ``constant``, from the end of the warm-up to the last step."""
+    """How the learning rate falls until the last step: ``cosine``, ``linear`` or ``constant``."""
+    decay_from: str = "warmup"
+    """Where the fall begins: ``warmup``, at its end; or ``start``, at step 0, and while the warm-up lasts the lower of
+    the two counts (IBM's MLPSpeculator recipe)."""
     final_lr_ratio: float = 0.1
     """Learning rate of the last step as a fraction of the peak; ``constant`` ignores it."""
     warmup: str = "linear"
@@ -55,6 +60,7 @@ class OptimConfig:
             ("weight_decay", self.weight_decay >= 0, ">= 0", self.weight_decay),
             ("warmup_steps", self.warmup_steps >= 0, ">= 0", self.warmup_steps),
             ("schedule", self.schedule in SCHEDULES, f"one of {list(SCHEDULES)}", self.schedule),
+            ("decay_from", self.decay_from in STARTS, f"one of {list(STARTS)}", self.decay_from),
             ("final_lr_ratio", 0 <= self.final_lr_ratio <= 1, "in [0, 1]", self.final_lr_ratio),
             ("warmup", self.warmup in WARMUPS, f"one of {list(WARMUPS)}", self.warmup),
             ("clip_norm", self.clip_norm >= 0, ">= 0 (0 is off)", self.clip_norm),
@@ -67,37 +73,56 @@ class OptimConfig:
 def lr_at(config: OptimConfig, step: int, steps: int) -> float:
     """Learning rate of optimiser step ``step`` (0-based) of a phase of ``steps`` steps.
 
-    Step i has done i + 1 of its schedule, so that no step is spent at a learning rate of 0: the peak is reached at
-    step ``warmup_steps - 1`` and ``lr * final_lr_ratio`` at the last one. IBM's recipe takes the minimum of warm-up
-    and a cosine that starts at step 0, ours starts the cosine where the warm-up ends: for its 5 % of warm-up the two
-    are at most 4.2 % of the peak apart.
+    Step i has done i + 1 of its schedule, so that no step is spent at a learning rate of 0: the end of the warm-up is
+    reached at step ``warmup_steps - 1`` and ``lr * final_lr_ratio`` at the last one. IBM's training script is one step
+    behind: its first step has a learning rate of 0, and its last is the one before ours.
 
     Raises:
         ValueError: ``step`` is outside [0, steps).
     """
     if not 0 <= step < steps:
         raise ValueError(f"step must be in [0, {steps}), got {step}")
-    if step < config.warmup_steps:
-        return config.lr * WARMUPS[config.warmup]((step + 1) / config.warmup_steps)
-    if config.schedule == "constant":
-        return config.lr
-    remaining = SCHEDULES[config.schedule]((step + 1 - config.warmup_steps) / (steps - config.warmup_steps))
-    return config.lr * (config.final_lr_ratio + (1 - config.final_lr_ratio) * remaining)
+    done = step + 1
+    rise = WARMUPS[config.warmup](done / config.warmup_steps) if done < config.warmup_steps else 1.0
+    first = config.warmup_steps if config.decay_from == "warmup" else 0
+    if config.schedule == "constant" or done <= first:
+        return config.lr * rise
+    remaining = SCHEDULES[config.schedule]((done - first) / (steps - first))
+    return config.lr * min(rise, config.final_lr_ratio + (1 - config.final_lr_ratio) * remaining)
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> AdamW:
+def build_optimizer(
+    parameters: Iterable[nn.Parameter],
+    config: OptimConfig,
+    lr_factor: Callable[[nn.Parameter], float] = lambda parameter: 1.0,
+) -> AdamW:
     """AdamW over the trainable ``parameters``; matrices decay, vectors do not.
 
-    The loop sets ``group["lr"] = lr_at(...)`` before every step; the state takes 8 bytes per parameter in float32.
+    Before every step the loop sets a group's ``lr`` to ``lr_at(...)`` times the group's ``lr_factor``. The state takes
+    8 bytes per parameter in float32. Groups come in the order of their factors, matrices first, and parameters in the
+    order given, so that a resumed run finds its state where it left it.
+
+    Args:
+        parameters: those that do not require a gradient are left out.
+        config: AdamW's settings.
+        lr_factor: what a parameter's learning rate is multiplied by, > 0.
 
     Raises:
         UserError: nothing is trainable.
+        ValueError: a factor that is not positive and finite.
     """
-    trainable = [p for p in parameters if p.requires_grad]
-    if not trainable:
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        factor = lr_factor(parameter)
+        if not 0 < factor < math.inf:
+            raise ValueError(f"lr_factor must be > 0 and finite, got {factor} for a {tuple(parameter.shape)} parameter")
+        groups.setdefault((factor, parameter.ndim < 2), []).append(parameter)
+    if not groups:
         raise UserError("the head has no trainable parameter; unfreeze a part of it in the recipe's head group")
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    settings = [
+        {"params": group, "weight_decay": 0.0 if vectors else config.weight_decay, "lr_factor": factor}
+        for (factor, vectors), group in sorted(groups.items(), key=lambda item: item[0])
     ]
-    return AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(config.betas[0], config.betas[1]))
+    return AdamW(settings, lr=config.lr, betas=(config.betas[0], config.betas[1]))

@@ -1,5 +1,7 @@
 """Batches of one phase: which rows a step trains on, and their features."""
 
+from collections.abc import Mapping
+
 import datasets
 import numpy as np
 
@@ -8,7 +10,10 @@ from drafthead.data.feature_cache import FeatureCache
 from drafthead.data.packing import collate
 from drafthead.models.base import BaseModel
 from drafthead.train.config import PhaseConfig
-from drafthead.train.corpora import Corpora, split_features
+from drafthead.train.corpora import Corpora
+
+UNSEEN_MOST = 64
+"""Rows of text that a tuned base is measured on, at most."""
 
 
 class PhaseData:
@@ -25,7 +30,7 @@ class PhaseData:
             features = self.base.features(batch, self.spec)
         else:
             values = self.cache.read(numbers).to(self.base.device)
-            features = split_features(values, self.base.hidden_size)
+            features = Features.split(values, self.base.hidden_size)
         return batch.to(self.base.device), features
 
     def numbers(self, seed: int, first: int, count: int) -> list[int]:
@@ -43,6 +48,8 @@ def open_phase(corpora: Corpora, name: str, phase: PhaseConfig, spec: FeatureSpe
     """Rows of a phase's corpus, with cached features when the phase asks for them."""
     if phase.corpus == "text":
         rows, prompts = corpora.text_rows(phase.row_length), None
+        if phase.train_base:
+            rows = rows.select(range(len(rows) - _kept_aside(rows)))
     else:
         rows, prompts = corpora.generation_rows(phase.row_length, held_out=False)
     cache = None
@@ -51,8 +58,31 @@ def open_phase(corpora: Corpora, name: str, phase: PhaseConfig, spec: FeatureSpe
     return PhaseData(rows, corpora.base, spec, cache)
 
 
-def open_held_out(corpora: Corpora, row_length: int, spec: FeatureSpec) -> PhaseData:
-    """The held-out answers, always with cached features: they are read many times."""
+def open_held_out(corpora: Corpora, row_length: int, spec: FeatureSpec, reader: BaseModel | None = None) -> PhaseData:
+    """The held-out answers, with features of the corpora's base, cached: they are read many times.
+
+    Another ``reader``, such as the tuned base, reads them anew each time.
+    """
     rows, prompts = corpora.generation_rows(row_length, held_out=True)
+    if reader is not None and reader is not corpora.base:
+        return PhaseData(rows, reader, spec, None)
     cache = corpora.cached_features(rows, "held-out", spec, prompts)
     return PhaseData(rows, corpora.base, spec, cache)
+
+
+def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> datasets.Dataset | None:
+    """Rows of the text corpus that no phase has trained the base on; None for a run without text.
+
+    What a phase trains the heads alone on may be among them: the base has not learnt it.
+    """
+    reading = [p for p in phases.values() if p.corpus == "text"]
+    tuning = [p for p in reading if p.train_base]
+    if not reading:
+        return None
+    rows = corpora.text_rows((tuning or reading)[0].row_length)
+    return rows.select(range(len(rows) - (_kept_aside(rows) if tuning else min(len(rows), UNSEEN_MOST)), len(rows)))
+
+
+def _kept_aside(rows: datasets.Dataset) -> int:
+    """How many of the last text rows phases with ``train_base`` leave out: a tenth."""
+    return min(UNSEEN_MOST, max(1, len(rows) // 10))

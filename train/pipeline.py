@@ -20,11 +20,13 @@ from drafthead.eval.calibrate import Calibration, answer_ranks, calibrate, load_
 from drafthead.eval.evaluate import evaluate
 from drafthead.eval.latency import StepCosts, measure_costs
 from drafthead.eval.methods import merged
+from drafthead.eval.quality import quality_markdown
 from drafthead.eval.tables import console_lines, console_table, markdown_table
 from drafthead.models.base import BaseModel
 from drafthead.models.draft_head import DraftHead
 from drafthead.train.config import RunConfig, preflight
 from drafthead.train.corpora import Corpora
+from drafthead.train.joint import QUALITY, check_gate, measure_quality, with_tuned_base
 from drafthead.train.loop import Trainer
 from drafthead.train.phase_data import open_held_out
 from drafthead.train.provenance import write_provenance
@@ -61,7 +63,17 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
     trainer.train()
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        _finish(run, base, head, corpora, folder, display, tracker)
+        quality = None
+        if run.tunes_base:
+            del trainer  # and with it the trained copy of the base
+            with display.stage("the tuned base beside the untouched one"):
+                head = with_tuned_base(run, head, folder / "head")
+                quality = measure_quality(run, head.base, corpora, folder, display)
+        _finish(run, head, corpora, folder, display, tracker, quality)
+        if quality is not None:
+            check_gate(quality, folder)
+        if run.push:
+            display.line(f"pushed: {head.push_folder(folder / 'head', run.push)}")
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:
@@ -110,7 +122,7 @@ def _open_folder(folder: Path, run: RunConfig, resolved: str, display: Display) 
 
 def _clear(folder: Path, settings: Path) -> None:
     """Remove what a run left in its folder; ``settings``, which marks it as a run's, goes last."""
-    names = ("checkpoints", "head", "metrics.jsonl", "eval.json", "calibration.json")
+    names = ("checkpoints", "head", "metrics.jsonl", "eval.json", "calibration.json", QUALITY)
     found = [p for p in (*(folder / name for name in names), *folder.glob("eval-log-*.jsonl")) if p.exists()]
     if found and not settings.exists():
         raise UserError(
@@ -169,16 +181,17 @@ def _new_head(run: RunConfig, base: BaseModel, corpora: Corpora, display: Displa
 
 def _finish(
     run: RunConfig,
-    base: BaseModel,
     head: DraftHead,
     corpora: Corpora,
     folder: Path,
     display: Display,
     tracker: Tracker | None,
+    quality: dict[str, Any] | None,
 ) -> None:
+    base = head.base
     head.eval()
     with display.stage("tree: step costs on this machine, accuracies on held-out answers"):
-        costs, calibration = _calibrate(run, base, head, corpora, folder)
+        costs, calibration = _calibrate(run, head, corpora, folder)
         head.tree = calibration.tree
         head.save_pretrained(folder / "head")
         display.line(
@@ -198,7 +211,7 @@ def _finish(
             costs=costs,
             training_log=read_json_lines(folder / "metrics.jsonl"),
         )
-    _write_card(run, head, evaluation, folder)
+    _write_card(run, head, evaluation, quality, folder)
     display.console.print(console_table(evaluation))
     for line in console_lines(evaluation, read_json_lines(folder / "metrics.jsonl")):
         display.line(line)
@@ -207,19 +220,15 @@ def _finish(
     display.line("time: " + ", ".join(f"{name.split(':')[0]} {seconds:.0f} s" for name, seconds in display.stages))
     display.line(f"head: {folder / 'head'}   report: {folder / 'report.html'}")
     display.line(f'try it: drafthead generate --head {folder / "head"} "Why is the sky blue?"')
-    if run.push:
-        display.line(f"pushed: {head.push_folder(folder / 'head', run.push)}")
 
 
-def _calibrate(
-    run: RunConfig, base: BaseModel, head: DraftHead, corpora: Corpora, folder: Path
-) -> tuple[StepCosts, Calibration]:
+def _calibrate(run: RunConfig, head: DraftHead, corpora: Corpora, folder: Path) -> tuple[StepCosts, Calibration]:
     path = folder / "calibration.json"
     kept = load_calibration(path, head)
     if kept is not None:
         return kept
-    costs = measure_costs(base, head)
-    held_out = open_held_out(corpora, run.answer_row_length, head.spec)
+    costs = measure_costs(head.base, head)
+    held_out = open_held_out(corpora, run.answer_row_length, head.spec, head.base)
     answers = []
     for row in range(len(held_out.rows)):
         batch, features = held_out.load([row])
@@ -229,9 +238,12 @@ def _calibrate(
     return costs, calibration
 
 
-def _write_card(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], folder: Path) -> None:
+def _write_card(
+    run: RunConfig, head: DraftHead, evaluation: dict[str, Any], quality: dict[str, Any] | None, folder: Path
+) -> None:
     """The head's README: what it is for, how to use it, what it measured."""
     base = head.base_identity["name"]
+    tuned = "" if quality is None else f"\n{quality_markdown(quality)}\n"
     card = f"""---
 base_model: {base}
 tags: [drafthead, speculative-decoding]
@@ -244,11 +256,10 @@ A {type(head).__name__} with {head.depth} draft positions for `{base}`, trained 
 ```python
 import drafthead
 
-base = drafthead.load_base("{base}")
-head = drafthead.load_head("<this repository or folder>", base)
-print(drafthead.generate(base, head, "Why is the sky blue?").text)
+head = drafthead.load_head("<this repository or folder>")  # and the base it is for
+print(drafthead.generate(head.base, head, "Why is the sky blue?").text)
 ```
 
 {markdown_table(evaluation)}
-"""
+{tuned}"""
     (folder / "head" / "README.md").write_text(card)

@@ -12,6 +12,7 @@ from rich.console import Group
 from rich.table import Table
 
 from drafthead.models.draft_head import HeadSize
+from drafthead.models.llama_names import attention_sizes
 from drafthead.models.losses import chunk_rows
 
 FLOAT32 = 4
@@ -25,7 +26,7 @@ CHUNK_COPIES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder-only base with gated MLPs and RMS norms (Llama, Mistral, Qwen2/3 and Gemma families)."""
+    """Sizes of a decoder-only base (Llama, Mistral, Qwen2/3, Gemma and GPT-BigCode families)."""
 
     hidden_size: int
     num_layers: int
@@ -36,41 +37,49 @@ class ModelShape:
     vocab_size: int
     tied: bool
     """The output head is the embedding."""
+    gated: bool = True
+    """The MLP has a gate: three matrices instead of two."""
+    learned_positions: int = 0
+    """Rows of a table of position embeddings."""
 
     @classmethod
     def from_config(cls, config: Any) -> "ModelShape":
         """The shape of a transformers config of one of those families."""
-        heads = config.num_attention_heads
+        kv_heads, head_dim = attention_sizes(config)
+        bigcode = config.model_type == "gpt_bigcode"
         return cls(
             hidden_size=config.hidden_size,
             num_layers=config.num_hidden_layers,
-            num_heads=heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            intermediate_size=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate_size=(config.n_inner or 4 * config.hidden_size) if bigcode else config.intermediate_size,
             vocab_size=config.vocab_size,
             tied=bool(getattr(config, "tie_word_embeddings", False)),
+            gated=not bigcode,
+            learned_positions=config.max_position_embeddings if bigcode else 0,
         )
 
     def base_parameters(self) -> int:
-        """``V D (2 if untied) + L (2 D H E + 2 D KV E + 3 D I + 2 D) + D``.
+        """``V D (2 if untied) + L (2 D H E + 2 D KV E + 3 D I + 2 D) + D``, with 2 D I where no MLP has a gate.
 
-        Embedding and output head; per layer q and o, k and v, gate, up and down, two norms; the final norm. Biases
-        and per-head norms of some families are left out: less than 0.1 % of a model.
+        Embedding and output head; per layer q and o, k and v, gate, up and down, two norms; the final norm; learned
+        positions. Biases and per-head norms of some families are left out: less than 0.1 % of a model.
         """
         d = self.hidden_size
         attention = 2 * d * self.head_dim * (self.num_heads + self.num_kv_heads)
-        layer = attention + 3 * d * self.intermediate_size + 2 * d
-        return self.vocab_size * d * (1 if self.tied else 2) + self.num_layers * layer + d
+        layer = attention + (2 + self.gated) * d * self.intermediate_size + 2 * d
+        tables = self.vocab_size * (1 if self.tied else 2) + self.learned_positions
+        return tables * d + self.num_layers * layer + d
 
     def layer_width(self) -> int:
         """Values per token alive at the peak of one layer without gradients: the wider of attention and MLP.
 
         Attention: residual, norm, q, k, v, k and v repeated for the query heads, output: ``2D + E(4H + 2KV)``.
-        MLP: residual, norm, gate, up, their product: ``2D + 3I``.
+        MLP: residual, norm, gate, up, their product: ``2D + 3I``; without a gate ``2D + 2I``.
         """
         attention = self.head_dim * (4 * self.num_heads + 2 * self.num_kv_heads)
-        return 2 * self.hidden_size + max(attention, 3 * self.intermediate_size)
+        return 2 * self.hidden_size + max(attention, (2 + self.gated) * self.intermediate_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from drafthead.models.base_config import check_architecture
 from drafthead.train.config import RunConfig
-from drafthead.train.plan import GenerationPlan, ModelShape, PhasePlan, plan, render
+from drafthead.train.plan import GenerationPlan, ModelShape, PhasePlan, Plan, plan, render
 
 
 def print_plan(run: RunConfig) -> None:
@@ -17,6 +17,17 @@ def print_plan(run: RunConfig) -> None:
     """
     if os.environ.get("RANK", "0") != "0":
         return
+    console = Console(highlight=False)
+    console.print(f"[bold]{run.name}[/bold]: {run.base.name or run.base.transformers_config().model_type}")
+    console.print(render(plan_of(run, int(os.environ.get("WORLD_SIZE", "1")))))
+
+
+def plan_of(run: RunConfig, devices: int) -> Plan:
+    """What a run will cost on so many processes.
+
+    Raises:
+        UserError: as ``print_plan``.
+    """
     config = run.base.transformers_config()
     check_architecture(config, run.base.max_context)
     shape = ModelShape.from_config(config)
@@ -42,14 +53,11 @@ def print_plan(run: RunConfig) -> None:
         )
         for name, phase in run.phases.items()
     ]
-    found = plan(
+    return plan(
         shape,
         run.head_config().size(shape.hidden_size, shape.vocab_size),
         phases,
         generations,
-        devices=int(os.environ.get("WORLD_SIZE", "1")),
+        devices=devices,
         base_bytes=4 if run.base.dtype == "float32" else 2,
     )
-    console = Console(highlight=False)
-    console.print(f"[bold]{run.name}[/bold]: {run.base.name or config.model_type}")
-    console.print(render(found))

@@ -53,7 +53,7 @@ def train_step(
 
     Args:
         head: the head being trained.
-        optimizer: over its parameters.
+        optimizer: over its parameters; a group may have an ``lr_factor``.
         micro_batches: this process's part of the step's batch.
         loss: what to minimise.
         lr: learning rate of this step.
@@ -74,7 +74,7 @@ def train_step(
         parameter.grad = reduce(gradient) / tokens.clamp(min=1)
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm or torch.inf)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_factor", 1.0)
     optimizer.step()
     return StepResult(
         loss_sum=reduce(torch.stack([p.loss_sum.detach() for p in parts]).sum()),

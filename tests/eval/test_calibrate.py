@@ -44,7 +44,7 @@ def test_other_weights_or_another_machine_are_measured_again(
         patched.setattr(calibrate, "hardware", lambda: {"cpu": "another"})
         assert calibrate.load_calibration(path, head) is None
     with torch.no_grad():
-        head.projections[0][0, 0] += 1
+        head.projections.weights[0][0, 0] += 1
     assert calibrate.load_calibration(path, head) is None
 
 

@@ -37,7 +37,7 @@ def trained_head(base: BaseModel, plain: list[int]) -> MedusaHead:
         for k in range(3):
             for t in range(len(PROMPT) - 1, ids.shape[1] - 2 - k, 2):
                 h = hidden[t]
-                head.projections[k][ids[0, t + 2 + k]] += 30 * h / (h @ h)
+                head.projections.weights[k][ids[0, t + 2 + k]] += 30 * h / (h @ h)
     return head
 
 

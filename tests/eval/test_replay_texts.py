@@ -60,7 +60,7 @@ def fitted(base: BaseModel, reads_last: bool = False) -> MedusaHead:
             for k in range(3):
                 for t in range(text.boundary - 1, len(text.ids) - 2 - k, 2):
                     h = hidden[t]
-                    head.projections[k][text.ids[t + 2 + k]] += 20 * h / (h @ h)
+                    head.projections.weights[k][text.ids[t + 2 + k]] += 20 * h / (h @ h)
     return head
 
 

@@ -78,7 +78,7 @@ def fitted_head() -> MedusaHead:
                 chances[answer[k + 1]] += chance
             most = max(chances.values())
             for token, chance in chances.items():
-                head.projections[k][token] += (6 + 6 * chance / most) * hidden / (hidden @ hidden)
+                head.projections.weights[k][token] += (6 + 6 * chance / most) * hidden / (hidden @ hidden)
     return head
 
 

@@ -1,34 +1,61 @@
 """The chunked loss is the plain loss, in value and in gradient."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from torch import Tensor
 
-from drafthead.models.base import OutputHead
-from drafthead.models.losses import STATS, LossConfig, Targets, heads_loss
+from drafthead.data.config import parse
+from drafthead.data.errors import UserError
+from drafthead.models.loss_terms import FLOOR, STATS, LossChunk, TeacherLaw
+from drafthead.models.losses import LossConfig, Targets, heads_loss
+from drafthead.models.output_head import OutputHead
 
 K, N, D, W = 3, 37, 16, 50
+EXACT = 1e-11
+"""Relative in float64: sums of 37 terms in another order, and logarithms of a softmax."""
 TOLERANCE = 2e-6
-"""Relative: sums of 37 float32 terms in another order."""
-
-CASES = [
-    ("ce", LossConfig(ce=1.0, kl=0.0)),
-    ("kl", LossConfig(ce=0.0, kl=1.0)),
-    ("mixed", LossConfig(ce=0.3, kl=0.7, decay=0.5)),
-]
+"""Relative in float32."""
 
 
-def make(shared: bool, softcap: float | None) -> tuple[Tensor, list[OutputHead], Targets]:
+def only(**weights: float | list[float]) -> LossConfig:
+    return LossConfig(**{"ce": 0.0, **weights})
+
+
+CASES = {
+    "ce": LossConfig(),
+    "kl": only(kl=1.0),
+    "tv": only(tv=1.0),
+    "lk": only(lk=1.0),
+    "lk_adaptive": only(lk_adaptive=1.0),
+    "ce and kl": LossConfig(ce=0.3, kl=0.7, decay=0.5),
+    "all": LossConfig(ce=0.3, kl=0.7, tv=0.4, lk=0.2, lk_adaptive=0.6),
+    "depths": only(lk=1.0, depth_weights=[0.5, 0.0, 2.0]),
+}
+
+
+def make(
+    shared: bool = False, softcap: float | None = None, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, list[OutputHead], Targets]:
     generator = torch.Generator().manual_seed(0)
-    hidden = (torch.randn(K, N, D, generator=generator) * 3).requires_grad_()
-    weights = [(torch.randn(W, D, generator=generator)).requires_grad_() for _ in range(1 if shared else K)]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    hidden = (normal(K, N, D) * 2).requires_grad_()
+    weights = [normal(W, D).requires_grad_() for _ in range(1 if shared else K)]
     heads = [OutputHead(weight=weights[0 if shared else k], scale=0.5, softcap=softcap) for k in range(K)]
     ids = torch.randint(-1, W, (N,), generator=generator)
+    ids[::5] = -1
     valid = torch.rand(K, N, generator=generator) < 0.7
-    teacher_hidden = torch.randn(N, D, generator=generator) * 3
-    teacher = OutputHead(weight=torch.randn(W, D, generator=generator))
-    return hidden, heads, Targets(ids=ids, valid=valid, teacher_hidden=teacher_hidden, teacher=teacher)
+    teacher = OutputHead(weight=normal(W, D), scale=0.5, softcap=softcap)
+    return hidden, heads, Targets(ids=ids, valid=valid, teacher_hidden=normal(N, D) * 2, teacher=teacher)
 
 
 def plain(hidden: Tensor, heads: list[OutputHead], targets: Targets, config: LossConfig) -> Tensor:
@@ -37,51 +64,189 @@ def plain(hidden: Tensor, heads: list[OutputHead], targets: Targets, config: Los
     p = targets.teacher.logits(targets.teacher_hidden).softmax(-1)
     total = hidden.new_zeros(())
     for k in range(K):
-        logits = heads[k].logits(hidden[k])
+        weight = config.decay ** (k + 1) if config.depth_weights is None else config.depth_weights[k]
         for i in range(N):
             if not targets.valid[k, i]:
                 continue
-            loss = config.kl * F.kl_div(logits[i].log_softmax(-1), p[i], reduction="sum")
+            log_q = heads[k].logits(hidden[k, i]).log_softmax(-1)
+            kl = F.kl_div(log_q, p[i], reduction="sum")
+            alpha = torch.minimum(p[i], log_q.exp()).sum()
+            mix = torch.exp(-3 * alpha.detach())
+            loss = config.kl * kl + config.tv * (1 - alpha) - config.lk * alpha.log()
+            loss = loss + config.lk_adaptive * (mix * kl + (1 - mix) * (1 - alpha))
             if targets.ids[i] >= 0:
-                loss = loss + config.ce * F.cross_entropy(logits[i], targets.ids[i])
-            total = total + config.decay ** (k + 1) * loss
+                loss = loss + config.ce * F.nll_loss(log_q, targets.ids[i])
+            total = total + weight * loss
     return total
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0], ids=["linear", "softcap"])
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
-@pytest.mark.parametrize("rows", [1, 8, 1000])
-@pytest.mark.parametrize(("name", "config"), CASES, ids=[c[0] for c in CASES])
-def test_chunked_equals_plain(name: str, config: LossConfig, rows: int, shared: bool, softcap: float | None) -> None:
-    hidden, heads, targets = make(shared, softcap)
-    wanted = plain(hidden, heads, targets, config)
+def values_and_gradients(
+    form: Callable[..., Tensor], hidden: Tensor, heads: list[OutputHead], *others: object
+) -> list[Tensor]:
+    value = form(hidden, heads, *others)
     leaves = [hidden, *{id(h.weight): h.weight for h in heads}.values()]
-    wanted_grads = torch.autograd.grad(2 * wanted, leaves)
-    value, stats = heads_loss(hidden, heads, targets, config, rows)
-    (2 * value).backward()
-    torch.testing.assert_close(value, wanted, rtol=TOLERANCE, atol=0)
-    for leaf, grad in zip(leaves, wanted_grads, strict=True):
-        torch.testing.assert_close(leaf.grad, grad, rtol=1e-5, atol=1e-5)
+    return [value.detach(), *torch.autograd.grad(2 * value, leaves)]
+
+
+def chunked(hidden: Tensor, heads: list[OutputHead], targets: Targets, config: LossConfig, rows: int) -> Tensor:
+    return heads_loss(hidden, heads, targets, config, rows)[0]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["linear", "softcap"])
+@pytest.mark.parametrize("rows", [8, 1000])
+@pytest.mark.parametrize("name", CASES)
+def test_chunked_equals_plain(name: str, rows: int, softcap: float | None) -> None:
+    for shared in (True, False):
+        setting = make(shared, softcap)
+        found = values_and_gradients(chunked, *setting, CASES[name], rows)
+        wanted = values_and_gradients(plain, *setting, CASES[name])
+        for value, other in zip(found, wanted, strict=True):
+            assert value.dtype == torch.float64
+            torch.testing.assert_close(value, other, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_is_float64_rounded(name: str) -> None:
+    found = values_and_gradients(chunked, *make(dtype=torch.float32), CASES[name], 8)
+    wanted = values_and_gradients(plain, *make(), CASES[name])
+    assert found[0].dtype == torch.float32
+    for value, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(value.double(), other, rtol=TOLERANCE, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_not_valid_changes_nothing(name: str) -> None:
+    hidden, heads, targets = make()
+    (gradient,) = torch.autograd.grad(chunked(hidden, heads, targets, CASES[name], 8), hidden)
+    assert not gradient[~targets.valid].any()
+    trained = targets.valid & (targets.ids >= 0) if name == "ce" else targets.valid
+    weights = torch.tensor(CASES[name].weights_of(K))[:, None]
+    assert torch.equal(gradient.any(-1), trained & (weights > 0))
+
+
+def test_stats_count_targets_and_those_in_the_vocabulary() -> None:
+    hidden, heads, targets = make()
+    _, stats = heads_loss(hidden, heads, targets, LossConfig(), 8)
     assert stats[:, STATS.index("count")].tolist() == targets.valid.sum(1).tolist()
     assert stats[:, STATS.index("known")].tolist() == (targets.valid & (targets.ids >= 0)).sum(1).tolist()
 
 
-def test_overlap_is_the_sampled_acceptance() -> None:
-    hidden, heads, targets = make(shared=True, softcap=None)
+@pytest.mark.parametrize("name", ["ce", "lk"])
+def test_overlap_is_the_sampled_acceptance(name: str) -> None:
+    hidden, heads, targets = make(shared=True)
+    hidden = hidden.detach()
     with torch.no_grad():
-        fixed = [OutputHead(weight=h.weight.detach(), scale=h.scale) for h in heads]
-        _, stats = heads_loss(hidden.detach(), fixed, targets, LossConfig(), 8)
+        value, stats = heads_loss(hidden, heads, targets, CASES[name], 8)
+        torch.testing.assert_close(value, plain(hidden, heads, targets, CASES[name]), rtol=EXACT, atol=0)
     assert targets.teacher is not None and targets.teacher_hidden is not None
     p = targets.teacher.logits(targets.teacher_hidden).softmax(-1)
     q = heads[1].logits(hidden[1]).softmax(-1)
-    wanted = (torch.minimum(p, q).sum(-1) * targets.valid[1]).sum()
-    torch.testing.assert_close(stats[1, STATS.index("overlap")], wanted, rtol=1e-5, atol=0)
+    wanted = (torch.minimum(p, q).sum(-1) * targets.valid[1]).sum().detach()
+    assert float(stats[1, STATS.index("overlap")]) == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_no_pass_over_the_teacher_for_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a term that has no weight was computed")
+
+    hidden, heads, targets = make()
+    monkeypatch.setattr(LossChunk, "_short_and_alpha", refuse)
+    heads_loss(hidden, heads, targets, CASES["ce and kl"], 8)
+    monkeypatch.setattr(TeacherLaw, "of", refuse)
+    heads_loss(hidden, heads, targets, LossConfig(), 8)
+
+
+logit_rows = st.lists(st.floats(-60, 60, width=32), min_size=5, max_size=5).map(lambda row: torch.tensor([row]))
+
+
+def term(q_logits: Tensor, p_logits: Tensor, config: LossConfig) -> tuple[float, Tensor, float]:
+    """Value, gradient and alpha of one target."""
+    law = TeacherLaw.of(OutputHead(weight=torch.eye(5)), p_logits)
+    chunk = LossChunk(OutputHead(weight=torch.eye(5)), q_logits, torch.tensor([-1]), torch.tensor([True]))
+    loss, gradient = chunk.loss_and_gradient(law, config)
+    alpha = torch.minimum(q_logits.softmax(-1), p_logits.softmax(-1)).sum()
+    return float(loss), gradient, float(alpha)
+
+
+@settings(max_examples=150, deadline=None)
+@given(q_logits=logit_rows, p_logits=logit_rows)
+def test_properties_of_the_acceptance_terms(q_logits: Tensor, p_logits: Tensor) -> None:
+    """Bounds that hold for any two laws, however far apart."""
+    tv, tv_gradient, alpha = term(q_logits, p_logits, only(tv=1.0))
+    lk, lk_gradient, _ = term(q_logits, p_logits, only(lk=1.0))
+    kl, kl_gradient, _ = term(q_logits, p_logits, only(kl=1.0))
+    mixed, mixed_gradient, _ = term(q_logits, p_logits, only(lk_adaptive=1.0))
+    assert tv == pytest.approx(1 - alpha, abs=1e-6)
+    assert tv <= (max(kl, 0) / 2) ** 0.5 + 1e-3  # Pinsker
+    assert lk >= tv - 1e-6  # -log(alpha) >= 1 - alpha
+    assert min(tv, kl) - 1e-4 <= mixed <= max(tv, kl) + 1e-4
+    for gradient in (tv_gradient, lk_gradient, mixed_gradient):
+        assert torch.isfinite(gradient).all()
+        assert float(gradient.sum()) == pytest.approx(0, abs=1e-5)  # the logits' common offset is free
+    assert float(lk_gradient.abs().sum()) <= 2 + 1e-5  # as that of a cross-entropy
+    if alpha > FLOOR:
+        torch.testing.assert_close(tv_gradient, alpha * lk_gradient, rtol=1e-4, atol=1e-6)
+    share = float(torch.exp(torch.tensor(-3 * alpha)))
+    wanted = share * kl_gradient + (1 - share) * tv_gradient
+    torch.testing.assert_close(mixed_gradient, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["kl", "tv", "lk", "lk_adaptive"])
+def test_equal_laws_are_the_minimum(name: str) -> None:
+    logits = torch.tensor([[3.0, -2.0, 0.5, 0.0, -60.0]])
+    value, _, alpha = term(logits.clone(), logits, CASES[name])
+    assert (value, alpha) == pytest.approx((0.0, 1.0), abs=1e-6)
+    for k in range(4):
+        for change in (-1.0, 1.0):
+            other = logits.clone()
+            other[0, k] += change
+            assert term(other, logits, CASES[name])[0] > 1e-6
+
+
+def test_lk_trains_where_total_variation_does_not() -> None:
+    """A sure head that disagrees with a sure teacher: the gradient of tv is gone, that of lk is not."""
+    q, p = torch.tensor([[20.0, 0.0, 0.0, 0.0, 0.0]]), torch.tensor([[0.0, 20.0, 0.0, 0.0, 0.0]])
+    assert float(term(q.clone(), p, only(tv=1.0))[1].abs().max()) < 1e-7
+    assert float(term(q.clone(), p, only(lk=1.0))[1].abs().max()) > 0.1
+    apart = torch.tensor([[400.0, 0.0, 0.0, 0.0, 0.0]]), torch.tensor([[0.0, 400.0, 0.0, 0.0, 0.0]])
+    value, gradient, alpha = term(apart[0].clone(), apart[1], only(lk=1.0))
+    assert alpha == 0 and value == pytest.approx(-torch.tensor(FLOOR).log().item()) and torch.isfinite(gradient).all()
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [("ce", -1.0, "loss.ce must be >= 0"), ("decay", 0.0, r"loss.decay must be in \(0, 1\]"), ("ce", 0.0, "both 0")],
+    ("weights", "says"),
+    [
+        ({"ce": -1.0}, "loss.ce must be >= 0, got -1.0"),
+        ({"lk": float("nan")}, "loss.lk must be >= 0, got nan"),
+        ({"decay": 0.0}, r"loss.decay must be in \(0, 1\]"),
+        ({"ce": 0.0}, "loss.ce, loss.kl, loss.tv, loss.lk, loss.lk_adaptive are all 0"),
+        ({"depth_weights": [1.0, -1.0]}, r"loss.depth_weights must be >= 0 and not all 0, or null, got \[1.0, -1.0\]"),
+        ({"depth_weights": [0.0]}, "loss.depth_weights must be >= 0 and not all 0"),
+        ({"depth_weights": []}, "loss.depth_weights must be >= 0 and not all 0"),
+    ],
 )
-def test_bad_settings(key: str, value: float, says: str) -> None:
+def test_bad_settings(weights: dict[str, float], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        LossConfig(**{key: value})
+        LossConfig(**weights)
+
+
+def test_depth_weights_must_fit_the_head() -> None:
+    hidden, heads, targets = make()
+    with pytest.raises(UserError, match="loss.depth_weights has 2 weights, but the head is trained at 3 draft posit"):
+        heads_loss(hidden, heads, targets, LossConfig(depth_weights=[1.0, 0.5]))
+    assert LossConfig(decay=0.5).weights_of(3) == [0.5, 0.25, 0.125]
+
+
+def test_a_missing_teacher_is_our_bug() -> None:
+    hidden, heads, targets = make()
+    blind = replace(targets, teacher=None, teacher_hidden=None)
+    heads_loss(hidden, heads, blind, LossConfig())
+    for name in ("kl", "tv", "lk", "lk_adaptive"):
+        with pytest.raises(ValueError, match="the targets have no teacher"):
+            heads_loss(hidden, heads, blind, CASES[name])
+
+
+def test_one_line_of_a_recipe() -> None:
+    found = parse(OmegaConf.create("{ ce: 0, lk: 1, depth_weights: [1, 0.5] }"), LossConfig)
+    assert found == only(lk=1.0, depth_weights=[1.0, 0.5])
+    assert isinstance(found.depth_weights, list)

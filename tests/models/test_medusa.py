@@ -89,7 +89,7 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, own: bool, last: 
                         e = base.embedding[batch.input_ids[0, t + 1]]
                         read = torch.cat([x, e / (e.square().mean() + torch.finfo(e.dtype).eps).sqrt()])
                     x = x + F.silu(read @ linear.weight.t() + linear.bias)
-                weight = head.projections[k - 1] if own else base.head.weight[d2t]
+                weight = head.projections.weights[k - 1] if own else base.head.weight[d2t]
                 token = int(batch.input_ids[0, target])
                 if token % 2 == 0:
                     total += 0.8**k * F.cross_entropy(weight @ x, torch.tensor(token // 2)).item()

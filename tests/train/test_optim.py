@@ -1,13 +1,17 @@
-"""Learning rates are checked at the steps that matter, and against IBM's own formulas."""
+"""Learning rates are checked at the steps that matter, and against IBM's own formulas at every step."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from drafthead.data.contracts import LossOutput
 from drafthead.data.errors import UserError
+from drafthead.models.losses import LossConfig
 from drafthead.train.optim import OptimConfig, build_optimizer, lr_at
+from drafthead.train.step import train_step
 
 
 def curve(config: OptimConfig, steps: int) -> list[float]:
@@ -60,21 +64,39 @@ def test_a_step_outside_the_phase_is_our_bug(step: int) -> None:
         lr_at(OptimConfig(), step, 10)
 
 
-def ibm(step: int, steps: int, warmup: int, peak: float, floor: float) -> float:
-    """fms-fsdp's stages: min(parabolic warm-up, cosine over the whole stage from ``peak`` to ``floor``)."""
-    rise = peak * (1 - (1 - min(step, warmup) / warmup) ** 2)
-    fall = floor + 0.5 * (peak - floor) * (1 + math.cos(step / steps * math.pi))
-    return min(rise, fall)
+def ibm(x: int, steps: int = 21000, second: int = 15000) -> float:
+    """fms-fsdp's factor of the learning rate after ``x`` steps: two stages, each min(parabolic warm-up, cosine)."""
+
+    def stage(x: int, steps: int, peak: float, floor: float) -> float:
+        warmup = min(2000, steps // 20)
+        rise = peak * (1 - (1 - min(x, warmup) / warmup) ** 2)
+        return min(rise, floor + 0.5 * (peak - floor) * (1 + math.cos(x / steps * math.pi)))
+
+    return stage(x, second, 1.0, 0.1) if x <= second else stage(x - second, steps - second, 0.1, 0.01)
 
 
-@pytest.mark.parametrize(
-    ("steps", "warmup", "peak", "floor"), [(15000, 750, 1e-3, 1e-4), (6000, 300, 1e-4, 1e-5)], ids=["stage1", "stage2"]
-)
-def test_the_two_stage_shape_of_ibm(steps: int, warmup: int, peak: float, floor: float) -> None:
-    config = OptimConfig(lr=peak, warmup_steps=warmup, warmup="parabolic", final_lr_ratio=floor / peak)
-    for step in range(0, steps, 50):
-        assert lr_at(config, step, steps) == pytest.approx(ibm(step + 1, steps, warmup, peak, floor), abs=0.042 * peak)
-    assert lr_at(config, steps - 1, steps) == pytest.approx(floor)
+def test_the_two_stages_of_ibm_at_every_step() -> None:
+    """Ours at step i is theirs after i + 1: theirs spends its first step at a learning rate of 0."""
+    shape = {"warmup": "parabolic", "decay_from": "start", "final_lr_ratio": 0.1}
+    first = curve(OptimConfig(lr=1e-3, warmup_steps=750, **shape), 15000)
+    second = curve(OptimConfig(lr=1e-4, warmup_steps=300, **shape), 6000)
+    wanted = [1e-3 * ibm(x) for x in range(1, 21001)]
+    assert first + second == pytest.approx(wanted, rel=1e-12, abs=0)
+    assert (ibm(0), ibm(15000), ibm(21000)) == pytest.approx((0.0, 0.1, 0.01))
+
+
+def test_where_the_decay_begins() -> None:
+    """From the start, the warm-up meets the cosine below the peak; behind the warm-up, the two stay close."""
+    warmup, start = (
+        OptimConfig(lr=0.1, warmup_steps=50, decay_from=f, final_lr_ratio=0.1) for f in ("warmup", "start")
+    )
+    late, early = curve(warmup, 1000), curve(start, 1000)
+    assert max(late) == pytest.approx(0.1) and 0.099 < max(early) < 0.1
+    assert early[:49] == late[:49]
+    assert all(a <= b for a, b in zip(early, late, strict=True))
+    assert early[-1] == late[-1] == pytest.approx(0.01)
+    constant = OptimConfig(lr=0.1, warmup_steps=2, schedule="constant", decay_from="start")
+    assert curve(constant, 5) == pytest.approx([0.05] + [0.1] * 4)
 
 
 def test_only_trainable_matrices_decay() -> None:
@@ -95,6 +117,62 @@ def test_decay_alone_shrinks_a_matrix() -> None:
     assert torch.allclose(weight, torch.full((2, 2), 0.95))
 
 
+class Joint(nn.Module):
+    """Heads beside a base's adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.Linear(3, 2)
+        self.adapter = nn.Linear(3, 2)
+        self.frozen = nn.Linear(3, 2).requires_grad_(False)
+
+    def lr_factor(self, parameter: nn.Parameter) -> float:
+        return 4.0 if any(parameter is p for p in self.heads.parameters()) else 1.0
+
+
+def test_a_factor_for_some_parameters() -> None:
+    module = Joint()
+    groups = build_optimizer(module.parameters(), OptimConfig(weight_decay=0.3), module.lr_factor).param_groups
+    wanted = [module.adapter.weight, module.adapter.bias, module.heads.weight, module.heads.bias]
+    assert [group["params"] for group in groups] == [[p] for p in wanted]
+    assert [(g["lr_factor"], g["weight_decay"]) for g in groups] == [(1, 0.3), (1, 0), (4, 0.3), (4, 0)]
+    with pytest.raises(ValueError, match=r"lr_factor must be > 0 and finite, got 0.0 for a \(2, 3\) parameter"):
+        build_optimizer(module.parameters(), OptimConfig(), lambda parameter: 0.0)
+
+
+def test_the_order_of_parameters_decides_the_place_of_their_state() -> None:
+    """Whatever order factors are met in, the groups are the same: a resumed run must find its state."""
+    module = Joint()
+    wanted = build_optimizer(module.parameters(), OptimConfig(), module.lr_factor).state_dict()
+    parts = [*module.adapter.parameters(), *module.heads.parameters()]
+    found = build_optimizer(parts, OptimConfig(), module.lr_factor).state_dict()
+    assert found == wanted
+
+
+class _Quadratic:
+    """The least that ``train_step`` asks of a head: every weight has the gradient 1."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.parameters = module, module.parameters
+
+    def loss(self, *_: object) -> LossOutput:
+        total = torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum()
+        return LossOutput(loss_sum=total, tokens=torch.tensor(1), sums=torch.ones(1, 2), names=("a",))
+
+
+def test_a_step_takes_the_factor_into_account() -> None:
+    module = Joint()
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    optimizer = build_optimizer(module.parameters(), OptimConfig(), module.lr_factor)
+    batch: list[Any] = [(None, None)]
+    train_step(_Quadratic(module), optimizer, batch, LossConfig(), lr=0.01, clip_norm=0.0, reduce=lambda t: t)
+    for name, parameter in module.named_parameters():  # Adam's first step is the learning rate, whatever the gradient
+        moved = {"heads": 0.04, "adapter": 0.01, "frozen": 0.0}[name.split(".")[0]]
+        torch.testing.assert_close(
+            before[name] - parameter.detach(), torch.full_like(parameter, moved), atol=1e-6, rtol=0
+        )
+
+
 def test_nothing_to_train_is_an_error() -> None:
     with pytest.raises(UserError, match="no trainable parameter"):
         build_optimizer([nn.Parameter(torch.ones(1), requires_grad=False)], OptimConfig())
@@ -110,6 +188,7 @@ def test_nothing_to_train_is_an_error() -> None:
         ("weight_decay", -0.1, "optim.weight_decay must be >= 0, got -0.1"),
         ("warmup_steps", -1, "optim.warmup_steps must be >= 0, got -1"),
         ("schedule", "cosin", r"optim.schedule must be one of \['cosine', 'linear', 'constant'\], got cosin"),
+        ("decay_from", "end", r"optim.decay_from must be one of \['warmup', 'start'\], got end"),
         ("final_lr_ratio", 1.5, r"optim.final_lr_ratio must be in \[0, 1\], got 1.5"),
         ("warmup", "fast", r"optim.warmup must be one of \['linear', 'parabolic'\], got fast"),
         ("clip_norm", -1.0, "optim.clip_norm must be >= 0 .*, got -1.0"),

@@ -58,6 +58,15 @@ def test_other_families_are_close(family: str) -> None:
     assert ModelShape.from_config(config).base_parameters() == pytest.approx(model.num_parameters(), rel=1e-3)
 
 
+def test_gpt_bigcode_is_close() -> None:
+    """One key/value head, no gate, a table of positions."""
+    sizes = {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 4000}
+    config = AutoConfig.for_model("gpt_bigcode", **sizes, max_position_embeddings=3000, num_key_value_heads=4)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert ModelShape.from_config(config).base_parameters() == pytest.approx(model.num_parameters(), rel=2e-3)
+
+
 def test_tokens_of_the_llama_recipe() -> None:
     found = plan(
         LLAMA3_8B, MEDUSA_5, [replace(PHASE, accumulate=4), replace(PHASE, name="d", trained_share=0.25)], devices=8

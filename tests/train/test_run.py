@@ -1,4 +1,4 @@
-"""Whole runs on a random tiny base: every recipe, resume, bad input, a base that is killed while it generates."""
+"""Whole runs on a random tiny base: resume, bad input, a base that is killed while it generates."""
 
 import json
 import shutil
@@ -22,14 +22,7 @@ from drafthead.train.corpora import Corpora
 from drafthead.train.pipeline import run_pipeline
 
 ROOT = Path(__file__).parent.parent.parent
-RECIPES = ROOT / "recipes" / "recipe"
 GOLDEN = ROOT / "tests" / "golden" / "medusa_tiny_losses.json"
-
-
-def recipes() -> list[str]:
-    found = sorted(str(p.relative_to(RECIPES).with_suffix("")) for p in RECIPES.rglob("*.yaml"))
-    assert found, f"no recipes under {RECIPES}: did the folder move?"
-    return found
 
 
 def load(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
@@ -52,31 +45,6 @@ def golden_text() -> str:
 def losses(run: Path) -> list[float]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
-
-
-@pytest.mark.parametrize("name", recipes())
-def test_every_recipe_runs_tiny(name: str, tmp_path: Path) -> None:
-    """Both phases, generation, calibration and evaluation, offline."""
-    run_pipeline(*load(tmp_path, f"recipe={name}", "debug=tiny"))
-    run = tmp_path / "run"
-    evaluation = json.loads((run / "eval.json").read_text())
-    wanted = {"mean_accepted_tokens", "acceptance_per_depth", "ctar", "tokens_per_second", "baseline_tokens_per_second"}
-    assert wanted | {"speedup", "identical_outputs", "hardware", "versions", "tasks"} <= set(evaluation) | set(
-        evaluation["overall"]
-    )
-    same = evaluation["overall"]["identical_outputs"]
-    assert same["same"] == same["of"] == 3
-    for path in ("head/model.safetensors", "head/config.json", "head/tree.json", "report.html", "plots/ctar.png"):
-        assert (run / path).stat().st_size > 0
-
-
-@pytest.mark.parametrize("name", recipes())
-def test_recipe_composes_for_its_real_base(name: str, tmp_path: Path) -> None:
-    run, _ = load(tmp_path, f"recipe={name}")
-    config = run.base.transformers_config()
-    assert config.hidden_size > 500
-    assert run.head_config().depth >= 1
-    assert [p.corpus for p in run.phases.values()] == ["text", "generations"]
 
 
 def test_resume_equals_no_interruption_bit_for_bit(tmp_path: Path) -> None:

@@ -1,0 +1,199 @@
+"""The losses of `models/losses.py` against each other: one head, one corpus, one budget.
+
+    python benchmarks/losses.py                                       Medusa on the embedded model, the demo's settings
+    python benchmarks/losses.py --recipe eagle3_smollm2 phases.distill.steps=500
+    python benchmarks/losses.py --losses ce,lk --seeds 3 --json losses.json
+    python benchmarks/losses.py debug=tiny                            on a random tiny base: does it run?
+
+The head of a recipe is trained once per loss and seed, through the recipe's phases, each of them with that loss; all
+read the same corpus and the same cached features, in the same order for the same seed, from the same initial weights.
+Behind the last step the held-out answers give, by draft position:
+
+  top-1     share of the targets that the head's likeliest token hits: what greedy decoding accepts.
+  overlap   sum of min(p, q), what speculative sampling accepts. p is renormalised on the draft vocabulary.
+
+and the tokens a step of greedy decoding with a chain over all positions, by replay. Seconds are those of the training
+steps alone. With several seeds everything is a mean, and the lowest and highest tokens a step stand beside theirs.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from common import described, entry_point
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+from rich.table import Table
+from torch import Tensor
+
+from drafthead.data.display import Display
+from drafthead.data.errors import UserError
+from drafthead.data.files import read_json_lines, write_json
+from drafthead.models.base import BaseModel
+from drafthead.models.loss_terms import TERMS
+from drafthead.train.config import RunConfig, parse_run, preflight
+from drafthead.train.corpora import Corpora
+from drafthead.train.loop import Trainer
+
+LOSSES: dict[str, dict[str, float]] = {
+    "ce": {"ce": 1.0},
+    "kl": {"kl": 1.0},
+    "ce+kl": {"ce": 0.5, "kl": 0.5},
+    "tv": {"tv": 1.0},
+    "lk": {"lk": 1.0},
+    "adaptive": {"lk_adaptive": 1.0},
+}
+"""Names of the table, and the weights they stand for in a recipe."""
+NEVER = 10**9
+"""Steps: nothing is measured or saved before the end of a phase."""
+
+Result = dict[str, Any]
+
+
+def parse_arguments(given: list[str] | None) -> argparse.Namespace:
+    """The command line; the list of losses is split.
+
+    Raises:
+        UserError: an unknown loss, or no seed.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--recipe", default="medusa_smollm2", metavar="NAME", help="whose head, corpus and phases are used")
+    add("--losses", default=",".join(LOSSES), metavar="LIST", help=f"comma list of {', '.join(LOSSES)}")
+    add("--seeds", type=int, default=1, metavar="N", help="of the head's initial weights and the order of the rows")
+    add("--json", type=Path, metavar="FILE", help="write the record here, for compare.py")
+    add("overrides", nargs="*", metavar="key=value", help="settings of the recipe, as for `drafthead train`")
+    arguments = parser.parse_args(given)
+    arguments.losses = list(dict.fromkeys(name for name in arguments.losses.split(",") if name))
+    unknown = [name for name in arguments.losses if name not in LOSSES]
+    if unknown or not arguments.losses:
+        raise UserError(f"--losses knows {', '.join(LOSSES)}, got {', '.join(unknown) or 'nothing'}")
+    if arguments.seeds < 1:
+        raise UserError(f"--seeds must be at least 1, got {arguments.seeds}")
+    return arguments
+
+
+def load_recipe(name: str, overrides: Sequence[str]) -> RunConfig:
+    """The checked recipe, with cached features in every phase and nothing measured or saved in between.
+
+    Raises:
+        UserError: no such recipe or setting, or one that cannot be compared.
+    """
+    try:
+        with initialize_config_module("drafthead.recipes", version_base="1.3"):
+            run = parse_run(compose("train", overrides=[f"recipe={name}", *overrides]))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(str(error).splitlines()[0]) from None
+    if run.tunes_base:
+        raise UserError(
+            f"recipe {name} trains its base along, so the losses would not start from the same one; compare them with "
+            "a recipe that does not"
+        )
+    phases = {key: replace(phase, features="cached") for key, phase in run.phases.items()}
+    checkpoint = replace(run.checkpoint, every_steps=NEVER)
+    return replace(run, phases=phases, checkpoint=checkpoint, validate_every=NEVER)
+
+
+def with_loss(run: RunConfig, loss: str, seed: int) -> RunConfig:
+    """The run with one of ``LOSSES`` in every phase; decay and depth weights stay the recipe's."""
+    weights: dict[str, Any] = {**dict.fromkeys(TERMS, 0.0), **LOSSES[loss]}
+    phases = {key: replace(phase, loss=replace(phase.loss, **weights)) for key, phase in run.phases.items()}
+    return replace(run, phases=phases, seed=seed)
+
+
+def train(run: RunConfig, corpora: Corpora, d2t: Tensor | None, accelerator: Accelerator) -> Result:
+    """Train one head; what the held-out answers say of it, and the seconds of its training steps."""
+    set_seed(run.seed)
+    head = run.head_config().build(corpora.base, d2t)
+    with TemporaryDirectory(prefix="drafthead-losses-") as folder:
+        Trainer(run, head, corpora, Path(folder), accelerator, Display(enabled=False), tracker=None).train()
+        rows = read_json_lines(Path(folder) / "metrics.jsonl")
+    last = rows[-1]
+    positions = range(1, head.depth + 1)
+    return {
+        "seconds": _training_seconds(rows),
+        "mean_accepted_tokens": last["held_out_tokens_a_step"],
+        "accept": [last[f"held_out_accept_{k}"] for k in positions],
+        "overlap": [last[f"held_out_overlap_{k}"] for k in positions],
+    }
+
+
+def _training_seconds(rows: list[dict[str, Any]]) -> float:
+    """Each row has the mean time of the steps since the row before it."""
+    seconds, done = 0.0, 0
+    for row in rows:
+        if "step_ms" in row:
+            seconds += row["step_ms"] * (row["total_step"] - done) / 1e3
+            done = row["total_step"]
+    return seconds
+
+
+def mean_result(results: Sequence[Result]) -> Result:
+    """Means over the seeds, and every seed's tokens a step."""
+    return {
+        "seconds": fmean(r["seconds"] for r in results),
+        "mean_accepted_tokens": fmean(r["mean_accepted_tokens"] for r in results),
+        "accept": [fmean(column) for column in zip(*(r["accept"] for r in results), strict=True)],
+        "overlap": [fmean(column) for column in zip(*(r["overlap"] for r in results), strict=True)],
+        "by_seed": [r["mean_accepted_tokens"] for r in results],
+    }
+
+
+def main(given: list[str] | None = None) -> None:
+    """Entry point."""
+    arguments = parse_arguments(given)
+    run = load_recipe(arguments.recipe, arguments.overrides)
+    preflight(run)
+    display = Display()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    with display.stage(f"base model {run.base.name or 'random'} and corpus"):
+        base = BaseModel.load(run.base, accelerator.device, display.line)
+        corpora = Corpora(base, run.data, run.seed, display.progress)
+        corpora.generations()
+        size = run.head_config().draft_vocab_size
+        d2t = corpora.draft_vocabulary(size) if size is not None and size < base.vocab_size else None
+    found: dict[str, list[Result]] = {name: [] for name in arguments.losses}
+    for seed in range(run.seed, run.seed + arguments.seeds):
+        for name in arguments.losses:
+            with display.stage(f"{name}, seed {seed}"):
+                result = train(with_loss(run, name, seed), corpora, d2t, accelerator)
+            found[name].append(result)
+            display.line(
+                f"   {result['mean_accepted_tokens']:.3f} tokens a step, {result['seconds']:.0f} s of training"
+            )
+    results = {name: mean_result(entries) for name, entries in found.items()}
+    display.console.print(results_table(results, title=f"{arguments.recipe}, {budget(run)}"))
+    if arguments.json:
+        record = described("losses", arguments) | {"budget": budget(run), "results": results}
+        write_json(arguments.json, record)
+        display.line(f"record: {arguments.json}")
+
+
+def budget(run: RunConfig) -> str:
+    """What every loss has: the phases' steps and positions a step."""
+    steps = (f"{n} {p.steps} x {p.accumulate * p.batch_rows * p.row_length}" for n, p in run.phases.items())
+    return f"steps x positions: {', '.join(steps)}"
+
+
+def results_table(results: dict[str, Result], title: str) -> Table:
+    """One row a loss."""
+    table = Table("loss", "top-1 by position", "overlap by position", "tokens a step", "seconds", title=title)
+    for name, result in results.items():
+        tokens = f"{result['mean_accepted_tokens']:.3f}"
+        if len(result["by_seed"]) > 1:
+            tokens += f" ({min(result['by_seed']):.3f} to {max(result['by_seed']):.3f})"
+        shares = (" ".join(f"{value:.3f}" for value in result[key]) for key in ("accept", "overlap"))
+        table.add_row(name, *shares, tokens, f"{result['seconds']:.0f}")
+    return table
+
+
+if __name__ == "__main__":
+    entry_point(main)

@@ -1,0 +1,225 @@
+"""``drafthead sweep``: which head, draft length and confidence threshold is fastest here, by decoding with all of them.
+
+Made for Kangaroo, whose exit layer and threshold trade acceptance against the cost of drafting; works for any heads of
+one base. All combinations answer the same prompts in one interleaved run. The fastest becomes the winner's default,
+and its folder keeps the whole table (``sweep.json``, ``sweep.png``).
+"""
+
+import argparse
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from drafthead.data.contracts import DecodeResult
+from drafthead.data.display import Display
+from drafthead.data.errors import UserError
+from drafthead.data.files import write_json
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.baselines import transformers_generate
+from drafthead.eval.decode import decode
+from drafthead.eval.journal import FailedDecode
+from drafthead.eval.metrics import mean_accepted_tokens, tokens_per_second
+from drafthead.eval.plot_style import MUTED, new_axes, save_png, styled
+from drafthead.eval.prompts import conversation_ids
+from drafthead.eval.speed import Decoder, hardware, run_interleaved, speedup_interval, versions
+from drafthead.eval.suites import load_suite
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import BaseConfig
+from drafthead.models.draft_head import DraftHead
+from drafthead.models.drafter import DraftPlan
+from drafthead.models.loading import load_base_and_head
+
+PLAIN = ("drafthead", "transformers")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to draft."""
+
+    folder: str
+    head: DraftHead
+    drafts: int
+    """Length of the chain; 0: the head's calibrated tree."""
+    threshold: float
+
+    @property
+    def name(self) -> str:
+        """For tables; unique within a sweep."""
+        shape = f"chain:{self.drafts}" if self.drafts else "tree"
+        return f"{self.folder} {shape} {self.threshold:g}"
+
+    def plan(self) -> DraftPlan:
+        """What it drafts."""
+        tree = TokenTree.chain(self.drafts) if self.drafts else self.head.tree
+        assert tree is not None
+        return DraftPlan(tree=tree, stop_below=self.threshold)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    found = argparse.ArgumentParser(prog="drafthead sweep", description=__doc__)
+    found.add_argument(
+        "--heads", required=True, nargs="+", help="head folders of one base, e.g. of several exit layers"
+    )
+    found.add_argument("--thresholds", type=float, nargs="+", default=[0.0, 0.2, 0.4, 0.6, 0.8])
+    found.add_argument(
+        "--drafts", type=int, nargs="+", default=[0, 4], help="lengths of chains; 0 is the head's calibrated tree"
+    )
+    found.add_argument("--suite", default="smoke", help="prompts to decode; default smoke")
+    found.add_argument("--limit", type=int, default=None, help="at most so many prompts")
+    found.add_argument("--max-new-tokens", type=int, default=96)
+    found.add_argument("--seed", type=int, default=0)
+    found.add_argument("--dry", action="store_true", help="measure, but leave the heads as they are")
+    return found
+
+
+def main() -> None:
+    """Entry point."""
+    arguments = parser().parse_args()
+    try:
+        _sweep(arguments)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def _sweep(arguments: argparse.Namespace) -> None:
+    if bad := [t for t in arguments.thresholds if not 0 <= t < 1]:
+        raise UserError(f"--thresholds must be in [0, 1), got {bad}")
+    suite = load_suite(arguments.suite, arguments.limit, arguments.seed)
+    display = Display()
+    with display.stage(f"{len(arguments.heads)} heads"):
+        base, heads = _load(arguments.heads)
+    candidates = candidates_of(heads, arguments.drafts, arguments.thresholds)
+    new = arguments.max_new_tokens
+    decoders: dict[str, Decoder] = {
+        "drafthead": lambda ids: decode(base, None, ids, max_new_tokens=new),
+        "transformers": lambda ids: transformers_generate(base, ids, new),
+    } | {c.name: _decoder(base, c, new) for c in candidates}
+    with display.stage(f"decoding {len(suite)} prompts in {len(decoders)} ways"):
+        timing = run_interleaved(
+            suite,
+            lambda prompt, answers: conversation_ids(base.tokenizer, prompt, answers),
+            decoders,
+            None,
+            arguments.seed,
+            lambda done, total: display.progress("decoding", done, total),
+        )
+    rows = rows_of(candidates, timing.results)
+    best = max(rows, key=lambda row: row["speedup"])
+    display.console.print(table_of(rows))
+    winner = next(c for c in candidates if c.name == best["name"])
+    record = {"suite": arguments.suite, "limit": arguments.limit, "max_new_tokens": new, "rows": rows}
+    record |= {"best": best["name"], "hardware": hardware(), "versions": versions()}
+    if arguments.dry:
+        display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; nothing was changed (--dry)")
+        return
+    if winner.drafts:
+        winner.head.tree = TokenTree.chain(winner.drafts)
+    winner.head.stop_below = winner.threshold
+    winner.head.save_pretrained(winner.folder)
+    write_json(Path(winner.folder) / "sweep.json", record)
+    draw(rows, Path(winner.folder) / "sweep.png")
+    display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; now the default of {winner.folder} (sweep.json)")
+
+
+def _load(folders: list[str]) -> tuple[BaseModel, dict[str, DraftHead]]:
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise UserError(f"no head folder at {folder}: the fastest head's defaults are written there; give folders")
+    base, first = load_base_and_head(folders[0], BaseConfig())
+    return base, {folders[0]: first} | {f: DraftHead.from_pretrained(f, base) for f in folders[1:]}
+
+
+def candidates_of(heads: dict[str, DraftHead], drafts: list[int], thresholds: list[float]) -> list[Candidate]:
+    """Every combination that the heads can draft.
+
+    Raises:
+        UserError: none.
+    """
+    found = [
+        Candidate(folder, head, length, threshold)
+        for (folder, head), length, threshold in product(heads.items(), drafts, thresholds)
+        if (head.tree is not None if length == 0 else length <= head.depth)
+    ]
+    if not found:
+        deepest = max(head.depth for head in heads.values())
+        raise UserError(f"nothing to compare: the heads have no calibrated tree and draft at most {deepest} positions")
+    return found
+
+
+def _decoder(base: BaseModel, candidate: Candidate, new: int) -> Decoder:
+    plan = candidate.plan()
+    return lambda ids: decode(base, candidate.head, ids, max_new_tokens=new, plan=plan)
+
+
+def rows_of(candidates: list[Candidate], results: dict[str, list[DecodeResult]]) -> list[dict[str, Any]]:
+    """Plain values of every candidate, the fastest first; speedups over the faster plain baseline."""
+    kept = [n for n, r in enumerate(results[PLAIN[0]]) if not isinstance(r, FailedDecode)]
+    if not kept:
+        raise UserError("no prompt could be answered; lower --max-new-tokens or choose another suite")
+    of = {name: [row[n] for n in kept] for name, row in results.items()}
+    plain = max((of[name] for name in PLAIN), key=lambda answers: tokens_per_second(answers).value)
+    rows = []
+    for candidate in candidates:
+        found = of[candidate.name]
+        steps = [step for result in found for step in result.steps]
+        speedup, low, high = speedup_interval(plain, found)
+        rows.append(
+            {
+                "name": candidate.name,
+                "head": candidate.folder,
+                "exit_layer": getattr(candidate.head.config, "exit_layer", None),
+                "drafts": candidate.drafts,
+                "threshold": candidate.threshold,
+                "mean_accepted_tokens": mean_accepted_tokens(found).value,
+                "drafted": sum(step.proposed for step in steps) / max(1, len(steps)),
+                "draft_ms": 1e3 * sum(step.draft_s for step in steps) / max(1, len(steps)),
+                "verify_ms": 1e3 * sum(step.verify_s for step in steps) / max(1, len(steps)),
+                "speedup": speedup,
+                "interval": [low, high],
+                "identical": sum(a.tokens == b.tokens for a, b in zip(of["drafthead"], found, strict=True)),
+                "answers": len(found),
+            }
+        )
+    return sorted(rows, key=lambda row: -row["speedup"])
+
+
+def table_of(rows: list[dict[str, Any]]) -> Table:
+    """For the console."""
+    shown = Table(title="by measured speed, the fastest first")
+    for name in ("head", "exit layer", "shape", "threshold", "accepted", "drafted", "draft ms", "speedup", "identical"):
+        shown.add_column(name, justify="left" if name in ("head", "shape") else "right")
+    for row in rows:
+        low, high = row["interval"]
+        shown.add_row(
+            str(Path(row["head"]).parent.name or row["head"]),
+            str(row["exit_layer"] or "–"),
+            f"chain of {row['drafts']}" if row["drafts"] else "its tree",
+            f"{row['threshold']:g}",
+            f"{row['mean_accepted_tokens']:.2f}",
+            f"{row['drafted']:.1f}",
+            f"{row['draft_ms']:.1f}",
+            f"{row['speedup']:.2f}x [{low:.2f}, {high:.2f}]",
+            f"{row['identical']} of {row['answers']}",
+        )
+    return shown
+
+
+@styled
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Speedup over the threshold, a line for every head and shape."""
+    figure, axes = new_axes(height=3.4)
+    for head, drafts in sorted({(row["head"], row["drafts"]) for row in rows}):
+        own = sorted((r["threshold"], r["speedup"]) for r in rows if (r["head"], r["drafts"]) == (head, drafts))
+        exit_layer = next(r["exit_layer"] for r in rows if r["head"] == head)
+        label = f"exit {exit_layer}" if exit_layer else Path(head).parent.name
+        shape = f"chain of {drafts}" if drafts else "its tree"
+        axes.plot([t for t, _ in own], [s for _, s in own], marker="o", label=f"{label}, {shape}")
+    axes.axhline(1, linewidth=0.8, color=MUTED)
+    axes.set_xlabel("confidence threshold")
+    axes.set_ylabel("speedup over plain decoding")
+    axes.legend(fontsize=8)
+    save_png(figure, path)

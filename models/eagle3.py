@@ -1,0 +1,286 @@
+"""EAGLE-3 (Li et al., 2503.01840): one decoder layer that drafts from the base's features and then from its own.
+
+The hidden states of three layers of the base are projected to one feature ``f_t``. The layer reads it together with
+the embedding of ``x_{t+1}`` and predicts ``x_{t+2}``; what it puts out takes the place of ``f_{t+1}``, which the base
+has not computed yet, for the next draft, and so on. Training goes through the same steps (the training-time test), so
+that the layer learns to read its own output. Drafts come from a projection of its own over a draft vocabulary.
+
+Differences from the reference code: losses are of trained tokens only (there, the mean runs over padding too), the
+head starts as about the base's next-token head instead of at random, attention stays inside a document, and the law
+to imitate is that of every target, also where the base's likeliest token cannot be drafted. Trees are those of any
+head; EAGLE-2's (2406.16858) are ``DynamicTree``.
+
+Shape legend: B batch, T time, S places that are drafted from, F frontier nodes, K draft positions, n picked targets,
+D width, W draft vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
+from drafthead.data.errors import UserError
+from drafthead.models.base import BaseModel
+from drafthead.models.draft_head import DraftHeadConfig, HeadSize
+from drafthead.models.drafter import DraftPlan, DraftState, last_of
+from drafthead.models.eagle_layer import EagleLayer, PackedEagleLayer, PackedNorm, drafting_places, followed
+from drafthead.models.head_attention import HeadRMSNorm, document_mask, norm_eps
+from drafthead.models.layer_memory import LayerMemory, LayerText
+from drafthead.models.output_head import OutputHead
+from drafthead.models.position_head import PositionHead
+from drafthead.models.projections import inference_linear
+from drafthead.models.reading import Reading
+
+
+@dataclass(kw_only=True)
+class Eagle3Config(DraftHeadConfig):
+    """Settings of :class:`Eagle3Head`."""
+
+    num_tokens: int = 7
+    """Draft positions K: most drafts on a path."""
+    ttt_steps: int = 7
+    """Steps of the training-time test: how many of the K positions are trained. Deeper drafts read the layer's own
+    output more often than it was trained for."""
+    layers: list[int] | None = None
+    """Whose outputs (1 is the first layer) make the feature; null: 2, L // 2 and L - 3 of L layers, as published. An
+    empty list takes the final hidden state instead, which EAGLE-1 reads."""
+    own_lm_head: bool = True
+    """True: a projection of its own, which starts as the base's. False: the base's, frozen and shared."""
+    intermediate_size: int | None = None
+    """Inner width of the MLP; null: the base's."""
+    norm_before_fc: bool = False
+    """Norm the concatenated states before they are projected, as later checkpoints do."""
+    norm_output: bool = False
+    """A step reads the layer's output after the final norm, as later checkpoints do; published: before it."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_tokens <= 16:
+            raise ValueError(f"head.num_tokens must be in [1, 16], got {self.num_tokens}")
+        if not 1 <= self.ttt_steps <= self.num_tokens:
+            raise ValueError(f"head.ttt_steps must be in [1, head.num_tokens={self.num_tokens}], got {self.ttt_steps}")
+        if self.intermediate_size is not None and self.intermediate_size < 1:
+            raise ValueError(f"head.intermediate_size must be at least 1 or null, got {self.intermediate_size}")
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
+            raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
+
+    @property
+    def depth(self) -> int:
+        return self.num_tokens
+
+    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "Eagle3Head":
+        return Eagle3Head(self, base, d2t)
+
+    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
+        vocabulary = min(self.draft_vocab_size or vocab_size, vocab_size)
+        # Attention that reads 2 D has 4 to 6 D^2, the MLP of Llama-like models 8 (SmolLM2, Vicuna) to 10.5 (Llama 3).
+        mlp = 9 * hidden_size**2 if self.intermediate_size is None else 3 * self.intermediate_size * hidden_size
+        sources = 3 if self.layers is None else max(1, len(self.layers))
+        layer = (5 + sources) * hidden_size**2 + mlp + (4 + sources * self.norm_before_fc) * hidden_size
+        projections = vocabulary * hidden_size if self.own_lm_head else 0
+        return HeadSize(
+            parameters=layer + projections,
+            trainable=layer + projections,
+            positions=self.num_tokens,
+            draft_vocab_size=vocabulary,
+            projections=projections,
+            # Once the states and the feature; every step the normed inputs (2 D), q, k, v before and after rotation,
+            # attention's output and residual, gate, up, their product and activation (2.7 D each), norm and gradient.
+            activations_per_token=hidden_size * (2 * sources + 2 + 26 * self.ttt_steps),
+        )
+
+
+@dataclass
+class EagleState(DraftState):
+    """What the layer has read, and the feature that waits for its token."""
+
+    text: LayerText
+    """Pairs of a feature ``f_t`` and the token ``x_{t+1}``."""
+    feature: Tensor
+    """[B, D] the feature of the last token that the base has read; NaN before there is one."""
+    started: bool = False
+    """Whether the base has read anything."""
+
+
+class Eagle3Head(PositionHead):
+    """EAGLE-3's fused features, decoder layer, final norm and projection; names of weights as in its checkpoints."""
+
+    config: Eagle3Config
+
+    def __init__(self, config: Eagle3Config, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__(config, base, d2t)
+        width, eps, device = base.hidden_size, norm_eps(base), base.device
+        layers = published_layers(base.num_layers) if config.layers is None else tuple(config.layers)
+        if not all(0 <= layer <= base.num_layers for layer in layers):
+            raise UserError(f"head.layers must be in [0, {base.num_layers}], got {list(layers)}")
+        self.spec = FeatureSpec(layers=layers)
+        sources = max(1, len(layers))
+        inner = config.intermediate_size or base.model.config.intermediate_size
+        self.input_norm = HeadRMSNorm(sources * width, eps, device) if config.norm_before_fc else None
+        self.fc = nn.Linear(sources * width, width, bias=False, device=device)
+        self.midlayer = EagleLayer(base, inner)
+        self.norm = HeadRMSNorm(width, eps, device)
+        self.lm_head: nn.Linear | None = None
+        if config.own_lm_head:
+            self.lm_head = nn.Linear(width, len(self.d2t), bias=False, device="meta")
+            rows = self.teacher.weight.detach().float()
+            # Scaled here and not capped: checkpoints have no place for either.
+            self.lm_head.weight = nn.Parameter(rows * self.teacher.scale)
+        self._start_as_base(layers.index(max(layers)) if layers else None)
+        self._packed: _Packed | None = None
+
+    @torch.no_grad()
+    def _start_as_base(self, deepest: int | None) -> None:
+        """Begin with the base's prediction of the next token, as far as its deepest state that is read has it.
+
+        The layer starts as the identity, so the feature is that state, and the final norm as the base's.
+        """
+        width = self.base.hidden_size
+        self.fc.weight.zero_()
+        start = width * (deepest or 0)
+        self.fc.weight[:, start : start + width] = torch.eye(width)
+        # Gemma stores a norm's scale as its distance from one. The final state has been normed once already.
+        scale = self.base.model.model.norm(torch.ones_like(self.teacher.weight[0])).float()
+        self.norm.weight.copy_(scale.square().mean().sqrt() if deepest is None else scale)
+
+    @property
+    def trained_depth(self) -> int:
+        return self.config.ttt_steps
+
+    def train(self, mode: bool = True) -> "Eagle3Head":
+        self._packed = None  # copies of weights that may change
+        super().train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._packed = None
+        moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return moved
+
+    def output_head(self, k: int) -> OutputHead:
+        return self.teacher if self.lm_head is None else OutputHead(weight=self.lm_head.weight)
+
+    def _read(self, features: Features) -> Tensor:
+        """[..., sources * D] the base's states that make the feature."""
+        return (features.final if features.layers is None else features.layers).to(self.fc.weight.dtype)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The base's embeddings, frozen: [...] -> [..., D]."""
+        return F.embedding(tokens, self.base.embedding).to(self.fc.weight.dtype)
+
+    # Drafting ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def init_state(self, batch: int) -> EagleState:
+        shape, weight = self.midlayer.self_attn.shape, self.fc.weight
+        memory = LayerMemory(self.packed().layer, shape.cache_shape(weight.dtype, weight.device))
+        feature = weight.new_full((batch, shape.width), torch.nan)
+        return EagleState(text=LayerText.none(memory, batch, weight.new_empty(2 * shape.width)), feature=feature)
+
+    @torch.inference_mode()
+    def observe(
+        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+    ) -> EagleState:
+        assert isinstance(state, EagleState) and features is not None
+        fused = self.packed().fuse(self._read(features))
+        before, paired = fused[:, :-1], counts
+        if state.started:
+            before = torch.cat([state.feature[:, None], before], 1)
+        else:  # nothing comes before the first token
+            tokens, paired = tokens[:, 1:], None if counts is None else counts - 1
+        text = state.text.append(torch.cat([self.embed(tokens), before], -1), paired)
+        return EagleState(text=text, feature=last_of(fused, counts), started=True)
+
+    @torch.inference_mode()
+    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> "_EagleExpansion":
+        assert isinstance(state, EagleState)
+        return _EagleExpansion(self, state, last)
+
+    def packed(self) -> "_Packed":
+        """The head in a form that drafts fast; made anew after training."""
+        if self._packed is None:
+            self._packed = _Packed(self)
+        return self._packed
+
+    # Training ------------------------------------------------------------------------------------------------
+
+    def position_hidden(self, batch: TrainBatch, features: Features, reading: Reading) -> Tensor:
+        steps, (_, time) = len(reading.valid), batch.input_ids.shape
+        if len(reading.picked) == 0:
+            return self.fc.weight.new_zeros(steps, 0, self.base.hidden_size)
+        read = self._read(features)
+        # Where no token of the document follows there is no pair, and the states may be NaN.
+        read = torch.where(followed(batch.document_ids)[..., None], read, 0.0)
+        feature: Tensor = self.fc(read if self.input_norm is None else self.input_norm(read))
+        places, slots = drafting_places(reading, batch.input_ids)
+        row_starts = torch.arange(len(places), device=places.device)[:, None] * time
+        flat = batch.input_ids.flatten()
+
+        def embedded(step: int, at: Tensor) -> Tensor:
+            return self.embed(flat[(row_starts + at + 1 + step).clamp(max=len(flat) - 1)])
+
+        mask = document_mask(batch).to(feature.dtype)
+        found = self.midlayer.unroll(feature, embedded, batch.position_ids, mask, places, steps, self._feature)
+        return torch.stack(
+            [self.norm(out.flatten(0, 1)[slots[sources]]) for out, sources in zip(found, reading.sources, strict=True)]
+        )
+
+    def _feature(self, out: Tensor) -> Tensor:
+        """What the next step reads of a step's output."""
+        normed: Tensor = self.norm(out) if self.config.norm_output else out
+        return normed
+
+
+def published_layers(count: int) -> tuple[int, int, int]:
+    """The layers that EAGLE-3 reads of a base of ``count``: the inputs of the layers 2, L // 2 and L - 3 from 0.
+
+    The input of layer n counted from 0 is the output of the n-th layer, which is ``hidden_states[n]`` of transformers.
+    """
+    return min(2, count), count // 2, max(0, count - 3)
+
+
+class _Packed:
+    """Copies of a head's weights for drafting."""
+
+    def __init__(self, head: Eagle3Head) -> None:
+        self.layer = PackedEagleLayer(head.midlayer)
+        self.input_norm = None if head.input_norm is None else PackedNorm(head.input_norm)
+        self.norm = PackedNorm(head.norm)
+        self._fc = inference_linear(head.fc.weight.detach())
+        self._output = head.output_head(0)
+        self._lm_head = inference_linear(self._output.weight.detach())
+
+    def fuse(self, read: Tensor) -> Tensor:
+        """[B, T, sources * D] -> [B, T, D] features."""
+        fused: Tensor = self._fc(read if self.input_norm is None else self.input_norm(read))
+        return fused
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[B, F, D] -> [B, F, W]."""
+        return self._output.finish(self._lm_head(normed.to(self._output.weight.dtype)))
+
+
+class _EagleExpansion:
+    """Every level reads its parents' outputs as features."""
+
+    def __init__(self, head: Eagle3Head, state: EagleState, last: Tensor) -> None:
+        self._head, self._state, self._last = head, state, last
+        self._above = torch.empty(0)  # [B, F, D] features of the frontier
+
+    def root(self) -> Tensor:
+        pair = torch.cat([self._head.embed(self._last), self._state.feature], -1)
+        return self._logits(self._state.text.memory.read_with(self._state.text, pair)[:, None])
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        rows = torch.arange(len(parents), device=parents.device)[:, None]
+        pairs = torch.cat([self._head.embed(tokens), self._above[rows, parents]], -1)
+        return self._logits(self._state.text.memory.grow(pairs, parents))
+
+    def _logits(self, out: Tensor) -> Tensor:
+        packed = self._head.packed()
+        normed = packed.norm(out)
+        self._above = normed if self._head.config.norm_output else out
+        return packed.logits(normed)

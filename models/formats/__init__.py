@@ -1,0 +1,51 @@
+"""Published formats of draft heads, by the name that ``drafthead export to=NAME`` takes."""
+
+from typing import Any
+
+from drafthead.data.errors import UserError
+from drafthead.models.formats.contract import Format
+from drafthead.models.formats.eagle3 import Eagle3Format
+from drafthead.models.formats.hydra import HydraFormat
+from drafthead.models.formats.kangaroo import KangarooFormat
+from drafthead.models.formats.medusa import MedusaFormat, TgiMedusaFormat
+from drafthead.models.formats.mlp_speculator import MLPSpeculatorFormat
+from drafthead.models.formats.vllm_medusa import VllmMedusaFormat
+
+FORMATS: dict[str, Format] = {
+    found.name: found
+    for found in (
+        MedusaFormat(),
+        TgiMedusaFormat(),
+        VllmMedusaFormat(),
+        HydraFormat(),
+        MLPSpeculatorFormat(),
+        KangarooFormat(),
+        Eagle3Format(),
+    )
+}
+
+
+def format_named(name: str) -> Format:
+    """The format of that name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in FORMATS:
+        raise UserError(f"unknown format {name!r}; choose one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def recognise(config: dict[str, Any], source: str) -> Format:
+    """The format whose ``config.json`` this is.
+
+    Raises:
+        UserError: none is recognised.
+    """
+    for found in FORMATS.values():
+        if found.recognises(config):
+            return found
+    raise UserError(
+        f"{source}/config.json looks like none of the formats {', '.join(FORMATS)} (model_type "
+        f"{config.get('model_type')!r}, architectures {config.get('architectures')!r}); say which with format=NAME"
+    )

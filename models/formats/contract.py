@@ -1,0 +1,229 @@
+"""What a published format is: which head it holds, how it is written and read, and who loads it.
+
+``layout`` is the contract with the engine: every tensor that its loader asks for, with its shape, from the config
+alone. ``check`` compares a folder with it in both directions, because engines skip what they do not know (a misnamed
+tensor would stay at its initial value without a word) and some also skip what they miss.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from drafthead.data.embedded import SMOLLM2_NAME
+from drafthead.data.errors import UserError
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import EMBEDDED
+from drafthead.models.draft_head import DraftHead, DraftHeadConfig
+from drafthead.models.formats.artefact import Artefact, cast, read_artefact, write_artefact
+
+Shape = tuple[int, ...]
+BASE_NAME = "base_model_name_or_path"
+"""Config key by which engines find the base; all formats carry it, where it is none of theirs it does no harm."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine and what is known of its support."""
+
+    name: str
+    support: str
+    """Which versions load the format, or that none does any more."""
+    current: bool = False
+    """The newest version looked at loads it."""
+
+
+class Format(ABC):
+    """One published layout of one head."""
+
+    name: ClassVar[str]
+    """What the command line calls it."""
+    title: ClassVar[str]
+    """What people call it."""
+    weights_file: ClassVar[str] = "model.safetensors"
+    head: ClassVar[type[DraftHead]]
+    engines: ClassVar[tuple[Engine, ...]]
+
+    @abstractmethod
+    def pack(self, head: Any) -> Artefact:
+        """Config and tensors of a trained head of class ``self.head``.
+
+        Raises:
+            UserError: the format cannot express something that the head does.
+        """
+
+    @abstractmethod
+    def layout(self, artefact: Artefact) -> dict[str, Shape]:
+        """Names and shapes of all tensors that the engine's loader asks for.
+
+        Raises:
+            UserError: a config key that it needs is missing or wrong.
+        """
+
+    @abstractmethod
+    def recognises(self, config: dict[str, Any]) -> bool:
+        """True for a ``config.json`` that looks like this format (for imports that do not say which it is)."""
+
+    @abstractmethod
+    def settings(self, artefact: Artefact) -> DraftHeadConfig:
+        """The head's settings, of a checked artefact."""
+
+    @abstractmethod
+    def fill(self, head: Any, artefact: Artefact) -> None:
+        """Copy the tensors into a freshly built head."""
+
+    def repaired(self, artefact: Artefact) -> Artefact:
+        """Without the known defects of published files, with a note for each."""
+        return artefact
+
+    def sizes(self, artefact: Artefact) -> dict[str, int]:
+        """``hidden_size`` and ``vocab_size`` of the base that the artefact was made for."""
+        return {key: artefact.integer(key) for key in ("hidden_size", "vocab_size")}
+
+    def vocabulary(self, artefact: Artefact) -> Tensor | None:
+        """The draft vocabulary's target ids [W] int64; None for the whole vocabulary."""
+        return None
+
+    def loaded_by(self, head: Any) -> list[str]:
+        """Engines whose newest version loads ``head`` in this format."""
+        return [engine.name for engine in self.engines if engine.current]
+
+    # What all formats share ------------------------------------------------------------------------------------
+
+    def export(
+        self, head: DraftHead, folder: Path, dtype: torch.dtype | None = None, base_name: str | None = None
+    ) -> Artefact:
+        """Write ``head`` into ``folder`` and return what was written.
+
+        Args:
+            head: a trained head.
+            folder: may not exist yet.
+            dtype: of the weights; None keeps the head's.
+            base_name: what engines download the base by; None: the name that the base has here.
+
+        Raises:
+            UserError: another head than the format holds, or one that it cannot express; not enough space.
+        """
+        if not isinstance(head, self.head):
+            raise UserError(
+                f"the format {self.name} holds a {self.head.__name__}, but the head is a {type(head).__name__}"
+            )
+        packed = self.pack(head)
+        tensors = cast(packed.tensors, dtype)
+        kind = next(str(t.dtype).removeprefix("torch.") for t in tensors.values() if t.is_floating_point())
+        config = {**packed.config, "torch_dtype": kind, BASE_NAME: base_name or published_name(head.base)}
+        artefact = replace(packed, config=config, tensors=tensors)
+        self.check(artefact)
+        write_artefact(artefact, folder, self.weights_file)
+        return artefact
+
+    def read(self, folder: Path, config: dict[str, Any] | None = None) -> Artefact:
+        """The repaired and checked content of a published folder; ``config`` overrides keys of its ``config.json``.
+
+        Raises:
+            UserError: missing, damaged or pickled files; names or shapes that the engine's loader would not find.
+        """
+        found = read_artefact(folder, self.weights_file)
+        artefact = self.repaired(replace(found, config={**found.config, **(config or {})}))
+        self.check(artefact)
+        return artefact
+
+    def load(self, folder: Path, base: BaseModel) -> DraftHead:
+        """The published head, attached to ``base``.
+
+        Raises:
+            UserError: as :meth:`read`; or a head for a base of other sizes.
+        """
+        return self.attach(self.read(folder), base)
+
+    def attach(self, artefact: Artefact, base: BaseModel) -> DraftHead:
+        """A checked artefact as a head of ``base``.
+
+        Raises:
+            UserError: it was made for a base of other sizes, or has settings that no head here takes.
+        """
+        for key, size in self.sizes(artefact).items():
+            if size != getattr(base, key):
+                raise UserError(
+                    f"{artefact.source} was made for a base with {key} {size}, but {base.name} has "
+                    f"{getattr(base, key)}; name the base that it was trained for"
+                )
+        try:
+            settings = self.settings(artefact)
+            head = settings.build(base, self.vocabulary(artefact))
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"{artefact.source} holds a head that drafthead does not have: {error}") from None
+        with torch.no_grad():
+            self.fill(head, artefact)
+        return head.eval()
+
+    def check(self, artefact: Artefact) -> None:
+        """Compare names and shapes with ``layout``.
+
+        Raises:
+            UserError: something is missing, unknown or of another shape.
+        """
+        wanted, found = self.layout(artefact), {k: tuple(v.shape) for k, v in artefact.tensors.items()}
+        missing, unknown = sorted(wanted.keys() - found), sorted(found.keys() - wanted)
+        wrong = [f"{k} is {found[k]}, not {s}" for k, s in wanted.items() if k in found and found[k] != s]
+        if missing or unknown or wrong:
+            raise UserError(
+                f"{artefact.source} does not fit the format {self.name}: missing {_some(missing)}, unknown "
+                f"{_some(unknown)}, of another shape {_some(wrong)}; its config.json and weights may belong to "
+                "different heads"
+            )
+
+
+def assign(parameters: Mapping[str, Tensor], artefact: Artefact) -> None:
+    """Copy tensors into a head's parameters of the same names; shapes must be equal, so that nothing is broadcast.
+
+    Raises:
+        UserError: a shape differs.
+    """
+    for name, parameter in parameters.items():
+        tensor = artefact.tensors[name]
+        if tensor.shape != parameter.shape:
+            raise UserError(
+                f"{artefact.source}: {name} is {tuple(tensor.shape)}, and beside this base it would be "
+                f"{tuple(parameter.shape)}; name the base that it was trained for"
+            )
+        parameter.copy_(tensor)
+
+
+def _some(names: list[str]) -> str:
+    return f"[{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}]"
+
+
+def published_name(base: BaseModel) -> str:
+    """The base's name as others know it: what engines download the base by.
+
+    Raises:
+        UserError: the base has an adapter merged into it, so that the name would find another base.
+    """
+    if base.config.adapter is not None:
+        raise UserError(
+            f"the head drafts for {base.name} with the adapter {base.config.adapter}, which engines would not load; "
+            "publish the base as a whole model (head.save_merged=true writes one) and name it: base_name=user/repo"
+        )
+    return SMOLLM2_NAME if base.name == EMBEDDED else base.name
+
+
+def refuse_vocabulary(head: DraftHead, name: str, instead: str) -> None:
+    """Refuse a draft vocabulary where the format has none.
+
+    Rows for the other ids would need values that the head was never trained to give.
+
+    Raises:
+        UserError: the head drafts over part of the vocabulary.
+    """
+    if len(head.d2t) != head.base.vocab_size:
+        raise UserError(
+            f"the format {name} has no draft vocabulary, and the head drafts over {len(head.d2t)} of "
+            f"{head.base.vocab_size} ids; {instead}train one with head.draft_vocab_size=null"
+        )

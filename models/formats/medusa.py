@@ -1,0 +1,200 @@
+"""Medusa heads as FasterDecoding publishes them and as TGI reads them: the same tensors.
+
+Head k is a ``Sequential`` of residual blocks and, in variant A, a projection::
+
+    {k}.{j}.linear.weight [D, D]   {k}.{j}.linear.bias [D]   {k}.{blocks}.weight [V, D]
+
+Variant B (the later recipe) has no projections and uses the base's. The released code repeats one block module, so
+files of several blocks a head hold the same values under several names: read as ``tie_blocks``.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from drafthead.data.errors import UserError
+from drafthead.models.formats.artefact import Artefact
+from drafthead.models.formats.contract import BASE_NAME, Engine, Format, Shape, assign, refuse_vocabulary
+from drafthead.models.medusa import Blocks, MedusaConfig, MedusaHead, ResBlock
+
+FULL_MODEL = "medusa_head."
+"""Prefix of the heads in a whole Medusa-2 model."""
+
+
+class MedusaFormat(Format):
+    """FasterDecoding's folder: ``config.json`` and ``medusa_lm_head.safetensors``."""
+
+    name = "medusa"
+    title = "Medusa (FasterDecoding)"
+    weights_file = "medusa_lm_head.safetensors"
+    head = MedusaHead
+    engines = (
+        Engine("FasterDecoding/Medusa", "its loader reads medusa_lm_head.pt: save these tensors there with torch.save"),
+        Engine("TGI", "in maintenance; loads the stricter to=tgi_medusa"),
+        Engine("vLLM", "none: Medusa is gone in 0.33.0, and older versions read to=vllm_medusa"),
+        Engine("SGLang", "never"),
+    )
+
+    def pack(self, head: MedusaHead) -> Artefact:
+        refuse_what_medusa_lacks(head, self.name)
+        refuse_vocabulary(head, self.name, "export to=vllm_medusa, or ")
+        _refuse_scaled_logits(head, self.name)
+        own = head.config.own_projection
+        config = {
+            "medusa_num_heads": head.depth,
+            "medusa_num_layers": head.config.num_layers,
+            "version": "1" if own else "2",
+        }
+        return Artefact(config, _named(head))
+
+    def layout(self, artefact: Artefact) -> dict[str, Shape]:
+        heads, layers = artefact.integer("medusa_num_heads"), artefact.integer("medusa_num_layers")
+        width = _rows(artefact, "0.0.linear.weight")
+        own = f"0.{layers}.weight"
+        vocabulary = _rows(artefact, own) if own in artefact.tensors else None
+        wanted: dict[str, Shape] = {}
+        for k in range(heads):
+            for j in range(layers):
+                wanted[f"{k}.{j}.linear.weight"] = (width, width)
+                wanted[f"{k}.{j}.linear.bias"] = (width,)
+            if vocabulary is not None:
+                wanted[f"{k}.{layers}.weight"] = (vocabulary, width)
+        return wanted
+
+    def recognises(self, config: dict[str, Any]) -> bool:
+        return "medusa_num_heads" in config
+
+    def repaired(self, artefact: Artefact) -> Artefact:
+        tensors = _without_prefix(artefact.tensors)
+        if len(tensors) != len(artefact.tensors):
+            left_out = f"{len(artefact.tensors) - len(tensors)} tensors of the base model beside the heads: left out"
+            artefact = artefact.with_notes(left_out)
+        artefact = artefact.with_notes(tensors=tensors)
+        parts = [name.split(".") for name in tensors]
+        counts = {
+            "medusa_num_heads": 1 + max((int(p[0]) for p in parts if p[0].isdigit()), default=-1),
+            "medusa_num_layers": 1 + max((int(p[1]) for p in parts if p[2:] == ["linear", "weight"]), default=-1),
+        }
+        for key, count in counts.items():
+            said = artefact.config.get(key)
+            if count and said != count:
+                # Published configs say 2 heads for files of 5; FasterDecoding's loader overrides them in the code.
+                note = f"config.json says {key} {said}, the weights hold {count}: {count} it is"
+                artefact = artefact.with_notes(note, config={**artefact.config, key: count})
+        return artefact
+
+    def sizes(self, artefact: Artefact) -> dict[str, int]:
+        found = {"hidden_size": _rows(artefact, "0.0.linear.weight")}
+        own = f"0.{artefact.integer('medusa_num_layers')}.weight"
+        return found | ({"vocab_size": _rows(artefact, own)} if own in artefact.tensors else {})
+
+    def settings(self, artefact: Artefact) -> MedusaConfig:
+        heads, layers = artefact.integer("medusa_num_heads"), artefact.integer("medusa_num_layers")
+        return MedusaConfig(
+            num_heads=heads,
+            num_layers=layers,
+            own_projection=f"0.{layers}.weight" in artefact.tensors,
+            tie_blocks=tied(artefact.tensors, "{k}.{j}.linear.", heads, layers),
+        )
+
+    def fill(self, head: MedusaHead, artefact: Artefact) -> None:
+        _refuse_scaled_logits(head, self.name)
+        assign(_named(head), artefact)
+
+
+class TgiMedusaFormat(MedusaFormat):
+    """The same, within what TGI's two Medusa classes accept."""
+
+    name = "tgi_medusa"
+    title = "Medusa (TGI)"
+    engines = (
+        Engine(
+            "TGI",
+            "loads both variants; in maintenance mode; no speculation for more than 128 rows at a time",
+            current=True,
+        ),
+        Engine("FasterDecoding/Medusa", "its loader reads medusa_lm_head.pt: save these tensors there with torch.save"),
+        Engine("vLLM", "none: Medusa is gone in 0.33.0, and older versions read to=vllm_medusa"),
+        Engine("SGLang", "never"),
+    )
+
+    def pack(self, head: MedusaHead) -> Artefact:
+        if not head.config.own_projection and head.config.num_layers != 1:
+            raise UserError(
+                "TGI's heads with the base's projection have exactly 1 block, and the head has "
+                f"{head.config.num_layers}; train with head.own_projection=true or head.num_layers=1"
+            )
+        return super().pack(head)
+
+    def recognises(self, config: dict[str, Any]) -> bool:
+        return False  # as an import it is the other one
+
+    def check(self, artefact: Artefact) -> None:
+        super().check(artefact)
+        if "architectures" in artefact.config:
+            raise UserError(f"{artefact.source}: TGI takes a config with architectures for no Medusa head; remove it")
+        if not artefact.config.get(BASE_NAME):
+            raise UserError(f"{artefact.source}: TGI needs base_model_name_or_path in config.json; add it")
+
+
+def _named(head: MedusaHead) -> dict[str, Tensor]:
+    """A head's parameters by FasterDecoding's names."""
+    found = {}
+    for k in range(head.depth):
+        for j, block in enumerate(blocks_of(head, k)):
+            found[f"{k}.{j}.linear.weight"] = block.linear.weight
+            found[f"{k}.{j}.linear.bias"] = block.linear.bias
+        if head.config.own_projection:
+            found[f"{k}.{head.config.num_layers}.weight"] = head.output_head(k).weight
+    return found
+
+
+def blocks_of(head: MedusaHead, k: int) -> list[ResBlock]:
+    """The blocks of head k as they are applied."""
+    return cast(Blocks, head.blocks[k]).in_order()
+
+
+def refuse_what_medusa_lacks(head: MedusaHead, name: str) -> None:
+    """Refuse what no Medusa format has.
+
+    Raises:
+        UserError: the heads read more than the base's hidden state.
+    """
+    if head.config.reads_last_token:
+        raise UserError(
+            f"the format {name} has no heads that read the last token's embedding; train with "
+            "head.reads_last_token=false"
+        )
+
+
+def _refuse_scaled_logits(head: MedusaHead, name: str) -> None:
+    if head.config.own_projection and (head.teacher.scale != 1.0 or head.teacher.softcap is not None):
+        raise UserError(
+            f"the format {name} does not scale or cap the logits of a head's own projection, and {head.base.name} does"
+            "; use heads with head.own_projection=false"
+        )
+
+
+def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not any(name.startswith(FULL_MODEL) for name in tensors):
+        return tensors
+    return {name.removeprefix(FULL_MODEL): t for name, t in tensors.items() if name.startswith(FULL_MODEL)}
+
+
+def _rows(artefact: Artefact, name: str) -> int:
+    if name not in artefact.tensors:
+        raise UserError(f"{artefact.source} has no tensor {name}; these are no Medusa heads")
+    return len(artefact.tensors[name])
+
+
+def tied(tensors: dict[str, Tensor], names: str, heads: int, layers: int) -> bool:
+    """True when heads have several blocks, and all of a head are the same one."""
+    if layers == 1:
+        return False
+    for part in ("weight", "bias"):
+        for k in range(heads):
+            found = [tensors.get(names.format(k=k, j=j) + part) for j in range(layers)]
+            if any(t is not None and not torch.equal(t, cast(Tensor, found[0])) for t in found[1:]):
+                return False
+    return True

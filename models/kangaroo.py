@@ -1,0 +1,202 @@
+"""Kangaroo (Liu et al., 2404.18911): the target's first layers and a small adapter draft for it.
+
+The adapter is one attention layer without an MLP, ``norm(x + attention(norm(x)))``, over what leaves layer
+``exit_layer``; the base's output head, frozen, reads it. Drafting stops behind the first draft whose confidence is
+below ``threshold``, and the verification goes on from the exit states through the remaining layers only: the shallow
+layers are part of the target's own pass and share its cache (``models/shared_layers.py``).
+
+Beyond the paper: trees, batches of rows, sampling, a reduced draft vocabulary, and training on the base's own answers.
+
+Shape legend: B rows, T time, F frontier nodes, D width, W draft vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from drafthead.data.contracts import Features, FeatureSpec, Proposal, TrainBatch
+from drafthead.data.errors import UserError
+from drafthead.models.base import BaseModel
+from drafthead.models.committed import Committed
+from drafthead.models.draft_cache import CachedExpansion, DraftCache, TextState
+from drafthead.models.draft_head import DraftHeadConfig, HeadSize
+from drafthead.models.drafter import DraftPlan, DraftState, DynamicTree
+from drafthead.models.head_attention import HeadAttention, HeadRMSNorm, Layer, document_mask, norm_eps
+from drafthead.models.kv_cache import KVCache, RaggedCache
+from drafthead.models.layer_memory import LayerMemory, LayerText
+from drafthead.models.layer_views import first_layers
+from drafthead.models.next_token_head import NextTokenHead
+from drafthead.models.projections import Projections
+from drafthead.models.shared_layers import SharedPass
+from drafthead.models.tree_growth import Expansion
+
+
+@dataclass(kw_only=True)
+class KangarooConfig(DraftHeadConfig):
+    """Settings of :class:`KangarooHead`."""
+
+    exit_layer: int = 2
+    """Layers of the base that draft (the paper: 2 of 32 for 7B, 3 of 40 for 13B)."""
+    num_tokens: int = 6
+    """Most drafts on a path."""
+    threshold: float = 0.6
+    """Nothing is drafted behind a draft with less confidence, unless a plan says otherwise; 0 never stops."""
+
+    def __post_init__(self) -> None:
+        for key, least, most in (("exit_layer", 1, 1000), ("num_tokens", 1, 16)):
+            if not least <= getattr(self, key) <= most:
+                raise ValueError(f"head.{key} must be in [{least}, {most}], got {getattr(self, key)}")
+        if not 0 <= self.threshold < 1:
+            raise ValueError(f"head.threshold must be in [0, 1), got {self.threshold}")
+
+    @property
+    def depth(self) -> int:
+        return self.num_tokens
+
+    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "KangarooHead":
+        return KangarooHead(self, base, d2t)
+
+    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
+        # With as many key and value heads as query heads; with fewer it is less.
+        adapter = 4 * hidden_size**2 + 2 * hidden_size
+        return HeadSize(
+            parameters=adapter,
+            trainable=adapter,
+            positions=self.num_tokens,
+            draft_vocab_size=min(self.draft_vocab_size or vocab_size, vocab_size),
+            # Both norms, q, k, v before and after rotation, the attention's output, the sum, its gradient.
+            activations_per_token=12 * hidden_size,
+        )
+
+
+class KangarooHead(NextTokenHead):
+    """An adapter over an exit state of the base."""
+
+    config: KangarooConfig
+
+    def __init__(self, config: KangarooConfig, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__(config, base, d2t)
+        if config.exit_layer >= base.num_layers:
+            raise UserError(f"head.exit_layer must be below the base's {base.num_layers} layers: {config.exit_layer}")
+        self.spec = FeatureSpec(layers=(config.exit_layer,))
+        self.stop_below = config.threshold
+        self.begun_layers = config.exit_layer
+        self.input_layernorm = HeadRMSNorm(base.hidden_size, norm_eps(base), base.device)
+        self.self_attn = HeadAttention(base)
+        self.norm = HeadRMSNorm(base.hidden_size, norm_eps(base), base.device)
+        self._first = first_layers(base, config.exit_layer)
+        self._projections = Projections(self.teacher, 0)
+        self._layer: Layer | None = None
+
+    def train(self, mode: bool = True) -> "KangarooHead":
+        self._layer = None  # packed copies of weights that may change
+        super().train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._layer = None
+        moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return moved
+
+    def hidden_states(self, batch: TrainBatch, features: Features) -> Tensor:
+        # A kept feature is missing (NaN) where no token was read: there it has no value and no gradient.
+        x = features.layer(0).float().nan_to_num()
+        attended: Tensor = self.self_attn(self.input_layernorm(x), batch.position_ids, document_mask(batch))
+        normed: Tensor = self.norm(x + attended)
+        return normed
+
+    # Drafting ------------------------------------------------------------------------------------------------
+
+    def _inference_layer(self) -> Layer:
+        """The adapter as one function over a cache, packed for few rows where that is possible."""
+        if self._layer is None:
+            attention = self.self_attn.inference()
+
+            def adapter(x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
+                x = x.float()
+                normed: Tensor = self.norm(x + attention(self.input_layernorm(x), positions, mask, cache))
+                return normed
+
+            self._layer = adapter
+        return self._layer
+
+    def init_state(self, batch: int) -> "KangarooState":
+        memory = LayerMemory(self._inference_layer(), self.self_attn.shape.cache_shape(torch.float32, self.base.device))
+        own = TextState(text=Committed.none(batch), cache=DraftCache(self._first))
+        return KangarooState(adapter=LayerText.none(memory, batch, self.norm.weight), own=own, target=None)
+
+    def attach(self, state: DraftState, cache: KVCache | RaggedCache) -> "KangarooState":
+        assert isinstance(state, KangarooState)
+        return KangarooState(adapter=state.adapter, own=None, target=cache)
+
+    def observe(
+        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+    ) -> "KangarooState":
+        assert isinstance(state, KangarooState) and features is not None
+        with torch.inference_mode():
+            return KangarooState(
+                adapter=state.adapter.append(features.layer(0), counts),
+                own=None if state.own is None else state.own.append(tokens, counts),
+                target=state.target,
+            )
+
+    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> "_KangarooExpansion":
+        assert isinstance(state, KangarooState)
+        shallow: Expansion
+        if state.own is None:
+            assert state.target is not None
+            shallow = _SharedExpansion(SharedPass(self._first, state.target), last)
+        else:
+            text = state.own.text.append(last[:, None])
+            shallow = CachedExpansion(state.own.cache, text, plan, lambda hidden: hidden)
+        return _KangarooExpansion(shallow, state.adapter, lambda hidden: self._projections.logits(hidden, 0))
+
+    def finish(self, expansion: Expansion, proposal: Proposal) -> Proposal:
+        assert isinstance(expansion, _KangarooExpansion)
+        if not isinstance(expansion.shallow, _SharedExpansion):
+            return proposal
+        return replace(proposal, begun=expansion.shallow.states.finish(proposal))
+
+    def spare_nodes(self, plan: DraftPlan) -> int:
+        # Expanded nodes of a dynamic tree need not be among those it keeps.
+        return plan.tree.width * plan.tree.depth + 1 if isinstance(plan.tree, DynamicTree) else 0
+
+
+@dataclass
+class KangarooState(DraftState):
+    """What the adapter has read, and where the shallow layers keep their states."""
+
+    adapter: LayerText
+    own: TextState | None
+    """Shallow states of its own: when led along a text without a target's cache."""
+    target: KVCache | RaggedCache | None
+    """The target's cache."""
+
+
+class _SharedExpansion:
+    """Exit states out of the target's own pass, in the place of logits."""
+
+    def __init__(self, states: SharedPass, last: Tensor) -> None:
+        self.states, self._last = states, last
+
+    def root(self) -> Tensor:
+        return self.states.root(self._last)
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        return self.states.grow(tokens, parents)
+
+
+class _KangarooExpansion:
+    """Every level: the shallow layers, the adapter over their exit states, the output head."""
+
+    def __init__(self, shallow: Expansion, text: LayerText, logits: Callable[[Tensor], Tensor]) -> None:
+        self.shallow, self._text, self._logits = shallow, text, logits
+
+    def root(self) -> Tensor:
+        return self._logits(self._text.memory.read_with(self._text, self.shallow.root()[:, 0])[:, None])
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        return self._logits(self._text.memory.grow(self.shallow.grow(tokens, parents), parents))

@@ -1,0 +1,32 @@
+"""The base's next-token head as a value: what heads are initialised from, share and are taught by."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputHead:
+    """The base's own next-token head, or a slice of its rows: logits = softcap(scale * h @ weight.T)."""
+
+    weight: Tensor
+    """[V, D], frozen."""
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def rows(self, ids: Tensor) -> "OutputHead":
+        """The head over the draft vocabulary ``ids`` ([W] int64)."""
+        return OutputHead(weight=self.weight[ids].contiguous(), scale=self.scale, softcap=self.softcap)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        return self.finish(hidden @ self.weight.t())
+
+    def finish(self, product: Tensor) -> Tensor:
+        """Scale and soft-cap of a finished product."""
+        if self.scale != 1.0:
+            product = product * self.scale
+        if self.softcap is not None:
+            product = self.softcap * torch.tanh(product / self.softcap)
+        return product

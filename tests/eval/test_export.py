@@ -1,0 +1,240 @@
+"""The export and import commands end to end on a random base, and a gate that fails when it should."""
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafthead.data.errors import UserError
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval import export, import_head
+from drafthead.eval.export_gate import Drafting, GateResult, run_gate, training_estimate
+from drafthead.eval.replay_run import plain_answers, write_texts
+from drafthead.eval.text_pass import Text
+from drafthead.models.base import BaseModel
+from drafthead.models.draft_head import DraftHeadConfig
+from drafthead.models.eagle3 import Eagle3Config
+from drafthead.models.formats import format_named
+from drafthead.models.formats.medusa import MedusaFormat
+from drafthead.models.hydra import HydraConfig
+from drafthead.models.kangaroo import KangarooConfig
+from drafthead.models.loading import load_base_and_head
+from drafthead.models.medusa import MedusaConfig, MedusaHead
+from drafthead.models.mlp_speculator import MLPSpeculatorConfig
+
+TinyBase = Callable[..., BaseModel]
+TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
+
+
+@cache
+def answers(base: BaseModel) -> list[Text]:
+    wanted = Namespace(suite="builtin", limit=3, seed=0, temperature=0.0, max_new_tokens=24)
+    return plain_answers(base, wanted)
+
+
+@cache
+def fitted(base: BaseModel) -> MedusaHead:
+    """A head that is often right: its projections lean to the tokens of the base's own answers."""
+    head = MedusaConfig(num_heads=3).build(base).eval()
+    with torch.no_grad():
+        for text in answers(base):
+            hidden = base.read(torch.tensor([text.ids]), base.new_cache(len(text.ids)))[0]
+            for k in range(3):
+                for t in range(text.boundary, len(text.ids) - 2 - k):
+                    head.output_head(k).weight[text.ids[t + 2 + k]] += hidden[t] / hidden[t].norm()
+    head.tree = TREE
+    return head
+
+
+@pytest.fixture
+def saved(tiny_base: TinyBase, tmp_path: Path) -> Path:
+    fitted(tiny_base()).save_pretrained(tmp_path / "run" / "head")
+    return tmp_path / "run" / "head"
+
+
+def call(monkeypatch: pytest.MonkeyPatch, module: Any, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["drafthead", *arguments])
+    module.main()
+
+
+def test_there_and_back(
+    saved: Path,
+    tiny_base: TinyBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    out, back = tmp_path / "medusa", tmp_path / "back"
+    gate = ["suite=builtin", "limit=3", "max_new_tokens=24"]
+    call(monkeypatch, export, f"head={saved}", "to=medusa", f"out={out}", *gate)
+    assert sorted(p.name for p in out.iterdir()) == [
+        "config.json",
+        "drafthead_gate.json",
+        "medusa_lm_head.safetensors",
+        "tree.json",
+    ]
+    record = json.loads((out / "drafthead_gate.json").read_text())
+    accepted = record["mean_accepted_tokens"]
+    assert accepted["head"] == accepted["exported"] > 1.3 and record["logit_error"] == 0
+    shown = capsys.readouterr().out
+    assert "no current engine" in shown and "TGI: in maintenance" in shown and f"{accepted['head']:.3f}" in shown
+
+    with pytest.raises(SystemExit, match="exists; remove it or choose another folder"):
+        call(monkeypatch, export, f"head={saved}", "to=medusa", f"out={out}", *gate)
+
+    base, head = load_base_and_head(saved)
+    recipe = base.config.origin()
+    shape = json.dumps(recipe["shape"]).replace('"', "")
+    named = [f"base.shape={shape}", "base.random=true", "base.tokenizer=builtin:tiny", "base.dtype=float32"]
+    call(monkeypatch, import_head, f"from={out}", *named, f"out={back}")
+    again = load_base_and_head(back)[1]
+    assert again.config == head.config and again.tree == TREE
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    assert "3 draft positions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("tgi_medusa", MedusaConfig(num_heads=2, own_projection=False)),
+        ("hydra", HydraConfig(num_heads=2, num_layers=2, prefix_layer=True)),
+        ("mlp_speculator", MLPSpeculatorConfig(n_predict=3, inner_dim=24, tie_weights=True)),
+        ("kangaroo", KangarooConfig(exit_layer=1, num_tokens=3)),
+        ("eagle3", Eagle3Config(num_tokens=3, ttt_steps=3, draft_vocab_size=100)),
+    ],
+)
+def test_every_head_passes_its_gate(
+    tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, config: DraftHeadConfig
+) -> None:
+    base = tiny_base()
+    d2t = torch.arange(0, 300, 3) if config.draft_vocab_size else None
+    head = config.build(base, d2t).eval()
+    head.save_pretrained(tmp_path / "head")
+    write_texts(tmp_path / "texts.jsonl", answers(base))
+    texts = f"texts={tmp_path / 'texts.jsonl'}"
+    call(monkeypatch, export, f"head={tmp_path / 'head'}", f"to={name}", f"out={tmp_path / 'o'}", texts)
+    record = json.loads((tmp_path / "o" / "drafthead_gate.json").read_text())
+    assert record["format"] == name and record["logit_error"] <= 1e-6
+    found = format_named(name).load(tmp_path / "o", base)
+    assert type(found) is type(head) and torch.equal(found.d2t, head.d2t)
+
+
+def test_texts_and_bfloat16(saved: Path, tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_texts(tmp_path / "texts.jsonl", answers(tiny_base()))
+    texts = f"texts={tmp_path / 'texts.jsonl'}"
+    call(monkeypatch, export, f"head={saved}", "to=vllm_medusa", f"out={tmp_path / 'o'}", "dtype=bfloat16", texts)
+    record = json.loads((tmp_path / "o" / "drafthead_gate.json").read_text())
+    assert record["dtype"] == "bfloat16" and 0 < record["logit_error"] < 0.01
+
+
+def test_a_broken_artefact_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader that takes head 2 for head 1: names and shapes are right, drafting is not."""
+    proper = MedusaFormat.fill
+
+    def swapped(self: MedusaFormat, head: MedusaHead, artefact: Any) -> None:
+        names = {f"{k}.{rest}": f"{(k + 1) % 3}.{rest}" for k in range(3) for rest in ("1.weight",)}
+        tensors = {name: artefact.tensors[names.get(name, name)] for name in artefact.tensors}
+        proper(self, head, replace(artefact, tensors=tensors))
+
+    monkeypatch.setattr(MedusaFormat, "fill", swapped)
+    with pytest.raises(SystemExit, match="failed its gate and was removed: its logits differ.*tokens a step, the head"):
+        call(monkeypatch, export, f"head={saved}", "to=medusa", f"out={tmp_path / 'o'}", "limit=3", "max_new_tokens=24")
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_training_counts(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """98 % in training and a tenth of it in use: the head is broken before it is exported."""
+    rows = [{"step": 5, "held_out_accept_1": 0.3}, {"step": 9, "held_out_accept_1": 1.0}, {"step": 10}]
+    (saved.parent / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert training_estimate(saved) == 1.0
+    assert training_estimate("user/repo") is None
+    arguments = [f"head={saved}", "to=medusa", f"out={tmp_path / 'o'}", "limit=3", "max_new_tokens=24"]
+    with pytest.raises(SystemExit, match="first draft position is right at .* in training 100% of held-out ones"):
+        call(monkeypatch, export, *arguments, "estimate_tolerance=0.01")
+    call(monkeypatch, export, *arguments, "estimate_tolerance=1")
+
+
+def test_the_gate_names_every_failure(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    good = run_gate(base, fitted(base), fitted(base), answers(base), torch.float32)
+    assert good.failures() == [] and good.before.accuracy > 0.2
+    assert good.before.logits.shape == (16, 3, 300)
+    nothing = Drafting(torch.full((16, 3, 300), torch.nan), float("nan"), 0.0)
+    bad = replace(good, after=nothing, same_vocabulary=False, estimate=0.5)
+    assert [failure[:16] for failure in bad.failures()] == [
+        "the draft vocabu",
+        "its logits diffe",
+        "it accepts nan t",
+        "its first draft ",
+    ]
+    narrower = replace(good, after=Drafting(good.after.logits[..., :9], 1.0, 1.0))
+    assert narrower.logit_error == float("inf")
+    half = GateResult(
+        dtype=torch.float16,
+        before=good.before,
+        after=replace(good.after, mean_accepted_tokens=good.before.mean_accepted_tokens + 0.01),
+        same_vocabulary=True,
+        estimate=None,
+        estimate_tolerance=0.2,
+    )
+    assert half.failures() == [] and len(replace(half, dtype=torch.float32).failures()) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "says"),
+    [
+        (export, ["head=x", "to=gguf", "out=y"], "unknown format 'gguf'"),
+        (export, ["head=x", "to=medusa"], "out"),
+        (export, ["head=x", "to=medusa", "out=y", "dtype=int8"], "dtype must be one of"),
+        (export, ["head=x", "to=medusa", "out=y", "max_new_tokens=1"], "max_new_tokens must be at least 8"),
+        (export, ["head=x", "to=medusa", "out=y", "estimate_tolerance=0"], r"estimate_tolerance must be in \(0, 1\]"),
+        (export, ["--head", "x"], "'--head' is no setting; settings are key=value"),
+        (export, ["head=x", "sweet=y"], "sweet"),
+        (import_head, ["from=x", "out=y"], "base is missing: name the base model"),
+        (import_head, ["from=x", "out=y", "base=b", "format=gguf"], "unknown format 'gguf'"),
+        (import_head, ["from=/nowhere/x", "out=y", "base=b"], "no draft head at /nowhere/x"),
+    ],
+)
+def test_bad_settings_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: Any, arguments: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=f"^error: .*{says}") as stop:
+        call(monkeypatch, module, *arguments)
+    assert "\n" not in str(stop.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("module", [export, import_head])
+def test_help_lists_the_formats(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: Any
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        call(monkeypatch, module, "--help")
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "vllm_medusa" in shown and max(map(len, shown.splitlines())) <= 130
+
+
+def test_an_import_without_sizes_that_fit_is_refused(
+    saved: Path, tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny_base()
+    MedusaFormat().export(fitted(base), tmp_path / "published")
+    (saved.parent / "elsewhere").mkdir()
+    shape = {**base.config.shape, "vocab_size": 280}
+    wanted = [f"base.shape={json.dumps(shape).replace(chr(34), '')}", "base.random=true", "base.tokenizer=builtin:tiny"]
+    with pytest.raises(SystemExit, match="made for a base with vocab_size 300, but random-llama has 280"):
+        call(monkeypatch, import_head, f"from={tmp_path / 'published'}", *wanted, f"out={tmp_path / 'o'}")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["published", "run"]
+    with pytest.raises(UserError, match="no drafthead config"):
+        load_base_and_head(tmp_path / "published")

@@ -1,0 +1,106 @@
+"""Perplexity, agreement and KL against plain loops; a gate that fails."""
+
+import io
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from rich.console import Console
+
+from drafthead.data.contracts import TrainBatch
+from drafthead.data.errors import UserError
+from drafthead.eval import quality
+from drafthead.eval.quality import Fidelity, GateConfig, compare_bases, judge, quality_markdown, quality_table
+from drafthead.models.base import BaseModel
+
+TinyBase = Callable[..., BaseModel]
+FIRST_TRAINED = 3
+
+
+def batch(start: int) -> TrainBatch:
+    """Two documents and padding; prompts of three tokens are not trained."""
+    document_ids = torch.tensor([[0] * 9 + [1] * 6 + [-1]])
+    positions = torch.tensor([[*range(9), *range(6), 0]])
+    return TrainBatch(
+        input_ids=torch.tensor([[*range(start, start + 15), 0]]),
+        position_ids=positions,
+        document_ids=document_ids,
+        loss_mask=(document_ids >= 0) & (positions >= FIRST_TRAINED),
+        row_ids=torch.tensor([0]),
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 4, 1000])
+def test_it_is_what_plain_loops_find(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(quality, "chunk_rows", lambda *_: rows)
+    untouched, tuned = tiny_base(seed=0), tiny_base(seed=1)
+    found = compare_bases(untouched, tuned, [batch(20), batch(60)])
+    nll, agreed, kl, tokens = [0.0, 0.0], 0, 0.0, 0
+    for start in (20, 60):
+        for document in (list(range(start, start + 9)), list(range(start + 9, start + 15))):
+            laws = [b.model(torch.tensor([document])).logits[0].log_softmax(-1) for b in (untouched, tuned)]
+            for t in range(FIRST_TRAINED - 1, len(document) - 1):
+                tokens += 1
+                for which, law in enumerate(laws):
+                    nll[which] -= law[t, document[t + 1]].item()
+                agreed += int(laws[0][t].argmax() == laws[1][t].argmax())
+                kl += (laws[0][t].exp() * (laws[0][t] - laws[1][t])).sum().item()
+    assert found.tokens == tokens == 18
+    assert found.untouched_perplexity == pytest.approx(math.exp(nll[0] / tokens), rel=1e-4)
+    assert found.tuned_perplexity == pytest.approx(math.exp(nll[1] / tokens), rel=1e-4)
+    assert found.agreement == pytest.approx(agreed / tokens)
+    assert found.kl == pytest.approx(kl / tokens, rel=1e-4)
+
+
+def test_a_base_beside_itself(tiny_base: TinyBase) -> None:
+    found = compare_bases(tiny_base(), tiny_base(), [batch(20)])
+    assert (found.perplexity_ratio, found.agreement, found.kl) == (1.0, 1.0, 0.0)
+
+
+def test_nothing_held_out_is_said(tiny_base: TinyBase) -> None:
+    with pytest.raises(UserError, match="no held-out tokens"):
+        compare_bases(tiny_base(), tiny_base(), [])
+
+
+FOUND = {
+    "text": Fidelity(tokens=1000, untouched_perplexity=20.0, tuned_perplexity=21.0, agreement=0.93, kl=0.02),
+    "answers": Fidelity(tokens=500, untouched_perplexity=2.0, tuned_perplexity=2.0, agreement=0.99, kl=0.01),
+}
+
+
+@pytest.mark.parametrize(
+    ("limits", "failures"),
+    [
+        (GateConfig(), []),
+        (GateConfig(max_perplexity_ratio=1.05, min_agreement=0.93), []),
+        (GateConfig(max_perplexity_ratio=1.04), ["perplexity on text went from 20.000 to 21.000, a ratio of 1.0500"]),
+        (GateConfig(min_agreement=0.95), ["greedy agreement on text is 0.9300 (limit 0.95)"]),
+        (GateConfig(max_perplexity_ratio=0.9), ["perplexity on text", "perplexity on answers"]),
+    ],
+)
+def test_the_gate(limits: GateConfig, failures: list[str]) -> None:
+    verdict = judge(FOUND, limits)
+    assert verdict["passed"] == (not failures)
+    assert len(verdict["failures"]) == len(failures)
+    assert all(found.startswith(wanted) for found, wanted in zip(verdict["failures"], failures, strict=True))
+
+
+def test_what_is_not_a_number_does_not_pass() -> None:
+    nan = Fidelity(tokens=9, untouched_perplexity=2.0, tuned_perplexity=math.nan, agreement=math.nan, kl=0.0)
+    assert len(judge({"text": nan}, GateConfig(max_perplexity_ratio=1.1, min_agreement=0.9))["failures"]) == 2
+
+
+def test_tables() -> None:
+    verdict = judge(FOUND, GateConfig())
+    console = Console(file=io.StringIO(), width=120)
+    console.print(quality_table(verdict))
+    cells = ["1,000", "20.000", "21.000", "1.0500", "93.00 %", "0.0200"]
+    assert all(cell in console.file.getvalue() for cell in cells)
+    assert f"| text | {' | '.join(cells)} |" in quality_markdown(verdict)
+
+
+@pytest.mark.parametrize(("key", "value"), [("max_perplexity_ratio", 0.0), ("min_agreement", 1.5)])
+def test_limits_of_limits(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"gate.{key} must be"):
+        GateConfig(**{key: value})

@@ -1,0 +1,274 @@
+"""Medusa's published layouts against what their loaders ask for, stated here a second time and in plain torch.
+
+The loaders below are a few lines each. Names and config keys of FasterDecoding's and vLLM's are as their sources have
+them; what TGI's V1 and V2 classes compute is from memory.
+"""
+
+import json
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafthead.data.errors import UserError
+from drafthead.models.base import BaseModel
+from drafthead.models.formats import FORMATS, format_named, recognise
+from drafthead.models.medusa import MedusaConfig, MedusaHead
+
+TinyBase = Callable[..., BaseModel]
+CASES = [
+    {"num_heads": 3, "num_layers": 1},
+    {"num_heads": 2, "num_layers": 3},
+    {"num_heads": 2, "num_layers": 1, "own_projection": False},
+    {"num_heads": 2, "num_layers": 2, "own_projection": False},
+    {"num_heads": 2, "num_layers": 2, "tie_blocks": True},
+]
+
+
+def trained(base: BaseModel, d2t: Tensor | None = None, **settings: Any) -> MedusaHead:
+    head = MedusaConfig(**settings).build(base, d2t).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return head
+
+
+def logits_of(head: MedusaHead, hidden: Tensor) -> Tensor:
+    return head.draft_logits(hidden, torch.zeros(len(hidden), dtype=torch.int64), head.depth)
+
+
+def faster_decoding(folder: Path, lm_head: Tensor, hidden: Tensor) -> Tensor:
+    """``Sequential(*[ResBlock] * L, Linear)`` filled by name; the later recipe ends in the base's head."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "medusa_lm_head.safetensors")
+    logits = []
+    for k in range(config["medusa_num_heads"]):
+        x = hidden
+        for j in range(config["medusa_num_layers"]):
+            x = x + F.silu(F.linear(x, tensors.pop(f"{k}.{j}.linear.weight"), tensors.pop(f"{k}.{j}.linear.bias")))
+        last = f"{k}.{config['medusa_num_layers']}.weight"
+        logits.append(F.linear(x, tensors.pop(last) if config["version"] == "1" else lm_head))
+    assert not tensors, f"nobody reads {sorted(tensors)}"
+    return torch.stack(logits, 1)
+
+
+def tgi(folder: Path, lm_head: Tensor, hidden: Tensor) -> Tensor:
+    """V1 is tried first; without a projection V2 reads one block of all heads as one product."""
+    config = json.loads((folder / "config.json").read_text())
+    assert "architectures" not in config and config["base_model_name_or_path"]
+    tensors = load_file(folder / "medusa_lm_head.safetensors")
+    heads = range(config["medusa_num_heads"])
+    if f"0.{config['medusa_num_layers']}.weight" in tensors:
+        return faster_decoding(folder, lm_head, hidden)
+    assert config["medusa_num_layers"] == 1
+    weight = torch.cat([tensors[f"{k}.0.linear.weight"] for k in heads])
+    bias = torch.cat([tensors[f"{k}.0.linear.bias"] for k in heads])
+    residual = F.silu(F.linear(hidden, weight, bias)).unflatten(-1, (len(heads), -1))
+    return F.linear(hidden[:, None] + residual, lm_head)
+
+
+def vllm(folder: Path, lm_head: Tensor, hidden: Tensor) -> Tensor:
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "medusa" and config["architectures"] == ["MedusaModel"]
+    for key in list(config):  # what its config class does to every key
+        if "num" in key and "heads" in key:
+            config["num_heads"] = config.pop(key)
+        elif "num" in key and "layers" in key:
+            config["num_hidden_layers"] = config.pop(key)
+    tensors = load_file(folder / "model.safetensors")
+    truncated = config.get("truncated_vocab_size") or config["vocab_size"]
+    token_map = tensors.pop("token_map") if truncated < config["vocab_size"] else None
+    logits = []
+    shared = tensors.pop("lm_heads.0.weight") if config.get("original_lm_head", False) else None
+    for k in range(config["num_heads"]):
+        x = hidden
+        for j in range(config["num_hidden_layers"]):
+            name = f"blocks.{k}.layers.{j}"
+            bias = tensors.pop(f"{name}.bias") if config.get("medusa_fc_bias", False) else None
+            x = x + F.silu(F.linear(x, tensors.pop(f"{name}.weight"), bias))
+        weight = tensors.pop(f"lm_heads.{k}.weight") if shared is None else shared
+        assert weight.shape == (truncated, config["hidden_size"])
+        part = config.get("logit_scale", 1.0) * F.linear(x, weight)
+        if token_map is not None:
+            part = torch.full((len(x), config["vocab_size"]), -torch.inf).index_copy(1, token_map, part)
+        logits.append(part)
+    assert not tensors, f"nobody reads {sorted(tensors)}"
+    return torch.stack(logits, 1)
+
+
+ENGINES = {"medusa": faster_decoding, "tgi_medusa": tgi, "vllm_medusa": vllm}
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_and_round_trip_give_the_heads_logits(
+    tiny_base: TinyBase, tmp_path: Path, name: str, settings: dict[str, Any]
+) -> None:
+    base = tiny_base()
+    head = trained(base, **settings)
+    if name == "tgi_medusa" and not head.config.own_projection and head.config.num_layers > 1:
+        with pytest.raises(UserError, match="exactly 1 block, and the head has 2"):
+            FORMATS[name].export(head, tmp_path)
+        return
+    FORMATS[name].export(head, tmp_path)
+    hidden = torch.randn(4, base.hidden_size, generator=torch.Generator().manual_seed(2))
+    wanted = logits_of(head, hidden)
+    assert torch.allclose(ENGINES[name](tmp_path, base.head.weight, hidden), wanted, atol=1e-5)
+    again = FORMATS[name].load(tmp_path, base)
+    assert isinstance(again, MedusaHead) and again.config == head.config
+    assert torch.equal(logits_of(again, hidden), wanted)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert recognise(content, "x").name == name.removeprefix("tgi_")
+
+
+def test_a_draft_vocabulary_needs_the_token_map(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base, d2t = tiny_base(), torch.arange(1, 300, 3)
+    for own in (True, False):
+        head = trained(base, d2t, num_heads=2, own_projection=own, draft_vocab_size=100)
+        with pytest.raises(UserError, match="the format medusa has no draft vocabulary, and the head drafts over 100"):
+            FORMATS["medusa"].export(head, tmp_path / "refused")
+        folder = tmp_path / str(own)
+        FORMATS["vllm_medusa"].export(head, folder)
+        hidden = torch.randn(3, base.hidden_size)
+        wanted = logits_of(head, hidden)
+        assert torch.allclose(vllm(folder, base.head.weight, hidden)[..., d2t], wanted, atol=1e-5)
+        again = FORMATS["vllm_medusa"].load(folder, base)
+        assert torch.equal(again.d2t, d2t) and torch.equal(logits_of(again, hidden), wanted)
+
+
+def test_what_no_medusa_format_has_is_refused(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = tiny_base()
+    for name in ENGINES:
+        with pytest.raises(UserError, match="no heads that read the last token"):
+            FORMATS[name].export(trained(base, num_heads=1, reads_last_token=True), tmp_path)
+    capped = trained(tiny_base(seed=5), num_heads=1)
+    capped.teacher = type(capped.teacher)(weight=capped.teacher.weight, softcap=30.0)
+    with pytest.raises(UserError, match="does not scale or cap"):
+        FORMATS["medusa"].export(capped, tmp_path)
+    with pytest.raises(UserError, match="does not cap logits"):
+        FORMATS["vllm_medusa"].export(capped, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_base_with_an_adapter_needs_a_name_of_its_own(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = copy(tiny_base())
+    base.config = replace(base.config, adapter="somewhere/adapter")
+    head = trained(base, num_heads=1)
+    with pytest.raises(UserError, match="publish the base as a whole model .* and name it: base_name="):
+        FORMATS["medusa"].export(head, tmp_path)
+    FORMATS["medusa"].export(head, tmp_path, base_name="user/tuned")
+    assert json.loads((tmp_path / "config.json").read_text())["base_model_name_or_path"] == "user/tuned"
+
+
+def test_tgi_checks_its_config(tiny_base: TinyBase) -> None:
+    artefact = replace(FORMATS["tgi_medusa"].pack(trained(tiny_base(), num_heads=1)), source="x")
+    with pytest.raises(UserError, match="x: TGI needs base_model_name_or_path"):
+        FORMATS["tgi_medusa"].check(artefact)
+    with pytest.raises(UserError, match="x: TGI takes a config with architectures for no Medusa head"):
+        FORMATS["tgi_medusa"].check(replace(artefact, config={**artefact.config, "architectures": ["MedusaModel"]}))
+
+
+def published(folder: Path, base: BaseModel, **settings: Any) -> tuple[MedusaHead, dict[str, Any], dict[str, Tensor]]:
+    head = trained(base, **settings)
+    FORMATS["medusa"].export(head, folder)
+    content = json.loads((folder / "config.json").read_text())
+    return head, content, load_file(folder / "medusa_lm_head.safetensors")
+
+
+def test_published_defects(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """5 heads that say 2; one block under several names; a whole Medusa-2 model around the heads."""
+    base = tiny_base()
+    head, content, tensors = published(tmp_path, base, num_heads=5, num_layers=2, tie_blocks=True)
+    assert torch.equal(tensors["0.0.linear.weight"], tensors["0.1.linear.weight"])
+    content = {"medusa_num_heads": 2, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    whole = {f"medusa_head.{k}": v for k, v in tensors.items()} | {"model.norm.weight": torch.ones(3)}
+    save_file(whole, tmp_path / "medusa_lm_head.safetensors")
+    artefact = FORMATS["medusa"].read(tmp_path)
+    assert artefact.notes == (
+        "1 tensors of the base model beside the heads: left out",
+        "config.json says medusa_num_heads 2, the weights hold 5: 5 it is",
+        "config.json says medusa_num_layers None, the weights hold 2: 2 it is",
+    )
+    again = FORMATS["medusa"].attach(artefact, base)
+    hidden = torch.randn(2, base.hidden_size)
+    assert again.config == head.config
+    assert torch.equal(logits_of(again, hidden), logits_of(head, hidden))  # type: ignore[arg-type]
+
+
+def test_vllm_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """A prefix, no biases, whole projections beside a token map."""
+    base, d2t = tiny_base(), torch.arange(0, 300, 2)
+    head = trained(base, d2t, num_heads=2, draft_vocab_size=150)
+    with torch.no_grad():
+        for k in range(2):
+            head.blocks[k][0].linear.bias.zero_()  # type: ignore[index]
+    FORMATS["vllm_medusa"].export(head, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for k in range(2):
+        part = tensors.pop(f"lm_heads.{k}.weight")
+        tensors[f"lm_heads.{k}.weight"] = torch.zeros(300, base.hidden_size).index_copy(0, d2t, part)
+        del tensors[f"blocks.{k}.layers.0.bias"]
+    save_file({f"medusa_heads.{k}": v for k, v in tensors.items()}, tmp_path / "model.safetensors")
+    content = json.loads((tmp_path / "config.json").read_text())
+    del content["medusa_fc_bias"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    hidden = torch.randn(2, base.hidden_size)
+    again = FORMATS["vllm_medusa"].load(tmp_path, base)
+    assert torch.equal(logits_of(again, hidden), logits_of(head, hidden))  # type: ignore[arg-type]
+
+
+def test_bad_folders_are_named(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = tiny_base()
+    medusa = format_named("medusa")
+    _, content, tensors = published(tmp_path, base, num_heads=2)
+    file = tmp_path / "medusa_lm_head.safetensors"
+    file.rename(tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(UserError, match=r"only has medusa_lm_head.pt: pickles can run code and are never loaded"):
+        medusa.read(tmp_path)
+    (tmp_path / "medusa_lm_head.pt").unlink()
+    with pytest.raises(UserError, match="has no medusa_lm_head.safetensors"):
+        medusa.read(tmp_path)
+    file.write_bytes(b"no")
+    with pytest.raises(UserError, match="cannot be read"):
+        medusa.read(tmp_path)
+    lost = {k: v for k, v in tensors.items() if k != "1.0.linear.bias"}
+    save_file(lost | {"2.extra": torch.ones(1)}, file)
+    with pytest.raises(UserError, match=r"missing \[1.0.linear.bias, .*unknown \[2.extra\]"):
+        medusa.read(tmp_path)
+    save_file(tensors | {"1.1.weight": torch.ones(300, 16)}, file)
+    with pytest.raises(UserError, match=r"of another shape \[1.1.weight is \(300, 16\), not \(300, 32\)\]"):
+        medusa.read(tmp_path)
+    save_file({k: torch.zeros([16 if s == 32 else s for s in v.shape]) for k, v in tensors.items()}, file)
+    with pytest.raises(UserError, match="made for a base with hidden_size 16, but random-llama has 32"):
+        medusa.load(tmp_path, base)
+    with pytest.raises(UserError, match="unknown format 'gguf'; choose one of medusa"):
+        format_named("gguf")
+    with pytest.raises(UserError, match="looks like none of the formats"):
+        recognise({"model_type": "llama"}, "x")
+
+
+def test_shards_are_read_and_stay_in_their_folder(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = tiny_base()
+    head, _, tensors = published(tmp_path, base, num_heads=2)
+    (tmp_path / "medusa_lm_head.safetensors").unlink()
+    names = sorted(tensors)
+    places = {n: f"part-{i % 2}.safetensors" for i, n in enumerate(names)}
+    for part in set(places.values()):
+        save_file({n: tensors[n] for n in names if places[n] == part}, tmp_path / part)
+    index = tmp_path / "medusa_lm_head.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    hidden = torch.randn(2, base.hidden_size)
+    again = FORMATS["medusa"].load(tmp_path, base)
+    assert torch.equal(logits_of(again, hidden), logits_of(head, hidden))  # type: ignore[arg-type]
+    index.write_text(json.dumps({"weight_map": {"a": "../part-0.safetensors"}}))
+    with pytest.raises(UserError, match="lists no shards beside it"):
+        FORMATS["medusa"].load(tmp_path, base)

@@ -1,0 +1,190 @@
+"""A base with an adapter is another base; what is no adapter of it is refused; the trainable twin is the base."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drafthead.data.contracts import FeatureSpec, TrainBatch
+from drafthead.data.errors import UserError
+from drafthead.data.files import read_json, write_json
+from drafthead.models.adapter import CONFIG, WEIGHTS
+from drafthead.models.base import BaseModel
+from drafthead.models.tuned_base import LoraSettings, TunedBase
+
+TinyBase = Callable[..., BaseModel]
+SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def two_documents() -> TrainBatch:
+    """One row, two documents, padding."""
+    ids = torch.tensor([[*range(20, 32), *range(100, 109), 0, 0]])
+    document_ids = torch.tensor([[0] * 12 + [1] * 9 + [-1] * 2])
+    return TrainBatch(
+        input_ids=ids,
+        position_ids=torch.tensor([[*range(12), *range(9), 0, 0]]),
+        document_ids=document_ids,
+        loss_mask=document_ids >= 0,
+        row_ids=torch.tensor([0]),
+    )
+
+
+def settings(*more: str, checkpointing: bool = False) -> LoraSettings:
+    return LoraSettings(rank=4, alpha=8, dropout=0.0, targets=(*SEVEN, *more), checkpointing=checkpointing)
+
+
+def nudge(tuned: TunedBase, size: float = 0.1) -> TunedBase:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in tuned.parameters().values():
+            parameter += size * torch.randn(parameter.shape, generator=generator)
+    return tuned
+
+
+def unpacked(base: BaseModel) -> BaseModel:
+    return BaseModel.load(replace(base.config, prepack=False))
+
+
+@pytest.fixture
+def saved(tiny_base: TinyBase, tmp_path: Path) -> Path:
+    nudge(TunedBase(tiny_base(), settings())).save(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize("prepack", [True, False])
+def test_the_twin_is_the_base_until_it_is_tuned(tiny_base: TinyBase, model_type: str, prepack: bool) -> None:
+    base = tiny_base(model_type) if prepack else unpacked(tiny_base(model_type))
+    tuned, batch = TunedBase(base, settings()), two_documents()
+    before = base.features(batch, FeatureSpec()).final
+    torch.testing.assert_close(tuned.hidden_states(batch), before, rtol=1e-4, atol=1e-4)
+    nudge(tuned)
+    assert not torch.allclose(tuned.hidden_states(batch), before, atol=1e-2)
+    assert torch.equal(base.features(batch, FeatureSpec()).final, before)
+
+
+def test_weights_that_are_not_packed_are_shared(tiny_base: TinyBase) -> None:
+    base = unpacked(tiny_base())
+    tuned = TunedBase(base, settings())
+    ours = {p.data_ptr() for p in base.model.parameters()}
+    frozen = [p for name, p in tuned.model.named_parameters() if "lora_" not in name]
+    assert frozen and all(p.data_ptr() in ours and not p.requires_grad for p in frozen)
+
+
+def test_recomputed_activations_give_the_same_gradients(tiny_base: TinyBase) -> None:
+    found = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        tuned = nudge(TunedBase(tiny_base(), settings(checkpointing=checkpointing)))
+        tuned.train(True)
+        assert tuned.model.model.layers[0].gradient_checkpointing == checkpointing
+        tuned.hidden_states(two_documents()).square().sum().backward()
+        found.append([p.grad for p in tuned.parameters().values()])
+        assert not tiny_base().model.get_input_embeddings()(torch.tensor([1])).requires_grad, "it is the base's own"
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("more", [(), ("lm_head",)])
+def test_merged_at_load_it_is_the_tuned_twin(tiny_base: TinyBase, tmp_path: Path, more: tuple[str, ...]) -> None:
+    base, batch = tiny_base(), two_documents()
+    tuned = nudge(TunedBase(base, settings(*more)))
+    fingerprint = tuned.save(tmp_path)
+    merged = BaseModel.load(replace(base.config, adapter=str(tmp_path)))
+    assert merged.prepacked == base.prepacked
+    hidden = tuned.hidden_states(batch)
+    torch.testing.assert_close(merged.features(batch, FeatureSpec()).final, hidden, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(merged.logits(hidden), tuned.output_head().logits(hidden), rtol=1e-3, atol=1e-3)
+    assert merged.fingerprint == fingerprint != base.fingerprint
+    assert merged.identity()["recipe"]["adapter"] == str(tmp_path)
+    assert "adapter" not in base.identity()["recipe"]
+
+
+def test_a_merged_model_that_is_saved_whole_is_the_same_base(saved: Path, tiny_base: TinyBase, tmp_path: Path) -> None:
+    merged = BaseModel.load(replace(tiny_base().config, adapter=str(saved), prepack=False))
+    merged.model.save_pretrained(tmp_path / "whole")
+    whole = BaseModel.load(replace(merged.config, adapter=None, random=False, name=str(tmp_path / "whole")))
+    assert whole.fingerprint == merged.fingerprint
+    batch = two_documents()
+    wanted, found = (b.features(batch, FeatureSpec()).final for b in (merged, whole))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_the_scale_counts(saved: Path, tiny_base: TinyBase) -> None:
+    """Another alpha with the same weights is another base."""
+    config = replace(tiny_base().config, adapter=str(saved))
+    before = BaseModel.load(config).fingerprint
+    write_json(saved / CONFIG, {**read_json(saved / CONFIG), "lora_alpha": 16})
+    assert BaseModel.load(config).fingerprint != before
+
+
+def break_nothing_there(folder: Path) -> None:
+    (folder / CONFIG).unlink()
+
+
+def break_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def break_damage(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(b"\x00" * 100)
+
+
+def break_missing(folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    weights.pop(sorted(weights)[0])
+    save_file(weights, folder / WEIGHTS)
+
+
+def break_shape(folder: Path) -> None:
+    weights = {
+        name: value.new_zeros(value.shape[0], value.shape[1] + 1) for name, value in load_file(folder / WEIGHTS).items()
+    }
+    save_file(weights, folder / WEIGHTS)
+
+
+def break_kind(folder: Path) -> None:
+    write_json(folder / CONFIG, {**read_json(folder / CONFIG), "peft_type": "LOHA"})
+
+
+def break_megatron(folder: Path) -> None:
+    foreign = {"megatron_config": {"a": 1}, "megatron_core": "antigravity"}
+    write_json(folder / CONFIG, {**read_json(folder / CONFIG), **foreign})
+
+
+def break_names(folder: Path) -> None:
+    write_json(folder / CONFIG, {**read_json(folder / CONFIG), "target_modules": ["query_key_value"]})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (break_nothing_there, "no adapter in .* it has no adapter_config.json"),
+        (break_pickle, "it has no adapter_model.safetensors"),
+        (break_damage, "adapter_model.safetensors cannot be read"),
+        (break_missing, r"does not fit the base: 1 tensors are on one side only, base_model\S+lora_A"),
+        (break_shape, "does not fit the base: .*size mismatch"),
+        (break_kind, "adapter of type LOHA, only plain LORA is read here"),
+        (break_megatron, "only plain LORA"),
+        (break_names, "does not fit the base: .*query_key_value"),
+    ],
+)
+def test_what_is_no_adapter_of_the_base(
+    saved: Path, tiny_base: TinyBase, spoil: Callable[[Path], None], says: str
+) -> None:
+    spoil(saved)
+    with pytest.raises(UserError, match=says):
+        BaseModel.load(replace(tiny_base().config, adapter=str(saved)))
+
+
+def test_layers_that_the_base_has_not(tiny_base: TinyBase) -> None:
+    with pytest.raises(UserError, match="has no linear layer 'c_attn' to put an adapter on; it has .*q_proj"):
+        TunedBase(tiny_base(), settings("c_attn"))
+
+
+def test_an_output_head_tied_to_the_embedding_gets_no_adapter(tiny_base: TinyBase) -> None:
+    with pytest.raises(UserError, match="shares its output head with its embedding"):
+        TunedBase(tiny_base("gemma"), settings("lm_head"))

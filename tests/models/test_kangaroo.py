@@ -1,0 +1,227 @@
+"""Kangaroo: the adapter against a few lines, one pass shared by drafting and verification, and its threshold."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafthead.data.contracts import Features, Siblings, TrainBatch
+from drafthead.data.errors import UserError
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.decode import decode, decode_batch, default_plan
+from drafthead.models.base import BaseModel
+from drafthead.models.drafter import DraftPlan, DynamicTree
+from drafthead.models.kangaroo import KangarooConfig, KangarooHead
+from drafthead.models.losses import LossConfig
+from drafthead.models.merged import Merged
+from drafthead.models.prompt_lookup import PromptLookup
+from drafthead.models.sampling import Sampler
+
+TinyBase = Callable[..., BaseModel]
+PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
+PLANS = {
+    "chain": DraftPlan(tree=TokenTree.chain(4)),
+    "tree": DraftPlan(tree=TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 3)])),
+    "wide": DraftPlan(tree=TokenTree.expansion([8, 4])),
+    "stops": DraftPlan(tree=TokenTree.expansion([4, 2, 1]), stop_below=0.05),
+    "dynamic": DraftPlan(tree=DynamicTree(nodes=9, width=4, depth=3)),
+}
+
+
+def batch_of(lengths: list[int], padding: int = 2) -> TrainBatch:
+    """One row of documents with random tokens."""
+    total = sum(lengths)
+    ids = torch.randint(0, 300, (1, total + padding), generator=torch.Generator().manual_seed(0))
+    documents = [n for n, length in enumerate(lengths) for _ in range(length)] + [-1] * padding
+    positions = [p for length in lengths for p in range(length)] + [0] * padding
+    return TrainBatch(
+        input_ids=ids,
+        position_ids=torch.tensor([positions]),
+        document_ids=torch.tensor([documents]),
+        loss_mask=torch.ones(1, total + padding, dtype=torch.bool),
+        row_ids=torch.zeros(1, dtype=torch.int64),
+    )
+
+
+def randomised(base: BaseModel, d2t: Tensor | None = None, **settings: object) -> KangarooHead:
+    config = KangarooConfig(**{"exit_layer": 2, "num_tokens": 4, "threshold": 0.0, **settings})  # type: ignore[arg-type]
+    head = config.build(base, d2t)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return head.eval()
+
+
+def reference(head: KangarooHead, base: BaseModel, ids: Tensor) -> Tensor:
+    """[T, W] draft logits after every token of one document: head by head, query by query."""
+    settings = base.model.config
+    states = base.model.model(ids[None], output_hidden_states=True, use_cache=False).hidden_states
+    x = states[head.config.exit_layer][0]
+
+    def rms(v: Tensor, w: Tensor) -> Tensor:
+        return v / (v.square().mean(-1, keepdim=True) + settings.rms_norm_eps).sqrt() * w
+
+    def rotate(v: Tensor, position: int) -> Tensor:
+        theta = 10000.0 if not hasattr(settings, "rope_parameters") else settings.rope_parameters["rope_theta"]
+        half = len(v) // 2
+        angle = position / theta ** (torch.arange(half) / half)
+        a, b = v[:half], v[half:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
+
+    normed, size = rms(x, head.input_layernorm.weight), head.self_attn.shape.head_dim
+    q, k, v = (getattr(head.self_attn, f"{n}_proj")(normed).view(len(ids), -1, size) for n in "qkv")
+    out = []
+    for t in range(len(ids)):
+        parts = []
+        for h in range(q.shape[1]):
+            g = h // (q.shape[1] // k.shape[1])
+            query = rotate(q[t, h], t)
+            scores = torch.stack([query @ rotate(k[s, g], s) for s in range(t + 1)]) / size**0.5
+            parts.append(scores.softmax(0) @ v[: t + 1, g])
+        out.append(x[t] + head.self_attn.o_proj(torch.cat(parts)))
+    return head.teacher.logits(rms(torch.stack(out), head.norm.weight))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_parity_with_a_few_line_reference(tiny_base: TinyBase, architecture: str) -> None:
+    """Copied weights, positions and documents; the label of every position by explicit indices."""
+    base = tiny_base(architecture)
+    d2t = torch.arange(0, 300, 3)
+    head = randomised(base, d2t)
+    batch = batch_of([9, 7])
+    out = head.loss(batch, base.features(batch, head.spec), LossConfig(decay=1.0))
+    total, count = 0.0, 0
+    for start, end in ((0, 9), (9, 16)):
+        logits = reference(head, base, batch.input_ids[0, start:end])
+        for t in range(start + 1, end - 1):  # x_{t+1} is drafted with x_t known, and never the first two tokens
+            count += 1
+            token = int(batch.input_ids[0, t + 1])
+            if token % 3 == 0:
+                total += F.cross_entropy(logits[t - start], torch.tensor(token // 3)).item()
+    assert int(out.tokens) == count
+    assert out.loss_sum.item() == pytest.approx(total, rel=1e-4)
+    parameters = sum(p.numel() for p in head.parameters())
+    size, kv = head.config.size(base.hidden_size, 300), 2 * base.hidden_size * (base.hidden_size // 2)
+    assert parameters == size.trainable - 2 * base.hidden_size**2 + kv, "fewer key and value heads"
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "gemma"])
+def test_greedy_equals_plain_decoding(tiny_base: TinyBase, architecture: str, plan: str) -> None:
+    base = tiny_base(architecture)
+    head = randomised(base)
+    plain = [decode(base, None, ids, max_new_tokens=14, ignore_eos=True).tokens for ids in PROMPTS]
+    alone = [decode(base, head, ids, max_new_tokens=14, plan=PLANS[plan], ignore_eos=True) for ids in PROMPTS]
+    together = decode_batch(base, head, PROMPTS, max_new_tokens=14, plan=PLANS[plan], ignore_eos=True)
+    assert [r.tokens for r in alone] == plain
+    assert [r.tokens for r in together] == plain
+    # The last step of a row may draft further in a batch that goes on.
+    assert [[s.accepted for s in r.steps[:-1]] for r in together] == [[s.accepted for s in r.steps[:-1]] for r in alone]
+
+
+def test_drafts_are_accepted_and_rejected(tiny_base: TinyBase) -> None:
+    """Otherwise the equality above says little."""
+    base = tiny_base()
+    results = [decode(base, randomised(base), ids, max_new_tokens=40, plan=PLANS["wide"]) for ids in PROMPTS]
+    accepted = [step.accepted for result in results for step in result.steps]
+    assert 0 < sum(accepted) < 2 * len(accepted)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_verification_goes_on_from_the_exit_states(tiny_base: TinyBase, plan: str, rows: int) -> None:
+    """The begun pass, finished, is the whole pass: hidden states of all nodes, and what is left in the cache."""
+    base = tiny_base()
+    head = randomised(base)
+    prompts, shared = torch.tensor([[3, 4, 5, 6], [9, 8, 7, 6], [1, 2, 1, 2]])[:rows], []
+    for begun in (True, False):
+        cache = base.new_cache(64) if rows == 1 else base.new_slots(rows, 64)
+        state = head.attach(head.init_state(rows), cache)
+        hidden = base.read(prompts, cache, spec=head.spec)
+        state = head.observe(state, prompts, Features.split(hidden, base.hidden_size))
+        proposal = head.draft(state, torch.arange(30, 30 + rows), PLANS[plan])
+        assert proposal.begun is not None and proposal.begun.layers == 2
+        found = base.verify(proposal.tokens, proposal.shape, cache, head.spec, proposal.begun if begun else None)
+        real = (proposal.shape.parents.expand(rows, -1) >= 0) | (torch.arange(found.shape[1]) == 0)
+        cache.roll_back()
+        shared.append((found[real], cache.keys[:, :, :, 4 : 4 + found.shape[1]].clone(), proposal.tokens))
+    (a, keys_a, tokens_a), (b, keys_b, tokens_b) = shared
+    assert torch.equal(tokens_a, tokens_b)
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    if plan != "stops":  # its padding holds anything
+        torch.testing.assert_close(keys_a, keys_b, rtol=1e-4, atol=1e-4)
+
+
+def test_only_the_remaining_layers_run(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head, runs = randomised(base), Counter[int]()
+    hooks = [
+        layer.register_forward_hook(lambda *_, n=n: runs.update([n])) for n, layer in enumerate(base.model.model.layers)
+    ]
+    result = decode(base, head, PROMPTS[0], max_new_tokens=12, plan=PLANS["chain"], ignore_eos=True)
+    for hook in hooks:
+        hook.remove()
+    steps = len(result.steps)
+    # The deep layer: the prompt and once a step. The shallow ones: the prompt, and per step every draft (one of them
+    # the root's) and the last draft, which nothing was drafted behind.
+    assert runs[2] == 1 + steps
+    assert runs[0] == runs[1] == 1 + sum(s.depth + 1 for s in result.steps)
+
+
+def test_led_along_a_text_it_drafts_the_same(tiny_base: TinyBase) -> None:
+    """Without a target's cache (replay, calibration) the shallow states are its own; the drafts do not change."""
+    base = tiny_base()
+    head = randomised(base)
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
+    cache = base.new_cache(64)
+    hidden = Features.split(base.read(ids, cache, spec=head.spec), base.hidden_size)
+    own = head.observe(head.init_state(1), ids, hidden)
+    shared = head.observe(head.attach(head.init_state(1), cache), ids, hidden)
+    for plan in PLANS.values():
+        found = [head.draft(state, torch.tensor([9]), plan).tokens for state in (own, shared, own)]
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_threshold_is_the_default_and_stops_drafting(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = tiny_base()
+    head = randomised(base, threshold=0.3)
+    head.save_pretrained(tmp_path)
+    loaded = KangarooHead.from_pretrained(tmp_path, base)
+    assert default_plan(loaded).stop_below == 0.3
+    depths = [s.depth for s in decode(base, loaded, PROMPTS[2], max_new_tokens=30, ignore_eos=True).steps]
+    never = DraftPlan(tree=TokenTree.chain(4))
+    full = [s.depth for s in decode(base, loaded, PROMPTS[2], max_new_tokens=30, plan=never, ignore_eos=True).steps]
+    assert min(depths[:-1]) >= 1 and sum(depths) / len(depths) < sum(full) / len(full)
+
+
+def test_merged_with_prompt_lookup(tiny_base: TinyBase) -> None:
+    """The other drafter's nodes were not begun: the whole pass reads all of them."""
+    base = tiny_base()
+    drafter = Merged([randomised(base), PromptLookup(num_tokens=3)])
+    for ids in PROMPTS:
+        plain = decode(base, None, ids, max_new_tokens=14, ignore_eos=True).tokens
+        plan = DraftPlan(tree=drafter.tree or TokenTree.chain(1))
+        assert decode(base, drafter, ids, max_new_tokens=14, plan=plan, ignore_eos=True).tokens == plain
+
+
+def test_sampled_text_does_not_depend_on_the_batch(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head = randomised(base)
+    plan = DraftPlan(tree=TokenTree.expansion([3, 2]), siblings=Siblings.WITHOUT_REPLACEMENT)
+    sampler = Sampler(temperature=1.0)
+    together = decode_batch(base, head, PROMPTS, max_new_tokens=12, plan=plan, sampler=sampler, seeds=[1, 2, 3])
+    for prompt, seed, result in zip(PROMPTS, [1, 2, 3], together, strict=True):
+        alone = decode(base, head, prompt, max_new_tokens=12, plan=plan, sampler=sampler, seed=seed)
+        assert alone.tokens == result.tokens
+
+
+def test_limits(tiny_base: TinyBase) -> None:
+    with pytest.raises(UserError, match="below the base's 3 layers"):
+        KangarooConfig(exit_layer=3).build(tiny_base())
+    with pytest.raises(ValueError, match=r"head.threshold must be in \[0, 1\)"):
+        KangarooConfig(threshold=1.0)

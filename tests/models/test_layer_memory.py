@@ -1,0 +1,170 @@
+"""A head's attention layer at decode time: read in pieces, in rows of lengths of their own, it is the layer at once."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafthead.models.base import BaseModel
+from drafthead.models.draft_cache import ROW_BY_ROW
+from drafthead.models.head_attention import HeadAttention
+from drafthead.models.layer_memory import ROOM, LayerMemory, LayerText
+
+TinyBase = Callable[..., BaseModel]
+STEPS = {
+    "one row": [[4], [1], [2], [1], [3]],
+    "ragged": [[4, 2, 3], [1, 3, 1], [2, 1, 1], [1, 1, 4], [3, 2, 1]],
+    "row by row": [[ROW_BY_ROW + 5, 2, 3], [1, ROW_BY_ROW + 9, 1], [1, 1, 2]],
+    "enlarged": [[3, 1], [ROOM, 2], [1, 2 * ROOM], [2, 1]],
+}
+"""How many positions every row gets, step after step."""
+
+
+class Reader:
+    """A layer, a memory for it, and the rows' inputs."""
+
+    def __init__(self, base: BaseModel, rows: int, time: int) -> None:
+        torch.manual_seed(0)
+        self.attention = HeadAttention(base).requires_grad_(False)
+        self.inputs = torch.randn(rows, time, 32, generator=torch.Generator().manual_seed(1))
+        shape = self.attention.shape.cache_shape(torch.float32, torch.device("cpu"))
+        self.memory = LayerMemory(self.attention.inference(), shape)
+        self.text = LayerText.none(self.memory, rows, self.inputs)
+        self.done = torch.zeros(rows, dtype=torch.int64)
+
+    def append(self, counts: list[int]) -> None:
+        """The next inputs of every row; what lies behind a row's count is large, since it must not matter."""
+        part = torch.full((len(counts), max(counts), 32), 1000.0)
+        for row, count in enumerate(counts):
+            part[row, :count] = self.inputs[row, self.done[row] : self.done[row] + count]
+        self.done = self.done + torch.tensor(counts)
+        self.text = self.text.append(part, torch.tensor(counts))
+
+    def at_once(self, row: int, *more: Tensor) -> Tensor:
+        """[D] after the row's text and ``more`` inputs [I], with a plain causal mask."""
+        inputs = torch.cat([self.inputs[row, : self.done[row]], *(m[None] for m in more)])[None]
+        time = inputs.shape[1]
+        mask = torch.full((1, 1, time, time), -torch.inf).triu(1)
+        found: Tensor = self.attention(inputs, torch.arange(time)[None], mask)[0, -1]
+        return found
+
+
+def same(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("drafting", [True, False], ids=["read each time", "read at the end"])
+@torch.inference_mode()
+def test_a_text_in_pieces(tiny_base: TinyBase, kind: str, drafting: bool) -> None:
+    """Whether or not drafting has read what was appended before more is appended."""
+    steps = STEPS[kind]
+    reader = Reader(tiny_base(), len(steps[0]), max(sum(row) for row in zip(*steps, strict=True)))
+    for number, counts in enumerate(steps):
+        reader.append(counts)
+        if drafting or number == len(steps) - 1:
+            found = reader.memory.read(reader.text)
+            assert torch.equal(reader.memory.read(reader.text), found)
+            for row in range(len(counts)):
+                same(found[row], reader.at_once(row))
+
+
+@pytest.mark.parametrize("kind", ["one row", "ragged"])
+@torch.inference_mode()
+def test_nodes_of_a_tree(tiny_base: TinyBase, kind: str) -> None:
+    """Every node sees the text, the root, its ancestors and itself; no sibling, and nothing of the step before."""
+    steps = STEPS[kind]
+    rows = len(steps[0])
+    reader = Reader(tiny_base(), rows, 20)
+    nodes = torch.randn(rows, 8, 32, generator=torch.Generator().manual_seed(2))
+    for counts in steps:
+        reader.append(counts)
+        for _ in range(2):  # a second draft from the same state finds what the first did
+            root = reader.memory.read_with(reader.text, nodes[:, 0])
+            first = reader.memory.grow(nodes[:, 1:3], torch.zeros(rows, 2, dtype=torch.int64))
+            parents = torch.tensor([[1, 0, 1]]).expand(rows, -1)
+            second = reader.memory.grow(nodes[:, 3:6], parents)
+            third = reader.memory.grow(nodes[:, 6:8], torch.tensor([[2, 1]]).expand(rows, -1))
+            for row in range(rows):
+                x = nodes[row]
+                same(root[row], reader.at_once(row, x[0]))
+                for place in range(2):
+                    same(first[row, place], reader.at_once(row, x[0], x[1 + place]))
+                for place, parent in enumerate((1, 0, 1)):
+                    same(second[row, place], reader.at_once(row, x[0], x[1 + parent], x[3 + place]))
+                same(third[row, 0], reader.at_once(row, x[0], x[2], x[5], x[6]))
+                same(third[row, 1], reader.at_once(row, x[0], x[1], x[4], x[7]))
+
+
+@torch.inference_mode()
+def test_nodes_directly_behind_a_text(tiny_base: TinyBase) -> None:
+    """Drafted twice from one text, and once more after a draft with a root."""
+    reader = Reader(tiny_base(), 2, 20)
+    reader.append([5, 3])
+    nodes = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(2))
+    for draft in range(3):
+        if draft == 2:
+            reader.memory.read_with(reader.text, nodes[:, 2])
+        found = reader.memory.read(reader.text)
+        below = reader.memory.grow(nodes[:, :2], torch.zeros(2, 2, dtype=torch.int64))
+        for row in range(2):
+            same(found[row], reader.at_once(row))
+            for place in range(2):
+                same(below[row, place], reader.at_once(row, nodes[row, place]))
+
+
+@torch.inference_mode()
+def test_an_old_text_reads_as_it_did(tiny_base: TinyBase) -> None:
+    """A state does not change when another one goes on from it."""
+    reader = Reader(tiny_base(), 2, 20)
+    reader.append([5, 3])
+    reader.append([2, 1])
+    old, done = reader.text, reader.done
+    before = reader.memory.read(old)
+    reader.append([1, 2])
+    reader.memory.read(reader.text)
+    same(reader.memory.read(old), before)
+    reader.text, reader.done = old, done
+    reader.append([3, 3])  # and it can be gone on from again
+    for row in range(2):
+        same(reader.memory.read(reader.text)[row], reader.at_once(row))
+
+
+@pytest.mark.parametrize("rows", [[2, 0], [1]])
+@torch.inference_mode()
+def test_some_rows_go_on(tiny_base: TinyBase, rows: list[int]) -> None:
+    """In memory of their own: the others may go on too."""
+    reader = Reader(tiny_base(), 3, 24)
+    for counts in STEPS["ragged"][:3]:
+        reader.append(counts)
+    whole = reader.text
+    reader.memory.read_with(whole, reader.inputs[:, 0])
+    reader.memory.grow(reader.inputs[:, :2], torch.zeros(3, 2, dtype=torch.int64))
+    chosen = whole.select(rows)
+    assert chosen.memory is not reader.memory
+    found = chosen.memory.read(chosen)
+    for place, row in enumerate(rows):
+        same(found[place], reader.at_once(row))
+    more = torch.stack([reader.inputs[row, reader.done[row] : reader.done[row] + 2] for row in rows])
+    longer = chosen.append(more, None)
+    after = longer.memory.read(longer)
+    for place, row in enumerate(rows):
+        same(after[place], reader.at_once(row, *more[place]))
+    for row in range(3):
+        same(reader.memory.read(whole)[row], reader.at_once(row))
+
+
+@torch.inference_mode()
+def test_a_prompt_is_read_when_it_comes(tiny_base: TinyBase) -> None:
+    """It belongs to the prefill, and not to the first step; what is appended later is read when drafting needs it."""
+    reader = Reader(tiny_base(), 1, 8)
+    calls = []
+    layer = reader.memory.layer
+    reader.memory.layer = lambda x, *rest: (calls.append(x.shape[1]), layer(x, *rest))[1]  # type: ignore[func-returns-value]
+    reader.append([4])
+    assert calls == [4]
+    reader.append([2])
+    assert calls == [4]
+    reader.memory.read(reader.text)
+    assert calls == [4, 2]

@@ -1,0 +1,142 @@
+"""GPT-BigCode as a base: other names, learned positions, one key/value head, biases, an MLP without a gate."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from drafthead.data.contracts import BegunPass, FeatureSpec, TrainBatch
+from drafthead.data.errors import UserError
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.decode import decode, decode_batch
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import BaseConfig
+from drafthead.models.draft_head import DraftHead, DraftHeadConfig
+from drafthead.models.drafter import DraftPlan
+from drafthead.models.eagle3 import Eagle3Config
+from drafthead.models.hydra import HydraConfig
+from drafthead.models.kangaroo import KangarooConfig
+from drafthead.models.llama_names import attention_sizes
+from drafthead.models.medusa import MedusaConfig
+from drafthead.models.mlp_speculator import MLPSpeculatorConfig
+from drafthead.models.model_drafter import early_exit
+
+PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
+TREE = TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 3)])
+HEADS = {
+    "medusa": MedusaConfig(num_heads=3, draft_vocab_size=100),
+    "hydra": HydraConfig(num_heads=3),
+    "mlp_speculator": MLPSpeculatorConfig(n_predict=3, inner_dim=24),
+}
+
+
+def tiny(**settings: object) -> BaseModel:
+    # num_key_value_heads and intermediate_size as debug=tiny gives them: a GPT-BigCode has neither.
+    shape = {
+        "model_type": "gpt_bigcode",
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 50,
+        "vocab_size": 300,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    config = BaseConfig(random=True, shape={**shape, **settings}, tokenizer="builtin:tiny", dtype="float32")
+    return BaseModel.load(config)
+
+
+@pytest.fixture(scope="module")
+def base() -> BaseModel:
+    return tiny()
+
+
+def randomised(config: DraftHeadConfig, base: BaseModel) -> DraftHead:
+    head = config.build(base, torch.arange(0, 300, 3) if config.draft_vocab_size else None)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return head.eval()
+
+
+def test_plain_decoding_equals_transformers(base: BaseModel) -> None:
+    for ids in PROMPTS:
+        wanted = base.model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)
+        assert ids + decode(base, None, ids, max_new_tokens=20).tokens == wanted[0].tolist()
+
+
+@pytest.mark.parametrize("multi_query", [True, False])
+def test_the_cache_holds_what_attention_makes(multi_query: bool) -> None:
+    base = tiny(multi_query=multi_query, head_dim=3)
+    assert attention_sizes(base.model.config) == (1 if multi_query else 4, 8)
+    assert base.new_cache(7).keys.shape == (3, 1, 1 if multi_query else 4, 7, 8)
+
+
+@pytest.mark.parametrize("graphs", ["never", "always"])
+@pytest.mark.parametrize("name", HEADS)
+def test_greedy_equals_plain_decoding(name: str, graphs: str, base: BaseModel) -> None:
+    if graphs == "always":
+        base = BaseModel.load(replace(base.config, graphs="always"))
+    head = randomised(HEADS[name], base)
+    plain = [decode(base, None, ids, max_new_tokens=14, ignore_eos=True).tokens for ids in PROMPTS]
+    for plan in (DraftPlan(tree=TokenTree.chain(3)), DraftPlan(tree=TREE)):
+        alone = [decode(base, head, ids, max_new_tokens=14, plan=plan, ignore_eos=True) for ids in PROMPTS]
+        assert [r.tokens for r in alone] == plain
+        together = decode_batch(base, head, PROMPTS, max_new_tokens=14, plan=plan, ignore_eos=True)
+        assert [r.tokens for r in together] == plain
+
+
+def test_features_of_packed_documents_equal_each_alone(base: BaseModel) -> None:
+    documents = [[3, 4, 5, 6, 7], [9, 8, 7]]
+    flat = [i for d in documents for i in d]
+    batch = TrainBatch(
+        input_ids=torch.tensor([flat]),
+        position_ids=torch.tensor([[p for d in documents for p in range(len(d))]]),
+        document_ids=torch.tensor([[n for n, d in enumerate(documents) for _ in d]]),
+        loss_mask=torch.ones(1, len(flat), dtype=torch.bool),
+        row_ids=torch.tensor([0]),
+    )
+    features = base.features(batch, FeatureSpec(layers=(2,)))
+    for part, document in ((slice(0, 5), documents[0]), (slice(5, 8), documents[1])):
+        alone = base.model(torch.tensor([document]), output_hidden_states=True).hidden_states
+        torch.testing.assert_close(features.final[:, part], alone[-1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(features.layer(0)[:, part], alone[2], rtol=1e-4, atol=1e-5)
+
+
+def test_parts_of_the_stack(base: BaseModel) -> None:
+    """An early exit drafts with its own layers, and the last layers go on from what the first leave."""
+    shallow = early_exit(base, 2)
+    assert len(shallow.model.model.transformer.h) == 2 and len(base.model.transformer.h) == 3
+    plain = decode(base, None, PROMPTS[0], max_new_tokens=14, ignore_eos=True)
+    found = decode(base, shallow, PROMPTS[0], max_new_tokens=14, ignore_eos=True)
+    assert found.tokens == plain.tokens and sum(step.accepted for step in found.steps) > 0
+    ids = torch.tensor([PROMPTS[2]])
+    with torch.inference_mode():
+        states = base.model(ids, output_hidden_states=True).hidden_states
+        begun = BegunPass(layers=2, hidden=states[2])
+        hidden = base.verify(ids, TokenTree.chain(ids.shape[1] - 1).shape, base.new_cache(40), begun=begun)
+        torch.testing.assert_close(hidden, states[-1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [HydraConfig(prefix_layer=True), KangarooConfig(exit_layer=1), Eagle3Config()])
+def test_heads_with_rotary_attention_are_refused(config: DraftHeadConfig, base: BaseModel) -> None:
+    with pytest.raises(UserError, match="gpt_bigcode has no rotary embedding.*choose a head without attention"):
+        config.build(base)
+
+
+def test_the_names_are_in_no_register(base: BaseModel) -> None:
+    """Else weights would be saved, adapted and packed twice."""
+    for model in (base.model, early_exit(base, 2).model.model):
+        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        assert names and not [name for name in names if name.startswith("model") or ".layers" in name]
+
+
+def test_a_base_of_another_build_is_refused() -> None:
+    shape = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 300}
+    config = BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32")
+    with pytest.raises(UserError, match="gpt2 is not built like a Llama"):
+        BaseModel.load(config)

@@ -1,0 +1,287 @@
+"""Medusa-2 against an independent reference, what its phases train, and what is saved of it."""
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
+from drafthead.data.errors import UserError
+from drafthead.data.files import read_json, write_json
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.decode import decode
+from drafthead.models.base import BaseModel
+from drafthead.models.draft_head import DraftHead
+from drafthead.models.drafter import DraftPlan
+from drafthead.models.loading import load_base_and_head
+from drafthead.models.losses import LossConfig
+from drafthead.models.medusa import MedusaConfig
+from drafthead.models.medusa2 import HEAD_SCHEDULES, Medusa2Config, Medusa2Head
+from drafthead.train.optim import OptimConfig, build_optimizer
+
+TinyBase = Callable[..., BaseModel]
+DOCUMENTS = (list(range(20, 32)), list(range(100, 109)))
+TRAINED_FROM = 4
+
+
+def batch() -> TrainBatch:
+    """One row, two documents, trained from their fifth token, padding."""
+    document_ids = torch.tensor([[0] * 12 + [1] * 9 + [-1] * 2])
+    positions = torch.tensor([[*range(12), *range(9), 0, 0]])
+    return TrainBatch(
+        input_ids=torch.tensor([[*DOCUMENTS[0], *DOCUMENTS[1], 0, 0]]),
+        position_ids=positions,
+        document_ids=document_ids,
+        loss_mask=(document_ids >= 0) & (positions >= TRAINED_FROM),
+        row_ids=torch.tensor([0]),
+    )
+
+
+def tuned_head(base: BaseModel, size: float = 0.05, **settings: Any) -> Medusa2Head:
+    """A head in its joint phase whose weights, adapters included, are not where they start."""
+    defaults = {"num_heads": 2, "lora_rank": 4, "lora_alpha": 8.0, "lora_dropout": 0.0}
+    head = Medusa2Config(**{**defaults, **settings}).build(base)
+    head.tune_base(now=True)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=generator)
+    head.progress = 0.5
+    return head.eval()
+
+
+def reference(head: Medusa2Head, base: BaseModel, adapters: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The paper's equations on a stock model whose weights are W + alpha / r B A, document by document."""
+    config = head.config
+    stock = BaseModel.load(replace(base.config, prepack=False)).model
+    weights = dict(stock.named_parameters())
+    for name in [n for n in adapters if "lora_A" in n]:
+        target = name.removeprefix("base_model-model-").split("-lora_A")[0].replace("-", ".") + ".weight"
+        change = adapters[name.replace("lora_A", "lora_B")] @ adapters[name]
+        weights[target] = weights[target] + config.lora_alpha / config.lora_rank * change
+    total = torch.zeros(())
+    for document in DOCUMENTS:
+        ids = torch.tensor([document])
+        call = {"input_ids": ids, "output_hidden_states": True}
+        tuned = torch.func.functional_call(stock, weights, (), call)
+        untouched = stock(**call)
+        hidden = tuned.hidden_states[-1][0]
+        for t in range(len(document)):
+            for k in range(3):
+                if t + 1 + k >= len(document) or t + 1 + k < TRAINED_FROM:
+                    continue
+                token = torch.tensor(document[t + 1 + k])
+                if k == 0 and config.base_loss == "ce":
+                    total = total + F.cross_entropy(tuned.logits[0, t], token)
+                elif k == 0:
+                    p, q = untouched.logits[0, t].log_softmax(-1), tuned.logits[0, t].log_softmax(-1)
+                    total = total + (p.exp() * (p - q)).sum()
+                else:
+                    linear = head.blocks[k - 1][0].linear
+                    x = hidden[t] + F.silu(linear(hidden[t]))
+                    schedule = {"constant": 1.0, "linear": 0.5, "sine": math.sqrt(0.5)}[config.heads_schedule]
+                    loss = F.cross_entropy(head.output_head(k - 1).weight @ x, token)
+                    total = total + config.heads_weight * schedule * 0.8**k * loss
+    return total
+
+
+@pytest.mark.parametrize(
+    ("base_loss", "schedule", "lm_head"),
+    [("ce", "constant", False), ("self_distillation", "linear", False), ("self_distillation", "sine", True)],
+)
+def test_parity_with_a_few_line_reference(tiny_base: TinyBase, base_loss: str, schedule: str, lm_head: bool) -> None:
+    """Value, and gradients of adapters and heads."""
+    base = tiny_base()
+    head = tuned_head(base, base_loss=base_loss, heads_schedule=schedule, lora_lm_head=lm_head, heads_weight=0.3)
+    out = head.loss(batch(), base.features(batch(), FeatureSpec()), LossConfig(ce=1.0, decay=0.8))
+    out.loss_sum.backward()
+    found = {name: p.grad.clone() for name, p in head.named_parameters()}
+    head.zero_grad()
+
+    wanted = reference(head, base, dict(head.adapter.items()))
+    wanted.backward()
+    assert out.loss_sum.item() == pytest.approx(wanted.item(), rel=1e-4)
+    assert len(head.adapter) == 2 * (7 * base.num_layers + lm_head)
+    for name, parameter in head.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+        assert found[name].abs().sum() > 0, name
+
+
+def test_the_base_term_is_over_trained_tokens_alone(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    ratios = tuned_head(base).loss(batch(), base.features(batch(), FeatureSpec()), LossConfig()).ratios()
+    assert ratios["base_loss"].den == ratios["base_accept"].den == (12 - TRAINED_FROM) + (9 - TRAINED_FROM)
+
+
+def test_with_adapters_that_add_nothing_the_base_term_is_zero(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head = Medusa2Config(num_heads=2).build(base)
+    head.tune_base(now=True)
+    ratios = head.loss(batch(), base.features(batch(), FeatureSpec()), LossConfig()).ratios()
+    assert ratios["base_loss"].value == pytest.approx(0.0, abs=1e-4)
+
+
+def test_before_its_joint_phase_it_is_medusa_1(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    features = base.features(batch(), FeatureSpec())
+    plain = MedusaConfig(num_heads=2).build(base)
+    head = Medusa2Config(num_heads=2).build(base)
+    head.tune_base(now=False)
+    head.load_state_dict({**head.state_dict(), **plain.state_dict()})
+    out, wanted = head.loss(batch(), features, LossConfig()), plain.loss(batch(), features, LossConfig())
+    assert out.names == wanted.names and out.loss_sum.item() == wanted.loss_sum.item()
+    out.loss_sum.backward()
+    assert all(p.grad is None and not p.requires_grad for p in head.adapter.values())
+    assert {head.lr_factor(p) for p in head.parameters()} == {1.0}
+
+
+def test_the_base_gets_no_gradient_and_stays_what_it_is(tiny_base: TinyBase) -> None:
+    base = BaseModel.load(replace(tiny_base().config, prepack=False))  # shares its weights with the trained twin
+    before = {name: value.clone() for name, value in base.model.state_dict().items()}
+    head = tuned_head(base)
+    features = base.features(batch(), FeatureSpec())
+    optimizer = build_optimizer(head.parameters(), OptimConfig(lr=0.01), head.lr_factor)
+    for _ in range(3):
+        optimizer.zero_grad()
+        head.loss(batch(), features, LossConfig()).loss_sum.backward()
+        optimizer.step()
+    assert all(p.grad is None for p in base.model.parameters())
+    assert all(torch.equal(before[name], value) for name, value in base.model.state_dict().items())
+    assert not any(name.startswith("base") or "q_proj.weight" in name for name in head.state_dict())
+
+
+def test_heads_learn_faster_than_adapters(tiny_base: TinyBase) -> None:
+    head = tuned_head(tiny_base(), heads_lr_factor=4.0)
+    groups = build_optimizer(head.parameters(), OptimConfig(lr=0.01, weight_decay=0.1), head.lr_factor).param_groups
+    adapters = {id(p) for p in head.adapter.values()}
+    assert sum(len(group["params"]) for group in groups) == len(list(head.parameters()))
+    for group in groups:
+        assert {id(p) in adapters for p in group["params"]} == {group["lr_factor"] == 1.0}
+
+
+def test_dropout_only_while_the_base_is_trained(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head = tuned_head(base, size=0.2, lora_dropout=0.5)
+    features = base.features(batch(), FeatureSpec())
+
+    def loss() -> float:
+        return head.loss(batch(), features, LossConfig()).loss_sum.item()
+
+    assert loss() == loss()
+    head.train()
+    assert loss() != loss()
+    head.tune_base(now=False)
+    assert loss() == loss()
+
+
+def test_schedules_rise_from_0_to_1() -> None:
+    assert [round(s(1.0), 6) for s in HEAD_SCHEDULES.values()] == [1.0, 1.0, 1.0]
+    assert [round(HEAD_SCHEDULES[name](0.5), 4) for name in ("constant", "linear", "sine")] == [1.0, 0.5, 0.7071]
+
+
+# Saving, loading, decoding -----------------------------------------------------------------------------------
+
+
+def test_loaded_from_its_folder_it_drafts_for_the_tuned_base(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = tiny_base()
+    head = tuned_head(base, size=0.1)
+    head.save_pretrained(tmp_path / "head")
+    assert not any(name.startswith("adapter") for name in load_file(tmp_path / "head" / "model.safetensors"))
+    shutil.move(tmp_path / "head", tmp_path / "moved")
+    tuned, loaded = load_base_and_head(tmp_path / "moved")
+    assert tuned.fingerprint != base.fingerprint
+    found = loaded.candidate_ranks(batch(), tuned.features(batch(), FeatureSpec()), 20)
+    wanted = head.candidate_ranks(batch(), Features(final=torch.full((1, 23, base.hidden_size), torch.nan)), 20)
+    assert torch.equal(found, wanted)
+
+
+def test_it_is_saved_again_with_its_adapter(tiny_base: TinyBase, tmp_path: Path) -> None:
+    tuned_head(tiny_base()).save_pretrained(tmp_path / "first")
+    tuned, loaded = load_base_and_head(tmp_path / "first")
+    loaded.save_pretrained(tmp_path / "second")
+    shutil.rmtree(tmp_path / "first")
+    again, _ = load_base_and_head(tmp_path / "second")
+    assert again.fingerprint == tuned.fingerprint
+
+
+def test_the_untouched_base_is_refused(tiny_base: TinyBase, tmp_path: Path) -> None:
+    tuned_head(tiny_base()).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="was trained for random-llama .fingerprint"):
+        DraftHead.from_pretrained(tmp_path, tiny_base())
+
+
+def test_a_config_cannot_name_an_adapter_elsewhere(tiny_base: TinyBase, tmp_path: Path) -> None:
+    tuned_head(tiny_base()).save_pretrained(tmp_path / "head")
+    shutil.move(tmp_path / "head" / "adapter", tmp_path / "elsewhere")
+    config = read_json(tmp_path / "head" / "config.json")
+    config["base"]["recipe"]["adapter"] = str(tmp_path / "elsewhere")
+    write_json(tmp_path / "head" / "config.json", config)
+    with pytest.raises(UserError, match="no adapter in .*head/adapter"):
+        load_base_and_head(tmp_path / "head")
+
+
+def test_saved_merged_it_is_a_whole_model_beside_the_heads(tiny_base: TinyBase, tmp_path: Path) -> None:
+    tuned_head(tiny_base(), save_merged=True).save_pretrained(tmp_path)
+    merged = BaseModel.load(replace(tiny_base().config, random=False, name=str(tmp_path / "merged"), shape={}))
+    assert isinstance(DraftHead.from_pretrained(tmp_path, merged), Medusa2Head)
+    other, _ = load_base_and_head(tmp_path)
+    wanted, found = (b.features(batch(), FeatureSpec()).final for b in (other, merged))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_greedy_text_is_the_tuned_bases_own(tiny_base: TinyBase, model_type: str, tmp_path: Path) -> None:
+    """Chain and tree, after some joint training; and tuning has changed the text, so that this says something."""
+    base = tiny_base(model_type)
+    head = tuned_head(base, size=0.2)
+    head.save_pretrained(tmp_path)
+    tuned, loaded = load_base_and_head(tmp_path)
+    prompt = [5, 9, 13]
+    plain = decode(tuned, None, prompt, max_new_tokens=24).tokens
+    assert plain != decode(base, None, prompt, max_new_tokens=24).tokens
+    for tree in (TokenTree.chain(2), TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)])):
+        found = decode(tuned, loaded, prompt, max_new_tokens=24, plan=DraftPlan(tree=tree))
+        assert found.tokens == plain
+
+
+def test_a_second_adapter_is_refused(tiny_base: TinyBase, tmp_path: Path) -> None:
+    tuned_head(tiny_base()).save_pretrained(tmp_path)
+    tuned, head = load_base_and_head(tmp_path)
+    with pytest.raises(UserError, match="already has the adapter .*merge_and_unload"):
+        head.tune_base(now=True)
+
+
+def test_other_heads_say_that_they_cannot(tiny_base: TinyBase) -> None:
+    with pytest.raises(UserError, match="MedusaHead cannot train its base"):
+        MedusaConfig().build(tiny_base()).tune_base(now=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lora_rank", 0),
+        ("lora_alpha", 0.0),
+        ("lora_dropout", 1.0),
+        ("lora_targets", []),
+        ("base_loss", "mse"),
+        ("heads_weight", -1.0),
+        ("heads_schedule", "cosine"),
+        ("heads_lr_factor", 0.0),
+        ("num_heads", 0),
+    ],
+)
+def test_limits(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"head.{key} must be"):
+        Medusa2Config(**{key: value})
+
+
+def test_an_adapted_output_head_needs_projections_of_the_heads_own() -> None:
+    with pytest.raises(ValueError, match="lora_lm_head=true needs head.own_projection=true"):
+        Medusa2Config(lora_lm_head=True, own_projection=False)

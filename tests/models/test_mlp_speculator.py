@@ -1,0 +1,216 @@
+"""MLP speculators against a transcription of the published equations, their start and their settings."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafthead.data.contracts import TrainBatch
+from drafthead.models.base import BaseModel
+from drafthead.models.losses import LossConfig
+from drafthead.models.mlp_cells import ScaledShiftedRMSNorm, embedding_weight
+from drafthead.models.mlp_speculator import MLPSpeculatorConfig, MLPSpeculatorHead
+from drafthead.models.reading import Reading
+
+TinyBase = Callable[..., BaseModel]
+VARIANTS = {
+    "untied": {"inner_dim": 24},
+    "base_width": {"scale_input": True},
+    "tied": {"inner_dim": 24, "tie_weights": True, "scale_input": True},
+    "lstm": {"inner_dim": 24, "tie_weights": True, "scale_input": True, "cell": "lstm"},
+    "lstm_one_embedding": {"tie_weights": True, "cell": "lstm", "tie_lstm_embs": True},
+    "on_base": {"inner_dim": 24, "own_embedding": False, "own_projection": False},
+    "lstm_on_base": {"tie_weights": True, "cell": "lstm", "own_embedding": False, "own_projection": False},
+}
+
+
+def batch_of(documents: list[list[int]], trained_from: int = 0) -> TrainBatch:
+    """One row, documents one after the other, a little padding."""
+    ids = [i for d in documents for i in d] + [0, 0]
+    return TrainBatch(
+        input_ids=torch.tensor([ids]),
+        position_ids=torch.tensor([[p for d in documents for p in range(len(d))] + [0, 0]]),
+        document_ids=torch.tensor([[n for n, d in enumerate(documents) for _ in d] + [-1, -1]]),
+        loss_mask=torch.tensor([[p >= trained_from for d in documents for p in range(len(d))] + [False, False]]),
+        row_ids=torch.tensor([0]),
+    )
+
+
+def randomised(head: MLPSpeculatorHead) -> MLPSpeculatorHead:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return head
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight + bias
+
+
+def reference_logits(head: MLPSpeculatorHead, h: Tensor, tokens: list[int]) -> list[Tensor]:
+    """The published forward pass at one place, over the weights by their names; ``tokens`` start with x_{t+1}."""
+    config, weights = head.config, dict(head.named_parameters())
+    table, n = head.base.embedding, config.n_predict
+    d = config.inner_dim or len(h)
+    s = 0.5 ** (0.5 / n)
+    alpha = math.sqrt((1 - s**2) * (d / 2)) / s
+
+    def embedding(name: str, token: int) -> Tensor:
+        if config.own_embedding:
+            return weights[f"{name}.weight"][token]
+        return weights[f"{name}.linear.weight"] @ (table[token] / table[token].norm())
+
+    def gate(name: str, i: int, state: Tensor, token: int) -> Tensor:
+        source = "forget" if config.tie_lstm_embs else name
+        projected = weights[f"cells.proj.{name}.{min(i, 1)}.weight"] @ state
+        return projected + alpha * embedding(f"cells.emb.{source}", token)
+
+    state, cell, logits = h, torch.zeros(d), []
+    if config.scale_input:
+        state = h * (h.pow(2).mean() + 1e-6).rsqrt() / math.sqrt(2)
+    for i in range(n):
+        stage = 0 if config.tie_weights else i
+        if config.cell == "rnn":
+            row = min(i, 1) if config.tie_weights else i
+            z = embedding(f"cells.emb.{stage}", tokens[i])
+            state = weights[f"cells.proj.{row}.weight"] @ state + alpha * z
+            state = F.gelu(norm(state, weights[f"cells.ln.{stage}.weight"], weights[f"cells.ln.{stage}.bias"]))
+        else:
+            f, u, o = (torch.sigmoid(gate(g, i, state, tokens[i])) for g in ("forget", "input", "output"))
+            c = gate("cell", i, state, tokens[i])
+            g = F.gelu(norm(c, weights["cells.cell_ln.weight"], weights["cells.cell_ln.bias"])) * u
+            cell = cell * f + g
+            state = F.gelu(norm(cell, weights["cells.state_ln.weight"], weights["cells.state_ln.bias"])) * o
+        if config.own_projection:
+            logits.append(weights[f"projections.weights.{stage}"] @ state)
+        else:
+            logits.append(head.base.head.weight[head.d2t] @ (h + weights[f"outputs.{stage}.weight"] @ state))
+    return logits
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parity_with_the_published_equations(tiny_base: TinyBase, variant: str) -> None:
+    """Copied weights; labels by explicit indices; every token read is the text's own."""
+    base = tiny_base()
+    d2t = torch.arange(0, 300, 2)
+    head = randomised(MLPSpeculatorConfig(n_predict=4, **VARIANTS[variant]).build(base, d2t))  # type: ignore[arg-type]
+    batch = batch_of([list(range(20, 32)), list(range(100, 109))], trained_from=4)
+    features = base.features(batch, head.spec)
+    out = head.loss(batch, features, LossConfig(decay=0.8))
+    total, trained = 0.0, 0
+    for start, length in ((0, 12), (12, 9)):
+        for t in range(start, start + length):
+            following = batch.input_ids[0, t + 1 : start + length].tolist()
+            logits = reference_logits(head, features.final[0, t], following + [0] * 5)
+            for k in range(1, 5):
+                if k >= len(following) or t + 1 + k - start < 4:
+                    continue
+                trained += k == 1
+                token = following[k]
+                if token % 2 == 0:
+                    total += 0.8**k * F.cross_entropy(logits[k - 1], torch.tensor(token // 2)).item()
+    assert int(out.tokens) == trained
+    assert float(out.loss_sum.detach()) == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("vocabulary", [300, 100])
+def test_size_is_the_built_head(tiny_base: TinyBase, variant: str, vocabulary: int) -> None:
+    base = tiny_base()
+    config = MLPSpeculatorConfig(n_predict=4, draft_vocab_size=vocabulary, **VARIANTS[variant])  # type: ignore[arg-type]
+    head = config.build(base, torch.arange(vocabulary))
+    size = config.size(base.hidden_size, base.vocab_size)
+    assert size.parameters == size.trainable == sum(p.numel() for p in head.parameters())
+    assert size.projections == sum(p.numel() for p in head.projections.parameters())
+    assert (size.positions, size.draft_vocab_size) == (4, vocabulary)
+
+
+def test_published_sizes() -> None:
+    """Llama-3-8B's speculator has 3.2 B parameters, Llama-3-70B's 961 M (ibm-ai-platform)."""
+    llama8b = MLPSpeculatorConfig(n_predict=4, inner_dim=3072).size(4096, 128256)
+    llama70b = MLPSpeculatorConfig(n_predict=4, inner_dim=3584, tie_weights=True, scale_input=True).size(8192, 128256)
+    assert (round(llama8b.parameters / 1e6), round(llama70b.parameters / 1e6)) == (3193, 962)
+
+
+def test_embedding_weights_of_published_sizes() -> None:
+    found = [embedding_weight(n, d) for n, d in ((3, 4096), (4, 3072), (5, 4096))]
+    assert found == pytest.approx([23.07, 17.05, 17.45], abs=0.005)
+
+
+@pytest.mark.parametrize("cell", ["rnn", "lstm"])
+def test_start(tiny_base: TinyBase, cell: str) -> None:
+    """Weights from N(0, 1 / width) as published (LSTM: 1 / the smaller side), norms as ones and zeros."""
+    base = tiny_base()
+    head = MLPSpeculatorConfig(n_predict=2, inner_dim=256, tie_weights=True, cell=cell).build(base)
+    for name, parameter in head.named_parameters():
+        if "ln" in name:
+            assert torch.equal(parameter, torch.full_like(parameter, float(name.endswith("weight")))), name
+        else:
+            wanted = 256 if cell == "rnn" else min(parameter.shape)
+            assert float(parameter.detach().std()) == pytest.approx(wanted**-0.5, rel=0.1), name
+            assert abs(float(parameter.detach().mean())) < 0.1 * wanted**-0.5
+    assert len({float(p.detach().flatten()[0]) for p in head.parameters() if p.ndim == 2}) > 3, "starts are independent"
+
+
+def test_untied_projections_start_independent(tiny_base: TinyBase) -> None:
+    weights = MLPSpeculatorConfig(n_predict=2, inner_dim=16).build(tiny_base()).projections.weights
+    assert not torch.equal(weights[0], weights[1])
+
+
+def test_untrained_head_on_the_base_is_its_next_token_head(tiny_base: TinyBase) -> None:
+    base = tiny_base("gemma")
+    head = MLPSpeculatorConfig(n_predict=2, inner_dim=16, own_projection=False).build(base)
+    batch = batch_of([list(range(20, 32))])
+    features = base.features(batch, head.spec)
+    reading = Reading.of(batch, 2)
+    hidden = head.position_hidden(batch, features, reading)
+    wanted = features.final[0][reading.sources[0]]
+    torch.testing.assert_close(hidden[0][reading.valid[0]], wanted[reading.valid[0]])
+
+
+def test_norm_takes_no_mean_off() -> None:
+    module = ScaledShiftedRMSNorm(4)
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        module.bias.fill_(0.5)
+    x = torch.tensor([[3.0, 3.0, 3.0, 3.0]])
+    torch.testing.assert_close(module(x), torch.tensor([[1.5, 2.5, 3.5, 4.5]]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_all_weights_learn_and_the_base_does_not(tiny_base: TinyBase, own: bool) -> None:
+    base = tiny_base()
+    head = randomised(MLPSpeculatorConfig(n_predict=3, own_embedding=own, own_projection=own).build(base))
+    batch = batch_of([list(range(20, 32))])
+    torch.autograd.backward(head.loss(batch, base.features(batch, head.spec), LossConfig(kl=1.0)).loss_sum)
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
+    assert not base.embedding.requires_grad and not base.head.weight.requires_grad
+
+
+def test_a_batch_without_targets(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head = MLPSpeculatorConfig(n_predict=3).build(base)
+    batch = batch_of([[5, 6], [7]])
+    out = head.loss(batch, base.features(batch, head.spec), LossConfig())
+    assert int(out.tokens) == 0 and float(out.loss_sum.detach()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"n_predict": 9}, r"head.n_predict must be in \[1, 8\], got 9"),
+        ({"inner_dim": -1}, "head.inner_dim must be positive, or 0"),
+        ({"cell": "gru"}, "head.cell must be rnn or lstm, got 'gru'"),
+        ({"cell": "lstm"}, "head.cell: lstm needs head.tie_weights: true"),
+        ({"tie_lstm_embs": True}, "head.tie_lstm_embs is for head.cell: lstm"),
+        ({"tie_weights": True, "n_predict": 1}, "head.tie_weights needs head.n_predict of at least 2"),
+        ({"draft_vocab_size": 3}, "head.draft_vocab_size must be at least 16"),
+    ],
+)
+def test_limits(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        MLPSpeculatorConfig(**settings)  # type: ignore[arg-type]

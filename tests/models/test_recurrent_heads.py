@@ -1,0 +1,300 @@
+"""What Hydra and MLP speculators share: drafting computes what training did, and the text stays the base's own."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafthead.data.contracts import Features, Siblings, TrainBatch
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.decode import decode, decode_batch
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import BaseConfig
+from drafthead.models.draft_head import DraftHead, DraftHeadConfig
+from drafthead.models.drafter import DraftPlan, DynamicTree
+from drafthead.models.hydra import HydraConfig
+from drafthead.models.losses import LossConfig
+from drafthead.models.mlp_speculator import MLPSpeculatorConfig
+from drafthead.models.reading import Reading
+from drafthead.models.recurrent_head import RecurrentHead
+from drafthead.models.sampling import Sampler
+
+TinyBase = Callable[..., BaseModel]
+CONFIGS: dict[str, Callable[..., DraftHeadConfig]] = {
+    "hydra": lambda **more: HydraConfig(num_heads=3, num_layers=2, **more),
+    "hydra_pp": lambda **more: HydraConfig(num_heads=3, prefix_layer=True, own_projection=False, **more),
+    "mlp": lambda **more: MLPSpeculatorConfig(n_predict=3, inner_dim=24, **more),
+    "lstm": lambda **more: MLPSpeculatorConfig(n_predict=3, cell="lstm", tie_weights=True, scale_input=True, **more),
+    "mlp_on_base": lambda **more: MLPSpeculatorConfig(
+        n_predict=3, inner_dim=24, own_embedding=False, own_projection=False, **more
+    ),
+}
+PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
+PLANS = {
+    "chain": DraftPlan(tree=TokenTree.chain(3)),
+    "tree": DraftPlan(tree=TokenTree.expansion([3, 2, 1])),
+    "dynamic": DraftPlan(tree=DynamicTree(width=3, depth=3, nodes=9)),
+    "stops": DraftPlan(tree=TokenTree.expansion([2, 2, 1]), stop_below=0.3),
+}
+
+
+def batch_of(texts: list[list[int]]) -> TrainBatch:
+    """One row a text, padded."""
+    longest = max(map(len, texts)) + 1
+    ids = torch.zeros(len(texts), longest, dtype=torch.int64)
+    documents = torch.full_like(ids, -1)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)], documents[row, : len(text)] = torch.tensor(text), 0
+    return TrainBatch(
+        input_ids=ids,
+        position_ids=torch.arange(longest).expand(len(texts), -1).contiguous(),
+        document_ids=documents,
+        loss_mask=documents == 0,
+        row_ids=torch.arange(len(texts)),
+    )
+
+
+def randomised(head: DraftHead, size: float = 0.2) -> DraftHead:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=generator)
+    return head
+
+
+def fitted(head: DraftHead, texts: list[list[int]], steps: int = 15) -> DraftHead:
+    """Trained until it knows much of ``texts``."""
+    batch = batch_of(texts)
+    features = head.base.features(batch, head.spec)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=0.02, weight_decay=0.0)
+    head.train()
+    for _ in range(steps):
+        out = head.loss(batch, features, LossConfig())
+        optimizer.zero_grad()
+        torch.autograd.backward(out.loss_sum / out.tokens)
+        optimizer.step()
+    return head.eval()
+
+
+@pytest.mark.parametrize("graphs", ["auto", "always"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_drafting_along_a_text_is_what_training_computes(tiny_base: TinyBase, kind: str, graphs: str) -> None:
+    """At every place of two rows of lengths of their own, every position's logits, with a sibling that is wrong."""
+    base = tiny_base("mistral")
+    base = BaseModel.load(BaseConfig(**{**vars(base.config), "graphs": graphs}))
+    head = randomised(CONFIGS[kind]().build(base, torch.arange(0, 300, 2))).eval()
+    assert isinstance(head, RecurrentHead) and (head._static is None) == (graphs == "auto")
+    texts = [torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (12, 9)]
+    batch = batch_of(texts)
+    features = base.features(batch, head.spec)
+    reading = Reading.of(batch, 3)
+    hidden = head.position_hidden(batch, features, reading)
+    trained = [head.output_head(k).logits(hidden[k]) for k in range(3)]
+    seen = 0
+    ids = batch.input_ids
+    for t in range(9):
+        state = head.init_state(2)
+        first = max(1, t - 3)  # a prompt, and the rest token by token
+        state = head.observe(state, ids[:, :first], Features(final=features.final[:, :first]))
+        for i in range(first, t + 1):
+            state = head.observe(state, ids[:, i : i + 1], Features(final=features.final[:, i : i + 1]))
+        here = t if t >= first else first - 1
+        with torch.inference_mode():
+            expansion = head.begin(state, ids[:, here + 1], PLANS["chain"])
+            logits = [expansion.root()]
+            for k in range(1, 3):
+                if here + 1 + k >= ids.shape[1]:
+                    break
+                right = ids[:, here + 1 + k]
+                # The right one stands second; the node beside it descends from it too and must change nothing.
+                drafts, parents = torch.stack([right * 0 + 7, right], 1), torch.ones(2, 2, dtype=torch.int64)
+                logits.append(expansion.grow(drafts, parents if k > 1 else 0 * parents))
+        for k, found in enumerate(logits):
+            for row in range(2):
+                flat = row * ids.shape[1] + here
+                match = (reading.sources[k] == flat) & reading.valid[k]
+                if match.any():
+                    seen += 1
+                    torch.testing.assert_close(found[row, -1], trained[k][match][0], rtol=1e-4, atol=1e-4)
+    assert seen > 40
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "gemma"])
+def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, kind: str) -> None:
+    """Alone and in a batch, with every kind of tree; a head that is often right, so that states move on."""
+    base = tiny_base(architecture)
+    plain = [decode(base, None, p, max_new_tokens=16, ignore_eos=True).tokens for p in PROMPTS]
+    d2t = torch.tensor(sorted({t for text in plain for t in text} | set(range(0, 300, 2))))
+    # One text is left out: drafts must be rejected too.
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, plain, strict=True)][:2]
+    head = fitted(CONFIGS[kind]().build(base, d2t), texts)
+    for name in PLANS if architecture == "llama" else ["chain", "tree"]:
+        plan = PLANS[name]
+        both = decode_batch(base, head, PROMPTS, max_new_tokens=16, plan=plan, ignore_eos=True)
+        alone = decode(base, head, PROMPTS[0], max_new_tokens=16, plan=plan, ignore_eos=True)
+        assert [r.tokens for r in both] == plain and alone.tokens == plain[0], name
+        accepted = [step.accepted for r in both for step in r.steps]
+        assert sum(accepted) > 5 and min(accepted) == 0, name
+        # At the end a step drafts what is still wanted, in a batch by any row.
+        assert [s.accepted for s in alone.steps][:-1] == [s.accepted for s in both[0].steps][:-1], name
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_state_stays_as_it_was(tiny_base: TinyBase, kind: str) -> None:
+    """Drafting from a state, from a later one and from the first again; and from some of its rows."""
+    base = tiny_base()
+    head = randomised(CONFIGS[kind]().build(base)).eval()
+    batch = batch_of([list(range(20, 40)), list(range(60, 80))])
+    final = base.features(batch, head.spec).final
+    state = head.observe(head.init_state(2), batch.input_ids[:, :8], Features(final=final[:, :8]))
+    state = head.observe(state, batch.input_ids[:, 8:12], Features(final=final[:, 8:12]), torch.tensor([3, 1]))
+    last = torch.tensor([31, 69])
+
+    def drafted(state: object, rows: list[int]) -> list[list[int]]:
+        return head.draft(state, last[rows], PLANS["tree"]).tokens.tolist()  # type: ignore[arg-type]
+
+    first = drafted(state, [0, 1])
+    later = head.observe(state, batch.input_ids[:, 12:14], Features(final=final[:, 12:14]))
+    second = drafted(later, [0, 1])
+    assert second != first
+    assert drafted(state.select([1]), [1]) == first[1:]
+    assert drafted(state, [0, 1]) == first
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_save_and_load(tiny_base: TinyBase, tmp_path: Path, kind: str) -> None:
+    base = tiny_base()
+    head = randomised(CONFIGS[kind](draft_vocab_size=100).build(base, torch.arange(100, 200))).eval()
+    head.save_pretrained(tmp_path)
+    loaded = DraftHead.from_pretrained(tmp_path, base)
+    batch = batch_of([list(range(90, 120))])
+    features = base.features(batch, head.spec)
+    assert loaded.config == head.config
+    assert torch.equal(loaded.candidate_ranks(batch, features, 9), head.candidate_ranks(batch, features, 9))
+    assert torch.equal(
+        loaded.loss(batch, features, LossConfig()).loss_sum, head.loss(batch, features, LossConfig()).loss_sum
+    )
+    # What the base has is not saved again.
+    assert not any("base" in name or "rotary" in name for name in head.state_dict())
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_training_renews_what_drafting_packed(tiny_base: TinyBase, kind: str) -> None:
+    """Drafts after a step of training are those of a fresh head with the same weights."""
+    base = tiny_base()
+    head, fresh = CONFIGS[kind]().build(base).eval(), CONFIGS[kind]().build(base).eval()
+    texts = [list(range(30, 60))]
+    features = base.features(batch_of(texts), head.spec)
+
+    def drafted(head: DraftHead) -> torch.Tensor:
+        state = head.observe(head.init_state(1), torch.tensor([texts[0][:5]]), Features(final=features.final[:, :5]))
+        with torch.inference_mode():
+            return head.begin(state, torch.tensor([35]), PLANS["chain"]).root()
+
+    before = drafted(head)
+    randomised(fitted(head, texts, steps=1).train()).eval()
+    fresh.load_state_dict(head.state_dict())
+    assert not torch.allclose(drafted(head), before, atol=1e-3)
+    assert torch.equal(drafted(head), drafted(fresh))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_unread_features_carry_nothing(tiny_base: TinyBase, kind: str) -> None:
+    """NaN where nobody read (the last token of a document, padding) reaches neither the loss nor a gradient."""
+    base = tiny_base()
+    head = randomised(CONFIGS[kind]().build(base))
+    batch = batch_of([list(range(20, 30)), list(range(50, 58))])
+    final = base.features(batch, head.spec).final.clone()
+    clean = head.loss(batch, Features(final=final), LossConfig(kl=1.0))
+    final[0, 9:], final[1, 7:] = torch.nan, torch.nan
+    out = head.loss(batch, Features(final=final), LossConfig(kl=1.0))
+    torch.autograd.backward(out.loss_sum)
+    assert float(out.loss_sum.detach()) == pytest.approx(float(clean.loss_sum.detach()), rel=1e-6)
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in head.parameters())
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_heads_learn_a_base_that_counts(tiny_base: TinyBase, kind: str) -> None:
+    """Label alignment by construction: where x_{t+1} = x_t + 1, the heads must reach 100 % acceptance."""
+    base = tiny_base(seed=3)
+    head = CONFIGS[kind]().build(base)
+    batch = batch_of([list(range(s, s + 20)) for s in (20, 40, 60)])
+    # Features that only tell the token: a direction per id.
+    directions = torch.randn(base.vocab_size, base.hidden_size, generator=torch.Generator().manual_seed(0))
+    features = Features(final=directions[batch.input_ids])
+    optimizer = torch.optim.AdamW(head.parameters(), lr=0.02, weight_decay=0.0)
+    for _ in range(100):
+        out = head.loss(batch, features, LossConfig())
+        optimizer.zero_grad()
+        torch.autograd.backward(out.loss_sum / out.tokens)
+        optimizer.step()
+    ratios = head.loss(batch, features, LossConfig()).ratios()
+    assert [ratios[f"accept_{k}"].value for k in (1, 2, 3)] == [1.0, 1.0, 1.0]
+    head.eval()
+    text = torch.arange(20, 31)[None]
+    state = head.observe(head.init_state(1), text, Features(final=directions[text]))
+    assert head.draft(state, torch.tensor([31]), PLANS["chain"]).tokens.tolist() == [[31, 32, 33, 34]]
+
+
+# Sampling ---------------------------------------------------------------------------------------------------
+
+SAMPLER, LENGTH = Sampler(temperature=1.0, top_k=3), 3
+LAW_SHAPE = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+LAW_SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300}
+LAW_SHAPE |= {"max_position_embeddings": 128, "initializer_range": 0.3}
+
+
+def law(base: BaseModel, prompt: list[int]) -> dict[tuple[int, ...], float]:
+    """Every possible answer and its probability, by plain reading."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        longer: dict[tuple[int, ...], float] = {}
+        for answer, chance in found.items():
+            tokens = torch.tensor([[*prompt, *answer]])
+            hidden = base.read(tokens, base.new_cache(tokens.shape[1]))[0, -1:]
+            following = SAMPLER.laws(base.logits(hidden), tokens)[0].double()
+            longer |= {(*answer, int(t)): chance * float(following[t]) for t in following.nonzero()[:, 0]}
+        found = longer
+    return found
+
+
+def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """Of a chi-square test; answers that are expected fewer than 5 times are taken together."""
+    total = counts.total()
+    assert set(counts) <= set(expected), "an answer that plain sampling cannot give"
+    rare = [answer for answer, chance in expected.items() if chance * total < 5]
+    cells = [(counts[a], expected[a] * total) for a in expected if a not in rare]
+    cells.append((sum(counts[a] for a in rare), sum(expected[a] for a in rare) * total))
+    cells = [(seen, wanted) for seen, wanted in cells if wanted > 1]
+    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
+    freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_law_of_sampled_answers(kind: str) -> None:
+    """Trees of siblings sampled without replacement, in a batch of two prompts: the law of plain sampling."""
+    base = BaseModel.load(BaseConfig(random=True, shape=LAW_SHAPE, tokenizer="builtin:tiny", dtype="float32", seed=0))
+    prompts = [[9, 10, 11, 12, 13, 14, 15], [250]]
+    laws = [law(base, prompt) for prompt in prompts]
+    texts = [[*p, *answer] for p, found in zip(prompts, laws, strict=True) for answer in found]
+    head = fitted(CONFIGS[kind]().build(base), texts, steps=12)
+    plan = DraftPlan(tree=TokenTree.expansion([2, 2]), siblings=Siblings.WITHOUT_REPLACEMENT)
+    results = decode_batch(
+        base,
+        head,
+        prompts * 150,
+        max_new_tokens=LENGTH,
+        plan=plan,
+        sampler=SAMPLER,
+        seeds=list(range(300)),
+        ignore_eos=True,
+    )
+    steps = [step for result in results for step in result.steps]
+    accepted = sum(step.accepted for step in steps) / sum(step.depth for step in steps)
+    assert 0.1 < accepted < 0.9, "drafts must be accepted and rejected"
+    for row, expected in enumerate(laws):
+        assert p_value(Counter(tuple(r.tokens) for r in results[row::2]), expected) > 1e-4

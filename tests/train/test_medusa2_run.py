@@ -1,0 +1,122 @@
+"""Whole runs that train the base along: the gate, exact resume, what is saved, and settings that are refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from drafthead.data.contracts import FeatureSpec
+from drafthead.data.errors import UserError
+from drafthead.data.files import read_json
+from drafthead.models.base import BaseModel
+from drafthead.models.loading import load_base_and_head
+from drafthead.train.config import RunConfig, parse_run
+from drafthead.train.corpora import Corpora
+from drafthead.train.phase_data import open_phase, unseen_text
+from drafthead.train.pipeline import run_pipeline
+
+SHORT = ("phases.joint.steps=6", "phases.pretrain.steps=2", "phases.distill.steps=4")
+PLAIN_MEDUSA = ("head=medusa", "~head.base_loss", "~head.heads_weight", "~head.heads_schedule")
+LOOSE = ("gate.max_perplexity_ratio=null", "gate.min_agreement=null")
+
+
+def load(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
+    places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
+    with initialize_config_module("drafthead.recipes", version_base="1.3"):
+        cfg = compose("train", overrides=["recipe=medusa2_smollm2", "debug=tiny", *SHORT, *overrides, *places])
+    return parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True)
+
+
+def train(folder: Path, *overrides: str) -> Path:
+    run_pipeline(*load(folder, *overrides))
+    return folder / "run"
+
+
+def losses(run: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    adapter = load_file(run / "head" / "adapter" / "adapter_model.safetensors")
+    return {**load_file(run / "head" / "model.safetensors"), **adapter}
+
+
+def test_resume_in_the_joint_phase_equals_no_interruption_bit_for_bit(tmp_path: Path) -> None:
+    """Adapters, their optimiser's state, and the dropout that they are trained with."""
+    options = (
+        *LOOSE,
+        "eval.limit=1",
+        "log_every=1",
+        "checkpoint.every_steps=2",
+        "checkpoint.keep=20",
+        "head.lora_dropout=0.3",
+    )
+    whole = train(tmp_path / "whole", *options)
+    for stop in (6, 10):  # before the joint phase, and in its midst
+        part = tmp_path / f"part{stop}"
+        shutil.copytree(tmp_path / "whole", part)
+        for path in (part / "run" / "checkpoints").iterdir():
+            if int(path.name.removeprefix("step-")) > stop:
+                shutil.rmtree(path)
+        shutil.rmtree(part / "run" / "head")
+        resumed = train(part, *options)
+        assert losses(resumed) == losses(whole)
+        want, got = weights(whole), weights(resumed)
+        assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
+
+
+def test_past_a_limit_the_run_fails_and_all_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"the quality gate failed: .*agreement on text is 0\.\d+ .limit 1.*is saved in"
+    ):
+        train(tmp_path, "gate.min_agreement=1.0", "phases.joint.optim.lr=0.05")
+    run = tmp_path / "run"
+    quality = read_json(run / "quality.json")
+    assert quality == read_json(run / "head" / "quality.json")
+    assert not quality["passed"] and quality["limits"]["min_agreement"] == 1.0
+    for path in ("eval.json", "report.html", "head/tree.json", "head/adapter/adapter_config.json"):
+        assert (run / path).stat().st_size > 0
+    assert "The base was tuned along" in (run / "head" / "README.md").read_text()
+    base, head = load_base_and_head(run / "head")
+    assert base.fingerprint == head.made_for
+    with pytest.raises(UserError, match="the quality gate failed"):  # a second start changes nothing
+        train(tmp_path, "gate.min_agreement=1.0", "phases.joint.optim.lr=0.05")
+    train(tmp_path, "gate.min_agreement=0.01", "gate.max_perplexity_ratio=100", "phases.joint.optim.lr=0.05")
+    assert read_json(run / "quality.json")["passed"]
+
+
+def test_text_that_the_base_is_measured_on_is_not_trained_on(tmp_path: Path) -> None:
+    run, _ = load(tmp_path, *LOOSE, "phases.joint.corpus=text", "phases.joint.features=computed")
+    corpora = Corpora(BaseModel.load(run.base), run.data, run.seed, lambda *_: None)
+    kept = unseen_text(corpora, run.phases)
+    assert kept is not None and len(kept) >= 1
+    trained = open_phase(corpora, "joint", run.phases["joint"], FeatureSpec()).rows
+    everything = corpora.text_rows(run.phases["joint"].row_length)
+    assert [*trained["input_ids"], *kept["input_ids"]] == list(everything["input_ids"])
+    heads_alone = open_phase(corpora, "pretrain", run.phases["pretrain"], FeatureSpec()).rows
+    assert len(heads_alone) == len(everything)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (PLAIN_MEDUSA, "phases.joint.train_base needs a head that trains its base, .*MedusaConfig cannot"),
+        (("phases.joint.train_base=false",), "gate has limits, but no phase trains the base"),
+        (
+            ("phases.distill.train_base=true", "phases.joint.train_base=false"),
+            "phases.joint leaves the base as it is after phases.distill",
+        ),
+        (("base.adapter=some/folder",), "base.adapter=some/folder and phases.joint.train_base exclude each other"),
+        (("gate.min_agreement=2",), r"gate.min_agreement must be in \[0, 1\], got 2"),
+        (("head.base_loss=mse",), "head.base_loss must be one of"),
+    ],
+)
+def test_bad_settings(overrides: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=says):
+        load(tmp_path, *overrides)
