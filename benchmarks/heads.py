@@ -21,9 +21,8 @@ not trained again. Nothing else should run meanwhile; the probes decide how many
 """
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from heads_table import console_tables, find_results, markdown, measure_heads, t
 from heads_training import KINDS, NEVER, Entry, train_all
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drafthead.data.display import Display
@@ -60,7 +58,12 @@ def parse_arguments(given: list[str] | None) -> argparse.Namespace:
     add("--heads", default=",".join(HEADS), metavar="LIST", help=f"comma list; default {','.join(HEADS)}")
     add("--only", default=",".join(PARTS), metavar="PARTS", help=f"comma list of {', '.join(PARTS)}")
     add("--out", type=Path, default=Path("outputs/heads"), metavar="DIR", help="default outputs/heads")
-    add("--data", default="smollm2", metavar="NAME", help="recipes/data/NAME.yaml for all; not used with debug=...")
+    add(
+        "--data",
+        default="smollm2_large",
+        metavar="NAME",
+        help="recipes/data/NAME.yaml for all; not used with debug=...",
+    )
     shares = "of the time, for phases on text, on answers, and with the base (where it is tuned); default 1:6:3"
     add("--shares", default="1:6:3", metavar="T:A:B", help=shares)
     add("--suite", default="spec_bench_like", metavar="NAME", help="prompts, as in `drafthead eval`")
@@ -107,7 +110,7 @@ def open_entry(name: str, arguments: argparse.Namespace) -> Entry:
     if any(override.startswith("debug=") for override in arguments.overrides):
         given.append(f"data.folder={arguments.out / 'corpora'}")
     else:
-        given += data_overrides(arguments.data)
+        given.append(f"data={arguments.data}")
     given += arguments.overrides
     run = composed(given)
     phases = {key: replace(phase, features="cached") for key, phase in run.phases.items()}
@@ -126,37 +129,6 @@ def composed(overrides: Sequence[str]) -> RunConfig:
             return parse_run(compose("train", overrides=list(overrides)))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"{overrides[0]}: {str(error).splitlines()[0]}") from None
-
-
-def data_overrides(name: str) -> list[str]:
-    """The group ``data=NAME`` as single settings: those win over a recipe's own, which the group would not.
-
-    Raises:
-        UserError: no such file.
-    """
-    path = Path(str(files("drafthead.recipes"))) / "data" / f"{name}.yaml"
-    if not path.exists():
-        raise UserError(f"--data {name}: there is no {path}")
-    found = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(found, dict)
-    return [f"data.{key}={value}" for key, value in _flat(found)]
-
-
-def _flat(values: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{key}.{inner}", text) for inner, text in _flat(value))
-        else:
-            yield str(key), _in_hydra(value)
-
-
-def _in_hydra(value: object) -> str:
-    """A value in Hydra's override grammar."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_in_hydra(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_in_hydra, value)) + "]"
-    return "null" if value is None else f"'{value}'" if isinstance(value, str) else str(value).lower()
 
 
 def main(given: list[str] | None = None) -> int:

@@ -37,7 +37,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
 
 
 def arguments(out: Path, **changed: Any) -> Namespace:
-    given = {"out": out, "minutes": 1.0, "shares": [1, 6, 3], "data": "smollm2", "overrides": ["debug=tiny"]}
+    given = {"out": out, "minutes": 1.0, "shares": [1, 6, 3], "data": "smollm2_large", "overrides": ["debug=tiny"]}
     return Namespace(**given | changed)
 
 
@@ -297,7 +297,7 @@ def test_a_finished_gate_and_a_log_without_measurements(script: Load, trained: l
         (["--shares", "1:6"], "--shares takes three whole numbers above 0 such as 1:6:3, got 1:6"),
         (["--suite", "nowhere"], "unknown suite 'nowhere'"),
         (["--limit", "0"], "limit must be >= 1"),
-        (["--data", "nowhere"], "--data nowhere: there is no"),
+        (["--data", "nowhere"], "Could not find .data/nowhere"),
         (["phases.distill.steps=3"], "phases.distill.steps is set here"),
         (["out=here"], "out is set here"),
         (["debug"], "'debug' is no setting; give key=value"),

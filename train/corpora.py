@@ -29,6 +29,7 @@ from drafthead.data.sources import SourceConfig, load_documents, load_prompts
 from drafthead.data.vocab import draft_vocabulary
 from drafthead.models.base import BaseModel
 from drafthead.models.batched_generation import generate
+from drafthead.models.layer_views import first_layers
 from drafthead.models.synthesis import synthesise_prompts
 
 Progress = Callable[[str, int, int], None]
@@ -241,16 +242,18 @@ class Corpora:
         if not missing:
             return cache
         label = f"features of {name}"
-        kept = prompts is not None and self.config.generations.keep_features and not spec.layers
-        fill = self._kept_features(rows, prompts or []) if kept else None
+        kept = prompts is not None and self.config.generations.keep_features
+        final = self._kept_features(rows, prompts or []) if kept else None
+        # Where generation kept the final states, the base only has to run as far as the last layer that is read.
+        reader = first_layers(self.base, max(spec.layers)) if kept and spec.layers else self.base
         for done, row in enumerate(missing):
             self.progress(label, len(rows) - len(missing) + done, len(rows))
-            if fill is not None:
-                cache.write([row], fill(row, row_length, width))
-            else:
-                features = self.base.features(collate(rows, [row]), spec)
-                parts = [features.final] if features.layers is None else [features.final, features.layers]
-                cache.write([row], torch.cat(parts, -1))
+            parts = [] if final is None else [final(row, row_length, self.base.hidden_size)]
+            if final is None or spec.layers:
+                found = reader.features(collate(rows, [row]), spec)
+                wanted = (found.final if final is None else None, found.layers)
+                parts += [part.cpu() for part in wanted if part is not None]
+            cache.write([row], torch.cat([part.float() for part in parts], -1))
         self.progress(label, len(rows), len(rows))
         return cache
 

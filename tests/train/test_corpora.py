@@ -72,13 +72,19 @@ def test_a_full_disk_is_noticed_before_generating(
         make(tiny_base(), tmp_path)[0].generations()
 
 
-def test_kept_features_are_those_of_the_base(tiny_base: TinyBase, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [(), (1,), (0, 2)])
+def test_kept_features_are_those_of_the_base(tiny_base: TinyBase, tmp_path: Path, layers: tuple[int, ...]) -> None:
+    """With states of layers behind them, for which the base runs as far as the last of these."""
     base = tiny_base()
     made, _ = make(base, tmp_path)
     rows, prompts = made.generation_rows(512, held_out=False)
-    kept = made.cached_features(rows, "distill", FeatureSpec(), prompts)
+    runs = []
+    hook = base.model.model.layers[2].register_forward_hook(lambda *_: runs.append(1))
+    kept = made.cached_features(rows, "distill", FeatureSpec(layers=layers), prompts)
+    hook.remove()
+    assert not runs
     shutil.rmtree(tmp_path / "features")
-    computed = made.cached_features(rows, "distill", FeatureSpec(), None)
+    computed = made.cached_features(rows, "distill", FeatureSpec(layers=layers), None)
     numbers = list(range(len(rows)))
     a, b = kept.read(numbers).numpy(), computed.read(numbers).numpy()
     read = ~np.isnan(a)
