@@ -64,6 +64,11 @@ class DraftHeadConfig(ABC):
     def depth(self) -> int:
         """Draft positions K the head can fill."""
 
+    @property
+    def trained_positions(self) -> int:
+        """Draft positions with a term of their own in the loss: those that ``loss.depth_weights`` lists."""
+        return self.depth
+
     @abstractmethod
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":
         """The untrained head for ``base``; ``d2t`` ([W] int64) lists the draft vocabulary's target ids."""

@@ -57,6 +57,10 @@ class DraftLMConfig(DraftHeadConfig):
     def depth(self) -> int:
         return self.num_tokens
 
+    @property
+    def trained_positions(self) -> int:
+        return 1  # the same prediction serves all
+
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftLM":
         return DraftLM(self, base, d2t)
 

@@ -71,6 +71,10 @@ class Eagle3Config(DraftHeadConfig):
     def depth(self) -> int:
         return self.num_tokens
 
+    @property
+    def trained_positions(self) -> int:
+        return self.ttt_steps
+
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "Eagle3Head":
         return Eagle3Head(self, base, d2t)
 
@@ -145,10 +149,6 @@ class Eagle3Head(PositionHead):
         # Gemma stores a norm's scale as its distance from one. The final state has been normed once already.
         scale = self.base.model.model.norm(torch.ones_like(self.teacher.weight[0])).float()
         self.norm.weight.copy_(scale.square().mean().sqrt() if deepest is None else scale)
-
-    @property
-    def trained_depth(self) -> int:
-        return self.config.ttt_steps
 
     def train(self, mode: bool = True) -> "Eagle3Head":
         self._packed = None  # copies of weights that may change

@@ -56,6 +56,10 @@ class KangarooConfig(DraftHeadConfig):
     def depth(self) -> int:
         return self.num_tokens
 
+    @property
+    def trained_positions(self) -> int:
+        return 1  # the same prediction serves all
+
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "KangarooHead":
         return KangarooHead(self, base, d2t)
 

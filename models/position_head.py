@@ -30,15 +30,9 @@ class PositionHead(DraftHead):
     def output_head(self, k: int) -> OutputHead:
         """The projection of draft position k (0-based)."""
 
-    @property
-    def trained_depth(self) -> int:
-        """Draft positions that the loss trains; deeper ones are only measured."""
-        return self.depth
-
     def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
-        depth, weights = self.depth, config.weights_of(self.trained_depth)
-        if torch.is_grad_enabled():
-            depth = self.trained_depth
+        weights = config.weights_of(self.config.trained_positions)
+        depth = len(weights) if torch.is_grad_enabled() else self.depth  # deeper ones are only measured
         config = replace(config, depth_weights=weights + [0.0] * (depth - len(weights)))
         reading = Reading.of(batch, depth)
         targets = reading.targets(batch, features, self.t2d, self.teacher)

@@ -151,6 +151,11 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     """
     run = parse(cfg, RunConfig)
     _check_tuning(run)
+    for name, phase in run.phases.items():
+        try:
+            phase.loss.weights_of(run.head_config().trained_positions)
+        except UserError as error:
+            raise UserError(f"phases.{name}: {error}") from None
     answer = run.data.generations.max_prompt_tokens + run.data.generations.sampler.max_new_tokens
     if answer > run.answer_row_length:
         raise UserError(

@@ -8,6 +8,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from drafthead.data.errors import UserError
 from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.plan_run import plan_of
@@ -102,3 +103,14 @@ def test_it_runs_tiny(name: str, tmp_path: Path) -> None:
     assert same["same"] == same["of"] == 3
     for path in ("head/model.safetensors", "head/config.json", "head/tree.json", "report.html", "plots/ctar.png"):
         assert (run / path).stat().st_size > 0
+
+
+@pytest.mark.parametrize(("name", "positions"), [("kangaroo_smollm2", 1), ("eagle3_smollm2", 3), ("hydra_smollm2", 4)])
+def test_weights_by_depth_must_fit_the_head(name: str, positions: int, tmp_path: Path) -> None:
+    """Before anything is loaded."""
+    weights = ",".join(["1.0"] * (positions + 1))
+    with pytest.raises(UserError, match=f"phases.distill: .* trained at {positions} draft positions"):
+        load(name, tmp_path, f"phases.distill.loss.depth_weights=[{weights}]")
+    weights = ",".join(["1.0"] * positions)
+    run, _ = load(name, tmp_path, f"phases.distill.loss.depth_weights=[{weights}]")
+    assert run.phases["distill"].loss.depth_weights == [1.0] * positions

@@ -122,7 +122,7 @@ def test_engine_and_round_trip_give_the_heads_logits(
     again = FORMAT.load(tmp_path, base)
     assert isinstance(again, Eagle3Head) and torch.equal(again.d2t, head.d2t)
     assert torch.equal(logits_of(base, again), wanted)
-    assert (again.depth, again.trained_depth) == (3, 2)
+    assert (again.depth, again.config.trained_positions) == (3, 2)
     content = json.loads((tmp_path / "config.json").read_text())
     assert recognise(content, "x") is FORMAT
     assert ("SGLang" in FORMAT.loaded_by(head)) is not ("norm_before_fc" in settings or "norm_output" in settings)
