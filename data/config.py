@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -67,9 +68,17 @@ def parse_component(node: dict[str, Any], base: Any, key: str, package: str) -> 
         found = None
     if not (isinstance(found, type) and issubclass(found, base)):
         raise UserError(f"{key}._target_ must name a {base.__name__} under {package}*, got {target!r}")
-    fields = {k: v for k, v in node.items() if k != "_target_"}
+    settings = {k: v for k, v in node.items() if k != "_target_"}
+    known = [field.name for field in fields(found)]
+    if unknown := [name for name in settings if name not in known]:
+        # Recipes set the keys of the head that they are for, whichever one the command line puts in its place.
+        raise UserError(
+            f"{key}: {found.__name__} has no {', '.join(unknown)}; the recipe sets them for another {key}, or they are "
+            f"misspelt (it has {', '.join(known)}). Choose a recipe of this {key}, or leave them out: "
+            f"{' '.join(f'~{key}.{name}' for name in unknown)}"
+        )
     try:
-        return OmegaConf.to_object(OmegaConf.merge(schema(found), fields))
+        return OmegaConf.to_object(OmegaConf.merge(schema(found), settings))
     except (OmegaConfBaseException, ValueError) as error:
         raise UserError(f"{key}: {_one_line(error)}") from None
 

@@ -89,7 +89,7 @@ class FeatureCache:
             largest = float(source[overflow].abs().max())
             raise UserError(
                 f"a feature of {largest:.3g} does not fit {self._name} (largest "
-                f"{torch.finfo(self._dtype).max:.3g}); use bfloat16 or float32 for the feature cache"
+                f"{torch.finfo(self._dtype).max:.3g}); set base.dtype=bfloat16, whose features are kept as such"
             )
         self._values[row_numbers] = stored
         self._done[row_numbers] = True

@@ -3,10 +3,30 @@
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from drafthead.data.errors import UserError
+
+
+def make_folder(path: Path, setting: str) -> None:
+    """Make a folder to write into, and try it.
+
+    Args:
+        path: may exist.
+        setting: what the user sets it by, for the message: ``out=...``.
+
+    Raises:
+        UserError: it cannot be made, or nothing can be written there.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        why = "it is a file" if path.is_file() else error.strerror
+        raise UserError(f"{path} cannot be written ({why}); choose another folder ({setting})") from None
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

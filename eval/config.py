@@ -13,8 +13,8 @@ from drafthead.data.files import read_json
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.verify import AcceptanceRule
 from drafthead.models.base_config import BaseConfig
-from drafthead.models.draft_head import read_tree
 from drafthead.models.drafter import AdaptiveLength, Drafter, DraftPlan, DynamicTree
+from drafthead.models.head_files import read_tree
 from drafthead.models.sampling import Sampler
 
 TREES = "head, chain, chain:K, expansion:1-1-3, dynamic:NODES[:WIDTH], or a tree.json"

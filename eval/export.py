@@ -19,7 +19,7 @@ from rich.table import Table
 from drafthead.data.config import parse
 from drafthead.data.display import Display
 from drafthead.data.errors import UserError
-from drafthead.data.files import write_json
+from drafthead.data.files import make_folder, write_json
 from drafthead.eval.export_gate import GateResult, run_gate, training_estimate
 from drafthead.eval.replay_run import plain_answers, read_texts
 from drafthead.eval.suites import load_suite
@@ -82,6 +82,8 @@ def main() -> None:
         _export(read_settings(sys.argv[1:], ExportConfig, usage))
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
+    except OSError as error:  # a full disk, say: the message names the file
+        raise SystemExit(f"error: {error}; choose another folder (out=...)") from None
 
 
 def read_settings(arguments: list[str], wanted: type[T], usage: str) -> T:
@@ -89,32 +91,44 @@ def read_settings(arguments: list[str], wanted: type[T], usage: str) -> T:
 
     Raises:
         SystemExit: 0 after ``--help``, with ``usage`` printed.
-        UserError: something else than key=value, an unknown key, a wrong or missing value.
+        UserError: something else than key=value, an unknown key, a wrong, empty or missing value.
     """
     if not arguments or {"--help", "-h"} & set(arguments):
         sys.stdout.write(usage)
         raise SystemExit(0)
     if wrong := [a for a in arguments if "=" not in a]:
         raise UserError(f"{wrong[0]!r} is no setting; settings are key=value, see --help")
+    if empty := [a for a in arguments if not a.partition("=")[2].strip()]:
+        raise UserError(f"{empty[0]} has no value; give one ({empty[0]}VALUE), see --help")
     named = ["base.name=" + a.removeprefix("base=") if a.startswith("base=") else a for a in arguments]
     try:
         given = OmegaConf.from_dotlist(named)
+    except Exception as error:  # of the YAML library, whose values these are
+        raise UserError(f"a value is not closed ({' '.join(str(error).split())}); quote it, see --help") from None
+    try:
         return parse(OmegaConf.merge(OmegaConf.structured(wanted), given), wanted)  # type: ignore[arg-type]
     except OmegaConfBaseException as error:
-        raise UserError(f"config: {str(error).splitlines()[0]}; see --help") from None
+        where = f"{error.full_key}: " if error.full_key else ""
+        raise UserError(f"config: {where}{str(error).splitlines()[0]}; see --help") from None
 
 
 def claim(out: Path) -> Path:
     """The folder beside ``out`` to write into; ``out`` itself must be free.
 
     Raises:
-        UserError: it exists.
+        UserError: it exists, or cannot be made.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    try:
+        taken = out.exists() and not (out.is_dir() and not any(out.iterdir()))
+    except OSError as error:
+        raise UserError(f"{out} cannot be read ({error.strerror}); choose another folder (out=...)") from None
+    if taken:
         raise UserError(f"{out} exists; remove it or choose another folder (out=...)")
+    out = out.resolve()
+    make_folder(out.parent, "out=...")
     aside = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    make_folder(aside, "out=...")
     return aside
 
 
@@ -133,7 +147,8 @@ def _export(config: ExportConfig) -> None:
         with display.stage(f"write {wanted.title}"):
             wanted.export(head, aside, dtype, config.base_name)
             if head.tree is not None:  # engines ignore it; an import takes it
-                write_json(aside / "tree.json", {"choices": [list(p) for p in head.tree.paths[1:]]})
+                choices = [list(path) for path in head.tree.paths[1:]]
+                write_json(aside / "tree.json", {"choices": choices, "stop_below": head.stop_below})
         with display.stage("gate: read back and replay"):
             texts = texts or _plain_answers(base, config)
             estimate = training_estimate(config.head)
@@ -149,7 +164,7 @@ def _export(config: ExportConfig) -> None:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     display.line(f"written: {out}")
-    for engine in wanted.engines:
+    for engine in wanted.engines_for(head):
         display.line(f"   {engine.name}: {engine.support}")
 
 

@@ -14,10 +14,10 @@ from drafthead.data.files import read_json
 from drafthead.eval.export import claim, read_settings
 from drafthead.models.base import BaseModel
 from drafthead.models.base_config import BaseConfig
-from drafthead.models.draft_head import read_tree, resolve_folder
 from drafthead.models.formats import FORMATS, format_named, recognise
-from drafthead.models.formats.artefact import CONFIG
+from drafthead.models.formats.artefact import CONFIG, contents
 from drafthead.models.formats.contract import BASE_NAME, published_name
+from drafthead.models.head_files import read_threshold, read_tree, resolve_folder
 from drafthead.models.loading import default_device
 
 USAGE = """\
@@ -31,6 +31,8 @@ usage: drafthead import from=DIR base=NAME out=DIR [setting=value ...]
   config.KEY=VALUE  for what a published config.json lacks or has wrong, say config.exit_layer=2 for Kangaroo
   revision=NAME  of the Hub repository
 """
+OURS = ("format", "head", "settings", "base", "draft_vocab")
+"""Keys of a ``config.json`` of drafthead itself."""
 
 
 @dataclass(kw_only=True)
@@ -59,12 +61,13 @@ def main() -> None:
         _import(read_settings(arguments, ImportConfig, USAGE.format(formats=", ".join(FORMATS))))
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
+    except OSError as error:  # a full disk, say: the message names the file
+        raise SystemExit(f"error: {error}; choose another folder (out=...)") from None
 
 
 def _import(config: ImportConfig) -> None:
-    folder = resolve_folder(config.source, config.revision)
-    content = read_json(folder / CONFIG)
-    content = {**(content if isinstance(content, dict) else {}), **config.config}
+    folder = _published_folder(config.source, config.revision)
+    content = {**_published_config(folder), **config.config}
     found = recognise(content, str(folder)) if config.format == "auto" else format_named(config.format)
     artefact = found.read(folder, config.config)
     out = Path(config.out)
@@ -77,6 +80,7 @@ def _import(config: ImportConfig) -> None:
             head = found.attach(artefact, base)
             if (folder / "tree.json").exists():
                 head.tree = read_tree(folder / "tree.json", head.depth)
+                head.stop_below = read_threshold(folder / "tree.json", head.stop_below)
             head.save_pretrained(aside)
         if out.exists():
             out.rmdir()
@@ -87,6 +91,41 @@ def _import(config: ImportConfig) -> None:
         display.line(f"   note: {note}")
     parameters = sum(p.numel() for p in head.parameters())
     display.line(f"{head.depth} draft positions, {parameters / 1e6:.2f} M parameters, drafting for {base.name}: {out}")
+
+
+def _published_folder(source: str, revision: str | None) -> Path:
+    """Where a published head lies; a Hub repository is downloaded.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(source)
+    if not path.is_dir() and (path.exists() or path.is_absolute() or source.count("/") != 1):
+        what = "that is a file" if path.exists() else "there is no such folder"
+        raise UserError(
+            f"no published head at {source}: {what}; from= takes the folder of one (config.json and safetensors) or a "
+            "Hub repository (user/name)"
+        )
+    return resolve_folder(source, revision)
+
+
+def _published_config(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` of a published head.
+
+    Raises:
+        UserError: there is none, or it is drafthead's own.
+    """
+    if not (folder / CONFIG).is_file():
+        raise UserError(
+            f"{folder} holds no published head: it has no {CONFIG} ({contents(folder)}); name the folder that has it"
+        )
+    content = read_json(folder / CONFIG)
+    if isinstance(content, dict) and set(OURS) <= set(content):
+        raise UserError(
+            f"{folder} is a drafthead head already; use it directly, as in `drafthead eval head={folder}`, or publish "
+            f"it with `drafthead export head={folder} to=FORMAT out=DIR`"
+        )
+    return content if isinstance(content, dict) else {}
 
 
 def _other_base(content: dict[str, object], base: BaseModel) -> list[str]:

@@ -114,9 +114,25 @@ def judge(found: dict[str, Fidelity], limits: GateConfig) -> dict[str, Any]:
     return {"passed": not failures, "failures": failures, "limits": asdict(limits), "held_out": held_out}
 
 
+def verdict(quality: dict[str, Any]) -> str:
+    """What the gate says to ``quality.json``: passed and its limits, or which of them failed, or that it has none."""
+    if quality["failures"]:
+        return f"gate failed: {'; '.join(quality['failures'])}"
+    ratio, agreement = quality["limits"]["max_perplexity_ratio"], quality["limits"]["min_agreement"]
+    limits = [] if ratio is None else [f"ratio at most {ratio:g}"]
+    limits += [] if agreement is None else [f"same top-1 at least {100 * agreement:g} %"]
+    return f"gate passed (limits: {', '.join(limits)})" if limits else "no gate: the recipe sets no limit"
+
+
 def quality_table(quality: dict[str, Any]) -> Table:
-    """``quality.json`` for a console."""
-    table = Table(title="the tuned base beside the untouched one, on held-out tokens", title_justify="left", box=None)
+    """``quality.json`` for a console, and below it what the gate says."""
+    table = Table(
+        title="the tuned base beside the untouched one, on held-out tokens",
+        title_justify="left",
+        caption=verdict(quality),
+        caption_justify="left",
+        box=None,
+    )
     for number, column in enumerate(("", "tokens", "perplexity before", "after", "ratio", "same top-1", "KL")):
         table.add_column(column, justify="right" if number else "left")
     for kind, row in quality["held_out"].items():
@@ -133,6 +149,8 @@ def quality_markdown(quality: dict[str, Any]) -> str:
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     lines += [f"| {kind} | {' | '.join(_cells(row))} |" for kind, row in quality["held_out"].items()]
+    said = verdict(quality)
+    lines += ["", f"{said[0].upper()}{said[1:]}."]
     return "\n".join(lines)
 
 

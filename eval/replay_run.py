@@ -11,6 +11,7 @@ from rich.table import Table
 from drafthead.data.contracts import Siblings
 from drafthead.data.display import Display
 from drafthead.data.errors import UserError
+from drafthead.data.files import make_folder
 from drafthead.data.generations import SamplerConfig
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.latency import measure_costs
@@ -74,6 +75,8 @@ def main() -> None:
 
 def _replay(arguments: argparse.Namespace) -> None:
     texts = read_texts(arguments.texts) if arguments.texts else []
+    if arguments.save:
+        _check_free(arguments.save)
     display = Display()
     with display.stage(f"head {arguments.head}"):
         base, head = load_base_and_head(arguments.head, BaseConfig(name=arguments.base))
@@ -176,8 +179,15 @@ def plain_answers(base: BaseModel, arguments: argparse.Namespace) -> list[Text]:
 
 
 def write_texts(path: Path, texts: Sequence[Text]) -> None:
-    """One {"ids": [...], "boundary": n} a line."""
-    path.write_text("".join(json.dumps(text._asdict()) + "\n" for text in texts))
+    """One {"ids": [...], "boundary": n} a line.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        path.write_text("".join(json.dumps(text._asdict()) + "\n" for text in texts))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); choose another file (--save)") from None
 
 
 def read_texts(path: Path) -> list[Text]:
@@ -206,6 +216,17 @@ def read_texts(path: Path) -> list[Text]:
     if not texts:
         raise UserError(f"{path} is empty; give the file that --save wrote")
     return texts
+
+
+def _check_free(path: Path) -> None:
+    """Refuse a file that could not be written, before the base has answered.
+
+    Raises:
+        UserError: a folder of that name, or one that cannot be written.
+    """
+    if path.is_dir():
+        raise UserError(f"--save {path} is a folder; name a file in it, say {path / 'texts.jsonl'}")
+    make_folder(path.parent, "--save")
 
 
 def _numbers(text: str) -> list[int]:

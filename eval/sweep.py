@@ -1,8 +1,8 @@
 """``drafthead sweep``: which head, draft length and confidence threshold is fastest here, by decoding with all of them.
 
 Made for Kangaroo, whose exit layer and threshold trade acceptance against the cost of drafting; works for any heads of
-one base. All combinations answer the same prompts in one interleaved run. The fastest becomes the winner's default,
-and its folder keeps the whole table (``sweep.json``, ``sweep.png``).
+one base. All combinations, and what every head does by default, answer the same prompts in one interleaved run. The
+fastest becomes the winner's default, and its folder keeps the table and the tree it had (sweep.json, sweep.png).
 """
 
 import argparse
@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from drafthead.data.contracts import DecodeResult
@@ -30,6 +31,7 @@ from drafthead.models.base import BaseModel
 from drafthead.models.base_config import BaseConfig
 from drafthead.models.draft_head import DraftHead
 from drafthead.models.drafter import DraftPlan
+from drafthead.models.head_files import read_head_config
 from drafthead.models.loading import load_base_and_head
 
 PLAIN = ("drafthead", "transformers")
@@ -44,6 +46,8 @@ class Candidate:
     drafts: int
     """Length of the chain; 0: the head's calibrated tree."""
     threshold: float
+    default: bool = False
+    """Whether this is what the head does when nothing is said."""
 
     @property
     def name(self) -> str:
@@ -64,14 +68,14 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--heads", required=True, nargs="+", help="head folders of one base, e.g. of several exit layers"
     )
-    found.add_argument("--thresholds", type=float, nargs="+", default=[0.0, 0.2, 0.4, 0.6, 0.8])
-    found.add_argument(
-        "--drafts", type=int, nargs="+", default=[0, 4], help="lengths of chains; 0 is the head's calibrated tree"
-    )
+    thresholds = "nothing is drafted behind a draft with less confidence; default 0 0.2 0.4 0.6 0.8"
+    found.add_argument("--thresholds", type=float, nargs="+", default=[0.0, 0.2, 0.4, 0.6, 0.8], help=thresholds)
+    drafts = "lengths of chains; 0 is the tree that the head drafts by default; default 0 4"
+    found.add_argument("--drafts", type=int, nargs="+", default=[0, 4], help=drafts)
     found.add_argument("--suite", default="smoke", help="prompts to decode; default smoke")
     found.add_argument("--limit", type=int, default=None, help="at most so many prompts")
-    found.add_argument("--max-new-tokens", type=int, default=96)
-    found.add_argument("--seed", type=int, default=0)
+    found.add_argument("--max-new-tokens", type=int, default=96, help="of an answer; default 96")
+    found.add_argument("--seed", type=int, default=0, help="of the order of prompts; default 0")
     found.add_argument("--dry", action="store_true", help="measure, but leave the heads as they are")
     return found
 
@@ -88,6 +92,11 @@ def main() -> None:
 def _sweep(arguments: argparse.Namespace) -> None:
     if bad := [t for t in arguments.thresholds if not 0 <= t < 1]:
         raise UserError(f"--thresholds must be in [0, 1), got {bad}")
+    if min(arguments.drafts) < 0 or arguments.max_new_tokens < 2:
+        raise UserError(
+            f"--drafts must be at least 0 and --max-new-tokens at least 2, got {min(arguments.drafts)} and "
+            f"{arguments.max_new_tokens}"
+        )
     suite = load_suite(arguments.suite, arguments.limit, arguments.seed)
     display = Display()
     with display.stage(f"{len(arguments.heads)} heads"):
@@ -113,8 +122,13 @@ def _sweep(arguments: argparse.Namespace) -> None:
     winner = next(c for c in candidates if c.name == best["name"])
     record = {"suite": arguments.suite, "limit": arguments.limit, "max_new_tokens": new, "rows": rows}
     record |= {"best": best["name"], "hardware": hardware(), "versions": versions()}
-    if arguments.dry:
-        display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; nothing was changed (--dry)")
+    record["default_before"] = {
+        "choices": None if winner.head.tree is None else [list(path) for path in winner.head.tree.paths[1:]],
+        "stop_below": winner.head.stop_below,
+    }
+    if arguments.dry or best["default"]:
+        reason = "--dry" if arguments.dry else "it is that head's default"
+        display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; nothing was changed ({reason})")
         return
     if winner.drafts:
         winner.head.tree = TokenTree.chain(winner.drafts)
@@ -123,30 +137,43 @@ def _sweep(arguments: argparse.Namespace) -> None:
     write_json(Path(winner.folder) / "sweep.json", record)
     draw(rows, Path(winner.folder) / "sweep.png")
     display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; now the default of {winner.folder} (sweep.json)")
+    display.line(f"   best of {len(rows)} on the prompts that chose it: `drafthead eval` on others says what it buys")
 
 
 def _load(folders: list[str]) -> tuple[BaseModel, dict[str, DraftHead]]:
     for folder in folders:
         if not Path(folder).is_dir():
             raise UserError(f"no head folder at {folder}: the fastest head's defaults are written there; give folders")
+    marks = {folder: read_head_config(Path(folder))["base"].get("fingerprint") for folder in folders}
+    if other := [folder for folder in folders if marks[folder] != marks[folders[0]]]:
+        raise UserError(
+            f"{other[0]} was trained for another base than {folders[0]} (other weights, or an adapter); sweep heads of "
+            "one base at a time"
+        )
     base, first = load_base_and_head(folders[0], BaseConfig())
     return base, {folders[0]: first} | {f: DraftHead.from_pretrained(f, base) for f in folders[1:]}
 
 
 def candidates_of(heads: dict[str, DraftHead], drafts: list[int], thresholds: list[float]) -> list[Candidate]:
-    """Every combination that the heads can draft.
+    """What every head does by default, and every combination that it can draft.
 
     Raises:
-        UserError: none.
+        UserError: a length that no head drafts.
     """
-    found = [
-        Candidate(folder, head, length, threshold)
-        for (folder, head), length, threshold in product(heads.items(), drafts, thresholds)
-        if (head.tree is not None if length == 0 else length <= head.depth)
-    ]
-    if not found:
-        deepest = max(head.depth for head in heads.values())
-        raise UserError(f"nothing to compare: the heads have no calibrated tree and draft at most {deepest} positions")
+    deepest = max(head.depth for head in heads.values())
+    if max(drafts) > deepest:
+        raise UserError(
+            f"--drafts {max(drafts)} is more than the {deepest} positions that the heads draft; give at most {deepest} "
+            "(0 is a head's own tree)"
+        )
+    found = []
+    for folder, head in heads.items():
+        default = Candidate(folder, head, 0 if head.tree is not None else head.depth, head.stop_below, default=True)
+        found.append(default)
+        for length, threshold in product(drafts, thresholds):
+            possible = head.tree is not None if length == 0 else length <= head.depth
+            if possible and (length, threshold) != (default.drafts, default.threshold):
+                found.append(Candidate(folder, head, length, threshold))
     return found
 
 
@@ -174,6 +201,7 @@ def rows_of(candidates: list[Candidate], results: dict[str, list[DecodeResult]])
                 "exit_layer": getattr(candidate.head.config, "exit_layer", None),
                 "drafts": candidate.drafts,
                 "threshold": candidate.threshold,
+                "default": candidate.default,
                 "mean_accepted_tokens": mean_accepted_tokens(found).value,
                 "drafted": sum(step.proposed for step in steps) / max(1, len(steps)),
                 "draft_ms": 1e3 * sum(step.draft_s for step in steps) / max(1, len(steps)),
@@ -189,21 +217,22 @@ def rows_of(candidates: list[Candidate], results: dict[str, list[DecodeResult]])
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
     """For the console."""
-    shown = Table(title="by measured speed, the fastest first")
-    for name in ("head", "exit layer", "shape", "threshold", "accepted", "drafted", "draft ms", "speedup", "identical"):
-        shown.add_column(name, justify="left" if name in ("head", "shape") else "right")
+    shown = Table(title="by measured speed, the fastest first", caption="* what the head does by default", box=SIMPLE)
+    shown.add_column("head", overflow="fold", min_width=14)
+    for name in ("exit", "drafts", "below", "tokens", "draft ms", "speedup", "95 %", "same"):
+        shown.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         low, high = row["interval"]
         shown.add_row(
             str(Path(row["head"]).parent.name or row["head"]),
             str(row["exit_layer"] or "–"),
-            f"chain of {row['drafts']}" if row["drafts"] else "its tree",
+            (str(row["drafts"]) if row["drafts"] else "tree") + ("*" if row["default"] else ""),
             f"{row['threshold']:g}",
             f"{row['mean_accepted_tokens']:.2f}",
-            f"{row['drafted']:.1f}",
             f"{row['draft_ms']:.1f}",
-            f"{row['speedup']:.2f}x [{low:.2f}, {high:.2f}]",
-            f"{row['identical']} of {row['answers']}",
+            f"{row['speedup']:.2f}x",
+            f"{low:.2f}–{high:.2f}",
+            f"{row['identical']}/{row['answers']}",
         )
     return shown
 

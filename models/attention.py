@@ -6,6 +6,7 @@ at batch 48 costs five times the attention itself (``docs/log.md``).
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -46,6 +47,14 @@ def grouped_sdpa(
         enable_gqa=grouped,
     )
     return out.transpose(1, 2), None
+
+
+def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, 1, T, T] additive, of ``document_ids`` [B, T]: a token sees itself and what is before it in its document."""
+    time, device = document_ids.shape[1], document_ids.device
+    seen = document_ids[:, :, None] == document_ids[:, None, :]
+    seen &= torch.ones(time, time, dtype=torch.bool, device=device).tril_()
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None]
 
 
 def register() -> str:

@@ -54,7 +54,7 @@ class BaseModel:
         self.dtype, self.device = lm_head.weight.dtype, lm_head.weight.device
         self.fingerprint = adapter.fingerprint(model, adapter.mark_of(model))
         kv_heads, head_dim = attention_sizes(settings)
-        self._cache_shape = CacheShape(
+        self.cache_shape = CacheShape(
             layers=self.num_layers, heads=kv_heads, head_dim=head_dim, dtype=self.dtype, device=self.device
         )
         self._tree_masks = TreeMasks()
@@ -98,11 +98,17 @@ class BaseModel:
             options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
         try:
             tokenizer = config.load_tokenizer(folder)
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, attn_implementation=implementation, **options
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation=implementation, output_loading_info=True, **options
             )
         except (OSError, ValueError) as error:
             raise UserError(could_not_load(config.name, error)) from None
+        if missing := sorted(found["missing_keys"]):
+            # transformers would go on with random numbers in their place.
+            raise UserError(
+                f"base model {config.name!r} lacks {len(missing)} weights, {missing[0]} for one; copy or download it "
+                "again"
+            )
         return cls._adapted(model.to(device), tokenizer, config)
 
     @classmethod
@@ -167,16 +173,16 @@ class BaseModel:
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for one row."""
         if not self.uses_graphs:
-            return KVCache(self._cache_shape, capacity)
+            return KVCache(self.cache_shape, capacity)
         if self._static is None:
             # Neither holds this object, whose memory so is free as soon as it is let go.
             head, lm_head = self.head, self._lm_head
-            self._static = StaticModel(self._cache_shape, self.model.model, lambda h: head.finish(lm_head(h)))
+            self._static = StaticModel(self.cache_shape, self.model.model, lambda h: head.finish(lm_head(h)))
         return self._static.cache(capacity)
 
     def new_slots(self, rows: int, capacity: int) -> RaggedCache:
         """An empty cache for ``rows`` rows of lengths of their own."""
-        return RaggedCache(self._cache_shape, rows, capacity)
+        return RaggedCache(self.cache_shape, rows, capacity)
 
     @torch.inference_mode()
     def read(
@@ -261,10 +267,7 @@ class BaseModel:
     def features(self, batch: TrainBatch, spec: FeatureSpec) -> Features:
         """Hidden states of packed rows; a token sees its own document only. Detached, on the base's device."""
         ids, documents = batch.input_ids.to(self.device), batch.document_ids.to(self.device)
-        time = ids.shape[1]
-        seen = documents[:, :, None] == documents[:, None, :]
-        seen &= torch.ones(time, time, dtype=torch.bool, device=self.device).tril_()
-        mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, -torch.inf)[:, None]
+        mask = attention.document_mask(documents, self.dtype)
         with tapped(self.model, spec.layers) as states:
             out = self.model.model(
                 input_ids=ids, position_ids=batch.position_ids.to(self.device), attention_mask=mask, use_cache=False

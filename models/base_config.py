@@ -1,6 +1,7 @@
 """Which base model a recipe names, where its weights come from, and which architectures are refused."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -94,22 +95,57 @@ class BaseConfig:
             raise UserError(could_not_load(self.name, error)) from None
 
     def load_tokenizer(self, folder: str) -> PreTrainedTokenizerBase:
-        """The tokenizer to use with the weights in ``folder`` (or of that hub id)."""
+        """The tokenizer to use with the weights in ``folder`` (or of that hub id).
+
+        Raises:
+            UserError: there is none, or not all of it.
+        """
         if self.tokenizer == "builtin:tiny":
             return tiny_tokenizer()
         options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
         if self.gguf_file and self.tokenizer is None:
             options["gguf_file"] = self.gguf_file
-        return AutoTokenizer.from_pretrained(self.tokenizer or folder, **options)
+        try:
+            return AutoTokenizer.from_pretrained(self.tokenizer or folder, **options)
+        except (OSError, ValueError) as error:
+            if self.tokenizer:
+                raise UserError(
+                    f"base.tokenizer={self.tokenizer} could not be loaded: {_first_line(error)} Name a folder with a "
+                    "tokenizer.json, or a Hub id"
+                ) from None
+            if Path(folder).is_dir():
+                raise UserError(
+                    f"no tokenizer in {folder}, or not all of its files; name one with base.tokenizer=... (a folder or "
+                    "a Hub id)"
+                ) from None
+            raise UserError(could_not_load(folder, error)) from None
 
 
 def could_not_load(name: str, error: Exception) -> str:
     """One line that says why a base did not load and what to do."""
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if isinstance(error, UserError):
+        return str(error)
+    if not name:
+        return "no base model is named; give a folder or a Hub id with base.name=..."
+    if Path(name).is_dir():
+        return (
+            f"the base model in {name} could not be loaded: {_first_line(error)} It must be a folder that "
+            "transformers' save_pretrained wrote (config.json and safetensors)"
+        )
+    if Path(name).exists() or Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        what = "that is a file" if Path(name).exists() else "there is no such folder"
+        return f"no base model at {name}: {what}; correct base.name, a folder or a Hub id (user/name)"
     return (
-        f"base model {name!r} could not be loaded: {first} Give a local folder (base.name=/path), log in with "
-        f"`hf auth login` if it is gated, or try the recipe offline with debug=tiny"
+        f"base model {name!r} is no local folder and could not be fetched: {_first_line(error)} Give a local folder "
+        "(base.name=/path), log in with `hf auth login` if it is gated, or try the recipe offline with debug=tiny"
     )
+
+
+def _first_line(error: Exception) -> str:
+    """A message's first line and, where that announces a list, what follows, as one sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    said = " ".join(lines) if lines[0].endswith(":") else lines[0]
+    return said if said.endswith(".") else f"{said}."
 
 
 def check_architecture(config: PreTrainedConfig, max_context: int | None) -> None:

@@ -135,16 +135,13 @@ class DraftCache:
         needed = text.longest + room + ROW_BY_ROW
         if self._cache is not None and needed <= self._cache.capacity:
             return
-        capacity = max(needed + ROOM, 2 * self._cache.capacity if self._cache is not None else 0)
-        cache = self.model.new_cache(capacity) if rows == 1 else self.model.new_slots(rows, capacity)
-        if self._cache is None:
-            self._read = Committed(tokens=text.tokens[:, :0], lengths=torch.zeros_like(text.lengths))
+        if self._cache is not None:
+            capacity = max(needed + ROOM, 2 * self._cache.capacity)
+            self._cache = self._cache.enlarged(self.model.cache_shape, capacity)
         else:
-            self._forget_nodes()
-            for old, new in ((self._cache.keys, cache.keys), (self._cache.values, cache.values)):
-                new[:, :, :, : old.shape[3]] = old
-            rewind(cache, self._read.lengths)
-        self._cache = cache
+            capacity = needed + ROOM
+            self._cache = self.model.new_cache(capacity) if rows == 1 else self.model.new_slots(rows, capacity)
+            self._read = Committed(tokens=text.tokens[:, :0], lengths=torch.zeros_like(text.lengths))
         self._forget_nodes()
 
     def _agree(self, text: Committed) -> None:

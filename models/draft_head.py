@@ -13,23 +13,31 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from huggingface_hub import HfApi, snapshot_download
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from huggingface_hub import HfApi
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drafthead.data.contracts import Features, LossOutput, TrainBatch
 from drafthead.data.errors import UserError
-from drafthead.data.files import read_json, write_json
+from drafthead.data.files import write_json
 from drafthead.data.token_tree import TokenTree
 from drafthead.models import adapter
 from drafthead.models.base import BaseModel
 from drafthead.models.base_config import ADAPTER
+from drafthead.models.copies import KeepsCopies
 from drafthead.models.drafter import DraftState
+from drafthead.models.head_files import (
+    FORMAT,
+    check_base,
+    read_head_config,
+    read_threshold,
+    read_tree,
+    read_weights,
+    resolve_folder,
+)
 from drafthead.models.losses import LossConfig
 from drafthead.models.tree_growth import StepwiseDrafter
 
-FORMAT = 1
 PACKAGE = "drafthead.models."
 
 
@@ -45,6 +53,8 @@ class HeadSize:
     draft_vocab_size: int
     projections: int = 0
     """Trainable parameters of the vocabulary projections, whose gradients the chunked loss makes itself."""
+    feature_layers: int = 0
+    """Hidden states of the base that it reads besides the final one."""
     activations_per_token: int = 0
     """Values a token keeps for the backward pass. Medusa with L blocks: ``K D (4 + 2 L)``."""
 
@@ -69,6 +79,14 @@ class DraftHeadConfig(ABC):
         """Draft positions with a term of their own in the loss: those that ``loss.depth_weights`` lists."""
         return self.depth
 
+    def check_layers(self, num_layers: int) -> None:
+        """Refuse settings that a base with so many layers cannot serve.
+
+        Raises:
+            UserError: they name a layer that it has not.
+        """
+        return
+
     @abstractmethod
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":
         """The untrained head for ``base``; ``d2t`` ([W] int64) lists the draft vocabulary's target ids."""
@@ -86,7 +104,7 @@ class HeadState(DraftState):
     """[B, D] the base's ``h`` at the last position it has read."""
 
 
-class DraftHead(nn.Module, StepwiseDrafter):
+class DraftHead(KeepsCopies, StepwiseDrafter):
     """A draft head, attached to the frozen base it drafts for."""
 
     def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
@@ -193,15 +211,12 @@ class DraftHead(nn.Module, StepwiseDrafter):
         """
         folder = resolve_folder(name, revision)
         config = read_head_config(folder)
-        _check_base(folder, config["base"], base)
+        check_base(folder, config["base"], base)
         settings = _config_class(folder, config["head"])
         known = {f.name for f in fields(settings)}
         if unknown := sorted(set(config["settings"]) - known):
             raise UserError(f"{folder}/config.json has unknown settings {unknown}; known: {sorted(known)}")
-        try:
-            weights = load_file(folder / "model.safetensors")
-        except (FileNotFoundError, SafetensorError) as error:
-            raise UserError(f"{folder}/model.safetensors cannot be read ({error}); copy the head again") from None
+        weights = read_weights(folder)
         d2t = weights.get("d2t") if config["draft_vocab"] else None
         try:
             head = settings(**config["settings"]).build(base, d2t)
@@ -237,78 +252,6 @@ class DraftHead(nn.Module, StepwiseDrafter):
             ) from None
 
 
-def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
-    """A local folder as it is, a Hub repository downloaded.
-
-    Raises:
-        UserError: neither exists.
-    """
-    path = Path(name)
-    if path.is_dir():
-        return path
-    if path.is_absolute() or str(name).count("/") != 1:
-        raise UserError(
-            f"no draft head at {name}: give a run's head folder (outputs/NAME/head) or a Hub repository (user/name)"
-        )
-    try:
-        return Path(snapshot_download(str(name), revision=revision, allow_patterns=["*.json", "*.safetensors", "*.md"]))
-    except Exception as error:  # the client also raises its HTTP library's own errors
-        raise UserError(
-            f"no draft head at {name}: it is no local folder, and the Hub said: {str(error).strip().splitlines()[0]}"
-        ) from None
-
-
-def read_head_config(folder: Path) -> dict[str, Any]:
-    """The checked ``config.json`` of a saved head (no weights are read).
-
-    Raises:
-        UserError: not a head of ours, or of a newer format.
-    """
-    config = read_json(folder / "config.json")
-    wanted = {"format", "head", "settings", "base", "draft_vocab"}
-    if not isinstance(config, dict) or not wanted <= set(config):
-        raise UserError(
-            f"{folder}/config.json is no drafthead config (it needs {sorted(wanted)}); is this a head folder?"
-        )
-    if config["format"] != FORMAT:
-        raise UserError(f"{folder} has format {config['format']}, this version reads {FORMAT}; update drafthead")
-    for key, kind in (("head", str), ("settings", dict), ("base", dict)):
-        if not isinstance(config[key], kind):
-            raise UserError(
-                f"{folder}/config.json has a {type(config[key]).__name__} as {key}, expected a {kind.__name__}; copy "
-                "the head again"
-            )
-    return config
-
-
-def read_tree(path: Path, depth: int) -> TokenTree:
-    """The tree in a ``tree.json``.
-
-    Raises:
-        UserError: no such file, no tree in it, or one deeper than the ``depth`` positions that the head drafts.
-    """
-    content = read_json(path)
-    try:
-        tree = TokenTree.from_paths([tuple(c) for c in content["choices"]])
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is no tree.json ({error}); it needs choices: a list of rank paths") from None
-    if tree.depth > depth:
-        raise UserError(f"the tree in {path} is {tree.depth} deep, but the head drafts {depth} positions; choose one")
-    return tree
-
-
-def read_threshold(path: Path, default: float) -> float:
-    """The confidence threshold in a ``tree.json``, ``default`` where it has none.
-
-    Raises:
-        UserError: it is no threshold.
-    """
-    found = read_json(path).get("stop_below", default)
-    if not isinstance(found, int | float) or not 0 <= found < 1:
-        raise UserError(f"{path} has stop_below={found!r}, which must be in [0, 1); correct it or choose a tree anew")
-    return float(found)
-
-
 def _config_class(folder: Path, name: str) -> type[DraftHeadConfig]:
     """The settings class a saved head names; only classes of this package, so a config cannot run foreign code."""
     module, _, attribute = name.rpartition(".")
@@ -319,13 +262,3 @@ def _config_class(folder: Path, name: str) -> type[DraftHeadConfig]:
     if not (isinstance(found, type) and issubclass(found, DraftHeadConfig)):
         raise UserError(f"{folder}/config.json names head {name!r}, which is no head of this version under {PACKAGE}*")
     return found
-
-
-def _check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
-    actual = base.identity()
-    for key in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
-        if trained.get(key) != actual[key]:
-            raise UserError(
-                f"the head in {folder} was trained for {trained.get('name')} ({key} {trained.get(key)}), but the base "
-                f"is {actual['name']} ({key} {actual[key]}); name no base, and the head's own is loaded"
-            )

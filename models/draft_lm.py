@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from drafthead.data.contracts import Features, TrainBatch
 from drafthead.data.errors import UserError
+from drafthead.models.attention import document_mask
 from drafthead.models.base import BaseModel
 from drafthead.models.committed import Committed
 from drafthead.models.draft_cache import CachedExpansion, DraftCache, TextState
 from drafthead.models.draft_head import DraftHeadConfig, HeadSize
 from drafthead.models.drafter import DraftPlan, DraftState
 from drafthead.models.fused import fuse_modules
-from drafthead.models.head_attention import document_mask
 from drafthead.models.layer_views import with_layers
 from drafthead.models.linear import prepack_linears
 from drafthead.models.next_token_head import NextTokenHead
@@ -61,6 +61,10 @@ class DraftLMConfig(DraftHeadConfig):
     def trained_positions(self) -> int:
         return 1  # the same prediction serves all
 
+    def check_layers(self, num_layers: int) -> None:
+        if self.from_layers is not None and not all(0 <= source < num_layers for source in self.from_layers):
+            raise UserError(f"head.from_layers must be in [0, {num_layers}), got {list(self.from_layers)}")
+
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftLM":
         return DraftLM(self, base, d2t)
 
@@ -88,8 +92,7 @@ class DraftLM(NextTokenHead):
         super().__init__(config, base, d2t)
         settings = base.model.config
         sources = config.from_layers or _evenly(config.num_layers, base.num_layers)
-        if not all(0 <= source < base.num_layers for source in sources):
-            raise UserError(f"head.from_layers must be in [0, {base.num_layers}), got {sources}")
+        config.check_layers(base.num_layers)
         stock = base.model.model.layers
         self.layers = nn.ModuleList(fresh_copy(stock[source], settings, n) for n, source in enumerate(sources))
         self.norm = deepcopy(base.model.model.norm).float().requires_grad_(True)
@@ -97,10 +100,8 @@ class DraftLM(NextTokenHead):
         self._reader: BaseModel | None = None
         self._projections = Projections(self.teacher, 0)
 
-    def train(self, mode: bool = True) -> "DraftLM":
-        self._reader = None  # packed copies of weights that may change
-        super().train(mode)
-        return self
+    def forget_copies(self) -> None:
+        self._reader = None
 
     # Drafting ------------------------------------------------------------------------------------------------
 
@@ -136,7 +137,7 @@ class DraftLM(NextTokenHead):
         out = self._trunk.model.model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            attention_mask=document_mask(batch),
+            attention_mask=document_mask(batch.document_ids, torch.float32),
             use_cache=False,
         )
         hidden: Tensor = out.last_hidden_state

@@ -14,9 +14,7 @@ Shape legend: B batch, T time, S places that are drafted from, F frontier nodes,
 D width, W draft vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -24,15 +22,17 @@ from torch import Tensor, nn
 
 from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
 from drafthead.data.errors import UserError
+from drafthead.models.attention import document_mask
 from drafthead.models.base import BaseModel
 from drafthead.models.draft_head import DraftHeadConfig, HeadSize
 from drafthead.models.drafter import DraftPlan, DraftState, last_of
-from drafthead.models.eagle_layer import EagleLayer, PackedEagleLayer, PackedNorm, drafting_places, followed
-from drafthead.models.head_attention import HeadRMSNorm, document_mask, norm_eps
+from drafthead.models.eagle_layer import EagleLayer, PackedEagleLayer, drafting_places, followed
+from drafthead.models.fused import FusedRMSNorm
+from drafthead.models.head_attention import HeadRMSNorm, norm_eps
 from drafthead.models.layer_memory import LayerMemory, LayerText
+from drafthead.models.linear import inference_linear
 from drafthead.models.output_head import OutputHead
 from drafthead.models.position_head import PositionHead
-from drafthead.models.projections import inference_linear
 from drafthead.models.reading import Reading
 
 
@@ -75,6 +75,10 @@ class Eagle3Config(DraftHeadConfig):
     def trained_positions(self) -> int:
         return self.ttt_steps
 
+    def check_layers(self, num_layers: int) -> None:
+        if self.layers is not None and not all(0 <= layer <= num_layers for layer in self.layers):
+            raise UserError(f"head.layers must be in [0, {num_layers}], got {list(self.layers)}")
+
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "Eagle3Head":
         return Eagle3Head(self, base, d2t)
 
@@ -91,6 +95,7 @@ class Eagle3Config(DraftHeadConfig):
             positions=self.num_tokens,
             draft_vocab_size=vocabulary,
             projections=projections,
+            feature_layers=sources if self.layers is None or self.layers else 0,
             # Once the states and the feature; every step the normed inputs (2 D), q, k, v before and after rotation,
             # attention's output and residual, gate, up, their product and activation (2.7 D each), norm and gradient.
             activations_per_token=hidden_size * (2 * sources + 2 + 26 * self.ttt_steps),
@@ -118,14 +123,12 @@ class Eagle3Head(PositionHead):
         super().__init__(config, base, d2t)
         width, eps, device = base.hidden_size, norm_eps(base), base.device
         layers = published_layers(base.num_layers) if config.layers is None else tuple(config.layers)
-        if not all(0 <= layer <= base.num_layers for layer in layers):
-            raise UserError(f"head.layers must be in [0, {base.num_layers}], got {list(layers)}")
+        config.check_layers(base.num_layers)
         self.spec = FeatureSpec(layers=layers)
         sources = max(1, len(layers))
-        inner = config.intermediate_size or base.model.config.intermediate_size
         self.input_norm = HeadRMSNorm(sources * width, eps, device) if config.norm_before_fc else None
         self.fc = nn.Linear(sources * width, width, bias=False, device=device)
-        self.midlayer = EagleLayer(base, inner)
+        self.midlayer = EagleLayer(base, config.intermediate_size)
         self.norm = HeadRMSNorm(width, eps, device)
         self.lm_head: nn.Linear | None = None
         if config.own_lm_head:
@@ -150,15 +153,8 @@ class Eagle3Head(PositionHead):
         scale = self.base.model.model.norm(torch.ones_like(self.teacher.weight[0])).float()
         self.norm.weight.copy_(scale.square().mean().sqrt() if deepest is None else scale)
 
-    def train(self, mode: bool = True) -> "Eagle3Head":
-        self._packed = None  # copies of weights that may change
-        super().train(mode)
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def forget_copies(self) -> None:
         self._packed = None
-        moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return moved
 
     def output_head(self, k: int) -> OutputHead:
         return self.teacher if self.lm_head is None else OutputHead(weight=self.lm_head.weight)
@@ -222,7 +218,7 @@ class Eagle3Head(PositionHead):
         def embedded(step: int, at: Tensor) -> Tensor:
             return self.embed(flat[(row_starts + at + 1 + step).clamp(max=len(flat) - 1)])
 
-        mask = document_mask(batch).to(feature.dtype)
+        mask = document_mask(batch.document_ids, feature.dtype)
         found = self.midlayer.unroll(feature, embedded, batch.position_ids, mask, places, steps, self._feature)
         return torch.stack(
             [self.norm(out.flatten(0, 1)[slots[sources]]) for out, sources in zip(found, reading.sources, strict=True)]
@@ -247,8 +243,8 @@ class _Packed:
 
     def __init__(self, head: Eagle3Head) -> None:
         self.layer = PackedEagleLayer(head.midlayer)
-        self.input_norm = None if head.input_norm is None else PackedNorm(head.input_norm)
-        self.norm = PackedNorm(head.norm)
+        self.input_norm = None if head.input_norm is None else FusedRMSNorm(head.input_norm)
+        self.norm = FusedRMSNorm(head.norm)
         self._fc = inference_linear(head.fc.weight.detach())
         self._output = head.output_head(0)
         self._lm_head = inference_linear(self._output.weight.detach())

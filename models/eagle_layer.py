@@ -10,27 +10,31 @@ R = H / G, E head width, D width, i own steps.
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drafthead.data.contracts import NO_DOCUMENT
 from drafthead.models.base import BaseModel
+from drafthead.models.fused import FusedMLP, FusedRMSNorm
 from drafthead.models.head_attention import HeadAttention, HeadMLP, HeadRMSNorm, norm_eps
 from drafthead.models.kv_cache import KVCache, RaggedCache
-from drafthead.models.linear import can_prepack
-from drafthead.models.projections import inference_linear
 from drafthead.models.reading import Reading
 
 
 class EagleLayer(nn.Module):
     """Attention over [norm(embedding); norm(feature)], MLP, both added to the feature; names as in checkpoints."""
 
-    def __init__(self, base: BaseModel, inner: int) -> None:
+    def __init__(self, base: BaseModel, inner: int | None) -> None:
+        """For ``base``, with an MLP of width ``inner`` or the base's.
+
+        Raises:
+            UserError: the base has no rotary embedding.
+        """
         super().__init__()
         width, eps, device = base.hidden_size, norm_eps(base), base.device
         self.self_attn = HeadAttention(base, 2 * width)
-        self.mlp = HeadMLP(width, inner, device)
+        # Only now: a base without rotary embedding may say nothing of its MLP.
+        self.mlp = HeadMLP(width, inner or base.model.config.intermediate_size, device)
         self.input_layernorm = HeadRMSNorm(width, eps, device)
         self.hidden_norm = HeadRMSNorm(width, eps, device)
         self.post_attention_layernorm = HeadRMSNorm(width, eps, device)
@@ -124,12 +128,10 @@ class PackedEagleLayer:
     """An ``EagleLayer`` for drafting: copies of its weights in few, large products. Inference only."""
 
     def __init__(self, layer: EagleLayer) -> None:
-        mlp = layer.mlp
-        self._norms = PackedNorm(layer.input_layernorm, layer.hidden_norm)
+        self._norms = FusedRMSNorm(layer.input_layernorm, layer.hidden_norm)
         self._attention = layer.self_attn.inference()
-        self._post_norm = PackedNorm(layer.post_attention_layernorm)
-        self._gate_up = inference_linear(torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]))
-        self._down = inference_linear(mlp.down_proj.weight.detach())
+        self._post_norm = FusedRMSNorm(layer.post_attention_layernorm)
+        self._mlp = FusedMLP(layer.mlp)
 
     def __call__(self, inputs: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
         """[B, F, 2 D] embeddings and features, side by side -> [B, F, D]; ``cache`` is open for these F positions."""
@@ -137,28 +139,8 @@ class PackedEagleLayer:
         halves = inputs.view(batch, new, 2, width // 2)
         normed = self._norms(halves).view(batch, new, width)
         hidden = halves[:, :, 1] + self._attention(normed, positions, mask, cache)
-        gate, up = self._gate_up(self._post_norm(hidden)).chunk(2, -1)
-        found: Tensor = hidden + self._down(F.silu(gate) * up)
+        found: Tensor = hidden + self._mlp(self._post_norm(hidden))
         return found
-
-
-class PackedNorm:
-    """One or several norms of the same width in four operations; several norm the last axis but one, each its part."""
-
-    def __init__(self, *norms: HeadRMSNorm) -> None:
-        weight = torch.stack([norm.weight.detach() for norm in norms]) if len(norms) > 1 else norms[0].weight.detach()
-        self._width, self._eps = weight.shape[-1], norms[0].eps
-        # As in ``FusedRMSNorm``; other devices have a kernel of their own, and lower precisions need its float32.
-        self._by_length = can_prepack(norms[0].weight[None])
-        self._weight = weight * self._width**0.5 if self._by_length else weight
-        self._floor = torch.tensor((self._width * self._eps) ** 0.5)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D], or [..., n, D] -> [..., n, D] of n norms."""
-        if not self._by_length:
-            return F.rms_norm(x, (self._width,), None, self._eps) * self._weight
-        length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return (x * self._weight).div_(length.hypot_(self._floor))
 
 
 def followed(documents: Tensor) -> Tensor:

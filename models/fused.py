@@ -2,7 +2,8 @@
 
 At one to eight rows a third of a forward pass of a small base is not weight reading but the many small operations
 and calls between the products. These modules take the place of the stock ones inside stock decoder layers, give
-the same results to float32 rounding, and are for inference only.
+the same results to float32 rounding, and are for inference only. Layers that heads train themselves draft with them
+too.
 
 Shape legend: B batch, T time, D width, H query heads, G key/value heads, E head width.
 """
@@ -10,6 +11,7 @@ Shape legend: B batch, T time, D width, H query heads, G key/value heads, E head
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaMLP, GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
@@ -18,7 +20,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Q
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
 
 from drafthead.models import attention
-from drafthead.models.linear import PrepackedLinear, can_prepack, is_skinny, pad_rows
+from drafthead.models.linear import PrepackedLinear, can_prepack, is_skinny, joined_linear, pad_rows
 
 ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention, GemmaAttention)
 MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP, GemmaMLP)
@@ -26,39 +28,46 @@ NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, GemmaRMSNorm)
 
 
 class FusedRMSNorm(nn.Module):
-    """Stock RMSNorm in four operations: ``x * w * sqrt(D) / hypot(|x|, sqrt(D * eps))``; float32.
+    """RMSNorm in four operations, in float32 on a CPU: ``x * w * sqrt(D) / hypot(|x|, sqrt(D * eps))``.
 
-    ``F.rms_norm`` is the stock chain of a dozen operations on a CPU and gains nothing.
+    ``F.rms_norm`` is the stock chain of a dozen operations there and gains nothing. Other devices have a kernel for it,
+    and lower precisions need its float32.
     """
 
-    def __init__(self, norm: Any) -> None:
+    def __init__(self, *norms: Any) -> None:
+        """Of one norm, or of several of one width and epsilon, each for its part of the input's last axis but one."""
         super().__init__()
         # Gemma's stored weight is the distance from one.
-        gemma = isinstance(norm, GemmaRMSNorm)
-        weight = (1.0 + norm.weight if gemma else norm.weight).detach()
-        width = weight.shape[0]
-        self._weight = weight * width**0.5
-        self._floor = torch.tensor((width * (norm.eps if gemma else norm.variance_epsilon)) ** 0.5)
+        weights = [1.0 + norm.weight if isinstance(norm, GemmaRMSNorm) else norm.weight for norm in norms]
+        weight = (torch.stack(weights) if len(norms) > 1 else weights[0]).detach()
+        self._width = weight.shape[-1]
+        self._eps: float = norms[0].variance_epsilon if hasattr(norms[0], "variance_epsilon") else norms[0].eps
+        self._by_length = weight.device.type == "cpu" and weight.dtype == torch.float32
+        self._weight = weight * self._width**0.5 if self._by_length else weight
+        self._floor = torch.tensor((self._width * self._eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
+        """[..., D] -> [..., D], of n norms [..., n, D] -> [..., n, D]."""
+        if not self._by_length:
+            return F.rms_norm(x, (self._width,), None, self._eps) * self._weight
         length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         out: Tensor = (x * self._weight).div_(length.hypot_(self._floor))
         return out
 
 
 class FusedMLP(nn.Module):
-    """``down(act(gate(x)) * up(x))`` with gate and up as one product."""
+    """``down(act(gate(x)) * up(x))`` with gate and up as one product; packed where that is possible."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
-        self._gate_up = PrepackedLinear.joined([mlp.gate_proj, mlp.up_proj])
-        self._down = PrepackedLinear.joined([mlp.down_proj])
+        self._gate_up = joined_linear([mlp.gate_proj, mlp.up_proj])
+        self._down = joined_linear([mlp.down_proj])
         self._act = mlp.act_fn
+        self._packed = isinstance(self._gate_up, PrepackedLinear)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        if is_skinny(x):
+        if self._packed and is_skinny(x):
             # Once for both products.
             return self.forward(pad_rows(x)).narrow(-2, 0, x.shape[-2])
         gate, up = self._gate_up(x).chunk(2, -1)
@@ -76,8 +85,8 @@ class FusedAttention(nn.Module):
         self.head_dim: int = stock.head_dim
         self._queries = stock.q_proj.out_features // self.head_dim
         self._rotated = self._queries + stock.k_proj.out_features // self.head_dim
-        self._qkv = PrepackedLinear.joined([stock.q_proj, stock.k_proj, stock.v_proj])
-        self._out = PrepackedLinear.joined([stock.o_proj])
+        self._qkv = joined_linear([stock.q_proj, stock.k_proj, stock.v_proj])
+        self._out = joined_linear([stock.o_proj])
         self._normed = hasattr(stock, "q_norm")
         if self._normed:
             self.q_norm, self.k_norm = FusedRMSNorm(stock.q_norm), FusedRMSNorm(stock.k_norm)
@@ -98,7 +107,7 @@ class FusedAttention(nn.Module):
         if self._normed:
             query, key = states_BTHE[:, :, : self._queries], states_BTHE[:, :, self._queries :]
             states_BTHE = torch.cat((self.q_norm(query), self.k_norm(key)), 2)
-        states_BHTE = _rotate(states_BTHE, *position_embeddings).transpose(1, 2)
+        states_BHTE = rotate(states_BTHE, *position_embeddings).transpose(1, 2)
         query, key = states_BHTE[:, : self._queries], states_BHTE[:, self._queries :]
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -106,14 +115,15 @@ class FusedAttention(nn.Module):
         return self._out(out.reshape(batch, time, -1)), None
 
 
-def _rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
+def rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
     """Rotary position embedding, first half of a head paired with its second half, as in transformers."""
     first, second = x_BTHE.chunk(2, -1)
     sin_first, sin_second = sin_BTE.unsqueeze(2).chunk(2, -1)
     out = x_BTHE * cos_BTE.unsqueeze(2)
-    out_first, out_second = out.chunk(2, -1)
-    out_first.addcmul_(second, sin_first, value=-1)
-    out_second.addcmul_(first, sin_second)
+    half = first.shape[-1]
+    # Not chunks: gradients do not pass through what is written into one of several views.
+    out.narrow(-1, 0, half).addcmul_(second, sin_first, value=-1)
+    out.narrow(-1, half, half).addcmul_(first, sin_second)
     return out
 
 

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafthead.data.contracts import TrainBatch
 from drafthead.data.errors import UserError
 from drafthead.models.base import BaseModel
-from drafthead.models.fused import FusedAttention
+from drafthead.models.fused import FusedAttention, rotate
 from drafthead.models.kv_cache import CacheShape, KVCache, RaggedCache
 from drafthead.models.linear import can_prepack
 
@@ -87,12 +86,11 @@ class HeadAttention(nn.Module):
 
     def states(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [B, H, T, E] and keys, and values [B, G, T, E], of inputs [B, T, I]."""
-        cos, sin = (part[:, None] for part in self.rotation(x, positions))
+        turns = self.rotation(x, positions)
         query, key, value = (
-            linear(x).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
-            for linear in (self.q_proj, self.k_proj, self.v_proj)
+            linear(x).unflatten(-1, (-1, self.shape.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return _rotate(query, cos, sin), _rotate(key, cos, sin), value
+        return rotate(query, *turns).transpose(1, 2), rotate(key, *turns).transpose(1, 2), value.transpose(1, 2)
 
     def forward(
         self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache | None = None
@@ -126,7 +124,7 @@ class HeadAttention(nn.Module):
 
 
 class HeadRMSNorm(nn.Module):
-    """Root-mean-square norm with a scale, the statistics in float32."""
+    """Root-mean-square norm with a scale, the statistics in float32; ``FusedRMSNorm`` is its form for drafting."""
 
     def __init__(self, width: int, eps: float, device: Any = None) -> None:
         super().__init__()
@@ -139,7 +137,12 @@ class HeadRMSNorm(nn.Module):
 
 
 class HeadMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` without biases; names of its weights as in Llama checkpoints."""
+    """``down(silu(gate(x)) * up(x))`` without biases; names of its weights as in Llama checkpoints.
+
+    ``FusedMLP`` is its form for drafting.
+    """
+
+    act_fn = staticmethod(F.silu)
 
     def __init__(self, width: int, inner: int, device: Any = None) -> None:
         super().__init__()
@@ -149,25 +152,10 @@ class HeadMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        down: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return down
 
 
 def norm_eps(base: BaseModel) -> float:
     """Epsilon of the base's norms."""
     return float(getattr(base.model.config, "rms_norm_eps", 1e-6))
-
-
-def document_mask(batch: TrainBatch) -> Tensor:
-    """[B, 1, T, T] additive float32: a token sees itself and what is before it in its own document."""
-    documents = batch.document_ids
-    time = documents.shape[1]
-    seen = documents[:, :, None] == documents[:, None, :]
-    seen &= torch.ones(time, time, dtype=torch.bool, device=documents.device).tril_()
-    return torch.zeros(seen.shape, device=documents.device).masked_fill_(~seen, -torch.inf)[:, None]
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, first half of a head paired with its second half, as in transformers."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin

@@ -12,19 +12,20 @@ Shape legend: B rows, T time, F frontier nodes, D width, W draft vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from drafthead.data.contracts import Features, FeatureSpec, Proposal, TrainBatch
 from drafthead.data.errors import UserError
+from drafthead.models.attention import document_mask
 from drafthead.models.base import BaseModel
 from drafthead.models.committed import Committed
 from drafthead.models.draft_cache import CachedExpansion, DraftCache, TextState
 from drafthead.models.draft_head import DraftHeadConfig, HeadSize
 from drafthead.models.drafter import DraftPlan, DraftState, DynamicTree
-from drafthead.models.head_attention import HeadAttention, HeadRMSNorm, Layer, document_mask, norm_eps
+from drafthead.models.fused import FusedRMSNorm
+from drafthead.models.head_attention import HeadAttention, HeadRMSNorm, Layer, norm_eps
 from drafthead.models.kv_cache import KVCache, RaggedCache
 from drafthead.models.layer_memory import LayerMemory, LayerText
 from drafthead.models.layer_views import first_layers
@@ -60,6 +61,10 @@ class KangarooConfig(DraftHeadConfig):
     def trained_positions(self) -> int:
         return 1  # the same prediction serves all
 
+    def check_layers(self, num_layers: int) -> None:
+        if self.exit_layer >= num_layers:
+            raise UserError(f"head.exit_layer must be below the base's {num_layers} layers, got {self.exit_layer}")
+
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "KangarooHead":
         return KangarooHead(self, base, d2t)
 
@@ -71,6 +76,7 @@ class KangarooConfig(DraftHeadConfig):
             trainable=adapter,
             positions=self.num_tokens,
             draft_vocab_size=min(self.draft_vocab_size or vocab_size, vocab_size),
+            feature_layers=1,
             # Both norms, q, k, v before and after rotation, the attention's output, the sum, its gradient.
             activations_per_token=12 * hidden_size,
         )
@@ -83,8 +89,7 @@ class KangarooHead(NextTokenHead):
 
     def __init__(self, config: KangarooConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
-        if config.exit_layer >= base.num_layers:
-            raise UserError(f"head.exit_layer must be below the base's {base.num_layers} layers: {config.exit_layer}")
+        config.check_layers(base.num_layers)
         self.spec = FeatureSpec(layers=(config.exit_layer,))
         self.stop_below = config.threshold
         self.begun_layers = config.exit_layer
@@ -95,20 +100,14 @@ class KangarooHead(NextTokenHead):
         self._projections = Projections(self.teacher, 0)
         self._layer: Layer | None = None
 
-    def train(self, mode: bool = True) -> "KangarooHead":
-        self._layer = None  # packed copies of weights that may change
-        super().train(mode)
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def forget_copies(self) -> None:
         self._layer = None
-        moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return moved
 
     def hidden_states(self, batch: TrainBatch, features: Features) -> Tensor:
         # A kept feature is missing (NaN) where no token was read: there it has no value and no gradient.
         x = features.layer(0).float().nan_to_num()
-        attended: Tensor = self.self_attn(self.input_layernorm(x), batch.position_ids, document_mask(batch))
+        mask = document_mask(batch.document_ids, x.dtype)
+        attended: Tensor = self.self_attn(self.input_layernorm(x), batch.position_ids, mask)
         normed: Tensor = self.norm(x + attended)
         return normed
 
@@ -118,10 +117,11 @@ class KangarooHead(NextTokenHead):
         """The adapter as one function over a cache, packed for few rows where that is possible."""
         if self._layer is None:
             attention = self.self_attn.inference()
+            input_norm, norm = FusedRMSNorm(self.input_layernorm), FusedRMSNorm(self.norm)
 
             def adapter(x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
                 x = x.float()
-                normed: Tensor = self.norm(x + attention(self.input_layernorm(x), positions, mask, cache))
+                normed: Tensor = norm(x + attention(input_norm(x), positions, mask, cache))
                 return normed
 
             self._layer = adapter
@@ -177,7 +177,12 @@ class KangarooState(DraftState):
     own: TextState | None
     """Shallow states of its own: when led along a text without a target's cache."""
     target: KVCache | RaggedCache | None
-    """The target's cache."""
+    """The target's cache; None: none, or not attached again since rows were selected."""
+
+    def select(self, rows: list[int]) -> "KangarooState":
+        # ``attach`` follows wherever there is a target: its cache is selected by whom it belongs to.
+        own = None if self.own is None else self.own.select(rows)
+        return KangarooState(adapter=self.adapter.select(rows), own=own, target=None)
 
 
 class _SharedExpansion:

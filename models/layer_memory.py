@@ -84,7 +84,8 @@ class LayerMemory:
         cache = self._cache
         assert cache is not None
         new, pending = inputs.shape[1], self._forest.ancestors.shape[1]
-        self._make_room(cache.positions(torch.zeros(1, 1, dtype=torch.int64))[:, 0] + pending, new)
+        root = torch.zeros(1, 1, dtype=torch.int64, device=inputs.device)
+        self._make_room(cache.positions(root)[:, 0] + pending, new)
         above = parents + (pending - self._width) if self._depth else None
         self._forest = self._forest.grown(inputs.shape[0], new, above)
         depths = torch.full((1, new), self._depth, device=inputs.device)

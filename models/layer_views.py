@@ -37,7 +37,7 @@ def with_layers(
     if dtype is not None and dtype != base.dtype:
         view.dtype = dtype
         decoder.set_input_embeddings(_CastEmbedding(decoder.get_input_embeddings(), dtype))
-    view._cache_shape = replace(base._cache_shape, layers=len(layers), dtype=view.dtype)
+    view.cache_shape = replace(base.cache_shape, layers=len(layers), dtype=view.dtype)
     view._tree_masks, view._static = TreeMasks(), None
     view._last_layers = {}
     view.name = f"{base.name} with {len(layers)} layers"

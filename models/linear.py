@@ -57,12 +57,6 @@ class PrepackedLinear(nn.Module):
         product: Tensor = self._product(x, self._packed, self._bias, "none", [], "")
         return product
 
-    @classmethod
-    def joined(cls, linears: list[nn.Linear]) -> "PrepackedLinear":
-        """One layer with the outputs of all ``linears`` side by side; they share their input, and bias or none."""
-        bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-        return cls(torch.cat([linear.weight for linear in linears]), bias)
-
 
 def _use_huge_pages(address: int, size: int) -> None:
     """Ask Linux to back this memory by huge pages: reading weights in 4 KiB pages costs a twentieth of a pass more.
@@ -87,6 +81,22 @@ def can_prepack(weight: Tensor) -> bool:
         and weight.ndim == 2
         and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     )
+
+
+def inference_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
+    """A layer with this weight, packed for few rows where that is possible. No gradient reaches the weight."""
+    if can_prepack(weight):
+        return PrepackedLinear(weight, bias)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    linear.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)  # type: ignore[assignment]
+    return linear
+
+
+def joined_linear(linears: list[nn.Linear]) -> nn.Module:
+    """``inference_linear`` with the outputs of ``linears`` side by side; they share their input, and bias or none."""
+    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+    return inference_linear(torch.cat([linear.weight for linear in linears]), bias)
 
 
 def prepack_linears(module: nn.Module) -> int:

@@ -8,7 +8,8 @@ import torch
 
 from drafthead.models.base import BaseModel
 from drafthead.models.base_config import ADAPTER, ORIGIN, BaseConfig
-from drafthead.models.draft_head import DraftHead, read_head_config, resolve_folder
+from drafthead.models.draft_head import DraftHead
+from drafthead.models.head_files import read_head_config, resolve_folder
 
 
 def load_base(name: str, **settings: Any) -> BaseModel:

@@ -14,9 +14,9 @@ what it buys.
 Shape legend: B batch, T time, N tree nodes, K heads, n selected positions, D width, W draft vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -128,18 +128,7 @@ class MedusaHead(PositionHead):
         self._stacks: list[tuple[Tensor, Tensor]] | None = None
         self._static = StaticCalls(base.device) if base.uses_graphs else None
 
-    def train(self, mode: bool = True) -> "MedusaHead":
-        self._forget_copies()
-        super().train(mode)
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._forget_copies()
-        moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return moved
-
-    def _forget_copies(self) -> None:
-        """Copies of weights that may change, and graphs that read them where they are."""
+    def forget_copies(self) -> None:
         self._stacks = None
         if self._static is not None:
             self._static.clear()

@@ -54,7 +54,7 @@ MERGED = "merged"
 
 @dataclass(kw_only=True)
 class Medusa2Config(MedusaConfig):
-    """Settings of :class:`Medusa2Head`. ``mode=plan`` counts the heads alone."""
+    """Settings of :class:`Medusa2Head`."""
 
     lora_rank: int = 32
     lora_alpha: float = 16.0

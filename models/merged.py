@@ -19,7 +19,6 @@ from drafthead.data.errors import UserError
 from drafthead.data.token_tree import NO_CHILD, TokenTree, TreeShape
 from drafthead.models.coins import Coins
 from drafthead.models.drafter import Drafter, DraftPlan, DraftState, DynamicTree
-from drafthead.models.kv_cache import KVCache, RaggedCache
 
 
 @dataclass
@@ -36,7 +35,8 @@ class Merged(Drafter):
     """Drafts the union of what ``drafters`` draft, each a tree of its own.
 
     The plan's siblings, sampler and threshold hold for all drafters, the depth too; of a dynamic tree's nodes every
-    drafter gets an equal share.
+    drafter gets an equal share. No drafter is attached to the target's cache: the target reads the union of the trees
+    whole, of which one that exits early would know its own part only.
     """
 
     def __init__(self, drafters: Sequence[Drafter], trees: Sequence[TokenTree] | None = None) -> None:
@@ -77,11 +77,6 @@ class Merged(Drafter):
         return MergedState(
             parts=tuple(drafter.observe(part, tokens, self._own(drafter, features), counts) for drafter, part in pairs)
         )
-
-    def attach(self, state: DraftState, cache: KVCache | RaggedCache) -> MergedState:
-        assert isinstance(state, MergedState)
-        pairs = zip(self.drafters, state.parts, strict=True)
-        return MergedState(parts=tuple(drafter.attach(part, cache) for drafter, part in pairs))
 
     def _own(self, drafter: Drafter, features: Features | None) -> Features | None:
         """What ``drafter`` reads of the features that all of them read."""

@@ -3,17 +3,15 @@
 Shape legend: B rows, F nodes, K draft positions, D width, W draft vocabulary.
 """
 
-from collections.abc import Callable
-from typing import Self
-
 import torch
 from torch import Tensor, nn
 
-from drafthead.models.linear import PrepackedLinear, can_prepack
+from drafthead.models.copies import KeepsCopies
+from drafthead.models.linear import inference_linear
 from drafthead.models.output_head import OutputHead
 
 
-class Projections(nn.Module):
+class Projections(KeepsCopies):
     """``count`` projections of its own, initialised from the base's and trained; 0: the base's one, frozen and shared.
 
     Position k (0-based) reads projection k, or the last one there is.
@@ -25,15 +23,8 @@ class Projections(nn.Module):
         self._teacher = teacher
         self._products: dict[int, nn.Module] = {}
 
-    def train(self, mode: bool = True) -> "Projections":
+    def forget_copies(self) -> None:
         self._products.clear()
-        super().train(mode)
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._products.clear()
-        moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return moved
 
     def head(self, k: int) -> OutputHead:
         """The projection of draft position k (0-based), with the base's scale and soft-cap."""
@@ -54,15 +45,6 @@ class Projections(nn.Module):
     def distinct(self) -> int:
         """Different projections."""
         return max(1, len(self.weights))
-
-
-def inference_linear(weight: Tensor) -> nn.Module:
-    """A layer with this weight, packed for few rows where that is possible."""
-    if can_prepack(weight):
-        return PrepackedLinear(weight, None)
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear
 
 
 def stack_logits(projections: Projections, hidden: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ Shape legend: B rows, F frontier nodes, P nodes of the level above, D base width
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -46,18 +45,7 @@ class RecurrentHead(PositionHead):
             tokens: [B, F] int64 target ids: the root for k = 0, then drafts.
         """
 
-    def train(self, mode: bool = True) -> Self:
-        self.forget_copies()
-        super().train(mode)
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.forget_copies()
-        moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return moved
-
     def forget_copies(self) -> None:
-        """Drop copies of weights that may change, and graphs that read them where they are."""
         if self._static is not None:
             self._static.clear()
 

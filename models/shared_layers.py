@@ -50,9 +50,9 @@ class SharedPass:
 
     def finish(self, proposal: Proposal) -> BegunPass:
         """Read the nodes of ``proposal`` that drafting has not read (its leaves), and put all in its order."""
-        places, missing = self._match(proposal)
-        if missing:
-            self._read_missing(proposal, places, missing)
+        places = self._match(proposal)
+        while bool((places == UNREAD).any()):
+            self._read_missing(proposal, places)
         self._cache.keep(places, torch.full((len(places),), places.shape[1], device=places.device))
         hidden = torch.cat(self._hidden, 1)
         return BegunPass(
@@ -60,31 +60,42 @@ class SharedPass:
             hidden=hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1])),
         )
 
-    def _match(self, proposal: Proposal) -> tuple[Tensor, list[list[int]]]:
-        """Where each node was read ([B, N], ``UNREAD`` where it was not), and the unread nodes of every row."""
-        tokens = torch.cat(self._tokens, 1).tolist()
-        above = torch.cat(self._parents, 1).tolist()
+    def _match(self, proposal: Proposal) -> Tensor:
+        """Where each node was read, [B, N] int64; ``UNREAD`` where it was not.
+
+        A node is known by the tokens of its path: with the same ones, two nodes have the same state.
+        """
+        tokens, above = torch.cat(self._tokens, 1).tolist(), torch.cat(self._parents, 1).tolist()
         wanted = proposal.tokens.tolist()
         parents = proposal.shape.parents.expand_as(proposal.tokens).tolist()
-        places, missing = [], []
+        places = []
         for row in range(len(wanted)):
-            known = {(a, t): m for m, (a, t) in reversed(list(enumerate(zip(above[row], tokens[row], strict=True))))}
+            twin: list[int] = []  # the first node read with the same path
+            known: dict[tuple[int, int], int] = {}
+            for node, (a, t) in enumerate(zip(above[row], tokens[row], strict=True)):
+                twin.append(known.setdefault((a if a == UNREAD else twin[a], t), node))
             found = [0]
             for node in range(1, len(wanted[row])):
                 parent = parents[row][node]
-                # Padding is never looked at: the root stands in for it.
-                found.append(0 if parent < 0 else known.get((found[parent], wanted[row][node]), UNREAD))
+                if parent < 0:
+                    found.append(0)  # padding, which nothing looks at
+                elif found[parent] == UNREAD:
+                    found.append(UNREAD)
+                else:
+                    found.append(known.get((found[parent], wanted[row][node]), UNREAD))
             places.append(found)
-            missing.append([node for node, place in enumerate(found) if place == UNREAD])
-        return torch.tensor(places, device=proposal.tokens.device), missing if any(missing) else []
+        return torch.tensor(places, device=proposal.tokens.device)
 
-    def _read_missing(self, proposal: Proposal, places: Tensor, missing: list[list[int]]) -> None:
-        """Read the unread nodes of all rows in one pass; sets their ``places``."""
+    def _read_missing(self, proposal: Proposal, places: Tensor) -> None:
+        """Read in one pass the unread nodes of all rows whose parents are read; sets their ``places``."""
+        parents = proposal.shape.parents.expand_as(proposal.tokens).clamp(min=0)
+        ready = (places == UNREAD) & (places.gather(1, parents) != UNREAD)
+        width = int(ready.sum(1).max())
+        # A row with fewer reads others again, which nothing looks at.
+        nodes = ready.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :width]
+        chosen = ready.gather(1, nodes)
+        above = places.gather(1, parents.gather(1, nodes)).clamp(min=0)
         count = sum(t.shape[1] for t in self._tokens)
-        width = max(map(len, missing))
-        # A row with fewer reads its root again, which nothing looks at.
-        nodes = torch.tensor([m + [0] * (width - len(m)) for m in missing], device=places.device)
-        parents = proposal.shape.parents.expand_as(proposal.tokens).gather(1, nodes).clamp(min=0)
-        self._read(proposal.tokens.gather(1, nodes), places.gather(1, parents))
-        for row, unread in enumerate(missing):
-            places[row, unread] = torch.arange(count, count + len(unread), device=places.device)
+        self._read(proposal.tokens.gather(1, nodes), above)
+        read = torch.arange(count, count + width, device=places.device).expand_as(nodes)
+        places.scatter_(1, nodes, torch.where(chosen, read, places.gather(1, nodes)))

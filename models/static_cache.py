@@ -262,6 +262,12 @@ class StaticKVCache(KVCache):
         self.pending = len(path)
         self.commit(counts)
 
+    def enlarged(self, shape: CacheShape, capacity: int) -> "StaticKVCache":
+        copy = self._model.cache(capacity)
+        copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
+        copy.length, copy.pending = self.length, self.pending
+        return copy
+
     def roll_back(self, length: int | None = None) -> None:
         if length is not None:
             self.length = length

@@ -8,8 +8,6 @@ Shape legend: B rows, F frontier nodes, W draft vocabulary, V target vocabulary,
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,6 +18,7 @@ from drafthead.data.token_tree import TokenTree, TreeShape
 from drafthead.models.coins import Coins
 from drafthead.models.drafter import Drafter, DraftPlan, DraftState, DynamicTree
 from drafthead.models.siblings import draw_siblings
+from drafthead.models.tree_levels import levels_of, living, without_missing
 
 
 class Expansion(Protocol):
@@ -87,55 +86,6 @@ def root_only(last: Tensor) -> Proposal:
     return Proposal(tokens=last[:, None], shape=shape, siblings=Siblings.DETERMINISTIC)
 
 
-@dataclass(frozen=True)
-class _Level:
-    """One level of a static tree."""
-
-    nodes: Tensor
-    """[M] nodes on the level, in order."""
-    parents: Tensor
-    """[M] place of each one's parent in the frontier above."""
-    ranks: Tensor
-    """[M] which candidate (or sample) of its parent each one takes."""
-    width: int
-    """Candidates needed of a parent."""
-    inner: Tensor
-    """[F] those of ``nodes`` that have children, as places on this level: the next frontier."""
-    above: Tensor
-    """[F] their parents' places in the frontier above."""
-
-
-@lru_cache(maxsize=512)
-def _levels(tree: TokenTree, device: torch.device, sampled: bool) -> tuple[_Level, ...]:
-    """The levels of ``tree``; for samples, ranks count siblings instead of naming candidates."""
-    levels = []
-    frontier = [0]
-    for depth in range(1, tree.depth + 1):
-        nodes = [n for n, path in enumerate(tree.paths) if len(path) == depth]
-        parents = [frontier.index(tree.parents[n]) for n in nodes]
-        if sampled:
-            ranks = [parents[:place].count(parent) for place, parent in enumerate(parents)]
-        else:
-            ranks = [tree.ranks[n] for n in nodes]
-        inner = [place for place, n in enumerate(nodes) if n in tree.parents]
-
-        def tensor(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        levels.append(
-            _Level(
-                nodes=tensor(nodes),
-                parents=tensor(parents),
-                ranks=tensor(ranks),
-                width=max(ranks) + 1,
-                inner=tensor(inner),
-                above=tensor([parents[place] for place in inner]),
-            )
-        )
-        frontier = [nodes[place] for place in inner]
-    return tuple(levels)
-
-
 class Frontier(NamedTuple):
     """The nodes that are expanded next."""
 
@@ -163,7 +113,7 @@ def grow_ranked(expansion: Expansion, last: Tensor, tree: TokenTree, d2t: Tensor
     alive[:, 0] = True
     depth = 0
     frontier: Frontier | None = None
-    for level in _levels(tree, last.device, sampled=False):
+    for level in levels_of(tree, last.device, sampled=False):
         depth += 1
         logits = _logits_after(expansion, frontier).float()
         width = min(level.width, logits.shape[-1])
@@ -183,26 +133,7 @@ def grow_ranked(expansion: Expansion, last: Tensor, tree: TokenTree, d2t: Tensor
         frontier = Frontier(drafted[:, level.inner], level.above.expand(last.shape[0], -1))
     if stop_below == 0:
         return Proposal(tokens=tokens, shape=tree.shape_on(last.device), siblings=Siblings.DETERMINISTIC)
-    return _living(tree.cut(depth), tokens, alive, confidence)
-
-
-def _living(tree: TokenTree, tokens: Tensor, alive: Tensor, confidence: Tensor) -> Proposal:
-    """The nodes of a static tree that are alive in some row; in other rows they are padding."""
-    kept = alive.any(0).nonzero()[:, 0]
-    if len(kept) == len(tree) and bool(alive[:, : len(tree)].all()):
-        shape = tree.shape_on(tokens.device)
-        kept = torch.arange(len(tree), device=tokens.device)
-    else:
-        place = torch.zeros(alive.shape[1], dtype=torch.int64, device=tokens.device)
-        place[kept] = torch.arange(len(kept), device=tokens.device)
-        above = torch.tensor((0, *tree.parents[1:]), device=tokens.device)
-        parents = place[above[kept]].expand(tokens.shape[0], -1)
-        parents = torch.where(alive[:, kept], parents, -1)
-        parents[:, 0] = -1
-        shape = TreeShape.from_parents(parents)
-    return Proposal(
-        tokens=tokens[:, kept], shape=shape, siblings=Siblings.DETERMINISTIC, confidence=confidence[:, kept]
-    )
+    return living(tree.cut(depth), tokens, alive, confidence)
 
 
 def grow_sampled(
@@ -221,7 +152,7 @@ def grow_sampled(
     frontier: Frontier | None = None
     law_of = torch.zeros(len(tree), dtype=torch.int64, device=last.device)
     parents_of_level, count = torch.zeros(1, dtype=torch.int64, device=last.device), 0
-    for level in _levels(tree, last.device, sampled=True):
+    for level in levels_of(tree, last.device, sampled=True):
         logits = _logits_after(expansion, frontier)
         law = plan.sampler.laws(logits.flatten(0, 1)).view(logits.shape)
         drawn = draw_siblings(law, level.width, plan.siblings, coins)
@@ -238,7 +169,7 @@ def grow_sampled(
         parents_of_level = level.nodes[level.inner]
     shape = tree.shape_on(last.device)
     if plan.siblings is Siblings.WITHOUT_REPLACEMENT:
-        shape = _without_missing(tree, tokens)
+        shape = without_missing(tree, tokens)
     return Proposal(
         tokens=tokens.clamp(min=0),
         shape=shape,
@@ -251,17 +182,6 @@ def grow_sampled(
 def _is_identity(d2t: Tensor, vocabulary: int) -> bool:
     """Whether draft ids are target ids."""
     return len(d2t) == vocabulary and bool((d2t == torch.arange(vocabulary, device=d2t.device)).all())
-
-
-def _without_missing(tree: TokenTree, tokens: Tensor) -> TreeShape:
-    """The shape without samples that do not exist, and without what would follow them."""
-    shape = tree.shape_on(tokens.device)
-    missing = tokens < 0
-    if not missing.any():
-        return shape
-    parents = torch.tensor([tree.parents], device=tokens.device)
-    dead = (shape.ancestors & missing[:, None, :]).any(-1)
-    return TreeShape.from_parents(torch.where(dead, -1, parents), width=shape.children.shape[2])
 
 
 def grow_dynamic(expansion: Expansion, last: Tensor, plan: DynamicTree, d2t: Tensor) -> Proposal:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from drafthead.data.contracts import TrainBatch
 from drafthead.data.errors import UserError
 from drafthead.models import adapter
+from drafthead.models.attention import document_mask
 from drafthead.models.base import BaseModel
 from drafthead.models.layer_views import with_layers
 from drafthead.models.output_head import OutputHead
@@ -91,14 +91,11 @@ class TunedBase:
 
     def hidden_states(self, batch: TrainBatch) -> Tensor:
         """``h`` [B, T, D] after the final norm, with gradients for the adapters; a token sees its own document only."""
-        documents = batch.document_ids
-        time = documents.shape[1]
-        seen = documents[:, :, None] == documents[:, None, :]
-        seen &= torch.ones(time, time, dtype=torch.bool, device=documents.device).tril_()
-        mask = torch.zeros(seen.shape, dtype=self.base.dtype, device=documents.device)
-        mask = mask.masked_fill_(~seen, -torch.inf)[:, None]
         out = self.model.model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=mask, use_cache=False
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=document_mask(batch.document_ids, self.base.dtype),
+            use_cache=False,
         )
         hidden: Tensor = out.last_hidden_state
         return hidden

@@ -55,8 +55,9 @@ def copy_weights(source: nn.Module, stock: Any) -> None:
             copy_weights(child, getattr(stock, name))
 
 
-def _fill(linears: list[Any], packed: PrepackedLinear) -> None:
+def _fill(linears: list[Any], packed: nn.Module) -> None:
     """Split a packed layer's outputs over ``linears``, which it took the place of."""
+    assert isinstance(packed, PrepackedLinear)
     identity = torch.eye(packed.in_features)
     bias = torch.zeros(packed.out_features) if packed._bias is None else packed._bias
     # The product with the identity is the weight, exactly, as long as no bias is added to it.

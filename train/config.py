@@ -151,6 +151,8 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     """
     run = parse(cfg, RunConfig)
     _check_tuning(run)
+    if "num_hidden_layers" in run.base.shape:
+        run.head_config().check_layers(run.base.shape["num_hidden_layers"])
     for name, phase in run.phases.items():
         try:
             phase.loss.weights_of(run.head_config().trained_positions)
@@ -187,6 +189,12 @@ def _check_tuning(run: RunConfig) -> None:
         raise UserError(
             f"phases.{names[-1]} leaves the base as it is after phases.{tuning[0]} has changed it, so its heads would "
             "read another base than they are for; put phases with train_base last"
+        )
+    lengths = {run.phases[name].row_length for name in tuning if run.phases[name].corpus == "text"}
+    if len(lengths) > 1:
+        raise UserError(
+            f"phases with train_base on text have rows of {sorted(lengths)} tokens: what is kept aside for the gate "
+            "would not be the same text; give them one row_length"
         )
     if run.base.adapter is not None:
         raise UserError(

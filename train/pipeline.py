@@ -55,6 +55,7 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
     tracker = Tracker(run.tracker, folder, run.name, resolved, display.line) if accelerator.is_main_process else None
     with display.stage(f"base model {run.base.name or 'random'}"):
         base = BaseModel.load(run.base, accelerator.device, display.line)
+    run.head_config().check_layers(base.num_layers)  # before hours of generation
     corpora = Corpora(base, run.data, run.seed, display.progress)
     with display.stage("corpus: the base's own answers"):
         _prepare_generations(corpora, accelerator, display)

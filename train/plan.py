@@ -6,80 +6,21 @@ context and workspaces of matrix products come on top: keep about 10 % and 1 GiB
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 
 from drafthead.models.draft_head import HeadSize
-from drafthead.models.llama_names import attention_sizes
 from drafthead.models.losses import chunk_rows
+from drafthead.models.tuned_base import LM_HEAD, LoraSettings
+from drafthead.train.plan_shape import FLOAT32, ModelShape
 
-FLOAT32 = 4
 TOKEN_ID = 4
 """Bytes of a token id on disk (int32)."""
 CACHED = 2
 """Bytes of a value of a cached hidden state (float16)."""
 CHUNK_COPIES = 4
 """Matrices of a loss chunk's size alive at its peak: logits, their exponentials, the gradient, the teacher's."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """Sizes of a decoder-only base (Llama, Mistral, Qwen2/3, Gemma and GPT-BigCode families)."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    tied: bool
-    """The output head is the embedding."""
-    gated: bool = True
-    """The MLP has a gate: three matrices instead of two."""
-    learned_positions: int = 0
-    """Rows of a table of position embeddings."""
-
-    @classmethod
-    def from_config(cls, config: Any) -> "ModelShape":
-        """The shape of a transformers config of one of those families."""
-        kv_heads, head_dim = attention_sizes(config)
-        bigcode = config.model_type == "gpt_bigcode"
-        return cls(
-            hidden_size=config.hidden_size,
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate_size=(config.n_inner or 4 * config.hidden_size) if bigcode else config.intermediate_size,
-            vocab_size=config.vocab_size,
-            tied=bool(getattr(config, "tie_word_embeddings", False)),
-            gated=not bigcode,
-            learned_positions=config.max_position_embeddings if bigcode else 0,
-        )
-
-    def base_parameters(self) -> int:
-        """``V D (2 if untied) + L (2 D H E + 2 D KV E + 3 D I + 2 D) + D``, with 2 D I where no MLP has a gate.
-
-        Embedding and output head; per layer q and o, k and v, gate, up and down, two norms; the final norm; learned
-        positions. Biases and per-head norms of some families are left out: less than 0.1 % of a model.
-        """
-        d = self.hidden_size
-        attention = 2 * d * self.head_dim * (self.num_heads + self.num_kv_heads)
-        layer = attention + (2 + self.gated) * d * self.intermediate_size + 2 * d
-        tables = self.vocab_size * (1 if self.tied else 2) + self.learned_positions
-        return tables * d + self.num_layers * layer + d
-
-    def layer_width(self) -> int:
-        """Values per token alive at the peak of one layer without gradients: the wider of attention and MLP.
-
-        Attention: residual, norm, q, k, v, k and v repeated for the query heads, output: ``2D + E(4H + 2KV)``.
-        MLP: residual, norm, gate, up, their product: ``2D + 3I``; without a gate ``2D + 2I``.
-        """
-        attention = self.head_dim * (4 * self.num_heads + 2 * self.num_kv_heads)
-        return 2 * self.hidden_size + max(attention, (2 + self.gated) * self.intermediate_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +38,8 @@ class PhasePlan:
     corpus_tokens: int = 0
     """Tokens of the phase's corpus: the size of its feature cache."""
     cached_features: bool = False
+    train_base: bool = False
+    """The base is trained along, through adapters."""
 
     def tokens(self, devices: int) -> int:
         """Positions read over the phase: steps x accumulate x rows x row length x devices."""
@@ -129,6 +72,8 @@ class Plan:
     head_parameters: int
     head_trainable: int
     head_parameters_per_position: int
+    adapter_parameters: int
+    """Of the base's adapters, all trained; 0 where no phase trains the base."""
     tokens: dict[str, int]
     """Per phase, positions read over all devices."""
     trained_tokens: dict[str, int]
@@ -136,6 +81,11 @@ class Plan:
     """Per phase and part, on each device."""
     disk: dict[str, int]
     devices: int
+
+    @property
+    def trained(self) -> int:
+        """Parameters that a phase trains: of the head, and of the base's adapters."""
+        return self.head_trainable + self.adapter_parameters
 
     def memory_total(self, phase: str) -> int:
         """Bytes a device needs in ``phase``."""
@@ -148,6 +98,7 @@ def plan(
     phases: Sequence[PhasePlan],
     generations: GenerationPlan | None = None,
     *,
+    lora: LoraSettings | None = None,
     devices: int = 1,
     base_bytes: int = 2,
     head_bytes: int = FLOAT32,
@@ -160,20 +111,34 @@ def plan(
         head: the head.
         phases: in order, at least one.
         generations: None when no phase trains on the base's own answers.
+        lora: adapters of the base; None when no phase trains it.
         devices: processes that train; each holds the base and the head whole.
         base_bytes: bytes a parameter of the base: 2 in bfloat16, 4 in float32.
         head_bytes: bytes a trained weight; below 4 the optimiser keeps a float32 copy.
         device: ``cuda`` or ``cpu``: decides the size of a loss chunk.
+
+    Raises:
+        UserError: an adapter for a layer that the base does not have.
+        ValueError: a phase trains the base, and ``lora`` is None.
     """
+    if lora is None and any(phase.train_base for phase in phases):
+        raise ValueError("a phase trains the base, but there are no adapters to train")
+    adapters = 0 if lora is None else shape.adapter_parameters(lora)
     return Plan(
         base_parameters=shape.base_parameters(),
         head_parameters=head.parameters,
         head_trainable=head.trainable,
         head_parameters_per_position=head.parameters // head.positions,
+        adapter_parameters=adapters,
         tokens={p.name: p.tokens(devices) for p in phases},
         trained_tokens={p.name: p.trained_tokens(devices) for p in phases},
-        memory={p.name: _memory(shape, head, p, base_bytes, head_bytes, device) for p in phases},
-        disk=_disk(shape, head, phases, generations),
+        memory={
+            p.name: _with_adapters(
+                _memory(shape, head, p, base_bytes, head_bytes, device), shape, p, lora, base_bytes, device
+            )
+            for p in phases
+        },
+        disk=_disk(shape, head, phases, generations, adapters),
         devices=devices,
     )
 
@@ -191,7 +156,7 @@ def _memory(
       ``.grad``, two when micro-batches accumulate.
     """
     tokens = phase.batch_rows * phase.row_length
-    features = tokens * shape.hidden_size * base_bytes
+    features = tokens * shape.hidden_size * (1 + head.feature_layers) * base_bytes
     mask = phase.batch_rows * phase.row_length**2 * (base_bytes + 1)
     rows = min(tokens, chunk_rows(head.draft_vocab_size, device))
     sets = 2 if phase.accumulate > 1 else 1
@@ -208,10 +173,57 @@ def _memory(
     }
 
 
-def _disk(
-    shape: ModelShape, head: HeadSize, phases: Sequence[PhasePlan], generations: GenerationPlan | None
+def _with_adapters(
+    memory: dict[str, int],
+    shape: ModelShape,
+    phase: PhasePlan,
+    lora: LoraSettings | None,
+    base_bytes: int,
+    device: str,
 ) -> dict[str, int]:
-    """Bytes on disk by purpose: ids 4 a token, features 2 D a token, a checkpoint its weights and moments."""
+    """``memory`` with the adapters of a run that trains the base in some phase, all float32; M as in :func:`_memory`.
+
+    All phases hold the weights. Those that train the base also have:
+
+    - gradients and optimiser: 4 and 8 bytes a parameter of the adapters.
+    - base activations: the features and the mask; what every layer keeps, ``M L kept_bytes``, or with checkpointing
+      every layer's input, ``M L D`` values, and what one layer keeps; the gradients in one layer, ``M layer_width``
+      values; and four copies of ``M D`` values around the base's own loss (the tuned features, those of trained tokens
+      with their gradient, and the untouched ones).
+    - an adapter on the output head: the sum of both for the base's loss and its gradient, and the same sum for the
+      heads to compare with, ``3 V D`` values, and ``V D`` in float32 on the way.
+    - loss chunk: the base's loss is over the whole vocabulary.
+
+    Left out: on a CPU a prepacked base's layers are unpacked once more (``models/tuned_base.py``).
+    """
+    if lora is None:
+        return memory
+    adapters = shape.adapter_parameters(lora)
+    added = {"adapter weights": adapters * FLOAT32}
+    if phase.train_base:
+        tokens, layers, wide = phase.batch_rows * phase.row_length, shape.num_layers, shape.hidden_size * base_bytes
+        layer = shape.kept_bytes(lora, base_bytes)
+        kept = layers * wide + layer if lora.checkpointing else layers * layer
+        mask = phase.batch_rows * phase.row_length**2 * (base_bytes + 1)
+        head = shape.vocab_size * shape.hidden_size * (3 * base_bytes + FLOAT32) if LM_HEAD in lora.targets else 0
+        rows = min(tokens, chunk_rows(shape.vocab_size, device))
+        added |= {
+            "gradients": memory["gradients"] + adapters * FLOAT32,
+            "optimiser": memory["optimiser"] + adapters * 2 * FLOAT32,
+            "base activations": tokens * (kept + shape.layer_width() * base_bytes + 5 * wide) + mask + head,
+            "loss chunk": max(memory["loss chunk"], CHUNK_COPIES * rows * shape.vocab_size * FLOAT32),
+        }
+    return {**memory, **added}
+
+
+def _disk(
+    shape: ModelShape,
+    head: HeadSize,
+    phases: Sequence[PhasePlan],
+    generations: GenerationPlan | None,
+    adapters: int,
+) -> dict[str, int]:
+    """Bytes on disk by purpose: ids 4 a token, features 2 D a token and state, a checkpoint its weights and moments."""
     found: dict[str, int] = {}
     if generations is not None:
         found["generations"] = generations.tokens() * TOKEN_ID
@@ -219,18 +231,21 @@ def _disk(
             found["features of generations"] = generations.tokens() * shape.hidden_size * CACHED
     for phase in phases:
         if phase.cached_features:
-            found[f"feature cache of {phase.name}"] = phase.corpus_tokens * shape.hidden_size * CACHED
-    found["one checkpoint"] = head.parameters * FLOAT32 + head.trainable * 2 * FLOAT32
+            width = shape.hidden_size * (1 + head.feature_layers)
+            found[f"feature cache of {phase.name}"] = phase.corpus_tokens * width * CACHED
+    found["one checkpoint"] = (head.parameters + adapters) * FLOAT32 + (head.trainable + adapters) * 2 * FLOAT32
     return found
 
 
 def render(plan: Plan) -> Group:
     """The plan as tables for a console."""
     parameters = _table("parameters", "count")
-    parameters.add_row("base, frozen", f"{plan.base_parameters:,}")
+    parameters.add_row("base" if plan.adapter_parameters else "base, frozen", f"{plan.base_parameters:,}")
     parameters.add_row("head", f"{plan.head_parameters:,}")
     parameters.add_row("head per drafted position", f"{plan.head_parameters_per_position:,}")
-    parameters.add_row("trained", f"{plan.head_trainable:,}")
+    if plan.adapter_parameters:
+        parameters.add_row("adapters of the base", f"{plan.adapter_parameters:,}")
+    parameters.add_row("trained", f"{plan.trained:,}")
     tokens = _table(f"tokens on {plan.devices} device{'s' if plan.devices > 1 else ''}", "read", "trained, at most")
     for name in plan.tokens:
         tokens.add_row(name, f"{plan.tokens[name]:,}", f"{plan.trained_tokens[name]:,}")

@@ -1,12 +1,23 @@
 """``mode=plan``: what a recipe will cost, printed. Needs the base's shape, and no weights."""
 
 import os
+from typing import Protocol, runtime_checkable
 
 from rich.console import Console
 
 from drafthead.models.base_config import check_architecture
+from drafthead.models.tuned_base import LoraSettings
 from drafthead.train.config import RunConfig
-from drafthead.train.plan import GenerationPlan, ModelShape, PhasePlan, Plan, plan, render
+from drafthead.train.plan import GenerationPlan, PhasePlan, Plan, plan, render
+from drafthead.train.plan_shape import ModelShape
+
+
+@runtime_checkable
+class TunesBase(Protocol):
+    """Settings of a head that can train the base along."""
+
+    def lora(self) -> LoraSettings:
+        """The base's adapters."""
 
 
 def print_plan(run: RunConfig) -> None:
@@ -50,14 +61,17 @@ def plan_of(run: RunConfig, devices: int) -> Plan:
             trained_share=1.0 if phase.corpus == "text" else answers,
             corpus_tokens=run.data.text.max_tokens if phase.corpus == "text" else generations.tokens(),
             cached_features=phase.features == "cached",
+            train_base=phase.train_base,
         )
         for name, phase in run.phases.items()
     ]
+    head = run.head_config()
     return plan(
         shape,
-        run.head_config().size(shape.hidden_size, shape.vocab_size),
+        head.size(shape.hidden_size, shape.vocab_size),
         phases,
         generations,
+        lora=head.lora() if run.tunes_base and isinstance(head, TunesBase) else None,
         devices=devices,
         base_bytes=4 if run.base.dtype == "float32" else 2,
     )

@@ -101,15 +101,24 @@ def _shards(index: Path) -> list[str]:
     return names
 
 
+def contents(folder: Path) -> str:
+    """What a folder holds, for messages."""
+    names = sorted(path.name for path in folder.iterdir())
+    return f"it holds {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}" if names else "it is empty"
+
+
 def _no_weights(folder: Path, weights_file: str) -> str:
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
-    what = f"only has {', '.join(pickles)}: pickles" if pickles else f"has no {weights_file}. Pickles (.pt, .bin)"
-    source = pickles[0] if pickles else "FILE.pt"
-    return (
-        f"{folder} {what} can run code and are never loaded. Convert a file that you trust, once: python -c "
-        f"\"import torch, safetensors.torch as s; s.save_file({{k: v.clone() for k, v in torch.load('{source}', "
-        f"weights_only=True).items()}}, '{weights_file}')\""
-    )
+    if pickles:
+        return (
+            f"{folder} only has {', '.join(pickles)}: pickles can run code and are never loaded. Convert a file that "
+            f'you trust, once: python -c "import torch, safetensors.torch as s; s.save_file({{k: v.clone() for k, v in '
+            f"torch.load('{pickles[0]}', weights_only=True).items()}}, '{weights_file}')\""
+        )
+    said = f"{folder} has no {weights_file} ({contents(folder)})"
+    if folder.parent.name == "snapshots":  # of the Hub's client, which was not asked for pickles
+        return f"{said}; where the repository has .pt or .bin files alone, convert them as docs/formats.md says"
+    return f"{said}; copy the weights there, or say which format this is with format=NAME"
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from drafthead.models.base import BaseModel
 from drafthead.models.base_config import EMBEDDED
 from drafthead.models.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.formats.artefact import Artefact, cast, read_artefact, write_artefact
+from drafthead.models.formats.obstacles import Obstacle, adapter_obstacles
 
 Shape = tuple[int, ...]
 BASE_NAME = "base_model_name_or_path"
@@ -47,14 +48,16 @@ class Format(ABC):
     weights_file: ClassVar[str] = "model.safetensors"
     head: ClassVar[type[DraftHead]]
     engines: ClassVar[tuple[Engine, ...]]
+    config_keys: ClassVar[frozenset[str]]
+    """What is read of a ``config.json``, so what an import may override."""
 
     @abstractmethod
     def pack(self, head: Any) -> Artefact:
-        """Config and tensors of a trained head of class ``self.head``.
+        """Config and tensors of a trained head of class ``self.head`` without :meth:`obstacles`."""
 
-        Raises:
-            UserError: the format cannot express something that the head does.
-        """
+    def obstacles(self, head: Any) -> list[Obstacle]:
+        """Everything that the head does and the format cannot say."""
+        return []
 
     @abstractmethod
     def layout(self, artefact: Artefact) -> dict[str, Shape]:
@@ -88,9 +91,13 @@ class Format(ABC):
         """The draft vocabulary's target ids [W] int64; None for the whole vocabulary."""
         return None
 
+    def engines_for(self, head: Any) -> tuple[Engine, ...]:
+        """The engines with what is known of their support of this ``head``."""
+        return self.engines
+
     def loaded_by(self, head: Any) -> list[str]:
         """Engines whose newest version loads ``head`` in this format."""
-        return [engine.name for engine in self.engines if engine.current]
+        return [engine.name for engine in self.engines_for(head) if engine.current]
 
     # What all formats share ------------------------------------------------------------------------------------
 
@@ -108,10 +115,11 @@ class Format(ABC):
         Raises:
             UserError: another head than the format holds, or one that it cannot express; not enough space.
         """
-        if not isinstance(head, self.head):
-            raise UserError(
-                f"the format {self.name} holds a {self.head.__name__}, but the head is a {type(head).__name__}"
-            )
+        self.require_head(head)
+        obstacles = [*self.obstacles(head), *(adapter_obstacles(head) if base_name is None else [])]
+        if obstacles:
+            listed = "; ".join(f"{obstacle.found} ({obstacle.instead})" for obstacle in obstacles)
+            raise UserError(f"the format {self.name} cannot hold this head: {listed}")
         packed = self.pack(head)
         tensors = cast(packed.tensors, dtype)
         kind = next(str(t.dtype).removeprefix("torch.") for t in tensors.values() if t.is_floating_point())
@@ -121,12 +129,38 @@ class Format(ABC):
         write_artefact(artefact, folder, self.weights_file)
         return artefact
 
+    def require_head(self, head: DraftHead) -> None:
+        """Refuse heads that other formats hold.
+
+        Raises:
+            UserError: the head is of another class.
+        """
+        if isinstance(head, self.head):
+            return
+        from drafthead.models.formats import FORMATS  # which imports this module
+
+        kind = type(head).__name__
+        fitting = [f"to={found.name}" for found in FORMATS.values() if isinstance(head, found.head)]
+        raise UserError(
+            f"the format {self.name} holds {_an(self.head.__name__)}; {_an(kind)} is exported {' or '.join(fitting)}"
+            if fitting
+            else f"no published format holds {_an(kind)}, and {self.name} holds {_an(self.head.__name__)}; use the "
+            "head folder itself"
+        )
+
     def read(self, folder: Path, config: dict[str, Any] | None = None) -> Artefact:
         """The repaired and checked content of a published folder; ``config`` overrides keys of its ``config.json``.
 
         Raises:
-            UserError: missing, damaged or pickled files; names or shapes that the engine's loader would not find.
+            UserError: missing, damaged or pickled files; names or shapes that the engine's loader would not find; a key
+                to override that nothing reads.
         """
+        unknown = sorted(set(config or {}) - self.config_keys - {BASE_NAME})
+        if unknown:
+            raise UserError(
+                f"the format {self.name} reads no {', '.join(f'config.{key}' for key in unknown)}; it reads "
+                f"{', '.join(sorted(self.config_keys))}"
+            )
         found = read_artefact(folder, self.weights_file)
         artefact = self.repaired(replace(found, config={**found.config, **(config or {})}))
         self.check(artefact)
@@ -203,27 +237,11 @@ def _some(names: list[str]) -> str:
 def published_name(base: BaseModel) -> str:
     """The base's name as others know it: what engines download the base by.
 
-    Raises:
-        UserError: the base has an adapter merged into it, so that the name would find another base.
+    The name of a base with an adapter merged into it would find another base: see ``models/formats/obstacles.py``.
     """
-    if base.config.adapter is not None:
-        raise UserError(
-            f"the head drafts for {base.name} with the adapter {base.config.adapter}, which engines would not load; "
-            "publish the base as a whole model (head.save_merged=true writes one) and name it: base_name=user/repo"
-        )
     return SMOLLM2_NAME if base.name == EMBEDDED else base.name
 
 
-def refuse_vocabulary(head: DraftHead, name: str, instead: str) -> None:
-    """Refuse a draft vocabulary where the format has none.
-
-    Rows for the other ids would need values that the head was never trained to give.
-
-    Raises:
-        UserError: the head drafts over part of the vocabulary.
-    """
-    if len(head.d2t) != head.base.vocab_size:
-        raise UserError(
-            f"the format {name} has no draft vocabulary, and the head drafts over {len(head.d2t)} of "
-            f"{head.base.vocab_size} ids; {instead}train one with head.draft_vocab_size=null"
-        )
+def _an(name: str) -> str:
+    """A class's name with its article; MLP is spelt out."""
+    return f"{'an' if name[0] in 'AEIOU' or name.startswith('MLP') else 'a'} {name}"

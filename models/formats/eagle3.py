@@ -10,6 +10,7 @@ Which hidden states are fused is said by nobody here: left out, vLLM and SGLang 
 L // 2 and L - 3. Said, SGLang adds one to each and vLLM does not (from memory), so other layers are refused.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from drafthead.models.eagle3 import Eagle3Config, Eagle3Head, published_layers
 from drafthead.models.formats.artefact import Artefact
 from drafthead.models.formats.contract import Engine, Format, Shape, assign
 from drafthead.models.formats.llama_layer import (
+    CONFIG_KEYS,
     attention_layout,
     attention_tensors,
     layer_config,
     require_same_layer,
 )
+from drafthead.models.formats.obstacles import Obstacle
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
@@ -43,13 +46,26 @@ class Eagle3Format(Format):
             "vLLM", "0.33.0 loads it (llama_eagle3.py), for targets that give it hidden states of layers", current=True
         ),
         Engine("SGLang", "loads it as EAGLE3 (llama_eagle3.py)", current=True),
-        Engine("TensorRT-LLM", "loads EAGLE-3", current=True),
+        Engine("TensorRT-LLM", "not established: its source was not read"),
         Engine("TGI", "no"),
     )
+    config_keys = CONFIG_KEYS | {
+        "architectures",
+        "intermediate_size",
+        "draft_vocab_size",
+        "target_hidden_size",
+        "norm_before_residual",
+        "norm_output",
+        "fc_norm",
+        "eagle_config",
+        LAYER_IDS,
+        "layers",
+        "num_tokens",
+        "ttt_steps",
+    }
 
     def pack(self, head: Eagle3Head) -> Artefact:
         base, settings = head.base, head.config
-        _refuse_what_engines_lack(head)
         output = head.output_head(0)
         config = {
             **layer_config(base),
@@ -70,10 +86,32 @@ class Eagle3Format(Format):
         tensors["t2d"] = head.t2d >= 0
         return Artefact(config, tensors)
 
-    def loaded_by(self, head: Eagle3Head) -> list[str]:
-        later = head.config.norm_before_fc or head.config.norm_output
-        # Keys of later checkpoints, which vLLM knows; who ignores them drafts badly, and others may.
-        return ["vLLM"] if later else super().loaded_by(head)
+    def obstacles(self, head: Eagle3Head) -> list[Obstacle]:
+        found, agreed = [], list(published_layers(head.base.num_layers))
+        if list(head.spec.layers) != agreed:
+            found.append(
+                Obstacle(
+                    f"it reads the layers {list(head.spec.layers)}, and engines agree on {agreed} alone",
+                    "head.layers=null",
+                )
+            )
+        if head.lm_head is None and head.teacher.softcap is not None:
+            found.append(
+                Obstacle(
+                    f"{head.base.name} caps its logits, and the format does not cap those of the base's projection",
+                    "head.own_lm_head=true",
+                )
+            )
+        return found
+
+    def engines_for(self, head: Eagle3Head) -> tuple[Engine, ...]:
+        # Keys of later checkpoints, which vLLM knows; who ignores them drafts badly, and SGLang may.
+        later = [key for key in ("norm_before_fc", "norm_output") if getattr(head.config, key)]
+        if not later:
+            return self.engines
+        said = f"not established with {' and '.join(later)}; train with "
+        said += " ".join(f"head.{key}=false" for key in later)
+        return tuple(replace(e, support=said, current=False) if e.name == "SGLang" else e for e in self.engines)
 
     def layout(self, artefact: Artefact) -> dict[str, Shape]:
         width, inner = artefact.integer("hidden_size"), artefact.integer("intermediate_size")
@@ -165,18 +203,6 @@ def _parameters(head: Eagle3Head) -> dict[str, Tensor]:
     if head.input_norm is not None:
         tensors["input_norm.weight"] = head.input_norm.weight
     return tensors
-
-
-def _refuse_what_engines_lack(head: Eagle3Head) -> None:
-    if tuple(head.spec.layers) != published_layers(head.base.num_layers):
-        raise UserError(
-            f"the head reads the layers {list(head.spec.layers)}, and engines agree on "
-            f"{list(published_layers(head.base.num_layers))} alone; train with head.layers=null"
-        )
-    if head.lm_head is None and head.teacher.softcap is not None:
-        raise UserError(
-            f"the format eagle3 does not cap logits, and {head.base.name} does; train with head.own_lm_head=true"
-        )
 
 
 def _require_known_layers(artefact: Artefact, head: Eagle3Head) -> None:

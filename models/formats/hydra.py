@@ -19,8 +19,10 @@ from torch import Tensor
 
 from drafthead.data.errors import UserError
 from drafthead.models.formats.artefact import Artefact
-from drafthead.models.formats.contract import Engine, Format, Shape, assign, refuse_vocabulary
+from drafthead.models.formats.blocks import rows_of, tied
+from drafthead.models.formats.contract import Engine, Format, Shape, assign
 from drafthead.models.formats.llama_layer import attention_tensors
+from drafthead.models.formats.obstacles import Obstacle, vocabulary_obstacles
 from drafthead.models.hydra import HydraBlocks, HydraConfig, HydraHead, PrefixLayer
 
 PREFIX = "prefix_embeding_layer."
@@ -40,18 +42,23 @@ class HydraFormat(Format):
         Engine("the authors' code", "its loader reads hydra_lm_head.pt: save these tensors there with torch.save"),
         Engine("vLLM", "never"),
         Engine("SGLang", "never"),
-        Engine("TensorRT-LLM", "no; its ReDrafter is the nearest"),
     )
+    config_keys = frozenset(
+        {"hydra_num_heads", "hydra_num_layers", "hydra_head_arch", "grounded_heads", "dropout_rate"}
+    )
+
+    def obstacles(self, head: HydraHead) -> list[Obstacle]:
+        found = vocabulary_obstacles(head)
+        if head.config.unit_embeddings:
+            what = "it reads embeddings of unit length, and the format reads them as they are"
+            found.append(Obstacle(what, "head.unit_embeddings=false"))
+        if head.teacher.scale != 1.0 or head.teacher.softcap is not None:
+            what = f"{head.base.name} scales or caps its logits, and the format does not"
+            found.append(Obstacle(what, "another base; no setting avoids it"))
+        return found
 
     def pack(self, head: HydraHead) -> Artefact:
         settings, teacher = head.config, head.teacher
-        refuse_vocabulary(head, self.name, "")
-        if settings.unit_embeddings:
-            raise UserError(
-                f"the format {self.name} reads embeddings as they are; train with head.unit_embeddings=false"
-            )
-        if teacher.scale != 1.0 or teacher.softcap is not None:
-            raise UserError(f"the format {self.name} does not scale or cap logits, and {head.base.name} does")
         config = {
             "hydra_num_heads": head.depth,
             "hydra_num_layers": settings.num_layers,
@@ -116,14 +123,16 @@ class HydraFormat(Format):
 
     def settings(self, artefact: Artefact) -> HydraConfig:
         config, layers = artefact.config, artefact.integer("hydra_num_layers")
-        heads = artefact.integer("hydra_num_heads")
+        heads, prefixed = artefact.integer("hydra_num_heads"), _is_prefixed(artefact.config)
+        # The first block has a shape of its own.
+        repeated = ([f"{_block(k, j, prefixed)}.linear" for j in range(1, layers)] for k in range(heads))
         return HydraConfig(
             num_heads=heads,
             num_layers=layers,
-            prefix_layer=_is_prefixed(config),
+            prefix_layer=prefixed,
             dropout=float(config.get("dropout_rate", 0.0)),
-            projection_bias=f"{_projection(0, _is_prefixed(config))}.bias" in artefact.tensors,
-            tie_blocks=layers > 2 and all(_tied(artefact, k, layers) for k in range(heads)),
+            projection_bias=f"{_projection(0, prefixed)}.bias" in artefact.tensors,
+            tie_blocks=tied(artefact.tensors, repeated),
         )
 
     def fill(self, head: HydraHead, artefact: Artefact) -> None:
@@ -214,16 +223,5 @@ def _in_order(tensors: dict[str, Tensor], prefixed: bool) -> dict[str, Tensor]:
     return {renamed(name): value for name, value in tensors.items()}
 
 
-def _tied(artefact: Artefact, k: int, layers: int) -> bool:
-    first, *others = (f"{_block(k, j, _is_prefixed(artefact.config))}.linear." for j in range(1, layers))
-    return all(
-        torch.equal(artefact.tensors[first + part], artefact.tensors[other + part])
-        for part in ("weight", "bias")
-        for other in others
-    )
-
-
 def _rows(artefact: Artefact, name: str) -> int:
-    if name not in artefact.tensors:
-        raise UserError(f"{artefact.source} has no tensor {name}; these are no Hydra heads")
-    return len(artefact.tensors[name])
+    return rows_of(artefact, name, "Hydra")

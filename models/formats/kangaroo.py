@@ -9,13 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from drafthead.models.formats.artefact import Artefact
-from drafthead.models.formats.contract import Engine, Format, Shape, assign, refuse_vocabulary
+from drafthead.models.formats.contract import Engine, Format, Shape, assign
 from drafthead.models.formats.llama_layer import (
+    CONFIG_KEYS,
     attention_layout,
     attention_tensors,
     layer_config,
     require_same_layer,
 )
+from drafthead.models.formats.obstacles import Obstacle, vocabulary_obstacles
 from drafthead.models.kangaroo import KangarooConfig, KangarooHead
 
 ATTENTION = "layers.0.self_attn."
@@ -33,14 +35,17 @@ class KangarooFormat(Format):
         Engine("SGLang", "never"),
         Engine("TGI", "never"),
     )
+    config_keys = CONFIG_KEYS | {"exit_layer", "num_tokens", "threshold"}
+
+    def obstacles(self, head: KangarooHead) -> list[Obstacle]:
+        return vocabulary_obstacles(head)
 
     def pack(self, head: KangarooHead) -> Artefact:
-        refuse_vocabulary(head, self.name, "")
         config = {
             **layer_config(head.base),
             "exit_layer": head.config.exit_layer,
             "num_tokens": head.config.num_tokens,
-            "threshold": head.config.threshold,
+            "threshold": head.stop_below,
         }
         return Artefact(config, _tensors(head))
 

@@ -11,6 +11,23 @@ from drafthead.models.formats.artefact import Artefact
 from drafthead.models.formats.contract import Shape
 from drafthead.models.head_attention import AttentionShape, HeadAttention, norm_eps
 
+CONFIG_KEYS = frozenset(
+    {
+        "model_type",
+        "hidden_size",
+        "vocab_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "attention_bias",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+    }
+)
+"""What is read of a Llama config."""
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 

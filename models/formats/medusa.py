@@ -10,12 +10,13 @@ files of several blocks a head hold the same values under several names: read as
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from drafthead.data.errors import UserError
 from drafthead.models.formats.artefact import Artefact
-from drafthead.models.formats.contract import BASE_NAME, Engine, Format, Shape, assign, refuse_vocabulary
+from drafthead.models.formats.blocks import rows_of, tied
+from drafthead.models.formats.contract import BASE_NAME, Engine, Format, Shape, assign
+from drafthead.models.formats.obstacles import Obstacle, vocabulary_obstacles
 from drafthead.models.medusa import Blocks, MedusaConfig, MedusaHead, ResBlock
 
 FULL_MODEL = "medusa_head."
@@ -35,11 +36,16 @@ class MedusaFormat(Format):
         Engine("vLLM", "none: Medusa is gone in 0.33.0, and older versions read to=vllm_medusa"),
         Engine("SGLang", "never"),
     )
+    config_keys = frozenset({"medusa_num_heads", "medusa_num_layers"})
+
+    def obstacles(self, head: MedusaHead) -> list[Obstacle]:
+        return [
+            *last_token_obstacles(head),
+            *vocabulary_obstacles(head, "to=vllm_medusa"),
+            *_scaled_logits(head),
+        ]
 
     def pack(self, head: MedusaHead) -> Artefact:
-        refuse_what_medusa_lacks(head, self.name)
-        refuse_vocabulary(head, self.name, "export to=vllm_medusa, or ")
-        _refuse_scaled_logits(head, self.name)
         own = head.config.own_projection
         config = {
             "medusa_num_heads": head.depth,
@@ -50,9 +56,9 @@ class MedusaFormat(Format):
 
     def layout(self, artefact: Artefact) -> dict[str, Shape]:
         heads, layers = artefact.integer("medusa_num_heads"), artefact.integer("medusa_num_layers")
-        width = _rows(artefact, "0.0.linear.weight")
+        width = rows_of(artefact, "0.0.linear.weight", "Medusa")
         own = f"0.{layers}.weight"
-        vocabulary = _rows(artefact, own) if own in artefact.tensors else None
+        vocabulary = rows_of(artefact, own, "Medusa") if own in artefact.tensors else None
         wanted: dict[str, Shape] = {}
         for k in range(heads):
             for j in range(layers):
@@ -85,9 +91,9 @@ class MedusaFormat(Format):
         return artefact
 
     def sizes(self, artefact: Artefact) -> dict[str, int]:
-        found = {"hidden_size": _rows(artefact, "0.0.linear.weight")}
+        found = {"hidden_size": rows_of(artefact, "0.0.linear.weight", "Medusa")}
         own = f"0.{artefact.integer('medusa_num_layers')}.weight"
-        return found | ({"vocab_size": _rows(artefact, own)} if own in artefact.tensors else {})
+        return found | ({"vocab_size": rows_of(artefact, own, "Medusa")} if own in artefact.tensors else {})
 
     def settings(self, artefact: Artefact) -> MedusaConfig:
         heads, layers = artefact.integer("medusa_num_heads"), artefact.integer("medusa_num_layers")
@@ -95,11 +101,12 @@ class MedusaFormat(Format):
             num_heads=heads,
             num_layers=layers,
             own_projection=f"0.{layers}.weight" in artefact.tensors,
-            tie_blocks=tied(artefact.tensors, "{k}.{j}.linear.", heads, layers),
+            tie_blocks=tied(artefact.tensors, ([f"{k}.{j}.linear" for j in range(layers)] for k in range(heads))),
         )
 
     def fill(self, head: MedusaHead, artefact: Artefact) -> None:
-        _refuse_scaled_logits(head, self.name)
+        for obstacle in _scaled_logits(head):
+            raise UserError(f"{artefact.source}: {obstacle.found}; name the base that it was trained for")
         assign(_named(head), artefact)
 
 
@@ -119,13 +126,13 @@ class TgiMedusaFormat(MedusaFormat):
         Engine("SGLang", "never"),
     )
 
-    def pack(self, head: MedusaHead) -> Artefact:
+    def obstacles(self, head: MedusaHead) -> list[Obstacle]:
+        found = super().obstacles(head)
         if not head.config.own_projection and head.config.num_layers != 1:
-            raise UserError(
-                "TGI's heads with the base's projection have exactly 1 block, and the head has "
-                f"{head.config.num_layers}; train with head.own_projection=true or head.num_layers=1"
-            )
-        return super().pack(head)
+            layers = head.config.num_layers
+            what = f"it has {layers} blocks a head and the base's projection, with which TGI has exactly 1 block"
+            found.append(Obstacle(what, "head.own_projection=true or head.num_layers=1"))
+        return found
 
     def recognises(self, config: dict[str, Any]) -> bool:
         return False  # as an import it is the other one
@@ -155,46 +162,22 @@ def blocks_of(head: MedusaHead, k: int) -> list[ResBlock]:
     return cast(Blocks, head.blocks[k]).in_order()
 
 
-def refuse_what_medusa_lacks(head: MedusaHead, name: str) -> None:
-    """Refuse what no Medusa format has.
-
-    Raises:
-        UserError: the heads read more than the base's hidden state.
-    """
-    if head.config.reads_last_token:
-        raise UserError(
-            f"the format {name} has no heads that read the last token's embedding; train with "
-            "head.reads_last_token=false"
-        )
+def last_token_obstacles(head: MedusaHead) -> list[Obstacle]:
+    """Heads that read more than the base's hidden state, which no Medusa format has."""
+    if not head.config.reads_last_token:
+        return []
+    what = "its heads read the last token's embedding, and those of the format do not"
+    return [Obstacle(what, "head.reads_last_token=false")]
 
 
-def _refuse_scaled_logits(head: MedusaHead, name: str) -> None:
-    if head.config.own_projection and (head.teacher.scale != 1.0 or head.teacher.softcap is not None):
-        raise UserError(
-            f"the format {name} does not scale or cap the logits of a head's own projection, and {head.base.name} does"
-            "; use heads with head.own_projection=false"
-        )
+def _scaled_logits(head: MedusaHead) -> list[Obstacle]:
+    if not head.config.own_projection or (head.teacher.scale == 1.0 and head.teacher.softcap is None):
+        return []
+    what = f"{head.base.name} scales or caps its logits, and the format does not those of a head's own projection"
+    return [Obstacle(what, "head.own_projection=false")]
 
 
 def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if not any(name.startswith(FULL_MODEL) for name in tensors):
         return tensors
     return {name.removeprefix(FULL_MODEL): t for name, t in tensors.items() if name.startswith(FULL_MODEL)}
-
-
-def _rows(artefact: Artefact, name: str) -> int:
-    if name not in artefact.tensors:
-        raise UserError(f"{artefact.source} has no tensor {name}; these are no Medusa heads")
-    return len(artefact.tensors[name])
-
-
-def tied(tensors: dict[str, Tensor], names: str, heads: int, layers: int) -> bool:
-    """True when heads have several blocks, and all of a head are the same one."""
-    if layers == 1:
-        return False
-    for part in ("weight", "bias"):
-        for k in range(heads):
-            found = [tensors.get(names.format(k=k, j=j) + part) for j in range(layers)]
-            if any(t is not None and not torch.equal(t, cast(Tensor, found[0])) for t in found[1:]):
-                return False
-    return True

@@ -7,6 +7,7 @@ Tied, one of each serves all positions, except that projection 0 reads the base'
 then holds emb.0, proj.0, proj.1, ln.0 and head.0, which is what vLLM and TGI read.
 """
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from drafthead.data.errors import UserError
 from drafthead.models.formats.artefact import Artefact
-from drafthead.models.formats.contract import Engine, Format, Shape, assign, refuse_vocabulary
+from drafthead.models.formats.contract import Engine, Format, Shape, assign
+from drafthead.models.formats.obstacles import Obstacle, vocabulary_obstacles
 from drafthead.models.mlp_cells import RNNCells
 from drafthead.models.mlp_speculator import MLPSpeculatorConfig, MLPSpeculatorHead
 
@@ -41,11 +43,22 @@ class MLPSpeculatorFormat(Format):
         ),
         Engine("SGLang", "never"),
     )
+    config_keys = frozenset(
+        {
+            "model_type",
+            "architectures",
+            "vocab_size",
+            "emb_dim",
+            "inner_dim",
+            "n_predict",
+            "tie_weights",
+            "scale_input",
+            "top_k_tokens_per_head",
+        }
+    )
 
     def pack(self, head: MLPSpeculatorHead) -> Artefact:
         settings = head.config
-        _refuse_what_ibm_lacks(head, self.name)
-        refuse_vocabulary(head, self.name, "")
         cells = cast(RNNCells, head.cells)
         config = {
             "model_type": "mlp_speculator",
@@ -62,8 +75,27 @@ class MLPSpeculatorFormat(Format):
         }
         return Artefact(config, _named(head))
 
-    def loaded_by(self, head: MLPSpeculatorHead) -> list[str]:
-        return super().loaded_by(head) if head.config.tie_weights else []
+    def obstacles(self, head: MLPSpeculatorHead) -> list[Obstacle]:
+        settings = head.config
+        ours = {
+            "it has LSTM cells, and the format IBM's own": ("head.cell=rnn", settings.cell != "rnn"),
+            "it reads the base's embedding, and the format has one of its own": (
+                "head.own_embedding=true",
+                not settings.own_embedding,
+            ),
+            "it uses the base's projection, and the format has one of its own": (
+                "head.own_projection=true",
+                not settings.own_projection,
+            ),
+        }
+        found = [Obstacle(what, instead) for what, (instead, is_used) in ours.items() if is_used]
+        return found + vocabulary_obstacles(head)
+
+    def engines_for(self, head: MLPSpeculatorHead) -> tuple[Engine, ...]:
+        if head.config.tie_weights:
+            return self.engines
+        said = "fails with untied weights; train with head.tie_weights=true"
+        return tuple(replace(e, support=said, current=False) if e.name == "TGI" else e for e in self.engines)
 
     def layout(self, artefact: Artefact) -> dict[str, Shape]:
         positions, width = artefact.integer("n_predict"), artefact.integer("inner_dim")
@@ -120,19 +152,6 @@ def _named(head: MLPSpeculatorHead) -> dict[str, Tensor]:
         for i, module in enumerate(modules):
             found |= {f"{PREFIX}{part}.{i}.{name}": parameter for name, parameter in module.named_parameters()}
     return found | {f"{PREFIX}head.{i}.weight": weight for i, weight in enumerate(head.projections.weights)}
-
-
-def _refuse_what_ibm_lacks(head: MLPSpeculatorHead, name: str) -> None:
-    settings = head.config
-    ours = {
-        "head.cell: lstm": settings.cell != "rnn",
-        "head.own_embedding: false": not settings.own_embedding,
-        "head.own_projection: false": not settings.own_projection,
-    }
-    if found := [key for key, is_used in ours.items() if is_used]:
-        raise UserError(
-            f"the format {name} has no {', '.join(found)}; it holds IBM's speculator with weights of its own"
-        )
 
 
 def _without_copies(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:

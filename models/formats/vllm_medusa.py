@@ -15,8 +15,10 @@ from torch import Tensor
 
 from drafthead.data.errors import UserError
 from drafthead.models.formats.artefact import Artefact
+from drafthead.models.formats.blocks import tied
 from drafthead.models.formats.contract import Engine, Format, Shape, assign
-from drafthead.models.formats.medusa import blocks_of, refuse_what_medusa_lacks, tied
+from drafthead.models.formats.medusa import blocks_of, last_token_obstacles
+from drafthead.models.formats.obstacles import Obstacle
 from drafthead.models.medusa import MedusaConfig, MedusaHead
 
 
@@ -35,13 +37,28 @@ class VllmMedusaFormat(Format):
         Engine("SGLang", "never"),
         Engine("TGI", "no, it reads to=tgi_medusa"),
     )
+    config_keys = frozenset(
+        {
+            "model_type",
+            "hidden_size",
+            "vocab_size",
+            "truncated_vocab_size",
+            "num_heads",
+            "num_hidden_layers",
+            "medusa_fc_bias",
+            "original_lm_head",
+            "logit_scale",
+        }
+    )
+
+    def obstacles(self, head: MedusaHead) -> list[Obstacle]:
+        found = last_token_obstacles(head)
+        if head.teacher.softcap is not None:
+            what = f"{head.base.name} caps its logits, and the format does not"
+            found.append(Obstacle(what, "another base; no setting avoids it"))
+        return found
 
     def pack(self, head: MedusaHead) -> Artefact:
-        refuse_what_medusa_lacks(head, self.name)
-        if head.teacher.softcap is not None:
-            raise UserError(
-                f"the format {self.name} does not cap logits, and {head.base.name} does; it has no such key"
-            )
         own, reduced = head.config.own_projection, len(head.d2t) != head.base.vocab_size
         tensors = _named_by_vllm(head)
         if not own:
@@ -100,11 +117,12 @@ class VllmMedusaFormat(Format):
     def settings(self, artefact: Artefact) -> MedusaConfig:
         heads, layers = artefact.integer("num_heads"), artefact.integer("num_hidden_layers")
         reduced = artefact.integer("truncated_vocab_size") < artefact.integer("vocab_size")
+        blocks = ([f"blocks.{k}.layers.{j}" for j in range(layers)] for k in range(heads))
         return MedusaConfig(
             num_heads=heads,
             num_layers=layers,
             own_projection=not artefact.config.get("original_lm_head"),
-            tie_blocks=tied(artefact.tensors, "blocks.{k}.layers.{j}.", heads, layers),
+            tie_blocks=tied(artefact.tensors, blocks),
             draft_vocab_size=artefact.integer("truncated_vocab_size") if reduced else None,
         )
 

@@ -63,7 +63,7 @@ def test_unfilled_rows(tmp_path: Path) -> None:
 
 def test_overflow(tmp_path: Path) -> None:
     cache = create(tmp_path)
-    with pytest.raises(UserError, match="7e.04 does not fit float16.*use bfloat16 or float32"):
+    with pytest.raises(UserError, match="7e.04 does not fit float16.*set base.dtype=bfloat16"):
         cache.write([0], torch.full((1, 3, 2), 7e4))
     assert cache.missing_rows() == [0, 1, 2, 3, 4]
     # An infinity of the base itself is no matter of storage.

@@ -1,11 +1,11 @@
-"""Logs that a kill may have torn."""
+"""Logs that a kill may have torn, and folders that cannot be written."""
 
 from pathlib import Path
 
 import pytest
 
 from drafthead.data.errors import UserError
-from drafthead.data.files import read_json_lines
+from drafthead.data.files import make_folder, read_json_lines
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
@@ -16,3 +16,13 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     log.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
     with pytest.raises(UserError, match="line 2 is not JSON"):
         read_json_lines(log)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    make_folder(tmp_path / "a" / "b", "out=...")
+    make_folder(tmp_path / "a" / "b", "out=...")
+    assert not list((tmp_path / "a" / "b").iterdir())
+    (tmp_path / "file").touch()
+    for path in (Path("/proc/nope/x"), Path("/proc"), tmp_path / "file", tmp_path / "file" / "x"):
+        with pytest.raises(UserError, match=rf"^{path} cannot be written \(.*\); choose another folder \(out=...\)$"):
+            make_folder(path, "out=...")

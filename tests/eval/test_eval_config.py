@@ -15,6 +15,7 @@ from drafthead.eval.methods import check_peers, is_drafter, make_drafter, merged
 from drafthead.models.base import BaseModel
 from drafthead.models.drafter import DynamicTree
 from drafthead.models.medusa import MedusaConfig, MedusaHead
+from drafthead.train import config as train_config
 
 
 @pytest.fixture
@@ -95,6 +96,7 @@ def test_a_merged_tree_holds_both(head: MedusaHead) -> None:
 
 def test_nested_settings_can_be_overridden_on_the_command_line() -> None:
     """Frozen dataclasses are read-only nodes to Hydra, unless the schema opens them."""
+    assert train_config, "its import registers the schema of train.yaml"
     overrides = ["head=x", "sampler.temperature=0.7", "rule.name=typical", "tree=expansion:1-1-3"]
     with initialize_config_module("drafthead.recipes.evaluation", version_base="1.3"):
         config = parse(compose("eval", overrides=overrides), EvalRunConfig)

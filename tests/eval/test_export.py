@@ -1,6 +1,8 @@
 """The export and import commands end to end on a random base, and a gate that fails when it should."""
 
+import inspect
 import json
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -21,7 +23,9 @@ from drafthead.eval.text_pass import Text
 from drafthead.models.base import BaseModel
 from drafthead.models.draft_head import DraftHeadConfig
 from drafthead.models.eagle3 import Eagle3Config
-from drafthead.models.formats import format_named
+from drafthead.models.formats import FORMATS, format_named, llama_layer
+from drafthead.models.formats.eagle3 import Eagle3Format
+from drafthead.models.formats.kangaroo import KangarooFormat
 from drafthead.models.formats.medusa import MedusaFormat
 from drafthead.models.hydra import HydraConfig
 from drafthead.models.kangaroo import KangarooConfig
@@ -201,7 +205,17 @@ def test_the_gate_names_every_failure(tiny_base: TinyBase) -> None:
         (export, ["head=x", "sweet=y"], "sweet"),
         (import_head, ["from=x", "out=y"], "base is missing: name the base model"),
         (import_head, ["from=x", "out=y", "base=b", "format=gguf"], "unknown format 'gguf'"),
-        (import_head, ["from=/nowhere/x", "out=y", "base=b"], "no draft head at /nowhere/x"),
+        (
+            import_head,
+            ["from=/nowhere/x", "out=y", "base=b"],
+            "no published head at /nowhere/x: there is no such folder",
+        ),
+        (import_head, [f"from={__file__}", "out=y", "base=b"], "no published head at .*: that is a file; from= takes"),
+        (import_head, ["from=x", "out=y", "base="], r"base= has no value; give one \(base=VALUE\)"),
+        (export, ["head=x", "to=medusa", "out=y", "limit=many"], "limit: .*'many'"),
+        (export, ["head=x", "to=medusa", "out=[y"], "a value is not closed"),
+        (export, ["head=x", "to=medusa", "out=/proc/nope/x"], "/proc/nope cannot be written .*choose another folder"),
+        (export, ["head=x", "to=medusa", f"out={__file__}/x"], "test_export.py cannot be written .*choose another"),
     ],
 )
 def test_bad_settings_are_one_line(
@@ -212,6 +226,47 @@ def test_bad_settings_are_one_line(
         call(monkeypatch, module, *arguments)
     assert "\n" not in str(stop.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_import_says_what_is_wrong_with_its_source(
+    saved: Path, tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the base is loaded."""
+    KangarooFormat().export(KangarooConfig(exit_layer=1).build(tiny_base()).eval(), tmp_path / "published")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    cases = [
+        ([f"from={saved}"], f"{saved} is a drafthead head already; use it directly, as in `drafthead eval head="),
+        ([f"from={saved}", "format=medusa"], "is a drafthead head already"),
+        ([f"from={tmp_path / 'empty'}"], r"holds no published head: it has no config.json \(it is empty\)"),
+        ([f"from={saved.parent}"], r"it has no config.json \(it holds head\); name the folder that has it"),
+        (
+            [f"from={tmp_path / 'published'}", "config.bogus=3", "config.exit_layer=1"],
+            "the format kangaroo reads no config.bogus; it reads .*exit_layer",
+        ),
+    ]
+    for arguments, says in cases:
+        with pytest.raises(SystemExit, match=f"^error: .*{says}") as stop:
+            call(monkeypatch, import_head, *arguments, "base=/nowhere", f"out={tmp_path / 'o'}")
+        assert "\n" not in str(stop.value)
+    for out in ("/proc/nope/x", str(tmp_path / "file" / "x")):
+        with pytest.raises(SystemExit, match="^error: .* cannot be written .*choose another folder") as stop:
+            call(monkeypatch, import_head, f"from={tmp_path / 'published'}", "base=/nowhere", f"out={out}")
+        assert "\n" not in str(stop.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "published", "run"]
+
+
+def test_later_keys_of_eagle3_are_said(
+    tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = Eagle3Config(num_tokens=2, ttt_steps=2, norm_before_fc=True).build(tiny_base()).eval()
+    head.save_pretrained(tmp_path / "head")
+    write_texts(tmp_path / "texts.jsonl", answers(tiny_base()))
+    texts = f"texts={tmp_path / 'texts.jsonl'}"
+    call(monkeypatch, export, f"head={tmp_path / 'head'}", "to=eagle3", f"out={tmp_path / 'o'}", texts)
+    shown = capsys.readouterr().out
+    assert "SGLang: not established with norm_before_fc; train with head.norm_before_fc=false" in shown
+    assert "SGLang: loads it" not in shown
 
 
 @pytest.mark.parametrize("module", [export, import_head])
@@ -238,3 +293,16 @@ def test_an_import_without_sizes_that_fit_is_refused(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["published", "run"]
     with pytest.raises(UserError, match="no drafthead config"):
         load_base_and_head(tmp_path / "published")
+
+
+@pytest.mark.parametrize("name", [name for name, found in FORMATS.items() if found.config_keys])
+def test_the_keys_that_a_format_reads_stand_in_its_source(name: str) -> None:
+    """So that an import refuses what nothing reads, and nothing else."""
+    module = inspect.getmodule(type(FORMATS[name]))
+    assert module is not None
+    source = inspect.getsource(module) + inspect.getsource(llama_layer)
+    listed = FORMATS[name].config_keys
+    asked = set(re.findall(r"""(?:integer\(|config\.get\(|found\.get\(|config\.setdefault\()"(\w+)\"""", source))
+    if not issubclass(type(FORMATS[name]), KangarooFormat | Eagle3Format):
+        asked -= llama_layer.CONFIG_KEYS - listed
+    assert asked - {"version", "norm_before_fc"} <= listed

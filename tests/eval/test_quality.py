@@ -3,6 +3,7 @@
 import io
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -93,11 +94,36 @@ def test_what_is_not_a_number_does_not_pass() -> None:
 
 def test_tables() -> None:
     verdict = judge(FOUND, GateConfig())
+    cells = ["1,000", "20.000", "21.000", "1.0500", "93.00 %", "0.0200"]
+    assert all(cell in shown(verdict) for cell in cells)
+    assert f"| text | {' | '.join(cells)} |" in quality_markdown(verdict)
+
+
+def shown(verdict: dict[str, Any]) -> str:
     console = Console(file=io.StringIO(), width=120)
     console.print(quality_table(verdict))
-    cells = ["1,000", "20.000", "21.000", "1.0500", "93.00 %", "0.0200"]
-    assert all(cell in console.file.getvalue() for cell in cells)
-    assert f"| text | {' | '.join(cells)} |" in quality_markdown(verdict)
+    return " ".join(console.file.getvalue().split())
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        (GateConfig(), "no gate: the recipe sets no limit"),
+        (
+            GateConfig(max_perplexity_ratio=1.05, min_agreement=0.9),
+            "gate passed (limits: ratio at most 1.05, same top-1 at least 90 %)",
+        ),
+        (
+            GateConfig(max_perplexity_ratio=1.04, min_agreement=0.95),
+            "gate failed: perplexity on text went from 20.000 to 21.000, a ratio of 1.0500 (limit 1.04); greedy "
+            "agreement on text is 0.9300 (limit 0.95)",
+        ),
+    ],
+)
+def test_tables_say_what_the_gate_says(limits: GateConfig, says: str) -> None:
+    verdict = judge(FOUND, limits)
+    assert says in shown(verdict)
+    assert f"\n{says[0].upper()}{says[1:]}." in quality_markdown(verdict)
 
 
 @pytest.mark.parametrize(("key", "value"), [("max_perplexity_ratio", 0.0), ("min_agreement", 1.5)])

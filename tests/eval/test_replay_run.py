@@ -1,5 +1,6 @@
 """The replay command: its table, its files of texts, and what it refuses."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from drafthead.data.contracts import Siblings
 from drafthead.data.errors import UserError
 from drafthead.eval.latency import StepCosts
 from drafthead.eval.replay import chances_of
-from drafthead.eval.replay_run import parser, plain_answers, read_texts, rows, table, write_texts
+from drafthead.eval.replay_run import main, parser, plain_answers, read_texts, rows, table, write_texts
 from drafthead.eval.text_pass import Text
 from drafthead.eval.tree_choice import Machine
 from drafthead.models.base import BaseModel
@@ -62,6 +63,20 @@ def test_a_broken_file_of_texts_is_named(tmp_path: Path, line: str, message: str
     path.write_text(line)
     with pytest.raises(UserError, match=message):
         read_texts(path)
+
+
+@pytest.mark.parametrize("path", ["/proc/nope/x.jsonl", "FILE/x.jsonl", "FOLDER"])
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_loaded(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "FILE").touch()
+    (tmp_path / "FOLDER").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["drafthead replay", "--head", "/nowhere", "--save", path])
+    with pytest.raises(SystemExit, match="^error: .*(choose another folder .--save.|is a folder; name a file in it)"):
+        main()
+    with pytest.raises(UserError, match="cannot be written"):
+        write_texts(Path(path), [Text([1, 2], 1)])
 
 
 def test_plain_answers_follow_the_suite(tiny_base: object, tmp_path: Path) -> None:

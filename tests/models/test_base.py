@@ -1,10 +1,12 @@
 """What the base reads, and what it refuses."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafthead.data.contracts import FeatureSpec, TrainBatch
 from drafthead.data.errors import UserError
@@ -135,5 +137,17 @@ def test_bad_base_settings() -> None:
         BaseConfig(dtype="float8")
     with pytest.raises(UserError, match="model_type 'lama' is not known"):
         BaseConfig(shape={"model_type": "lama"}).transformers_config()
-    with pytest.raises(UserError, match="'/nowhere' could not be loaded: .*debug=tiny"):
-        BaseModel.load(BaseConfig(name="/nowhere"))
+
+
+def test_a_base_with_missing_weights_is_refused(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """Where transformers goes on with random numbers."""
+    shape = {key: value for key, value in tiny_base().config.shape.items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape))
+    model.save_pretrained(tmp_path)
+    config = BaseConfig(name=str(tmp_path), tokenizer="builtin:tiny")
+    assert BaseModel.load(config).num_layers == 3
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks 1 weights, model.layers.1.mlp.up_proj.weight for one"):
+        BaseModel.load(config)

@@ -9,7 +9,8 @@ import torch
 from drafthead.data.errors import UserError
 from drafthead.data.files import read_json, write_json
 from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead, resolve_folder
+from drafthead.models.draft_head import DraftHead
+from drafthead.models.head_files import resolve_folder
 from drafthead.models.medusa import MedusaConfig
 
 TinyBase = Callable[..., BaseModel]

@@ -158,6 +158,8 @@ def test_training_renews_what_drafting_packed(tiny_base: TinyBase) -> None:
     head.train()
     head.eval()
     assert head._inference_model() is not before
+    before = head._inference_model()
+    assert head.to("cpu")._inference_model() is not before
 
 
 def test_settings_are_checked(tiny_base: TinyBase) -> None:

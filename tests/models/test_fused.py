@@ -8,12 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from drafthead.data.contracts import FeatureSpec, TrainBatch
 from drafthead.data.token_tree import TokenTree
 from drafthead.models import linear
 from drafthead.models.base import BaseModel
-from drafthead.models.fused import FusedAttention, FusedMLP, FusedRMSNorm, fuse_modules
+from drafthead.models.draft_head import DraftHeadConfig
+from drafthead.models.eagle3 import Eagle3Config
+from drafthead.models.fused import FusedAttention, FusedMLP, FusedRMSNorm, fuse_modules, rotate
+from drafthead.models.head_attention import HeadMLP, HeadRMSNorm
+from drafthead.models.hydra import HydraConfig
+from drafthead.models.kangaroo import KangarooConfig
+from drafthead.models.layer_memory import LayerMemory, LayerText
 
 TinyBase = Callable[..., BaseModel]
 RELATIVE = 1e-4
@@ -136,3 +143,56 @@ def test_queries_keys_and_values_are_one_product(tiny_base: TinyBase) -> None:
     with Count():
         base.read(torch.tensor([[3, 4, 5]]), cache)
     assert len(calls) == 4 * base.num_layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["packed", "as_is"])
+@pytest.mark.parametrize("rows", [(1, 1), (1, 2), (2, 3)], ids=str)
+@torch.no_grad()
+def test_parts_of_a_heads_own_layer(rows: tuple[int, int], dtype: torch.dtype) -> None:
+    """Where weights cannot be packed the same modules compute the same."""
+    torch.manual_seed(0)
+    norms = [HeadRMSNorm(16, 1e-2).to(dtype) for _ in range(2)]
+    for norm in norms:
+        norm.weight += torch.randn(16)
+    mlp = HeadMLP(16, 40).to(dtype)
+    x = torch.randn(*rows, 2, 16, dtype=dtype)
+    wanted = torch.stack([norm(x[:, :, n]) for n, norm in enumerate(norms)], 2)
+    torch.testing.assert_close(FusedRMSNorm(*norms)(x), wanted)
+    torch.testing.assert_close(FusedRMSNorm(norms[1])(x[:, :, 1]), wanted[:, :, 1])
+    torch.testing.assert_close(FusedMLP(mlp)(x[:, :, 0]), mlp(x[:, :, 0]))
+
+
+@pytest.mark.parametrize(
+    ("config", "products"),
+    [(HydraConfig(prefix_layer=True), 4), (Eagle3Config(), 4), (KangarooConfig(exit_layer=1), 2)],
+)
+def test_heads_draft_with_them(tiny_base: TinyBase, config: DraftHeadConfig, products: int) -> None:
+    """Else their costs would not compare: each norm by its length, and few products a layer."""
+    base, calls = tiny_base(), list[str]()
+    head = config.build(base).eval()
+
+    class Record(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    state = head.init_state(1)
+    memory: LayerMemory = (getattr(state, "text", None) or getattr(state, "adapter")).memory  # noqa: B009
+    width = base.hidden_size * (2 if isinstance(config, Eagle3Config) else 1)
+    text = LayerText.none(memory, 1, torch.empty(width))
+    with torch.inference_mode(), Record():
+        text.append(torch.randn(1, 3, width), None)
+    assert sum("_linear_pointwise" in call for call in calls) == products
+    assert not any("rms_norm" in call for call in calls)
+
+
+def test_rotation_and_its_gradient() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 3, 8, dtype=torch.float64, requires_grad=True)
+    angle = torch.randn(2, 5, 4, dtype=torch.float64).repeat(1, 1, 2)
+    turns = angle.cos(), angle.sin()
+    wanted = apply_rotary_pos_emb(x, x, *turns, unsqueeze_dim=2)[0]
+    torch.testing.assert_close(rotate(x, *turns), wanted)
+    direction = torch.randn_like(x)
+    found, same = (torch.autograd.grad((out * direction).sum(), x)[0] for out in (rotate(x, *turns), wanted))
+    torch.testing.assert_close(found, same)

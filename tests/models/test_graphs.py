@@ -269,6 +269,20 @@ def test_views_have_passes_of_their_own() -> None:
     assert view._model is not cache._model and view.keys.shape[0] == 1
 
 
+def test_a_cache_with_more_room_stays_static(bases: tuple[BaseModel, BaseModel]) -> None:
+    """A drafter's memory grows by enlarging its cache, which must keep what was read, and its passes."""
+    _, base = bases
+    tokens = torch.tensor([PROMPT])
+    grown, wanted = base.new_cache(len(PROMPT)), base.new_cache(40)
+    for cache in (grown, wanted):
+        base.read(tokens, cache)
+    grown = grown.enlarged(base.cache_shape, 40)
+    assert isinstance(grown, StaticKVCache) and isinstance(wanted, StaticKVCache)
+    assert grown.capacity == 40 and grown.length == len(PROMPT)
+    torch.testing.assert_close(base.read(tokens, grown), base.read(tokens, wanted))
+    assert grown._memory.passes
+
+
 # Capture and replay ------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from drafthead.data.errors import UserError
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.decode import decode, decode_batch, default_plan
 from drafthead.models.base import BaseModel
+from drafthead.models.coins import DRAFT, RowCoins
 from drafthead.models.drafter import DraftPlan, DynamicTree
 from drafthead.models.kangaroo import KangarooConfig, KangarooHead
 from drafthead.models.losses import LossConfig
@@ -173,6 +174,16 @@ def test_only_the_remaining_layers_run(tiny_base: TinyBase) -> None:
     assert runs[0] == runs[1] == 1 + sum(s.depth + 1 for s in result.steps)
 
 
+def test_the_targets_cache_is_selected_once(tiny_base: TinyBase) -> None:
+    """By the session, which attaches what it has selected; the state's is not copied for nothing."""
+    base = tiny_base()
+    head, cache = randomised(base), base.new_slots(3, 16)
+    state = head.attach(head.init_state(3), cache)
+    assert state.target is cache and state.select([0, 2]).target is None
+    own = head.init_state(3).select([0, 2]).own
+    assert own is not None and len(own.text.lengths) == 2
+
+
 def test_led_along_a_text_it_drafts_the_same(tiny_base: TinyBase) -> None:
     """Without a target's cache (replay, calibration) the shallow states are its own; the drafts do not change."""
     base = tiny_base()
@@ -203,10 +214,39 @@ def test_merged_with_prompt_lookup(tiny_base: TinyBase) -> None:
     """The other drafter's nodes were not begun: the whole pass reads all of them."""
     base = tiny_base()
     drafter = Merged([randomised(base), PromptLookup(num_tokens=3)])
+    wide = DraftPlan(tree=DynamicTree(nodes=7, width=8, depth=4))  # expands more nodes than it keeps
     for ids in PROMPTS:
         plain = decode(base, None, ids, max_new_tokens=14, ignore_eos=True).tokens
         plan = DraftPlan(tree=drafter.tree or TokenTree.chain(1))
         assert decode(base, drafter, ids, max_new_tokens=14, plan=plan, ignore_eos=True).tokens == plain
+        assert decode(base, drafter, ids, max_new_tokens=14, plan=wide, ignore_eos=True).tokens == plain
+
+
+@pytest.mark.parametrize("siblings", [Siblings.WITH_REPLACEMENT, Siblings.WITHOUT_REPLACEMENT])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sampled_siblings_that_are_equal_are_one_state(tiny_base: TinyBase, siblings: Siblings, rows: int) -> None:
+    """A sample drawn twice is two nodes of the tree, and what follows the second was drafted behind it."""
+    base = tiny_base()
+    head, prompts = randomised(base), torch.tensor([[3, 4, 5, 6], [9, 8, 7, 6], [1, 2, 1, 2]])[:rows]
+    plan = DraftPlan(tree=TokenTree.expansion([3, 2, 1]), siblings=siblings, sampler=Sampler(temperature=0.3))
+    equal = 0
+    for seed in range(10):
+        found = []
+        for begun in (True, False):
+            cache = base.new_cache(64) if rows == 1 else base.new_slots(rows, 64)
+            hidden = base.read(prompts, cache, spec=head.spec)
+            state = head.attach(head.init_state(rows), cache)
+            state = head.observe(state, prompts, Features.split(hidden, base.hidden_size))
+            coins = RowCoins([seed + n for n in range(rows)], [4] * rows, DRAFT, base.device)
+            proposal = head.draft(state, torch.arange(30, 30 + rows), plan, coins)
+            found.append(
+                base.verify(proposal.tokens, proposal.shape, cache, head.spec, proposal.begun if begun else None)
+            )
+        real = (proposal.shape.parents.expand(rows, -1) >= 0) | (torch.arange(proposal.tokens.shape[1]) == 0)
+        torch.testing.assert_close(found[0][real], found[1][real], rtol=1e-4, atol=1e-4)
+        first = proposal.tokens[:, 1:4]
+        equal += int((first[:, :1] == first[:, 1:]).any())
+    assert equal > 0 or siblings is Siblings.WITHOUT_REPLACEMENT
 
 
 def test_sampled_text_does_not_depend_on_the_batch(tiny_base: TinyBase) -> None:
@@ -221,7 +261,7 @@ def test_sampled_text_does_not_depend_on_the_batch(tiny_base: TinyBase) -> None:
 
 
 def test_limits(tiny_base: TinyBase) -> None:
-    with pytest.raises(UserError, match="below the base's 3 layers"):
+    with pytest.raises(UserError, match="below the base's 3 layers, got 3"):
         KangarooConfig(exit_layer=3).build(tiny_base())
     with pytest.raises(ValueError, match=r"head.threshold must be in \[0, 1\)"):
         KangarooConfig(threshold=1.0)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drafthead.models import linear
-from drafthead.models.linear import PrepackedLinear, can_prepack, pad_rows, prepack_linears
+from drafthead.models.linear import PrepackedLinear, can_prepack, joined_linear, pad_rows, prepack_linears
 
 SHAPES = [(), (1, 1), (1, 2), (2, 1), (1, 3), (1, 8), (3, 1), (3, 5), (1,), (2,), (7,), (0, 4), (1, 0)]
 
@@ -34,7 +34,7 @@ def test_joined_layers_stand_side_by_side(bias: bool) -> None:
     torch.manual_seed(0)
     parts = [nn.Linear(16, width, bias=bias).requires_grad_(False) for width in (32, 8, 8)]
     x = torch.randn(2, 3, 16)
-    torch.testing.assert_close(PrepackedLinear.joined(parts)(x), torch.cat([part(x) for part in parts], -1))
+    torch.testing.assert_close(joined_linear(parts)(x), torch.cat([part(x) for part in parts], -1))
 
 
 def test_only_plain_float32_layers_are_prepacked() -> None:

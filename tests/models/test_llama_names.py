@@ -31,7 +31,7 @@ HEADS = {
 
 
 def tiny(**settings: object) -> BaseModel:
-    # num_key_value_heads and intermediate_size as debug=tiny gives them: a GPT-BigCode has neither.
+    # num_key_value_heads and intermediate_size as debug=tiny gives them: a GPT-BigCode has neither. None: left out.
     shape = {
         "model_type": "gpt_bigcode",
         "hidden_size": 32,
@@ -45,7 +45,8 @@ def tiny(**settings: object) -> BaseModel:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    config = BaseConfig(random=True, shape={**shape, **settings}, tokenizer="builtin:tiny", dtype="float32")
+    given = {key: value for key, value in {**shape, **settings}.items() if value is not None}
+    config = BaseConfig(random=True, shape=given, tokenizer="builtin:tiny", dtype="float32")
     return BaseModel.load(config)
 
 
@@ -123,7 +124,9 @@ def test_parts_of_the_stack(base: BaseModel) -> None:
 
 
 @pytest.mark.parametrize("config", [HydraConfig(prefix_layer=True), KangarooConfig(exit_layer=1), Eagle3Config()])
-def test_heads_with_rotary_attention_are_refused(config: DraftHeadConfig, base: BaseModel) -> None:
+def test_heads_with_rotary_attention_are_refused(config: DraftHeadConfig) -> None:
+    base = tiny(num_key_value_heads=None, intermediate_size=None)
+    assert not hasattr(base.model.config, "intermediate_size")
     with pytest.raises(UserError, match="gpt_bigcode has no rotary embedding.*choose a head without attention"):
         config.build(base)
 

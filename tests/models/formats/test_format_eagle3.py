@@ -126,6 +126,14 @@ def test_engine_and_round_trip_give_the_heads_logits(
     content = json.loads((tmp_path / "config.json").read_text())
     assert recognise(content, "x") is FORMAT
     assert ("SGLang" in FORMAT.loaded_by(head)) is not ("norm_before_fc" in settings or "norm_output" in settings)
+    supports = {engine.name: engine.support for engine in FORMAT.engines_for(head)}
+    later = [key for key in settings if key.startswith("norm")]
+    assert supports["SGLang"] == (
+        f"not established with {later[0]}; train with head.{later[0]}=false"
+        if later
+        else "loads it as EAGLE3 (llama_eagle3.py)"
+    )
+    assert supports["TensorRT-LLM"].startswith("not established"), "nobody has read its loader"
     marks = load_file(tmp_path / "model.safetensors")["t2d"]
     assert torch.equal(marks.nonzero()[:, 0], head.d2t) and len(marks) == 300
 
@@ -214,5 +222,5 @@ def test_what_would_draft_wrongly_is_refused(
 
 def test_layers_that_engines_do_not_read_are_refused(tiny_base: TinyBase, tmp_path: Path) -> None:
     for layers in ([], [1, 2, 3]):
-        with pytest.raises(UserError, match=r"engines agree on \[2, 1, 0\] alone; train with head.layers=null"):
+        with pytest.raises(UserError, match=r"engines agree on \[2, 1, 0\] alone \(head.layers=null\)"):
             FORMAT.export(trained(tiny_base(), layers=layers), tmp_path)

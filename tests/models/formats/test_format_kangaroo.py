@@ -104,5 +104,5 @@ def test_a_published_config_does_not_say_where_to_exit(tiny_base: TinyBase, tmp_
 
 def test_a_draft_vocabulary_is_refused(tiny_base: TinyBase, tmp_path: Path) -> None:
     head = KangarooConfig(exit_layer=1, draft_vocab_size=50).build(tiny_base(), torch.arange(50))
-    with pytest.raises(UserError, match="the format kangaroo has no draft vocabulary"):
+    with pytest.raises(UserError, match="the format kangaroo cannot hold this head: .*head.draft_vocab_size=null"):
         FORMAT.export(head, tmp_path)

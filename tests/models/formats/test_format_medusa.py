@@ -5,6 +5,7 @@ them; what TGI's V1 and V2 classes compute is from memory.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
@@ -115,7 +116,7 @@ def test_engine_and_round_trip_give_the_heads_logits(
     base = tiny_base()
     head = trained(base, **settings)
     if name == "tgi_medusa" and not head.config.own_projection and head.config.num_layers > 1:
-        with pytest.raises(UserError, match="exactly 1 block, and the head has 2"):
+        with pytest.raises(UserError, match="it has 2 blocks a head .* exactly 1 block"):
             FORMATS[name].export(head, tmp_path)
         return
     FORMATS[name].export(head, tmp_path)
@@ -133,7 +134,7 @@ def test_a_draft_vocabulary_needs_the_token_map(tiny_base: TinyBase, tmp_path: P
     base, d2t = tiny_base(), torch.arange(1, 300, 3)
     for own in (True, False):
         head = trained(base, d2t, num_heads=2, own_projection=own, draft_vocab_size=100)
-        with pytest.raises(UserError, match="the format medusa has no draft vocabulary, and the head drafts over 100"):
+        with pytest.raises(UserError, match=r"over 100 of 300 ids.*\(head.draft_vocab_size=null or to=vllm_m"):
             FORMATS["medusa"].export(head, tmp_path / "refused")
         folder = tmp_path / str(own)
         FORMATS["vllm_medusa"].export(head, folder)
@@ -147,22 +148,33 @@ def test_a_draft_vocabulary_needs_the_token_map(tiny_base: TinyBase, tmp_path: P
 def test_what_no_medusa_format_has_is_refused(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
     for name in ENGINES:
-        with pytest.raises(UserError, match="no heads that read the last token"):
+        with pytest.raises(UserError, match="heads.* read the last token"):
             FORMATS[name].export(trained(base, num_heads=1, reads_last_token=True), tmp_path)
     capped = trained(tiny_base(seed=5), num_heads=1)
     capped.teacher = type(capped.teacher)(weight=capped.teacher.weight, softcap=30.0)
-    with pytest.raises(UserError, match="does not scale or cap"):
+    with pytest.raises(UserError, match="scales or caps its logits"):
         FORMATS["medusa"].export(capped, tmp_path)
-    with pytest.raises(UserError, match="does not cap logits"):
+    with pytest.raises(UserError, match="caps its logits, and the format does not"):
         FORMATS["vllm_medusa"].export(capped, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_all_obstacles_are_listed_at_once(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """Those of the recipe medusa_smollm2."""
+    settings = {"num_layers": 3, "own_projection": False, "reads_last_token": True, "draft_vocab_size": 100}
+    with pytest.raises(UserError) as found:
+        FORMATS["tgi_medusa"].export(trained(tiny_base(), torch.arange(100), num_heads=2, **settings), tmp_path)
+    said = str(found.value)
+    for key in ("reads_last_token=false", "draft_vocab_size=null", "own_projection=true", "num_layers=1"):
+        assert f"head.{key}" in said
+    assert "\n" not in said
 
 
 def test_a_base_with_an_adapter_needs_a_name_of_its_own(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = copy(tiny_base())
     base.config = replace(base.config, adapter="somewhere/adapter")
     head = trained(base, num_heads=1)
-    with pytest.raises(UserError, match="publish the base as a whole model .* and name it: base_name="):
+    with pytest.raises(UserError, match="publish the base as a whole model.* and name it: base_name="):
         FORMATS["medusa"].export(head, tmp_path)
     FORMATS["medusa"].export(head, tmp_path, base_name="user/tuned")
     assert json.loads((tmp_path / "config.json").read_text())["base_model_name_or_path"] == "user/tuned"
@@ -235,8 +247,12 @@ def test_bad_folders_are_named(tiny_base: TinyBase, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"only has medusa_lm_head.pt: pickles can run code and are never loaded"):
         medusa.read(tmp_path)
     (tmp_path / "medusa_lm_head.pt").unlink()
-    with pytest.raises(UserError, match="has no medusa_lm_head.safetensors"):
+    says = r"has no medusa_lm_head.safetensors \(it holds config.json\); copy the weights there, or say which format"
+    with pytest.raises(UserError, match=says):
         medusa.read(tmp_path)
+    (tmp_path / "snapshots").mkdir()
+    with pytest.raises(UserError, match="pt or .bin files alone, convert them as docs/formats.md says"):
+        medusa.read(shutil.copytree(tmp_path, tmp_path / "snapshots" / "1234", ignore=lambda *_: ["snapshots"]))
     file.write_bytes(b"no")
     with pytest.raises(UserError, match="cannot be read"):
         medusa.read(tmp_path)

@@ -103,6 +103,8 @@ def test_engine_and_round_trip_give_the_heads_logits(
     assert again.config.inner_dim == (head.config.inner_dim or base.hidden_size)
     assert recognise(json.loads((tmp_path / "config.json").read_text()), "x") is FORMAT
     assert FORMAT.loaded_by(head) == (["TGI"] if head.config.tie_weights else [])
+    tgi = next(engine.support for engine in FORMAT.engines_for(head) if engine.name == "TGI")
+    assert tgi.startswith("the tied variant" if head.config.tie_weights else "fails with untied weights")
 
 
 def test_a_tied_file_has_what_tgi_reads(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -148,10 +150,10 @@ def test_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"cell": "lstm", "tie_weights": True}, "has no head.cell: lstm"),
+        ({"cell": "lstm", "tie_weights": True}, r"it has LSTM cells, .*\(head.cell=rnn\)"),
         (
             {"own_embedding": False, "own_projection": False},
-            "has no head.own_embedding: false, head.own_projection: fal",
+            r"reads the base's embedding, .*\(head.own_embedding=true\); it uses .*\(head.own_projection=true\)",
         ),
     ],
 )
@@ -159,10 +161,21 @@ def test_what_ibm_lacks_is_refused(tiny_base: TinyBase, tmp_path: Path, settings
     with pytest.raises(UserError, match=says):
         FORMAT.export(trained(tiny_base(), **settings), tmp_path)
     reduced = MLPSpeculatorConfig(draft_vocab_size=50).build(tiny_base(), torch.arange(50))
-    with pytest.raises(UserError, match="has no draft vocabulary, and the head drafts over 50 of 300"):
+    with pytest.raises(UserError, match=r"it drafts over 50 of 300 ids, .*\(head.draft_vocab_size=null\)"):
         FORMAT.export(reduced, tmp_path)
-    with pytest.raises(UserError, match="the format medusa holds a MedusaHead, but the head is a MLPSpeculatorHead"):
+    says = "medusa holds a MedusaHead; an MLPSpeculatorHead is exported to=mlp_speculator"
+    with pytest.raises(UserError, match=says):
         FORMATS["medusa"].export(reduced, tmp_path)
+
+
+def test_all_obstacles_are_listed_at_once(tiny_base: TinyBase, tmp_path: Path) -> None:
+    config = MLPSpeculatorConfig(draft_vocab_size=50, cell="lstm", tie_weights=True, own_projection=False)
+    with pytest.raises(UserError) as found:
+        FORMAT.export(config.build(tiny_base(), torch.arange(50)), tmp_path)
+    said = str(found.value)
+    for setting in ("head.cell=rnn", "head.own_projection=true", "head.draft_vocab_size=null"):
+        assert f"({setting})" in said
+    assert "\n" not in said and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
