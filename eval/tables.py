@@ -214,8 +214,9 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
     held_out = [row for row in training_log or [] if row.get("held_out_accept_1") is not None]
     if held_out:
         depth = sum(key.startswith("held_out_accept_") for key in held_out[-1])
-        accuracy = " ".join(number(held_out[-1][f"held_out_accept_{k}"]) for k in range(1, depth + 1))
-        lines.append(f"top-1 accuracy of each head on held-out answers: {accuracy}")
+        accuracy = [number(held_out[-1][f"held_out_accept_{k}"]) for k in range(1, depth + 1)]
+        shown = accuracy[0] if depth > 1 and len(set(accuracy)) == 1 else " ".join(accuracy)
+        lines.append(f"top-1 accuracy by draft position on held-out answers, behind right ones: {shown}")
     if outputs := overall.get("identical_outputs"):
         lines.append(f"outputs identical: {identical(overall)}, near-ties: {len(outputs['near_ties'])}")
     if line := rule_line(evaluation):

@@ -72,7 +72,9 @@ def read_tree(path: Path, depth: int) -> TokenTree:
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is no tree.json ({error}); it needs choices: a list of rank paths") from None
     if tree.depth > depth:
-        raise UserError(f"the tree in {path} is {tree.depth} deep, but the head drafts {depth} positions; choose one")
+        raise UserError(
+            f"the tree in {path} is {tree.depth} deep, but the head drafts {depth} positions; give a shallower one"
+        )
     return tree
 
 

@@ -155,7 +155,8 @@ class Trainer:
         tokens = self._replayed_tokens(held_out)
         row["held_out_tokens_a_step"] = tokens
         self._publish(row)
-        shown = " ".join(f"{found[f'accept_{k}']:.3f}" for k in range(1, self.head.depth + 1))
+        different = 1 if self.head.config.trained_positions == 1 else self.head.depth
+        shown = " ".join(f"{found[f'accept_{k}']:.3f}" for k in range(1, different + 1))
         self.display.line(
             f"   held out after {self.position.step} steps: top-1 acceptance by depth {shown}; {tokens:.2f} tokens a "
             "step with a chain of all"
@@ -208,7 +209,7 @@ class Trainer:
             first = str(error).splitlines()[0]
             raise UserError(f"{checkpoint.path} holds another head ({first}); start over with resume=false") from None
         restore_rng(checkpoint.rng[0])
-        self.display.line(f"   resuming behind step {state.global_step} of {self.folder}")
+        self.display.line(f"   resuming after step {state.global_step} (over all phases) of {self.folder}")
 
     def _not_finite(self, found: str) -> UserError:
         name = list(self.run.phases)[self.position.phase]

@@ -198,6 +198,7 @@ def _finish(
         display.line(
             f"   {len(calibration.tree)} nodes: expect {calibration.expected_tokens:.2f} tokens a step, speedup "
             f"{calibration.expected_speedup:.2f}; {calibration.expected_tokens_largest:.2f} tokens with 64 nodes"
+            + (f" (without its threshold of {head.stop_below:g})" if head.stop_below else "")
         )
     with display.stage(f"evaluation: {run.eval.suite}"):
         drafter, plan = merged(base, head, run.eval.plan(head), run.eval.merge)
