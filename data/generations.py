@@ -3,7 +3,7 @@
 Imports stay light (no torch, no transformers): a generation server's client needs nothing else.
 """
 
-import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,21 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from drafthead.data.chat import Document
 from drafthead.data.errors import UserError
-from drafthead.data.files import require_space
+from drafthead.data.files import file_digest, inside, publish, require_space, storing
+from drafthead.data.generation_shards import features_checksum, joined_features, read_shard, sealed, table_of, width_of
 from drafthead.data.manifest import check_manifest, read_manifest, write_manifest
 
-_WIDTH = b"features_width"
-_COLUMNS = {
-    "prompt_number": pa.int64(),
-    "input_ids": pa.list_(pa.int32()),
-    "boundary": pa.int32(),
-    "finished": pa.bool_(),
-}
+_SHARD = re.compile(r"shard-(\d{5,9})\.parquet")
 
 
 @dataclass(kw_only=True)
@@ -132,8 +127,12 @@ class GenerationStore:
         self._entries: dict[int, _Entry] = {}
         self._clean = False
         self._opened = lru_cache(maxsize=32)(self._matrix)
+        self._checked: set[int] = set()
         for path in sorted(folder.glob("shard-*.parquet")):
-            self._add(int(path.stem.removeprefix("shard-")), _read_shard(path))
+            match = _SHARD.fullmatch(path.name)
+            if match is None:
+                raise UserError(f"{path} is not named as a shard is (shard-00012.parquet); rename or remove it")
+            self._add(int(match[1]), read_shard(inside(folder, path.name)))
 
     @property
     def done(self) -> set[int]:
@@ -158,18 +157,32 @@ class GenerationStore:
         path = self._path(shard, "parquet")
         if path.exists():
             raise UserError(f"{path} appeared while this run was writing; stop the other process that uses the folder")
-        features = _joined_features(generations)
-        table = _table(generations, 0 if features is None else features.shape[1])
+        features = joined_features(generations)
+        table = table_of(generations)
         needed = table.nbytes + (0 if features is None else features.nbytes)
         require_space(self.folder, needed + 1_000_000, "the next shard of generations")
+        try:
+            with storing("the next shard of generations", self.folder):
+                table = self._write(shard, table, features)
+        except UserError:
+            self._clean = False
+            self._remove_leftovers()  # they would keep the disk full
+            raise
+        self._add(shard, table)
+
+    def _write(self, shard: int, table: pa.Table, features: npt.NDArray[np.float16] | None) -> pa.Table:
+        """Write a shard's files, the parquet last; returns the table with its metadata."""
+        checksum = ""
         if features is not None:
             aside = self._aside(shard, "safetensors")
             save_file({"features": features}, aside)
-            _publish(aside, self._path(shard, "safetensors"))
+            checksum = file_digest(aside)
+            publish(aside, self._path(shard, "safetensors"))
+        table = sealed(table, 0 if features is None else features.shape[1], checksum)
         aside = self._aside(shard, "parquet")
         pq.write_table(table, aside, compression="zstd")
-        _publish(aside, path)
-        self._add(shard, table)
+        publish(aside, self._path(shard, "parquet"))
+        return table
 
     def read(self, with_features: bool = True) -> Iterator[Generation]:
         """All generations in the order of their prompt numbers.
@@ -188,7 +201,7 @@ class GenerationStore:
         """[n - 1, D] features of one answer, read from disk; None when the store keeps none."""
         entry = self._entries[prompt_number]
         table = self._tables[entry.shard]
-        if not _width(table):
+        if not width_of(table):
             return None
         last = entry.first + len(table["input_ids"][entry.row]) - 1
         return cast("npt.NDArray[np.float16]", self._opened(entry.shard)[entry.first : last])
@@ -221,12 +234,26 @@ class GenerationStore:
                 yield table["input_ids"][row].values.to_numpy(), start
 
     def _matrix(self, shard: int) -> Any:
-        """The shard's feature matrix, sliced from disk."""
-        file: Any = safe_open(self._path(shard, "safetensors"), framework="np")
-        return file.get_slice("features")
+        """The shard's feature matrix, sliced from disk, once the whole file has proven intact.
+
+        Raises:
+            UserError: it has not.
+        """
+        path = inside(self.folder, self._path(shard, "safetensors").name)
+        try:
+            if shard not in self._checked and file_digest(path) != features_checksum(self._tables[shard]):
+                raise SafetensorError("it does not have the checksum that was kept with its answers")
+            file: Any = safe_open(path, framework="np")
+            features = file.get_slice("features")
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{path} cannot be read ({error}); remove it and its .parquet, and its prompts are answered again"
+            ) from None
+        self._checked.add(shard)
+        return features
 
     def _add(self, shard: int, table: pa.Table) -> None:
-        if _width(table) and not self._path(shard, "safetensors").exists():
+        if width_of(table) and not self._path(shard, "safetensors").exists():
             raise UserError(f"{self._path(shard, 'safetensors')} is missing; restore it or remove the shard's parquet")
         first = 0
         for row, number in enumerate(table["prompt_number"].to_pylist()):
@@ -257,42 +284,3 @@ def as_documents(generations: Iterable[Generation]) -> Iterator[Document]:
     """Each generation as a document whose answer is trained."""
     for g in generations:
         yield Document(g.input_ids, np.arange(len(g.input_ids)) >= g.boundary)
-
-
-def _table(generations: list[Generation], width: int) -> pa.Table:
-    columns = {name: pa.array([getattr(g, name) for g in generations], type=kind) for name, kind in _COLUMNS.items()}
-    return pa.table(columns).replace_schema_metadata({_WIDTH: str(width).encode()})
-
-
-def _width(table: pa.Table) -> int:
-    return int((table.schema.metadata or {}).get(_WIDTH, b"0"))
-
-
-def _read_shard(path: Path) -> pa.Table:
-    try:
-        return pq.read_table(path, columns=list(_COLUMNS), partitioning=None)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read ({error}); remove it, and its prompts are answered again") from error
-
-
-def _joined_features(generations: list[Generation]) -> npt.NDArray[np.float16] | None:
-    """[sum of n, D]: every row keeps as many features as it has tokens; its last token has none (NaN)."""
-    present = [g.features for g in generations if g.features is not None]
-    if not present:
-        return None
-    if len(present) < len(generations) or len({f.shape[1] for f in present}) > 1:
-        raise ValueError("the generations of a shard must all have features of one width, or none")
-    gap = np.full((1, present[0].shape[1]), np.nan, dtype=np.float16)
-    return np.concatenate([part for f in present for part in (f.astype(np.float16, copy=False), gap)])
-
-
-def _publish(aside: Path, path: Path) -> None:
-    """Rename a complete file into place, on disk before anyone can see it."""
-    with aside.open("rb") as file:
-        os.fsync(file.fileno())
-    aside.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

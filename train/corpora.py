@@ -19,7 +19,7 @@ from torch import Tensor
 from drafthead.data.chat import Document, Message, prompt_ids
 from drafthead.data.contracts import FeatureSpec
 from drafthead.data.errors import UserError
-from drafthead.data.feature_cache import FeatureCache
+from drafthead.data.feature_cache import FORMAT, FeatureCache
 from drafthead.data.files import require_space, write_atomic
 from drafthead.data.generations import Generation, GenerationStore, SamplerConfig, as_documents
 from drafthead.data.locks import exclusive
@@ -234,7 +234,8 @@ class Corpora:
         """
         row_length = len(rows[0]["input_ids"])
         width = self.base.hidden_size * (1 + len(spec.layers))
-        manifest = {"base": self.base.identity(), "layers": list(spec.layers), "rows": digest_rows(rows)}
+        made_by = {"base": self.base.identity(), "layers": list(spec.layers), "rows": digest_rows(rows)}
+        manifest = {**made_by, "format": FORMAT}
         dtype = "bfloat16" if self.base.dtype == torch.bfloat16 else "float16"
         folder = self.folder / "features" / f"{name}-{_digest_json(manifest)}"
         cache = FeatureCache.create(folder, len(rows), row_length, width, dtype, manifest)
