@@ -9,10 +9,11 @@ if not __package__:  # run as a file: look in the checkout, not in data/
 import hydra
 from omegaconf import DictConfig
 
-from drafthead.data.config import one_line_errors, run_main
+from drafthead.data.config import one_line_errors, run_main, say
 from drafthead.data.display import Display
 from drafthead.models.base import BaseModel
-from drafthead.train.config import parse_run, preflight
+from drafthead.train import signals
+from drafthead.train.config import RunConfig, parse_run, preflight
 from drafthead.train.corpora import Corpora
 
 
@@ -21,6 +22,11 @@ from drafthead.train.corpora import Corpora
 def _main(cfg: DictConfig) -> None:
     run = parse_run(cfg)
     preflight(run)
+    with signals.handled(say):
+        _build(run)
+
+
+def _build(run: RunConfig) -> None:
     display = Display()
     with display.stage(f"base model {run.base.name or 'random'}"):
         base = BaseModel.load(run.base, progress=display.line)

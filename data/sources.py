@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from glob import glob
@@ -22,6 +23,8 @@ _ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }
+_DAMAGE = (OSError, EOFError, zlib.error)
+"""What a file that is unreadable or damaged raises, compressed or not."""
 T = TypeVar("T")
 
 
@@ -188,10 +191,10 @@ def _files(source: SourceConfig) -> list[Path]:
 
 
 def _read_text(path: Path) -> str:
-    content = path.read_bytes()
     try:
+        content = path.read_bytes()
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
-    except (UnicodeDecodeError, gzip.BadGzipFile) as error:
+    except (UnicodeDecodeError, *_DAMAGE) as error:
         raise UserError(f"{path} is not UTF-8 text ({error}); convert it or leave it out") from None
 
 
@@ -207,22 +210,30 @@ def _column(source: SourceConfig, stream: bool = False) -> Iterator[tuple[Any, s
 
 def _jsonl_rows(source: SourceConfig) -> Iterator[tuple[dict[str, Any], str]]:
     for path in _files(source):
+        for number, line in enumerate(_lines(path), start=1):
+            if not line.strip():
+                continue
+            where = f"{path} line {number}"
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{where} is not valid JSON ({error}); repair or remove the line") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{where} holds a {type(row).__name__}, expected an object; repair the line")
+            yield row, where
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                where = f"{path} line {number}"
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise UserError(f"{where} is not valid JSON ({error}); repair or remove the line") from None
-                if not isinstance(row, dict):
-                    raise UserError(f"{where} holds a {type(row).__name__}, expected an object; repair the line")
-                yield row, where
+            yield from file
+    except _DAMAGE as error:
+        raise UserError(f"{path} cannot be read to its end ({error}); copy it again or leave it out") from None
 
 
 def _hub_rows(source: SourceConfig, stream: bool) -> Iterator[tuple[dict[str, Any], str]]:
     import datasets
+    from datasets.exceptions import DatasetGenerationError
 
     try:
         rows = datasets.load_dataset(
@@ -234,9 +245,9 @@ def _hub_rows(source: SourceConfig, stream: bool) -> Iterator[tuple[dict[str, An
         )
         for number, row in enumerate(rows):
             yield row, f"{source} row {number}"
-    # What the library raises for: no network, no such dataset; no such split or subset; a loading script.
-    except (OSError, ValueError, RuntimeError) as error:
-        what = " ".join(str(error).split())[:400]
+    # What the library raises for: no network, no such dataset, split or subset; a loading script; a damaged file.
+    except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
+        what = " ".join(str(error.__cause__ or error).split())[:400]
         raise UserError(
             f"dataset {source.name!r} (subset {source.subset}, split {source.split!r}) could not be read: "
             f"{type(error).__name__}: {what}; check the id, the network and access, or use local files (kind jsonl)"

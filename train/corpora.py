@@ -20,7 +20,7 @@ from drafthead.data.chat import Document, Message, prompt_ids
 from drafthead.data.contracts import FeatureSpec
 from drafthead.data.errors import UserError
 from drafthead.data.feature_cache import FORMAT, FeatureCache
-from drafthead.data.files import require_space, write_atomic
+from drafthead.data.files import file_digest, read_sealed_json, require_space, write_sealed_json
 from drafthead.data.generations import Generation, GenerationStore, SamplerConfig, as_documents
 from drafthead.data.locks import exclusive
 from drafthead.data.manifest import check_manifest, write_manifest
@@ -31,6 +31,7 @@ from drafthead.models.base import BaseModel
 from drafthead.models.batched_generation import generate
 from drafthead.models.layer_views import first_layers
 from drafthead.models.synthesis import synthesise_prompts
+from drafthead.train.signals import Stopped, held
 
 Progress = Callable[[str, int, int], None]
 """(what is being made, done, total)."""
@@ -98,6 +99,8 @@ class Corpora:
         self.base, self.config, self.seed, self.progress = base, config, seed, progress
         self.folder = Path(config.folder)
         self._store: GenerationStore | None = None
+        self.manifests: dict[str, Any] = {}
+        """What made the corpora that were opened, by name: what a checkpoint remembers of its data."""
 
     def _waiting(self) -> None:
         self.progress("waiting for another process that writes this corpus", 0, 1)
@@ -121,7 +124,9 @@ class Corpora:
                 documents = text_documents(self.base.tokenizer, texts, config.max_tokens)
                 pack(self._watched(documents, config.max_tokens), row_length, split=True, folder=folder)
                 write_manifest(folder, manifest)  # last: it says that the rows are complete
-        return open_packed(folder)
+        rows = open_packed(folder)
+        self.manifests[f"text in rows of {row_length}"] = {**manifest, "rows": len(rows)}
+        return rows
 
     def _watched(self, documents: Iterable[Document], total: int) -> Iterator[Document]:
         done = 0
@@ -151,6 +156,8 @@ class Corpora:
                     f"{self.config.generations.max_prompt_tokens}; raise it or add sources"
                 )
             self._store = store
+            kept = {"prompts.json": file_digest(folder / "prompts.json"), "answers": len(store.done)}
+            self.manifests["generations"] = {**self._generation_manifest(), **kept}
         return self._store
 
     def generation_rows(self, row_length: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
@@ -175,30 +182,30 @@ class Corpora:
         tokens = sum(len(ids) + config.sampler.max_new_tokens for _, ids in missing)
         purpose = "the answers with their features (keep_features)" if config.keep_features else "the answers"
         require_space(store.folder, tokens * token_bytes, purpose)
+        limits = {k: getattr(config, k) for k in ("slots", "max_prompt_tokens", "keep_features")}
+        answers = generate(self.base, missing, config.sampler, **limits)
         shard: list[Generation] = []
         done = total - len(missing)
         self.progress("generating answers", done, total)
-        for generation in generate(
-            self.base,
-            missing,
-            config.sampler,
-            slots=config.slots,
-            keep_features=config.keep_features,
-            max_prompt_tokens=config.max_prompt_tokens,
-        ):
-            shard.append(generation)
-            done += 1
-            self.progress("generating answers", done, total)
-            if len(shard) == SHARD_ROWS:
-                store.append_shard(shard)
-                shard = []
+        try:
+            for generation in answers:
+                with held():  # a signal finds an answer in one shard, or in none
+                    shard.append(generation)
+                    done += 1
+                    self.progress("generating answers", done, total)
+                    if len(shard) == SHARD_ROWS:
+                        full, shard = shard, []
+                        store.append_shard(full)
+        except (Stopped, KeyboardInterrupt):
+            store.append_shard(shard)  # what is finished is kept
+            raise
         store.append_shard(shard)
 
     def _prompts(self, path: Path) -> list[tuple[int, list[int]]]:
         """Numbered prompts as token ids, within the length limit; kept on disk so that a later run has the same."""
         config = self.config.generations
         if path.exists():
-            messages: list[list[Message]] = json.loads(path.read_text())
+            messages: list[list[Message]] = read_sealed_json(path)
         else:
             messages = (
                 load_prompts(config.sources, self.seed, config.prompts) if config.sources and config.prompts else []
@@ -210,7 +217,7 @@ class Corpora:
                 messages = _interleave(messages, [[{"role": "user", "content": text}] for text in written])
             if not messages:
                 raise UserError("data.generations names no prompts; set sources, or synthesised to a number")
-            write_atomic(path, json.dumps(messages))
+            write_sealed_json(path, messages)
         numbered = enumerate(prompt_ids(self.base.tokenizer, m) for m in messages)
         return [(n, ids) for n, ids in numbered if len(ids) <= config.max_prompt_tokens]
 
