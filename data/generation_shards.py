@@ -24,28 +24,22 @@ _COLUMNS = {
 }
 
 
-def table_of(generations: "list[Generation]") -> pa.Table:
-    """The answers as columns, without their features."""
-    return pa.table(
-        {name: pa.array([getattr(g, name) for g in generations], type=kind) for name, kind in _COLUMNS.items()}
-    )
-
-
-def sealed(table: pa.Table, width: int, features: str) -> pa.Table:
-    """``table`` with its checksum in its metadata.
+def shard_table(generations: "list[Generation]", width: int, checksum: str) -> pa.Table:
+    """One row a generation, without features; the table's own checksum stands in its metadata.
 
     Args:
-        table: of ``table_of``.
+        generations: of one shard.
         width: of the features kept beside it, 0 for none.
-        features: checksum of their file, "" for none.
+        checksum: of their file, "" for none.
     """
-    metadata = {_WIDTH: str(width).encode(), _FEATURES: features.encode()}
-    table = table.replace_schema_metadata(metadata)
+    columns = {name: pa.array([getattr(g, name) for g in generations], type=kind) for name, kind in _COLUMNS.items()}
+    metadata = {_WIDTH: str(width).encode(), _FEATURES: checksum.encode()}
+    table = pa.table(columns).replace_schema_metadata(metadata)
     return table.replace_schema_metadata({**metadata, _DIGEST: _digest(table)})
 
 
-def width_of(table: pa.Table) -> int:
-    """Width of the features kept beside a sealed table, 0 for none."""
+def features_width(table: pa.Table) -> int:
+    """Width of a shard's features; 0 when it has none."""
     return int(table.schema.metadata[_WIDTH])
 
 

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from drafthead.data.chat import Document
 from drafthead.data.errors import UserError
 from drafthead.data.files import file_digest, inside, publish, require_space, storing
-from drafthead.data.generation_shards import features_checksum, joined_features, read_shard, sealed, table_of, width_of
+from drafthead.data.generation_shards import features_checksum, features_width, joined_features, read_shard, shard_table
 from drafthead.data.manifest import check_manifest, read_manifest, write_manifest
 
 _SHARD = re.compile(r"shard-(\d{5,9})\.parquet")
@@ -158,27 +158,25 @@ class GenerationStore:
         if path.exists():
             raise UserError(f"{path} appeared while this run was writing; stop the other process that uses the folder")
         features = joined_features(generations)
-        table = table_of(generations)
-        needed = table.nbytes + (0 if features is None else features.nbytes)
+        needed = sum(4 * len(g.input_ids) + 64 for g in generations) + (0 if features is None else features.nbytes)
         require_space(self.folder, needed + 1_000_000, "the next shard of generations")
         try:
             with storing("the next shard of generations", self.folder):
-                table = self._write(shard, table, features)
+                table = self._write(shard, generations, features)
         except UserError:
-            self._clean = False
             self._remove_leftovers()  # they would keep the disk full
             raise
         self._add(shard, table)
 
-    def _write(self, shard: int, table: pa.Table, features: npt.NDArray[np.float16] | None) -> pa.Table:
-        """Write a shard's files, the parquet last; returns the table with its metadata."""
-        checksum = ""
+    def _write(self, shard: int, generations: list[Generation], features: npt.NDArray[np.float16] | None) -> pa.Table:
+        """Write a shard's files, the parquet last."""
+        width, checksum = 0, ""
         if features is not None:
             aside = self._aside(shard, "safetensors")
             save_file({"features": features}, aside)
-            checksum = file_digest(aside)
+            width, checksum = features.shape[1], file_digest(aside)
             publish(aside, self._path(shard, "safetensors"))
-        table = sealed(table, 0 if features is None else features.shape[1], checksum)
+        table = shard_table(generations, width, checksum)
         aside = self._aside(shard, "parquet")
         pq.write_table(table, aside, compression="zstd")
         publish(aside, self._path(shard, "parquet"))
@@ -201,7 +199,7 @@ class GenerationStore:
         """[n - 1, D] features of one answer, read from disk; None when the store keeps none."""
         entry = self._entries[prompt_number]
         table = self._tables[entry.shard]
-        if not width_of(table):
+        if not features_width(table):
             return None
         last = entry.first + len(table["input_ids"][entry.row]) - 1
         return cast("npt.NDArray[np.float16]", self._opened(entry.shard)[entry.first : last])
@@ -253,7 +251,7 @@ class GenerationStore:
         return features
 
     def _add(self, shard: int, table: pa.Table) -> None:
-        if width_of(table) and not self._path(shard, "safetensors").exists():
+        if features_width(table) and not self._path(shard, "safetensors").exists():
             raise UserError(f"{self._path(shard, 'safetensors')} is missing; restore it or remove the shard's parquet")
         first = 0
         for row, number in enumerate(table["prompt_number"].to_pylist()):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.data.errors import UserError
-from drafthead.data.files import read_json, write_json
+from drafthead.data.files import inside, read_json, write_json
 
 NAME = "manifest.json"
 
@@ -21,7 +21,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: there is none, or it is not a JSON object.
     """
-    entries = read_json(folder / NAME)
+    entries = read_json(inside(folder, NAME))
     if not isinstance(entries, dict):
         raise UserError(f"{folder / NAME} holds a {type(entries).__name__}, expected an object; remove the folder")
     return entries

@@ -21,7 +21,7 @@ from drafthead.data.contracts import FeatureSpec
 from drafthead.data.errors import UserError
 from drafthead.data.feature_cache import FORMAT, FeatureCache
 from drafthead.data.files import file_digest, read_sealed_json, require_space, write_sealed_json
-from drafthead.data.generations import Generation, GenerationStore, SamplerConfig, as_documents
+from drafthead.data.generations import GenerationStore, SamplerConfig, as_documents
 from drafthead.data.locks import exclusive
 from drafthead.data.manifest import check_manifest, write_manifest
 from drafthead.data.packing import collate, digest_rows, open_packed, pack, text_documents
@@ -31,13 +31,15 @@ from drafthead.models.base import BaseModel
 from drafthead.models.batched_generation import generate
 from drafthead.models.layer_views import first_layers
 from drafthead.models.synthesis import synthesise_prompts
-from drafthead.train.signals import Stopped, held
 
 Progress = Callable[[str, int, int], None]
 """(what is being made, done, total)."""
 
-SHARD_ROWS = 64
-"""Answers a shard. A kill loses the finished answers of the current shard and those being generated."""
+Prompt = tuple[int, list[int]]
+"""Number, and token ids."""
+BLOCK = 2
+"""Prompts a block, in slots. Each block is answered from an empty batch and is one shard: rounding depends on what is
+computed side by side, so hidden states too are the same to the bit whatever was killed. A kill loses a block."""
 HELD_OUT_EVERY = 20
 """Each 20th answer is held out: it measures acceptance and calibrates the tree, and is never trained on."""
 HELD_OUT_MOST = 512
@@ -147,7 +149,7 @@ class Corpora:
                 prompts, done = self._prompts(folder / "prompts.json"), store.done
                 missing = [(n, ids) for n, ids in prompts if n not in done]
                 if missing:
-                    self._answer(store, missing, len(prompts))
+                    self._answer(store, prompts, missing)
             if not store.done:
                 for name in ("prompts.json", "manifest.json"):  # nothing was made, so nothing binds the next try
                     (folder / name).unlink(missing_ok=True)
@@ -176,32 +178,24 @@ class Corpora:
         counts = self.generations().token_counts(self.base.vocab_size)
         return torch.from_numpy(draft_vocabulary(counts, size, self.base.eos_ids))
 
-    def _answer(self, store: GenerationStore, missing: list[tuple[int, list[int]]], total: int) -> None:
-        config = self.config.generations
+    def _answer(self, store: GenerationStore, prompts: list[Prompt], missing: list[Prompt]) -> None:
+        config, total = self.config.generations, len(prompts)
         token_bytes = 4 + (2 * self.base.hidden_size if config.keep_features else 0)
         tokens = sum(len(ids) + config.sampler.max_new_tokens for _, ids in missing)
         purpose = "the answers with their features (keep_features)" if config.keep_features else "the answers"
         require_space(store.folder, tokens * token_bytes, purpose)
         limits = {k: getattr(config, k) for k in ("slots", "max_prompt_tokens", "keep_features")}
-        answers = generate(self.base, missing, config.sampler, **limits)
-        shard: list[Generation] = []
-        done = total - len(missing)
-        self.progress("generating answers", done, total)
-        try:
-            for generation in answers:
-                with held():  # a signal finds an answer in one shard, or in none
-                    shard.append(generation)
-                    done += 1
-                    self.progress("generating answers", done, total)
-                    if len(shard) == SHARD_ROWS:
-                        full, shard = shard, []
-                        store.append_shard(full)
-        except (Stopped, KeyboardInterrupt):
-            store.append_shard(shard)  # what is finished is kept
-            raise
-        store.append_shard(shard)
+        answered, size = total - len(missing), BLOCK * config.slots
+        self.progress("generating answers", answered, total)
+        for start in range(0, len(prompts), size):
+            block = [prompt for prompt in prompts[start : start + size] if prompt[0] not in store.done]
+            shard = []
+            for generation in generate(self.base, block, config.sampler, **limits):
+                shard.append(generation)
+                self.progress("generating answers", answered := answered + 1, total)
+            store.append_shard(shard)
 
-    def _prompts(self, path: Path) -> list[tuple[int, list[int]]]:
+    def _prompts(self, path: Path) -> list[Prompt]:
         """Numbered prompts as token ids, within the length limit; kept on disk so that a later run has the same."""
         config = self.config.generations
         if path.exists():

@@ -99,6 +99,7 @@ class _Watch:
         store = dist.distributed_c10d._get_default_store()
         own = getattr(store, "clone", lambda: store)()  # another connection: calls over one wait for each other
         self._store: Any = torch._C._distributed_c10d.PrefixStore("drafthead/alive", own)
+        self._names: dict[int, str] = {}
         self._beats: dict[int, bytes] = {}
         self._heard = dict.fromkeys(range(count), time.monotonic())
         self._ended: dict[int, tuple[int, str]] = {}
@@ -120,6 +121,8 @@ class _Watch:
                 self._store.set(f"end/{self.rank}", json.dumps([code, line]))
         except Exception:  # the store went with its host
             return
+        if code and not self.rank:
+            time.sleep(3 * _BEAT_S)  # this process may host the store that tells the others why
 
     def find_culprit(self) -> tuple[int, str] | None:
         """After a collective has failed: exit code and line of the process that is to blame; None when all live."""
@@ -159,6 +162,8 @@ class _Watch:
             if self._store.check([f"end/{other}"]):
                 self._ended[other] = tuple(json.loads(self._store.get(f"end/{other}")))
             if self._store.check([f"beat/{other}"]):
+                if other not in self._names and self._store.check([f"who/{other}"]):
+                    self._names[other] = self._store.get(f"who/{other}").decode()
                 found = self._store.get(f"beat/{other}")
                 if found != self._beats.get(other):
                     self._beats[other], self._heard[other] = found, time.monotonic()
@@ -179,15 +184,8 @@ class _Watch:
         for other in range(self.count):
             if other != self.rank and other not in self._ended and now - self._heard[other] > silence:
                 return 1, (
-                    f"process {other} of {self.count} ({self._who(other)}) has not been heard of for "
+                    f"process {other} of {self.count} ({self._names.get(other, 'never heard of')}) has not been heard of for "
                     f"{now - self._heard[other]:.0f} s: it was killed, or its machine is gone; this process ends, too. "
                     "The same command goes on from the newest checkpoint"
                 )
         return None
-
-    def _who(self, rank: int) -> str:
-        try:
-            with self._lock:
-                return str(self._store.get(f"who/{rank}").decode()) if self._store.check([f"who/{rank}"]) else "unknown"
-        except Exception:  # the store went with its host
-            return "unknown"

@@ -6,8 +6,8 @@ the signal's number, as shells and schedulers count: 143 after SIGTERM, 130 afte
 waiting.
 """
 
+import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,13 +77,15 @@ def held() -> Iterator[None]:
 
 
 def _receive(signum: int, frame: FrameType | None) -> None:
-    now = time.monotonic()
-    if not _state.pending:
-        _state.pending, _state.since = signum, now
-        if not _state.held:
-            raise Stopped(signum)
-        name = signal.Signals(signum).name
-        sys.stderr.write(f"{name}: saving and leaving after this step; Ctrl-C again leaves at once\n")
-    elif signum == signal.SIGINT and now - _state.since > IMPATIENT_S:
+    now, first = time.monotonic(), not _state.pending
+    if not first and now - _state.since <= IMPATIENT_S:
+        return
+    _state.pending, _state.since = _state.pending or signum, now
+    if not _state.held:
+        raise Stopped(signum)
+    if first:
+        line = f"{signal.Signals(signum).name}: saving and leaving after this step; Ctrl-C again leaves at once\n"
+        os.write(2, line.encode())  # not through a buffer, which may be half written where the signal came
+    elif signum == signal.SIGINT:
         signal.signal(signum, signal.SIG_DFL)
         signal.raise_signal(signum)
