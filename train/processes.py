@@ -182,10 +182,11 @@ class _Watch:
                 "ends, too. The same command goes on from the newest checkpoint"
             )
         for other in range(self.count):
-            if other != self.rank and other not in self._ended and now - self._heard[other] > silence:
+            silent = now - self._heard[other]
+            if other != self.rank and other not in self._ended and silent > silence:
+                who = self._names.get(other, "never heard of")
                 return 1, (
-                    f"process {other} of {self.count} ({self._names.get(other, 'never heard of')}) has not been heard of for "
-                    f"{now - self._heard[other]:.0f} s: it was killed, or its machine is gone; this process ends, too. "
-                    "The same command goes on from the newest checkpoint"
+                    f"process {other} of {self.count} ({who}) has not been heard of for {silent:.0f} s: it was killed, "
+                    "or its machine is gone; this process ends, too. The same command goes on from the last checkpoint"
                 )
         return None
