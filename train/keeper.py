@@ -123,7 +123,7 @@ class Keeper:
         here = self.position
         here.phase, here.step, here.total = state.phase, state.step, state.global_step
         self.began_with, self._trained_on = state.processes, checkpoint.manifests
-        self._load_weights(checkpoint)
+        _load_weights(self.head, checkpoint)
         if now.rank < len(checkpoint.rng):
             restore_rng(checkpoint.rng[now.rank])
         else:
@@ -135,21 +135,14 @@ class Keeper:
                 "round differently, and dropout draws other numbers"
             )
 
-    def _load_weights(self, checkpoint: Checkpoint) -> None:
-        try:
-            self.head.load_state_dict(checkpoint.head)
-        except RuntimeError as error:
-            first = str(error).splitlines()[0]
-            raise UserError(f"{checkpoint.path} holds another head ({first}); start over with resume=false") from None
-
-    def choose_final(self) -> None:
-        """At the end, take the best weights where the recipe wants them, or say where they are."""
+    def choose_final(self, head: DraftHead) -> None:
+        """Load the best weights into the trained ``head`` where the recipe wants them, or say where they are."""
         best = load_best(self.checkpoints)
         if best is None or best.state.global_step == self.position.total:
             return
         found = f"{best.state.score:.3f} held-out tokens a step, after step {best.state.global_step} (over all phases)"
         if self.run.checkpoint.final == "best":
-            self._load_weights(best)
+            _load_weights(head, best)
             self.display.line(f"   the weights are now the best ones: {found}")
         else:
             self.display.line(
@@ -179,3 +172,11 @@ class Keeper:
             f"{self.checkpoints}. Lower phases.{name}.optim.lr (now {self.run.phases[name].optim.lr}) and start over "
             "with resume=false, or move the limits of guard"
         )
+
+
+def _load_weights(head: DraftHead, checkpoint: Checkpoint) -> None:
+    try:
+        head.load_state_dict(checkpoint.head)
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"{checkpoint.path} holds another head ({first}); start over with resume=false") from None

@@ -79,7 +79,6 @@ class Trainer:
                     optimizer.load_state_dict(resumed.optimizer)
                 self._train_phase(name, phase, optimizer)
             checkpoint = None
-        self.keeper.choose_final()
 
     def _train_phase(self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer) -> None:
         with undisturbed_rng(), self.accelerator.main_process_first():  # which fills the caches that the others find

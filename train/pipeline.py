@@ -69,6 +69,7 @@ def _run(run: RunConfig, resolved: str, accelerator: Accelerator, processes: Pro
     trainer.train()
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        trainer.keeper.choose_final(head)
         quality = None
         if run.tunes_base:
             del trainer  # and with it the trained copy of the base
