@@ -22,6 +22,7 @@ from drafthead.models.draft_head import PACKAGE, DraftHeadConfig
 from drafthead.models.losses import LossConfig
 from drafthead.train.corpora import DataConfig
 from drafthead.train.optim import OptimConfig
+from drafthead.train.sharding import ShardConfig
 from drafthead.train.tracking import TrackerConfig
 
 MODES = ("train", "plan")
@@ -92,6 +93,11 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     phases: dict[str, PhaseConfig] = field(default_factory=dict)
     """In order. Named, so that one value can be overridden: ``phases.distill.steps=500``."""
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    """What is spread over several devices: ``shard=none``, ``head``, ``full`` or ``hybrid`` (docs/scale.md)."""
+    node_data: bool = False
+    """Every node makes and keeps corpora and caches of its own under ``data.folder``: for nodes without a common one.
+    The run folder must be common in any case."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log_every: int = 20
     """Optimiser steps between two console lines."""

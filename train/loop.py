@@ -1,6 +1,8 @@
 """The training loop: phases in order, one console line a log step, checkpoints that resume exactly."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,8 +19,10 @@ from drafthead.models.draft_head import DraftHead
 from drafthead.train.checkpoint import Checkpoint, TrainState, capture_rng, load_latest, restore_rng, save_checkpoint
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.corpora import Corpora
+from drafthead.train.launcher import writers_first
 from drafthead.train.optim import build_optimizer, lr_at
 from drafthead.train.phase_data import PhaseData, open_held_out, open_phase
+from drafthead.train.sharding import Sharding, load_optimizer, whole
 from drafthead.train.step import StepResult, evaluate_loss, train_step
 from drafthead.train.tracking import ConsoleLine, MetricsLog, Tracker
 
@@ -45,9 +49,11 @@ class Trainer:
         accelerator: Accelerator,
         display: Display,
         tracker: Tracker | None,
+        sharding: Sharding | None = None,
     ) -> None:
         self.run, self.head, self.corpora, self.folder = run, head, corpora, folder
         self.accelerator, self.display, self.tracker = accelerator, display, tracker
+        self.sharding = sharding or Sharding(run.shard, head.base.device)
         self.log = MetricsLog(folder / "metrics.jsonl")
         self.position = Position()
 
@@ -68,6 +74,7 @@ class Trainer:
             self._restore(checkpoint)
         if self.accelerator.is_main_process:
             self.log.truncate(self.position.total)
+        self._place(names[self.position.phase :])
         while self.position.phase < len(names):
             name = names[self.position.phase]
             phase = self.run.phases[name]
@@ -76,25 +83,34 @@ class Trainer:
                     self.head.tune_base(now=phase.train_base)
                 optimizer = build_optimizer(self.head.parameters(), phase.optim, self.head.lr_factor)
                 if checkpoint is not None and self.position.step:
-                    optimizer.load_state_dict(checkpoint.optimizer)
+                    load_optimizer(optimizer, checkpoint.optimizer)
                 self._train_phase(name, phase, optimizer)
             checkpoint = None
 
+    def _place(self, names: list[str]) -> None:
+        """Spread the weights; caches of the phases ``names`` are filled before, while one process can run the base."""
+        if self.sharding.places_base:
+            with writers_first(self.accelerator, self.run.node_data):
+                for name in names:
+                    open_phase(self.corpora, name, self.run.phases[name], self.head.spec)
+                open_held_out(self.corpora, self.run.answer_row_length, self.head.spec)
+        self.sharding.place(self.head)
+
     def _train_phase(self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer) -> None:
-        with self.accelerator.main_process_first():  # which fills the caches that the others then find full
+        with writers_first(self.accelerator, self.run.node_data):
             data = open_phase(self.corpora, name, phase, self.head.spec)
             held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec)
+        batches = data.stream(self._rows(data, phase))
         line = ConsoleLine(name, phase.steps)
         pending: StepResult | None = None
         started, first = perf_counter(), self.position.step
         while self.position.step < phase.steps:
             lr = lr_at(phase.optim, self.position.step, phase.steps)
             self.head.progress = (self.position.step + 1) / phase.steps
-            micro_batches = (data.load(self._rows(data, phase, i)) for i in range(phase.accumulate))
             result = train_step(
                 self.head,
                 optimizer,
-                micro_batches,
+                islice(batches, phase.accumulate),
                 phase.loss,
                 lr=lr,
                 clip_norm=phase.optim.clip_norm,
@@ -105,7 +121,8 @@ class Trainer:
             self.position.total += 1
             last = self.position.step == phase.steps
             if last or self.position.step % self.run.log_every == 0:
-                self._record(name, pending, lr, started, self.position.step - first, line)
+                waited, data.waited_s = data.waited_s, 0.0
+                self._record(name, pending, lr, started, waited, self.position.step - first, line)
                 pending, started, first = None, perf_counter(), self.position.step
             paused = perf_counter()
             if last or self.position.step % self.run.validate_every == 0:
@@ -115,11 +132,12 @@ class Trainer:
             started += perf_counter() - paused  # the speed that is logged is that of training alone
         self.position.phase, self.position.step = self.position.phase + 1, 0
 
-    def _rows(self, data: PhaseData, phase: PhaseConfig, micro: int) -> list[int]:
+    def _rows(self, data: PhaseData, phase: PhaseConfig) -> Iterator[list[int]]:
+        """This process's rows of every micro-batch that is left of the phase."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        block = (self.position.step * phase.accumulate + micro) * world + rank
         seed = self.run.seed * 1000 + self.position.phase
-        return data.numbers(seed, block * phase.batch_rows, phase.batch_rows)
+        for micro in range(self.position.step * phase.accumulate, phase.steps * phase.accumulate):
+            yield data.numbers(seed, (micro * world + rank) * phase.batch_rows, phase.batch_rows)
 
     def _reduce(self, value: torch.Tensor) -> torch.Tensor:
         if self.accelerator.num_processes == 1:
@@ -127,7 +145,9 @@ class Trainer:
         reduced: torch.Tensor = self.accelerator.reduce(value, "sum")
         return reduced
 
-    def _record(self, name: str, result: StepResult, lr: float, started: float, steps: int, line: ConsoleLine) -> None:
+    def _record(
+        self, name: str, result: StepResult, lr: float, started: float, waited: float, steps: int, line: ConsoleLine
+    ) -> None:
         metrics = result.metrics()  # waits for the device, so the time is that of finished steps
         seconds = perf_counter() - started
         if not int(result.tokens):
@@ -142,6 +162,7 @@ class Trainer:
         row |= metrics
         row["tokens_per_second"] = float(result.tokens) / seconds
         row["step_ms"] = 1e3 * seconds / steps
+        row["data_wait"] = waited / seconds
         self._publish(row)
         self.display.line(line.render(row))
 
@@ -155,6 +176,7 @@ class Trainer:
         tokens = self._replayed_tokens(held_out)
         row["held_out_tokens_a_step"] = tokens
         self._publish(row)
+        self.sharding.settle(self.head)
         different = 1 if self.head.config.trained_positions == 1 else self.head.depth
         shown = " ".join(f"{found[f'accept_{k}']:.3f}" for k in range(1, different + 1))
         self.display.line(
@@ -179,6 +201,8 @@ class Trainer:
                 self.tracker.log(row, step=self.position.total)
 
     def _save(self, optimizer: torch.optim.Optimizer, end_of_phase: bool) -> None:
+        weights = whole(self.head.state_dict(), keep=self.accelerator.is_main_process)
+        moments = whole(optimizer.state_dict(), keep=self.accelerator.is_main_process)
         if not self.accelerator.is_main_process:
             return
         phase, step = self.position.phase, self.position.step
@@ -187,7 +211,6 @@ class Trainer:
             step=0 if end_of_phase else step,
             global_step=self.position.total,
         )
-        weights = self.head.state_dict()
         broken = [name for name, t in weights.items() if not bool(torch.isfinite(t).all())]
         if broken:
             raise self._not_finite(f"{broken[0]} is not finite")
@@ -195,7 +218,7 @@ class Trainer:
             self.folder / "checkpoints",
             state,
             weights,
-            optimizer.state_dict(),
+            moments,
             rng=[capture_rng()],
             keep=self.run.checkpoint.keep,
         )
