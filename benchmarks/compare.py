@@ -2,9 +2,9 @@
 
     python benchmarks/compare.py OLD.json NEW.json [--limit 5] [--only 'costs.verify.*']
 
-Reads what decode.py, generation.py, loss_memory.py and train_step.py write with --json, or any nested numbers. Which direction is
-better is told from the names on the way to a number, the innermost first (numbers as names are passed over), by how
-they end:
+Reads what decode.py, generation.py, loss_memory.py and train_step.py write with --json, or any nested numbers. Which
+direction is better is told from the names on the way to a number, the innermost first (numbers as names are passed
+over), by how they end:
 
   lower is better    _s, _ms, seconds, bytes, verify, verify_ratio, draft, draft_by_depth, overhead, handling_growth,
                      data_wait

@@ -21,7 +21,7 @@ ROWS = 32
 
 
 class Memory:
-    """Peak memory since the last ``restart``, in bytes: allocated on a GPU; resident on a CPU, above what was before."""
+    """Peak memory since the last ``restart``, bytes: allocated on a GPU; on a CPU resident, above what was before."""
 
     def __init__(self, device: torch.device, resident: PeakMemory) -> None:
         self.device, self._resident = device, resident

@@ -170,10 +170,10 @@ def build_head(run: RunConfig, base: BaseModel) -> DraftHead:
 def operations_per_token(run: RunConfig, phase: PhaseConfig, shape: ModelShape) -> float:
     """Floating-point operations of the products for one position: two per multiplied weight.
 
-    The base's layers once, unless its features are cached, with causal attention over half a row on average; where it is
-    trained along, twice more (forward, and the gradient of the inputs; the adapters are left out). The head's trained
-    weights three times: forward, and both gradients. A projection that heads share and do not train: forward and the
-    gradient of its input, for every trained draft position.
+    The base's layers once, unless its features are cached, with causal attention over half a row on average; where it
+    is trained along, twice more (forward, and the gradient of the inputs; the adapters are left out). The head's
+    trained weights three times: forward, and both gradients. A projection that heads share and do not train: forward
+    and the gradient of its input, for every trained draft position.
     """
     head = run.head_config()
     sizes = head.size(shape.hidden_size, shape.vocab_size)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from drafthead.data.errors import UserError
 from drafthead.train.sharding import ShardConfig
@@ -146,6 +147,25 @@ def writers_first(accelerator: Accelerator, node_data: bool) -> AbstractContextM
         accelerator.local_main_process_first() if node_data else accelerator.main_process_first()
     )
     return found
+
+
+def check_common(accelerator: Accelerator, what: str, digest: str) -> None:
+    """Refuse corpora that differ between processes: a row's number would mean another row on another node.
+
+    Args:
+        accelerator: of the run; all processes must call.
+        what: names the corpus.
+        digest: of its rows.
+
+    Raises:
+        UserError: they differ.
+    """
+    found = gather_object([digest])
+    if len(set(found)) > 1:
+        raise UserError(
+            f"the rows of {what} differ between processes ({', '.join(found)}): node_data=true made other corpora on "
+            "another node; copy data.folder from one node to the others, or use a common one with node_data=false"
+        )
 
 
 def _is_on(environment: Mapping[str, str], switch: str) -> bool:

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 from drafthead.data.display import Display
 from drafthead.data.errors import UserError
+from drafthead.data.packing import digest_rows
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.calibrate import WIDTH, answer_ranks
 from drafthead.eval.replay import chances_of, replay
@@ -19,7 +20,7 @@ from drafthead.models.draft_head import DraftHead
 from drafthead.train.checkpoint import Checkpoint, TrainState, capture_rng, load_latest, restore_rng, save_checkpoint
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.corpora import Corpora
-from drafthead.train.launcher import writers_first
+from drafthead.train.launcher import check_common, writers_first
 from drafthead.train.optim import build_optimizer, lr_at
 from drafthead.train.phase_data import PhaseData, open_held_out, open_phase
 from drafthead.train.sharding import Sharding, load_optimizer, whole
@@ -100,6 +101,8 @@ class Trainer:
         with writers_first(self.accelerator, self.run.node_data):
             data = open_phase(self.corpora, name, phase, self.head.spec)
             held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec)
+        if self.run.node_data:
+            check_common(self.accelerator, f"phase {name}", digest_rows(data.rows))
         batches = data.stream(self._rows(data, phase))
         line = ConsoleLine(name, phase.steps)
         pending: StepResult | None = None

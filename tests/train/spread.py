@@ -7,13 +7,14 @@ LOCAL_WORLD_SIZE set; the processes find each other by a file in FOLDER.
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from drafthead.data.contracts import Features, TrainBatch
 from drafthead.models.base import BaseModel
@@ -68,6 +69,7 @@ class Case:
 
 
 FULL, HEAD = ShardConfig(mode="full"), ShardConfig(mode="head")
+BF16 = ShardConfig(precision="bfloat16")
 CASES = {
     "medusa whole": Case(MEDUSA, ShardConfig()),
     "medusa head": Case(MEDUSA, HEAD, accumulate=2),
@@ -95,6 +97,13 @@ CASES = {
     "kangaroo full": Case(KangarooConfig(num_tokens=2, exit_layer=1), ShardConfig(mode="full", checkpointing=True)),
     "draft lm full": Case(DraftLMConfig(num_tokens=2, num_layers=1), ShardConfig(mode="full", checkpointing=True)),
     "mlp full": Case(MLPSpeculatorConfig(n_predict=2, inner_dim=24), FULL),
+    "medusa bf16": Case(MEDUSA, BF16, accumulate=2),
+    "medusa2 bf16": Case(MEDUSA2, replace(BF16, mode="full"), train_base=True),
+    "hydra++ bf16": Case(HYDRA_PP, replace(BF16, mode="head", checkpointing=True)),
+    "eagle3 bf16": Case(EAGLE3, replace(BF16, mode="full")),
+    "kangaroo bf16": Case(KangarooConfig(num_tokens=2, exit_layer=1), BF16),
+    "draft lm bf16": Case(DraftLMConfig(num_tokens=2, num_layers=1), BF16),
+    "mlp bf16": Case(MLPSpeculatorConfig(n_predict=2, inner_dim=24), replace(BF16, mode="head")),
 }
 
 
@@ -163,12 +172,17 @@ def steps(
     return found
 
 
-def one_process(name: str) -> dict[str, Any]:
-    """The case without sharding, in this process alone."""
+def one_process(name: str, saved: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The case without sharding, in this process alone; all steps, or the last from what was ``saved`` before it."""
     case = CASES[name]
     head = build_head(case)
+    if saved is not None:
+        head.load_state_dict(saved["weights"])
     optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_factor)
-    metrics = steps(case, head, optimizer, range(STEPS), [0, 1], lambda value: value)
+    if saved is not None:
+        load_optimizer(optimizer, saved["optimizer"])
+    numbers = range(STEPS) if saved is None else range(STEPS - 1, STEPS)
+    metrics = steps(case, head, optimizer, numbers, [0, 1], lambda value: value)
     return {"metrics": metrics, "weights": head.state_dict(), "optimizer": optimizer.state_dict()}
 
 
@@ -207,10 +221,15 @@ def spread(name: str, rank: int) -> dict[str, Any]:
         "optimizer": whole(optimizer.state_dict(), keep=rank == 0),
         "saved": saved,
         "validated": validated,
-        "held": sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in head.parameters()),
-        "layer": tuple(layer.to_local().shape if hasattr(layer, "to_local") else layer.shape),
+        "held": {name: local(parameter).numel() for name, parameter in head.named_parameters()},
+        "layer": tuple(local(layer).shape),
         "tied": head.base.embedding.data_ptr() == head.base.head.weight.data_ptr(),
     }
+
+
+def local(parameter: Tensor) -> Tensor:
+    """What this process holds of it."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def main() -> None:
