@@ -63,6 +63,8 @@ class HeadSize:
     """Hidden states of the base that it reads besides the final one."""
     activations_per_token: int = 0
     """Values a token keeps for the backward pass. Medusa with L blocks: ``K D (4 + 2 L)``."""
+    recomputable_per_token: int = 0
+    """Of these, what activation checkpointing computes again."""
 
 
 @dataclass(kw_only=True)
@@ -174,6 +176,14 @@ class DraftHead(KeepsCopies, StepwiseDrafter):
     def lr_factor(self, parameter: nn.Parameter) -> float:
         """Learning rate of a parameter over the phase's."""
         return 1.0
+
+    def decoders(self) -> list[nn.Module]:
+        """Stacks of frozen layers that training runs: the base's, and its trained twin where there is one."""
+        return [self.base.model.model]
+
+    def recomputable(self) -> list[tuple[nn.Module, str]]:
+        """Methods of modules, around attention, whose activations training may compute again instead of keeping."""
+        return []
 
     # Saving and loading --------------------------------------------------------------------------------------
 

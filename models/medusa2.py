@@ -147,6 +147,9 @@ class Medusa2Head(MedusaHead):
             self._tuned.train(mode and self._joint)
         return self
 
+    def decoders(self) -> list[nn.Module]:
+        return super().decoders() + ([] if self._tuned is None else [self._tuned.model.model])
+
     def lr_factor(self, parameter: nn.Parameter) -> float:
         ours = any(parameter is other for other in self.adapter.values())
         return 1.0 if ours or not self._joint else self.config.heads_lr_factor

@@ -23,6 +23,7 @@ from drafthead.models.losses import LossConfig
 from drafthead.train.corpora import DataConfig
 from drafthead.train.guard import GuardConfig
 from drafthead.train.optim import OptimConfig
+from drafthead.train.sharding import ShardConfig
 from drafthead.train.tracking import TrackerConfig
 
 MODES = ("train", "plan")
@@ -99,6 +100,11 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     phases: dict[str, PhaseConfig] = field(default_factory=dict)
     """In order. Named, so that one value can be overridden: ``phases.distill.steps=500``."""
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    """What is spread over several devices: ``shard=none``, ``head``, ``full`` or ``hybrid`` (docs/scale.md)."""
+    node_data: bool = False
+    """Every node makes and keeps corpora and caches of its own under ``data.folder``: for nodes without a common one.
+    The run folder must be common in any case."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     """Which updates are skipped, and how many of them end the run."""

@@ -18,6 +18,7 @@ from drafthead.train.corpora import Corpora
 from drafthead.train.guard import Guard
 from drafthead.train.processes import Processes
 from drafthead.train.random_state import capture_rng, restore_rng
+from drafthead.train.sharding import whole
 
 
 @dataclass
@@ -91,7 +92,8 @@ class Keeper:
 
     def _full_state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """All weights and optimiser state of the head; every process calls it, the main one uses the result."""
-        return self.head.state_dict(), optimizer.state_dict()
+        keep = not self.processes.rank
+        return whole(self.head.state_dict(), keep), whole(optimizer.state_dict(), keep)
 
     def newest(self) -> Checkpoint | None:
         """The newest whole checkpoint, the same one on every process.

@@ -1,5 +1,7 @@
 """The training loop: phases in order, one console line a log step, checkpoints that resume exactly."""
 
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -10,6 +12,7 @@ from accelerate.utils import set_seed
 
 from drafthead.data.display import Display
 from drafthead.data.errors import UserError
+from drafthead.data.packing import digest_rows
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.calibrate import WIDTH, answer_ranks
 from drafthead.eval.replay import chances_of, replay
@@ -19,10 +22,12 @@ from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.corpora import Corpora
 from drafthead.train.guard import Guard
 from drafthead.train.keeper import Keeper
+from drafthead.train.launcher import check_common, writers_first
 from drafthead.train.optim import build_optimizer, lr_at
-from drafthead.train.phase_data import PhaseData, deal, open_held_out, open_phase
+from drafthead.train.phase_data import Batch, PhaseData, deal, open_held_out, open_phase, rounds
 from drafthead.train.processes import Processes
 from drafthead.train.random_state import undisturbed_rng
+from drafthead.train.sharding import Sharding, load_optimizer
 from drafthead.train.step import StepResult, evaluate_loss, train_step
 from drafthead.train.tracking import ConsoleLine, MetricsLog, Tracker
 
@@ -40,9 +45,11 @@ class Trainer:
         processes: Processes,
         display: Display,
         tracker: Tracker | None,
+        sharding: Sharding | None = None,
     ) -> None:
         self.run, self.head, self.corpora, self.folder = run, head, corpora, folder
         self.accelerator, self.processes, self.display, self.tracker = accelerator, processes, display, tracker
+        self.sharding = sharding or Sharding(run.shard, head.base.device)
         self.log = MetricsLog(folder / "metrics.jsonl")
         self.keeper = Keeper(run, head, corpora, folder, processes, display)
         self.position = self.keeper.position
@@ -66,6 +73,7 @@ class Trainer:
             self.keeper.restore(checkpoint)
         if self.accelerator.is_main_process:
             self.log.truncate(self.position.total)
+        self._place(names[self.position.phase :])
         while self.position.phase < len(names):
             name = names[self.position.phase]
             phase = self.run.phases[name]
@@ -76,14 +84,25 @@ class Trainer:
                 optimizer = build_optimizer(self.head.parameters(), phase.optim, self.head.lr_factor)
                 self.keeper.guard = Guard(self.run.guard, resumed.state.losses if resumed else ())
                 if resumed is not None:
-                    optimizer.load_state_dict(resumed.optimizer)
+                    load_optimizer(optimizer, resumed.optimizer)
                 self._train_phase(name, phase, optimizer)
             checkpoint = None
 
+    def _place(self, names: list[str]) -> None:
+        """Spread the weights; caches of the phases ``names`` are filled before, while one process can run the base."""
+        if self.sharding.places_base:
+            with writers_first(self.accelerator, self.run.node_data):
+                for name in names:
+                    open_phase(self.corpora, name, self.run.phases[name], self.head.spec)
+                open_held_out(self.corpora, self.run.answer_row_length, self.head.spec)
+        self.sharding.place(self.head)
+
     def _train_phase(self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer) -> None:
-        with undisturbed_rng(), self.accelerator.main_process_first():  # which fills the caches that the others find
+        with undisturbed_rng(), writers_first(self.accelerator, self.run.node_data):
             data = open_phase(self.corpora, name, phase, self.head.spec)
             held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec)
+        if self.run.node_data:
+            check_common(self.accelerator, f"phase {name}", digest_rows(data.rows))
         self.keeper.check_corpora()
         with signals.held():
             self._train_steps(name, phase, optimizer, data, held_out)
@@ -91,12 +110,13 @@ class Trainer:
     def _train_steps(
         self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer, data: PhaseData, held_out: PhaseData
     ) -> None:
+        batches = data.stream(self._rows(data, phase))
         line = ConsoleLine(name, phase.steps)
         pending: StepResult | None = None
         started, first = perf_counter(), self.position.step
         while self.position.step < phase.steps:
             lr = lr_at(phase.optim, self.position.step, phase.steps)
-            result = self._step(phase, data, optimizer, lr)
+            result = self._step(phase, batches, optimizer, lr)
             if result.objection is None:
                 pending = result if pending is None else pending + result
             else:
@@ -104,7 +124,8 @@ class Trainer:
             told = self.processes.most(signals.pending())
             last = self.position.step == phase.steps
             if pending is not None and (last or told or self.position.step % self.run.log_every == 0):
-                self._record(name, pending, lr, started, self.position.step - first, line)
+                waited, data.waited_s = data.waited_s, 0.0
+                self._record(name, pending, lr, started, waited, self.position.step - first, line)
                 pending, started, first = None, perf_counter(), self.position.step
             paused = perf_counter()
             better = False
@@ -117,12 +138,14 @@ class Trainer:
             started += perf_counter() - paused  # the speed that is logged is that of training alone
         self.position.phase, self.position.step = self.position.phase + 1, 0
 
-    def _step(self, phase: PhaseConfig, data: PhaseData, optimizer: torch.optim.Optimizer, lr: float) -> StepResult:
+    def _step(
+        self, phase: PhaseConfig, batches: Iterator[Batch], optimizer: torch.optim.Optimizer, lr: float
+    ) -> StepResult:
         self.head.progress = (self.position.step + 1) / phase.steps
         result = train_step(
             self.head,
             optimizer,
-            (data.load(rows) for rows in self._rows(data, phase)),
+            islice(batches, rounds(self._rows_a_step(phase), phase.batch_rows, self.processes.count)),
             phase.loss,
             lr=lr,
             clip_norm=phase.optim.clip_norm,
@@ -134,12 +157,15 @@ class Trainer:
         self.keeper.score = None
         return result
 
-    def _rows(self, data: PhaseData, phase: PhaseConfig) -> list[list[int]]:
-        """Numbers of the rows of this process's micro-batches of the next step."""
-        rows = self.keeper.began_with * phase.accumulate * phase.batch_rows
-        seed = self.run.seed * 1000 + self.position.phase
-        numbers = data.numbers(seed, self.position.step * rows, rows)
-        return deal(numbers, phase.batch_rows, self.accelerator.num_processes, self.accelerator.process_index)
+    def _rows_a_step(self, phase: PhaseConfig) -> int:
+        return self.keeper.began_with * phase.accumulate * phase.batch_rows
+
+    def _rows(self, data: PhaseData, phase: PhaseConfig) -> Iterator[list[int]]:
+        """This process's rows of every micro-batch that is left of the phase."""
+        rows, seed = self._rows_a_step(phase), self.run.seed * 1000 + self.position.phase
+        for step in range(self.position.step, phase.steps):
+            numbers = data.numbers(seed, step * rows, rows)
+            yield from deal(numbers, phase.batch_rows, self.processes.count, self.processes.rank)
 
     def _skipped(self, name: str, objection: str) -> None:
         config = self.run.guard
@@ -156,7 +182,9 @@ class Trainer:
         reduced: torch.Tensor = self.accelerator.reduce(value, "sum")
         return reduced
 
-    def _record(self, name: str, result: StepResult, lr: float, started: float, steps: int, line: ConsoleLine) -> None:
+    def _record(
+        self, name: str, result: StepResult, lr: float, started: float, waited: float, steps: int, line: ConsoleLine
+    ) -> None:
         metrics = result.metrics()  # waits for the device, so the time is that of finished steps
         seconds = perf_counter() - started
         if not int(result.tokens):
@@ -170,6 +198,7 @@ class Trainer:
         row["tokens_per_second"] = float(result.tokens) / seconds
         row["step_ms"] = 1e3 * seconds / steps
         row["skipped"] = self.keeper.guard.skipped
+        row["data_wait"] = waited / seconds
         self._publish(row)
         self.display.line(line.render(row))
 
@@ -184,6 +213,7 @@ class Trainer:
         tokens = self._replayed_tokens(held_out)
         row["held_out_tokens_a_step"] = tokens
         self._publish(row)
+        self.sharding.settle(self.head)
         different = 1 if self.head.config.trained_positions == 1 else self.head.depth
         shown = " ".join(f"{found[f'accept_{k}']:.3f}" for k in range(1, different + 1))
         self.display.line(

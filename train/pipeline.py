@@ -25,10 +25,12 @@ from drafthead.models.draft_head import DraftHead
 from drafthead.train.config import RunConfig, preflight
 from drafthead.train.corpora import Corpora
 from drafthead.train.joint import QUALITY, check_gate, measure_quality, with_tuned_base
+from drafthead.train.launcher import follow_launcher, writers_first
 from drafthead.train.loop import Trainer
 from drafthead.train.phase_data import open_held_out
 from drafthead.train.processes import PATIENT, Processes
 from drafthead.train.provenance import write_provenance
+from drafthead.train.sharding import Sharding, whole
 from drafthead.train.tracking import Tracker
 
 WAITING = InitProcessGroupKwargs(timeout=PATIENT)
@@ -42,14 +44,15 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
         run: the checked recipe.
         resolved: the same as YAML, for the run folder.
     """
+    shard = follow_launcher(run.shard)
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[WAITING])
     _check_accelerator(accelerator)
     processes = Processes(run.dead_after_s)
     with processes.watched():
-        _run(run, resolved, accelerator, processes)
+        _run(run, resolved, accelerator, processes, Sharding(shard, accelerator.device))
 
 
-def _run(run: RunConfig, resolved: str, accelerator: Accelerator, processes: Processes) -> None:
+def _run(run: RunConfig, resolved: str, accelerator: Accelerator, processes: Processes, sharding: Sharding) -> None:
     display = Display(accelerator.is_main_process)
     folder = Path(run.out)
     if accelerator.is_main_process:
@@ -59,20 +62,23 @@ def _run(run: RunConfig, resolved: str, accelerator: Accelerator, processes: Pro
     set_seed(run.seed)
     tracker = Tracker(run.tracker, folder, run.name, resolved, display.line) if accelerator.is_main_process else None
     with display.stage(f"base model {run.base.name or 'random'}"):
-        base = BaseModel.load(run.base, accelerator.device, display.line)
+        base = BaseModel.load(sharding.base_config(run.base), accelerator.device, display.line)
     run.head_config().check_layers(base.num_layers)  # before hours of generation
     corpora = Corpora(base, run.data, run.seed, display.progress)
     with display.stage("corpus: the base's own answers"):
-        _prepare_generations(corpora, accelerator, display)
+        _prepare_generations(corpora, accelerator, display, run.node_data)
     head = _new_head(run, base, corpora, display)
-    trainer = Trainer(run, head, corpora, folder, accelerator, processes, display, tracker)
+    trainer = Trainer(run, head, corpora, folder, accelerator, processes, display, tracker, sharding)
     trainer.train()
+    keeper = trainer.keeper
+    del trainer
     accelerator.wait_for_everyone()
+    if sharding.places_head:
+        head = _whole_again(run, head, corpora, sharding, accelerator)
     if accelerator.is_main_process:
-        trainer.keeper.choose_final(head)
+        keeper.choose_final(head)
         quality = None
         if run.tunes_base:
-            del trainer  # and with it the trained copy of the base
             with display.stage("the tuned base beside the untouched one"):
                 head = with_tuned_base(run, head, folder / "head")
                 quality = measure_quality(run, head.base, corpora, folder, display)
@@ -84,21 +90,16 @@ def _run(run: RunConfig, resolved: str, accelerator: Accelerator, processes: Pro
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:
-    """Refuse the launcher's settings that the training loop would not follow.
+    """Refuse kinds of launchers that the training loop would not follow.
 
     Raises:
-        UserError: sharded training, or mixed precision.
+        UserError: anything but plain processes; sharding is ``shard=``'s.
     """
     kind = accelerator.distributed_type.value
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise UserError(
-            f"accelerate is set to {kind}, but a draft head is trained whole on every process; choose plain multi-GPU "
-            "(accelerate launch --multi_gpu, or no accelerate config at all)"
-        )
-    if accelerator.mixed_precision != "no":
-        raise UserError(
-            f"accelerate is set to mixed_precision={accelerator.mixed_precision}, but a head is trained in its own "
-            "precision; launch with --mixed_precision no, and set base.dtype for the base"
+            f"accelerate is set to {kind}, which training does not follow; choose plain multi-GPU (accelerate launch "
+            "--multi_gpu, or no accelerate config at all), and shard=full to shard"
         )
 
 
@@ -161,9 +162,27 @@ def _training_settings(run: RunConfig) -> dict[str, Any]:
     return flat
 
 
-def _prepare_generations(corpora: Corpora, accelerator: Accelerator, display: Display) -> None:
+def _whole_again(
+    run: RunConfig, head: DraftHead, corpora: Corpora, sharding: Sharding, accelerator: Accelerator
+) -> DraftHead:
+    """The trained head as it is without sharding, on the main process, which goes on alone; elsewhere ``head``."""
+    weights = whole(head.state_dict(), keep=accelerator.is_main_process)
+    sharding.leave()
+    if not accelerator.is_main_process:
+        return head
+    if sharding.places_base:
+        corpora.base = BaseModel.load(run.base, head.base.device)
+    d2t = weights["d2t"] if len(head.d2t) < len(head.t2d) else None
+    found = run.head_config().build(corpora.base, d2t)
+    if run.tunes_base:
+        found.tune_base(now=False)
+    found.load_state_dict(weights)
+    return found
+
+
+def _prepare_generations(corpora: Corpora, accelerator: Accelerator, display: Display, node_data: bool) -> None:
     # One process generates; the others wait and read what it wrote.
-    with accelerator.main_process_first():
+    with writers_first(accelerator, node_data):
         stats = corpora.generations().stats
     display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")
 

@@ -53,10 +53,14 @@ class ModelShape:
         positions. Biases and per-head norms of some families are left out: less than 0.1 % of a model.
         """
         d = self.hidden_size
-        attention = 2 * d * self.head_dim * (self.num_heads + self.num_kv_heads)
-        layer = attention + (2 + self.gated) * d * self.intermediate_size + 2 * d
         tables = self.vocab_size * (1 if self.tied else 2) + self.learned_positions
-        return tables * d + self.num_layers * layer + d
+        return tables * d + self.num_layers * self.layer_parameters() + d
+
+    def layer_parameters(self) -> int:
+        """``2 D H E + 2 D KV E + 3 D I + 2 D``: of one decoder layer."""
+        d = self.hidden_size
+        attention = 2 * d * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return attention + (2 + self.gated) * d * self.intermediate_size + 2 * d
 
     def layer_width(self) -> int:
         """Values per token alive at the peak of one layer without gradients: the wider of attention and MLP.
