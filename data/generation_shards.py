@@ -40,12 +40,12 @@ def shard_table(generations: "list[Generation]", width: int, checksum: str) -> p
 
 def features_width(table: pa.Table) -> int:
     """Width of a shard's features; 0 when it has none."""
-    return int(table.schema.metadata[_WIDTH])
+    return int((table.schema.metadata or {}).get(_WIDTH, b"0"))
 
 
 def features_checksum(table: pa.Table) -> str:
-    """The sha256 that the file of the features beside a sealed table must have."""
-    checksum: bytes = table.schema.metadata[_FEATURES]
+    """The sha256 that the file of the features beside a shard must have; "" when it states none."""
+    checksum: bytes = (table.schema.metadata or {}).get(_FEATURES, b"")
     return checksum.decode()
 
 
@@ -63,7 +63,7 @@ def _digest(table: pa.Table) -> bytes:
 
 
 def read_shard(path: Path) -> pa.Table:
-    """A sealed table from disk.
+    """A shard's table from disk.
 
     Raises:
         UserError: it cannot be read, or is not what was written.
@@ -72,7 +72,8 @@ def read_shard(path: Path) -> pa.Table:
         table = pq.read_table(path, columns=list(_COLUMNS), partitioning=None)
         if {n: table.schema.field(n).type for n in _COLUMNS} != _COLUMNS or any(table[n].null_count for n in _COLUMNS):
             raise pa.ArrowInvalid("its columns are not those of a shard")
-        if (table.schema.metadata or {}).get(_DIGEST) != _digest(table):
+        stated = (table.schema.metadata or {}).get(_DIGEST)  # shards of earlier versions state none
+        if stated is not None and stated != _digest(table):
             raise pa.ArrowInvalid("its content does not have the checksum that it states")
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
         raise UserError(f"{path} cannot be read ({error}); remove it, and its prompts are answered again") from None

@@ -164,7 +164,7 @@ class GenerationStore:
             with storing("the next shard of generations", self.folder):
                 table = self._write(shard, generations, features)
         except UserError:
-            self._remove_leftovers()  # they would keep the disk full
+            self._discard(shard)  # it would keep the disk full
             raise
         self._add(shard, table)
 
@@ -239,7 +239,8 @@ class GenerationStore:
         """
         path = inside(self.folder, self._path(shard, "safetensors").name)
         try:
-            if shard not in self._checked and file_digest(path) != features_checksum(self._tables[shard]):
+            stated = features_checksum(self._tables[shard])
+            if stated and shard not in self._checked and file_digest(path) != stated:
                 raise SafetensorError("it does not have the checksum that was kept with its answers")
             file: Any = safe_open(path, framework="np")
             features = file.get_slice("features")
@@ -270,6 +271,15 @@ class GenerationStore:
 
     def _aside(self, shard: int, kind: str) -> Path:
         return self.folder / f".shard-{shard:05}.{kind}.tmp"
+
+    def _discard(self, shard: int) -> None:
+        """Remove what there is of a shard that could not be written; other processes may be writing theirs."""
+        for path in (
+            self._aside(shard, "safetensors"),
+            self._aside(shard, "parquet"),
+            self._path(shard, "safetensors"),
+        ):
+            path.unlink(missing_ok=True)
 
     def _remove_leftovers(self) -> None:
         orphans = [p for p in self.folder.glob("shard-*.safetensors") if not p.with_suffix(".parquet").exists()]

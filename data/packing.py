@@ -104,7 +104,8 @@ def open_packed(folder: Path) -> datasets.Dataset:
     if not path.exists():
         raise UserError(f"{path} is missing; {again}")
     try:
-        if read_json(inside(folder, _CHECKSUM)) != {"sha256": file_digest(path)}:
+        checksum = inside(folder, _CHECKSUM)  # rows of earlier versions have none
+        if checksum.exists() and read_json(checksum) != {"sha256": file_digest(path)}:
             raise UserError(f"{path} does not have the checksum in {_CHECKSUM}: it is damaged; {again}")
         return datasets.Dataset.from_file(str(path))
     except (OSError, pa.ArrowException) as error:

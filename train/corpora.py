@@ -20,7 +20,7 @@ from drafthead.data.chat import Document, Message, prompt_ids
 from drafthead.data.contracts import FeatureSpec
 from drafthead.data.errors import UserError
 from drafthead.data.feature_cache import FORMAT, FeatureCache
-from drafthead.data.files import file_digest, read_sealed_json, require_space, write_sealed_json
+from drafthead.data.files import file_digest, read_json, read_sealed_json, require_space, write_sealed_json
 from drafthead.data.generations import GenerationStore, SamplerConfig, as_documents
 from drafthead.data.locks import exclusive
 from drafthead.data.manifest import check_manifest, write_manifest
@@ -199,7 +199,8 @@ class Corpora:
         """Numbered prompts as token ids, within the length limit; kept on disk so that a later run has the same."""
         config = self.config.generations
         if path.exists():
-            messages: list[list[Message]] = read_sealed_json(path)
+            found = read_json(path)  # a plain list in earlier versions
+            messages: list[list[Message]] = found if isinstance(found, list) else read_sealed_json(path)
         else:
             messages = (
                 load_prompts(config.sources, self.seed, config.prompts) if config.sources and config.prompts else []
