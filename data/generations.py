@@ -274,11 +274,10 @@ class GenerationStore:
 
     def _discard(self, shard: int) -> None:
         """Remove what there is of a shard that could not be written; other processes may be writing theirs."""
-        for path in (
-            self._aside(shard, "safetensors"),
-            self._aside(shard, "parquet"),
-            self._path(shard, "safetensors"),
-        ):
+        left = [self._aside(shard, "safetensors"), self._aside(shard, "parquet")]
+        if not self._path(shard, "parquet").exists():
+            left.append(self._path(shard, "safetensors"))
+        for path in left:
             path.unlink(missing_ok=True)
 
     def _remove_leftovers(self) -> None:
