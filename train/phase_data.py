@@ -8,6 +8,7 @@ import numpy as np
 from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
 from drafthead.data.feature_cache import FeatureCache
 from drafthead.data.packing import collate
+from drafthead.data.streamed_rows import StreamedRows
 from drafthead.models.base import BaseModel
 from drafthead.train.config import PhaseConfig
 from drafthead.train.corpora import Corpora
@@ -44,8 +45,25 @@ class PhaseData:
         return found
 
 
+class StreamedPhase(PhaseData):
+    """Rows of a stream, in its order: a step's rows are those of its number, whatever was trained before."""
+
+    def __init__(self, rows: StreamedRows, base: BaseModel, spec: FeatureSpec) -> None:
+        self.stream, self.base, self.spec = rows, base, spec
+
+    def load(self, numbers: list[int]) -> tuple[TrainBatch, Features]:
+        batch = self.stream.batch(numbers)
+        return batch.to(self.base.device), self.base.features(batch, self.spec)
+
+    def numbers(self, seed: int, first: int, count: int) -> list[int]:
+        """``first`` to ``first + count``: a stream is shuffled by itself."""
+        return list(range(first, first + count))
+
+
 def open_phase(corpora: Corpora, name: str, phase: PhaseConfig, spec: FeatureSpec) -> PhaseData:
     """Rows of a phase's corpus, with cached features when the phase asks for them."""
+    if phase.corpus == "text" and corpora.config.text.stream:
+        return StreamedPhase(corpora.text_stream(phase.row_length, phase.batch_rows), corpora.base, spec)
     if phase.corpus == "text":
         rows, prompts = corpora.text_rows(phase.row_length), None
         if phase.train_base:

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
+from drafthead.data.backends import Group
 from drafthead.data.display import Display
 from drafthead.data.errors import UserError
 from drafthead.data.files import read_json, read_json_lines, write_json
@@ -56,9 +57,10 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
     with display.stage(f"base model {run.base.name or 'random'}"):
         base = BaseModel.load(run.base, accelerator.device, display.line)
     run.head_config().check_layers(base.num_layers)  # before hours of generation
-    corpora = Corpora(base, run.data, run.seed, display.progress)
+    corpora = Corpora(base, run.data, run.seed, display.progress, group_of(accelerator))
     with display.stage("corpus: the base's own answers"):
-        _prepare_generations(corpora, accelerator, display)
+        stats = corpora.generations().stats
+        display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")
     head = _new_head(run, base, corpora, display)
     trainer = Trainer(run, head, corpora, folder, accelerator, display, tracker)
     trainer.train()
@@ -141,7 +143,7 @@ def _clear(folder: Path, settings: Path) -> None:
 def _training_settings(run: RunConfig) -> dict[str, Any]:
     """What may not change between a run's start and its continuation, flattened to dotted keys."""
     kept = {k: v for k, v in asdict(run).items() if k in ("seed", "base", "head", "data", "phases")}
-    del kept["data"]["folder"], kept["data"]["generations"]["slots"]
+    del kept["data"]["folder"], kept["data"]["generations"]["slots"], kept["data"]["generations"]["server"]
     kept["processes"] = int(os.environ.get("WORLD_SIZE", "1"))  # decides which rows a step trains on
     flat: dict[str, Any] = {}
 
@@ -156,11 +158,9 @@ def _training_settings(run: RunConfig) -> dict[str, Any]:
     return flat
 
 
-def _prepare_generations(corpora: Corpora, accelerator: Accelerator, display: Display) -> None:
-    # One process generates; the others wait and read what it wrote.
-    with accelerator.main_process_first():
-        stats = corpora.generations().stats
-    display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")
+def group_of(accelerator: Accelerator) -> Group:
+    """The processes that the launcher started."""
+    return Group(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
 
 
 def _new_head(run: RunConfig, base: BaseModel, corpora: Corpora, display: Display) -> DraftHead:
