@@ -56,7 +56,11 @@ class ServerConfig:
         if parts.username or parts.password:
             # The recipe is written to the run folder and to trackers.
             raise UserError("server.url must not hold a name or a password; put the key into OPENAI_API_KEY")
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        try:
+            known = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        except ValueError:  # the port is no number
+            known = False
+        if not known or parts.query or parts.fragment:
             raise UserError(f"server.url must be like http://host:8000, got {url!r}")
 
     @property
@@ -186,7 +190,12 @@ class Completions:
         if not finished or len(answer) == self.sampler.max_new_tokens:
             return answer, False
         said = choice.get("stop_reason", choice.get("matched_stop"))
-        return [*answer, said if said in self.eos_ids else self.tokenizer.eos_token_id], True
+        likely = [
+            token for token in (said, self.tokenizer.eos_token_id, *sorted(self.eos_ids)) if token in self.eos_ids
+        ]
+        if not likely:
+            raise UserError(f"the server ended the answer to prompt {number}, but the base has no token that ends one")
+        return [*answer, likely[0]], True
 
     def _leading(self, ids: list[int]) -> int:
         """1 where the tokenizer puts a token before every text and ``ids`` begin with it."""

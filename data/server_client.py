@@ -99,7 +99,7 @@ class Server:
                 response = await self._client.request(method, f"{self.config.root}/{path}", json=body)
         except TimeoutError:
             raise TemporaryError(f"no answer within {self.config.timeout:g} s") from None
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise TemporaryError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None
         if response.status_code == 200:
             try:

@@ -76,7 +76,9 @@ class AnswerMaker:
             if first:
                 self._prepare()
             self.group.wait()
-            self._answer()
+            prompts, store = self._prompts(), self._open()
+            self.group.wait()  # all have opened the same shards before the first one writes
+            self._answer(prompts, store)
             self.group.wait()
             if first:
                 self._close()
@@ -125,9 +127,8 @@ class AnswerMaker:
         found = [prompt_ids(self.base.tokenizer, [{"role": "user", "content": text}]) for text in texts]
         return [(n, ids[: self.config.max_prompt_tokens]) for n, ids in enumerate(found)]
 
-    def _answer(self) -> None:
+    def _answer(self, prompts: list[Prompt], store: GenerationStore) -> None:
         """This process's part of what is missing."""
-        store, prompts = self._open(), self._prompts()
         done, total = len(store.done), len(prompts)
         label = "generating answers" + (f" (process 1 of {self.group.size})" if self.group.size > 1 else "")
 
@@ -151,12 +152,23 @@ class AnswerMaker:
                 f"no answers were generated: none of the prompts fits data.generations.max_prompt_tokens="
                 f"{self.config.max_prompt_tokens}; raise it or add sources"
             )
+        left = [number for number, _ in self._prompts() if number not in store.done]
+        if left:
+            raise UserError(
+                f"{len(left)} of the prompts have no answer in {self.folder}, {left[0]} for one; all processes must "
+                "see one data.folder: put it on a file system that the nodes share"
+            )
         if not (self.folder / COMPLETE).exists():
             write_json(self.folder / COMPLETE, {"answers": len(store.done)})
 
     def _prompts(self) -> list[Prompt]:
         """Numbered prompts as token ids, within the length limit; kept on disk so that a later run has the same."""
         path = self.folder / PROMPTS
+        if not path.exists() and self.group.rank:
+            raise UserError(
+                f"process {self.group.rank} does not see {path}, which process 0 has written; put data.folder on a "
+                "file system that the nodes share"
+            )
         if not path.exists():
             write_atomic(path, json.dumps(self._messages()))
         messages: list[list[Message]] = read_json(path)

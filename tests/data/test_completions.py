@@ -161,6 +161,8 @@ def test_served_models() -> None:
     ("settings", "says"),
     [
         ({"url": "localhost:8000"}, "server.url must be like http://host:8000, got 'localhost:8000'"),
+        ({"url": "http://host:80a"}, "server.url must be like http://host:8000"),
+        ({"url": "ftp://host"}, "server.url must be like http://host:8000"),
         ({"url": "http://me:sk-1@host"}, "must not hold a name or a password; put the key into OPENAI_API_KEY"),
         ({"concurrency": 0}, "server.concurrency must be at least 1, got 0"),
         ({"tries": 0}, "server.tries must be at least 1, got 0"),

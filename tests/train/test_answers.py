@@ -79,24 +79,53 @@ def with_server(server: Any, **settings: Any) -> GenerationsConfig:
     return replace(CONFIG, keep_features=False, server=ServerConfig(url=server.url, concurrency=4, **settings))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_several_make_what_one_makes(base: BaseModel, tmp_path: Path, size: int) -> None:
-    """To the bit, hidden states too; and each has its part of the work."""
-    whole = make(base, CONFIG, tmp_path / "one")
-    barrier, found = threading.Barrier(size), dict[int, list[Row]]()
+def together(base: BaseModel, folder: Path, waits: list[Callable[[], None]]) -> list[list[Row]]:
+    """What each of several processes, threads here, has in the end."""
+    found = dict[int, list[Row]]()
 
-    def work(rank: int) -> None:
-        found[rank] = rows_of(
-            make(base, CONFIG, tmp_path / "several", Group(rank, size, lambda: barrier.wait(60) and None))
-        )
+    def work(rank: int, wait: Callable[[], None]) -> None:
+        found[rank] = rows_of(make(base, CONFIG, folder, Group(rank, len(waits), wait)))
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=work, args=entry) for entry in enumerate(waits)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [row[0] for row in rows_of(whole)] == list(range(27))
-    assert all(found[rank] == rows_of(whole) for rank in range(size))
+    return [found[rank] for rank in range(len(waits))]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_make_what_one_makes(base: BaseModel, tmp_path: Path, size: int) -> None:
+    """To the bit, hidden states too."""
+    barrier = threading.Barrier(size)
+    wanted = rows_of(make(base, CONFIG, tmp_path / "one"))
+    assert [row[0] for row in wanted] == list(range(27))
+    assert together(base, tmp_path / "several", [lambda: barrier.wait(60) and None] * size) == [wanted] * size
+
+
+def test_a_late_process_does_not_take_the_blocks_of_another(base: BaseModel, tmp_path: Path) -> None:
+    """The second process goes on from the first meeting only when the first one has written, or waits for it."""
+    barrier, wanted = threading.Barrier(2), rows_of(make(base, CONFIG, tmp_path / "one"))
+    folder, meetings = tmp_path / "two", [0, 0]
+
+    def first() -> None:
+        meetings[0] += 1
+        barrier.wait(60)
+
+    def late() -> None:
+        barrier.wait(60)
+        meetings[1] += 1
+        while meetings[1] == 1 and meetings[0] == 1 and not list(folder.glob("shard-*.parquet")):
+            time.sleep(0.001)
+
+    assert together(base, folder, [first, late]) == [wanted] * 2
+
+
+def test_processes_without_a_common_folder(base: BaseModel, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="process 1 does not see .*prompts.json, .*file system that the nodes share"):
+        make(base, CONFIG, tmp_path / "of another node", Group(1, 2))
+    with pytest.raises(UserError, match=r"of the prompts have no answer in .*, 4 for one; all processes must see"):
+        make(base, CONFIG, tmp_path / "of the first", Group(0, 2))
 
 
 def test_a_corpus_begun_by_two_is_ended_by_one(base: BaseModel, tmp_path: Path) -> None:
@@ -110,7 +139,7 @@ def test_a_corpus_begun_by_two_is_ended_by_one(base: BaseModel, tmp_path: Path) 
 
     def wait() -> None:
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == 3:
             raise LeftAloneError
 
     with pytest.raises(LeftAloneError):
