@@ -32,11 +32,17 @@ class RefusedError(UserError):
 
 
 class Server:
-    """Requests to one server. Use as ``async with``."""
+    """Requests to one server. Use as ``async with``.
+
+    Raises:
+        UserError: the key in the environment cannot be one.
+    """
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self._key = os.environ.get(API_KEY, "")
+        self._key = os.environ.get(API_KEY, "").strip()
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise UserError(f"{API_KEY} holds characters that no key has; set it again")
         self._free_at = 0.0
         self._said: set[str] = set()
 
@@ -106,9 +112,9 @@ class Server:
                 return response.json()
             except ValueError:
                 raise TemporaryError("a response that is not JSON") from None
-        said = said_by(response.content)
         # Some servers repeat the key that they refuse.
-        said = f"{response.status_code}: {said.replace(self._key, '...') if self._key else said}"
+        content = response.content.replace(self._key.encode(), b"...") if self._key else response.content
+        said = f"{response.status_code}: {said_by(content)}"
         if response.status_code in TEMPORARY:
             raise TemporaryError(said, seconds_to_wait(response.headers.get("retry-after")))
         raise self._final(response.status_code, said, whose)

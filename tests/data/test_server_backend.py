@@ -164,7 +164,12 @@ def test_the_key_is_sent_and_never_said(server: Any, monkeypatch: pytest.MonkeyP
     with pytest.raises(UserError, match="OPENAI_API_KEY is set, but not what it takes") as error:
         check_server(ServerConfig(url=server.url), "base", 10)
     assert "sk-wrong" not in str(error.value)
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    for broken in ("sk-\u00e9", "sk-a\nb"):
+        monkeypatch.setenv("OPENAI_API_KEY", broken)
+        with pytest.raises(UserError, match="OPENAI_API_KEY holds characters that no key has") as error:
+            check_server(ServerConfig(url=server.url), "base", 10)
+        assert "sk-" not in str(error.value)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
     assert check_server(ServerConfig(url=server.url), "base", 10) == "base"
     assert_once(collect(backend(server)))
 
