@@ -3,6 +3,7 @@
 Imports stay light (no torch, no transformers): a generation server's client needs nothing else.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,14 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from drafthead.data.chat import Document
 from drafthead.data.errors import UserError
-from drafthead.data.files import require_space
-from drafthead.data.generation_shards import features_width, joined_features, publish, read_shard, shard_table
+from drafthead.data.files import file_digest, inside, publish, require_space, storing
+from drafthead.data.generation_shards import features_checksum, features_width, joined_features, read_shard, shard_table
 from drafthead.data.manifest import check_manifest, read_manifest, write_manifest
+
+_SHARD = re.compile(r"shard-(\d{5,9})\.parquet")
 
 
 @dataclass(kw_only=True)
@@ -126,8 +129,12 @@ class GenerationStore:
         self._entries: dict[int, _Entry] = {}
         self._clean = False
         self._opened = lru_cache(maxsize=32)(self._matrix)
+        self._checked: set[int] = set()
         for path in sorted(folder.glob("shard-*.parquet")):
-            self._add(int(path.stem.removeprefix("shard-")), read_shard(path))
+            match = _SHARD.fullmatch(path.name)
+            if match is None:
+                raise UserError(f"{path} is not named as a shard is (shard-00012.parquet); rename or remove it")
+            self._add(int(match[1]), read_shard(inside(folder, path.name)))
 
     @property
     def done(self) -> set[int]:
@@ -164,17 +171,31 @@ class GenerationStore:
         if path.exists():
             raise UserError(f"{path} appeared while this run was writing; stop the other process that uses the folder")
         features = joined_features(generations)
-        table = shard_table(generations, 0 if features is None else features.shape[1])
-        needed = table.nbytes + (0 if features is None else features.nbytes)
+        needed = sum(4 * len(g.input_ids) + 64 for g in generations) + (0 if features is None else features.nbytes)
         require_space(self.folder, needed + 1_000_000, "the next shard of generations")
+        try:
+            with storing("the next shard of generations", self.folder):
+                table = self._write(shard, generations, features)
+        except UserError:
+            whole = () if path.exists() else (self._path(shard, "safetensors"),)
+            for left in (self._aside(shard, "parquet"), self._aside(shard, "safetensors"), *whole):
+                left.unlink(missing_ok=True)  # they would keep the disk full
+            raise
+        self._add(shard, table)
+
+    def _write(self, shard: int, generations: list[Generation], features: npt.NDArray[np.float16] | None) -> pa.Table:
+        """Write a shard's files, the parquet last."""
+        width, checksum = 0, ""
         if features is not None:
             aside = self._aside(shard, "safetensors")
             save_file({"features": features}, aside)
+            width, checksum = features.shape[1], file_digest(aside)
             publish(aside, self._path(shard, "safetensors"))
+        table = shard_table(generations, width, checksum)
         aside = self._aside(shard, "parquet")
         pq.write_table(table, aside, compression="zstd")
-        publish(aside, path)
-        self._add(shard, table)
+        publish(aside, self._path(shard, "parquet"))
+        return table
 
     def read(self, with_features: bool = True) -> Iterator[Generation]:
         """All generations in the order of their prompt numbers.
@@ -226,9 +247,23 @@ class GenerationStore:
                 yield table["input_ids"][row].values.to_numpy(), start
 
     def _matrix(self, shard: int) -> Any:
-        """The shard's feature matrix, sliced from disk."""
-        file: Any = safe_open(self._path(shard, "safetensors"), framework="np")
-        return file.get_slice("features")
+        """The shard's feature matrix, sliced from disk, once the whole file has proven intact.
+
+        Raises:
+            UserError: it has not.
+        """
+        path = inside(self.folder, self._path(shard, "safetensors").name)
+        try:
+            if shard not in self._checked and file_digest(path) != features_checksum(self._tables[shard]):
+                raise SafetensorError("it does not have the checksum that was kept with its answers")
+            file: Any = safe_open(path, framework="np")
+            features = file.get_slice("features")
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{path} cannot be read ({error}); remove it and its .parquet, and its prompts are answered again"
+            ) from None
+        self._checked.add(shard)
+        return features
 
     def _add(self, shard: int, table: pa.Table) -> None:
         if features_width(table) and not self._path(shard, "safetensors").exists():

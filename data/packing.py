@@ -17,6 +17,7 @@ import torch
 from drafthead.data.chat import Document
 from drafthead.data.contracts import NO_DOCUMENT, TrainBatch
 from drafthead.data.errors import UserError
+from drafthead.data.files import file_digest, inside, publish, read_json, storing, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +26,7 @@ MIN_PIECE = 8
 """A document is not cut into less: drafts need context before them and targets after."""
 _OPEN_ROWS = 64
 _ROWS_A_WRITE = 256
-_FILE = "rows.arrow"
+_FILE, _CHECKSUM = "rows.arrow", "rows.sha256.json"
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -83,9 +84,11 @@ def pack(documents: Iterable[Document], row_length: int, split: bool, folder: Pa
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / _FILE
         aside = path.with_suffix(".tmp")
-        with pa.OSFile(str(aside), "wb") as sink:
-            _write_rows(sink, rows, row_length)
-        aside.replace(path)
+        with storing("the packed rows", folder):
+            with pa.OSFile(str(aside), "wb") as sink:
+                _write_rows(sink, rows, row_length)
+            write_json(folder / _CHECKSUM, {"sha256": file_digest(aside)})
+            publish(aside, path)
         dataset = open_packed(folder)
     if not len(dataset):
         raise UserError("there is no document to pack; check the data source")
@@ -96,11 +99,18 @@ def open_packed(folder: Path) -> datasets.Dataset:
     """What ``pack`` wrote to ``folder``, memory-mapped.
 
     Raises:
-        UserError: there is nothing.
+        UserError: there is nothing, or not what was written.
     """
-    if not (folder / _FILE).exists():
-        raise UserError(f"{folder / _FILE} is missing; remove {folder}, and its rows are packed again")
-    return datasets.Dataset.from_file(str(folder / _FILE))
+    path = inside(folder, _FILE)
+    again = f"remove {folder}, and its rows are packed again"
+    if not path.exists():
+        raise UserError(f"{path} is missing; {again}")
+    try:
+        if read_json(inside(folder, _CHECKSUM)) != {"sha256": file_digest(path)}:
+            raise UserError(f"{path} does not have the checksum in {_CHECKSUM}: it is damaged; {again}")
+        return datasets.Dataset.from_file(str(path))
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path} cannot be read ({error}); {again}") from None
 
 
 def digest_rows(dataset: datasets.Dataset) -> str:

@@ -11,19 +11,26 @@ import torch
 from accelerate import Accelerator
 from omegaconf import DictConfig
 
-from drafthead.data.config import one_line_errors, run_main
+from drafthead.data.config import one_line_errors, run_main, say
 from drafthead.data.display import Display
 from drafthead.models.base import BaseModel
-from drafthead.train.config import parse_run, preflight
+from drafthead.train import signals
+from drafthead.train.config import RunConfig, parse_run, preflight
 from drafthead.train.corpora import Corpora
-from drafthead.train.pipeline import PATIENT, group_of
+from drafthead.train.pipeline import WAITING, group_of
+from drafthead.train.processes import Processes
 
 
 @hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes", config_name="train")
 @one_line_errors
 def _main(cfg: DictConfig) -> None:
     run = parse_run(cfg)
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[PATIENT])
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[WAITING])
+    with signals.handled(say), Processes(run.dead_after_s).watched():
+        _build(run, accelerator)
+
+
+def _build(run: RunConfig, accelerator: Accelerator) -> None:
     display = Display(accelerator.is_main_process)
     if accelerator.is_main_process:
         preflight(run)

@@ -88,7 +88,7 @@ class ServerBackend:
                     full, shard = shard, []
                     yield place, full
                     place += 1
-        except (Exception, KeyboardInterrupt):
+        except (Exception, KeyboardInterrupt, SystemExit):
             if shard:
                 yield place, shard
             raise

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +21,8 @@ from drafthead.data.source_rows import as_prompt, as_text, user_turn
 
 KINDS = ("hf", "jsonl", "text", "embedded", "builtin")
 _SETS = {"embedded": embedded_sets, "builtin": builtin_sets}
+_DAMAGE = (OSError, EOFError, zlib.error)
+"""What a file that is unreadable or damaged raises, compressed or not."""
 T = TypeVar("T")
 
 
@@ -217,10 +220,10 @@ def _files(source: SourceConfig) -> list[Path]:
 
 
 def _read_text(path: Path) -> str:
-    content = path.read_bytes()
     try:
+        content = path.read_bytes()
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
-    except (UnicodeDecodeError, gzip.BadGzipFile) as error:
+    except (UnicodeDecodeError, *_DAMAGE) as error:
         raise UserError(f"{path} is not UTF-8 text ({error}); convert it or leave it out") from None
 
 
@@ -236,18 +239,25 @@ def _column(source: SourceConfig, stream: bool = False) -> Iterator[tuple[Any, s
 
 def _jsonl_rows(source: SourceConfig) -> Iterator[tuple[dict[str, Any], str]]:
     for path in _files(source):
+        for number, line in enumerate(_lines(path), start=1):
+            if not line.strip():
+                continue
+            where = f"{path} line {number}"
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{where} is not valid JSON ({error}); repair or remove the line") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{where} holds a {type(row).__name__}, expected an object; repair the line")
+            yield row, where
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                where = f"{path} line {number}"
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise UserError(f"{where} is not valid JSON ({error}); repair or remove the line") from None
-                if not isinstance(row, dict):
-                    raise UserError(f"{where} holds a {type(row).__name__}, expected an object; repair the line")
-                yield row, where
+            yield from file
+    except _DAMAGE as error:
+        raise UserError(f"{path} cannot be read to its end ({error}); copy it again or leave it out") from None
 
 
 def _hub_rows(source: SourceConfig, stream: bool) -> Iterator[tuple[dict[str, Any], str]]:
@@ -267,17 +277,20 @@ def open_hub(source: SourceConfig, stream: bool) -> Any:
 
 @contextmanager
 def hub_errors(source: SourceConfig) -> Iterator[None]:
-    """Says in one line what a dataset's library raises: no network, no such dataset, split or subset, a script.
+    """Says in one line what a dataset's library raises: no network, no such dataset, split or subset, a script,
+    a damaged file.
 
     Raises:
         UserError: instead of it.
     """
+    from datasets.exceptions import DatasetGenerationError
+
     try:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:
-        what = " ".join(str(error).split())[:400]
+    except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
+        what = " ".join(str(error.__cause__ or error).split())[:400]
         raise UserError(
             f"dataset {source.name!r} (subset {source.subset}, split {source.split!r}) could not be read: "
             f"{type(error).__name__}: {what}; check the id, the network and access, or use local files (kind jsonl)"

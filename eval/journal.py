@@ -62,7 +62,7 @@ class Journal:
                 row = json.loads(line)
                 if "error" not in row:
                     self._results[row["key"], row["decoder"]] = _from_json(row["result"])
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise UserError(
                     f"{path} line {number} is no decoding ({error!r}); remove the file to start again"
                 ) from None

@@ -1,6 +1,5 @@
 """Makes the phase-2 corpus: prompts, then an answer to each, by the processes of a run together."""
 
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,7 +9,7 @@ from drafthead.data import builtin_sets
 from drafthead.data.backends import Backend, Group, Prompt
 from drafthead.data.chat import Message, prompt_ids
 from drafthead.data.errors import UserError
-from drafthead.data.files import read_json, require_space, write_atomic, write_json
+from drafthead.data.files import read_json, read_sealed_json, require_space, write_json, write_sealed_json
 from drafthead.data.generations import GenerationStore
 from drafthead.data.locks import exclusive
 from drafthead.data.manifest import NAME
@@ -170,8 +169,8 @@ class AnswerMaker:
                 "file system that the nodes share"
             )
         if not path.exists():
-            write_atomic(path, json.dumps(self._messages()))
-        messages: list[list[Message]] = read_json(path)
+            write_sealed_json(path, self._messages())
+        messages: list[list[Message]] = read_sealed_json(path)
         numbered = enumerate(prompt_ids(self.base.tokenizer, m) for m in messages)
         return [(n, ids) for n, ids in numbered if len(ids) <= self.config.max_prompt_tokens]
 

@@ -24,12 +24,14 @@ from drafthead.models.draft_head import PACKAGE, DraftHeadConfig
 from drafthead.models.losses import LossConfig
 from drafthead.train.answers import COMPLETE
 from drafthead.train.data_config import DataConfig
+from drafthead.train.guard import GuardConfig
 from drafthead.train.optim import OptimConfig
 from drafthead.train.tracking import TrackerConfig
 
 MODES = ("train", "plan")
 CORPORA = ("text", "generations")
 FEATURES = ("computed", "cached")
+FINAL = ("last", "best")
 FILES = ("jsonl", "text")
 """Kinds of sources that are read to their end before a run starts, so that a broken line is found then."""
 
@@ -67,14 +69,19 @@ class PhaseConfig:
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    """When to save, and how much to keep."""
+    """When to save, and how much to keep. The end of a phase is saved, too, and every new best."""
 
     every_steps: int = 200
     keep: int = 2
+    """Newest checkpoints; the one with most held-out tokens a step is kept besides."""
+    final: str = "last"
+    """Which weights the run ends with: the ``last``, or the ``best`` by held-out tokens a step."""
 
     def __post_init__(self) -> None:
         if self.every_steps < 1 or self.keep < 1:
             raise ValueError(f"checkpoint.every_steps and .keep must be >= 1, got {self.every_steps} and {self.keep}")
+        if self.final not in FINAL:
+            raise ValueError(f"checkpoint.final must be one of {list(FINAL)}, got {self.final!r}")
 
 
 @dataclass(kw_only=True)
@@ -96,6 +103,10 @@ class RunConfig:
     phases: dict[str, PhaseConfig] = field(default_factory=dict)
     """In order. Named, so that one value can be overridden: ``phases.distill.steps=500``."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """Which updates are skipped, and how many of them end the run."""
+    dead_after_s: float = 120.0
+    """Of several processes, one without a sign of life for this long counts as dead, and the others end."""
     log_every: int = 20
     """Optimiser steps between two console lines."""
     validate_every: int = 200
@@ -120,6 +131,8 @@ class RunConfig:
             raise ValueError("no phase trains on generations, which acceptance and the tree are measured on; add one")
         if self.seed < 0:
             raise ValueError(f"seed must be >= 0, got {self.seed}")
+        if not 1 <= self.dead_after_s < float("inf"):
+            raise ValueError(f"dead_after_s must be at least 1, got {self.dead_after_s}")
         if self.tree_search not in METHODS:
             raise ValueError(f"tree_search must be one of {', '.join(METHODS)}, got {self.tree_search!r}")
         if self.log_every < 1 or self.validate_every < 1:

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -18,17 +19,18 @@ from drafthead.data.backends import Group
 from drafthead.data.chat import Document
 from drafthead.data.contracts import FeatureSpec
 from drafthead.data.errors import UserError
-from drafthead.data.feature_cache import FeatureCache
+from drafthead.data.feature_cache import FORMAT, FeatureCache
+from drafthead.data.files import file_digest
 from drafthead.data.generations import GenerationStore, as_documents
 from drafthead.data.locks import exclusive
-from drafthead.data.manifest import check_manifest, write_manifest
+from drafthead.data.manifest import check_manifest, read_manifest, write_manifest
 from drafthead.data.packing import collate, digest_rows, open_packed, pack, text_documents
 from drafthead.data.sources import load_documents
 from drafthead.data.streamed_rows import StreamedRows
 from drafthead.data.vocab import draft_vocabulary
 from drafthead.models.base import BaseModel
 from drafthead.models.layer_views import first_layers
-from drafthead.train.answers import AnswerMaker, Progress
+from drafthead.train.answers import PROMPTS, AnswerMaker, Progress
 from drafthead.train.data_config import DataConfig
 
 ALONE = Group()
@@ -54,6 +56,8 @@ class Corpora:
         self.group = group
         self.folder = Path(config.folder)
         self._store: GenerationStore | None = None
+        self.manifests: dict[str, Any] = {}
+        """What made the corpora that were opened, by name: what a checkpoint remembers of its data."""
 
     def _waiting(self) -> None:
         self.progress("waiting for another process that writes this corpus", 0, 1)
@@ -77,7 +81,9 @@ class Corpora:
                 documents = text_documents(self.base.tokenizer, texts, config.max_tokens)
                 pack(self._watched(documents, config.max_tokens), row_length, split=True, folder=folder)
                 write_manifest(folder, manifest)  # last: it says that the rows are complete
-        return open_packed(folder)
+        rows = open_packed(folder)
+        self.manifests[f"text in rows of {row_length}"] = {**manifest, "rows": len(rows)}
+        return rows
 
     def text_stream(self, row_length: int, turn: int) -> StreamedRows:
         """The pretraining text as rows that are packed while training.
@@ -94,6 +100,7 @@ class Corpora:
         folder = self.folder / "stream" / _digest_json(manifest)
         if not check_manifest(folder, manifest, "remove the folder"):
             write_manifest(folder, manifest)
+        self.manifests[f"stream of text in rows of {row_length}"] = manifest
         return StreamedRows(
             config.sources,
             self.base.tokenizer,
@@ -119,7 +126,13 @@ class Corpora:
         """The corpus of answers, complete."""
         if self._store is None:
             folder, config = self.folder / "generations", self.config.generations
-            self._store = AnswerMaker(self.base, config, self.seed, folder, self.group, self.progress).complete()
+            maker = AnswerMaker(self.base, config, self.seed, folder, self.group, self.progress)
+            self._store = maker.complete()
+            self.manifests["generations"] = {
+                **read_manifest(folder),
+                PROMPTS: file_digest(folder / PROMPTS),
+                "answers": len(self._store.done),
+            }
         return self._store
 
     def generation_rows(self, row_length: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
@@ -153,7 +166,8 @@ class Corpora:
         """
         row_length = len(rows[0]["input_ids"])
         width = self.base.hidden_size * (1 + len(spec.layers))
-        manifest = {"base": self.base.identity(), "layers": list(spec.layers), "rows": digest_rows(rows)}
+        made_by = {"base": self.base.identity(), "layers": list(spec.layers), "rows": digest_rows(rows)}
+        manifest = {**made_by, "format": FORMAT}
         dtype = "bfloat16" if self.base.dtype == torch.bfloat16 else "float16"
         folder = self.folder / "features" / f"{name}-{_digest_json(manifest)}"
         cache = FeatureCache.create(folder, len(rows), row_length, width, dtype, manifest)

@@ -6,6 +6,7 @@ import datasets
 import numpy as np
 
 from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
+from drafthead.data.errors import UserError
 from drafthead.data.feature_cache import FeatureCache
 from drafthead.data.packing import collate
 from drafthead.data.streamed_rows import StreamedRows
@@ -58,6 +59,25 @@ class StreamedPhase(PhaseData):
     def numbers(self, seed: int, first: int, count: int) -> list[int]:
         """``first`` to ``first + count``: a stream is shuffled by itself."""
         return list(range(first, first + count))
+
+
+def deal(numbers: list[int], batch_rows: int, processes: int, rank: int) -> list[list[int]]:
+    """One process's micro-batches of a step that trains on the rows ``numbers``, whoever else takes part.
+
+    Every process gets equally many, each of at most ``batch_rows`` rows and none empty: what belongs to a step does not
+    depend on the number of processes.
+
+    Raises:
+        UserError: the step has fewer rows than there are processes.
+    """
+    rounds = -(-len(numbers) // (batch_rows * processes))
+    if rounds * processes > len(numbers):
+        raise UserError(
+            f"a step of this run has {len(numbers)} rows, which {processes} processes cannot share; go on with at most "
+            f"{len(numbers)}, or start over with resume=false"
+        )
+    parts = np.array_split(np.asarray(numbers), rounds * processes)
+    return [part.tolist() for part in parts[rank::processes]]
 
 
 def open_phase(corpora: Corpora, name: str, phase: PhaseConfig, spec: FeatureSpec) -> PhaseData:

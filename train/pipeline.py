@@ -1,10 +1,8 @@
 """A whole run: corpora -> phases -> tree -> evaluation -> head on disk (-> Hub)."""
 
 import json
-import os
 import shutil
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +28,11 @@ from drafthead.train.corpora import Corpora
 from drafthead.train.joint import QUALITY, check_gate, measure_quality, with_tuned_base
 from drafthead.train.loop import Trainer
 from drafthead.train.phase_data import open_held_out
+from drafthead.train.processes import PATIENT, Processes
 from drafthead.train.provenance import write_provenance
 from drafthead.train.tracking import Tracker
 
-PATIENT = InitProcessGroupKwargs(timeout=timedelta(days=7))
+WAITING = InitProcessGroupKwargs(timeout=PATIENT)
 """Other processes wait for the one that generates; the default time-out ends a run after minutes of that."""
 
 
@@ -44,8 +43,14 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
         run: the checked recipe.
         resolved: the same as YAML, for the run folder.
     """
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[PATIENT])
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[WAITING])
     _check_accelerator(accelerator)
+    processes = Processes(run.dead_after_s)
+    with processes.watched():
+        _run(run, resolved, accelerator, processes)
+
+
+def _run(run: RunConfig, resolved: str, accelerator: Accelerator, processes: Processes) -> None:
     display = Display(accelerator.is_main_process)
     folder = Path(run.out)
     if accelerator.is_main_process:
@@ -62,10 +67,11 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
         stats = corpora.generations().stats
         display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")
     head = _new_head(run, base, corpora, display)
-    trainer = Trainer(run, head, corpora, folder, accelerator, display, tracker)
+    trainer = Trainer(run, head, corpora, folder, accelerator, processes, display, tracker)
     trainer.train()
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        trainer.keeper.choose_final(head)
         quality = None
         if run.tunes_base:
             del trainer  # and with it the trained copy of the base
@@ -144,7 +150,6 @@ def _training_settings(run: RunConfig) -> dict[str, Any]:
     """What may not change between a run's start and its continuation, flattened to dotted keys."""
     kept = {k: v for k, v in asdict(run).items() if k in ("seed", "base", "head", "data", "phases")}
     del kept["data"]["folder"], kept["data"]["generations"]["slots"], kept["data"]["generations"]["server"]
-    kept["processes"] = int(os.environ.get("WORLD_SIZE", "1"))  # decides which rows a step trains on
     flat: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:

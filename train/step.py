@@ -10,6 +10,8 @@ from drafthead.data.contracts import Features, Ratio, TrainBatch
 from drafthead.models.draft_head import DraftHead
 from drafthead.models.losses import LossConfig
 
+Judge = Callable[[float, float], str | None]
+"""(mean loss, gradient norm) of a step -> why its update must be skipped, None to do it."""
 Reduce = Callable[[Tensor], Tensor]
 """Sum of a tensor over all processes."""
 
@@ -23,6 +25,8 @@ class StepResult:
     sums: Tensor
     names: tuple[str, ...]
     grad_norm: Tensor
+    objection: str | None = None
+    """Why the update was skipped; None when it was done."""
 
     def __add__(self, other: "StepResult") -> "StepResult":
         return StepResult(
@@ -48,8 +52,9 @@ def train_step(
     lr: float,
     clip_norm: float,
     reduce: Reduce,
+    judge: Judge = lambda loss, grad_norm: None,
 ) -> StepResult:
-    """Accumulate, reduce, divide, clip, update.
+    """Accumulate, reduce, divide, clip, update. The one wait for the device is for the two numbers that are judged.
 
     Args:
         head: the head being trained.
@@ -59,6 +64,7 @@ def train_step(
         lr: learning rate of this step.
         clip_norm: largest norm of the mean loss's gradient; 0 is off.
         reduce: sum over processes.
+        judge: is not asked about a step without trained tokens.
     """
     optimizer.zero_grad(set_to_none=True)
     parts = []
@@ -75,13 +81,18 @@ def train_step(
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm or torch.inf)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)
-    optimizer.step()
+    loss_sum = reduce(torch.stack([p.loss_sum.detach() for p in parts]).sum())
+    trained, mean, grad_norm = torch.stack([tokens, loss_sum / tokens, norm]).tolist()
+    objection = judge(mean, grad_norm) if trained else None
+    if objection is None:
+        optimizer.step()
     return StepResult(
-        loss_sum=reduce(torch.stack([p.loss_sum.detach() for p in parts]).sum()),
+        loss_sum=loss_sum,
         tokens=tokens,
         sums=reduce(torch.stack([p.sums for p in parts]).sum(0)),
         names=parts[0].names,
         grad_norm=norm,
+        objection=objection,
     )
 
 

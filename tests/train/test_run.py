@@ -52,7 +52,7 @@ def test_resume_equals_no_interruption_bit_for_bit(tmp_path: Path) -> None:
     for stop in (3, 10, 15):
         part = tmp_path / f"part{stop}"
         shutil.copytree(tmp_path / "whole", part)
-        for path in (part / "run" / "checkpoints").iterdir():
+        for path in (part / "run" / "checkpoints").glob("step-*"):
             if int(path.name.removeprefix("step-")) > stop:
                 shutil.rmtree(path)
         shutil.rmtree(part / "run" / "head")
@@ -84,25 +84,6 @@ def test_a_corpus_of_other_settings_is_refused(tmp_path: Path) -> None:
     train(tmp_path)
     with pytest.raises(UserError, match="temperature"):
         train(tmp_path, "data.generations.sampler.temperature=0.5", "resume=false")
-
-
-def test_nan_stops_and_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from drafthead.models.medusa import MedusaHead
-
-    original, calls = MedusaHead.loss, []
-
-    def broken(self, *args):  # type: ignore[no-untyped-def]
-        calls.append(1)
-        out = original(self, *args)
-        return type(out)(**{**vars(out), "loss_sum": out.loss_sum * (float("nan") if len(calls) > 14 else 1.0)})
-
-    monkeypatch.setattr(MedusaHead, "loss", broken)
-    with pytest.raises(UserError, match=r"phase pretrain, step \d+: the loss is nan.*is kept.*optim.lr"):
-        train(tmp_path, "log_every=1", "checkpoint.every_steps=3", "phases.pretrain.steps=30", "validate_every=50")
-    saved = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
-    assert saved[-1] == "step-0000012"
-    weights = load_file(tmp_path / "run" / "checkpoints" / saved[-1] / "head.safetensors")
-    assert all(torch.isfinite(w).all() for w in weights.values())
 
 
 @pytest.mark.parametrize(
@@ -138,7 +119,7 @@ def test_killed_while_generating_every_prompt_is_answered_once(tmp_path: Path) -
     options = ["recipe=medusa_smollm2", "debug=tiny", "data.generations.prompts=24", "data.generations.slots=2"]
     options += ["data.generations.sampler.max_new_tokens=60", "data.generations.max_prompt_tokens=400"]
     places = [f"out={tmp_path / 'run'}", f"data.folder={tmp_path / 'corpora'}"]
-    command = [sys.executable, "-m", "drafthead.data.run", *options, *places]
+    command = [sys.executable, str(ROOT / "data" / "run.py"), *options, *places]
     folder = tmp_path / "corpora" / "generations"
     for shard in (1, 2):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
