@@ -100,6 +100,8 @@ class _Entry:
 class GenerationStore:
     """A folder of generations. One process writes, from opening to the last shard; any number read what is there.
 
+    Several processes write at once if all opened the same shards and each names the numbers of its own.
+
     A shard is ``shard-00012.parquet`` and, with features, ``shard-00012.safetensors``. The parquet file is renamed
     into place last, so whatever kills the writer costs what was not yet appended, and nothing else. What a killed
     writer leaves behind is ignored by readers and removed before the next shard is written.
@@ -129,8 +131,7 @@ class GenerationStore:
         self._opened = lru_cache(maxsize=32)(self._matrix)
         self._checked: set[int] = set()
         for path in sorted(folder.glob("shard-*.parquet")):
-            match = _SHARD.fullmatch(path.name)
-            if match is None:
+            if (match := _SHARD.fullmatch(path.name)) is None:
                 raise UserError(f"{path} is not named as a shard is (shard-00012.parquet); rename or remove it")
             self._add(int(match[1]), read_shard(inside(folder, path.name)))
 
@@ -139,8 +140,18 @@ class GenerationStore:
         """Numbers of the prompts that are answered on disk."""
         return set(self._entries)
 
-    def append_shard(self, generations: list[Generation]) -> None:
+    @property
+    def next_shard(self) -> int:
+        """The first shard number that is free, and all behind it are."""
+        return max(self._tables, default=-1) + 1
+
+    def append_shard(self, generations: list[Generation], shard: int | None = None) -> None:
         """Write one shard: durable when this returns, absent if it does not. An empty list writes nothing.
+
+        Args:
+            generations: of prompts that are not answered yet.
+            shard: its number, where several processes write (one of them then calls ``remove_leftovers`` before
+                any begins). None: the next one.
 
         Raises:
             UserError: a prompt is answered already, another process writes here, or the disk is full.
@@ -148,12 +159,12 @@ class GenerationStore:
         if not generations:
             return
         numbers = [g.prompt_number for g in generations]
-        twice = sorted((set(numbers) & self.done) | {n for n in numbers if numbers.count(n) > 1})
-        if twice:
+        if twice := sorted((set(numbers) & self.done) | {n for n in numbers if numbers.count(n) > 1}):
             raise UserError(f"prompts {twice[:5]} are answered twice in {self.folder}; write each prompt once")
-        if not self._clean:
-            self._remove_leftovers()
-        shard = max(self._tables, default=-1) + 1
+        if shard is None:
+            if not self._clean:
+                self.remove_leftovers()
+            shard = self.next_shard
         path = self._path(shard, "parquet")
         if path.exists():
             raise UserError(f"{path} appeared while this run was writing; stop the other process that uses the folder")
@@ -172,13 +183,11 @@ class GenerationStore:
         """Write a shard's files, the parquet last."""
         width, checksum = 0, ""
         if features is not None:
-            aside = self._aside(shard, "safetensors")
-            save_file({"features": features}, aside)
+            save_file({"features": features}, aside := self._aside(shard, "safetensors"))
             width, checksum = features.shape[1], file_digest(aside)
             publish(aside, self._path(shard, "safetensors"))
         table = shard_table(generations, width, checksum)
-        aside = self._aside(shard, "parquet")
-        pq.write_table(table, aside, compression="zstd")
+        pq.write_table(table, aside := self._aside(shard, "parquet"), compression="zstd")
         publish(aside, self._path(shard, "parquet"))
         return table
 
@@ -274,13 +283,12 @@ class GenerationStore:
 
     def _discard(self, shard: int) -> None:
         """Remove what there is of a shard that could not be written; other processes may be writing theirs."""
-        left = [self._aside(shard, "safetensors"), self._aside(shard, "parquet")]
-        if not self._path(shard, "parquet").exists():
-            left.append(self._path(shard, "safetensors"))
-        for path in left:
+        orphans = [] if self._path(shard, "parquet").exists() else [self._path(shard, "safetensors")]
+        for path in [self._aside(shard, "safetensors"), self._aside(shard, "parquet"), *orphans]:
             path.unlink(missing_ok=True)
 
-    def _remove_leftovers(self) -> None:
+    def remove_leftovers(self) -> None:
+        """Remove what a killed writer left behind; no other process may be writing."""
         orphans = [p for p in self.folder.glob("shard-*.safetensors") if not p.with_suffix(".parquet").exists()]
         for path in [*self.folder.glob(".shard-*.tmp"), *orphans]:
             path.unlink()

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import get_token
@@ -11,6 +12,7 @@ from omegaconf import MISSING, DictConfig
 
 from drafthead.data.config import parse, parse_component, schema
 from drafthead.data.errors import UserError
+from drafthead.data.server_client import check_server
 from drafthead.data.sources import iter_documents, iter_prompts
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.methods import check_drafters, check_peers
@@ -20,7 +22,8 @@ from drafthead.eval.tree_choice import METHODS
 from drafthead.models.base_config import BaseConfig
 from drafthead.models.draft_head import PACKAGE, DraftHeadConfig
 from drafthead.models.losses import LossConfig
-from drafthead.train.corpora import DataConfig
+from drafthead.train.answers import COMPLETE
+from drafthead.train.data_config import DataConfig
 from drafthead.train.guard import GuardConfig
 from drafthead.train.optim import OptimConfig
 from drafthead.train.sharding import ShardConfig
@@ -170,6 +173,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     """
     run = parse(cfg, RunConfig)
     _check_tuning(run)
+    _check_stream(run)
     if "num_hidden_layers" in run.base.shape:
         run.head_config().check_layers(run.base.shape["num_hidden_layers"])
     for name, phase in run.phases.items():
@@ -222,17 +226,35 @@ def _check_tuning(run: RunConfig) -> None:
         )
 
 
+def _check_stream(run: RunConfig) -> None:
+    """Refuse what needs the rows of text on disk where they are streamed."""
+    if not run.data.text.stream:
+        return
+    if run.tunes_base:
+        raise UserError("data.text.stream keeps no text aside for the gate of a trained base; leave it out")
+    for name, phase in run.phases.items():
+        if phase.corpus == "text" and phase.features == "cached":
+            raise UserError(
+                f"phases.{name}.features=cached keeps features of text that data.text.stream reads once; set it to "
+                "computed"
+            )
+
+
 def preflight(run: RunConfig) -> None:
     """Everything about a run's inputs that can be checked before its model is loaded.
 
     Raises:
-        UserError: an unknown suite or tree, or a source that is empty, misses its column or cannot be reached.
+        UserError: an unknown suite or tree; a source that is empty, misses its column or cannot be reached; a server
+            that cannot, or has another model or too short a context.
     """
     if run.push is not None and get_token() is None:
         raise UserError(f"push={run.push} needs a login: run `hf auth login` or set HF_TOKEN, or leave push out")
     load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks)
     check_peers(run.eval.against)
     check_drafters(run.eval.merge)
+    answers = run.data.generations
+    if answers.server.url is not None and not (Path(run.data.folder) / "generations" / COMPLETE).exists():
+        check_server(answers.server, run.base.name, answers.max_prompt_tokens + answers.sampler.max_new_tokens)
     for source in run.data.text.sources:
         whole = source.kind in FILES
         if _is_empty(iter_documents(source, max_characters=None if whole else 1), whole):

@@ -24,7 +24,7 @@ from drafthead.train.guard import Guard
 from drafthead.train.keeper import Keeper
 from drafthead.train.launcher import check_common, writers_first
 from drafthead.train.optim import build_optimizer, lr_at
-from drafthead.train.phase_data import Batch, PhaseData, deal, open_held_out, open_phase, rounds
+from drafthead.train.phase_data import Batch, PhaseData, StreamedPhase, deal, open_held_out, open_phase, rounds
 from drafthead.train.processes import Processes
 from drafthead.train.random_state import undisturbed_rng
 from drafthead.train.sharding import Sharding, load_optimizer
@@ -101,7 +101,7 @@ class Trainer:
         with undisturbed_rng(), writers_first(self.accelerator, self.run.node_data):
             data = open_phase(self.corpora, name, phase, self.head.spec)
             held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec)
-        if self.run.node_data:
+        if self.run.node_data and not isinstance(data, StreamedPhase):  # whose nodes read one source
             check_common(self.accelerator, f"phase {name}", digest_rows(data.rows))
         self.keeper.check_corpora()
         with signals.held():

@@ -12,6 +12,7 @@ from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
 from drafthead.data.errors import UserError
 from drafthead.data.feature_cache import FeatureCache
 from drafthead.data.packing import collate
+from drafthead.data.streamed_rows import StreamedRows
 from drafthead.models.base import BaseModel
 from drafthead.train.config import PhaseConfig
 from drafthead.train.corpora import Corpora
@@ -78,6 +79,21 @@ class PhaseData:
         return found
 
 
+class StreamedPhase(PhaseData):
+    """Rows of a stream, in its order: a step's rows are those of its number, whatever was trained before."""
+
+    def __init__(self, rows: StreamedRows, base: BaseModel, spec: FeatureSpec) -> None:
+        self._streamed, self.base, self.spec = rows, base, spec
+        self.waited_s = 0.0
+
+    def read(self, numbers: list[int]) -> tuple[TrainBatch, Tensor | None]:
+        return self._streamed.batch(numbers), None
+
+    def numbers(self, seed: int, first: int, count: int) -> list[int]:
+        """``first`` to ``first + count``: a stream is shuffled by itself."""
+        return list(range(first, first + count))
+
+
 def rounds(rows: int, batch_rows: int, processes: int) -> int:
     """Micro-batches of every process in a step of so many rows."""
     return -(-rows // (batch_rows * processes))
@@ -103,6 +119,8 @@ def deal(numbers: list[int], batch_rows: int, processes: int, rank: int) -> list
 
 def open_phase(corpora: Corpora, name: str, phase: PhaseConfig, spec: FeatureSpec) -> PhaseData:
     """Rows of a phase's corpus, with cached features when the phase asks for them."""
+    if phase.corpus == "text" and corpora.config.text.stream:
+        return StreamedPhase(corpora.text_stream(phase.row_length, phase.batch_rows), corpora.base, spec)
     if phase.corpus == "text":
         rows, prompts = corpora.text_rows(phase.row_length), None
         if phase.train_base:

@@ -1,6 +1,7 @@
 """A whole run: corpora -> phases -> tree -> evaluation -> head on disk (-> Hub)."""
 
 import json
+import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
+from drafthead.data.backends import Group
 from drafthead.data.display import Display
 from drafthead.data.errors import UserError
 from drafthead.data.files import read_json, read_json_lines, write_json
@@ -25,7 +27,7 @@ from drafthead.models.draft_head import DraftHead
 from drafthead.train.config import RunConfig, preflight
 from drafthead.train.corpora import Corpora
 from drafthead.train.joint import QUALITY, check_gate, measure_quality, with_tuned_base
-from drafthead.train.launcher import follow_launcher, writers_first
+from drafthead.train.launcher import follow_launcher
 from drafthead.train.loop import Trainer
 from drafthead.train.phase_data import open_held_out
 from drafthead.train.processes import PATIENT, Processes
@@ -64,9 +66,10 @@ def _run(run: RunConfig, resolved: str, accelerator: Accelerator, processes: Pro
     with display.stage(f"base model {run.base.name or 'random'}"):
         base = BaseModel.load(sharding.base_config(run.base), accelerator.device, display.line)
     run.head_config().check_layers(base.num_layers)  # before hours of generation
-    corpora = Corpora(base, run.data, run.seed, display.progress)
+    corpora = Corpora(base, run.data, run.seed, display.progress, group_of(accelerator, run.node_data))
     with display.stage("corpus: the base's own answers"):
-        _prepare_generations(corpora, accelerator, display, run.node_data)
+        stats = corpora.generations().stats
+        display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")
     head = _new_head(run, base, corpora, display)
     trainer = Trainer(run, head, corpora, folder, accelerator, processes, display, tracker, sharding)
     trainer.train()
@@ -148,7 +151,7 @@ def _clear(folder: Path, settings: Path) -> None:
 def _training_settings(run: RunConfig) -> dict[str, Any]:
     """What may not change between a run's start and its continuation, flattened to dotted keys."""
     kept = {k: v for k, v in asdict(run).items() if k in ("seed", "base", "head", "data", "phases")}
-    del kept["data"]["folder"], kept["data"]["generations"]["slots"]
+    del kept["data"]["folder"], kept["data"]["generations"]["slots"], kept["data"]["generations"]["server"]
     flat: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:
@@ -180,11 +183,12 @@ def _whole_again(
     return found
 
 
-def _prepare_generations(corpora: Corpora, accelerator: Accelerator, display: Display, node_data: bool) -> None:
-    # One process generates; the others wait and read what it wrote.
-    with writers_first(accelerator, node_data):
-        stats = corpora.generations().stats
-    display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")
+def group_of(accelerator: Accelerator, node_data: bool = False) -> Group:
+    """The processes that share a corpus: all that the launcher started, or with ``node_data`` those of a node."""
+    if not node_data:
+        return Group(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    return Group(accelerator.local_process_index, local, accelerator.wait_for_everyone)
 
 
 def _new_head(run: RunConfig, base: BaseModel, corpora: Corpora, display: Display) -> DraftHead:

@@ -115,7 +115,7 @@ def test_command_line_errors_are_one_line(tmp_path: Path) -> None:
 
 
 def test_killed_while_generating_every_prompt_is_answered_once(tmp_path: Path) -> None:
-    """kill -9 between shards, twice: finished shards are kept, and the corpus equals an uninterrupted one."""
+    """kill -9 between shards, twice: finished shards are kept, and the corpus is an uninterrupted one, bit for bit."""
     options = ["recipe=medusa_smollm2", "debug=tiny", "data.generations.prompts=24", "data.generations.slots=2"]
     options += ["data.generations.sampler.max_new_tokens=60", "data.generations.max_prompt_tokens=400"]
     places = [f"out={tmp_path / 'run'}", f"data.folder={tmp_path / 'corpora'}"]
@@ -134,7 +134,7 @@ def test_killed_while_generating_every_prompt_is_answered_once(tmp_path: Path) -
     run, _ = load(tmp_path / "whole", *options)
     whole = Corpora(BaseModel.load(run.base), run.data, run.seed, lambda *_: None).generations()
     found, wanted = (
-        [(g.prompt_number, g.input_ids.tolist()) for g in store.read(with_features=False)]
+        [(g.prompt_number, g.input_ids.tolist(), g.features.tobytes()) for g in store.read()]
         for store in (GenerationStore(folder), whole)
     )
-    assert found == wanted and [number for number, _ in found] == list(range(24))
+    assert found == wanted and [number for number, *_ in found] == list(range(24))
