@@ -95,6 +95,11 @@ def pack(documents: Iterable[Document], row_length: int, split: bool, folder: Pa
     return dataset
 
 
+def is_packed(folder: Path) -> bool:
+    """Whether ``folder`` has rows with a checksum; those of earlier versions have none and are packed again."""
+    return (folder / _FILE).exists() and (folder / _CHECKSUM).exists()
+
+
 def open_packed(folder: Path) -> datasets.Dataset:
     """What ``pack`` wrote to ``folder``, memory-mapped.
 
@@ -106,8 +111,7 @@ def open_packed(folder: Path) -> datasets.Dataset:
     if not path.exists():
         raise UserError(f"{path} is missing; {again}")
     try:
-        checksum = inside(folder, _CHECKSUM)  # rows of earlier versions have none
-        if checksum.exists() and read_json(checksum) != {"sha256": file_digest(path)}:
+        if read_json(inside(folder, _CHECKSUM)) != {"sha256": file_digest(path)}:
             raise UserError(f"{path} does not have the checksum in {_CHECKSUM}: it is damaged; {again}")
         return datasets.Dataset.from_file(str(path))
     except (OSError, pa.ArrowException) as error:

@@ -24,7 +24,7 @@ from drafthead.data.files import file_digest
 from drafthead.data.generations import GenerationStore, as_documents
 from drafthead.data.locks import exclusive
 from drafthead.data.manifest import check_manifest, read_manifest, write_manifest
-from drafthead.data.packing import collate, digest_rows, open_packed, pack, text_documents
+from drafthead.data.packing import collate, digest_rows, is_packed, open_packed, pack, text_documents
 from drafthead.data.sources import load_documents
 from drafthead.data.streamed_rows import StreamedRows
 from drafthead.data.vocab import draft_vocabulary
@@ -75,7 +75,7 @@ class Corpora:
         manifest = {"base": self.base.identity(), "seed": self.seed, "row_length": row_length, **config.manifest()}
         folder = self.folder / "text" / _digest_json(manifest)
         with exclusive(folder, self._waiting):
-            if not check_manifest(folder, manifest, "remove the folder"):
+            if not (check_manifest(folder, manifest, "remove the folder") and is_packed(folder)):
                 self.progress("packing text", 0, config.max_tokens)
                 texts = load_documents(config.sources, self.seed, config.max_tokens * _CHARACTERS_A_TOKEN)
                 documents = text_documents(self.base.tokenizer, texts, config.max_tokens)
