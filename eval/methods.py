@@ -87,8 +87,14 @@ def make_drafter(spec: str, base: BaseModel) -> Drafter:
     return ModelDrafter(model, base, num_tokens=numbers[0] if numbers else 5)
 
 
-def merged(base: BaseModel, drafter: Drafter, plan: DraftPlan, specs: list[str]) -> tuple[Drafter, DraftPlan]:
-    """``drafter`` with others whose trees join its own; ``plan``'s siblings hold for all that sample.
+def merged(
+    base: BaseModel, drafter: Drafter, plan: DraftPlan, specs: list[str], nodes: int | None = None
+) -> tuple[Drafter, DraftPlan]:
+    """``drafter`` with others whose drafts join its own in trees of ``nodes`` nodes, by default as many as its own has.
+
+    The head's tree was sized for this machine, and a union that outgrows it pays for every node: of 36 Spec-Bench-like
+    answers, six nodes shared by a head and a look-up gave as many tokens a step as the nine that both have.
+    ``plan``'s siblings hold for all that sample.
 
     Raises:
         UserError: a drafter that cannot be made, or a dynamic tree, of which the head would get a share only.
@@ -99,7 +105,7 @@ def merged(base: BaseModel, drafter: Drafter, plan: DraftPlan, specs: list[str])
         raise UserError("trees are merged with a static tree of the head; set tree=head, chain:K or expansion:...")
     others = [make_drafter(spec, base) for spec in specs]
     trees = [plan.tree, *(other.tree or TokenTree.chain(other.depth) for other in others)]
-    return Merged([drafter, *others], trees), replace(plan, tree=side_by_side(trees))
+    return Merged([drafter, *others], trees, nodes or plan.nodes), replace(plan, tree=side_by_side(trees))
 
 
 def decoders(base: BaseModel, drafter: Drafter, plan: DraftPlan, config: EvalConfig) -> dict[str, Decoder]:
@@ -133,7 +139,7 @@ def _seed(config: EvalConfig, ids: list[int]) -> int:
 def _peer(base: BaseModel, head: Drafter, head_plan: DraftPlan, spec: str, config: EvalConfig) -> Decoder:
     new, sampler = config.max_new_tokens, config.sampler
     if spec.startswith(WITH_HEAD):
-        drafter, plan = merged(base, head, head_plan, [spec.removeprefix(WITH_HEAD)])
+        drafter, plan = merged(base, head, head_plan, [spec.removeprefix(WITH_HEAD)], config.merge_nodes)
     else:
         kind, name, numbers = _parse(spec, PEERS)
         if kind == "hf_prompt_lookup":

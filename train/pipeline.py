@@ -201,7 +201,7 @@ def _finish(
             + (f" (without its threshold of {head.stop_below:g})" if head.stop_below else "")
         )
     with display.stage(f"evaluation: {run.eval.suite}"):
-        drafter, plan = merged(base, head, run.eval.plan(head), run.eval.merge)
+        drafter, plan = merged(base, head, run.eval.plan(head), run.eval.merge, run.eval.merge_nodes)
         evaluation = evaluate(
             base,
             drafter,

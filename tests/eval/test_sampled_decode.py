@@ -1,6 +1,7 @@
 """Sampled speculative decoding of a real small model: its law, and that a seed decides the text."""
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -15,6 +16,8 @@ from drafthead.models.base import BaseModel
 from drafthead.models.base_config import BaseConfig
 from drafthead.models.drafter import DraftPlan
 from drafthead.models.medusa import MedusaConfig, MedusaHead
+from drafthead.models.merged import Merged, side_by_side
+from drafthead.models.model_drafter import ModelDrafter
 from drafthead.models.sampling import Sampler
 
 SHAPE = {
@@ -131,6 +134,28 @@ def test_law_in_a_batch_of_four(kind: str) -> None:
 
 def test_law_of_a_single_row() -> None:
     counts = Counter(tuple(result.tokens) for result in answers("without replacement", list(range(160)), 1))
+    assert p_value(counts, law(tuple(PROMPTS[0]), SAMPLER)) > ONE_IN
+
+
+def test_law_of_a_union_whose_first_tree_gives_way() -> None:
+    """Two drafters that sample, and room for less than both trees."""
+    plan = DraftPlan(tree=TokenTree.expansion([2, 2]), siblings=Siblings.WITHOUT_REPLACEMENT)
+    trees = [TokenTree.expansion([2, 2]), TokenTree.chain(2)]
+    union = Merged([fitted_head(), ModelDrafter(small_base(), small_base(), num_tokens=2)], trees, nodes=5)
+    results = [
+        decode(
+            small_base(),
+            union,
+            PROMPTS[0],
+            max_new_tokens=LENGTH,
+            plan=replace(plan, tree=side_by_side(trees)),
+            sampler=SAMPLER,
+            seed=seed,
+            ignore_eos=True,
+        )
+        for seed in range(200)
+    ]
+    counts = Counter(tuple(result.tokens) for result in results)
     assert p_value(counts, law(tuple(PROMPTS[0]), SAMPLER)) > ONE_IN
 
 
