@@ -25,7 +25,6 @@ from drafthead.models import adapter
 from drafthead.models.base import BaseModel
 from drafthead.models.base_config import ADAPTER
 from drafthead.models.copies import KeepsCopies
-from drafthead.models.drafter import DraftState
 from drafthead.models.head_files import (
     FORMAT,
     check_base,
@@ -69,6 +68,10 @@ class DraftHeadConfig(ABC):
     tunes_base: ClassVar[bool] = False
     """Whether its heads can train the base along (``DraftHead.tune_base``)."""
 
+    def __post_init__(self) -> None:
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
+            raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
+
     @property
     @abstractmethod
     def depth(self) -> int:
@@ -94,14 +97,6 @@ class DraftHeadConfig(ABC):
     @abstractmethod
     def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
         """Sizes on a base of that width and vocabulary; no weights are made."""
-
-
-@dataclass
-class HeadState(DraftState):
-    """What a head remembers of one batch between steps; subclasses add their own caches."""
-
-    hidden: Tensor
-    """[B, D] the base's ``h`` at the last position it has read."""
 
 
 class DraftHead(KeepsCopies, StepwiseDrafter):

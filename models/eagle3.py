@@ -58,14 +58,13 @@ class Eagle3Config(DraftHeadConfig):
     """A step reads the layer's output after the final norm, as later checkpoints do; published: before it."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.num_tokens <= 16:
             raise ValueError(f"head.num_tokens must be in [1, 16], got {self.num_tokens}")
         if not 1 <= self.ttt_steps <= self.num_tokens:
             raise ValueError(f"head.ttt_steps must be in [1, head.num_tokens={self.num_tokens}], got {self.ttt_steps}")
         if self.intermediate_size is not None and self.intermediate_size < 1:
             raise ValueError(f"head.intermediate_size must be at least 1 or null, got {self.intermediate_size}")
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
-            raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
 
     @property
     def depth(self) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from drafthead.data.contracts import Features, TrainBatch
 from drafthead.models.attention import document_mask
 from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHeadConfig, HeadSize, HeadState
+from drafthead.models.draft_head import DraftHeadConfig, HeadSize
 from drafthead.models.drafter import DraftPlan, DraftState
 from drafthead.models.fused import FusedMLP, FusedRMSNorm
 from drafthead.models.head_attention import HeadAttention, HeadMLP, HeadRMSNorm, Layer, norm_eps
@@ -32,6 +32,7 @@ from drafthead.models.layer_memory import LayerMemory, LayerText
 from drafthead.models.linear import packed_twin
 from drafthead.models.medusa import ResBlock
 from drafthead.models.output_head import OutputHead
+from drafthead.models.position_head import HeadState
 from drafthead.models.projections import Projections
 from drafthead.models.reading import Reading
 from drafthead.models.recurrent_head import RecurrentExpansion, RecurrentHead, States
@@ -59,6 +60,7 @@ class HydraConfig(DraftHeadConfig):
     """True: embeddings are read at unit RMS (ours): learnt sooner where the base's are small."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.num_heads <= 16:
             raise ValueError(f"head.num_heads must be in [1, 16], got {self.num_heads}")
         if not 1 <= self.num_layers <= 8:
@@ -67,8 +69,6 @@ class HydraConfig(DraftHeadConfig):
             raise ValueError(f"head.dropout must be in [0, 1), got {self.dropout}")
         if self.projection_bias and not self.own_projection:
             raise ValueError("head.projection_bias needs head.own_projection: true; the base's projection has none")
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
-            raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
 
     @property
     def depth(self) -> int:

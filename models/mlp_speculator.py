@@ -52,6 +52,7 @@ class MLPSpeculatorConfig(DraftHeadConfig):
     """False: the base's projection, frozen, of ``h`` and a trained matrix of the state (ours)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.n_predict <= 8:
             raise ValueError(f"head.n_predict must be in [1, 8], got {self.n_predict}")
         if self.inner_dim < 0:
@@ -64,8 +65,6 @@ class MLPSpeculatorConfig(DraftHeadConfig):
             raise ValueError("head.tie_lstm_embs is for head.cell: lstm; leave it false")
         if self.tie_weights and self.n_predict == 1:
             raise ValueError("head.tie_weights needs head.n_predict of at least 2: one position has nothing to share")
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
-            raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
 
     @property
     def depth(self) -> int:
