@@ -35,6 +35,7 @@ from drafthead.models.head_files import (
     resolve_folder,
 )
 from drafthead.models.losses import LossConfig
+from drafthead.models.model_shape import ModelShape
 from drafthead.models.tree_growth import StepwiseDrafter
 
 PACKAGE = "drafthead.models."
@@ -82,6 +83,10 @@ class DraftHeadConfig(ABC):
         """Draft positions with a term of their own in the loss: those that ``loss.depth_weights`` lists."""
         return self.depth
 
+    def drafted_ids(self, vocab_size: int) -> int:
+        """Ids W that it drafts over, of a base that has ``vocab_size``."""
+        return min(self.draft_vocab_size or vocab_size, vocab_size)
+
     def check_layers(self, num_layers: int) -> None:
         """Refuse settings that a base with so many layers cannot serve.
 
@@ -95,8 +100,8 @@ class DraftHeadConfig(ABC):
         """The untrained head for ``base``; ``d2t`` ([W] int64) lists the draft vocabulary's target ids."""
 
     @abstractmethod
-    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
-        """Sizes on a base of that width and vocabulary; no weights are made."""
+    def size(self, shape: ModelShape) -> HeadSize:
+        """Sizes on a base of that shape; no weights are made."""
 
 
 class DraftHead(KeepsCopies, StepwiseDrafter):

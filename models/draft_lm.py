@@ -25,6 +25,7 @@ from drafthead.models.drafter import DraftPlan, DraftState
 from drafthead.models.fused import fuse_modules
 from drafthead.models.layer_views import with_layers
 from drafthead.models.linear import prepack_linears
+from drafthead.models.model_shape import ModelShape
 from drafthead.models.next_token_head import NextTokenConfig, NextTokenHead
 from drafthead.models.projections import Projections
 from drafthead.models.unpack import fresh_copy
@@ -56,18 +57,16 @@ class DraftLMConfig(NextTokenConfig):
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftLM":
         return DraftLM(self, base, d2t)
 
-    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
-        # A layer's sizes are the base's: of Llama-like models it has 11 to 13 D^2 parameters (SmolLM2 10.7, Vicuna 7B
-        # 12.1, Llama 3 8B 13.0).
-        layers = self.num_layers * (12 * hidden_size**2 + 2 * hidden_size) + hidden_size
+    def size(self, shape: ModelShape) -> HeadSize:
+        layers = self.num_layers * shape.layer_parameters() + shape.hidden_size
         return HeadSize(
             parameters=layers,
             trainable=layers,
             positions=self.num_tokens,
-            draft_vocab_size=min(self.draft_vocab_size or vocab_size, vocab_size),
+            draft_vocab_size=self.drafted_ids(shape.vocab_size),
             # Per layer two normed inputs, q, k, v before and after rotation, the attention's output, gate, up and
             # their product (2.7 D each) with the activation; around it the embedding, the norm and its gradient.
-            activations_per_token=hidden_size * (4 + 22 * self.num_layers),
+            activations_per_token=shape.hidden_size * (4 + 22 * self.num_layers),
         )
 
 

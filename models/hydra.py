@@ -31,6 +31,7 @@ from drafthead.models.kv_cache import KVCache, RaggedCache
 from drafthead.models.layer_memory import LayerMemory, LayerText
 from drafthead.models.linear import packed_twin
 from drafthead.models.medusa import ResBlock
+from drafthead.models.model_shape import ModelShape
 from drafthead.models.output_head import OutputHead
 from drafthead.models.position_head import HeadState
 from drafthead.models.projections import Projections
@@ -77,13 +78,14 @@ class HydraConfig(DraftHeadConfig):
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "HydraHead":
         return HydraHead(self, base, d2t)
 
-    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
-        """As any head; a prefix layer is counted as 12 D^2, what Llama-like layers have within a tenth."""
-        heads, vocabulary = self.num_heads, min(self.draft_vocab_size or vocab_size, vocab_size)
+    def size(self, shape: ModelShape) -> HeadSize:
+        heads, hidden_size, vocabulary = self.num_heads, shape.hidden_size, self.drafted_ids(shape.vocab_size)
         further = min(self.num_layers - 1, 1) if self.tie_blocks else self.num_layers - 1
         inputs = sum(k + 1 for k in range(1, heads + 1))  # widths that first blocks read, in D
         blocks = 2 * (inputs * hidden_size + heads) * hidden_size + heads * further * (hidden_size + 1) * hidden_size
-        prefix = 12 * hidden_size**2 + 3 * hidden_size if self.prefix_layer else 0
+        prefix = 0
+        if self.prefix_layer:  # attention, a gated MLP, three norms
+            prefix = shape.attention_parameters() + 3 * (shape.intermediate_size + 1) * hidden_size
         projections = heads * vocabulary * (hidden_size + self.projection_bias) if self.own_projection else 0
         return HeadSize(
             parameters=blocks + prefix + projections,

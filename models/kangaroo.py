@@ -29,6 +29,7 @@ from drafthead.models.head_attention import HeadAttention, HeadRMSNorm, Layer, n
 from drafthead.models.kv_cache import KVCache, RaggedCache
 from drafthead.models.layer_memory import LayerMemory, LayerText
 from drafthead.models.layer_views import first_layers
+from drafthead.models.model_shape import ModelShape
 from drafthead.models.next_token_head import NextTokenConfig, NextTokenHead
 from drafthead.models.projections import Projections
 from drafthead.models.shared_layers import SharedPass
@@ -59,17 +60,16 @@ class KangarooConfig(NextTokenConfig):
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "KangarooHead":
         return KangarooHead(self, base, d2t)
 
-    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
-        # With as many key and value heads as query heads; with fewer it is less.
-        adapter = 4 * hidden_size**2 + 2 * hidden_size
+    def size(self, shape: ModelShape) -> HeadSize:
+        adapter = shape.attention_parameters() + 2 * shape.hidden_size
         return HeadSize(
             parameters=adapter,
             trainable=adapter,
             positions=self.num_tokens,
-            draft_vocab_size=min(self.draft_vocab_size or vocab_size, vocab_size),
+            draft_vocab_size=self.drafted_ids(shape.vocab_size),
             feature_layers=1,
             # Both norms, q, k, v before and after rotation, the attention's output, the sum, its gradient.
-            activations_per_token=12 * hidden_size,
+            activations_per_token=12 * shape.hidden_size,
         )
 
 

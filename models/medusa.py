@@ -26,6 +26,7 @@ from drafthead.data.contracts import Features, TrainBatch
 from drafthead.models.base import BaseModel
 from drafthead.models.draft_head import DraftHeadConfig, HeadSize
 from drafthead.models.drafter import DraftPlan, DraftState
+from drafthead.models.model_shape import ModelShape
 from drafthead.models.output_head import OutputHead
 from drafthead.models.position_head import HeadState, LastStateHead
 from drafthead.models.projections import Projections, stack_logits
@@ -63,8 +64,8 @@ class MedusaConfig(DraftHeadConfig):
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "MedusaHead":
         return MedusaHead(self, base, d2t)
 
-    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
-        vocabulary = min(self.draft_vocab_size or vocab_size, vocab_size)
+    def size(self, shape: ModelShape) -> HeadSize:
+        hidden_size, vocabulary = shape.hidden_size, self.drafted_ids(shape.vocab_size)
         blocks = 1 if self.tie_blocks else self.num_layers
         per_head = blocks * (hidden_size + 1) * hidden_size + self.reads_last_token * hidden_size**2
         all_blocks = self.num_heads * per_head

@@ -167,5 +167,3 @@ def test_settings_are_checked(tiny_base: TinyBase) -> None:
         DraftLMConfig(from_layers=[0])
     with pytest.raises(UserError, match=r"head.from_layers must be in \[0, 3\), got \[0, 7\]"):
         DraftLMConfig(from_layers=[0, 7]).build(tiny_base())
-    size = DraftLMConfig(num_layers=2).size(64, 300)
-    assert size.positions == 5 and size.draft_vocab_size == 300 and size.parameters == size.trainable

@@ -106,9 +106,6 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, architecture: str
                 total += F.cross_entropy(logits[t - start], torch.tensor(token // 3)).item()
     assert int(out.tokens) == count
     assert out.loss_sum.item() == pytest.approx(total, rel=1e-4)
-    parameters = sum(p.numel() for p in head.parameters())
-    size, kv = head.config.size(base.hidden_size, 300), 2 * base.hidden_size * (base.hidden_size // 2)
-    assert parameters == size.trainable - 2 * base.hidden_size**2 + kv, "fewer key and value heads"
 
 
 @pytest.mark.parametrize("plan", PLANS)

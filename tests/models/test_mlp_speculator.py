@@ -7,12 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import LlamaConfig
 
 from drafthead.data.contracts import TrainBatch
 from drafthead.models.base import BaseModel
 from drafthead.models.losses import LossConfig
 from drafthead.models.mlp_cells import ScaledShiftedRMSNorm, embedding_weight
 from drafthead.models.mlp_speculator import MLPSpeculatorConfig, MLPSpeculatorHead
+from drafthead.models.model_shape import ModelShape
 from drafthead.models.reading import Reading
 
 TinyBase = Callable[..., BaseModel]
@@ -123,7 +125,7 @@ def test_size_is_the_built_head(tiny_base: TinyBase, variant: str, vocabulary: i
     base = tiny_base()
     config = MLPSpeculatorConfig(n_predict=4, draft_vocab_size=vocabulary, **VARIANTS[variant])  # type: ignore[arg-type]
     head = config.build(base, torch.arange(vocabulary))
-    size = config.size(base.hidden_size, base.vocab_size)
+    size = config.size(ModelShape.from_config(base.model.config))
     assert size.parameters == size.trainable == sum(p.numel() for p in head.parameters())
     assert size.projections == sum(p.numel() for p in head.projections.parameters())
     assert (size.positions, size.draft_vocab_size) == (4, vocabulary)
@@ -131,8 +133,12 @@ def test_size_is_the_built_head(tiny_base: TinyBase, variant: str, vocabulary: i
 
 def test_published_sizes() -> None:
     """Llama-3-8B's speculator has 3.2 B parameters, Llama-3-70B's 961 M (ibm-ai-platform)."""
-    llama8b = MLPSpeculatorConfig(n_predict=4, inner_dim=3072).size(4096, 128256)
-    llama70b = MLPSpeculatorConfig(n_predict=4, inner_dim=3584, tie_weights=True, scale_input=True).size(8192, 128256)
+    shapes = [
+        ModelShape.from_config(LlamaConfig(hidden_size=width, vocab_size=128256, num_attention_heads=heads))
+        for width, heads in ((4096, 32), (8192, 64))
+    ]
+    llama8b = MLPSpeculatorConfig(n_predict=4, inner_dim=3072).size(shapes[0])
+    llama70b = MLPSpeculatorConfig(n_predict=4, inner_dim=3584, tie_weights=True, scale_input=True).size(shapes[1])
     assert (round(llama8b.parameters / 1e6), round(llama70b.parameters / 1e6)) == (3193, 962)
 
 
