@@ -60,7 +60,7 @@ def plan_of(run: RunConfig, devices: int) -> Plan:
             steps=phase.steps,
             trained_share=1.0 if phase.corpus == "text" else answers,
             corpus_tokens=run.data.text.max_tokens if phase.corpus == "text" else generations.tokens(),
-            cached_features=phase.features == "cached",
+            cached_features=phase.cached,
             train_base=phase.train_base,
         )
         for name, phase in run.phases.items()
