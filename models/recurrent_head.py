@@ -62,10 +62,12 @@ class RecurrentExpansion:
         self._position = 0
 
     def root(self) -> Tensor:
+        """As ``Expansion.root``: [B, 1, W]."""
         tokens = self._last[:, None]
         return self.grow(tokens, torch.zeros_like(tokens))
 
     def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """As ``Expansion.grow``: [B, F] int64 each -> [B, F, W]."""
         logits, *states = self._advance(self._position, tokens, parents, *self._states)
         self._states = tuple(states)
         self._position += 1
