@@ -93,7 +93,7 @@ def _measure_group(members: Sequence[Entry], config: EvalConfig, folder: Path, d
     digests = {entry.name: _digest(entry.folder / "head") for entry in members}
     known = read_json(folder / MEMBERS) if (folder / MEMBERS).exists() else {}
     if any(known.get(name, {}).get("digest", digest) != digest for name, digest in digests.items()):
-        for path in folder.glob("eval-log-*.jsonl"):  # a peer is known to them by its folder only
+        for path in folder.glob("eval-log-*.jsonl"):  # so that the newest one is of these heads
             path.unlink()
     methods = [METHOD, *(f"head:{path}" for path in others)]
     named = {name: {"method": method, "digest": digests[name]} for name, method in zip(digests, methods, strict=True)}

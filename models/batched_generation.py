@@ -6,7 +6,7 @@ Shape legend: B slots, D base width.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +16,6 @@ from drafthead.data.errors import UserError
 from drafthead.data.generations import Generation, SamplerConfig
 from drafthead.models.base import BaseModel
 from drafthead.models.kv_cache import RaggedCache
-
-Logits = Callable[[Tensor], Tensor]
 
 
 @dataclass

@@ -1,10 +1,8 @@
 """benchmarks/heads.py gives every head the same time, goes on where it was stopped, and tables what it measured."""
 
-import importlib
 import json
-import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,20 +18,7 @@ from drafthead.models.base import BaseModel
 from drafthead.models.medusa import MedusaConfig
 from drafthead.train.config import PhaseConfig
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
-NAMES = ("common", "compare", "heads", "heads_table", "heads_training")
 Load = Callable[[str], ModuleType]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    """Import a benchmark as `python benchmarks/NAME.py` does, with its folder first on the path."""
-    monkeypatch.syspath_prepend(FOLDER)
-    held = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
-    yield importlib.import_module
-    for name in NAMES:
-        sys.modules.pop(name, None)
-    sys.modules.update(held)
 
 
 def arguments(out: Path, **changed: Any) -> Namespace:

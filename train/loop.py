@@ -1,5 +1,6 @@
 """The training loop: phases in order, one console line a log step, checkpoints that resume exactly."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -8,11 +9,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from drafthead.data.contracts import Features, TrainBatch
 from drafthead.data.display import Display
 from drafthead.data.errors import UserError
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.calibrate import WIDTH, answer_ranks
-from drafthead.eval.replay import chances_of, replay
+from drafthead.eval.replay import Ranks, chances_of, replay
 from drafthead.models.draft_head import DraftHead
 from drafthead.train.checkpoint import Checkpoint, TrainState, capture_rng, load_latest, restore_rng, save_checkpoint
 from drafthead.train.config import PhaseConfig, RunConfig
@@ -83,7 +85,7 @@ class Trainer:
     def _train_phase(self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer) -> None:
         with self.accelerator.main_process_first():  # which fills the caches that the others then find full
             data = open_phase(self.corpora, name, phase, self.head.spec)
-            held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec)
+            held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, phase.cached)
         line = ConsoleLine(name, phase.steps)
         pending: StepResult | None = None
         started, first = perf_counter(), self.position.step
@@ -147,12 +149,19 @@ class Trainer:
 
     def _validate(self, name: str, phase: PhaseConfig, held_out: PhaseData) -> None:
         self.head.eval()
-        numbers = range(len(held_out.rows))
-        found = evaluate_loss(self.head, (held_out.load([n]) for n in numbers), phase.loss)
+        answers: list[Ranks] = []
+
+        def batches() -> Iterator[tuple[TrainBatch, Features]]:
+            for number in range(len(held_out.rows)):
+                batch, features = held_out.load([number])
+                answers.extend(answer_ranks(self.head, batch, features))
+                yield batch, features
+
+        found = evaluate_loss(self.head, batches(), phase.loss)
         self.head.train()
         row: dict[str, Any] = {"phase": name, "step": self.position.step, "total_step": self.position.total}
         row |= {f"held_out_{key}": value for key, value in found.items()}
-        tokens = self._replayed_tokens(held_out)
+        tokens = self._replayed_tokens(answers)
         row["held_out_tokens_a_step"] = tokens
         self._publish(row)
         different = 1 if self.head.config.trained_positions == 1 else self.head.depth
@@ -162,13 +171,8 @@ class Trainer:
             "step with a chain of all"
         )
 
-    def _replayed_tokens(self, held_out: PhaseData) -> float:
+    def _replayed_tokens(self, answers: list[Ranks]) -> float:
         """Tokens a step that greedy decoding with a chain over all positions would have had on the held-out answers."""
-        answers = []
-        self.head.eval()
-        for number in range(len(held_out.rows)):
-            answers += answer_ranks(self.head, *held_out.load([number]))
-        self.head.train()
         chain = TokenTree.chain(self.head.depth)
         return replay([chances_of(ranks, WIDTH) for ranks in answers], chain).mean_accepted_tokens
 

@@ -230,7 +230,8 @@ def _calibrate(run: RunConfig, head: DraftHead, corpora: Corpora, folder: Path) 
     if kept is not None:
         return kept
     costs = measure_costs(head.base, head)
-    held_out = open_held_out(corpora, run.answer_row_length, head.spec, head.base)
+    cached = any(phase.cached for phase in run.phases.values())  # then they are, since training
+    held_out = open_held_out(corpora, run.answer_row_length, head.spec, cached, head.base)
     answers = []
     for row in range(len(held_out.rows)):
         batch, features = held_out.load([row])
