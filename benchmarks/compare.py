@@ -2,12 +2,14 @@
 
     python benchmarks/compare.py OLD.json NEW.json [--limit 5] [--only 'costs.verify.*']
 
-Reads what decode.py, generation.py and loss_memory.py write with --json, or any nested numbers. Which direction is
-better is told from the names on the way to a number, the innermost first (numbers as names are passed over), by how
-they end:
+Reads what decode.py, generation.py, loss_memory.py and train_step.py write with --json, or any nested numbers. Which
+direction is better is told from the names on the way to a number, the innermost first (numbers as names are passed
+over), by how they end:
 
-  lower is better    _s, _ms, seconds, bytes, verify, verify_ratio, draft, draft_by_depth, overhead, handling_growth
-  higher is better   tokens_per_second, ratio_to_fastest_plain, mean_accepted_tokens, times_less, same
+  lower is better    _s, _ms, seconds, bytes, verify, verify_ratio, draft, draft_by_depth, overhead, handling_growth,
+                     data_wait
+  higher is better   tokens_per_second, ratio_to_fastest_plain, ratio_to_floor, mfu, mean_accepted_tokens,
+                     times_less, same
 
 Other numbers (sizes, counts, intervals) are shown, but never called worse. A number that only one file has is listed.
 
@@ -31,9 +33,12 @@ from drafthead.data.files import read_json
 
 LOWER = (
     *("_s", "_ms", "seconds", "bytes"),
-    *("verify", "verify_ratio", "draft", "draft_by_depth", "overhead", "handling_growth"),
+    *("verify", "verify_ratio", "draft", "draft_by_depth", "overhead", "handling_growth", "data_wait"),
 )
-HIGHER = ("tokens_per_second", "ratio_to_fastest_plain", "mean_accepted_tokens", "times_less", "same")
+HIGHER = (
+    *("tokens_per_second", "ratio_to_fastest_plain", "ratio_to_floor", "mfu", "mean_accepted_tokens"),
+    *("times_less", "same"),
+)
 DESCRIPTION = ("benchmark", "date", "arguments", "hardware", "versions")
 """Entries of a record that say what was measured, and are no measurements."""
 DECISIVE = ("cpu", "cores", "torch_threads", "gpu")

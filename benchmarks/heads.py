@@ -27,18 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from common import described, entry_point
+from composed import composed
 from heads_table import console_tables, find_results, markdown, measure_heads, tuned_lines
 from heads_training import KINDS, NEVER, Entry, train_all
-from hydra import compose, initialize_config_module
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
 from drafthead.data.display import Display
 from drafthead.data.errors import UserError
 from drafthead.data.files import write_atomic, write_json
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.suites import load_suite
-from drafthead.train.config import RunConfig, parse_run
 
 HEADS = ("medusa", "hydra", "hydra_pp", "mlp_speculator", "kangaroo", "eagle3", "draft_lm", "medusa2")
 PARTS = ("train", "eval", "table")
@@ -116,19 +113,6 @@ def open_entry(name: str, arguments: argparse.Namespace) -> Entry:
     phases = {key: replace(phase, features="cached") for key, phase in run.phases.items()}
     cached = [f"phases.{key}.features=cached" for key in phases]
     return Entry(name, folder, replace(run, phases=phases), [*given, *cached])
-
-
-def composed(overrides: Sequence[str]) -> RunConfig:
-    """The checked settings that `drafthead train` would run with.
-
-    Raises:
-        UserError: no such recipe or setting.
-    """
-    try:
-        with initialize_config_module("drafthead.recipes", version_base="1.3"):
-            return parse_run(compose("train", overrides=list(overrides)))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"{overrides[0]}: {str(error).splitlines()[0]}") from None
 
 
 def main(given: list[str] | None = None) -> int:

@@ -32,7 +32,7 @@ class PeakMemory:
     """Highest resident memory of this process while in the block, sampled every millisecond. Bytes."""
 
     def __enter__(self) -> "PeakMemory":
-        self.before = self.peak = self._resident()
+        self.before = self.peak = self.resident()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -44,11 +44,12 @@ class PeakMemory:
 
     def _watch(self) -> None:
         while not self._stop.is_set():
-            self.peak = max(self.peak, self._resident())
+            self.peak = max(self.peak, self.resident())
             time.sleep(0.001)
 
     @staticmethod
-    def _resident() -> int:
+    def resident() -> int:
+        """Bytes that this process holds in memory now."""
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

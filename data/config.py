@@ -1,6 +1,7 @@
 """Hydra composes, dataclasses check: unknown keys, wrong types and limits are errors, ``+key`` included."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
@@ -14,6 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from drafthead.data.errors import UserError
 
 T = TypeVar("T")
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 and the number of SIGINT, as shells count."""
 
 
 def parse(cfg: DictConfig, wanted: type[T]) -> T:
@@ -98,9 +101,16 @@ def one_line_errors(task: Callable[[DictConfig], None]) -> Callable[[DictConfig]
         except OSError as error:  # a path that cannot be made, a full disk: the message names it
             raise SystemExit(f"error: {error}; choose another folder (out=..., data.folder=...)") from None
         except KeyboardInterrupt:
-            raise SystemExit("interrupted; what is done is kept, the same command goes on from there") from None
+            say("interrupted; what is done is kept, the same command goes on from there")
+            raise SystemExit(INTERRUPTED) from None
 
     return guarded
+
+
+def say(line: str) -> None:
+    """A line for people beside the output; of several processes only the first one speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"{line}\n")
 
 
 def run_main(main: Callable[[], None]) -> None:

@@ -1,27 +1,31 @@
 """The frozen base's hidden states per packed row, on disk. R rows, T row length, D width."""
 
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from drafthead.data.errors import UserError
-from drafthead.data.files import require_space
+from drafthead.data.files import inside, require_space, storing
 from drafthead.data.locks import exclusive
 from drafthead.data.manifest import check_manifest, write_manifest
 
 _DTYPES = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
+FORMAT = 2
+"""Of the files; caches of another one are not opened."""
 _REMEDY = "remove the folder or choose another one for these settings"
 
 
 class FeatureCache:
     """Rows of features in one memory-mapped file, with a mark per filled row so that filling resumes.
 
-    Several processes may fill different rows. A row is marked after it is written, so a killed process leaves
-    no half-written row behind; after a power failure remove the folder.
+    Several processes may fill different rows. A row's mark is its checksum, written after it and compared when a
+    process first reads it, so neither a kill nor a power failure nor a bad disk can pass half a row off as a whole one.
     """
 
     def __init__(self, folder: Path, shape: tuple[int, int, int], dtype: str) -> None:
@@ -32,9 +36,10 @@ class FeatureCache:
         self._dtype = _DTYPES[dtype]
         stored = np.int32 if dtype == "float32" else np.int16
         # numpy has no bfloat16: the file is mapped as integers of the same size and viewed by torch.
-        mapped = np.memmap(folder / "features.bin", dtype=stored, mode="r+", shape=shape)
-        self._values = torch.from_numpy(mapped).view(self._dtype)
-        self._done = np.memmap(folder / "done.bin", dtype=np.bool_, mode="r+", shape=(self.rows,))
+        self._stored = _map(folder, "features.bin", stored, shape)
+        self._values = torch.from_numpy(self._stored).view(self._dtype)
+        self._marks = _map(folder, "marks.bin", np.uint32, (self.rows,))
+        self._checked = np.zeros(self.rows, dtype=np.bool_)
 
     @classmethod
     def create(
@@ -62,14 +67,15 @@ class FeatureCache:
                 f"a feature cache needs sizes >= 1, got rows {rows}, row length {row_length}, width {width}"
             )
         sizes = {"rows": rows, "row_length": row_length, "width": width, "dtype": dtype}
-        entries = {**manifest, "cache": sizes}
+        entries = {**manifest, "cache": {**sizes, "format": FORMAT}}
         with exclusive(folder):
             if not check_manifest(folder, entries, _REMEDY):
                 size = rows * row_length * width * _DTYPES[dtype].itemsize
-                require_space(folder, size + rows, "the feature cache")
-                _reserve(folder / "features.bin", size)
-                _reserve(folder / "done.bin", rows)
-                write_manifest(folder, entries)
+                require_space(folder, size + 4 * rows, "the feature cache")
+                with storing("the feature cache", folder):
+                    _reserve(folder / "features.bin", size)
+                    _reserve(folder / "marks.bin", 4 * rows)
+                    write_manifest(folder, entries)
         return cls(folder, (rows, row_length, width), dtype)
 
     def write(self, row_numbers: list[int], values: Tensor) -> None:
@@ -92,28 +98,56 @@ class FeatureCache:
                 f"{torch.finfo(self._dtype).max:.3g}); set base.dtype=bfloat16, whose features are kept as such"
             )
         self._values[row_numbers] = stored
-        self._done[row_numbers] = True
+        for row in row_numbers:
+            self._marks[row] = _checksum(self._stored[row])
+            self._checked[row] = True
 
     def read(self, row_numbers: list[int]) -> Tensor:
         """The rows ``row_numbers`` as [b, T, D] float32.
 
         Raises:
-            UserError: a row was never written.
+            UserError: a row was never written, or is not what was written.
         """
         self._check_rows(row_numbers)
-        missing = [row for row in row_numbers if not self._done[row]]
+        missing = [row for row in row_numbers if not self._marks[row]]
         if missing:
             raise UserError(f"rows {missing[:5]} of {self.folder} have no features yet; fill the cache first")
+        for row in row_numbers:
+            if not self._checked[row] and self._marks[row] != _checksum(self._stored[row]):
+                self._marks[row] = 0
+                raise UserError(
+                    f"row {row} of {self.folder} does not have its checksum: the disk or a crash damaged it. Give the "
+                    "same command again, and the row is computed anew"
+                )
+            self._checked[row] = True
         return self._values[row_numbers].to(torch.float32)
 
     def missing_rows(self) -> list[int]:
         """Numbers of the rows that are not filled, ascending."""
-        return [int(row) for row in np.flatnonzero(~self._done)]
+        return [int(row) for row in np.flatnonzero(self._marks == 0)]
 
     def _check_rows(self, row_numbers: list[int]) -> None:
         outside = [row for row in row_numbers if not 0 <= row < self.rows]
         if outside:
             raise UserError(f"{self.folder} has rows 0 to {self.rows - 1}, got {outside[:5]}; is it another corpus's?")
+
+
+def _map(folder: Path, name: str, dtype: type, shape: tuple[int, ...]) -> "np.memmap[Any, Any]":
+    path, size = inside(folder, name), int(np.prod(shape)) * np.dtype(dtype).itemsize
+    try:
+        found = path.stat().st_size
+        if found != size:
+            raise UserError(f"{path} has {found} bytes, expected {size}; remove {folder}, and it is filled again")
+        return np.memmap(path, dtype=dtype, mode="r+", shape=shape)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be opened ({error.strerror}); remove {folder}, and it is filled again"
+        ) from None
+
+
+def _checksum(row: npt.NDArray[Any]) -> int:
+    """Of one row's bytes; 0 stands for a row that is not filled."""
+    return zlib.crc32(np.ascontiguousarray(row).data) or 1
 
 
 def _reserve(path: Path, size: int) -> None:

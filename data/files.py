@@ -1,11 +1,16 @@
 """Files that are either whole or absent, and space checked before it is needed."""
 
+import hashlib
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from drafthead.data.errors import UserError
 
@@ -34,13 +39,43 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with aside.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        aside.write_bytes(content.encode() if isinstance(content, str) else content)
+        publish(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def publish(aside: Path, path: Path) -> None:
+    """Rename a complete file into place: on disk before anyone can see it, and its name on disk when this returns."""
+    fsync(aside)
+    aside.replace(path)
+    fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def storing(what: str, folder: Path) -> Iterator[None]:
+    """Around the writing of ``what`` into ``folder``.
+
+    Raises:
+        UserError: the system would not write: the disk is full, a limit is reached, the file system is read-only.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UserError(
+            f"{what} could not be written to {folder} ({reason}); what was there before is kept. Free some space or "
+            "restore access, and the same command goes on from there"
+        ) from None
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -52,30 +87,96 @@ def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
-        UserError: the file is missing or is not JSON.
+        UserError: the file is missing, cannot be read or is not JSON.
     """
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; check the path") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); check the path and its permissions") from None
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of 5,000 digits, 10,000 brackets
         raise UserError(f"{path} is not valid JSON ({error}); restore or remove it") from None
+
+
+def write_sealed_json(path: Path, content: Any) -> None:
+    """Write ``content`` with its checksum, atomically: for files that nobody edits and that must not be misread."""
+    write_json(path, {"content": content, "sha256": _digest(content)})
+
+
+def read_sealed_json(path: Path) -> Any:
+    """The content that ``write_sealed_json`` wrote.
+
+    Raises:
+        UserError: the file is missing, is not JSON, or its content does not have the checksum that it states.
+    """
+    found = read_json(path)
+    if (
+        not isinstance(found, dict)
+        or set(found) != {"content", "sha256"}
+        or found["sha256"] != _digest(found["content"])
+    ):
+        raise UserError(f"{path} is damaged: it does not have the checksum that it states; restore or remove it")
+    return found["content"]
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """The sha256 of a file, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of ``name`` in ``folder``, which may be somebody else's work: it must not lead out of the folder.
+
+    Args:
+        folder: local, or a snapshot in the Hub's cache, whose files are links to the blobs beside it.
+        name: relative, ``/`` between folders; need not exist.
+
+    Raises:
+        UserError: an absolute path, ``..``, or a link to somewhere else.
+    """
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
+        raise UserError(f"{folder} names the file {name!r}, which does not lie in it; do not use what it comes from")
+    path, allowed = folder / name, [folder.resolve()]
+    if folder.parent.name == "snapshots":
+        allowed.append(folder.parent.parent.resolve() / "blobs")
+    try:
+        real = path.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise UserError(f"{path} cannot be followed ({error}); copy {folder} again") from None
+    if not any(real.is_relative_to(place) for place in allowed):
+        raise UserError(f"{path} is a link to {real}, outside its folder; put the file itself there if you trust it")
+    return path
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSON Lines log; empty when there is none. A last line torn by a kill is left out.
 
     Raises:
-        UserError: another line is not JSON.
+        UserError: the file cannot be read, or another line is not a JSON object.
     """
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    try:
+        lines = path.read_text(errors="replace").rstrip("\n").split("\n") if path.exists() else []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"it is a {type(row).__name__}")
+            rows.append(row)
+        except (ValueError, RecursionError) as error:
             if number < len(lines):
-                raise UserError(f"{path} line {number} is not JSON ({error}); remove that line") from None
+                raise UserError(f"{path} line {number} is not a JSON object ({error}); remove that line") from None
     return rows
 
 

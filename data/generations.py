@@ -3,7 +3,7 @@
 Imports stay light (no torch, no transformers): a generation server's client needs nothing else.
 """
 
-import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,21 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from drafthead.data.chat import Document
 from drafthead.data.errors import UserError
-from drafthead.data.files import require_space
+from drafthead.data.files import file_digest, inside, publish, require_space, storing
+from drafthead.data.generation_shards import features_checksum, features_width, joined_features, read_shard, shard_table
 from drafthead.data.manifest import check_manifest, read_manifest, write_manifest
 
-_WIDTH = b"features_width"
-_COLUMNS = {
-    "prompt_number": pa.int64(),
-    "input_ids": pa.list_(pa.int32()),
-    "boundary": pa.int32(),
-    "finished": pa.bool_(),
-}
+_SHARD = re.compile(r"shard-(\d{5,9})\.parquet")
 
 
 @dataclass(kw_only=True)
@@ -105,6 +100,8 @@ class _Entry:
 class GenerationStore:
     """A folder of generations. One process writes, from opening to the last shard; any number read what is there.
 
+    Several processes write at once if all opened the same shards and each names the numbers of its own.
+
     A shard is ``shard-00012.parquet`` and, with features, ``shard-00012.safetensors``. The parquet file is renamed
     into place last, so whatever kills the writer costs what was not yet appended, and nothing else. What a killed
     writer leaves behind is ignored by readers and removed before the next shard is written.
@@ -132,16 +129,29 @@ class GenerationStore:
         self._entries: dict[int, _Entry] = {}
         self._clean = False
         self._opened = lru_cache(maxsize=32)(self._matrix)
+        self._checked: set[int] = set()
         for path in sorted(folder.glob("shard-*.parquet")):
-            self._add(int(path.stem.removeprefix("shard-")), _read_shard(path))
+            if (match := _SHARD.fullmatch(path.name)) is None:
+                raise UserError(f"{path} is not named as a shard is (shard-00012.parquet); rename or remove it")
+            self._add(int(match[1]), read_shard(inside(folder, path.name)))
 
     @property
     def done(self) -> set[int]:
         """Numbers of the prompts that are answered on disk."""
         return set(self._entries)
 
-    def append_shard(self, generations: list[Generation]) -> None:
+    @property
+    def next_shard(self) -> int:
+        """The first shard number that is free, and all behind it are."""
+        return max(self._tables, default=-1) + 1
+
+    def append_shard(self, generations: list[Generation], shard: int | None = None) -> None:
         """Write one shard: durable when this returns, absent if it does not. An empty list writes nothing.
+
+        Args:
+            generations: of prompts that are not answered yet.
+            shard: its number, where several processes write (one of them then calls ``remove_leftovers`` before
+                any begins). None: the next one.
 
         Raises:
             UserError: a prompt is answered already, another process writes here, or the disk is full.
@@ -149,27 +159,37 @@ class GenerationStore:
         if not generations:
             return
         numbers = [g.prompt_number for g in generations]
-        twice = sorted((set(numbers) & self.done) | {n for n in numbers if numbers.count(n) > 1})
-        if twice:
+        if twice := sorted((set(numbers) & self.done) | {n for n in numbers if numbers.count(n) > 1}):
             raise UserError(f"prompts {twice[:5]} are answered twice in {self.folder}; write each prompt once")
-        if not self._clean:
-            self._remove_leftovers()
-        shard = max(self._tables, default=-1) + 1
+        if shard is None:
+            if not self._clean:
+                self.remove_leftovers()
+            shard = self.next_shard
         path = self._path(shard, "parquet")
         if path.exists():
             raise UserError(f"{path} appeared while this run was writing; stop the other process that uses the folder")
-        features = _joined_features(generations)
-        table = _table(generations, 0 if features is None else features.shape[1])
-        needed = table.nbytes + (0 if features is None else features.nbytes)
+        features = joined_features(generations)
+        needed = sum(4 * len(g.input_ids) + 64 for g in generations) + (0 if features is None else features.nbytes)
         require_space(self.folder, needed + 1_000_000, "the next shard of generations")
-        if features is not None:
-            aside = self._aside(shard, "safetensors")
-            save_file({"features": features}, aside)
-            _publish(aside, self._path(shard, "safetensors"))
-        aside = self._aside(shard, "parquet")
-        pq.write_table(table, aside, compression="zstd")
-        _publish(aside, path)
+        try:
+            with storing("the next shard of generations", self.folder):
+                table = self._write(shard, generations, features)
+        except UserError:
+            self._discard(shard)  # it would keep the disk full
+            raise
         self._add(shard, table)
+
+    def _write(self, shard: int, generations: list[Generation], features: npt.NDArray[np.float16] | None) -> pa.Table:
+        """Write a shard's files, the parquet last."""
+        width, checksum = 0, ""
+        if features is not None:
+            save_file({"features": features}, aside := self._aside(shard, "safetensors"))
+            width, checksum = features.shape[1], file_digest(aside)
+            publish(aside, self._path(shard, "safetensors"))
+        table = shard_table(generations, width, checksum)
+        pq.write_table(table, aside := self._aside(shard, "parquet"), compression="zstd")
+        publish(aside, self._path(shard, "parquet"))
+        return table
 
     def read(self, with_features: bool = True) -> Iterator[Generation]:
         """All generations in the order of their prompt numbers.
@@ -188,7 +208,7 @@ class GenerationStore:
         """[n - 1, D] features of one answer, read from disk; None when the store keeps none."""
         entry = self._entries[prompt_number]
         table = self._tables[entry.shard]
-        if not _width(table):
+        if not features_width(table):
             return None
         last = entry.first + len(table["input_ids"][entry.row]) - 1
         return cast("npt.NDArray[np.float16]", self._opened(entry.shard)[entry.first : last])
@@ -221,12 +241,27 @@ class GenerationStore:
                 yield table["input_ids"][row].values.to_numpy(), start
 
     def _matrix(self, shard: int) -> Any:
-        """The shard's feature matrix, sliced from disk."""
-        file: Any = safe_open(self._path(shard, "safetensors"), framework="np")
-        return file.get_slice("features")
+        """The shard's feature matrix, sliced from disk, once the whole file has proven intact.
+
+        Raises:
+            UserError: it has not.
+        """
+        path = inside(self.folder, self._path(shard, "safetensors").name)
+        try:
+            stated = features_checksum(self._tables[shard])
+            if stated and shard not in self._checked and file_digest(path) != stated:
+                raise SafetensorError("it does not have the checksum that was kept with its answers")
+            file: Any = safe_open(path, framework="np")
+            features = file.get_slice("features")
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{path} cannot be read ({error}); remove it and its .parquet, and its prompts are answered again"
+            ) from None
+        self._checked.add(shard)
+        return features
 
     def _add(self, shard: int, table: pa.Table) -> None:
-        if _width(table) and not self._path(shard, "safetensors").exists():
+        if features_width(table) and not self._path(shard, "safetensors").exists():
             raise UserError(f"{self._path(shard, 'safetensors')} is missing; restore it or remove the shard's parquet")
         first = 0
         for row, number in enumerate(table["prompt_number"].to_pylist()):
@@ -246,7 +281,14 @@ class GenerationStore:
     def _aside(self, shard: int, kind: str) -> Path:
         return self.folder / f".shard-{shard:05}.{kind}.tmp"
 
-    def _remove_leftovers(self) -> None:
+    def _discard(self, shard: int) -> None:
+        """Remove what there is of a shard that could not be written; other processes may be writing theirs."""
+        orphans = [] if self._path(shard, "parquet").exists() else [self._path(shard, "safetensors")]
+        for path in [self._aside(shard, "safetensors"), self._aside(shard, "parquet"), *orphans]:
+            path.unlink(missing_ok=True)
+
+    def remove_leftovers(self) -> None:
+        """Remove what a killed writer left behind; no other process may be writing."""
         orphans = [p for p in self.folder.glob("shard-*.safetensors") if not p.with_suffix(".parquet").exists()]
         for path in [*self.folder.glob(".shard-*.tmp"), *orphans]:
             path.unlink()
@@ -257,42 +299,3 @@ def as_documents(generations: Iterable[Generation]) -> Iterator[Document]:
     """Each generation as a document whose answer is trained."""
     for g in generations:
         yield Document(g.input_ids, np.arange(len(g.input_ids)) >= g.boundary)
-
-
-def _table(generations: list[Generation], width: int) -> pa.Table:
-    columns = {name: pa.array([getattr(g, name) for g in generations], type=kind) for name, kind in _COLUMNS.items()}
-    return pa.table(columns).replace_schema_metadata({_WIDTH: str(width).encode()})
-
-
-def _width(table: pa.Table) -> int:
-    return int((table.schema.metadata or {}).get(_WIDTH, b"0"))
-
-
-def _read_shard(path: Path) -> pa.Table:
-    try:
-        return pq.read_table(path, columns=list(_COLUMNS), partitioning=None)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read ({error}); remove it, and its prompts are answered again") from error
-
-
-def _joined_features(generations: list[Generation]) -> npt.NDArray[np.float16] | None:
-    """[sum of n, D]: every row keeps as many features as it has tokens; its last token has none (NaN)."""
-    present = [g.features for g in generations if g.features is not None]
-    if not present:
-        return None
-    if len(present) < len(generations) or len({f.shape[1] for f in present}) > 1:
-        raise ValueError("the generations of a shard must all have features of one width, or none")
-    gap = np.full((1, present[0].shape[1]), np.nan, dtype=np.float16)
-    return np.concatenate([part for f in present for part in (f.astype(np.float16, copy=False), gap)])
-
-
-def _publish(aside: Path, path: Path) -> None:
-    """Rename a complete file into place, on disk before anyone can see it."""
-    with aside.open("rb") as file:
-        os.fsync(file.fileno())
-    aside.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.data.errors import UserError
-from drafthead.data.files import read_json, write_json
+from drafthead.data.files import inside, read_json, write_json
 
 NAME = "manifest.json"
 
@@ -21,7 +21,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: there is none, or it is not a JSON object.
     """
-    entries = read_json(folder / NAME)
+    entries = read_json(inside(folder, NAME))
     if not isinstance(entries, dict):
         raise UserError(f"{folder / NAME} holds a {type(entries).__name__}, expected an object; remove the folder")
     return entries
@@ -44,14 +44,14 @@ def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:
     if not (folder / NAME).exists():
         return False
     found = read_manifest(folder)
-    difference = _difference(found, json.loads(json.dumps(expected)), "")
-    if difference is not None:
-        key, was, want = difference
+    different = difference(found, json.loads(json.dumps(expected)))
+    if different is not None:
+        key, was, want = different
         raise UserError(f"{folder} was made with {key} = {was}, expected {want}; {remedy}")
     return True
 
 
-def _difference(found: Any, expected: Any, key: str) -> tuple[str, str, str] | None:
+def difference(found: Any, expected: Any, key: str = "") -> tuple[str, str, str] | None:
     """First difference as (key, found, expected), in the order of the expected keys; None when equal."""
     if isinstance(found, dict) and isinstance(expected, dict):
         for name in [*expected, *(n for n in found if n not in expected)]:
@@ -60,7 +60,7 @@ def _difference(found: Any, expected: Any, key: str) -> tuple[str, str, str] | N
                 return path, "(absent)", json.dumps(expected[name])
             if name not in expected:
                 return path, json.dumps(found[name]), "(absent)"
-            inner = _difference(found[name], expected[name], path)
+            inner = difference(found[name], expected[name], path)
             if inner is not None:
                 return inner
         return None

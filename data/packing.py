@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import datasets
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from drafthead.data.chat import Document
 from drafthead.data.contracts import NO_DOCUMENT, TrainBatch
 from drafthead.data.errors import UserError
+from drafthead.data.files import file_digest, inside, publish, read_json, storing, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +26,7 @@ MIN_PIECE = 8
 """A document is not cut into less: drafts need context before them and targets after."""
 _OPEN_ROWS = 64
 _ROWS_A_WRITE = 256
-_FILE = "rows.arrow"
+_FILE, _CHECKSUM = "rows.arrow", "rows.sha256.json"
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -41,7 +42,9 @@ class _Piece:
 
 
 @dataclass
-class _Row:
+class PackedRow:
+    """A row in the making."""
+
     space: int
     pieces: list[_Piece] = field(default_factory=list)
 
@@ -72,7 +75,7 @@ def pack(documents: Iterable[Document], row_length: int, split: bool, folder: Pa
     """
     if row_length < 2 * MIN_PIECE:
         raise UserError(f"row length must be >= {2 * MIN_PIECE}, got {row_length}")
-    rows = _split_rows(documents, row_length) if split else _whole_rows(documents, row_length)
+    rows = split_rows(documents, row_length) if split else _whole_rows(documents, row_length)
     if folder is None:
         sink = pa.BufferOutputStream()
         _write_rows(sink, rows, row_length)
@@ -81,9 +84,11 @@ def pack(documents: Iterable[Document], row_length: int, split: bool, folder: Pa
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / _FILE
         aside = path.with_suffix(".tmp")
-        with pa.OSFile(str(aside), "wb") as sink:
-            _write_rows(sink, rows, row_length)
-        aside.replace(path)
+        with storing("the packed rows", folder):
+            with pa.OSFile(str(aside), "wb") as sink:
+                _write_rows(sink, rows, row_length)
+            write_json(folder / _CHECKSUM, {"sha256": file_digest(aside)})
+            publish(aside, path)
         dataset = open_packed(folder)
     if not len(dataset):
         raise UserError("there is no document to pack; check the data source")
@@ -94,11 +99,19 @@ def open_packed(folder: Path) -> datasets.Dataset:
     """What ``pack`` wrote to ``folder``, memory-mapped.
 
     Raises:
-        UserError: there is nothing.
+        UserError: there is nothing, or not what was written.
     """
-    if not (folder / _FILE).exists():
-        raise UserError(f"{folder / _FILE} is missing; remove {folder}, and its rows are packed again")
-    return datasets.Dataset.from_file(str(folder / _FILE))
+    path = inside(folder, _FILE)
+    again = f"remove {folder}, and its rows are packed again"
+    if not path.exists():
+        raise UserError(f"{path} is missing; {again}")
+    try:
+        checksum = inside(folder, _CHECKSUM)  # rows of earlier versions have none
+        if checksum.exists() and read_json(checksum) != {"sha256": file_digest(path)}:
+            raise UserError(f"{path} does not have the checksum in {_CHECKSUM}: it is damaged; {again}")
+        return datasets.Dataset.from_file(str(path))
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path} cannot be read ({error}); {again}") from None
 
 
 def digest_rows(dataset: datasets.Dataset) -> str:
@@ -124,6 +137,18 @@ def collate(dataset: datasets.Dataset, row_numbers: list[int]) -> TrainBatch:
         position_ids=torch.from_numpy(column("position_ids").astype(np.int64)),
         document_ids=torch.from_numpy(column("document_ids").astype(np.int64)),
         loss_mask=torch.from_numpy(column("loss_mask").astype(np.bool_)),
+        row_ids=torch.tensor(row_numbers, dtype=torch.int64),
+    )
+
+
+def collate_rows(rows: list[PackedRow], row_length: int, row_numbers: list[int]) -> TrainBatch:
+    """Rows that are in no dataset as one batch [B, T]."""
+    ids, positions, documents, mask = map(torch.from_numpy, _arrays(rows, row_length))
+    return TrainBatch(
+        input_ids=ids.long(),
+        position_ids=positions.long(),
+        document_ids=documents.long(),
+        loss_mask=mask,
         row_ids=torch.tensor(row_numbers, dtype=torch.int64),
     )
 
@@ -162,15 +187,16 @@ def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield batch
 
 
-def _split_rows(documents: Iterable[Document], row_length: int) -> Iterator[_Row]:
-    row = _Row(row_length)
+def split_rows(documents: Iterable[Document], row_length: int) -> Iterator[PackedRow]:
+    """The rows of ``pack`` with ``split``, one by one."""
+    row = PackedRow(row_length)
     for number, document in enumerate(documents):
         start = 0
         while start < len(document):
             take = _cut(len(document) - start, row.space)
             if not take:
                 yield row
-                row = _Row(row_length)
+                row = PackedRow(row_length)
                 continue
             row.add(_piece(number, document, start, take))
             start += take
@@ -186,9 +212,9 @@ def _cut(rest: int, space: int) -> int:
     return take if take >= MIN_PIECE else 0
 
 
-def _whole_rows(documents: Iterable[Document], row_length: int) -> Iterator[_Row]:
+def _whole_rows(documents: Iterable[Document], row_length: int) -> Iterator[PackedRow]:
     """Best fit among a bounded number of open rows: few gaps, and memory that does not grow with the corpus."""
-    rows: list[_Row] = []
+    rows: list[PackedRow] = []
     total = shortened = 0
     for number, document in enumerate(documents):
         length = min(len(document), row_length)
@@ -204,7 +230,7 @@ def _whole_rows(documents: Iterable[Document], row_length: int) -> Iterator[_Row
                 fullest = min(rows, key=lambda r: r.space)
                 rows.remove(fullest)
                 yield fullest
-            row = _Row(row_length)
+            row = PackedRow(row_length)
             rows.append(row)
         row.add(_piece(number, document, 0, length))
         if not row.space:
@@ -220,7 +246,7 @@ def _piece(number: int, document: Document, start: int, length: int) -> _Piece:
     return _Piece(number, start, Document(document.input_ids[start:end], document.loss_mask[start:end]))
 
 
-def _write_rows(sink: pa.NativeFile, rows: Iterator[_Row], row_length: int) -> None:
+def _write_rows(sink: pa.NativeFile, rows: Iterator[PackedRow], row_length: int) -> None:
     numbers = pa.list_(pa.int32(), row_length)
     schema = pa.schema(
         [
@@ -236,23 +262,32 @@ def _write_rows(sink: pa.NativeFile, rows: Iterator[_Row], row_length: int) -> N
             writer.write_batch(_record_batch(some, row_length, schema))
 
 
-def _record_batch(rows: list[_Row], row_length: int, schema: pa.Schema) -> pa.RecordBatch:
+def _record_batch(rows: list[PackedRow], row_length: int, schema: pa.Schema) -> pa.RecordBatch:
+    columns = [
+        pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), row_length) for column in _arrays(rows, row_length)
+    ]
+    pieces: list[list[list[int]]] = []
+    for row in rows:
+        offset = 0
+        pieces.append([])
+        for piece in row.pieces:
+            pieces[-1].append([piece.document, piece.start, len(piece), offset])
+            offset += len(piece)
+    return pa.RecordBatch.from_arrays([*columns, pa.array(pieces, type=schema.field("pieces").type)], schema=schema)
+
+
+def _arrays(rows: list[PackedRow], row_length: int) -> tuple[npt.NDArray[Any], ...]:
+    """Ids, positions, document ids and mask, each [R, T]."""
     shape = (len(rows), row_length)
     ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     numbers, mask = np.full(shape, NO_DOCUMENT, np.int32), np.zeros(shape, np.bool_)
-    pieces: list[list[list[int]]] = []
     for r, row in enumerate(rows):
         offset = 0
-        pieces.append([])
         for number, piece in enumerate(row.pieces):
             here = slice(offset, offset + len(piece))
             ids[r, here] = piece.content.input_ids
             mask[r, here] = piece.content.loss_mask
             positions[r, here] = np.arange(len(piece))
             numbers[r, here] = number
-            pieces[-1].append([piece.document, piece.start, len(piece), offset])
             offset += len(piece)
-    columns = [
-        pa.FixedSizeListArray.from_arrays(pa.array(c.ravel()), row_length) for c in (ids, positions, numbers, mask)
-    ]
-    return pa.RecordBatch.from_arrays([*columns, pa.array(pieces, type=schema.field("pieces").type)], schema=schema)
+    return ids, positions, numbers, mask

@@ -3,10 +3,13 @@
 import gzip
 import json
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from glob import glob
 from itertools import islice
+from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,14 +17,12 @@ from drafthead.data import builtin_sets, embedded_sets
 from drafthead.data.chat import Message
 from drafthead.data.embedded_sets import content_hash
 from drafthead.data.errors import UserError
+from drafthead.data.source_rows import as_prompt, as_text, user_turn
 
 KINDS = ("hf", "jsonl", "text", "embedded", "builtin")
 _SETS = {"embedded": embedded_sets, "builtin": builtin_sets}
-_ROLES = {
-    "system": "system",
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
-}
+_DAMAGE = (OSError, EOFError, zlib.error)
+"""What a file that is unreadable or damaged raises, compressed or not."""
 T = TypeVar("T")
 
 
@@ -43,6 +44,9 @@ class SourceConfig:
     """Column of a hub or jsonl row: a text, or for prompts also a conversation."""
     limit: int | None = None
     """Read at most this many entries; a hub dataset is then streamed, not downloaded. None: all."""
+    weight: float | None = None
+    """Its part of the mixture (of the characters of text, of the number of prompts), relative to the other sources',
+    which then have one too. A source that ends before gives what it has. None: everything it has."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -56,6 +60,12 @@ class SourceConfig:
                 raise UserError(f"source.{key} is for kind 'hf' only, got kind {self.kind!r}; remove it")
         if self.limit is not None and self.limit < 1:
             raise UserError(f"source.limit must be >= 1 or null, got {self.limit}")
+        if self.weight is not None and not 0 < self.weight < float("inf"):
+            raise UserError(f"source.weight must be positive or null, got {self.weight}")
+
+    def manifest(self) -> dict[str, Any]:
+        """What decides on the entries read."""
+        return {key: value for key, value in asdict(self).items() if key != "weight" or value is not None}
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.name}"
@@ -78,7 +88,7 @@ def iter_documents(source: SourceConfig, max_characters: int | None = None) -> I
         texts = (_read_text(path) for path in _files(source))
     else:
         values = _column(source, stream=max_characters is not None)
-        texts = (_as_text(value, source, where) for value, where in values)
+        texts = (as_text(value, source.column, where) for value, where in values)
     kept = islice((text for text in texts if text.strip()), source.limit)
     return kept if max_characters is None or source.kind in _SETS else _up_to(kept, max_characters)
 
@@ -104,11 +114,11 @@ def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
     """
     found: Iterator[list[Message]]
     if source.kind in _SETS:
-        found = map(_user_turn, _SETS[source.kind].prompts(_set_of(source, "PROMPT_SETS")))
+        found = map(user_turn, _SETS[source.kind].prompts(_set_of(source, "PROMPT_SETS")))
     elif source.kind == "text":
-        found = (_user_turn(line) for path in _files(source) for line in _read_text(path).splitlines())
+        found = (user_turn(line) for path in _files(source) for line in _read_text(path).splitlines())
     else:
-        found = (_as_prompt(value, source, where) for value, where in _column(source))
+        found = (as_prompt(value, source.column, where) for value, where in _column(source))
     return islice((m for m in found if m and m[-1]["role"] == "user" and m[-1]["content"].strip()), source.limit)
 
 
@@ -118,38 +128,65 @@ def load_documents(sources: list[SourceConfig], seed: int, max_characters: int |
     Args:
         sources: where the documents are.
         seed: of the shuffle.
-        max_characters: of each source, read no more than about this many (``iter_documents``); None reads all.
+        max_characters: of each source, read no more than about this many (``iter_documents``), or its share of them
+            where sources have weights; None reads all.
 
     Raises:
-        UserError: a source is broken or empty; no source is given.
+        UserError: a source is broken or empty; no source is given, or only some have a weight.
     """
-    return _load(sources, lambda s: iter_documents(s, max_characters), content_hash, seed, None)
+
+    def entries(source: SourceConfig, share: float | None) -> Iterator[str]:
+        if share is None or max_characters is None:
+            return iter_documents(source, max_characters)
+        most = ceil(share * max_characters)
+        return _up_to(iter_documents(source, most), most)  # sets that come with a package are whole otherwise
+
+    return _load(sources, entries, content_hash, seed)
 
 
 def load_prompts(sources: list[SourceConfig], seed: int, limit: int | None) -> list[list[Message]]:
     """All prompts of all sources, without near copies, in an order fixed by ``seed``, at most ``limit``.
 
     Raises:
-        UserError: a source is broken or empty; no source is given.
+        UserError: as ``load_documents``.
     """
-    return _load(sources, iter_prompts, _prompt_hash, seed, limit)
+
+    def entries(source: SourceConfig, share: float | None) -> Iterator[list[Message]]:
+        most = limit if share is None or limit is None else ceil(share * limit)
+        # Without a share, only where reading more costs something: which ones are kept is left to the shuffle.
+        if source.kind == "hf" and source.limit is None:
+            source = replace(source, limit=most)
+        return islice(iter_prompts(source), None if share is None else most)
+
+    return _load(sources, entries, _prompt_hash, seed)[:limit]
+
+
+def shares(sources: Sequence[SourceConfig]) -> list[float] | None:
+    """The sources' parts of the mixture, which add up to 1; None where no source has a weight.
+
+    Raises:
+        UserError: only some have one.
+    """
+    weights = [source.weight for source in sources if source.weight is not None]
+    if weights and len(weights) < len(sources):
+        bare = next(source for source in sources if source.weight is None)
+        raise UserError(f"source {bare} has no weight, but others have; give every source of a list one, or none")
+    return [weight / sum(weights) for weight in weights] or None
 
 
 def _load(
     sources: list[SourceConfig],
-    entries: Callable[[SourceConfig], Iterator[T]],
+    entries: Callable[[SourceConfig, float | None], Iterator[T]],
     key: Callable[[T], str],
     seed: int,
-    limit: int | None,
 ) -> list[T]:
     if not sources:
         raise UserError("no data source is given; list at least one")
     unique: dict[str, T] = {}
-    for source in sources:
-        if source.kind == "hf" and source.limit is None:
-            source = replace(source, limit=limit)
+    parts: Sequence[float | None] = shares(sources) or [None] * len(sources)
+    for source, share in zip(sources, parts, strict=True):
         empty = True
-        for entry in entries(source):
+        for entry in entries(source, share):
             empty = False
             unique.setdefault(key(entry), entry)
         if empty:
@@ -157,15 +194,11 @@ def _load(
     # By hash first: the order of the sources and of their rows must not matter.
     order = sorted(unique)
     random.Random(seed).shuffle(order)
-    return [unique[k] for k in order[:limit]]
+    return [unique[k] for k in order]
 
 
 def _prompt_hash(messages: list[Message]) -> str:
     return content_hash("\n".join(f"{m['role']}: {m['content']}" for m in messages))
-
-
-def _user_turn(text: str) -> list[Message]:
-    return [{"role": "user", "content": text}]
 
 
 def _set_names(kind: str) -> list[str]:
@@ -188,10 +221,10 @@ def _files(source: SourceConfig) -> list[Path]:
 
 
 def _read_text(path: Path) -> str:
-    content = path.read_bytes()
     try:
+        content = path.read_bytes()
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
-    except (UnicodeDecodeError, gzip.BadGzipFile) as error:
+    except (UnicodeDecodeError, *_DAMAGE) as error:
         raise UserError(f"{path} is not UTF-8 text ({error}); convert it or leave it out") from None
 
 
@@ -207,69 +240,59 @@ def _column(source: SourceConfig, stream: bool = False) -> Iterator[tuple[Any, s
 
 def _jsonl_rows(source: SourceConfig) -> Iterator[tuple[dict[str, Any], str]]:
     for path in _files(source):
+        for number, line in enumerate(_lines(path), start=1):
+            if not line.strip():
+                continue
+            where = f"{path} line {number}"
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{where} is not valid JSON ({error}); repair or remove the line") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{where} holds a {type(row).__name__}, expected an object; repair the line")
+            yield row, where
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                where = f"{path} line {number}"
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise UserError(f"{where} is not valid JSON ({error}); repair or remove the line") from None
-                if not isinstance(row, dict):
-                    raise UserError(f"{where} holds a {type(row).__name__}, expected an object; repair the line")
-                yield row, where
+            yield from file
+    except _DAMAGE as error:
+        raise UserError(f"{path} cannot be read to its end ({error}); copy it again or leave it out") from None
 
 
 def _hub_rows(source: SourceConfig, stream: bool) -> Iterator[tuple[dict[str, Any], str]]:
+    with hub_errors(source):
+        for number, row in enumerate(open_hub(source, stream or source.limit is not None)):
+            yield row, f"{source} row {number}"
+
+
+def open_hub(source: SourceConfig, stream: bool) -> Any:
+    """The dataset of a source of kind ``hf``: whole and on disk, or streamed. Use within ``hub_errors``."""
     import datasets
 
+    return datasets.load_dataset(
+        source.name, source.subset, split=source.split, revision=source.revision, streaming=stream
+    )
+
+
+@contextmanager
+def hub_errors(source: SourceConfig) -> Iterator[None]:
+    """Says in one line what a dataset's library raises: no network, no such dataset, split or subset, a script,
+    a damaged file.
+
+    Raises:
+        UserError: instead of it.
+    """
+    from datasets.exceptions import DatasetGenerationError
+
     try:
-        rows = datasets.load_dataset(
-            source.name,
-            source.subset,
-            split=source.split,
-            revision=source.revision,
-            streaming=stream or source.limit is not None,
-        )
-        for number, row in enumerate(rows):
-            yield row, f"{source} row {number}"
-    # What the library raises for: no network, no such dataset; no such split or subset; a loading script.
-    except (OSError, ValueError, RuntimeError) as error:
-        what = " ".join(str(error).split())[:400]
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
+        what = " ".join(str(error.__cause__ or error).split())[:400]
         raise UserError(
             f"dataset {source.name!r} (subset {source.subset}, split {source.split!r}) could not be read: "
             f"{type(error).__name__}: {what}; check the id, the network and access, or use local files (kind jsonl)"
         ) from error
-
-
-def _as_text(value: Any, source: SourceConfig, where: str) -> str:
-    if not isinstance(value, str):
-        raise UserError(
-            f"{where}: column {source.column!r} holds a {type(value).__name__}, expected text; set source.column"
-        )
-    return value
-
-
-def _as_prompt(value: Any, source: SourceConfig, where: str) -> list[Message]:
-    if isinstance(value, str):
-        return _user_turn(value)
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise UserError(
-            f"{where}: column {source.column!r} holds a {type(value).__name__}, expected text or a list of "
-            "{role, content} or {from, value}; set source.column"
-        )
-    messages: list[Message] = []
-    for turn in value:
-        role, content = (turn.get(a, turn.get(b)) for a, b in (("role", "from"), ("content", "value")))
-        if role not in _ROLES or not isinstance(content, str):
-            raise UserError(
-                f"{where}: a turn has role {role!r} and a {type(content).__name__} as content, expected text and a "
-                f"role among {', '.join(_ROLES)}; repair the row"
-            )
-        if _ROLES[role] == "assistant":
-            break
-        messages.append({"role": _ROLES[role], "content": content})
-    while messages and messages[-1]["role"] != "user":
-        messages.pop()
-    return messages

@@ -11,7 +11,7 @@ import torch
 
 from drafthead.data.contracts import Features, TrainBatch
 from drafthead.data.errors import UserError
-from drafthead.data.files import read_json, write_json
+from drafthead.data.files import read_sealed_json, write_sealed_json
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.latency import StepCosts
 from drafthead.eval.replay import Chances, Ranks, chances_of
@@ -83,7 +83,7 @@ def measured_with(head: DraftHead) -> str:
 def save_calibration(path: Path, head: DraftHead, costs: StepCosts, calibration: Calibration) -> None:
     """Keep what was measured: measured again, times differ a little, and with them the tree."""
     found = {"measured_with": measured_with(head), "costs": costs.to_json(), "calibration": calibration.to_json()}
-    write_json(path, found)
+    write_sealed_json(path, found)
 
 
 def load_calibration(path: Path, head: DraftHead) -> tuple[StepCosts, Calibration] | None:
@@ -94,7 +94,7 @@ def load_calibration(path: Path, head: DraftHead) -> tuple[StepCosts, Calibratio
     """
     if not path.exists():
         return None
-    found = read_json(path)
+    found = read_sealed_json(path)
     try:
         if found["measured_with"] != measured_with(head):
             return None

@@ -71,7 +71,7 @@ class Journal:
                     self._results.pop((row["key"], row["decoder"]), None)
                 elif "error" not in row:
                     self._results[row["key"], row["decoder"]] = _from_json(row["result"])
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise UserError(
                     f"{path} line {number} is no decoding ({error!r}); remove the file to start again"
                 ) from None

@@ -205,7 +205,7 @@ def read_texts(path: Path) -> list[Text]:
         try:
             row = json.loads(line)
             text = Text([int(i) for i in row["ids"]], int(row["boundary"]))
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
             raise UserError(f'{path} line {number} is no text; it needs {{"ids": [...], "boundary": n}}') from None
         if not 1 <= text.boundary < len(text.ids):
             raise UserError(

@@ -123,7 +123,7 @@ def _from_line(line: bytes, number: int, default_task: str) -> EvalPrompt:
         row: Any = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise _BrokenEntryError(f"is not UTF-8 ({error.reason} at byte {error.start})") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise _BrokenEntryError(f"is not valid JSON ({error})") from None
     if not isinstance(row, dict):
         raise _BrokenEntryError(f"holds a {type(row).__name__}")

@@ -7,6 +7,7 @@ Adapters are safetensors only.
 
 import hashlib
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafthead.data.errors import UserError
-from drafthead.data.files import read_json, write_json
+from drafthead.data.files import inside, publish, read_json, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SCALES = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
@@ -76,7 +77,7 @@ def merge(model: Any, name: str) -> Any:
     try:
         with quiet():
             adapted = PeftModel.from_pretrained(model, str(folder))
-    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, OSError, SafetensorError, re.error) as error:
         raise UserError(
             f"the adapter in {folder} does not fit the base: {_last_line(error)}; name the base it was trained on"
         ) from None
@@ -102,7 +103,7 @@ def quiet() -> Iterator[None]:
 def _check(folder: Path) -> set[str]:
     """Names of the tensors of an adapter."""
     for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
+        if not inside(folder, name).is_file():
             raise UserError(
                 f"no adapter in {folder}: it has no {name}; base.adapter needs a folder that peft saved, with "
                 "safe_serialization"
@@ -138,7 +139,7 @@ def save(folder: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any])
     aside = folder / f".{WEIGHTS}.tmp"
     values = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
     save_file(values, aside, metadata={"format": "pt"})
-    aside.replace(folder / WEIGHTS)
+    publish(aside, folder / WEIGHTS)
     write_json(folder / CONFIG, dict(config))
 
 

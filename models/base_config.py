@@ -85,13 +85,13 @@ class BaseConfig:
                 raise UserError(
                     f"base.shape does not describe a model: {str(error).splitlines()[-1].strip()}"
                 ) from None
-            except (ValueError, KeyError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"base.shape.model_type {model_type!r} is not known to transformers: {error}") from None
         try:
             return AutoConfig.from_pretrained(
                 self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(could_not_load(self.name, error)) from None
 
     def load_tokenizer(self, folder: str) -> PreTrainedTokenizerBase:

@@ -6,16 +6,21 @@ Shape legend: B slots, D base width.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from drafthead.data.backends import Group, Prompt
 from drafthead.data.errors import UserError
 from drafthead.data.generations import Generation, SamplerConfig
 from drafthead.models.base import BaseModel
 from drafthead.models.kv_cache import RaggedCache
+
+BLOCK = 2
+"""Prompts a block, in slots: more waste less at a block's end, where slots run empty, and lose more when killed."""
 
 
 @dataclass
@@ -53,12 +58,7 @@ def generate(
     Raises:
         UserError: the capacity exceeds the base's context.
     """
-    capacity = max_prompt_tokens + sampler.max_new_tokens
-    if capacity > base.max_context:
-        raise UserError(
-            f"prompts of {max_prompt_tokens} and answers of {sampler.max_new_tokens} tokens exceed {base.name}'s "
-            f"context of {base.max_context}; lower one of them"
-        )
+    capacity = check_context(base, max_prompt_tokens, sampler)
     waiting = deque((n, ids) for n, ids in prompts if 0 < len(ids) <= max_prompt_tokens)
     shared = _SharedPrefix(base, [ids for _, ids in waiting])
     cache = base.new_slots(min(slots, max(1, len(waiting))), capacity)
@@ -88,6 +88,70 @@ def generate(
                 if kept is not None:
                     current.hidden.append(kept[slot : slot + 1])
                 yield from _collect(current, token, rows, slot, sampler, eos, keep_features)
+
+
+class BuiltInBackend:
+    """A :class:`~drafthead.data.backends.Backend` that decodes with the base itself, on every process of the group.
+
+    Prompts are answered in blocks of ``BLOCK`` x ``slots``, each from an empty batch: rounding depends on what is
+    computed side by side, so this makes hidden states too the same to the bit whatever was killed and however many
+    processes share the work. A block is a shard; a kill loses the blocks under way.
+    """
+
+    def __init__(
+        self, base: BaseModel, sampler: SamplerConfig, *, slots: int, keep_features: bool, max_prompt_tokens: int
+    ) -> None:
+        self.base, self.sampler, self.slots = base, sampler, slots
+        self.keep_features, self.max_prompt_tokens = keep_features, max_prompt_tokens
+
+    def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
+        """The dtype of the base."""
+        return {"dtype": str(self.base.dtype)}
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Nothing can go wrong here but a context too short."""
+        check_context(self.base, self.max_prompt_tokens, self.sampler)
+
+    def shards(
+        self, prompts: Sequence[Prompt], done: Collection[int], group: Group, heard: Callable[[], None]
+    ) -> Iterator[tuple[int, list[Generation]]]:
+        """This process's blocks, dealt in turn."""
+        size = BLOCK * self.slots
+        blocks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        missing = [[prompt for prompt in block if prompt[0] not in done] for block in blocks]
+        for place, block in group.share(list(enumerate(block for block in missing if block))):
+            answers = []
+            for answer in generate(
+                self.base,
+                block,
+                self.sampler,
+                slots=self.slots,
+                keep_features=self.keep_features,
+                max_prompt_tokens=self.max_prompt_tokens,
+            ):
+                answers.append(answer)
+                heard()
+            yield place, sorted(answers, key=lambda a: a.prompt_number)
+
+    def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Generation]:
+        """Answers in the order in which they finish."""
+        longest = max((len(ids) for _, ids in prompts), default=1)
+        return generate(self.base, prompts, sampler, slots=self.slots, max_prompt_tokens=longest)
+
+
+def check_context(base: BaseModel, max_prompt_tokens: int, sampler: SamplerConfig) -> int:
+    """Positions that a prompt and its answer need.
+
+    Raises:
+        UserError: they exceed the base's context.
+    """
+    needed = max_prompt_tokens + sampler.max_new_tokens
+    if needed > base.max_context:
+        raise UserError(
+            f"prompts of {max_prompt_tokens} and answers of {sampler.max_new_tokens} tokens exceed {base.name}'s "
+            f"context of {base.max_context}; lower one of them"
+        )
+    return needed
 
 
 def _collect(

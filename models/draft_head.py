@@ -6,20 +6,24 @@ A head is one file beside this one with a config dataclass and a ``DraftHead`` s
 Shape legend: B batch, T time, N tree nodes, D base width, V target vocabulary, W draft vocabulary.
 """
 
+import json
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from huggingface_hub import HfApi
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from drafthead.data.config import schema
 from drafthead.data.contracts import Features, LossOutput, TrainBatch
 from drafthead.data.errors import UserError
-from drafthead.data.files import write_json
+from drafthead.data.files import file_digest, inside, publish, storing, write_json
 from drafthead.data.token_tree import TokenTree
 from drafthead.models import adapter
 from drafthead.models.base import BaseModel
@@ -28,6 +32,8 @@ from drafthead.models.copies import KeepsCopies
 from drafthead.models.head_files import (
     FORMAT,
     check_base,
+    check_settings,
+    draft_ids,
     read_head_config,
     read_threshold,
     read_tree,
@@ -57,6 +63,8 @@ class HeadSize:
     """Hidden states of the base that it reads besides the final one."""
     activations_per_token: int = 0
     """Values a token keeps for the backward pass. Medusa with L blocks: ``K D (4 + 2 L)``."""
+    recomputable_per_token: int = 0
+    """Of these, what activation checkpointing computes again."""
 
 
 @dataclass(kw_only=True)
@@ -169,6 +177,14 @@ class DraftHead(KeepsCopies, StepwiseDrafter):
         """Learning rate of a parameter over the phase's."""
         return 1.0
 
+    def decoders(self) -> list[nn.Module]:
+        """Stacks of frozen layers that training runs: the base's, and its trained twin where there is one."""
+        return [self.base.model.model]
+
+    def recomputable(self) -> list[tuple[nn.Module, str]]:
+        """Methods of modules, around attention, whose activations training may compute again instead of keeping."""
+        return []
+
     # Saving and loading --------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -182,10 +198,12 @@ class DraftHead(KeepsCopies, StepwiseDrafter):
             "base": self.save_base(folder),
             "draft_vocab": None if len(self.d2t) == len(self.t2d) else len(self.d2t),
         }
-        aside = folder / ".model.safetensors.tmp"
-        save_file({k: v.detach().contiguous().cpu() for k, v in self.saved_weights().items()}, aside)
-        aside.replace(folder / "model.safetensors")
-        write_json(folder / "config.json", config)
+        with storing("the head", folder):
+            aside = folder / ".model.safetensors.tmp"
+            save_file({k: v.detach().contiguous().cpu() for k, v in self.saved_weights().items()}, aside)
+            config["weights_sha256"] = file_digest(aside)
+            publish(aside, folder / "model.safetensors")
+            write_json(folder / "config.json", config)
         if self.tree is not None:
             choices = [list(path) for path in self.tree.paths[1:]]
             write_json(folder / "tree.json", {"choices": choices, "stop_below": self.stop_below})
@@ -213,13 +231,12 @@ class DraftHead(KeepsCopies, StepwiseDrafter):
         config = read_head_config(folder)
         check_base(folder, config["base"], base)
         settings = _config_class(folder, config["head"])
-        known = {f.name for f in fields(settings)}
-        if unknown := sorted(set(config["settings"]) - known):
-            raise UserError(f"{folder}/config.json has unknown settings {unknown}; known: {sorted(known)}")
-        weights = read_weights(folder)
-        d2t = weights.get("d2t") if config["draft_vocab"] else None
+        weights = read_weights(folder, config.get("weights_sha256"))
+        d2t = draft_ids(folder, config, weights, base.vocab_size)
+        chosen = _settings(folder, settings, config["settings"])
+        check_settings(folder, chosen, weights, base)
         try:
-            head = settings(**config["settings"]).build(base, d2t)
+            head = chosen.build(base, d2t)
         except (TypeError, ValueError) as error:
             raise UserError(f"{folder}/config.json has bad settings ({error}); copy the head again") from None
         try:
@@ -231,7 +248,7 @@ class DraftHead(KeepsCopies, StepwiseDrafter):
             raise UserError(
                 f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}"
             )
-        if (folder / "tree.json").exists():
+        if inside(folder, "tree.json").exists():
             head.tree = read_tree(folder / "tree.json", head.depth)
             head.stop_below = read_threshold(folder / "tree.json", head.stop_below)
         if not isinstance(head, cls):
@@ -252,12 +269,29 @@ class DraftHead(KeepsCopies, StepwiseDrafter):
             ) from None
 
 
+def _settings(folder: Path, kind: type[DraftHeadConfig], found: dict[str, Any]) -> DraftHeadConfig:
+    """The settings of a saved head, with names, types and limits checked."""
+    known = {f.name for f in fields(kind)}
+    if unknown := sorted(set(found) - known):
+        raise UserError(f"{folder}/config.json has unknown settings {unknown}; known: {sorted(known)}")
+    if "${" in json.dumps(found):
+        raise UserError(f"{folder}/config.json has settings that refer to others (${{...}}); copy the head again")
+    try:
+        return cast(DraftHeadConfig, OmegaConf.to_object(OmegaConf.merge(schema(kind), found)))
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        raise UserError(f"{folder}/config.json has bad settings ({_first_line(error)}); copy the head again") from None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def _config_class(folder: Path, name: str) -> type[DraftHeadConfig]:
     """The settings class a saved head names; only classes of this package, so a config cannot run foreign code."""
     module, _, attribute = name.rpartition(".")
     try:
         found = getattr(import_module(module), attribute) if module.startswith(PACKAGE) else None
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError, ValueError):
         found = None
     if not (isinstance(found, type) and issubclass(found, DraftHeadConfig)):
         raise UserError(f"{folder}/config.json names head {name!r}, which is no head of this version under {PACKAGE}*")

@@ -67,6 +67,7 @@ class DraftLMConfig(NextTokenConfig):
             # Per layer two normed inputs, q, k, v before and after rotation, the attention's output, gate, up and
             # their product (2.7 D each) with the activation; around it the embedding, the norm and its gradient.
             activations_per_token=shape.hidden_size * (4 + 22 * self.num_layers),
+            recomputable_per_token=shape.hidden_size * 21 * self.num_layers,
         )
 
 
@@ -86,6 +87,9 @@ class DraftLM(NextTokenHead):
         self._trunk = with_layers(base, self.layers, self.norm, torch.float32)
         self._reader: BaseModel | None = None
         self._projections = Projections(self.teacher, 0)
+
+    def recomputable(self) -> list[tuple[nn.Module, str]]:
+        return [(layer, "forward") for layer in self.layers]
 
     def forget_copies(self) -> None:
         self._reader = None
@@ -120,11 +124,12 @@ class DraftLM(NextTokenHead):
     # Training ------------------------------------------------------------------------------------------------
 
     def hidden_states(self, batch: TrainBatch, features: Features) -> Tensor:
-        """[B, T, D] after the final norm, float32."""
-        out = self._trunk.model.model(
-            input_ids=batch.input_ids,
+        """[B, T, D] after the final norm, in the dtype that the layers compute in."""
+        decoder, dtype = self._trunk.model.model, next(self.parameters()).dtype
+        out = decoder(
+            inputs_embeds=decoder.get_input_embeddings()(batch.input_ids).to(dtype),
             position_ids=batch.position_ids,
-            attention_mask=document_mask(batch.document_ids, torch.float32),
+            attention_mask=document_mask(batch.document_ids, dtype),
             use_cache=False,
         )
         hidden: Tensor = out.last_hidden_state

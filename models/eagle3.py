@@ -99,6 +99,8 @@ class Eagle3Config(DraftHeadConfig):
             # Once the states and the feature; every step the normed inputs (2 D), q, k, v before and after rotation,
             # attention's output and residual, gate, up, their product and activation (2.7 D each), norm and gradient.
             activations_per_token=hidden_size * (2 * sources + 2 + 26 * self.ttt_steps),
+            # All but a step's inputs, its queries, keys and values, and what attention put out.
+            recomputable_per_token=18 * hidden_size * self.ttt_steps,
         )
 
 
@@ -152,6 +154,9 @@ class Eagle3Head(PositionHead):
         # Gemma stores a norm's scale as its distance from one. The final state has been normed once already.
         scale = self.base.model.model.norm(torch.ones_like(self.teacher.weight[0])).float()
         self.norm.weight.copy_(scale.square().mean().sqrt() if deepest is None else scale)
+
+    def recomputable(self) -> list[tuple[nn.Module, str]]:
+        return [(self.midlayer, "step_states"), (self.midlayer, "behind")]
 
     def forget_copies(self) -> None:
         self._packed = None

@@ -71,29 +71,32 @@ class EagleLayer(nn.Module):
         """
         rows = torch.arange(len(places), device=places.device)[:, None]
         everywhere = torch.arange(feature.shape[1], device=places.device).expand(len(places), -1)
-        states = self.self_attn.states(self._inputs(embedded(0, everywhere), feature), positions)
+        states = self.step_states(embedded(0, everywhere), feature, positions)
         query, text_key, text_value = states
         seen = mask[:, 0][rows, places][:, None]
         query = query.transpose(1, 2)[rows, places].transpose(1, 2)
         attended = self.self_attn.output(query, text_key, text_value, seen)
-        found = [self._behind(feature[rows, places], attended)]
+        found = [self.behind(feature[rows, places], attended)]
         own: list[tuple[Tensor, Tensor]] = []
         for step in range(1, steps):
             feature = between(found[-1])
-            inputs = self._inputs(embedded(step, places), feature)
-            query, key, value = self.self_attn.states(inputs, positions[rows, places] + step)
+            query, key, value = self.step_states(embedded(step, places), feature, positions[rows, places] + step)
             own.append((key, value))
             keys, values = (torch.stack(part) for part in zip(*own, strict=True))
             # Without recomputing its scores every step would keep a matrix of S times T for each head.
             out: Tensor = checkpoint(attend_own, query, text_key, text_value, seen, keys, values, use_reentrant=False)
             attended = self.self_attn.o_proj(out.transpose(1, 2).flatten(2))
-            found.append(self._behind(feature, attended))
+            found.append(self.behind(feature, attended))
         return found
 
-    def _inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1)
+    def step_states(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values ``HeadAttention.states`` of pairs [B, T, D] at ``positions`` [B, T]."""
+        return self.self_attn.states(
+            torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1), positions
+        )
 
-    def _behind(self, feature: Tensor, attended: Tensor) -> Tensor:
+    def behind(self, feature: Tensor, attended: Tensor) -> Tensor:
+        """What a step puts out, of its feature and what attention adds to it: [B, S, D]."""
         hidden = feature + attended
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out

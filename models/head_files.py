@@ -1,19 +1,27 @@
 """The files of a saved head: where they are, and what is checked before a head is made of them."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from drafthead.data.errors import UserError
-from drafthead.data.files import read_json
+from drafthead.data.files import file_digest, inside, read_json
 from drafthead.data.token_tree import TokenTree
 from drafthead.models.base import BaseModel
+from drafthead.models.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from drafthead.models.draft_head import DraftHeadConfig
 
 FORMAT = 1
+PICKLES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".pickle")
+MOST_NODES, MOST_RANKS = 4096, 1 << 16
+"""Of a tree that is read: more nodes than a pass could verify, more candidates than a head could offer."""
 
 
 def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
@@ -43,7 +51,7 @@ def read_head_config(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: not a head of ours, or of a newer format.
     """
-    config = read_json(folder / "config.json")
+    config = read_json(inside(folder, "config.json"))
     wanted = {"format", "head", "settings", "base", "draft_vocab"}
     if not isinstance(config, dict) or not wanted <= set(config):
         raise UserError(
@@ -51,13 +59,29 @@ def read_head_config(folder: Path) -> dict[str, Any]:
         )
     if config["format"] != FORMAT:
         raise UserError(f"{folder} has format {config['format']}, this version reads {FORMAT}; update drafthead")
-    for key, kind in (("head", str), ("settings", dict), ("base", dict)):
-        if not isinstance(config[key], kind):
+    kinds = {"head": str, "settings": dict, "base": dict, "draft_vocab": int}
+    for key, kind in kinds.items():
+        if not isinstance(config[key], kind) and not (key == "draft_vocab" and config[key] is None):
             raise UserError(
                 f"{folder}/config.json has a {type(config[key]).__name__} as {key}, expected a {kind.__name__}; copy "
                 "the head again"
             )
     return config
+
+
+def check_settings(folder: Path, config: "DraftHeadConfig", weights: dict[str, Tensor], base: BaseModel) -> None:
+    """Refuse settings that speak of more parameters than the file has, before memory is taken for them.
+
+    Raises:
+        UserError: they do.
+    """
+    named = config.size(ModelShape.from_config(base.model.config)).parameters
+    stored = sum(tensor.numel() for tensor in weights.values())
+    if named > stored:
+        raise UserError(
+            f"{folder}/model.safetensors does not fit its config: its settings name {named:,} parameters, the file has "
+            f"{stored:,}; copy the head again"
+        )
 
 
 def read_tree(path: Path, depth: int) -> TokenTree:
@@ -66,9 +90,14 @@ def read_tree(path: Path, depth: int) -> TokenTree:
     Raises:
         UserError: no such file, no tree in it, or one deeper than the ``depth`` positions that the head drafts.
     """
-    content = read_json(path)
+    content = read_json(inside(path.parent, path.name))
     try:
-        tree = TokenTree.from_paths([tuple(c) for c in content["choices"]])
+        choices = content["choices"]
+        if not all(isinstance(c, list) and all(type(rank) is int and rank < MOST_RANKS for rank in c) for c in choices):
+            raise ValueError(f"a path is a list of ranks, whole numbers below {MOST_RANKS}")
+        if len(choices) > MOST_NODES:
+            raise ValueError(f"it has {len(choices)} nodes, at most {MOST_NODES} are read")
+        tree = TokenTree.from_paths([tuple(c) for c in choices])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is no tree.json ({error}); it needs choices: a list of rank paths") from None
     if tree.depth > depth:
@@ -84,22 +113,72 @@ def read_threshold(path: Path, default: float) -> float:
     Raises:
         UserError: it is no threshold.
     """
-    found = read_json(path).get("stop_below", default)
+    content = read_json(inside(path.parent, path.name))
+    found = content.get("stop_below", default) if isinstance(content, dict) else content
     if not isinstance(found, int | float) or not 0 <= found < 1:
         raise UserError(f"{path} has stop_below={found!r}, which must be in [0, 1); correct it or choose a tree anew")
     return float(found)
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]:
     """The tensors of a saved head.
 
+    Args:
+        folder: of the head.
+        checksum: the sha256 that the file must have; None for heads that state none.
+
     Raises:
-        UserError: no file, or a damaged one.
+        UserError: no file, a damaged one, or weights that are only there as a pickle.
     """
+    path = inside(folder, "model.safetensors")
+    if not path.exists():
+        refuse_pickles(folder, path.name)
     try:
-        return load_file(folder / "model.safetensors")
-    except (FileNotFoundError, SafetensorError) as error:
-        raise UserError(f"{folder}/model.safetensors cannot be read ({error}); copy the head again") from None
+        if checksum is not None and file_digest(path) != checksum:
+            raise SafetensorError("it does not have the checksum that config.json states")
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read ({error}); copy the head again") from None
+    broken = next((k for k, t in weights.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())), None)
+    if broken is not None:
+        raise UserError(f"{path} has numbers in {broken} that are not finite; copy the head again")
+    return weights
+
+
+def refuse_pickles(folder: Path, wanted: str) -> None:
+    """Say so where a folder has no ``wanted`` file, but pickles in its place.
+
+    Raises:
+        UserError: it has.
+    """
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
+    if pickles:
+        raise UserError(
+            f"{folder} only has {', '.join(pickles)}: pickles can run code and are never loaded. Convert a file that "
+            f'you trust, once: python -c "import torch, safetensors.torch as s; s.save_file({{k: v.clone() for k, v in '
+            f"torch.load('{pickles[0]}', weights_only=True).items()}}, '{wanted}')\""
+        )
+
+
+def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], vocab_size: int) -> Tensor | None:
+    """[W] int64: the ids of a saved head's draft vocabulary; None when it drafts over the whole one.
+
+    Raises:
+        UserError: they are no ids, or not as many as the config says.
+    """
+    count = config["draft_vocab"]
+    if count is None:
+        return None
+    ids = weights.get("d2t")
+    if ids is None or ids.ndim != 1 or ids.dtype != torch.int64 or len(ids) != count or len(set(ids.tolist())) != count:
+        found = "no d2t" if ids is None else f"a d2t of {list(ids.shape)} {str(ids.dtype).removeprefix('torch.')}"
+        raise UserError(
+            f"{folder}/model.safetensors has {found}, expected the {count} different ids of the draft vocabulary; copy "
+            "the head again"
+        )
+    if count == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise UserError(f"the draft vocabulary in {folder} has ids outside [0, {vocab_size}); copy the head again")
+    return ids
 
 
 def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:

@@ -97,6 +97,7 @@ class HydraConfig(DraftHeadConfig):
             # copy; per block both linear outputs, SiLU's and the sum.
             activations_per_token=hidden_size
             * (heads * (3 + 4 * self.num_layers) + 2 * inputs + 24 * self.prefix_layer),
+            recomputable_per_token=22 * hidden_size * self.prefix_layer,
         )
 
 
@@ -200,6 +201,9 @@ class HydraHead(RecurrentHead):
         self.projections = Projections(first, config.num_heads if config.own_projection else 0)
         self._packed: nn.ModuleList | None = None
         self._prefix_layer: Layer | None = None
+
+    def recomputable(self) -> list[tuple[nn.Module, str]]:
+        return [] if self.prefix is None else [(self.prefix, "forward")]
 
     def forget_copies(self) -> None:
         self._packed = self._prefix_layer = None

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafthead.data.contracts import Features, FeatureSpec, Proposal, TrainBatch
 from drafthead.data.errors import UserError
@@ -70,6 +70,7 @@ class KangarooConfig(NextTokenConfig):
             feature_layers=1,
             # Both norms, q, k, v before and after rotation, the attention's output, the sum, its gradient.
             activations_per_token=12 * shape.hidden_size,
+            recomputable_per_token=7 * shape.hidden_size,
         )
 
 
@@ -91,12 +92,15 @@ class KangarooHead(NextTokenHead):
         self._projections = Projections(self.teacher, 0)
         self._layer: Layer | None = None
 
+    def recomputable(self) -> list[tuple[nn.Module, str]]:
+        return [(self.self_attn, "forward")]
+
     def forget_copies(self) -> None:
         self._layer = None
 
     def hidden_states(self, batch: TrainBatch, features: Features) -> Tensor:
         # A kept feature is missing (NaN) where no token was read: there it has no value and no gradient.
-        x = features.layer(0).float().nan_to_num()
+        x = features.layer(0).to(self.norm.weight.dtype).nan_to_num()
         mask = document_mask(batch.document_ids, x.dtype)
         attended: Tensor = self.self_attn(self.input_layernorm(x), batch.position_ids, mask)
         normed: Tensor = self.norm(x + attended)

@@ -83,6 +83,11 @@ def tapped(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
             hook.remove()
 
 
+def forget_views(base: "BaseModel") -> None:
+    """Drop what ``base`` has captured of its weights and layers: they are about to move."""
+    base._static, base._last_layers = None, {}
+
+
 def _decoder_of(base: "BaseModel", layers: nn.ModuleList, norm: nn.Module | None) -> Any:
     decoder = _shallow(base.model.model)
     rename(decoder, "layers", layers)
@@ -104,7 +109,8 @@ class _CastEmbedding(nn.Module):
 
 
 def _shallow(module: Any) -> Any:
-    """A module of its own that shares all children and weights."""
+    """A module of its own that shares all children and weights; a hook put on one is not on the other."""
     twin = copy(module)
     twin.__dict__["_modules"] = dict(module._modules)
+    twin.__dict__ |= {name: copy(hooks) for name, hooks in module.__dict__.items() if "_hooks" in name}
     return twin

@@ -121,10 +121,12 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         depth, n, _ = hidden.shape
         grad_hidden = torch.zeros_like(hidden) if hidden.requires_grad else None
-        grad_weights = [torch.zeros_like(w) if w.requires_grad else None for w in weights]
+        # Sums over many chunks: in bfloat16 the later ones would be lost beside the earlier ones.
+        wide = torch.promote_types(weights[0].dtype, torch.float32)
+        grad_weights = [torch.zeros_like(w, dtype=wide) if w.requires_grad else None for w in weights]
         training = grad_hidden is not None or any(g is not None for g in grad_weights)
         factors = config.weights_of(depth)
-        total = hidden.new_zeros((), dtype=torch.promote_types(weights[0].dtype, torch.float32))
+        total = hidden.new_zeros((), dtype=wide)
         stats = hidden.new_zeros((depth, len(STATS)), dtype=torch.float32)
         for start in range(0, n, rows):
             part = slice(start, min(n, start + rows))
@@ -140,7 +142,10 @@ class _ChunkedLoss(torch.autograd.Function):
                     if grad_hidden is not None:
                         grad_hidden[k, part] = (gradient @ weights[k]).to(grad_hidden.dtype)
                     if (grad_weight := grad_weights[k]) is not None:
-                        grad_weight.addmm_(gradient.t(), h)
+                        if h.dtype == wide:
+                            grad_weight.addmm_(gradient.t(), h)
+                        else:
+                            grad_weight += gradient.t() @ h
         ctx.grads = grad_hidden, grad_weights
         ctx.mark_non_differentiable(stats)
         return total, stats

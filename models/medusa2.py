@@ -153,6 +153,9 @@ class Medusa2Head(MedusaHead):
             self._tuned.train(mode and self._joint)
         return self
 
+    def decoders(self) -> list[nn.Module]:
+        return super().decoders() + ([] if self._tuned is None else [self._tuned.model.model])
+
     def lr_factor(self, parameter: nn.Parameter) -> float:
         """``heads_lr_factor`` of the heads' parameters while adapters are trained with them, else 1."""
         ours = any(parameter is other for other in self.adapter.values())

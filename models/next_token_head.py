@@ -56,7 +56,7 @@ class NextTokenHead(DraftHead):
         targets = reading.targets(batch, features, self.t2d, self.teacher)
         hidden = self.hidden_states(batch, features).flatten(0, 1)[reading.picked - 1]
         loss_sum, stats = heads_loss(hidden[None], [self.output_head(0)], targets, config)
-        return loss_output(loss_sum, stats.expand(self.depth, -1), training=loss_sum.requires_grad)
+        return loss_output(loss_sum, stats.expand(self.depth, -1), training=torch.is_grad_enabled())
 
     @torch.no_grad()
     def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:

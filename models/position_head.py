@@ -41,7 +41,7 @@ class PositionHead(DraftHead):
         targets = reading.targets(batch, features, self.t2d, self.teacher)
         hidden = self.position_hidden(batch, features, reading)
         loss_sum, stats = heads_loss(hidden, [self.output_head(k) for k in range(depth)], targets, config)
-        return loss_output(loss_sum, stats, training=loss_sum.requires_grad)
+        return loss_output(loss_sum, stats, training=torch.is_grad_enabled())
 
     @torch.no_grad()
     def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:

@@ -5,10 +5,10 @@ They need no data set and come from the distribution that the base was tuned on.
 
 from collections.abc import Callable
 
+from drafthead.data.backends import Backend
 from drafthead.data.errors import UserError
 from drafthead.data.generations import SamplerConfig
 from drafthead.models.base import BaseModel
-from drafthead.models.batched_generation import generate
 
 MARK = "\u0001"
 SHORTEST = 12
@@ -19,9 +19,15 @@ YIELD = 0.6
 
 
 def synthesise_prompts(
-    base: BaseModel, wanted: int, seed: int, slots: int, progress: Callable[[str, int, int], None], max_tokens: int
+    base: BaseModel,
+    backend: Backend,
+    wanted: int,
+    seed: int,
+    slots: int,
+    progress: Callable[[str, int, int], None],
+    max_tokens: int,
 ) -> list[str]:
-    """``wanted`` distinct user turns sampled from the base at temperature 1, top-p 0.95.
+    """``wanted`` distinct user turns sampled from the base by ``backend``, at temperature 1, top-p 0.95.
 
     Raises:
         UserError: the chat template has no user turn to continue, or the base hardly ever ends one.
@@ -34,7 +40,7 @@ def synthesise_prompts(
         sampler = SamplerConfig(temperature=1.0, top_p=0.95, max_new_tokens=min(LONGEST_TOKENS, max_tokens), seed=seed)
         prompts = [(attempt + i, opening) for i in range(batch)]
         attempt += batch
-        for row in generate(base, prompts, sampler, slots=slots):
+        for row in backend.answer(prompts, sampler):
             text = base.tokenizer.decode(row.input_ids[row.boundary :], skip_special_tokens=True).strip()
             if row.finished and len(text) >= SHORTEST:
                 found.setdefault(text)

@@ -1,11 +1,16 @@
-"""Random tiny bases for logic; the embedded model (slow tests) for truth. Plain functions stand in ``support.py``."""
+"""Random tiny bases for logic; the embedded model (slow tests) for truth; a completions server that can fail."""
 
 import importlib
+import json
+import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -62,3 +67,153 @@ def tiny_base() -> Callable[..., BaseModel]:
         return _tiny_base(model_type, seed)
 
     return make
+
+
+class CompletionsServer:
+    """An OpenAI-compatible completions server on loopback, which can be told to fail.
+
+    Args:
+        answer: (prompt's ids, body of the request) -> the answer's ids.
+        tokenizer: of prompts and answers that travel as text.
+        dialect: ``ids`` as vLLM and SGLang speak; ``text`` as TGI does, which takes text and few fields.
+        eos: ids that end an answer.
+    """
+
+    def __init__(self, answer: Callable[..., list[int]], tokenizer: Any, dialect: str, eos: frozenset[int]) -> None:
+        self.answer, self.tokenizer, self.dialect, self.eos = answer, tokenizer, dialect, eos
+        self.models: list[dict[str, Any]] = [{"id": "base", "max_model_len": 2048}]
+        self.key: str | None = None
+        self.fault: Callable[[int, dict[str, Any]], str | None] = lambda number, body: None
+        """(number of the request, its body) -> what goes wrong."""
+        self.bodies: list[dict[str, Any]] = []
+        self.most_at_once = 0
+        self._at_once = 0
+        self._lock, self._released = threading.Lock(), threading.Event()
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"served": self}))
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; requests that are kept waiting end."""
+        self._released.set()
+        self._http.shutdown()
+        self._http.server_close()
+
+    def respond(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        with self._lock:
+            self.bodies.append(body)
+            number = len(self.bodies) - 1
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            self._respond(handler, body, self.fault(number, body))
+        finally:
+            with self._lock:
+                self._at_once -= 1
+
+    def _respond(self, handler: BaseHTTPRequestHandler, body: dict[str, Any], fault: str | None) -> None:
+        if fault in ("400", "401", "404", "429", "500", "503"):
+            said = {"error": {"message": f"injected, for {handler.headers.get('authorization')}", "code": int(fault)}}
+            return _send(handler, int(fault), said, {"Retry-After": "0.05"} if fault == "429" else {})
+        if fault == "dropped":
+            return handler.connection.shutdown(socket.SHUT_RDWR)
+        if fault == "slow":
+            self._released.wait(30)
+        refused = self._refused(body)
+        if refused:
+            return _send(handler, 422, {"error": refused, "error_type": "validation"}, {})
+        payload = self._payload(body)
+        if fault == "empty":
+            payload["choices"][0] |= {"text": "", "token_ids": []}
+            payload["usage"]["completion_tokens"] = 0
+        elif fault == "no choices":
+            payload = {"choices": []}
+        elif fault == "bad ids":
+            payload["choices"][0]["token_ids"] = [10**9]
+        elif fault == "aborted":
+            payload["choices"][0]["finish_reason"] = "abort"
+        content = json.dumps(payload).encode()
+        if fault == "cut":
+            handler.send_response(200)
+            handler.send_header("Content-Length", str(len(content)))
+            handler.end_headers()
+            handler.wfile.write(content[: len(content) // 2])
+            return handler.connection.shutdown(socket.SHUT_RDWR)
+        _send(handler, 200, content[:-5] if fault == "malformed" else payload, {})
+
+    def _refused(self, body: dict[str, Any]) -> str | None:
+        if self.dialect == "ids":
+            return None
+        if not isinstance(body["prompt"], str):
+            return "invalid type: prompt"
+        return "`top_p` must be < 1.0" if body.get("top_p", 0.5) >= 1 else None
+
+    def _payload(self, body: dict[str, Any]) -> dict[str, Any]:
+        prompt = body["prompt"]
+        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        answer = self.answer(ids, body)
+        finished = answer[-1] in self.eos and not body.get("ignore_eos")
+        choice = {
+            "index": 0,
+            "text": self.tokenizer.decode(answer[: len(answer) - finished]),
+            "finish_reason": "stop" if finished else "length",
+        }
+        if self.dialect == "ids" and body.get("return_token_ids"):
+            choice |= {"token_ids": answer, "prompt_token_ids": ids}
+        usage = {"prompt_tokens": len(ids), "completion_tokens": len(answer)}
+        return {"object": "text_completion", "model": body["model"], "choices": [choice], "usage": usage}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    served: CompletionsServer
+
+    def do_GET(self) -> None:
+        if self._allowed() and self._found("/v1/models"):
+            _send(self, 200, {"object": "list", "data": self.served.models}, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self._allowed() and self._found("/v1/completions"):
+            self.served.respond(self, body)
+
+    def _allowed(self) -> bool:
+        key = self.served.key
+        if key is None or self.headers.get("authorization") == f"Bearer {key}":
+            return True
+        _send(self, 401, {"error": {"message": f"no access with {self.headers.get('authorization')}"}}, {})
+        return False
+
+    def _found(self, path: str) -> bool:
+        if self.path != path:
+            _send(self, 404, {"detail": "Not Found"}, {})
+        return self.path == path
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def _send(handler: BaseHTTPRequestHandler, status: int, payload: Any, headers: dict[str, str]) -> None:
+    content = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
+    handler.send_response(status)
+    for name, value in {"Content-Type": "application/json", "Content-Length": str(len(content)), **headers}.items():
+        handler.send_header(name, value)
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
+@pytest.fixture
+def completions_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CompletionsServer]]:
+    """Starts completions servers that stop with the test."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    started: list[CompletionsServer] = []
+
+    def start(answer: Callable[..., list[int]], tokenizer: Any, eos: frozenset[int], dialect: str = "ids") -> Any:
+        started.append(CompletionsServer(answer, tokenizer, dialect, eos))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()

@@ -74,6 +74,9 @@ def test_damaged_and_foreign_heads_are_refused(saved: Path, tiny_base: TinyBase)
     weights = load_file(saved / "model.safetensors")
     del weights["projections.weights.1"]
     save_file(weights, saved / "model.safetensors")
+    with pytest.raises(UserError, match=r"model.safetensors cannot be read .it does not have the checksum"):
+        drafthead.load_head(saved, base)
+    write_json(saved / "config.json", {k: v for k, v in config.items() if k != "weights_sha256"})
     with pytest.raises(UserError, match=r"does not fit its config: missing \['projections.weights.1'\]"):
         drafthead.load_head(saved, base)
     (saved / "model.safetensors").write_bytes(b"\x10" * 40)

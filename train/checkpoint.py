@@ -1,36 +1,45 @@
-"""Checkpoints: whole or absent, checked before use, enough to resume bit for bit.
+"""Checkpoints: whole or absent, checked before use, everything that is needed to go on bit for bit.
 
 A checkpoint is the folder ``step-0000123``::
 
-    head.safetensors   the head's tensors
-    optimizer.pt       the optimiser's state_dict
-    rng.pt             random states of Python, numpy and torch, one entry per rank
-    state.json         TrainState, and the sha256 of every other file and of itself
+    head.safetensors        the head's tensors
+    optimizer.safetensors   the tensors of the optimiser's state_dict
+    rng.safetensors         those of the random generators' states, of every rank
+    state.json              everything else (``TrainState``, manifests of the corpora, the plain parts of the two
+                            states), and the sha256 of every other file and of itself
 
-``.pt`` files are only ever loaded with ``weights_only=True``: tensors and plain containers, no code.
+``best`` is a link to the checkpoint with most held-out tokens a step. Nothing is ever unpickled.
 """
 
-import hashlib
 import json
 import os
-import random
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafthead.data.errors import UserError
-from drafthead.data.files import require_space, write_json
+from drafthead.data.files import (
+    file_digest,
+    fsync,
+    inside,
+    read_sealed_json,
+    require_space,
+    storing,
+    write_sealed_json,
+)
+from drafthead.train.plain_state import join_tensors, split_tensors
 
-NAME = re.compile(r"step-(\d{7,})")
-HEAD, OPTIMIZER, RNG, STATE = "head.safetensors", "optimizer.pt", "rng.pt", "state.json"
+NAME = re.compile(r"step-(\d{7,18})")
+HEAD, OPTIMIZER, RNG, STATE = "head.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"
+BEST = "best"
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +49,24 @@ class TrainState:
     phase: int
     """Index in the recipe's list of phases."""
     step: int
-    """Optimiser steps finished in the phase."""
+    """Optimiser steps finished in the phase: the position in its schedule, and in its data."""
     global_step: int
     """Optimiser steps finished over all phases; names the checkpoint."""
+    processes: int = 1
+    """Processes that the run began with: they set how many rows a step has, on however many it goes on."""
+    score: float | None = None
+    """Held-out tokens a step, where they were measured at this very step."""
+    losses: list[float | None] = field(default_factory=list)
+    """What the guard remembers of the phase's latest steps: losses, None for one whose update was skipped."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("phase", 0), ("step", 0), ("global_step", 0), ("processes", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
+        for value in (self.score, *self.losses):
+            if value is not None and not isinstance(value, int | float):
+                raise ValueError(f"a score or loss must be a number, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,30 +79,10 @@ class Checkpoint:
     optimizer: dict[str, Any]
     rng: list[dict[str, Any]]
     """One per rank of the run that saved it; see ``restore_rng``."""
+    manifests: dict[str, Any]
+    """What made the corpora that it was trained on, by their name."""
     warnings: tuple[str, ...] = ()
     """One line for every newer checkpoint that was damaged and skipped; print them."""
-
-
-def capture_rng() -> dict[str, Any]:
-    """The random states of this process: Python, numpy (its global generator), torch and every CUDA device."""
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": random.getstate(),
-        "numpy": [str(name), keys.tolist(), int(position), int(has_gauss), float(cached)],  # type: ignore[union-attr]
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set what ``capture_rng`` returned. CUDA states are set only when this process sees as many devices."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 def save_checkpoint(
@@ -87,10 +91,11 @@ def save_checkpoint(
     head: Mapping[str, Tensor],
     optimizer: Mapping[str, Any],
     *,
-    rng: Sequence[Mapping[str, Any]] | None = None,
+    rng: Sequence[Mapping[str, Any]],
+    manifests: Mapping[str, Any] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Write ``folder/step-<global_step>``, then remove all but the newest ``keep`` checkpoints.
+    """Write ``folder/step-<global_step>``, then remove all but the newest ``keep`` checkpoints and the best one.
 
     Call it on one process only. Checkpoints of later steps are removed as well: a run that reaches this step
     again did not resume from them (they were damaged, or belong to a run that was started anew).
@@ -100,36 +105,54 @@ def save_checkpoint(
         state: counters; ``global_step`` names the checkpoint, an existing one of that name is replaced.
         head: the head's ``state_dict`` (full tensors when sharded).
         optimizer: the optimiser's ``state_dict`` (full tensors when sharded).
-        rng: ``capture_rng()`` of every rank, in order; None captures this process.
-        keep: checkpoints to keep, this one included, at least 1.
+        rng: ``capture_rng()`` of every rank, in order.
+        manifests: JSON values: what made the corpora that were trained on.
+        keep: newest checkpoints to keep, this one included, at least 1.
 
     Raises:
-        UserError: the disk has no room for it.
+        UserError: the disk has no room for it; the checkpoints before it are kept.
         ValueError: ``keep`` is less than 1.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
-    size = sum(t.numel() * t.element_size() for t in (*head.values(), *_tensors(optimizer)))
+    plain_optimizer, optimizer_tensors = split_tensors(optimizer)
+    plain_rng, rng_tensors = split_tensors(list(rng), "rank")
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in head.items()}
+    contents = {HEAD: weights, OPTIMIZER: optimizer_tensors, RNG: rng_tensors}
+    size = sum(t.numel() * t.element_size() for tensors in contents.values() for t in tensors.values())
     require_space(folder, size + 2**20, "a checkpoint")
-    folder.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(folder)
-    aside = folder / f".writing.{os.getpid()}"
-    aside.mkdir()
-    save_file({k: v.detach().cpu().contiguous() for k, v in head.items()}, aside / HEAD)
-    torch.save(dict(optimizer), aside / OPTIMIZER)
-    torch.save([dict(r) for r in rng] if rng is not None else [capture_rng()], aside / RNG)
-    for name in (HEAD, OPTIMIZER, RNG):
-        _fsync(aside / name)
-    record = {"state": asdict(state), "files": {n: _sha256(aside / n) for n in (HEAD, OPTIMIZER, RNG)}}
-    write_json(aside / STATE, {**record, "sha256": _digest(record)})
-    _fsync(aside)
-    path = folder / f"step-{state.global_step:07d}"
-    if path.exists():  # a folder cannot be renamed onto another; leftovers go with the next save
-        path.rename(folder / f".replaced.{os.getpid()}")
-    aside.rename(path)
-    _fsync(folder)
-    _prune(folder, path, keep)
+    record = {
+        "format": FORMAT,
+        "state": asdict(state),
+        "optimizer": plain_optimizer,
+        "rng": plain_rng,
+        "manifests": dict(manifests or {}),
+    }
+    with storing("a checkpoint", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        aside = folder / f".writing.{os.getpid()}"
+        try:
+            _write(aside, record, contents)
+        except (OSError, SafetensorError):
+            shutil.rmtree(aside, ignore_errors=True)  # it would keep the disk full
+            raise
+        path = folder / f"step-{state.global_step:07d}"
+        if path.exists():  # a folder cannot be renamed onto another; leftovers go with the next save
+            path.rename(folder / f".replaced.{os.getpid()}")
+        aside.rename(path)
+        fsync(folder)
+        _prune(folder, path, keep)
     return path
+
+
+def _write(aside: Path, record: dict[str, Any], contents: Mapping[str, dict[str, Tensor]]) -> None:
+    aside.mkdir()
+    for name, tensors in contents.items():
+        save_file(tensors, aside / name)
+        fsync(aside / name)
+    write_sealed_json(aside / STATE, {**record, "files": {name: file_digest(aside / name) for name in contents}})
+    fsync(aside)
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
@@ -143,41 +166,62 @@ def load_latest(folder: Path) -> Checkpoint | None:
     found = _checkpoints(folder)
     warnings: list[str] = []
     for path in reversed(found):
-        damage, state = _inspect(path)
-        if state is None:
+        try:
+            return _load(path, tuple(warnings))
+        except UserError as damage:
             warnings.append(f"checkpoint {path} is damaged ({damage}); falling back to the one before it")
-            continue
-        return Checkpoint(
-            path=path,
-            state=state,
-            head=load_file(path / HEAD),
-            optimizer=torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True),
-            rng=torch.load(path / RNG, map_location="cpu", weights_only=True),
-            warnings=tuple(warnings),
-        )
     if found:
         raise UserError(
-            f"every checkpoint in {folder} is damaged: {'; '.join(w.split(';')[0] for w in warnings)}. "
+            f"every checkpoint in {folder} is damaged: {'; '.join(w.rpartition(';')[0] for w in warnings)}. "
             "Restore one from a backup, or remove the folder to train from the start"
         )
     return None
 
 
-def _inspect(path: Path) -> tuple[str, TrainState | None]:
-    """What is wrong with a checkpoint, or its state when nothing is."""
+def load_best(folder: Path) -> Checkpoint | None:
+    """The checkpoint with most held-out tokens a step (of equal ones the latest); None when none was measured.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    best = _best(_checkpoints(folder))
+    return None if best is None else _load(best, ())
+
+
+def _load(path: Path, warnings: tuple[str, ...]) -> Checkpoint:
+    """Raises UserError: what is wrong with it."""
     try:
-        stored = json.loads((path / STATE).read_text())
-        record = {"state": stored["state"], "files": stored["files"]}
-        if stored["sha256"] != _digest(record):
-            return f"{STATE} does not have the checksum it states", None
+        record = read_sealed_json(inside(path, STATE))
+        if record["format"] != FORMAT:
+            raise UserError(f"{STATE} has format {record['format']!r}, this version reads {FORMAT}")
+        if set(record["files"]) != {HEAD, OPTIMIZER, RNG}:
+            raise UserError(f"{STATE} lists the files {sorted(record['files'])}")
         for name, expected in record["files"].items():
-            if _sha256(path / name) != expected:
-                return f"{name} does not have the checksum that {STATE} states", None
-        return "", TrainState(**record["state"])
+            if file_digest(inside(path, name)) != expected:
+                raise UserError(f"{name} does not have the checksum that {STATE} states")
+        tensors = {name: load_file(path / name) for name in record["files"]}
+        return Checkpoint(
+            path=path,
+            state=_state_of(record),
+            head=tensors[HEAD],
+            optimizer=join_tensors(record["optimizer"], tensors[OPTIMIZER]),
+            rng=join_tensors(record["rng"], tensors[RNG]),
+            manifests=dict(record["manifests"]),
+            warnings=warnings,
+        )
     except OSError as error:
-        return f"{Path(error.filename or path).name}: {error.strerror}", None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{STATE} is not a checkpoint's: {error!r}", None
+        raise UserError(f"{Path(error.filename or path).name}: {error.strerror}") from None
+    except UserError:
+        raise
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{STATE} is not a checkpoint's: {error!r}") from None
+
+
+def _state_of(record: dict[str, Any]) -> TrainState:
+    known = {f.name for f in fields(TrainState)}
+    if set(record["state"]) != known:
+        raise ValueError(f"its state has {sorted(record['state'])}, expected {sorted(known)}")
+    return TrainState(**record["state"])
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -186,42 +230,52 @@ def _checkpoints(folder: Path) -> list[Path]:
     return [p for _, p in sorted((int(match[1]), path) for path, match in found.items() if match)]
 
 
+def _best(found: list[Path]) -> Path | None:
+    scores = {}
+    for path in found:
+        try:
+            score = json.loads((path / STATE).read_bytes())["content"]["state"]["score"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue  # damaged: nothing to keep
+        if isinstance(score, int | float):
+            scores[path] = float(score)
+    return max(reversed(found), key=lambda path: scores.get(path, float("-inf"))) if scores else None
+
+
+def best_score(folder: Path) -> float | None:
+    """Held-out tokens a step of the best checkpoint in ``folder``; None when none was measured."""
+    best = _best(_checkpoints(folder))
+    return None if best is None else float(json.loads((best / STATE).read_bytes())["content"]["state"]["score"])
+
+
 def _prune(folder: Path, newest: Path, keep: int) -> None:
     found = _checkpoints(folder)
     index = found.index(newest)
+    best = _best(found[: index + 1])
     for path in found[: max(0, index + 1 - keep)] + found[index + 1 :]:
-        # Renamed first: a kill in the middle of rmtree must not leave something that looks like a checkpoint.
-        doomed = folder / f".replaced.{path.name}"
-        path.rename(doomed)
+        if path != best:
+            # Renamed first: a kill in the middle of rmtree must not leave something that looks like a checkpoint.
+            path.rename(folder / f".replaced.{path.name}")
+    _mark(folder, best)
     _remove_leftovers(folder)
+
+
+def _mark(folder: Path, best: Path | None) -> None:
+    """Point the link ``best`` at ``best``, in one step."""
+    link = folder / BEST
+    if best is None:
+        link.unlink(missing_ok=True)
+        return
+    aside = folder / f".replaced.{BEST}"
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(best.name)
+    aside.replace(link)
 
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove what a killed save left behind; nothing of it was ever a checkpoint, or is one any more."""
     for path in (*folder.glob(".writing.*"), *folder.glob(".replaced.*")):
-        shutil.rmtree(path)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return [t for item in items for t in _tensors(item)]
-
-
-def _digest(record: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    """Flush a file or a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import get_token
@@ -11,6 +12,7 @@ from omegaconf import MISSING, DictConfig
 
 from drafthead.data.config import parse, parse_component, schema
 from drafthead.data.errors import UserError
+from drafthead.data.server_client import check_server
 from drafthead.data.sources import iter_documents, iter_prompts
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.methods import check_drafters, check_peers
@@ -20,13 +22,17 @@ from drafthead.eval.tree_choice import METHODS
 from drafthead.models.base_config import BaseConfig
 from drafthead.models.draft_head import PACKAGE, DraftHeadConfig
 from drafthead.models.losses import LossConfig
-from drafthead.train.corpora import DataConfig
+from drafthead.train.answers import COMPLETE
+from drafthead.train.data_config import DataConfig
+from drafthead.train.guard import GuardConfig
 from drafthead.train.optim import OptimConfig
+from drafthead.train.sharding import ShardConfig
 from drafthead.train.tracking import TrackerConfig
 
 MODES = ("train", "plan")
 CORPORA = ("text", "generations")
 FEATURES = ("computed", "cached")
+FINAL = ("last", "best")
 FILES = ("jsonl", "text")
 """Kinds of sources that are read to their end before a run starts, so that a broken line is found then."""
 
@@ -70,14 +76,19 @@ class PhaseConfig:
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    """When to save, and how much to keep."""
+    """When to save, and how much to keep. The end of a phase is saved, too, and every new best."""
 
     every_steps: int = 200
     keep: int = 2
+    """Newest checkpoints; the one with most held-out tokens a step is kept besides."""
+    final: str = "last"
+    """Which weights the run ends with: the ``last``, or the ``best`` by held-out tokens a step."""
 
     def __post_init__(self) -> None:
         if self.every_steps < 1 or self.keep < 1:
             raise ValueError(f"checkpoint.every_steps and .keep must be >= 1, got {self.every_steps} and {self.keep}")
+        if self.final not in FINAL:
+            raise ValueError(f"checkpoint.final must be one of {list(FINAL)}, got {self.final!r}")
 
 
 @dataclass(kw_only=True)
@@ -98,7 +109,16 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     phases: dict[str, PhaseConfig] = field(default_factory=dict)
     """In order. Named, so that one value can be overridden: ``phases.distill.steps=500``."""
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    """What is spread over several devices: ``shard=none``, ``head``, ``full`` or ``hybrid`` (docs/scale.md)."""
+    node_data: bool = False
+    """Every node makes and keeps corpora and caches of its own under ``data.folder``: for nodes without a common one.
+    The run folder must be common in any case."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """Which updates are skipped, and how many of them end the run."""
+    dead_after_s: float = 120.0
+    """Of several processes, one without a sign of life for this long counts as dead, and the others end."""
     log_every: int = 20
     """Optimiser steps between two console lines."""
     validate_every: int = 200
@@ -123,6 +143,8 @@ class RunConfig:
             raise ValueError("no phase trains on generations, which acceptance and the tree are measured on; add one")
         if self.seed < 0:
             raise ValueError(f"seed must be >= 0, got {self.seed}")
+        if not 1 <= self.dead_after_s < float("inf"):
+            raise ValueError(f"dead_after_s must be at least 1, got {self.dead_after_s}")
         if self.tree_search not in METHODS:
             raise ValueError(f"tree_search must be one of {', '.join(METHODS)}, got {self.tree_search!r}")
         if self.log_every < 1 or self.validate_every < 1:
@@ -157,6 +179,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     """
     run = parse(cfg, RunConfig)
     _check_tuning(run)
+    _check_stream(run)
     if "num_hidden_layers" in run.base.shape:
         run.head_config().check_layers(run.base.shape["num_hidden_layers"])
     for name, phase in run.phases.items():
@@ -209,17 +232,35 @@ def _check_tuning(run: RunConfig) -> None:
         )
 
 
+def _check_stream(run: RunConfig) -> None:
+    """Refuse what needs the rows of text on disk where they are streamed."""
+    if not run.data.text.stream:
+        return
+    if run.tunes_base:
+        raise UserError("data.text.stream keeps no text aside for the gate of a trained base; leave it out")
+    for name, phase in run.phases.items():
+        if phase.corpus == "text" and phase.features == "cached":
+            raise UserError(
+                f"phases.{name}.features=cached keeps features of text that data.text.stream reads once; set it to "
+                "computed"
+            )
+
+
 def preflight(run: RunConfig) -> None:
     """Everything about a run's inputs that can be checked before its model is loaded.
 
     Raises:
-        UserError: an unknown suite or tree, or a source that is empty, misses its column or cannot be reached.
+        UserError: an unknown suite or tree; a source that is empty, misses its column or cannot be reached; a server
+            that cannot, or has another model or too short a context.
     """
     if run.push is not None and get_token() is None:
         raise UserError(f"push={run.push} needs a login: run `hf auth login` or set HF_TOKEN, or leave push out")
     load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks)
     check_peers(run.eval.against)
     check_drafters(run.eval.merge)
+    answers = run.data.generations
+    if answers.server.url is not None and not (Path(run.data.folder) / "generations" / COMPLETE).exists():
+        check_server(answers.server, run.base.name, answers.max_prompt_tokens + answers.sampler.max_new_tokens)
     for source in run.data.text.sources:
         whole = source.kind in FILES
         if _is_empty(iter_documents(source, max_characters=None if whole else 1), whole):

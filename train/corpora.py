@@ -7,7 +7,6 @@ interrupted continues where it stopped.
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafthead.data.chat import Document, Message, prompt_ids
+from drafthead.data.backends import Group
+from drafthead.data.chat import Document
 from drafthead.data.contracts import FeatureSpec
 from drafthead.data.errors import UserError
-from drafthead.data.feature_cache import FeatureCache
-from drafthead.data.files import require_space, write_atomic
-from drafthead.data.generations import Generation, GenerationStore, SamplerConfig, as_documents
+from drafthead.data.feature_cache import FORMAT, FeatureCache
+from drafthead.data.files import file_digest
+from drafthead.data.generations import GenerationStore, as_documents
 from drafthead.data.locks import exclusive
-from drafthead.data.manifest import check_manifest, write_manifest
+from drafthead.data.manifest import check_manifest, read_manifest, write_manifest
 from drafthead.data.packing import collate, digest_rows, open_packed, pack, text_documents
-from drafthead.data.sources import SourceConfig, load_documents, load_prompts
+from drafthead.data.sources import load_documents
+from drafthead.data.streamed_rows import StreamedRows
 from drafthead.data.vocab import draft_vocabulary
 from drafthead.models.base import BaseModel
-from drafthead.models.batched_generation import generate
 from drafthead.models.layer_views import first_layers
-from drafthead.models.synthesis import synthesise_prompts
+from drafthead.train.answers import PROMPTS, AnswerMaker, Progress
+from drafthead.train.data_config import DataConfig
 
-Progress = Callable[[str, int, int], None]
-"""(what is being made, done, total)."""
-
-SHARD_ROWS = 64
-"""Answers a shard. A kill loses the finished answers of the current shard and those being generated."""
+ALONE = Group()
 HELD_OUT_EVERY = 20
 """Each 20th answer is held out: it measures acceptance and calibrates the tree, and is never trained on."""
 HELD_OUT_MOST = 512
@@ -45,59 +42,22 @@ _CHARACTERS_A_TOKEN = 6
 """More than text has: so many characters of a source are enough for the tokens wanted."""
 
 
-@dataclass(kw_only=True)
-class TextConfig:
-    """Text of the pretraining phase."""
-
-    sources: list[SourceConfig] = field(default_factory=list)
-    max_tokens: int = 100_000
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 64:
-            raise ValueError(f"data.text.max_tokens must be at least 64, got {self.max_tokens}")
-
-
-@dataclass(kw_only=True)
-class GenerationsConfig:
-    """The base's own answers, for the distillation phase."""
-
-    sources: list[SourceConfig] = field(default_factory=list)
-    """Prompts."""
-    prompts: int = 1000
-    """Prompts taken from the sources."""
-    synthesised: int = 0
-    """Prompts that the base writes itself, besides (it continues its chat template up to the user's turn)."""
-    max_prompt_tokens: int = 128
-    """Longer prompts are left out."""
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    slots: int = 64
-    """Answers generated at a time."""
-    keep_features: bool = True
-    """Keep the hidden states that generation computes anyway; the distillation phase then needs no pass of the base."""
-
-    def __post_init__(self) -> None:
-        for key, least in (("prompts", 0), ("synthesised", 0), ("max_prompt_tokens", 8), ("slots", 1)):
-            if getattr(self, key) < least:
-                raise ValueError(f"data.generations.{key} must be at least {least}, got {getattr(self, key)}")
-
-
-@dataclass(kw_only=True)
-class DataConfig:
-    """Corpora of a run."""
-
-    folder: str = "outputs/corpora"
-    """Where corpora are kept; runs with equal settings share them."""
-    text: TextConfig = field(default_factory=TextConfig)
-    generations: GenerationsConfig = field(default_factory=GenerationsConfig)
-
-
 class Corpora:
-    """Builds and opens the corpora of one run; every method is idempotent."""
+    """Builds and opens the corpora of one run; every method is idempotent.
 
-    def __init__(self, base: BaseModel, config: DataConfig, seed: int, progress: Progress) -> None:
+    ``generations`` shares the work among the processes of ``group``, each of which must call it; the other methods
+    work alone.
+    """
+
+    def __init__(
+        self, base: BaseModel, config: DataConfig, seed: int, progress: Progress, group: Group = ALONE
+    ) -> None:
         self.base, self.config, self.seed, self.progress = base, config, seed, progress
+        self.group = group
         self.folder = Path(config.folder)
         self._store: GenerationStore | None = None
+        self.manifests: dict[str, Any] = {}
+        """What made the corpora that were opened, by name: what a checkpoint remembers of its data."""
 
     def _waiting(self) -> None:
         self.progress("waiting for another process that writes this corpus", 0, 1)
@@ -112,7 +72,7 @@ class Corpora:
         config = self.config.text
         if not config.sources:
             raise UserError("a phase trains on text, but data.text.sources is empty; name a source")
-        manifest = {"base": self.base.identity(), "seed": self.seed, "row_length": row_length, **asdict(config)}
+        manifest = {"base": self.base.identity(), "seed": self.seed, "row_length": row_length, **config.manifest()}
         folder = self.folder / "text" / _digest_json(manifest)
         with exclusive(folder, self._waiting):
             if not check_manifest(folder, manifest, "remove the folder"):
@@ -121,7 +81,36 @@ class Corpora:
                 documents = text_documents(self.base.tokenizer, texts, config.max_tokens)
                 pack(self._watched(documents, config.max_tokens), row_length, split=True, folder=folder)
                 write_manifest(folder, manifest)  # last: it says that the rows are complete
-        return open_packed(folder)
+        rows = open_packed(folder)
+        self.manifests[f"text in rows of {row_length}"] = {**manifest, "rows": len(rows)}
+        return rows
+
+    def text_stream(self, row_length: int, turn: int) -> StreamedRows:
+        """The pretraining text as rows that are packed while training.
+
+        Args:
+            row_length: of the rows.
+            turn: consecutive rows of a lane: those of a micro-batch.
+        """
+        config = self.config.text
+        if not config.sources:
+            raise UserError("a phase trains on text, but data.text.sources is empty; name a source")
+        manifest = {"base": self.base.identity(), "seed": self.seed, "row_length": row_length, "turn": turn}
+        manifest |= config.manifest()
+        folder = self.folder / "stream" / _digest_json(manifest)
+        if not check_manifest(folder, manifest, "remove the folder"):
+            write_manifest(folder, manifest)
+        self.manifests[f"stream of text in rows of {row_length}"] = manifest
+        return StreamedRows(
+            config.sources,
+            self.base.tokenizer,
+            row_length,
+            seed=self.seed,
+            lanes=config.lanes,
+            turn=turn,
+            folder=folder,
+            workers=config.workers,
+        )
 
     def _watched(self, documents: Iterable[Document], total: int) -> Iterator[Document]:
         done = 0
@@ -136,21 +125,14 @@ class Corpora:
     def generations(self) -> GenerationStore:
         """The corpus of answers, complete."""
         if self._store is None:
-            folder = self.folder / "generations"
-            with exclusive(folder, self._waiting):
-                store = GenerationStore(folder, self._generation_manifest())
-                prompts, done = self._prompts(folder / "prompts.json"), store.done
-                missing = [(n, ids) for n, ids in prompts if n not in done]
-                if missing:
-                    self._answer(store, missing, len(prompts))
-            if not store.done:
-                for name in ("prompts.json", "manifest.json"):  # nothing was made, so nothing binds the next try
-                    (folder / name).unlink(missing_ok=True)
-                raise UserError(
-                    f"no answers were generated: none of the prompts fits data.generations.max_prompt_tokens="
-                    f"{self.config.generations.max_prompt_tokens}; raise it or add sources"
-                )
-            self._store = store
+            folder, config = self.folder / "generations", self.config.generations
+            maker = AnswerMaker(self.base, config, self.seed, folder, self.group, self.progress)
+            self._store = maker.complete()
+            self.manifests["generations"] = {
+                **read_manifest(folder),
+                PROMPTS: file_digest(folder / PROMPTS),
+                "answers": len(self._store.done),
+            }
         return self._store
 
     def generation_rows(self, row_length: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
@@ -169,56 +151,6 @@ class Corpora:
         counts = self.generations().token_counts(self.base.vocab_size)
         return torch.from_numpy(draft_vocabulary(counts, size, self.base.eos_ids))
 
-    def _answer(self, store: GenerationStore, missing: list[tuple[int, list[int]]], total: int) -> None:
-        config = self.config.generations
-        token_bytes = 4 + (2 * self.base.hidden_size if config.keep_features else 0)
-        tokens = sum(len(ids) + config.sampler.max_new_tokens for _, ids in missing)
-        purpose = "the answers with their features (keep_features)" if config.keep_features else "the answers"
-        require_space(store.folder, tokens * token_bytes, purpose)
-        shard: list[Generation] = []
-        done = total - len(missing)
-        self.progress("generating answers", done, total)
-        for generation in generate(
-            self.base,
-            missing,
-            config.sampler,
-            slots=config.slots,
-            keep_features=config.keep_features,
-            max_prompt_tokens=config.max_prompt_tokens,
-        ):
-            shard.append(generation)
-            done += 1
-            self.progress("generating answers", done, total)
-            if len(shard) == SHARD_ROWS:
-                store.append_shard(shard)
-                shard = []
-        store.append_shard(shard)
-
-    def _prompts(self, path: Path) -> list[tuple[int, list[int]]]:
-        """Numbered prompts as token ids, within the length limit; kept on disk so that a later run has the same."""
-        config = self.config.generations
-        if path.exists():
-            messages: list[list[Message]] = json.loads(path.read_text())
-        else:
-            messages = (
-                load_prompts(config.sources, self.seed, config.prompts) if config.sources and config.prompts else []
-            )
-            if config.synthesised:
-                written = synthesise_prompts(
-                    self.base, config.synthesised, self.seed, config.slots, self.progress, config.max_prompt_tokens
-                )
-                messages = _interleave(messages, [[{"role": "user", "content": text}] for text in written])
-            if not messages:
-                raise UserError("data.generations names no prompts; set sources, or synthesised to a number")
-            write_atomic(path, json.dumps(messages))
-        numbered = enumerate(prompt_ids(self.base.tokenizer, m) for m in messages)
-        return [(n, ids) for n, ids in numbered if len(ids) <= config.max_prompt_tokens]
-
-    def _generation_manifest(self) -> dict[str, Any]:
-        config = asdict(self.config.generations)
-        del config["slots"]  # how many at a time does not change what is said
-        return {"base": self.base.identity(), "dtype": str(self.base.dtype), "seed": self.seed, **config}
-
     # Features ------------------------------------------------------------------------------------------------
 
     def cached_features(
@@ -234,7 +166,8 @@ class Corpora:
         """
         row_length = len(rows[0]["input_ids"])
         width = self.base.hidden_size * (1 + len(spec.layers))
-        manifest = {"base": self.base.identity(), "layers": list(spec.layers), "rows": digest_rows(rows)}
+        made_by = {"base": self.base.identity(), "layers": list(spec.layers), "rows": digest_rows(rows)}
+        manifest = {**made_by, "format": FORMAT}
         dtype = "bfloat16" if self.base.dtype == torch.bfloat16 else "float16"
         folder = self.folder / "features" / f"{name}-{_digest_json(manifest)}"
         cache = FeatureCache.create(folder, len(rows), row_length, width, dtype, manifest)
@@ -277,16 +210,6 @@ def is_held_out(prompt_number: int) -> bool:
     """Whether an answer is held out from training."""
     place, last = divmod(prompt_number, HELD_OUT_EVERY)
     return last == HELD_OUT_EVERY - 1 and place < HELD_OUT_MOST
-
-
-def _interleave(first: list[Any], second: list[Any]) -> list[Any]:
-    """Both lists spread evenly, so that any prefix has the same mixture."""
-    keyed = [
-        (i / max(1, len(part)), which, item)
-        for which, part in enumerate((first, second))
-        for i, item in enumerate(part)
-    ]
-    return [item for _, _, item in sorted(keyed, key=lambda entry: entry[:2])]
 
 
 def _digest_json(value: object) -> str:

@@ -1,38 +1,36 @@
 """The training loop: phases in order, one console line a log step, checkpoints that resume exactly."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 
 from drafthead.data.contracts import Features, TrainBatch
 from drafthead.data.display import Display
 from drafthead.data.errors import UserError
+from drafthead.data.packing import digest_rows
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.calibrate import WIDTH, answer_ranks
 from drafthead.eval.replay import Ranks, chances_of, replay
 from drafthead.models.draft_head import DraftHead
-from drafthead.train.checkpoint import Checkpoint, TrainState, capture_rng, load_latest, restore_rng, save_checkpoint
+from drafthead.train import signals
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.corpora import Corpora
+from drafthead.train.guard import Guard
+from drafthead.train.keeper import Keeper
+from drafthead.train.launcher import check_common, writers_first
 from drafthead.train.optim import build_optimizer, lr_at
-from drafthead.train.phase_data import PhaseData, open_held_out, open_phase
+from drafthead.train.phase_data import Batch, PhaseData, StreamedPhase, deal, open_held_out, open_phase, rounds
+from drafthead.train.processes import Processes
+from drafthead.train.random_state import undisturbed_rng
+from drafthead.train.sharding import Sharding, load_optimizer
 from drafthead.train.step import StepResult, evaluate_loss, train_step
 from drafthead.train.tracking import ConsoleLine, MetricsLog, Tracker
-
-
-@dataclass
-class Position:
-    """Where training stands: the next step to do."""
-
-    phase: int = 0
-    step: int = 0
-    total: int = 0
-    """Optimiser steps done over all phases."""
 
 
 class Trainer:
@@ -45,83 +43,140 @@ class Trainer:
         corpora: Corpora,
         folder: Path,
         accelerator: Accelerator,
+        processes: Processes,
         display: Display,
         tracker: Tracker | None,
+        sharding: Sharding | None = None,
     ) -> None:
         self.run, self.head, self.corpora, self.folder = run, head, corpora, folder
-        self.accelerator, self.display, self.tracker = accelerator, display, tracker
+        self.accelerator, self.processes, self.display, self.tracker = accelerator, processes, display, tracker
+        self.sharding = sharding or Sharding(run.shard, head.base.device)
         self.log = MetricsLog(folder / "metrics.jsonl")
-        self.position = Position()
+        self.keeper = Keeper(run, head, corpora, folder, processes, display)
+        self.position = self.keeper.position
 
     def train(self) -> None:
         """Run every phase that is not done, from the newest checkpoint on.
 
         Raises:
-            UserError: the loss is not finite (the last good checkpoint stays).
+            UserError: too many updates had to be skipped (the last good checkpoint stays), or there is something wrong
+                with the checkpoints or the corpora.
+            Stopped: a signal came; everything is saved.
         """
         self.head.train()
         if self.run.tunes_base:
             self.head.tune_base(now=False)  # before its weights are restored
+        if self.processes.rank:
+            set_seed(self.run.seed + self.processes.rank)  # the heads are alike by now; their dropout must not be
         names = list(self.run.phases)
-        checkpoint = load_latest(self.folder / "checkpoints")
+        checkpoint = self.keeper.newest()
         if checkpoint is not None:
-            for warning in checkpoint.warnings:
-                self.display.line(f"warning: {warning}")
-            self._restore(checkpoint)
+            self.keeper.restore(checkpoint)
         if self.accelerator.is_main_process:
             self.log.truncate(self.position.total)
+        self._place(names[self.position.phase :])
         while self.position.phase < len(names):
             name = names[self.position.phase]
             phase = self.run.phases[name]
+            resumed = checkpoint if self.position.step else None
             with self.display.stage(f"phase {name}: {phase.steps} steps on {phase.corpus}"):
                 if self.run.tunes_base:
                     self.head.tune_base(now=phase.train_base)
                 optimizer = build_optimizer(self.head.parameters(), phase.optim, self.head.lr_factor)
-                if checkpoint is not None and self.position.step:
-                    optimizer.load_state_dict(checkpoint.optimizer)
+                self.keeper.guard = Guard(self.run.guard, resumed.state.losses if resumed else ())
+                if resumed is not None:
+                    load_optimizer(optimizer, resumed.optimizer)
                 self._train_phase(name, phase, optimizer)
             checkpoint = None
 
+    def _place(self, names: list[str]) -> None:
+        """Spread the weights; caches of the phases ``names`` are filled before, while one process can run the base."""
+        if self.sharding.places_base:
+            with writers_first(self.accelerator, self.run.node_data):
+                for name in names:
+                    open_phase(self.corpora, name, self.run.phases[name], self.head.spec)
+                open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached=True)
+        self.sharding.place(self.head)
+
     def _train_phase(self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer) -> None:
-        with self.accelerator.main_process_first():  # which fills the caches that the others then find full
+        with undisturbed_rng(), writers_first(self.accelerator, self.run.node_data):
             data = open_phase(self.corpora, name, phase, self.head.spec)
-            held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, phase.cached)
+            cached = phase.cached or self.sharding.places_base
+            held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached)
+        if self.run.node_data and not isinstance(data, StreamedPhase):  # whose nodes read one source
+            check_common(self.accelerator, f"phase {name}", digest_rows(data.rows))
+        self.keeper.check_corpora()
+        with signals.held():
+            self._train_steps(name, phase, optimizer, data, held_out)
+
+    def _train_steps(
+        self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer, data: PhaseData, held_out: PhaseData
+    ) -> None:
+        batches = data.stream(self._rows(data, phase))
         line = ConsoleLine(name, phase.steps)
         pending: StepResult | None = None
         started, first = perf_counter(), self.position.step
         while self.position.step < phase.steps:
             lr = lr_at(phase.optim, self.position.step, phase.steps)
-            self.head.progress = (self.position.step + 1) / phase.steps
-            micro_batches = (data.load(self._rows(data, phase, i)) for i in range(phase.accumulate))
-            result = train_step(
-                self.head,
-                optimizer,
-                micro_batches,
-                phase.loss,
-                lr=lr,
-                clip_norm=phase.optim.clip_norm,
-                reduce=self._reduce,
-            )
-            pending = result if pending is None else pending + result
-            self.position.step += 1
-            self.position.total += 1
+            result = self._step(phase, batches, optimizer, lr)
+            if result.objection is None:
+                pending = result if pending is None else pending + result
+            else:
+                self._skipped(name, result.objection)
+            told = self.processes.most(signals.pending())
             last = self.position.step == phase.steps
-            if last or self.position.step % self.run.log_every == 0:
-                self._record(name, pending, lr, started, self.position.step - first, line)
+            if pending is not None and (last or told or self.position.step % self.run.log_every == 0):
+                waited, data.waited_s = data.waited_s, 0.0
+                self._record(name, pending, lr, started, waited, self.position.step - first, line)
                 pending, started, first = None, perf_counter(), self.position.step
             paused = perf_counter()
-            if last or self.position.step % self.run.validate_every == 0:
-                self._validate(name, phase, held_out)
-            if last or self.position.step % self.run.checkpoint.every_steps == 0:
-                self._save(optimizer, end_of_phase=last)
+            better = False
+            if last or (not told and self.position.step % self.run.validate_every == 0):
+                better = self._validate(name, phase, held_out)
+            if last or told or better or self.position.step % self.run.checkpoint.every_steps == 0:
+                self.keeper.save(optimizer, end_of_phase=last)
+            if told:
+                raise signals.Stopped(told, f"after step {self.position.total} (over all phases), which is saved")
             started += perf_counter() - paused  # the speed that is logged is that of training alone
         self.position.phase, self.position.step = self.position.phase + 1, 0
 
-    def _rows(self, data: PhaseData, phase: PhaseConfig, micro: int) -> list[int]:
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        block = (self.position.step * phase.accumulate + micro) * world + rank
-        seed = self.run.seed * 1000 + self.position.phase
-        return data.numbers(seed, block * phase.batch_rows, phase.batch_rows)
+    def _step(
+        self, phase: PhaseConfig, batches: Iterator[Batch], optimizer: torch.optim.Optimizer, lr: float
+    ) -> StepResult:
+        self.head.progress = (self.position.step + 1) / phase.steps
+        result = train_step(
+            self.head,
+            optimizer,
+            islice(batches, rounds(self._rows_a_step(phase), phase.batch_rows, self.processes.count)),
+            phase.loss,
+            lr=lr,
+            clip_norm=phase.optim.clip_norm,
+            reduce=self._reduce,
+            judge=self.keeper.guard.objection,
+        )
+        self.position.step += 1
+        self.position.total += 1
+        self.keeper.score = None
+        return result
+
+    def _rows_a_step(self, phase: PhaseConfig) -> int:
+        return self.keeper.began_with * phase.accumulate * phase.batch_rows
+
+    def _rows(self, data: PhaseData, phase: PhaseConfig) -> Iterator[list[int]]:
+        """This process's rows of every micro-batch that is left of the phase."""
+        rows, seed = self._rows_a_step(phase), self.run.seed * 1000 + self.position.phase
+        for step in range(self.position.step, phase.steps):
+            numbers = data.numbers(seed, step * rows, rows)
+            yield from deal(numbers, phase.batch_rows, self.processes.count, self.processes.rank)
+
+    def _skipped(self, name: str, objection: str) -> None:
+        config = self.run.guard
+        self.display.line(
+            f"warning: phase {name}, step {self.position.step}: {objection}; the update is skipped, "
+            f"{self.keeper.guard.skipped} of at most {config.limit} among the last {config.window}"
+        )
+        if self.keeper.guard.too_many:
+            raise self.keeper.diverged(f"{objection}, and {self.keeper.guard.skipped} updates were skipped")
 
     def _reduce(self, value: torch.Tensor) -> torch.Tensor:
         if self.accelerator.num_processes == 1:
@@ -129,7 +184,9 @@ class Trainer:
         reduced: torch.Tensor = self.accelerator.reduce(value, "sum")
         return reduced
 
-    def _record(self, name: str, result: StepResult, lr: float, started: float, steps: int, line: ConsoleLine) -> None:
+    def _record(
+        self, name: str, result: StepResult, lr: float, started: float, waited: float, steps: int, line: ConsoleLine
+    ) -> None:
         metrics = result.metrics()  # waits for the device, so the time is that of finished steps
         seconds = perf_counter() - started
         if not int(result.tokens):
@@ -138,16 +195,17 @@ class Trainer:
                 "none of their documents goes on for two tokens behind one that was read; use longer texts or answers, "
                 f"or raise phases.{name}.batch_rows"
             )
-        if not all(map(torch.isfinite, torch.tensor([metrics["loss"], metrics["grad_norm"]]))):
-            raise self._not_finite(f"the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}")
         row: dict[str, Any] = {"phase": name, "step": self.position.step, "total_step": self.position.total, "lr": lr}
         row |= metrics
         row["tokens_per_second"] = float(result.tokens) / seconds
         row["step_ms"] = 1e3 * seconds / steps
+        row["skipped"] = self.keeper.guard.skipped
+        row["data_wait"] = waited / seconds
         self._publish(row)
         self.display.line(line.render(row))
 
-    def _validate(self, name: str, phase: PhaseConfig, held_out: PhaseData) -> None:
+    def _validate(self, name: str, phase: PhaseConfig, held_out: PhaseData) -> bool:
+        """Measure acceptance on the held-out answers; returns whether it was never better."""
         self.head.eval()
         answers: list[Ranks] = []
 
@@ -164,12 +222,14 @@ class Trainer:
         tokens = self._replayed_tokens(answers)
         row["held_out_tokens_a_step"] = tokens
         self._publish(row)
+        self.sharding.settle(self.head)
         different = 1 if self.head.config.trained_positions == 1 else self.head.depth
         shown = " ".join(f"{found[f'accept_{k}']:.3f}" for k in range(1, different + 1))
         self.display.line(
             f"   held out after {self.position.step} steps: top-1 acceptance by depth {shown}; {tokens:.2f} tokens a "
             "step with a chain of all"
         )
+        return self.keeper.measured(tokens)
 
     def _replayed_tokens(self, answers: list[Ranks]) -> float:
         """Tokens a step that greedy decoding with a chain over all positions would have had on the held-out answers."""
@@ -181,44 +241,3 @@ class Trainer:
             self.log.write(row)
             if self.tracker is not None:
                 self.tracker.log(row, step=self.position.total)
-
-    def _save(self, optimizer: torch.optim.Optimizer, end_of_phase: bool) -> None:
-        if not self.accelerator.is_main_process:
-            return
-        phase, step = self.position.phase, self.position.step
-        state = TrainState(
-            phase=phase + 1 if end_of_phase else phase,
-            step=0 if end_of_phase else step,
-            global_step=self.position.total,
-        )
-        weights = self.head.state_dict()
-        broken = [name for name, t in weights.items() if not bool(torch.isfinite(t).all())]
-        if broken:
-            raise self._not_finite(f"{broken[0]} is not finite")
-        save_checkpoint(
-            self.folder / "checkpoints",
-            state,
-            weights,
-            optimizer.state_dict(),
-            rng=[capture_rng()],
-            keep=self.run.checkpoint.keep,
-        )
-
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        state = checkpoint.state
-        self.position = Position(phase=state.phase, step=state.step, total=state.global_step)
-        try:
-            self.head.load_state_dict(checkpoint.head)
-        except RuntimeError as error:
-            first = str(error).splitlines()[0]
-            raise UserError(f"{checkpoint.path} holds another head ({first}); start over with resume=false") from None
-        restore_rng(checkpoint.rng[0])
-        self.display.line(f"   resuming after step {state.global_step} (over all phases) of {self.folder}")
-
-    def _not_finite(self, found: str) -> UserError:
-        name = list(self.run.phases)[self.position.phase]
-        return UserError(
-            f"phase {name}, step {self.position.step}: {found}; stopped, and the checkpoint before it in "
-            f"{self.folder / 'checkpoints'} is kept. Lower phases.{name}.optim.lr (now "
-            f"{self.run.phases[name].optim.lr}) and start over with resume=false"
-        )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from drafthead.data.errors import UserError
@@ -125,4 +126,6 @@ def build_optimizer(
         {"params": group, "weight_decay": 0.0 if vectors else config.weight_decay, "lr_factor": factor}
         for (factor, vectors), group in sorted(groups.items(), key=lambda item: item[0])
     ]
-    return AdamW(settings, lr=config.lr, betas=(config.betas[0], config.betas[1]))
+    # No operation on lists takes sharded and whole parameters in one.
+    mixed = any(len({isinstance(p, DTensor) for p in group}) > 1 for group in groups.values())
+    return AdamW(settings, lr=config.lr, betas=(config.betas[0], config.betas[1]), foreach=False if mixed else None)

@@ -1,17 +1,23 @@
 """Batches of one phase: which rows a step trains on, and their features."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
 
 import datasets
 import numpy as np
+from torch import Tensor
 
 from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
+from drafthead.data.errors import UserError
 from drafthead.data.feature_cache import FeatureCache
 from drafthead.data.packing import collate
+from drafthead.data.streamed_rows import StreamedRows
 from drafthead.models.base import BaseModel
 from drafthead.train.config import PhaseConfig
 from drafthead.train.corpora import Corpora
 
+Batch = tuple[TrainBatch, Features]
 UNSEEN_MOST = 64
 """Rows of text that a tuned base is measured on, at most."""
 
@@ -21,17 +27,46 @@ class PhaseData:
 
     def __init__(self, rows: datasets.Dataset, base: BaseModel, spec: FeatureSpec, cache: FeatureCache | None) -> None:
         self.rows, self.base, self.spec, self.cache = rows, base, spec, cache
+        self.waited_s = 0.0
+        """Seconds that ``stream`` has waited for what another thread reads."""
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def load(self, numbers: list[int]) -> tuple[TrainBatch, Features]:
         """The rows ``numbers`` and their features, on the base's device."""
+        return self.with_features(*self.read(numbers))
+
+    def stream(self, wanted: Iterable[list[int]]) -> Iterator[tuple[TrainBatch, Features]]:
+        """``load`` of one list after the other; what comes next is read from disk meanwhile."""
+        with ThreadPoolExecutor(1, thread_name_prefix="rows") as reader:
+            coming: Future[tuple[TrainBatch, Tensor | None]] | None = None
+            for numbers in wanted:
+                current, coming = coming, reader.submit(self.read, numbers)
+                if current is not None:
+                    yield self.with_features(*self._wait(current))
+            if coming is not None:
+                yield self.with_features(*self._wait(coming))
+
+    def read(self, numbers: list[int]) -> tuple[TrainBatch, Tensor | None]:
+        """The rows ``numbers`` and, where there is a cache, what it holds of them; in host memory."""
         batch = collate(self.rows, numbers)
         if self.cache is None:
-            features = self.base.features(batch, self.spec)
-        else:
-            values = self.cache.read(numbers).to(self.base.device)
-            features = Features.split(values, self.base.hidden_size)
-        return batch.to(self.base.device), features
+            return batch, None
+        values = self.cache.read(numbers)
+        # Pinned, so that copying to the device does not hold up who asked for it.
+        return batch, values.pin_memory() if self.base.device.type == "cuda" else values
+
+    def with_features(self, batch: TrainBatch, cached: Tensor | None) -> tuple[TrainBatch, Features]:
+        """What ``read`` returned, on the base's device; the base computes the features that were not cached."""
+        batch = batch.to(self.base.device)
+        if cached is None:
+            return batch, self.base.features(batch, self.spec)
+        return batch, Features.split(cached.to(self.base.device, non_blocking=True), self.base.hidden_size)
+
+    def _wait(self, reading: Future[tuple[TrainBatch, Tensor | None]]) -> tuple[TrainBatch, Tensor | None]:
+        started = perf_counter()
+        found = reading.result()
+        self.waited_s += perf_counter() - started
+        return found
 
     def numbers(self, seed: int, first: int, count: int) -> list[int]:
         """Row numbers ``first`` to ``first + count`` of the endless stream of reshuffled epochs."""
@@ -44,8 +79,48 @@ class PhaseData:
         return found
 
 
+class StreamedPhase(PhaseData):
+    """Rows of a stream, in its order: a step's rows are those of its number, whatever was trained before."""
+
+    def __init__(self, rows: StreamedRows, base: BaseModel, spec: FeatureSpec) -> None:
+        self._streamed, self.base, self.spec = rows, base, spec
+        self.waited_s = 0.0
+
+    def read(self, numbers: list[int]) -> tuple[TrainBatch, Tensor | None]:
+        return self._streamed.batch(numbers), None
+
+    def numbers(self, seed: int, first: int, count: int) -> list[int]:
+        """``first`` to ``first + count``: a stream is shuffled by itself."""
+        return list(range(first, first + count))
+
+
+def rounds(rows: int, batch_rows: int, processes: int) -> int:
+    """Micro-batches of every process in a step of so many rows."""
+    return -(-rows // (batch_rows * processes))
+
+
+def deal(numbers: list[int], batch_rows: int, processes: int, rank: int) -> list[list[int]]:
+    """One process's micro-batches of a step that trains on the rows ``numbers``, whoever else takes part.
+
+    Every process gets equally many, each of at most ``batch_rows`` rows and none empty: what belongs to a step does not
+    depend on the number of processes.
+
+    Raises:
+        UserError: the step has fewer rows than there are processes.
+    """
+    parts = rounds(len(numbers), batch_rows, processes) * processes
+    if parts > len(numbers):
+        raise UserError(
+            f"a step of this run has {len(numbers)} rows, which {processes} processes cannot share; go on with at most "
+            f"{len(numbers)}, or start over with resume=false"
+        )
+    return [part.tolist() for part in np.array_split(np.asarray(numbers), parts)[rank::processes]]
+
+
 def open_phase(corpora: Corpora, name: str, phase: PhaseConfig, spec: FeatureSpec) -> PhaseData:
     """Rows of a phase's corpus, with cached features when the phase asks for them."""
+    if phase.corpus == "text" and corpora.config.text.stream:
+        return StreamedPhase(corpora.text_stream(phase.row_length, phase.batch_rows), corpora.base, spec)
     if phase.corpus == "text":
         rows, prompts = corpora.text_rows(phase.row_length), None
         if phase.train_base:

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
+from drafthead.data.backends import Group
 from drafthead.data.display import Display
 from drafthead.data.errors import UserError
 from drafthead.data.files import read_json, read_json_lines, write_json
@@ -27,12 +27,15 @@ from drafthead.models.draft_head import DraftHead
 from drafthead.train.config import RunConfig, preflight
 from drafthead.train.corpora import Corpora
 from drafthead.train.joint import QUALITY, check_gate, measure_quality, with_tuned_base
+from drafthead.train.launcher import follow_launcher
 from drafthead.train.loop import Trainer
 from drafthead.train.phase_data import open_held_out
+from drafthead.train.processes import PATIENT, Processes
 from drafthead.train.provenance import write_provenance
+from drafthead.train.sharding import Sharding, whole
 from drafthead.train.tracking import Tracker
 
-PATIENT = InitProcessGroupKwargs(timeout=timedelta(days=7))
+WAITING = InitProcessGroupKwargs(timeout=PATIENT)
 """Other processes wait for the one that generates; the default time-out ends a run after minutes of that."""
 
 
@@ -43,8 +46,15 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
         run: the checked recipe.
         resolved: the same as YAML, for the run folder.
     """
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[PATIENT])
+    shard = follow_launcher(run.shard)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[WAITING])
     _check_accelerator(accelerator)
+    processes = Processes(run.dead_after_s)
+    with processes.watched():
+        _run(run, resolved, accelerator, processes, Sharding(shard, accelerator.device))
+
+
+def _run(run: RunConfig, resolved: str, accelerator: Accelerator, processes: Processes, sharding: Sharding) -> None:
     display = Display(accelerator.is_main_process)
     folder = Path(run.out)
     if accelerator.is_main_process:
@@ -54,19 +64,24 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
     set_seed(run.seed)
     tracker = Tracker(run.tracker, folder, run.name, resolved, display.line) if accelerator.is_main_process else None
     with display.stage(f"base model {run.base.name or 'random'}"):
-        base = BaseModel.load(run.base, accelerator.device, display.line)
+        base = BaseModel.load(sharding.base_config(run.base), accelerator.device, display.line)
     run.head_config().check_layers(base.num_layers)  # before hours of generation
-    corpora = Corpora(base, run.data, run.seed, display.progress)
+    corpora = Corpora(base, run.data, run.seed, display.progress, group_of(accelerator, run.node_data))
     with display.stage("corpus: the base's own answers"):
-        _prepare_generations(corpora, accelerator, display)
+        stats = corpora.generations().stats
+        display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")
     head = _new_head(run, base, corpora, display)
-    trainer = Trainer(run, head, corpora, folder, accelerator, display, tracker)
+    trainer = Trainer(run, head, corpora, folder, accelerator, processes, display, tracker, sharding)
     trainer.train()
+    keeper = trainer.keeper
+    del trainer
     accelerator.wait_for_everyone()
+    if sharding.places_head:
+        head = _whole_again(run, head, corpora, sharding, accelerator)
     if accelerator.is_main_process:
+        keeper.choose_final(head)
         quality = None
         if run.tunes_base:
-            del trainer  # and with it the trained copy of the base
             with display.stage("the tuned base beside the untouched one"):
                 head = with_tuned_base(run, head, folder / "head")
                 quality = measure_quality(run, head.base, corpora, folder, display)
@@ -78,21 +93,16 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:
-    """Refuse the launcher's settings that the training loop would not follow.
+    """Refuse kinds of launchers that the training loop would not follow.
 
     Raises:
-        UserError: sharded training, or mixed precision.
+        UserError: anything but plain processes; sharding is ``shard=``'s.
     """
     kind = accelerator.distributed_type.value
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise UserError(
-            f"accelerate is set to {kind}, but a draft head is trained whole on every process; choose plain multi-GPU "
-            "(accelerate launch --multi_gpu, or no accelerate config at all)"
-        )
-    if accelerator.mixed_precision != "no":
-        raise UserError(
-            f"accelerate is set to mixed_precision={accelerator.mixed_precision}, but a head is trained in its own "
-            "precision; launch with --mixed_precision no, and set base.dtype for the base"
+            f"accelerate is set to {kind}, which training does not follow; choose plain multi-GPU (accelerate launch "
+            "--multi_gpu, or no accelerate config at all), and shard=full to shard"
         )
 
 
@@ -141,8 +151,7 @@ def _clear(folder: Path, settings: Path) -> None:
 def _training_settings(run: RunConfig) -> dict[str, Any]:
     """What may not change between a run's start and its continuation, flattened to dotted keys."""
     kept = {k: v for k, v in asdict(run).items() if k in ("seed", "base", "head", "data", "phases")}
-    del kept["data"]["folder"], kept["data"]["generations"]["slots"]
-    kept["processes"] = int(os.environ.get("WORLD_SIZE", "1"))  # decides which rows a step trains on
+    del kept["data"]["folder"], kept["data"]["generations"]["slots"], kept["data"]["generations"]["server"]
     flat: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:
@@ -156,11 +165,30 @@ def _training_settings(run: RunConfig) -> dict[str, Any]:
     return flat
 
 
-def _prepare_generations(corpora: Corpora, accelerator: Accelerator, display: Display) -> None:
-    # One process generates; the others wait and read what it wrote.
-    with accelerator.main_process_first():
-        stats = corpora.generations().stats
-    display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")
+def _whole_again(
+    run: RunConfig, head: DraftHead, corpora: Corpora, sharding: Sharding, accelerator: Accelerator
+) -> DraftHead:
+    """The trained head as it is without sharding, on the main process, which goes on alone; elsewhere ``head``."""
+    weights = whole(head.state_dict(), keep=accelerator.is_main_process)
+    sharding.leave()
+    if not accelerator.is_main_process:
+        return head
+    if sharding.places_base:
+        corpora.base = BaseModel.load(run.base, head.base.device)
+    d2t = weights["d2t"] if len(head.d2t) < len(head.t2d) else None
+    found = run.head_config().build(corpora.base, d2t)
+    if run.tunes_base:
+        found.tune_base(now=False)
+    found.load_state_dict(weights)
+    return found
+
+
+def group_of(accelerator: Accelerator, node_data: bool = False) -> Group:
+    """The processes that share a corpus: all that the launcher started, or with ``node_data`` those of a node."""
+    if not node_data:
+        return Group(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    return Group(accelerator.local_process_index, local, accelerator.wait_for_everyone)
 
 
 def _new_head(run: RunConfig, base: BaseModel, corpora: Corpora, display: Display) -> DraftHead:

@@ -5,7 +5,7 @@ context and workspaces of matrix products come on top: keep about 10 % and 1 GiB
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Group
 from rich.table import Table
@@ -14,6 +14,8 @@ from drafthead.models.draft_head import HeadSize
 from drafthead.models.losses import chunk_rows
 from drafthead.models.model_shape import FLOAT32, ModelShape
 from drafthead.models.tuned_base import LM_HEAD, LoraSettings
+from drafthead.train.plan_sharded import Spread, spread_memory
+from drafthead.train.sharding import MODES
 
 TOKEN_ID = 4
 """Bytes of a token id on disk (int32)."""
@@ -79,6 +81,8 @@ class Plan:
     trained_tokens: dict[str, int]
     memory: dict[str, dict[str, int]]
     """Per phase and part, on each device."""
+    totals: dict[str, dict[str, int]]
+    """The sum of a device's memory, for every way to shard and phase."""
     disk: dict[str, int]
     devices: int
 
@@ -99,9 +103,9 @@ def plan(
     generations: GenerationPlan | None = None,
     *,
     lora: LoraSettings | None = None,
+    spread: Spread | None = None,
     devices: int = 1,
     base_bytes: int = 2,
-    head_bytes: int = FLOAT32,
     device: str = "cuda",
 ) -> Plan:
     """Add it up.
@@ -112,9 +116,9 @@ def plan(
         phases: in order, at least one.
         generations: None when no phase trains on the base's own answers.
         lora: adapters of the base; None when no phase trains it.
-        devices: processes that train; each holds the base and the head whole.
+        spread: how the weights lie on the devices; None: whole on each.
+        devices: processes that train.
         base_bytes: bytes a parameter of the base: 2 in bfloat16, 4 in float32.
-        head_bytes: bytes a trained weight; below 4 the optimiser keeps a float32 copy.
         device: ``cuda`` or ``cpu``: decides the size of a loss chunk.
 
     Raises:
@@ -124,6 +128,18 @@ def plan(
     if lora is None and any(phase.train_base for phase in phases):
         raise ValueError("a phase trains the base, but there are no adapters to train")
     adapters = 0 if lora is None else shape.adapter_parameters(lora)
+    spread = spread or Spread()
+
+    def memory(spread: Spread) -> dict[str, dict[str, int]]:
+        found = {}
+        for p in phases:
+            whole = _memory(shape, head, p, base_bytes, device)
+            tokens = p.batch_rows * p.row_length
+            parts = spread_memory(whole, shape, head, tokens, spread, base_bytes=base_bytes, twin=lora is not None)
+            found[p.name] = _with_adapters(parts, shape, p, lora, base_bytes, device)
+        return found
+
+    ways = {mode: replace(spread, mode=mode, offload_base=spread.offload_base and mode == "full") for mode in MODES}
     return Plan(
         base_parameters=shape.base_parameters(),
         head_parameters=head.parameters,
@@ -132,25 +148,19 @@ def plan(
         adapter_parameters=adapters,
         tokens={p.name: p.tokens(devices) for p in phases},
         trained_tokens={p.name: p.trained_tokens(devices) for p in phases},
-        memory={
-            p.name: _with_adapters(
-                _memory(shape, head, p, base_bytes, head_bytes, device), shape, p, lora, base_bytes, device
-            )
-            for p in phases
-        },
+        memory=memory(spread),
+        totals={mode: {name: sum(parts.values()) for name, parts in memory(way).items()} for mode, way in ways.items()},
         disk=_disk(shape, head, phases, generations, adapters),
         devices=devices,
     )
 
 
-def _memory(
-    shape: ModelShape, head: HeadSize, phase: PhasePlan, base_bytes: int, head_bytes: int, device: str
-) -> dict[str, int]:
-    """Bytes by part at the peak of a step of ``phase``; M is the tokens of a micro-batch.
+def _memory(shape: ModelShape, head: HeadSize, phase: PhasePlan, base_bytes: int, device: str) -> dict[str, int]:
+    """Bytes by part at the peak of a step of ``phase``, all whole and float32; M is the tokens of a micro-batch.
 
     - base activations: ``M x layer_width + M D`` values (a layer's peak and the features), and the mask of the packed
       documents, ``rows T^2`` in the base's dtype and once more as bools. A cached phase keeps the ``M D`` alone.
-    - optimiser: two float32 moments, 8 bytes a trained parameter, plus the float32 copy of smaller weights.
+    - optimiser: two float32 moments, 8 bytes a trained parameter.
     - loss chunk: ``CHUNK_COPIES x rows x W`` float32, never ``M x W``.
     - gradients in flight: those of the projections, which the loss makes in its forward pass: one set beside
       ``.grad``, two when micro-batches accumulate.
@@ -162,9 +172,9 @@ def _memory(
     sets = 2 if phase.accumulate > 1 else 1
     return {
         "base weights": shape.base_parameters() * base_bytes,
-        "head weights": head.parameters * head_bytes,
+        "head weights": head.parameters * FLOAT32,
         "gradients": head.trainable * FLOAT32,
-        "optimiser": head.trainable * (2 * FLOAT32 + (FLOAT32 if head_bytes < FLOAT32 else 0)),
+        "optimiser": head.trainable * 2 * FLOAT32,
         "base activations": features
         + (0 if phase.cached_features else tokens * shape.layer_width() * base_bytes + mask),
         "head activations": tokens * head.activations_per_token * FLOAT32,
@@ -254,10 +264,13 @@ def render(plan: Plan) -> Group:
         memory.add_row(part, *(size(parts[part]) for parts in plan.memory.values()))
     memory.add_section()
     memory.add_row("total", *(size(plan.memory_total(name)) for name in plan.memory))
+    ways = _table("total, by what is sharded", *plan.memory)
+    for mode, totals in plan.totals.items():
+        ways.add_row(f"shard={mode}", *(size(total) for total in totals.values()))
     disk = _table("disk, at most", "size")
     for purpose, count in plan.disk.items():
         disk.add_row(purpose, size(count))
-    return Group(parameters, tokens, memory, disk)
+    return Group(parameters, tokens, memory, *([ways] if plan.devices > 1 else []), disk)
 
 
 def size(count: int) -> str:

@@ -1,6 +1,7 @@
 """``mode=plan``: what a recipe will cost, printed. Needs the base's shape, and no weights."""
 
 import os
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from rich.console import Console
@@ -9,7 +10,10 @@ from drafthead.models.base_config import check_architecture
 from drafthead.models.model_shape import ModelShape
 from drafthead.models.tuned_base import LoraSettings
 from drafthead.train.config import RunConfig
+from drafthead.train.launcher import asked_for
 from drafthead.train.plan import GenerationPlan, PhasePlan, Plan, plan, render
+from drafthead.train.plan_sharded import Spread
+from drafthead.train.sharding import PRECISIONS
 
 
 @runtime_checkable
@@ -30,15 +34,18 @@ def print_plan(run: RunConfig) -> None:
         return
     console = Console(highlight=False)
     console.print(f"[bold]{run.name}[/bold]: {run.base.name or run.base.transformers_config().model_type}")
-    console.print(render(plan_of(run, int(os.environ.get("WORLD_SIZE", "1")))))
+    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    run = replace(run, shard=asked_for(os.environ, run.shard))
+    console.print(render(plan_of(run, devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))))
 
 
-def plan_of(run: RunConfig, devices: int) -> Plan:
-    """What a run will cost on so many processes.
+def plan_of(run: RunConfig, devices: int, per_node: int | None = None, device: str = "cuda") -> Plan:
+    """What a run will cost on so many processes, of which ``per_node`` (or all) are on one node; ``cuda`` or ``cpu``.
 
     Raises:
         UserError: as ``print_plan``.
     """
+    shard = run.shard
     config = run.base.transformers_config()
     check_architecture(config, run.base.max_context)
     shape = ModelShape.from_config(config)
@@ -72,6 +79,14 @@ def plan_of(run: RunConfig, devices: int) -> Plan:
         phases,
         generations,
         lora=head.lora() if run.tunes_base and isinstance(head, TunesBase) else None,
+        spread=Spread(
+            mode=shard.mode,
+            shards=(per_node or devices) if shard.hybrid else devices,
+            compute_bytes=PRECISIONS[shard.precision].itemsize,
+            offload_base=shard.offload_base,
+            checkpointing=shard.checkpointing,
+        ),
         devices=devices,
-        base_bytes=4 if run.base.dtype == "float32" else 2,
+        base_bytes=4 if run.base.dtype == "float32" or (run.base.dtype == "auto" and device == "cpu") else 2,
+        device=device,
     )

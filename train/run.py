@@ -9,7 +9,8 @@ if not __package__:  # run as a file: look in the checkout, not in train/
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from drafthead.data.config import one_line_errors, run_main
+from drafthead.data.config import one_line_errors, run_main, say
+from drafthead.train import signals
 from drafthead.train.config import parse_run
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.plan_run import print_plan
@@ -21,7 +22,8 @@ def _main(cfg: DictConfig) -> None:
     run = parse_run(cfg)
     if run.mode == "plan":
         print_plan(run)
-    else:
+        return
+    with signals.handled(say):
         run_pipeline(run, OmegaConf.to_yaml(cfg, resolve=True))
 
 

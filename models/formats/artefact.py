@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafthead.data.errors import UserError
-from drafthead.data.files import read_json, require_space, write_json
+from drafthead.data.files import inside, read_json, require_space, write_json
+from drafthead.models.head_files import refuse_pickles
 
 CONFIG = "config.json"
-PICKLES = (".pt", ".bin", ".pth", ".ckpt")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -68,14 +68,14 @@ def read_artefact(folder: Path, weights_file: str) -> Artefact:
     Raises:
         UserError: a missing or damaged file; weights that are only there as a pickle.
     """
-    config = read_json(folder / CONFIG)
+    config = read_json(inside(folder, CONFIG))
     if not isinstance(config, dict):
         raise UserError(f"{folder}/{CONFIG} holds a {type(config).__name__}, expected an object; copy it again")
     return Artefact(config=config, tensors=_read_tensors(folder, weights_file), source=str(folder))
 
 
 def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
-    index = folder / f"{weights_file}.index.json"
+    index = inside(folder, f"{weights_file}.index.json")
     if (folder / weights_file).is_file():
         files = [weights_file]
     elif index.is_file():
@@ -85,7 +85,7 @@ def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in files:
         try:
-            tensors |= load_file(folder / name)
+            tensors |= load_file(inside(folder, name))
         except (OSError, SafetensorError) as error:
             raise UserError(f"{folder / name} cannot be read ({error}); copy it again") from None
     return tensors
@@ -108,13 +108,7 @@ def contents(folder: Path) -> str:
 
 
 def _no_weights(folder: Path, weights_file: str) -> str:
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
-    if pickles:
-        return (
-            f"{folder} only has {', '.join(pickles)}: pickles can run code and are never loaded. Convert a file that "
-            f'you trust, once: python -c "import torch, safetensors.torch as s; s.save_file({{k: v.clone() for k, v in '
-            f"torch.load('{pickles[0]}', weights_only=True).items()}}, '{weights_file}')\""
-        )
+    refuse_pickles(folder, weights_file)
     said = f"{folder} has no {weights_file} ({contents(folder)})"
     if folder.parent.name == "snapshots":  # of the Hub's client, which was not asked for pickles
         return f"{said}; where the repository has .pt or .bin files alone, convert them as docs/formats.md says"

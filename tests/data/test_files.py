@@ -14,7 +14,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     log.write_text('{"step": 1}\n{"step": 2}\n{"ste')
     assert read_json_lines(log) == [{"step": 1}, {"step": 2}]
     log.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
-    with pytest.raises(UserError, match="line 2 is not JSON"):
+    with pytest.raises(UserError, match="line 2 is not a JSON object"):
         read_json_lines(log)
 
 

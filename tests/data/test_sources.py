@@ -109,6 +109,29 @@ def test_loading_drops_copies_and_shuffles(tmp_path: Path) -> None:
     assert len(prompts) == 30 and load_prompts([a, b], 1, 4) == prompts[:4]
 
 
+def test_weights_decide_on_the_mixture(tmp_path: Path) -> None:
+    """Parts of the characters of text and of the number of prompts; a short source gives what it has."""
+    a = jsonl(tmp_path / "a.jsonl", [{"text": f"a {n:08}"} for n in range(300)], weight=3)
+    b = jsonl(tmp_path / "b.jsonl", [{"text": f"b {n:018}"} for n in range(300)], weight=1)
+    texts = load_documents([a, b], 0, max_characters=2000)
+    assert sum(t.startswith("a") for t in texts) == 150 and sum(t.startswith("b") for t in texts) == 25
+    prompts = [m[0]["content"][0] for m in load_prompts([a, b], 0, 40)]
+    assert (prompts.count("a"), prompts.count("b")) == (30, 10)
+    b.limit = 4
+    prompts = [m[0]["content"][0] for m in load_prompts([a, b], 0, 40)]
+    assert (prompts.count("a"), prompts.count("b")) == (30, 4)
+    whole = SourceConfig(kind="builtin", name="stdlib_tiny", weight=1)
+    assert 900 < sum(map(len, load_documents([whole], 0, 1000))) < 0.5 * sum(map(len, iter_documents(whole)))
+    with pytest.raises(UserError, match="source builtin:stdlib_tiny has no weight, but others have"):
+        load_documents([a, SourceConfig(kind="builtin", name="stdlib_tiny")], 0, 100)
+
+
+def test_a_source_without_weight_is_recorded_as_ever(tmp_path: Path) -> None:
+    """Corpora made before there were weights stay usable."""
+    assert "weight" not in SourceConfig(kind="text", name="x").manifest()
+    assert SourceConfig(kind="text", name="x", weight=2).manifest()["weight"] == 2
+
+
 def test_no_more_is_read_than_asked_for(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "x.jsonl", [{"text": "12345"}, {"text": "67890"}, "broken"])
     assert list(iter_documents(source, max_characters=6)) == ["12345", "67890"]
@@ -135,6 +158,7 @@ def test_builtin() -> None:
         ({"kind": "text", "name": "x", "subset": "y"}, "source.subset is for kind 'hf' only"),
         ({"kind": "text", "name": "x", "revision": "y"}, "source.revision is for kind 'hf' only"),
         ({"kind": "text", "name": "x", "limit": 0}, "source.limit must be >= 1 or null, got 0"),
+        ({"kind": "text", "name": "x", "weight": 0.0}, "source.weight must be positive or null, got 0.0"),
     ],
 )
 def test_limits(settings: dict[str, Any], says: str) -> None:

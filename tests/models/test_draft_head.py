@@ -26,7 +26,7 @@ def saved(tiny_base: TinyBase, tmp_path: Path) -> Path:
     ("change", "says"),
     [
         ({"settings": {"num_heads": 99}}, r"config.json has bad settings \(head.num_heads must be in .*got 99"),
-        ({"settings": {"num_heads": "3"}}, r"config.json has bad settings"),
+        ({"settings": {"num_heads": "three"}}, r"config.json has bad settings"),
         ({"settings": [3]}, "has a list as settings, expected a dict"),
         ({"base": "smollm2"}, "has a str as base, expected a dict"),
         ({"head": "drafthead.models.draft_head.DraftHeadConfig"}, r"bad settings \(Can't instantiate abstract class"),

@@ -250,3 +250,20 @@ def test_one_line_of_a_recipe() -> None:
     found = parse(OmegaConf.create("{ ce: 0, lk: 1, depth_weights: [1, 0.5] }"), LossConfig)
     assert found == only(lk=1.0, depth_weights=[1.0, 0.5])
     assert isinstance(found.depth_weights, list)
+
+
+def test_bfloat16_sums_over_chunks_in_float32() -> None:
+    """512 chunks of one target each: a sum kept in bfloat16 stops growing at 256 of its terms."""
+    count = 512
+    hidden = torch.ones(1, count, 4, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    targets = Targets(
+        ids=torch.zeros(count, dtype=torch.int64),
+        valid=torch.ones(1, count, dtype=torch.bool),
+        teacher_hidden=None,
+        teacher=None,
+    )
+    loss, _ = heads_loss(hidden, [OutputHead(weight=weight)], targets, LossConfig(decay=1.0), rows=1)
+    loss.backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
+    assert torch.equal(weight.grad.float(), torch.tensor([[-0.5], [0.5]]).expand(2, 4) * count)

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,12 @@ import torch
 from torch import nn
 
 from drafthead.data.errors import UserError
-from drafthead.train.checkpoint import TrainState, capture_rng, load_latest, restore_rng, save_checkpoint
+from drafthead.data.files import read_sealed_json, write_sealed_json
+from drafthead.train.checkpoint import TrainState, load_best, load_latest, save_checkpoint
 from drafthead.train.optim import OptimConfig, build_optimizer
+from drafthead.train.random_state import capture_rng, restore_rng, undisturbed_rng
 
-STATE = TrainState(phase=1, step=3, global_step=7)
+STATE = TrainState(phase=1, step=3, global_step=7, processes=2, losses=[0.1, None, 1 / 3])
 
 
 class Run:
@@ -34,9 +37,10 @@ class Run:
         self.optimizer.step()
         return loss.item()
 
-    def save(self, folder: Path, step: int, keep: int = 2) -> Path:
-        state = replace(STATE, global_step=step)
-        return save_checkpoint(folder, state, self.head.state_dict(), self.optimizer.state_dict(), keep=keep)
+    def save(self, folder: Path, step: int, keep: int = 2, score: float | None = None) -> Path:
+        state = replace(STATE, global_step=step, score=score)
+        weights, optimizer = self.head.state_dict(), self.optimizer.state_dict()
+        return save_checkpoint(folder, state, weights, optimizer, rng=[capture_rng()], keep=keep)
 
 
 def seed_everything(seed: int) -> None:
@@ -67,14 +71,16 @@ def test_resume_is_bit_for_bit(tmp_path: Path) -> None:
 
 def test_state_and_every_ranks_rng_survive(tmp_path: Path) -> None:
     run = Run()
+    manifests = {"generations": {"base": {"fingerprint": "ab"}, "answers": 3}}
     ranks = []
     for rank in range(2):
         seed_everything(rank)
         ranks.append(capture_rng())
-    path = save_checkpoint(tmp_path, STATE, run.head.state_dict(), run.optimizer.state_dict(), rng=ranks)
+    weights, optimizer = run.head.state_dict(), run.optimizer.state_dict()
+    path = save_checkpoint(tmp_path, STATE, weights, optimizer, rng=ranks, manifests=manifests)
     assert path.name == "step-0000007"
     checkpoint = load_latest(tmp_path)
-    assert checkpoint is not None and checkpoint.state == STATE
+    assert checkpoint is not None and checkpoint.state == STATE and checkpoint.manifests == manifests
     for rank in range(2):
         restore_rng(checkpoint.rng[rank])
         drawn = (random.random(), np.random.rand(), torch.rand(()).item())
@@ -97,7 +103,7 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-FILES = ("head.safetensors", "optimizer.pt", "rng.pt", "state.json")
+FILES = ("head.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -117,7 +123,7 @@ def test_an_edited_state_is_damage(tmp_path: Path) -> None:
     path = Run().save(tmp_path, 1)
     state = path / "state.json"
     state.write_text(state.read_text().replace('"global_step": 1', '"global_step": 2'))
-    with pytest.raises(UserError, match="state.json does not have the checksum it states.*train from the start"):
+    with pytest.raises(UserError, match="state.json is damaged: it does not have the checksum.*train from the start"):
         load_latest(tmp_path)
 
 
@@ -172,7 +178,7 @@ def test_a_save_that_was_killed_is_invisible_and_swept(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("drafthead.train.checkpoint.write_json", killed)
+        patch.setattr("drafthead.train.checkpoint.write_sealed_json", killed)
         with pytest.raises(KeyboardInterrupt):
             run.save(tmp_path, 2)
     checkpoint = load_latest(tmp_path)
@@ -181,18 +187,67 @@ def test_a_save_that_was_killed_is_invisible_and_swept(tmp_path: Path, monkeypat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000001", "step-0000003"]
 
 
-def test_code_in_an_optimizer_file_is_not_run(tmp_path: Path) -> None:
-    """The checksums are right, the content is hostile: weights_only must refuse it."""
-
-    class Hostile:
-        def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
-            return Path.touch, (tmp_path / "owned",)  # type: ignore[return-value]
-
+def test_what_json_cannot_say_is_not_saved(tmp_path: Path) -> None:
+    """No file of a checkpoint is a pickle, so an object in the state is our mistake."""
     run = Run()
-    save_checkpoint(tmp_path / "c", STATE, run.head.state_dict(), {"state": Hostile()})
-    with pytest.raises(Exception, match="[Ww]eights.only"):
-        load_latest(tmp_path / "c")
-    assert not (tmp_path / "owned").exists()
+    with pytest.raises(TypeError, match="the state has a PosixPath at 'state.0'"):
+        save_checkpoint(tmp_path, STATE, run.head.state_dict(), {"state": {0: tmp_path}}, rng=[])
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_pickle_is_written(tmp_path: Path) -> None:
+    run = Run()
+    run.step()
+    path = run.save(tmp_path, 1)
+    assert sorted(p.name for p in path.iterdir()) == sorted(FILES)
+    assert all(not zipfile.is_zipfile(p) and not p.read_bytes().startswith(b"\x80") for p in path.iterdir())
+
+
+def test_the_best_is_marked_and_kept(tmp_path: Path) -> None:
+    run = Run()
+    for step, score in ((1, 1.2), (2, 1.5), (3, None), (4, 1.4), (5, 1.5), (6, 1.1)):
+        run.save(tmp_path, step, keep=1, score=score)
+        if step == 4:
+            assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "step-0000002", "step-0000004"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "step-0000005", "step-0000006"]
+    assert (tmp_path / "best").resolve().name == "step-0000005", "of equal ones the later"
+    best, latest = load_best(tmp_path), load_latest(tmp_path)
+    assert best is not None and latest is not None
+    assert (best.state.score, best.state.global_step, latest.state.global_step) == (1.5, 5, 6)
+
+
+def test_no_best_before_a_measurement(tmp_path: Path) -> None:
+    Run().save(tmp_path, 1)
+    assert load_best(tmp_path) is None and not (tmp_path / "best").exists()
+
+
+def test_a_file_that_leads_elsewhere_is_damage(tmp_path: Path) -> None:
+    run = Run()
+    run.save(tmp_path / "c", 1)
+    newest = run.save(tmp_path / "c", 2)
+    (newest / "head.safetensors").rename(tmp_path / "elsewhere")
+    (newest / "head.safetensors").symlink_to(tmp_path / "elsewhere")
+    checkpoint = load_latest(tmp_path / "c")
+    assert checkpoint is not None and checkpoint.state.global_step == 1
+    assert "is a link to" in checkpoint.warnings[0]
+
+
+@pytest.mark.parametrize("change", [{"phase": -1}, {"step": "3"}, {"global_step": True}, {"losses": ["nan"]}])
+def test_an_impossible_state_with_the_right_checksum_is_damage(tmp_path: Path, change: dict[str, object]) -> None:
+    path = Run().save(tmp_path, 1) / "state.json"
+    content = read_sealed_json(path)
+    write_sealed_json(path, {**content, "state": {**content["state"], **change}})
+    with pytest.raises(UserError, match="state.json is not a checkpoint's"):
+        load_latest(tmp_path)
+
+
+def test_work_that_leaves_the_generators_alone() -> None:
+    seed_everything(3)
+    expected = (random.random(), np.random.rand(), torch.rand(()).item())
+    seed_everything(3)
+    with undisturbed_rng():
+        random.random(), np.random.rand(), torch.rand(())
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
 
 
 def test_no_space_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

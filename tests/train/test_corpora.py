@@ -12,9 +12,11 @@ from drafthead.data.contracts import FeatureSpec
 from drafthead.data.errors import UserError
 from drafthead.data.generations import SamplerConfig
 from drafthead.data.sources import SourceConfig
+from drafthead.models import batched_generation
 from drafthead.models.base import BaseModel
 from drafthead.train import corpora
-from drafthead.train.corpora import Corpora, DataConfig, GenerationsConfig, TextConfig, is_held_out
+from drafthead.train.corpora import Corpora, is_held_out
+from drafthead.train.data_config import DataConfig, GenerationsConfig, TextConfig
 from drafthead.train.phase_data import open_held_out
 
 TinyBase = Callable[..., BaseModel]
@@ -69,7 +71,7 @@ def test_a_full_disk_is_noticed_before_generating(
 ) -> None:
     """Room for the ids, but not for the features."""
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100_000}))
-    monkeypatch.setattr(corpora, "generate", lambda *_, **__: pytest.fail("generation was begun"))
+    monkeypatch.setattr(batched_generation, "generate", lambda *_, **__: pytest.fail("generation was begun"))
     with pytest.raises(UserError, match=r"the answers with their features \(keep_features\) needs about"):
         make(tiny_base(), tmp_path)[0].generations()
 

@@ -61,33 +61,27 @@ def test_resume_false_keeps_what_no_run_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision", "says"),
+    ("kind", "says"),
     [
-        (DistributedType.FSDP, "no", "accelerate is set to FSDP, .* choose plain multi-GPU"),
-        (DistributedType.DEEPSPEED, "no", "accelerate is set to DEEPSPEED"),
-        (DistributedType.MULTI_GPU, "bf16", "mixed_precision=bf16, .* launch with --mixed_precision no"),
+        (DistributedType.FSDP, "accelerate is set to FSDP, .* choose plain multi-GPU .* and shard=full"),
+        (DistributedType.DEEPSPEED, "accelerate is set to DEEPSPEED"),
     ],
 )
-def test_launchers_that_the_loop_would_not_follow(kind: DistributedType, precision: str, says: str) -> None:
+def test_launchers_that_the_loop_would_not_follow(kind: DistributedType, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        pipeline._check_accelerator(SimpleNamespace(distributed_type=kind, mixed_precision=precision))
+        pipeline._check_accelerator(SimpleNamespace(distributed_type=kind))
 
 
 @pytest.mark.parametrize("kind", [DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU])
 def test_plain_launchers(kind: DistributedType) -> None:
-    pipeline._check_accelerator(SimpleNamespace(distributed_type=kind, mixed_precision="no"))
+    pipeline._check_accelerator(SimpleNamespace(distributed_type=kind))
 
 
-def test_mixed_precision_of_the_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    try:
-        with pytest.raises(UserError, match="mixed_precision=bf16"):
-            train(tmp_path)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+def test_what_the_launcher_says_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(UserError, match="mixed_precision=fp8"):
+        train(tmp_path)
+    assert not (tmp_path / "run").exists()
 
 
 def test_nothing_to_train_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

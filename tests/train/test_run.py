@@ -33,7 +33,7 @@ def test_resume_equals_no_interruption_bit_for_bit(tmp_path: Path) -> None:
     for stop in (3, 10, 15):
         part = tmp_path / f"part{stop}"
         shutil.copytree(tmp_path / "whole", part)
-        for path in (part / "run" / "checkpoints").iterdir():
+        for path in (part / "run" / "checkpoints").glob("step-*"):
             if int(path.name.removeprefix("step-")) > stop:
                 shutil.rmtree(path)
         shutil.rmtree(part / "run" / "head")
@@ -67,25 +67,6 @@ def test_a_corpus_of_other_settings_is_refused(tmp_path: Path) -> None:
         train(tmp_path, "data.generations.sampler.temperature=0.5", "resume=false")
 
 
-def test_nan_stops_and_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from drafthead.models.medusa import MedusaHead
-
-    original, calls = MedusaHead.loss, []
-
-    def broken(self, *args):  # type: ignore[no-untyped-def]
-        calls.append(1)
-        out = original(self, *args)
-        return type(out)(**{**vars(out), "loss_sum": out.loss_sum * (float("nan") if len(calls) > 14 else 1.0)})
-
-    monkeypatch.setattr(MedusaHead, "loss", broken)
-    with pytest.raises(UserError, match=r"phase pretrain, step \d+: the loss is nan.*is kept.*optim.lr"):
-        train(tmp_path, "log_every=1", "checkpoint.every_steps=3", "phases.pretrain.steps=30", "validate_every=50")
-    saved = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
-    assert saved[-1] == "step-0000012"
-    weights = load_file(tmp_path / "run" / "checkpoints" / saved[-1] / "head.safetensors")
-    assert all(torch.isfinite(w).all() for w in weights.values())
-
-
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -115,12 +96,11 @@ def test_command_line_errors_are_one_line(tmp_path: Path) -> None:
 
 
 def test_killed_while_generating_every_prompt_is_answered_once(tmp_path: Path) -> None:
-    """kill -9 between shards, twice: finished shards are kept, and the corpus equals an uninterrupted one."""
+    """kill -9 between shards, twice: finished shards are kept, and the corpus is an uninterrupted one, bit for bit."""
     options = ["recipe=medusa_smollm2", "debug=tiny", "data.generations.prompts=24", "data.generations.slots=2"]
     options += ["data.generations.sampler.max_new_tokens=60", "data.generations.max_prompt_tokens=400"]
     places = [f"out={tmp_path / 'run'}", f"data.folder={tmp_path / 'corpora'}"]
-    small_shards = "import drafthead.train.corpora as c; c.SHARD_ROWS = 4; from drafthead.data.run import main; main()"
-    command = [sys.executable, "-c", small_shards, *options, *places]
+    command = [sys.executable, str(ROOT / "data" / "run.py"), *options, *places]
     folder = tmp_path / "corpora" / "generations"
     for shard in (1, 2):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
@@ -135,7 +115,7 @@ def test_killed_while_generating_every_prompt_is_answered_once(tmp_path: Path) -
     run, _ = composed(tmp_path / "whole", *options)
     whole = Corpora(BaseModel.load(run.base), run.data, run.seed, lambda *_: None).generations()
     found, wanted = (
-        [(g.prompt_number, g.input_ids.tolist()) for g in store.read(with_features=False)]
+        [(g.prompt_number, g.input_ids.tolist(), g.features.tobytes()) for g in store.read()]
         for store in (GenerationStore(folder), whole)
     )
-    assert found == wanted and [number for number, _ in found] == list(range(24))
+    assert found == wanted and [number for number, *_ in found] == list(range(24))

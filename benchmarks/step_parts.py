@@ -1,0 +1,87 @@
+"""What benchmarks/train_step.py measures with, and the rows that it measures on."""
+
+from pathlib import Path
+from time import perf_counter
+
+import datasets
+import numpy as np
+import torch
+from loss_memory import PeakMemory
+
+from drafthead.data.chat import Document
+from drafthead.data.feature_cache import FeatureCache
+from drafthead.data.packing import pack
+from drafthead.models.base import BaseModel
+from drafthead.models.draft_head import DraftHead
+from drafthead.train.config import PhaseConfig
+
+PARTS = ("data", "base", "head", "optimiser")
+ROWS = 32
+"""Different rows, at least; steps repeat them."""
+
+
+class Memory:
+    """Peak memory since the last ``restart``, bytes: allocated on a GPU; on a CPU resident, above what was before."""
+
+    def __init__(self, device: torch.device, resident: PeakMemory) -> None:
+        self.device, self._resident = device, resident
+
+    def restart(self) -> None:
+        """Forget the peak."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            self._resident.peak = 0
+
+    def peak(self) -> int:
+        """The highest since."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return max(self._resident.peak, self._resident.resident()) - self._resident.before
+
+
+class Clock:
+    """Seconds and peak memory between marks; waits for the device at each."""
+
+    def __init__(self, base: BaseModel, memory: Memory) -> None:
+        self.base, self.memory = base, memory
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.peaks = dict.fromkeys(PARTS, 0)
+        self._last = 0.0
+
+    def start(self) -> None:
+        """Begin behind whatever went before."""
+        self.base.synchronise()
+        self.memory.restart()
+        self._last = perf_counter()
+
+    def mark(self, part: str, waited: float = 0.0) -> None:
+        """All since the last mark was ``part``, but for ``waited`` seconds that were for data."""
+        self.base.synchronise()
+        now = perf_counter()
+        self.seconds[part] += now - self._last - waited
+        self.seconds["data"] += waited
+        self.peaks[part] = max(self.peaks[part], self.memory.peak())
+        self.start()
+
+
+def random_rows(phase: PhaseConfig, vocabulary: int) -> datasets.Dataset:
+    """Full rows of random tokens, one document each, all of them trained."""
+    random = np.random.default_rng(0)
+    count = max(ROWS, phase.batch_rows * phase.accumulate)
+    length = phase.row_length
+    documents = (
+        Document(random.integers(0, vocabulary, length, dtype=np.int32), np.ones(length, dtype=np.bool_))
+        for _ in range(count)
+    )
+    return pack(documents, length, split=False)
+
+
+def random_cache(folder: Path, rows: datasets.Dataset, head: DraftHead) -> FeatureCache:
+    """A cache of random features for ``rows``."""
+    length, width = len(rows[0]["input_ids"]), head.base.hidden_size * (1 + len(head.spec.layers))
+    dtype = "bfloat16" if head.base.dtype == torch.bfloat16 else "float16"
+    cache = FeatureCache.create(folder, len(rows), length, width, dtype, {"benchmark": "train_step"})
+    for row in cache.missing_rows():
+        cache.write([row], torch.randn(1, length, width))
+    return cache

@@ -1,0 +1,276 @@
+"""Tokens per second of a training step, its parts, and how it compares with the base's bare forward pass.
+
+    python benchmarks/train_step.py recipe=medusa_vicuna_7b head.own_projection=false shard.precision=bfloat16
+    accelerate launch benchmarks/train_step.py recipe=medusa_llama3 shard=full --json step.json
+    python benchmarks/train_step.py --steps 2 --warm 1 recipe=medusa_smollm2 debug=tiny        does it run?
+    python benchmarks/compare.py before.json step.json
+
+A recipe's phase (--phase, by default its first) is run on rows of random tokens with a base of the recipe's shape and
+random weights (no step is faster or slower for it); a base without a shape is loaded. Per device:
+
+  tokens/s     positions read, over --steps steps behind --warm ones that do not count, without a stop between parts.
+  floor        the same of the base alone, reading the same rows: a step that computes its features cannot beat it.
+  parts        seconds of a step in data (waiting for rows), base (features), head (loss, forward and backward) and
+               optimiser (sum over processes, clipping, update), from other steps, with a stop behind each part.
+  MFU          of the device's bfloat16 peak, where that is known, by the products of base and head alone.
+  memory       the peak of the steps, of each part, and what `mode=plan` says: allocated bytes on a GPU; on a CPU how
+               far resident memory rose above what the interpreter had.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from common import described, entry_point
+from composed import composed
+from loss_memory import PeakMemory
+from rich.console import Console
+from rich.table import Table
+from step_parts import PARTS, Clock, Memory, random_cache, random_rows
+
+from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
+from drafthead.data.errors import UserError
+from drafthead.data.files import write_json
+from drafthead.models.base import BaseModel
+from drafthead.models.draft_head import DraftHead
+from drafthead.models.model_shape import ModelShape
+from drafthead.train.config import PhaseConfig, RunConfig
+from drafthead.train.launcher import follow_launcher
+from drafthead.train.optim import build_optimizer
+from drafthead.train.phase_data import PhaseData
+from drafthead.train.plan import size
+from drafthead.train.plan_run import plan_of
+from drafthead.train.sharding import Sharding
+from drafthead.train.step import StepResult, train_step
+
+PEAKS = {
+    "A10": 125e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "H200": 989e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+"""Dense bfloat16 operations a second by part of a GPU's name, from its data sheet; the longest one counts."""
+
+
+def parse_arguments(given: list[str] | None) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        UserError: a number that cannot be meant.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--phase", metavar="NAME", help="of the recipe; by default its first")
+    add("--steps", type=int, default=10, metavar="N", help="that are measured, of either kind (default 10)")
+    add("--warm", type=int, default=3, metavar="N", help="before them (default 3)")
+    add("--json", type=Path, metavar="FILE", help="write the record here, for compare.py")
+    add("overrides", nargs="+", metavar="key=value", help="recipe=NAME and settings, as for `drafthead train`")
+    arguments = parser.parse_intermixed_args(given)
+    for name, least in (("steps", 1), ("warm", 0)):
+        if getattr(arguments, name) < least:
+            raise UserError(f"--{name} must be at least {least}, got {getattr(arguments, name)}")
+    return arguments
+
+
+class Bench:
+    """One phase of a recipe, ready to step."""
+
+    def __init__(self, run: RunConfig, phase: str, accelerator: Accelerator, sharding: Sharding, folder: Path) -> None:
+        self.phase, self.accelerator, self.sharding = run.phases[phase], accelerator, sharding
+        torch.manual_seed(run.seed)
+        self.base = BaseModel.load(sharding.base_config(run.base), accelerator.device)
+        rows = random_rows(self.phase, self.base.vocab_size)
+        self.head = build_head(run, self.base)
+        if run.tunes_base:
+            self.head.tune_base(now=self.phase.train_base)
+        cache = random_cache(folder, rows, self.head) if self.phase.features == "cached" else None
+        self.data = PhaseData(rows, self.base, self.head.spec, cache)
+        sharding.place(self.head.train())
+        self.optimizer = build_optimizer(self.head.parameters(), self.phase.optim, self.head.lr_factor)
+
+    def rows(self) -> Iterator[list[int]]:
+        """Row numbers of one micro-batch after the other, without end."""
+        numbers = cycle(range(len(self.data.rows)))
+        while True:
+            yield list(islice(numbers, self.phase.batch_rows))
+
+    def step(self, batches: Iterator[tuple[TrainBatch, Features]], clock: Clock | None = None) -> StepResult:
+        return train_step(
+            self.head,
+            self.optimizer,
+            islice(batches, self.phase.accumulate),
+            self.phase.loss,
+            lr=self.phase.optim.lr,
+            clip_norm=self.phase.optim.clip_norm,
+            reduce=lambda value: self.accelerator.reduce(value, "sum"),
+            mark=(lambda part: None) if clock is None else clock.mark,
+        )
+
+    def whole_steps(self, steps: int, warm: int) -> float:
+        """Seconds of a step."""
+        batches = self.data.stream(self.rows())
+        for _ in range(warm):
+            self.step(batches)
+        self.base.synchronise()
+        self.data.waited_s, started = 0.0, perf_counter()
+        for _ in range(steps):
+            self.step(batches)
+        self.base.synchronise()
+        return (perf_counter() - started) / steps
+
+    def parted_steps(self, steps: int, memory: Memory) -> Clock:
+        """Steps with a stop behind every part."""
+        clock = Clock(self.base, memory)
+
+        def marked() -> Iterator[tuple[TrainBatch, Features]]:
+            batches = self.data.stream(self.rows())
+            while True:
+                before = self.data.waited_s
+                batch = next(batches)
+                clock.mark("base", self.data.waited_s - before)
+                yield batch
+
+        batches = marked()
+        clock.start()
+        for _ in range(steps):
+            self.step(batches, clock)
+        return clock
+
+    def bare_forward(self, steps: int, warm: int) -> float:
+        """Seconds of the base's pass over the rows of a step."""
+        batches = [self.data.read(numbers)[0] for numbers in islice(self.rows(), self.phase.accumulate)]
+        for number in range(warm + steps):
+            if number == warm:
+                self.base.synchronise()
+                started = perf_counter()
+            for batch in batches:
+                self.base.features(batch, FeatureSpec())
+        self.base.synchronise()
+        return (perf_counter() - started) / steps
+
+
+def build_head(run: RunConfig, base: BaseModel) -> DraftHead:
+    """The recipe's head; its draft vocabulary is the first ids, as a random corpus has no frequent ones."""
+    wanted = run.head_config().draft_vocab_size
+    cut = wanted is not None and wanted < base.vocab_size
+    return run.head_config().build(base, torch.arange(wanted or 0) if cut else None)
+
+
+def operations_per_token(run: RunConfig, phase: PhaseConfig, shape: ModelShape) -> float:
+    """Floating-point operations of the products for one position: two per multiplied weight.
+
+    The base's layers once, unless its features are cached, with causal attention over half a row on average; where it
+    is trained along, twice more (forward, and the gradient of the inputs; the adapters are left out). The head's
+    trained weights three times: forward, and both gradients. A projection that heads share and do not train: forward
+    and the gradient of its input, for every trained draft position.
+    """
+    head = run.head_config()
+    sizes = head.size(shape.hidden_size, shape.vocab_size)
+    attention = phase.row_length * shape.num_heads * shape.head_dim
+    base = 2.0 * shape.num_layers * (shape.layer_parameters() + attention)
+    shared = 0 if sizes.projections else head.trained_positions * sizes.draft_vocab_size * shape.hidden_size
+    passes = (phase.features != "cached") + 2 * phase.train_base
+    return passes * base + 6.0 * sizes.trainable + 4.0 * shared
+
+
+def peak_operations(device: torch.device) -> float | None:
+    """The device's bfloat16 peak, None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    known = [part for part in PEAKS if all(word in name for word in part.split())]
+    return PEAKS[max(known, key=len)] if known else None
+
+
+def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, warm: int) -> dict[str, Any]:
+    """The record's numbers, of this process."""
+    sharding = Sharding(run.shard, accelerator.device)
+    with PeakMemory() as resident, TemporaryDirectory(prefix="drafthead-step-") as folder:
+        memory = Memory(accelerator.device, resident)
+        bench = Bench(run, phase, accelerator, sharding, Path(folder))
+        memory.restart()
+        step_s = bench.whole_steps(steps, warm)
+        peak, waited = memory.peak(), bench.data.waited_s / steps
+        clock = bench.parted_steps(steps, memory)
+        floor_s = bench.bare_forward(steps, warm)
+        sharding.leave()
+    settings = run.phases[phase]
+    tokens = settings.batch_rows * settings.row_length * settings.accumulate
+    shape, devices = ModelShape.from_config(bench.base.model.config), accelerator.num_processes
+    operations, top = operations_per_token(run, settings, shape), peak_operations(accelerator.device)
+    planned = plan_of(run, devices, device=accelerator.device.type).memory_total(phase)
+    return {
+        "phase": phase,
+        "processes": devices,
+        "tokens_a_step": tokens,
+        "step_s": step_s,
+        "tokens_per_second": tokens / step_s,
+        "floor": {"forward_s": floor_s, "tokens_per_second": tokens / floor_s},
+        "ratio_to_floor": floor_s / step_s,
+        "data_wait": waited / step_s,
+        "parts_s": {part: clock.seconds[part] / steps for part in PARTS},
+        "mfu": None if top is None else tokens / step_s * operations / top,
+        "memory": {
+            "peak_bytes": peak,
+            "part_bytes": {part: clock.peaks[part] for part in PARTS if part != "data"},
+            "planned": planned,
+            "peak_to_plan": peak / planned,
+        },
+    }
+
+
+def show(found: dict[str, Any]) -> Table:
+    """The numbers for a person."""
+    table = Table(title=f"a training step of phase {found['phase']}, per device of {found['processes']}")
+    for number, column in enumerate(("", "ms", "share", "peak")):
+        table.add_column(column, justify="right" if number else "left")
+    whole = sum(found["parts_s"].values())
+    for part, seconds in found["parts_s"].items():
+        held = found["memory"]["part_bytes"].get(part)
+        table.add_row(part, f"{1e3 * seconds:.1f}", f"{seconds / whole:.1%}", "" if held is None else size(held))
+    table.add_section()
+    table.add_row("step, whole", f"{1e3 * found['step_s']:.1f}", "", size(found["memory"]["peak_bytes"]))
+    table.add_row("bare forward of the base", f"{1e3 * found['floor']['forward_s']:.1f}", "", "")
+    return table
+
+
+def main(given: list[str] | None = None) -> None:
+    """Entry point."""
+    arguments = parse_arguments(given)
+    run = composed(arguments.overrides)
+    phase = arguments.phase or next(iter(run.phases))
+    if phase not in run.phases:
+        raise UserError(f"the recipe has no phase {phase!r}; it has {', '.join(run.phases)}")
+    if run.base.shape:
+        run = replace(run, base=replace(run.base, random=True, tokenizer="builtin:tiny"))
+    run = replace(run, shard=follow_launcher(run.shard))
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    found = measure(run, phase, accelerator, arguments.steps, arguments.warm)
+    if not accelerator.is_main_process:
+        return
+    console = Console(highlight=False)
+    console.print(show(found))
+    mfu = "unknown here" if found["mfu"] is None else f"{found['mfu']:.1%}"
+    console.print(
+        f"{found['tokens_per_second']:,.0f} tokens/s, {found['ratio_to_floor']:.2f} of the base's bare forward pass; "
+        f"waiting for data {found['data_wait']:.1%}; MFU {mfu}; peak memory {found['memory']['peak_to_plan']:.2f} of "
+        f"the plan's {size(found['memory']['planned'])}",
+        soft_wrap=True,
+    )
+    if arguments.json:
+        write_json(arguments.json, described("train_step", arguments) | found)
+
+
+if __name__ == "__main__":
+    entry_point(main)

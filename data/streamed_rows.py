@@ -1,0 +1,132 @@
+"""Rows packed from streams while training: any row by its number, the same for every process and every restart.
+
+Row n is in lane ``n // turn % lanes``, so with a turn as long as a micro-batch a process meets few lanes: where the
+number of processes divides the lanes, each reads its own part of the sources and nothing else. A lane is cut into
+windows of ``WINDOW`` rows. A window begins with a text, and the positions where windows begin are kept on disk, so that
+any row can be had again for the price of its window; what a window's end cuts off a text is left out. Within a window
+the rows are shuffled.
+
+T row length.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from drafthead.data.chat import Document
+from drafthead.data.contracts import TrainBatch
+from drafthead.data.files import read_json, write_json
+from drafthead.data.packing import PackedRow, collate_rows, split_rows, text_documents
+from drafthead.data.sources import SourceConfig
+from drafthead.data.streams import Mixture, State
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WINDOW = 64
+KEPT = 256
+"""Positions kept a lane: going back behind them reads the lane from its beginning."""
+
+
+class StreamedRows:
+    """An endless sequence of rows of text.
+
+    Args:
+        sources: of the texts.
+        tokenizer: of the base.
+        row_length: T.
+        seed: of the shuffles.
+        lanes: parts of the sources; decides, like ``turn``, which row has which number.
+        turn: consecutive rows of a lane.
+        folder: of the positions; one for every combination of all these.
+        workers: windows made at a time, ahead of their use.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[SourceConfig],
+        tokenizer: "PreTrainedTokenizerBase",
+        row_length: int,
+        *,
+        seed: int,
+        lanes: int,
+        turn: int,
+        folder: Path,
+        workers: int,
+    ) -> None:
+        self.turn, self.lanes = turn, lanes
+        self.row_length = row_length
+        self._workers = ThreadPoolExecutor(workers, thread_name_prefix="rows")
+        self._lanes = [
+            _Lane(Mixture(sources, n, lanes), tokenizer, row_length, (seed, n), folder / f"lane-{n:03}.json")
+            for n in range(lanes)
+        ]
+        self._windows: dict[tuple[int, int], Future[list[PackedRow]]] = {}
+
+    def batch(self, numbers: Sequence[int]) -> TrainBatch:
+        """The rows ``numbers`` as one batch [B, T]; ``row_ids`` are the numbers.
+
+        Raises:
+            UserError: a source cannot be read.
+        """
+        return collate_rows([self._row(number) for number in numbers], self.row_length, list(numbers))
+
+    def _row(self, number: int) -> PackedRow:
+        turn, place = divmod(number, self.turn)
+        window, row = divmod(turn // self.lanes * self.turn + place, WINDOW)
+        lane = turn % self.lanes
+        rows = self._window(lane, window)
+        self._window(lane, window + 1)
+        for old in [key for key in self._windows if key[0] == lane and key[1] < window - 1]:
+            del self._windows[old]
+        return rows.result()[row]
+
+    def _window(self, lane: int, window: int) -> "Future[list[PackedRow]]":
+        if (lane, window) not in self._windows:
+            self._windows[lane, window] = self._workers.submit(self._lanes[lane].window, window)
+        return self._windows[lane, window]
+
+
+class _Lane:
+    """Makes the windows of one lane, in any order; fast in theirs."""
+
+    def __init__(
+        self, texts: Mixture, tokenizer: "PreTrainedTokenizerBase", row_length: int, seed: tuple[int, int], path: Path
+    ) -> None:
+        self.texts, self.tokenizer, self.row_length, self.seed, self.path = texts, tokenizer, row_length, seed, path
+        self._lock = threading.Lock()
+        self._positions: dict[int, State] = {0: texts.state()}
+        self._next = 0
+        if path.exists():
+            self._positions |= {int(window): state for window, state in read_json(path).items()}
+
+    def window(self, number: int) -> list[PackedRow]:
+        with self._lock:
+            if number != self._next:
+                self._next = max(window for window in self._positions if window <= number)
+                self.texts.load(self._positions[self._next])
+            while self._next < number:
+                self._make()
+            rows = self._make()
+        order = np.random.default_rng([*self.seed, number]).permutation(WINDOW)
+        return [rows[place] for place in order]
+
+    def _make(self) -> list[PackedRow]:
+        rows = list(islice(split_rows(self._documents(), self.row_length), WINDOW))
+        self._next += 1
+        if self._next not in self._positions:
+            self._positions[self._next] = self.texts.state()
+            for old in sorted(self._positions)[1:-KEPT]:
+                del self._positions[old]
+            write_json(self.path, {str(window): state for window, state in sorted(self._positions.items())})
+        return rows
+
+    def _documents(self) -> Iterator[Document]:
+        """One text at a time: what is read ahead would be lost at the end of a window."""
+        while True:
+            yield from text_documents(self.tokenizer, [next(self.texts)])

@@ -1,0 +1,369 @@
+"""Every file that is read may be damaged or hostile: a ``UserError`` in one line, or exactly what was written.
+
+Never another exception, a crash, a hang, or other values than those that were saved.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from drafthead.data.chat import Document
+from drafthead.data.errors import UserError
+from drafthead.data.feature_cache import FeatureCache
+from drafthead.data.files import read_json_lines, read_sealed_json, write_json, write_sealed_json
+from drafthead.data.generations import Generation, GenerationStore
+from drafthead.data.manifest import read_manifest, write_manifest
+from drafthead.data.packing import collate, open_packed, pack
+from drafthead.data.sources import SourceConfig, iter_documents, iter_prompts
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.journal import Journal
+from drafthead.eval.replay_run import read_texts
+from drafthead.eval.suite_files import read_jsonl
+from drafthead.models import adapter
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import BaseConfig
+from drafthead.models.draft_head import DraftHead
+from drafthead.models.formats.artefact import read_artefact
+from drafthead.models.head_files import read_threshold, read_tree
+from drafthead.models.medusa import MedusaConfig
+from drafthead.train.checkpoint import TrainState, load_latest, save_checkpoint
+from drafthead.train.random_state import capture_rng
+
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 300,
+    "max_position_embeddings": 64,
+}
+PLAIN: dict[str, Any] = {"tokenizer": "builtin:tiny", "dtype": "float32", "prepack": False}
+MADE_BY = {"base": {"name": "tiny", "fingerprint": "0f"}, "rows": [1, 2.5, None]}
+
+
+@cache
+def base() -> BaseModel:
+    return BaseModel.load(
+        BaseConfig(random=True, shape=SHAPE, tokenizer="builtin:tiny", dtype="float32", prepack=False)
+    )
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Something that is on disk: how it is made, and read into a value that can be compared."""
+
+    make: Callable[[Path], Any]
+    read: Callable[[Path], Any]
+    exact: bool = True
+    """Whether damage may never pass: there are checksums. Else what people edit may say something else now."""
+
+
+def tensors(values: dict[str, torch.Tensor]) -> dict[str, tuple[str, bytes]]:
+    return {
+        k: (f"{v.dtype}{list(v.shape)}", v.contiguous().view(torch.uint8).numpy().tobytes()) for k, v in values.items()
+    }
+
+
+# What is read ---------------------------------------------------------------------------------------------------
+
+
+def make_checkpoint(folder: Path) -> None:
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = TrainState(phase=0, step=3, global_step=3, score=1.5, losses=[1.0, None])
+    save_checkpoint(
+        folder, state, layer.state_dict(), optimizer.state_dict(), rng=[capture_rng()], manifests={"text": MADE_BY}
+    )
+
+
+def read_checkpoint(folder: Path) -> Any:
+    found = load_latest(folder)
+    assert found is not None
+    moments = {f"{i}.{k}": v for i, state in found.optimizer["state"].items() for k, v in state.items()}
+    rest = (found.state, found.manifests, found.optimizer["param_groups"], found.rng[0]["python"][0])
+    return tensors(found.head), tensors(moments), tensors({"torch": found.rng[0]["torch"]}), rest
+
+
+def make_head(folder: Path) -> None:
+    head = MedusaConfig(num_heads=2, draft_vocab_size=20).build(base(), torch.arange(20))
+    head.tree = TokenTree.chain(2)
+    head.save_pretrained(folder)
+
+
+def read_head(folder: Path) -> Any:
+    return tensors(DraftHead.from_pretrained(folder, base()).state_dict())
+
+
+def make_store(folder: Path) -> None:
+    store, draw = GenerationStore(folder, MADE_BY), np.random.default_rng(0)
+    for numbers in ((0, 1), (2,)):
+        rows = [(n, draw.integers(0, 50, 5).astype(np.int32), draw.normal(size=(4, 3))) for n in numbers]
+        store.append_shard([Generation(n, ids, 2, True, values.astype(np.float16)) for n, ids, values in rows])
+
+
+def read_store(folder: Path) -> Any:
+    store = GenerationStore(folder, MADE_BY)
+    found = [(g.prompt_number, g.input_ids.tolist(), g.boundary, g.finished, g.features) for g in store.read()]
+    stats = store.stats, store.token_counts(60).tolist()
+    return [(*facts, None if f is None else f.tobytes()) for *facts, f in found], stats
+
+
+def make_cache(folder: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    open_cache(folder).write([0, 1, 2], torch.randn(3, 4, 5, generator=draw))
+
+
+def open_cache(folder: Path) -> FeatureCache:
+    return FeatureCache.create(folder, 3, 4, 5, "float16", MADE_BY)
+
+
+def read_cache(folder: Path) -> Any:
+    found = open_cache(folder)
+    if found.missing_rows():
+        raise UserError("rows to be filled again")
+    return tensors({"rows": found.read([0, 1, 2])})
+
+
+def make_rows(folder: Path) -> None:
+    pack([Document(np.arange(40, dtype=np.int32), np.ones(40, dtype=np.bool_))], 16, split=True, folder=folder)
+
+
+def read_rows(folder: Path) -> Any:
+    rows = open_packed(folder)
+    return tensors(vars(collate(rows, list(range(len(rows)))))), list(rows["pieces"])
+
+
+def make_adapter(folder: Path) -> None:
+    from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+
+    model = BaseModel.load(base().config).model
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    weights = get_peft_model_state_dict(inject_adapter_in_model(config, model))
+    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
+    adapter.save(folder, {f"base_model.model.{k}": v for k, v in weights.items()}, plain)
+
+
+def read_adapter(folder: Path) -> Any:
+    settings = BaseConfig(**{**vars(base().config), "adapter": str(folder)})
+    return BaseModel.load(settings).fingerprint
+
+
+def make_base(folder: Path) -> None:
+    base().model.save_pretrained(folder)
+
+
+def read_base(folder: Path) -> Any:
+    return BaseModel.load(
+        BaseConfig(name=str(folder), tokenizer="builtin:tiny", dtype="float32", prepack=False)
+    ).vocab_size
+
+
+def make_published(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    for number in (1, 2):
+        save_file({f"t{number}": torch.arange(4.0)}, folder / f"part{number}.safetensors")
+    write_json(folder / "config.json", {"model_type": "mlp_speculator", "n_predict": 2})
+    index = {"weight_map": {"t1": "part1.safetensors", "t2": "part2.safetensors"}}
+    write_json(folder / "model.safetensors.index.json", index)
+
+
+def written(name: str, content: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+
+    return make
+
+
+PROMPTS = "".join(
+    json.dumps(row) + "\n"
+    for row in (
+        {"prompt": "Why?", "task": "a"},
+        {"messages": [{"role": "user", "content": "é"}]},
+        {"turns": ["one", "two"]},
+        {"input_ids": [1, 2, 3]},
+    )
+)
+STEP = dict.fromkeys(("position", "proposed", "depth", "accepted", "committed"), 1)
+DECODED = {"key": "k", "decoder": "d", "result": {"tokens": [1], "prefill_s": 0.1, "total_s": 0.2, "steps": []}}
+DECODED["result"]["steps"] = [STEP | dict.fromkeys(("draft_s", "verify_s", "total_s"), 0.1)]  # type: ignore[index]
+ROWS = '{"text": "one two"}\n{"text": "three"}\n'
+
+
+def source(kind: str, name: str) -> Callable[[Path], Any]:
+    def read(folder: Path) -> Any:
+        config = SourceConfig(kind=kind, name=str(folder / name))
+        found = list(iter_documents(config)), list(iter_prompts(config))
+        json.dumps(found, ensure_ascii=False).encode()  # what a tokenizer does first
+        return found
+
+    return read
+
+
+def make_gzip(folder: Path) -> None:
+    import gzip
+
+    folder.mkdir(exist_ok=True)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(ROWS.encode()))
+
+
+READERS = {
+    "checkpoint": Reader(make_checkpoint, read_checkpoint),
+    "head": Reader(make_head, read_head),
+    "generations": Reader(make_store, read_store),
+    "feature cache": Reader(make_cache, read_cache),
+    "packed rows": Reader(make_rows, read_rows),
+    "sealed json": Reader(
+        lambda folder: write_sealed_json(folder / "calibration.json", MADE_BY),
+        lambda folder: read_sealed_json(folder / "calibration.json"),
+    ),
+    "manifest": Reader(lambda folder: write_manifest(folder, MADE_BY), read_manifest, exact=False),
+    "tree": Reader(
+        written("tree.json", '{"choices": [[0], [0, 0], [1]], "stop_below": 0.25}'),
+        lambda folder: (read_tree(folder / "tree.json", 3), read_threshold(folder / "tree.json", 0.0)),
+        exact=False,
+    ),
+    "adapter": Reader(make_adapter, read_adapter, exact=False),
+    "base": Reader(make_base, read_base, exact=False),
+    "published head": Reader(make_published, lambda f: read_artefact(f, "model.safetensors"), exact=False),
+    "metrics": Reader(
+        written("m.jsonl", '{"a": 1}\n{"a": 2}\n'), lambda f: read_json_lines(f / "m.jsonl"), exact=False
+    ),
+    "suite": Reader(written("s.jsonl", PROMPTS), lambda f: read_jsonl(f / "s.jsonl"), exact=False),
+    "texts": Reader(
+        written("t.jsonl", '{"ids": [1, 2, 3], "boundary": 1}\n'), lambda f: read_texts(f / "t.jsonl"), exact=False
+    ),
+    "journal": Reader(
+        written("j.jsonl", 2 * (json.dumps(DECODED) + "\n")), lambda f: Journal(f / "j.jsonl")["k", "d"], exact=False
+    ),
+    "jsonl source": Reader(written("a.jsonl", ROWS), source("jsonl", "a.jsonl"), exact=False),
+    "gzip source": Reader(make_gzip, source("jsonl", "a.jsonl.gz"), exact=False),
+    "text source": Reader(written("a.txt", "one\ntwo é\n"), source("text", "a.txt"), exact=False),
+}
+
+
+# Damage ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One change of one file; numbers are taken modulo what is there."""
+
+    file: int
+    kind: str
+    place: int
+    content: bytes
+
+    def apply(self, folder: Path) -> None:
+        """Do it to one of the files in ``folder``."""
+        files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink() and p.name != ".lock")
+        path = files[self.file % len(files)]
+        old = path.read_bytes()
+        at = self.place % (len(old) + 1)
+        if self.kind == "remove":
+            path.unlink()
+            return
+        if self.kind == "link out":
+            path.rename(folder.parent / "elsewhere")
+            path.symlink_to(folder.parent / "elsewhere")
+            return
+        path.write_bytes(
+            {
+                "flip": lambda: old[:at] + bytes(b ^ 1 << (self.place % 8) for b in old[at : at + 1]) + old[at + 1 :],
+                "cut": lambda: old[:at],
+                "insert": lambda: old[:at] + self.content + old[at:],
+                "overwrite": lambda: old[:at] + self.content + old[at + len(self.content) :],
+                "delete": lambda: old[:at] + old[at + len(self.content) :],
+                "replace": lambda: self.content,
+                "double": lambda: old + old,
+            }[self.kind]()
+        )
+
+
+NASTY = (b"9" * 5000, b"[" * 100_000, b'"\\ud800"', b"\x00" * 8, b"-1", b"1e999", b"NaN", b"null", b"true", b'"', b"{}")
+damages = st.builds(
+    Damage,
+    file=st.integers(0, 20),
+    kind=st.sampled_from(
+        ["flip", "flip", "overwrite", "insert", "delete", "cut", "replace", "remove", "double", "link out"]
+    ),
+    place=st.integers(0, 1 << 20),
+    content=st.binary(min_size=1, max_size=40) | st.sampled_from(NASTY),
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """Each reader's folder, intact, and what it reads there."""
+
+    @cache
+    def make(name: str) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp("intact") / "folder"
+        folder.mkdir()
+        READERS[name].make(folder)
+        return folder, READERS[name].read(folder)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("damaged")
+
+
+def check(reader: Reader, intact: Path, expected: Any, scratch: Path, found: list[Damage]) -> None:
+    shutil.rmtree(scratch)
+    folder = scratch / "folder"
+    shutil.copytree(intact, folder, symlinks=True)
+    for damage in found:
+        damage.apply(folder)
+    try:
+        value = reader.read(folder)
+    except UserError as error:
+        assert str(error).strip() and "\n" not in str(error), error
+        assert len(str(error)) < 3000, "a line for people"
+        return
+    if reader.exact:
+        assert value == expected, "other values than were saved"
+
+
+def fuzz(examples: int) -> Callable[[Any], Any]:
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+@pytest.mark.parametrize("name", READERS)
+@example(found=[])
+@given(found=st.lists(damages, min_size=1, max_size=2))
+@fuzz(30)
+def test_damage(name: str, made: Any, scratch: Path, found: list[Damage]) -> None:
+    check(READERS[name], *made(name), scratch, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+@given(found=st.lists(damages, min_size=1, max_size=3))
+@fuzz(1500)
+def test_much_damage(name: str, made: Any, scratch: Path, found: list[Damage]) -> None:
+    check(READERS[name], *made(name), scratch, found)

@@ -1,0 +1,214 @@
+"""Files that are whole and valid, but say what no honest writer would: refused in one line, whoever wrote them."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from drafthead.data.errors import UserError
+from drafthead.data.files import inside, read_json, read_sealed_json, write_json, write_sealed_json
+from drafthead.data.token_tree import TokenTree
+from drafthead.models.base import BaseModel
+from drafthead.models.draft_head import DraftHead
+from drafthead.models.head_files import read_weights
+from drafthead.models.medusa import MedusaConfig
+from drafthead.train.checkpoint import TrainState, load_latest, save_checkpoint
+from drafthead.train.random_state import capture_rng
+
+TinyBase = Callable[..., BaseModel]
+numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+values = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+paths = st.lists(st.integers(0, 30), min_size=1, max_size=6)
+
+
+def fuzz(examples: int) -> Callable[[Any], Any]:
+    """Settings for properties that read files."""
+    slow = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    return settings(max_examples=examples, deadline=None, database=None, suppress_health_check=slow)
+
+
+def put(content: Any, path: list[int], value: Any) -> Any:
+    """``content`` with the place that ``path`` leads to (taken modulo what is there) replaced by ``value``."""
+    if not path or not isinstance(content, dict | list) or not content:
+        return value
+    keys = list(content) if isinstance(content, dict) else list(range(len(content)))
+    key = keys[path[0] % len(keys)]
+    changed = dict(content) if isinstance(content, dict) else list(content)
+    changed[key] = put(content[key], path[1:], value)
+    return changed
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A folder with one."""
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = TrainState(phase=0, step=3, global_step=3, score=1.5, losses=[1.0, None])
+    rng = [capture_rng()]
+    save_checkpoint(tmp_path / "c", state, layer.state_dict(), optimizer.state_dict(), rng=rng, manifests={"a": {}})
+    return tmp_path / "c"
+
+
+@pytest.fixture
+def head(tiny_base: TinyBase, tmp_path: Path) -> Path:
+    """A saved one, with a tree."""
+    found = MedusaConfig(num_heads=2, draft_vocab_size=20).build(tiny_base(), torch.arange(20))
+    found.tree = TokenTree.chain(2)
+    found.save_pretrained(tmp_path / "head")
+    return tmp_path / "head"
+
+
+@given(path=paths, value=values)
+@fuzz(100)
+def test_a_checkpoint_whose_checksum_is_right(checkpoint: Path, path: list[int], value: Any) -> None:
+    """Whoever can write the file can write its checksum: the content is checked all the same."""
+    (state,) = checkpoint.glob("step-*/state.json")
+    intact = state.read_bytes()
+    write_sealed_json(state, put(read_sealed_json(state), path, value))
+    try:
+        found = load_latest(checkpoint)
+    except UserError as error:
+        assert "\n" not in str(error)
+    else:
+        assert found is not None and isinstance(found.state, TrainState)
+    finally:
+        state.write_bytes(intact)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tree.json"])
+@given(path=paths, value=values)
+@fuzz(60)
+def test_a_head_whose_settings_are_odd(name: str, head: Path, tiny_base: TinyBase, path: list[int], value: Any) -> None:
+    intact, weights = (head / name).read_bytes(), read_weights(head)
+    write_json(head / name, put(read_json(head / name), path, value))
+    try:
+        found = DraftHead.from_pretrained(head, tiny_base()).state_dict()
+        assert found.keys() == weights.keys() and all(torch.equal(found[k], weights[k]) for k in found)
+    except UserError as error:
+        assert "\n" not in str(error)
+    finally:
+        (head / name).write_bytes(intact)
+
+
+@given(
+    header=st.dictionaries(st.text(max_size=4), values, max_size=3),
+    length=st.integers(-3, 3),
+    body=st.binary(max_size=40),
+)
+@example(header={"t": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}, length=0, body=b"")
+@example(header={"t": {"dtype": "F32", "shape": [2, -1], "data_offsets": [0, 8]}}, length=0, body=b"\x00" * 8)
+@example(header={"t": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}, length=0, body=b"\x00" * 8)
+@example(header={"t": {"dtype": "I64", "shape": [], "data_offsets": [0, 4]}}, length=0, body=b"\x00" * 8)
+@fuzz(100)
+def test_safetensors_headers(tmp_path: Path, header: dict[str, Any], length: int, body: bytes) -> None:
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", max(0, len(text) + length)) + text + body)
+    try:
+        assert all(isinstance(tensor, torch.Tensor) for tensor in read_weights(tmp_path).values())
+    except UserError as error:
+        assert "model.safetensors" in str(error) and "\n" not in str(error)
+
+
+# One at a time, by name -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", "..", "", ".", "a\0b"])
+def test_names_that_lead_out_of_a_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="which does not lie in it"):
+        inside(tmp_path, name)
+
+
+def test_links_that_lead_out_of_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a").symlink_to("b")
+    assert inside(folder, "a") == folder / "a"
+    (folder / "out").symlink_to("../secret")
+    (folder / "up").symlink_to("..")
+    for name in ("out", "up/secret"):
+        with pytest.raises(UserError, match="is a link to .*secret, outside its folder"):
+            inside(folder, name)
+    (folder / "circle").symlink_to("circle")
+    with pytest.raises(UserError, match="cannot be followed"):
+        inside(folder, "circle")
+
+
+def test_the_hubs_cache_links_to_its_blobs(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--user--name" / "snapshots" / "0f1e"
+    snapshot.mkdir(parents=True)
+    blobs = snapshot.parent.parent / "blobs"
+    blobs.mkdir()
+    (blobs / "abc").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/abc")
+    assert read_json(inside(snapshot, "config.json")) == {}
+    (snapshot / "tree.json").symlink_to("../../../other/blobs/abc")
+    with pytest.raises(UserError, match="outside its folder"):
+        inside(snapshot, "tree.json")
+
+
+@pytest.mark.parametrize("name", ["model.bin", "pytorch_model.bin", "head.pt", "model.pkl"])
+def test_pickles_are_refused_by_name(head: Path, tiny_base: TinyBase, name: str) -> None:
+    (head / "model.safetensors").rename(head / name)
+    with pytest.raises(UserError, match=f"only has {name}: pickles can run code and are never loaded"):
+        DraftHead.from_pretrained(head, tiny_base())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"head": "os.system"}, "names head 'os.system', which is no head of this version under drafthead.models"),
+        ({"head": "drafthead.models.medusa.torch.nn.Linear"}, "which is no head of this version"),
+        ({"head": "drafthead.models."}, "which is no head of this version"),
+        ({"head": "drafthead.models.draft_head.DraftHead"}, "which is no head of this version"),
+        ({"settings": {"num_heads": 10**9}}, "bad settings|its settings name"),
+        ({"settings": {"num_layers": 10**12}}, r"its settings name [\d,]+ parameters, the file has 19,0"),
+        ({"settings": {"num_heads": "${oc.env:HOME}"}}, "has settings that refer to others"),
+        ({"draft_vocab": 19}, r"has a d2t of \[20\] int64, expected the 19 different ids"),
+        ({"weights_sha256": "0" * 64}, "does not have the checksum that config.json states"),
+    ],
+)
+def test_a_config_that_wants_too_much(head: Path, tiny_base: TinyBase, change: dict[str, Any], says: str) -> None:
+    config = read_json(head / "config.json")
+    if "settings" in change:
+        change = {"settings": {**config["settings"], **change["settings"]}}
+    write_json(head / "config.json", {**config, **change})
+    with pytest.raises(UserError, match=says):
+        DraftHead.from_pretrained(head, tiny_base())
+
+
+@pytest.mark.parametrize(
+    ("choices", "says"),
+    [
+        ([[0], [1 << 20]], "whole numbers below 65536"),
+        ([[0.5]], "whole numbers"),
+        ([[True]], "whole numbers"),
+        (["ab"], "whole numbers"),
+        ([[n] for n in range(5000)], "it has 5000 nodes, at most 4096"),
+    ],
+)
+def test_a_tree_that_wants_too_much(head: Path, tiny_base: TinyBase, choices: Any, says: str) -> None:
+    write_json(head / "tree.json", {"choices": choices})
+    with pytest.raises(UserError, match=f"tree.json is no tree.json .*{says}"):
+        DraftHead.from_pretrained(head, tiny_base())
+
+
+def test_remote_code_is_off_whatever_a_head_says(head: Path, tiny_base: TinyBase) -> None:
+    from drafthead.models.loading import load_base_and_head
+
+    config = read_json(head / "config.json")
+    config["base"]["recipe"] |= {"trust_remote_code": True, "prepack": False}
+    write_json(head / "config.json", config)
+    loaded, _ = load_base_and_head(head)
+    assert not loaded.config.trust_remote_code and loaded.config.prepack

@@ -1,0 +1,159 @@
+"""Runs training again and again in forks of one process that has imported everything, and does things to them.
+
+Started by tests as ``python forked_runs.py``; reads one job a line and answers it with a line ``{"codes": [...],
+"seconds": ...}``, an exit code per process. A job has::
+
+    overrides    of the recipe
+    log          file for all output, rank 1's in FILE.1 and so on
+    processes    how many (default 1)
+    kill_after   seconds after which all are killed
+    patience     seconds that the others are waited for when one has ended (default 300)
+    at           things to do: {"rank": 0, "call": [name, n], "do": what}, just before the n-th call (from 1) of a
+                 function in CALLS. What: "SIGKILL", "SIGTERM" and so on; "full": this and all later calls find the disk
+                 full; "small files": from here on no file may be larger than LARGEST_FILE; "raise": it fails
+
+A run ends with its phases: the head is saved as trained, nothing is evaluated.
+"""
+
+import errno
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from drafthead.data import files, generations
+from drafthead.data.config import say
+from drafthead.data.errors import UserError
+from drafthead.models import batched_generation
+from drafthead.train import checkpoint, keeper, loop, pipeline, signals, tracking
+from drafthead.train.config import parse_run
+
+CALLS: dict[str, tuple[Any, str]] = {
+    "fsync": (os, "fsync"),
+    "save tensors": (checkpoint, "save_file"),
+    "write state": (checkpoint, "write_sealed_json"),
+    "prune": (checkpoint, "_prune"),
+    "save": (keeper, "save_checkpoint"),
+    "publish": (files, "publish"),
+    "answer": (batched_generation, "Generation"),
+    "save features": (generations, "save_file"),
+    "publish shard": (generations, "publish"),
+    "step": (loop, "train_step"),
+    "validate": (loop, "evaluate_loss"),
+    "track": (tracking, "_numbers"),
+}
+"""Functions by the name that a job gives them, and where they are looked up when they are called."""
+
+LARGEST_FILE = 3000
+
+
+def arrange(event: dict[str, Any]) -> None:
+    """Have ``event`` happen in this process."""
+    (name, number), what = event["call"], event["do"]
+    module, attribute = CALLS[name]
+    original, calls = getattr(module, attribute), [0]
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if what == "full" and calls[0] >= number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if calls[0] == number:
+            if what == "raise":
+                raise ArithmeticError("this process has a fault")
+            if what == "small files":
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
+                return original(*args, **kwargs)
+            os.kill(os.getpid(), signal.Signals[what])
+        return original(*args, **kwargs)
+
+    setattr(module, attribute, watched)
+
+
+def finish_at_once(run: Any, head: Any, used: Any, folder: Path, *rest: Any) -> None:
+    head.save_pretrained(folder / "head")
+
+
+def work(job: dict[str, Any], rank: int) -> None:
+    """Do the job's part of one process, in this one, and end it."""
+    log = os.open(job["log"] + (f".{rank}" if rank else ""), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    for event in job.get("at", ()):
+        if event.get("rank", 0) == rank:
+            arrange(event)
+    pipeline._finish = finish_at_once
+    code: object = 0
+    try:
+        with signals.handled(say):
+            with initialize_config_module("drafthead.recipes", version_base="1.3"):
+                cfg = compose("train", overrides=job["overrides"])
+            pipeline.run_pipeline(parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True))
+    except UserError as error:
+        print(f"error: {error}")
+        code = 1
+    except SystemExit as left:
+        code = left.code
+    except BaseException as fault:
+        print(f"fault: {fault!r}")
+        code = 70
+    sys.stdout.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+def start(job: dict[str, Any]) -> list[int]:
+    """Fork the job's processes; returns their ids by rank."""
+    count = job.get("processes", 1)
+    if count > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ.update(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    else:
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+    children = []
+    for rank in range(count):
+        if count > 1:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        child = os.fork()
+        if not child:
+            work(job, rank)
+        children.append(child)
+    return children
+
+
+def ended(child: int) -> bool:
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def serve() -> None:
+    """Answer jobs until the input ends."""
+    for line in sys.stdin:
+        job, started = json.loads(line), time.monotonic()
+        children = start(job)
+        limit, patience = job.get("kill_after", 300.0), job.get("patience", 300.0)
+        while not all(map(ended, children)) and time.monotonic() - started < limit:
+            time.sleep(0.002)
+            if any(map(ended, children)):
+                limit = min(limit, time.monotonic() - started + patience)
+                patience = 300.0
+        for child in children:
+            os.kill(child, signal.SIGKILL)  # nothing happens to one that has ended
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps({"codes": codes, "seconds": time.monotonic() - started}), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    serve()

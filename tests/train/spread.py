@@ -1,0 +1,246 @@
+"""Training steps spread over gloo processes, and the same steps in one: what test_sharding.py compares.
+
+Run as a script it is one of the processes: ``python spread.py FOLDER CASE...`` with RANK, WORLD_SIZE, LOCAL_RANK and
+LOCAL_WORLD_SIZE set; the processes find each other by a file in FOLDER.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from drafthead.data.contracts import Features, TrainBatch
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import BaseConfig
+from drafthead.models.draft_head import DraftHead, DraftHeadConfig
+from drafthead.models.draft_lm import DraftLMConfig
+from drafthead.models.eagle3 import Eagle3Config
+from drafthead.models.hydra import HydraConfig
+from drafthead.models.kangaroo import KangarooConfig
+from drafthead.models.losses import LossConfig
+from drafthead.models.medusa import MedusaConfig
+from drafthead.models.medusa2 import Medusa2Config
+from drafthead.models.mlp_speculator import MLPSpeculatorConfig
+from drafthead.train.optim import OptimConfig, build_optimizer
+from drafthead.train.sharding import ShardConfig, Sharding, load_optimizer, whole
+from drafthead.train.step import evaluate_loss, train_step
+
+PROCESSES = 2
+STEPS = 3
+ROWS, TIME = 2, 40
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+MEDUSA = MedusaConfig(num_heads=3, draft_vocab_size=101)
+"""The draft vocabulary is a persistent buffer of the head; 101 rows do not divide by two."""
+MEDUSA2 = Medusa2Config(num_heads=2, lora_rank=4, lora_dropout=0.0, draft_vocab_size=100)
+HYDRA_PP = HydraConfig(num_heads=2, num_layers=2, prefix_layer=True, dropout=0.0)
+EAGLE3 = Eagle3Config(num_tokens=3, ttt_steps=3, draft_vocab_size=100)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train."""
+
+    head: DraftHeadConfig
+    shard: ShardConfig
+    accumulate: int = 1
+    train_base: bool = False
+    tied: bool = False
+    empty: int | None = None
+    """Part of every micro-batch that has no token to train on."""
+    loss: LossConfig = field(default_factory=lambda: LossConfig(ce=0.5, kl=0.5))
+
+
+FULL, HEAD = ShardConfig(mode="full"), ShardConfig(mode="head")
+BF16 = ShardConfig(precision="bfloat16")
+CASES = {
+    "medusa whole": Case(MEDUSA, ShardConfig()),
+    "medusa head": Case(MEDUSA, HEAD, accumulate=2),
+    "medusa full": Case(MEDUSA, FULL),
+    "medusa full, accumulated": Case(MEDUSA, FULL, accumulate=2),
+    "medusa hybrid": Case(MEDUSA, ShardConfig(mode="full", hybrid=True), accumulate=2),
+    "medusa offloaded": Case(MEDUSA, ShardConfig(mode="full", offload_base=True)),
+    "medusa shared and tied": Case(MedusaConfig(num_heads=2, own_projection=False), FULL, tied=True),
+    "medusa, one part empty": Case(MEDUSA, FULL, empty=1),
+    "medusa2 whole": Case(MEDUSA2, ShardConfig(), train_base=True),
+    "medusa2 head": Case(MEDUSA2, HEAD, accumulate=2, train_base=True),
+    "medusa2 full": Case(MEDUSA2, FULL, accumulate=2, train_base=True),
+    "medusa2 full, one rate": Case(
+        Medusa2Config(num_heads=2, lora_rank=4, lora_dropout=0.0, heads_lr_factor=1.0, checkpointing=True),
+        FULL,
+        train_base=True,
+    ),
+    "hydra++ full": Case(HYDRA_PP, FULL, accumulate=2),
+    "hydra++ recomputed": Case(HYDRA_PP, ShardConfig(mode="full", checkpointing=True)),
+    "eagle3 full": Case(EAGLE3, FULL, accumulate=2),
+    "eagle3 recomputed": Case(EAGLE3, ShardConfig(mode="head", checkpointing=True)),
+    "eagle3, one part empty": Case(
+        Eagle3Config(num_tokens=3, ttt_steps=3, own_lm_head=False), FULL, empty=0, accumulate=2
+    ),
+    "kangaroo full": Case(KangarooConfig(num_tokens=2, exit_layer=1), ShardConfig(mode="full", checkpointing=True)),
+    "draft lm full": Case(DraftLMConfig(num_tokens=2, num_layers=1), ShardConfig(mode="full", checkpointing=True)),
+    "mlp full": Case(MLPSpeculatorConfig(n_predict=2, inner_dim=24), FULL),
+    "medusa bf16": Case(MEDUSA, BF16, accumulate=2),
+    "medusa2 bf16": Case(MEDUSA2, replace(BF16, mode="full"), train_base=True),
+    "hydra++ bf16": Case(HYDRA_PP, replace(BF16, mode="head", checkpointing=True)),
+    "eagle3 bf16": Case(EAGLE3, replace(BF16, mode="full")),
+    "kangaroo bf16": Case(KangarooConfig(num_tokens=2, exit_layer=1), BF16),
+    "draft lm bf16": Case(DraftLMConfig(num_tokens=2, num_layers=1), BF16),
+    "mlp bf16": Case(MLPSpeculatorConfig(n_predict=2, inner_dim=24), replace(BF16, mode="head")),
+}
+
+
+def load_base(tied: bool = False, prepack: bool = False) -> BaseModel:
+    shape = {**SHAPE, "tie_word_embeddings": tied}
+    config = BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=0, prepack=prepack)
+    return BaseModel.load(config)
+
+
+def build_head(case: Case, prepack: bool = False) -> DraftHead:
+    base = load_base(case.tied, prepack)
+    size = case.head.draft_vocab_size
+    torch.manual_seed(1)
+    head = case.head.build(base, None if size is None else torch.arange(0, 2 * size, 2))
+    with torch.no_grad():
+        for parameter in head.parameters():  # blocks start at zero, where many gradients are zero
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    if case.train_base:
+        head.tune_base(now=True)
+        for parameter in head.adapter.values():  # type: ignore[union-attr, operator]
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.02)
+    return head.train()
+
+
+def batch_of(number: int, empty: bool) -> TrainBatch:
+    """Packed rows with documents and trained parts of their own; their token counts differ from batch to batch."""
+    random = torch.Generator().manual_seed(number)
+    ids = torch.randint(0, 300, (ROWS, TIME), generator=random)
+    cut = int(torch.randint(8, 24, (1,), generator=random))
+    documents = (torch.arange(TIME) >= cut).long().expand(ROWS, TIME).contiguous()
+    positions = torch.arange(TIME) - cut * documents
+    mask = torch.rand(ROWS, TIME, generator=random) < torch.rand(1, generator=random)
+    return TrainBatch(
+        input_ids=ids,
+        position_ids=positions,
+        document_ids=documents,
+        loss_mask=mask & (not empty),
+        row_ids=torch.arange(ROWS),
+    )
+
+
+def micro_batches(
+    case: Case, head: DraftHead, step: int, parts: range | list[int]
+) -> Iterator[tuple[TrainBatch, Features]]:
+    for micro in range(case.accumulate):
+        for part in parts:
+            batch = batch_of((step * case.accumulate + micro) * PROCESSES + part, part == case.empty)
+            yield batch, head.base.features(batch, head.spec)
+
+
+def steps(
+    case: Case,
+    head: DraftHead,
+    optimizer: torch.optim.Optimizer,
+    numbers: range,
+    parts: list[int],
+    reduce: Callable[[Tensor], Tensor],
+) -> list[dict[str, float]]:
+    """Train; returns the metrics of every step."""
+    found = []
+    for step in numbers:
+        head.progress = (step + 1) / STEPS
+        batches = micro_batches(case, head, step, parts)
+        result = train_step(head, optimizer, batches, case.loss, lr=1e-3, clip_norm=1.0, reduce=reduce)
+        found.append(result.metrics())
+    return found
+
+
+def one_process(name: str, saved: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The case without sharding, in this process alone; all steps, or the last from what was ``saved`` before it."""
+    case = CASES[name]
+    head = build_head(case)
+    if saved is not None:
+        head.load_state_dict(saved["weights"])
+    optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_factor)
+    if saved is not None:
+        load_optimizer(optimizer, saved["optimizer"])
+    numbers = range(STEPS) if saved is None else range(STEPS - 1, STEPS)
+    metrics = steps(case, head, optimizer, numbers, [0, 1], lambda value: value)
+    return {"metrics": metrics, "weights": head.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def spread(name: str, rank: int) -> dict[str, Any]:
+    """The case on all processes: two steps, a save, a second start from it, and the last step."""
+    case = CASES[name]
+
+    def begin() -> tuple[DraftHead, Sharding]:
+        head = build_head(case)
+        return head, Sharding(case.shard, torch.device("cpu"))
+
+    def reduce(value: Tensor) -> Tensor:
+        value = value.clone()
+        dist.all_reduce(value)
+        return value
+
+    head, sharding = begin()
+    sharding.place(head)
+    optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_factor)
+    metrics = steps(case, head, optimizer, range(STEPS - 1), [rank], reduce)
+    saved = {"weights": whole(head.state_dict(), keep=True), "optimizer": whole(optimizer.state_dict(), keep=True)}
+
+    head, sharding = begin()
+    head.load_state_dict(saved["weights"])
+    sharding.place(head)
+    optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_factor)
+    load_optimizer(optimizer, saved["optimizer"])
+    head.eval()
+    validated = evaluate_loss(head, micro_batches(case, head, 0, [0]), case.loss)
+    sharding.settle(head.train())
+    metrics += steps(case, head, optimizer, range(STEPS - 1, STEPS), [rank], reduce)
+    layer = next(head.base.model.model.layers[0].parameters())
+    return {
+        "metrics": metrics,
+        "weights": whole(head.state_dict(), keep=rank == 0),
+        "optimizer": whole(optimizer.state_dict(), keep=rank == 0),
+        "saved": saved,
+        "validated": validated,
+        "held": {name: local(parameter).numel() for name, parameter in head.named_parameters()},
+        "layer": tuple(local(layer).shape),
+        "tied": head.base.embedding.data_ptr() == head.base.head.weight.data_ptr(),
+    }
+
+
+def local(parameter: Tensor) -> Tensor:
+    """What this process holds of it."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=PROCESSES)
+    for name in names:
+        torch.save(spread(name, rank), folder / f"{name}.{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

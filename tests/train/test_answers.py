@@ -1,0 +1,271 @@
+"""The corpus of answers is the same whoever makes it: one process or several, built in or a server, killed or not."""
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+
+from drafthead.data.backends import Group
+from drafthead.data.completions import ServerConfig
+from drafthead.data.errors import UserError
+from drafthead.data.generations import GenerationStore, SamplerConfig
+from drafthead.data.sources import SourceConfig
+from drafthead.models.base import BaseModel
+from drafthead.models.batched_generation import generate
+from drafthead.train.answers import AnswerMaker
+from drafthead.train.config import parse_run
+from drafthead.train.data_config import GenerationsConfig
+
+CONFIG = GenerationsConfig(
+    sources=[SourceConfig(kind="builtin", name="tiny")],
+    prompts=24,
+    synthesised=3,
+    max_prompt_tokens=400,
+    sampler=SamplerConfig(max_new_tokens=8),
+    slots=2,
+)
+Row = tuple[int, list[int], int, bool, bytes]
+TinyBase = Callable[..., BaseModel]
+
+
+ALONE = Group()
+
+
+def make(base: BaseModel, config: GenerationsConfig, folder: Path, group: Group = ALONE) -> GenerationStore:
+    return AnswerMaker(base, config, 0, folder, group, lambda *_: None).complete()
+
+
+def rows_of(store: GenerationStore) -> list[Row]:
+    return [
+        (
+            g.prompt_number,
+            g.input_ids.tolist(),
+            g.boundary,
+            g.finished,
+            b"" if g.features is None else g.features.tobytes(),
+        )
+        for g in store.read()
+    ]
+
+
+@pytest.fixture
+def base(tiny_base: TinyBase) -> BaseModel:
+    return tiny_base()
+
+
+def served(base: BaseModel, server: Callable[..., Any], **options: Any) -> Any:
+    """A server whose answers the base gives."""
+    lock = threading.Lock()
+
+    def answer(prompt: list[int], body: dict[str, Any]) -> list[int]:
+        sampler = SamplerConfig(max_new_tokens=body["max_tokens"], temperature=body["temperature"], seed=body["seed"])
+        with lock:
+            (found,) = generate(base, [(0, prompt)], sampler, slots=1, max_prompt_tokens=len(prompt))
+        return found.input_ids[found.boundary :].tolist()
+
+    return server(answer, base.tokenizer, base.eos_ids, **options)
+
+
+def with_server(server: Any, **settings: Any) -> GenerationsConfig:
+    return replace(CONFIG, keep_features=False, server=ServerConfig(url=server.url, concurrency=4, **settings))
+
+
+def together(base: BaseModel, folder: Path, waits: list[Callable[[], None]]) -> list[list[Row]]:
+    """What each of several processes, threads here, has in the end."""
+    found = dict[int, list[Row]]()
+
+    def work(rank: int, wait: Callable[[], None]) -> None:
+        found[rank] = rows_of(make(base, CONFIG, folder, Group(rank, len(waits), wait)))
+
+    threads = [threading.Thread(target=work, args=entry) for entry in enumerate(waits)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(len(waits))]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_make_what_one_makes(base: BaseModel, tmp_path: Path, size: int) -> None:
+    """To the bit, hidden states too."""
+    barrier = threading.Barrier(size)
+    wanted = rows_of(make(base, CONFIG, tmp_path / "one"))
+    assert [row[0] for row in wanted] == list(range(27))
+    assert together(base, tmp_path / "several", [lambda: barrier.wait(60) and None] * size) == [wanted] * size
+
+
+def test_a_late_process_does_not_take_the_blocks_of_another(base: BaseModel, tmp_path: Path) -> None:
+    """The second process goes on from the first meeting only when the first one has written, or waits for it."""
+    barrier, wanted = threading.Barrier(2), rows_of(make(base, CONFIG, tmp_path / "one"))
+    folder, meetings = tmp_path / "two", [0, 0]
+
+    def first() -> None:
+        meetings[0] += 1
+        barrier.wait(60)
+
+    def late() -> None:
+        barrier.wait(60)
+        meetings[1] += 1
+        while meetings[1] == 1 and meetings[0] == 1 and not list(folder.glob("shard-*.parquet")):
+            time.sleep(0.001)
+
+    assert together(base, folder, [first, late]) == [wanted] * 2
+
+
+def test_processes_without_a_common_folder(base: BaseModel, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="process 1 does not see .*prompts.json, .*file system that the nodes share"):
+        make(base, CONFIG, tmp_path / "of another node", Group(1, 2))
+    with pytest.raises(UserError, match=r"of the prompts have no answer in .*, 4 for one; all processes must see"):
+        make(base, CONFIG, tmp_path / "of the first", Group(0, 2))
+
+
+def test_a_corpus_begun_by_two_is_ended_by_one(base: BaseModel, tmp_path: Path) -> None:
+    """The second process of two never answers; its blocks are what a later start makes."""
+    wanted = rows_of(make(base, CONFIG, tmp_path / "whole"))
+
+    class LeftAloneError(Exception):
+        pass
+
+    calls = []
+
+    def wait() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise LeftAloneError
+
+    with pytest.raises(LeftAloneError):
+        make(base, CONFIG, tmp_path / "part", Group(0, 2, wait))
+    kept = rows_of(GenerationStore(tmp_path / "part"))
+    assert kept == [row for row in wanted if row[0] // 4 % 2 == 0]
+    assert rows_of(make(base, CONFIG, tmp_path / "part")) == wanted
+
+
+GLOO = """
+import sys
+import torch.distributed as dist
+from pathlib import Path
+from drafthead.data.backends import Group
+from drafthead.data.generations import SamplerConfig
+from drafthead.data.sources import SourceConfig
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import BaseConfig
+from drafthead.train.answers import AnswerMaker
+from drafthead.train.data_config import GenerationsConfig
+folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{folder}-meeting", rank=rank, world_size=size)
+base = BaseModel.load(BaseConfig(**eval(sys.argv[4])))
+config = GenerationsConfig(
+    sources=[SourceConfig(kind="builtin", name="tiny")], prompts=24, synthesised=3, max_prompt_tokens=400,
+    sampler=SamplerConfig(max_new_tokens=8), slots=2,
+)
+AnswerMaker(base, config, 0, folder, Group(rank, size, dist.barrier), lambda *_: None).complete()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_gloo_processes_make_what_one_makes(base: BaseModel, tmp_path: Path) -> None:
+    settings = repr({key: getattr(base.config, key) for key in ("random", "shape", "tokenizer", "dtype", "seed")})
+    stores = []
+    for size in (1, 2):
+        folder = tmp_path / str(size)
+        processes = [
+            subprocess.Popen([sys.executable, "-c", GLOO, str(folder), str(rank), str(size), settings])
+            for rank in range(size)
+        ]
+        assert [process.wait(300) for process in processes] == [0] * size
+        stores.append(rows_of(GenerationStore(folder)))
+    assert stores[0] == stores[1] and len(stores[0]) == 27
+
+
+def test_a_server_gives_what_the_built_in_decoding_gives(
+    base: BaseModel, completions_server: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Token for token, greedily; with a manifest that says who answered, and not where."""
+    server = served(base, completions_server)
+    wanted = rows_of(make(base, replace(CONFIG, keep_features=False, synthesised=0), tmp_path / "built in"))
+    config = replace(with_server(server), synthesised=0)
+    assert rows_of(make(base, config, tmp_path / "server")) == wanted
+    manifest = (tmp_path / "server" / "manifest.json").read_text()
+    assert '"answers": "ids"' in manifest and server.url not in manifest
+    server.close()
+    assert rows_of(make(base, config, tmp_path / "server")) == wanted, "a finished corpus needs no server"
+    with pytest.raises(
+        UserError, match=r"was begun with a server, .* with the built-in decoding; set data.generations.server.url"
+    ):
+        make(base, replace(CONFIG, keep_features=False, synthesised=0), tmp_path / "server")
+
+
+def test_a_server_of_text_gives_the_same_up_to_encoding(
+    base: BaseModel, completions_server: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The answers of a random base are no valid UTF-8, so most ids change on their way through text; all are there."""
+    server = served(base, completions_server, dialect="text")
+    store = make(base, with_server(server, min_agreement=0.0), tmp_path)
+    assert store.done == set(range(27))
+    assert '"answers": "text"' in (tmp_path / "manifest.json").read_text()
+
+
+def test_a_server_writes_prompts(base: BaseModel, completions_server: Callable[..., Any], tmp_path: Path) -> None:
+    """The same ones on every try, whatever came back first."""
+    found = []
+    for name in ("a", "b"):
+        server = served(base, completions_server)
+        server.fault = lambda number, body: "503" if random.random() < 0.2 else None
+        make(base, replace(with_server(server), prompts=0), tmp_path / name)
+        found.append((tmp_path / name / "prompts.json").read_text())
+    assert found[0] == found[1]
+
+
+def test_a_server_of_another_model_is_refused(
+    base: BaseModel, tiny_base: TinyBase, completions_server: Callable[..., Any], tmp_path: Path
+) -> None:
+    server = served(tiny_base(seed=1), completions_server)
+    with pytest.raises(UserError, match=r"the base would choose \d+ % of the tokens that base at .* expected 80 %"):
+        make(base, with_server(server), tmp_path)
+    assert not (tmp_path / "prompts.json").exists(), "the other model wrote prompts"
+
+
+def test_features_are_not_a_servers_to_give() -> None:
+    with pytest.raises(ValueError, match="keep_features must be false with a server"):
+        replace(CONFIG, server=ServerConfig(url="http://host"))
+
+
+@pytest.mark.slow
+def test_killed_beside_a_server_every_prompt_is_answered_once(
+    completions_server: Callable[..., Any], tmp_path: Path
+) -> None:
+    """kill -9 twice, with a server that fails now and then: nothing is lost, nothing is doubled."""
+    with initialize_config_module("drafthead.recipes", version_base="1.3"):
+        tiny = BaseModel.load(parse_run(compose("train", overrides=["recipe=medusa_smollm2", "debug=tiny"])).base)
+    server = served(tiny, completions_server)
+    server.fault = lambda number, body: "500" if number % 5 == 4 else None
+    options = ["recipe=medusa_smollm2", "debug=tiny", f"data.generations.server.url={server.url}"]
+    options += ["data.generations.server.concurrency=2", "data.generations.keep_features=false"]
+    options += [f"out={tmp_path / 'run'}", f"data.folder={tmp_path / 'corpora'}"]
+    script = "import drafthead.data.server_backend as s; s.SHARD_ROWS = 3; from drafthead.data.run import main; main()"
+    command = [sys.executable, "-c", script, *options]
+    folder = tmp_path / "corpora" / "generations"
+    for shards in (1, 3):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
+        while process.poll() is None and len(list(folder.glob("shard-*.parquet"))) < shards:
+            time.sleep(0.002)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    kept = {path: path.stat().st_mtime_ns for path in folder.glob("shard-*.parquet")}
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept and len(kept) < 8
+    found = rows_of(GenerationStore(folder))
+    assert [row[0] for row in found] == list(range(24))
+    for number, ids, boundary, _, _ in found:
+        (wanted,) = generate(tiny, [(number, ids[:boundary])], SamplerConfig(max_new_tokens=24), slots=1)
+        assert wanted.input_ids.tolist() == ids

@@ -1,0 +1,91 @@
+"""Whatever ends a run, the same command goes on, and the result is that of a run that nothing ended."""
+
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafthead.data.files import read_json_lines, read_sealed_json, write_sealed_json
+from drafthead.train.checkpoint import load_best
+
+KILLED = -signal.SIGKILL
+MOMENTS = {
+    "while answers are written": ("publish shard", 4),
+    "while the features of a shard are written": ("save features", 2),
+    "in the first phase, while tensors are saved": ("save tensors", 5),
+    "between a checkpoint's tensors and its state": ("write state", 2),
+    "in the second phase, while old checkpoints are removed": ("prune", 5),
+}
+
+
+def test_killed_at_every_delicate_moment(runs: Any, whole: Path, tmp_path: Path) -> None:
+    """One run, killed again and again as it goes on. Each start counts its own calls."""
+    for moment, call in MOMENTS.items():
+        assert runs.one(tmp_path, at=call) == KILLED, f"{moment}: {runs.said(tmp_path)[-2000:]}"
+    assert runs.one(tmp_path) == 0, runs.said(tmp_path)[-2000:]
+    assert runs.said(tmp_path).count("resuming after step") >= 3
+    runs.assert_equal(tmp_path, whole)
+
+
+def test_a_damaged_newest_checkpoint_costs_only_its_steps(runs: Any, whole: Path, tmp_path: Path) -> None:
+    assert runs.one(tmp_path, at=("step", 14)) == KILLED
+    newest = tmp_path / "run" / "checkpoints" / "step-0000012" / "optimizer.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    assert runs.one(tmp_path) == 0
+    (line,) = (line for line in runs.said(tmp_path).splitlines() if "is damaged" in line)
+    assert "step-0000012 is damaged (optimizer.safetensors does not have the checksum" in line
+    assert "falling back to the one before it" in line and "resuming after step 10" in runs.said(tmp_path)
+    runs.assert_equal(tmp_path, whole)
+
+
+def test_other_corpora_than_the_checkpoint_was_trained_on_are_refused(runs: Any, tmp_path: Path) -> None:
+    """The checkpoint is made to remember one answer more than there are."""
+    assert runs.one(tmp_path, at=("step", 14)) == KILLED
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*/state.json"):
+        content = read_sealed_json(path)
+        assert content["manifests"]["generations"]["answers"] == 24 and len(content["manifests"]) == 2
+        content["manifests"]["generations"]["answers"] = 25
+        write_sealed_json(path, content)
+    assert runs.one(tmp_path) == 1
+    last = runs.said(tmp_path).strip().splitlines()[-1]
+    assert "was trained on generations with answers = 25, which now has 24; restore that corpus" in last
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_at_random(runs: Any, whole: Path, tmp_path: Path) -> None:
+    """kill -9 from outside at random times, and from inside before a random write; runs that end are begun anew."""
+    assert runs.one(tmp_path / "timed") == 0
+    duration, draw, kills, ended, stages = runs.seconds, random.Random(), 0, 0, set()
+    folder = tmp_path / "run0"
+    while kills < 20:
+        if kills % 2:
+            (code,) = runs.all(folder, kill_after=draw.uniform(0.1, 1.0) * duration)
+        else:
+            code = runs.one(folder, at=("fsync", draw.randint(1, 60)))
+        assert code in (0, KILLED), runs.said(folder)[-2000:]
+        if code == KILLED:
+            kills += 1
+            headings = [line for line in runs.said(folder).splitlines() if line.startswith("==")]
+            stages.add(headings[-1].split(":")[0] if headings else "start")
+        else:
+            runs.assert_equal(folder, whole)
+            ended += 1
+            folder = tmp_path / f"run{ended}"
+    assert runs.one(folder) == 0, runs.said(folder)[-2000:]
+    runs.assert_equal(folder, whole)
+    assert {"== corpus", "== phase pretrain", "== phase distill"} <= stages
+
+
+def test_the_best_weights_are_kept_and_taken_on_request(runs: Any, whole: Path, tmp_path: Path) -> None:
+    """The measured phases of ``whole`` peak before their end, or this test tests nothing."""
+    best = load_best(whole / "run" / "checkpoints")
+    assert best is not None and best.state.global_step < 20 and best.state.score is not None
+    rows = read_json_lines(whole / "run" / "metrics.jsonl")
+    measured = {row["total_step"]: row["held_out_tokens_a_step"] for row in rows if "held_out_tokens_a_step" in row}
+    assert best.state.score == max(measured.values()) == measured[best.state.global_step]
+    assert f"are in {best.path}; checkpoint.final=best would take them" in runs.said(whole)
+    assert runs.one(tmp_path, "checkpoint.final=best") == 0
+    assert "the weights are now the best ones" in runs.said(tmp_path)
+    assert runs.bits(tmp_path) == {name: tensor.numpy().tobytes() for name, tensor in best.head.items()}

@@ -1,0 +1,194 @@
+"""accelerate's settings: what each becomes here, and that those which would be ignored are refused by their name."""
+
+import os
+import subprocess
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+
+from drafthead.data.errors import UserError
+from drafthead.train import launcher
+from drafthead.train.launcher import FSDP, asked_for, follow_launcher, writers_first
+from drafthead.train.sharding import ShardConfig
+
+LAUNCH = Path(__file__).parent.parent.parent / "recipes" / "launch"
+NONE, FULL = ShardConfig(), ShardConfig(mode="full")
+
+
+def launched(*flags: str) -> dict[str, str]:
+    """The environment that ``accelerate launch`` would start processes with."""
+    arguments = launch_command_parser().parse_args(["--num_processes", "2", "--mixed_precision", "no", *flags, "x.py"])
+    arguments.main_process_port = 0
+    return prepare_multi_gpu_env(arguments)
+
+
+def test_accelerates_own_launcher_is_followed() -> None:
+    """Its defaults, which it writes for every setting, are none that we refuse."""
+    assert asked_for(launched(), NONE) == NONE
+    assert asked_for(launched("--use_fsdp"), NONE) == FULL
+    assert asked_for(launched("--use_fsdp", "--fsdp_version", "2"), NONE) == FULL
+
+
+def test_every_setting_of_the_plugin_has_a_rule() -> None:
+    """One that is missing would be refused as unknown."""
+    keys = {key for key in launched("--use_fsdp", "--fsdp_version", "2") if key.startswith("FSDP_")}
+    assert keys and {key.removeprefix("FSDP_") for key in keys} <= set(FSDP)
+
+
+@pytest.mark.parametrize(
+    ("flags", "shard", "wanted"),
+    [
+        (["--mixed_precision", "bf16"], NONE, replace(NONE, precision="bfloat16")),
+        (["--use_fsdp"], FULL, FULL),
+        (["--use_fsdp", "--fsdp_sharding_strategy", "HYBRID_SHARD"], NONE, replace(FULL, hybrid=True)),
+        (["--use_fsdp", "--fsdp_sharding_strategy", "4"], NONE, replace(FULL, hybrid=True)),
+        (["--use_fsdp", "--fsdp_sharding_strategy", "NO_SHARD"], ShardConfig(mode="head"), ShardConfig(mode="head")),
+        (["--use_fsdp", "--fsdp_offload_params", "true"], NONE, replace(FULL, offload_base=True)),
+        (["--use_fsdp", "--fsdp_activation_checkpointing", "true"], NONE, replace(FULL, checkpointing=True)),
+        (["--use_fsdp", "--fsdp_state_dict_type", "FULL_STATE_DICT"], NONE, FULL),
+        (["--use_fsdp", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"], NONE, FULL),
+        (["--use_fsdp", "--fsdp_version", "2", "--fsdp_sharding_strategy", "SHARD_GRAD_OP"], NONE, FULL),  # v1's alone
+    ],
+)
+def test_what_is_followed(flags: list[str], shard: ShardConfig, wanted: ShardConfig) -> None:
+    assert asked_for(launched(*flags), shard) == wanted
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--mixed_precision", "fp16"], "mixed_precision=fp16, but a head computes in float32 or bfloat16"),
+        (["--use_fsdp", "--fsdp_sharding_strategy", "SHARD_GRAD_OP"], "fsdp_sharding_strategy=SHARD_GRAD_OP is not"),
+        (
+            ["--use_fsdp", "--fsdp_version", "2", "--fsdp_reshard_after_forward", "false"],
+            "fsdp_reshard_after_forward=FALSE is not followed: .* set it to true",
+        ),
+        (["--use_fsdp", "--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"], "fsdp_auto_wrap_policy=SIZE_BASED_WRAP is not"),
+        (
+            ["--use_fsdp", "--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer"],
+            "fsdp_transformer_layer_cls_to_wrap=LLAMADECODERLAYER is not followed: .* leave it out",
+        ),
+        (["--use_fsdp", "--fsdp_state_dict_type", "SHARDED_STATE_DICT"], "fsdp_state_dict_type=SHARDED_STATE_DICT .*"),
+        (["--use_fsdp", "--fsdp_backward_prefetch", "BACKWARD_POST"], "fsdp_backward_prefetch=BACKWARD_POST is not"),
+        (
+            [
+                "--use_fsdp",
+                "--fsdp_activation_checkpointing",
+                "true",
+                "--fsdp_activation_checkpointing_offload",
+                "true",
+            ],
+            "fsdp_activation_checkpointing_offload=TRUE is not",
+        ),
+        (["--use_fsdp", "--fsdp_ignored_modules", "lm_head"], "fsdp_ignored_modules=LM_HEAD is not followed"),
+    ],
+)
+def test_what_is_refused_by_name(flags: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        asked_for(launched(*flags), NONE)
+
+
+def test_a_setting_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(UserError, match="fsdp_sorcery=7 is not followed"):
+        asked_for({"ACCELERATE_USE_FSDP": "true", "FSDP_SORCERY": "7"}, NONE)
+
+
+@pytest.mark.parametrize(
+    ("switch", "says"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED", "accelerate is set to DeepSpeed, .* use shard=full"),
+        ("ACCELERATE_USE_MEGATRON_LM", "accelerate is set to Megatron-LM"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism_config, .* shard.hybrid=true over nodes"),
+    ],
+)
+def test_other_ways_to_shard_are_refused(switch: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        asked_for({switch: "true"}, NONE)
+
+
+def test_a_recipe_that_says_otherwise() -> None:
+    with pytest.raises(UserError, match="the recipe only the head .shard.mode=head.; launch without --use_fsdp"):
+        asked_for(launched("--use_fsdp"), ShardConfig(mode="head"))
+
+
+def test_transformers_does_not_see_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would leave weights unread on every process but the first."""
+    from transformers.distributed import fsdp
+
+    monkeypatch.setattr(fsdp, "_is_torch_distributed_initialized", lambda: True)
+    for key, value in launched("--use_fsdp", "--mixed_precision", "bf16").items():
+        monkeypatch.setenv(key, value)
+    assert fsdp.is_fsdp_enabled()
+    assert follow_launcher(NONE) == replace(FULL, precision="bfloat16")
+    assert not fsdp.is_fsdp_enabled() and os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
+
+
+def test_who_writes_first() -> None:
+    entered = []
+
+    def first(name: str) -> object:
+        @contextmanager
+        def block() -> object:
+            entered.append(name)
+            yield
+
+        return block
+
+    accelerator = SimpleNamespace(main_process_first=first("run"), local_main_process_first=first("node"))
+    for node_data in (False, True):
+        with writers_first(accelerator, node_data):
+            pass
+    assert entered == ["run", "node"]
+
+
+def test_corpora_that_differ_between_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "gather_object", lambda digests: [*digests, "abc"])
+    launcher.check_common(SimpleNamespace(), "phase distill", "abc")
+    with pytest.raises(UserError, match=r"the rows of phase distill differ between processes .def, abc.: node_data"):
+        launcher.check_common(SimpleNamespace(), "phase distill", "def")
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("gpus", NONE), ("fsdp", FULL), ("nodes", NONE)],
+)
+def test_the_configurations_that_come_along(name: str, wanted: ShardConfig) -> None:
+    machines = ["--num_machines", "2", "--num_processes", "16", "--machine_rank", "1", "--main_process_ip", "host"]
+    given = ["--config_file", str(LAUNCH / f"{name}.yaml"), *(machines if name == "nodes" else []), "x.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(given))
+    arguments.main_process_port = 12345
+    environment = prepare_multi_gpu_env(arguments)
+    assert asked_for(environment, NONE) == replace(wanted, precision="bfloat16")
+    if name == "nodes":
+        assert (arguments.nnodes, arguments.nproc_per_node, arguments.node_rank) == ("2", "8", 1)
+        assert (arguments.master_addr, arguments.master_port) == ("host", "12345")
+
+
+def test_all_of_them_are_tested() -> None:
+    assert {path.name for path in LAUNCH.iterdir()} == {"gpus.yaml", "fsdp.yaml", "nodes.yaml", "slurm.sh"}
+
+
+def test_the_slurm_script_starts_a_launcher_on_every_node(tmp_path: Path) -> None:
+    """Against stand-ins for SLURM's commands and for accelerate's."""
+    stubs = {
+        "scontrol": "printf 'first\\nsecond\\n'",
+        "srun": 'shift; for node in 0 1; do SLURM_NODEID=$node "$@"; done',
+        "accelerate": 'echo "$OMP_NUM_THREADS: $*"',
+    }
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"JOB_NODELIST": "n[1-2]", "JOB_ID": "123456", "NNODES": "2", "GPUS_ON_NODE": "4", "CPUS_PER_TASK": "32"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **{f"SLURM_{k}": v for k, v in slurm.items()}}
+    script = [str(LAUNCH / "slurm.sh"), "recipe=medusa_llama3", "name=two words"]
+    done = subprocess.run(script, env=environment, cwd=LAUNCH.parent.parent, capture_output=True, text=True, check=True)
+    wanted = (
+        "8: launch --config_file recipes/launch/nodes.yaml --num_machines 2 --num_processes 8 --machine_rank {} "
+        "--main_process_ip first --main_process_port 23456 train/run.py recipe=medusa_llama3 name=two words"
+    )
+    assert done.stdout.splitlines() == [wanted.format(0), wanted.format(1)]

@@ -1,0 +1,63 @@
+"""Rows are read ahead, one micro-batch, and come out as they were asked for."""
+
+import threading
+from collections.abc import Callable
+
+import datasets
+import pytest
+import torch
+
+from drafthead.data.contracts import FeatureSpec, TrainBatch
+from drafthead.models.base import BaseModel
+from drafthead.train.phase_data import PhaseData
+
+
+@pytest.fixture
+def data(tiny_base: Callable[..., BaseModel]) -> PhaseData:
+    rows = {
+        "input_ids": [[n + 3] * 16 for n in range(6)],
+        "position_ids": [list(range(16))] * 6,
+        "document_ids": [[0] * 16] * 6,
+        "loss_mask": [[True] * 16] * 6,
+    }
+    return PhaseData(datasets.Dataset.from_dict(rows), tiny_base(), FeatureSpec(), None)
+
+
+def test_the_stream_is_what_load_gives(data: PhaseData) -> None:
+    wanted = [[0, 5], [3], [1, 1, 2]]
+    for numbers, (batch, features) in zip(wanted, data.stream(iter(wanted)), strict=True):
+        again, read = data.load(numbers)
+        assert torch.equal(batch.input_ids, again.input_ids) and batch.row_ids.tolist() == numbers
+        assert torch.equal(features.final, read.final)
+
+
+def test_the_next_rows_are_read_meanwhile_and_no_more(data: PhaseData, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, asked, there = data.read, [], threading.Semaphore(0)
+
+    def watched(numbers: list[int]) -> tuple[TrainBatch, torch.Tensor | None]:
+        found = read(numbers)
+        asked.append((numbers[0], threading.current_thread() is threading.main_thread()))
+        there.release()
+        return found
+
+    monkeypatch.setattr(data, "read", watched)
+    stream = data.stream([n] for n in range(5))
+    next(stream)
+    for _ in range(2):
+        assert there.acquire(timeout=10)
+    assert asked == [(0, False), (1, False)]
+    stream.close()
+
+
+def test_what_cannot_be_read_is_said_where_it_is_used(data: PhaseData) -> None:
+    with pytest.raises(IndexError):
+        list(data.stream([[0], [99]]))
+
+
+def test_waiting_is_counted(data: PhaseData, monkeypatch: pytest.MonkeyPatch) -> None:
+    from drafthead.train import phase_data
+
+    clock = iter(range(100))
+    monkeypatch.setattr(phase_data, "perf_counter", lambda: float(next(clock)))
+    list(data.stream([[0], [1], [2]]))
+    assert data.waited_s == 3.0

@@ -1,0 +1,97 @@
+"""Several processes: one signal stops all of them, none waits for a dead one, and another number goes on."""
+
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafthead.data.errors import UserError
+from drafthead.train.checkpoint import load_latest
+from drafthead.train.phase_data import deal
+
+TERMINATED, KILLED = 128 + signal.SIGTERM, -signal.SIGKILL
+QUICK = "dead_after_s=3"
+TOLERANCE = 2e-5
+"""Relative difference of a step's loss that another order of summation makes, after some steps of AdamW in float32."""
+
+
+def events(rank: int, call: tuple[str, int], do: str) -> list[dict[str, Any]]:
+    return [{"rank": rank, "call": call, "do": do}]
+
+
+@pytest.mark.parametrize(("rows", "batch_rows", "began_with"), [(8, 2, 2), (6, 3, 1), (12, 2, 3), (5, 5, 1)])
+def test_a_steps_rows_do_not_depend_on_who_takes_part(rows: int, batch_rows: int, began_with: int) -> None:
+    numbers = list(range(100, 100 + rows))
+    for processes in range(1, rows + 1):
+        parts = [deal(numbers, batch_rows, processes, rank) for rank in range(processes)]
+        assert sorted(row for part in parts for batch in part for row in batch) == numbers
+        assert len({len(part) for part in parts}) == 1, "every process must take part in every collective"
+        assert all(1 <= len(batch) <= batch_rows for part in parts for batch in part)
+    with pytest.raises(UserError, match=f"a step of this run has {rows} rows, which {rows + 1} processes cannot share"):
+        deal(numbers, batch_rows, rows + 1, 0)
+
+
+def test_dealing_to_those_who_began_keeps_blocks_whole() -> None:
+    assert deal(list(range(8)), 2, 2, 0) == [[0, 1], [4, 5]] and deal(list(range(8)), 2, 2, 1) == [[2, 3], [6, 7]]
+
+
+def test_a_signal_to_one_stops_both_and_both_go_on(runs: Any, tmp_path: Path) -> None:
+    """Dropout on: every process has random numbers of its own, and both are saved."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert runs.all(whole, processes=2) == [0, 0]
+    assert runs.all(stopped, processes=2, at=events(1, ("step", 7), "SIGTERM")) == [TERMINATED, TERMINATED]
+    checkpoint = load_latest(stopped / "run" / "checkpoints")
+    assert checkpoint is not None and checkpoint.state.global_step == 7 and checkpoint.state.processes == 2
+    first, second = (state["torch"] for state in checkpoint.rng)
+    assert not first.equal(second)
+    assert runs.all(stopped, processes=2, at=events(0, ("step", 8), "SIGINT")) == [130, 130]
+    assert runs.all(stopped, processes=2) == [0, 0]
+    runs.assert_equal(stopped, whole)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_processes_goes_on(runs: Any, tmp_path: Path, before: int, after: int) -> None:
+    """The losses are those of the number that began, up to rounding (``TOLERANCE``)."""
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    still = ("head.dropout=0", "phases.distill.accumulate=2")
+    assert runs.all(whole, *still, processes=before) == [0] * before
+    codes = runs.all(moved, *still, processes=before, at=events(0, ("step", 7), "SIGTERM"))
+    assert codes == [TERMINATED] * before
+    assert runs.all(moved, *still, processes=after) == [0] * after, runs.said(moved)[-2000:]
+    assert f"on {after} processes instead of {before}: the same rows a step" in runs.said(moved)
+    found, wanted = runs.losses(moved), runs.losses(whole)
+    assert found[:7] == wanted[:7]
+    assert all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(found, wanted, strict=True)), (found, wanted)
+
+
+def test_a_process_that_is_killed_is_named(runs: Any, tmp_path: Path) -> None:
+    codes = runs.all(tmp_path, QUICK, processes=2, at=events(1, ("step", 4), "SIGKILL"))
+    assert codes == [1, KILLED]
+    last = runs.said(tmp_path).strip().splitlines()[-1]
+    assert last.startswith("error: process 1 of 2 (") and "has not been heard of for" in last and "goes on from" in last
+    assert runs.seconds < 60
+    codes = runs.all(tmp_path, QUICK, processes=2, at=events(0, ("step", 4), "SIGKILL"))
+    assert codes == [KILLED, 1]
+    assert "process 0" in runs.said(tmp_path, rank=1).strip().splitlines()[-1]
+
+
+def test_a_process_that_hangs_is_not_waited_for(runs: Any, tmp_path: Path) -> None:
+    """Its connections stay open, so nothing but its silence tells."""
+    codes = runs.all(tmp_path, QUICK, processes=2, at=events(1, ("step", 4), "SIGSTOP"), patience=2)
+    assert codes == [1, KILLED], "the tests' own kill at the end"
+    assert "error: process 1 of 2 (" in runs.said(tmp_path).strip().splitlines()[-1]
+
+
+def test_a_process_that_fails_is_named_with_its_reason(runs: Any, tmp_path: Path) -> None:
+    codes = runs.all(tmp_path, QUICK, processes=2, at=events(1, ("step", 4), "raise"))
+    assert codes == [1, 70]
+    last = runs.said(tmp_path).strip().splitlines()[-1]
+    assert last == "error: process 1 of 2 ended, and so does this one: it failed; its own output says how"
+
+
+def test_a_disk_that_is_full_for_one_ends_both(runs: Any, tmp_path: Path) -> None:
+    assert runs.all(tmp_path, QUICK, processes=2, at=events(0, ("save tensors", 1), "full")) == [1, 1]
+    last = runs.said(tmp_path, rank=1).strip().splitlines()[-1]
+    assert last.startswith("error: process 0 of 2 ended, and so does this one: a checkpoint could not be written to")

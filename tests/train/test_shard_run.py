@@ -1,0 +1,165 @@
+"""Whole runs with sharding: one process as a mesh of one, two as ``accelerate launch`` starts them, two nodes."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from drafthead.data.files import read_json_lines
+from drafthead.models.loading import load_base_and_head
+from drafthead.train import pipeline
+from drafthead.train.config import parse_run
+
+ROOT = Path(__file__).parent.parent.parent
+SHORT = (
+    *("phases.pretrain.steps=4", "phases.distill.steps=3", "checkpoint.every_steps=2", "checkpoint.keep=20"),
+    *("log_every=1", "validate_every=4", "eval.limit=1", "eval.max_new_tokens=8"),
+)
+STOCK = "base.prepack=false"
+"""A sharded base has stock layers, which round differently from packed ones."""
+JOINT = ("phases.joint.steps=3", "head.lora_dropout=0.0", "gate.max_perplexity_ratio=null", "gate.min_agreement=null")
+TIMEOUT_S = 600
+LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 2e-5
+"""As in test_sharding.py."""
+
+
+def overrides_of(folder: Path, recipe: str, *more: str) -> list[str]:
+    places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
+    return [f"recipe={recipe}", "debug=tiny", *SHORT, *places, *more]
+
+
+def train(folder: Path, recipe: str, *more: str) -> Path:
+    with initialize_config_module("drafthead.recipes", version_base="1.3"):
+        cfg = compose("train", overrides=overrides_of(folder, recipe, *more))
+    pipeline.run_pipeline(parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True))
+    return folder / "run"
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in read_json_lines(run / "metrics.jsonl") if "loss" in row]
+
+
+def assert_same(found: Path, wanted: Path) -> None:
+    """Losses, held-out measurements and weights of two runs."""
+    assert losses(found) == pytest.approx(losses(wanted), rel=LOSS_TOLERANCE)
+    theirs, ours = ([r for r in read_json_lines(run / "metrics.jsonl") if "loss" not in r] for run in (wanted, found))
+    for want, got in zip(theirs, ours, strict=True):
+        assert got["held_out_loss_1"] == pytest.approx(want["held_out_loss_1"], rel=10 * LOSS_TOLERANCE)
+    files = ["head/model.safetensors"] + [str(p.relative_to(wanted)) for p in wanted.glob("head/adapter/*.safetensors")]
+    for name in files:
+        weights, expected = load_file(found / name), load_file(wanted / name)
+        assert weights.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(weights[key], value, rtol=0, atol=WEIGHT_TOLERANCE)
+
+
+def test_a_sharded_run_of_one_process_is_a_run(tmp_path: Path) -> None:
+    """Also when it is stopped and goes on in another way: what is saved does not say how it was spread."""
+    plain = train(tmp_path / "plain", "medusa_smollm2", STOCK)
+    shutil.copytree(tmp_path / "plain" / "corpora", tmp_path / "sharded" / "corpora")
+    sharded = train(tmp_path / "sharded", "medusa_smollm2", "shard=full", STOCK)
+    assert_same(sharded, plain)
+    assert not torch.distributed.is_initialized()
+    load_base_and_head(sharded / "head")
+
+    for path in (sharded / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > 5:
+            shutil.rmtree(path)
+    shutil.rmtree(sharded / "head")
+    assert_same(train(tmp_path / "sharded", "medusa_smollm2", "shard=head", STOCK), plain)
+
+
+def test_bfloat16_is_a_way_to_compute_and_float32_is_what_is_saved(tmp_path: Path) -> None:
+    run = train(tmp_path, "medusa_smollm2", "shard.precision=bfloat16")
+    assert all(value.dtype != torch.bfloat16 for value in load_file(run / "head" / "model.safetensors").values())
+    for row in read_json_lines(run / "metrics.jsonl"):
+        assert "loss" not in row or 0 <= row["data_wait"] < 1
+    load_base_and_head(run / "head")
+
+
+@pytest.mark.slow
+def test_a_base_that_is_trained_along(tmp_path: Path) -> None:
+    plain = train(tmp_path / "plain", "medusa2_smollm2", STOCK, *JOINT)
+    shutil.copytree(tmp_path / "plain" / "corpora", tmp_path / "sharded" / "corpora")
+    sharded = train(tmp_path / "sharded", "medusa2_smollm2", "shard=full", STOCK, *JOINT)
+    assert_same(sharded, plain)
+    base, head = load_base_and_head(sharded / "head")
+    assert base.fingerprint == head.made_for
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def rows(count: int, recipe: str) -> list[str]:
+    """So many of each micro-batch on a process."""
+    phases = ["pretrain", "distill", *(["joint"] if recipe.startswith("medusa2") else [])]
+    return [f"phases.{phase}.batch_rows={count}" for phase in phases]
+
+
+def run_together(commands: list[list[str]]) -> None:
+    started = [
+        subprocess.Popen([sys.executable, "-m", *command], env=environment(), stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    try:
+        for process in started:
+            _, said = process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode == 0, said[-4000:]
+    finally:
+        for process in started:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "options", "shard"),
+    [
+        ("medusa_smollm2", (), "shard=head"),
+        ("hydra_pp_smollm2", ("head.dropout=0.0",), "shard.checkpointing=true"),
+        ("medusa2_smollm2", JOINT, "shard.offload_base=true"),
+    ],
+)
+def test_accelerate_launches_two_processes(recipe: str, options: tuple[str, ...], shard: str, tmp_path: Path) -> None:
+    """Half the rows on each."""
+    plain = train(tmp_path / "plain", recipe, STOCK, *options, *rows(2, recipe))
+    shutil.copytree(tmp_path / "plain" / "corpora", tmp_path / "two" / "corpora")
+    launch = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", str(free_port())]
+    ways = ["shard=full", shard] if shard != "shard=head" else [shard]
+    overrides = overrides_of(tmp_path / "two", recipe, *ways, STOCK, *options, *rows(1, recipe))
+    run_together([[*launch, str(ROOT / "train" / "run.py"), *overrides]])
+    assert_same(tmp_path / "two" / "run", plain)
+
+
+@pytest.mark.slow
+def test_two_nodes_with_data_of_their_own(tmp_path: Path) -> None:
+    """As SLURM would start them, on one machine: each makes its corpora, and one writes the run."""
+    recipe = "medusa_smollm2"
+    plain = train(tmp_path / "plain", recipe, STOCK, *rows(2, recipe))
+    port, commands = free_port(), []
+    for node in range(2):
+        launch = ["torch.distributed.run", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
+        launch += ["--master-addr", "127.0.0.1", "--master-port", str(port), str(ROOT / "train" / "run.py")]
+        settings = overrides_of(tmp_path / "two", recipe, "shard=hybrid", "node_data=true", STOCK, *rows(1, recipe))
+        commands.append([*launch, *settings, f"data.folder={tmp_path / f'node{node}'}"])
+    run_together(commands)
+    assert_same(tmp_path / "two" / "run", plain)
+    corpora = [
+        sorted(str(p.relative_to(tmp_path / f"node{n}")) for p in (tmp_path / f"node{n}").rglob("*.bin"))
+        for n in range(2)
+    ]
+    assert corpora[0] and corpora[0] == corpora[1]

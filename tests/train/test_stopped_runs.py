@@ -1,0 +1,179 @@
+"""Signals and faults of the machine: what a run leaves behind, what it says, and that the same command goes on."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
+
+
+def steps_saved(folder: Path) -> list[int]:
+    return sorted(int(p.name.removeprefix("step-")) for p in (folder / "run" / "checkpoints").glob("step-*"))
+
+
+def test_a_preempted_job_goes_on_bit_for_bit(runs: Any, whole: Path, tmp_path: Path) -> None:
+    """While generating, in the first phase, and by Ctrl-C in the second."""
+    assert runs.one(tmp_path, at=("answer", 6), do="SIGTERM") == TERMINATED
+    assert "stopped by SIGTERM; what is done is kept, the same command goes on" in runs.said(tmp_path)
+    assert runs.one(tmp_path, at=("step", 7), do="SIGTERM") == TERMINATED
+    assert "stopped by SIGTERM after step 7 (over all phases), which is saved" in runs.said(tmp_path)
+    assert steps_saved(tmp_path)[-1] == 7
+    assert runs.one(tmp_path, at=("step", 8), do="SIGINT") == INTERRUPTED
+    assert steps_saved(tmp_path)[-1] == 15
+    assert runs.one(tmp_path) == 0
+    runs.assert_equal(tmp_path, whole)
+
+
+def test_a_signal_while_saving_or_measuring_waits_for_its_end(runs: Any, whole: Path, tmp_path: Path) -> None:
+    for call, reached in ((("save tensors", 1), 3), (("validate", 1), 5), (("prune", 1), 7)):
+        assert runs.one(tmp_path, at=call, do="SIGTERM") == TERMINATED
+        assert steps_saved(tmp_path)[-1] == reached
+    assert runs.one(tmp_path) == 0
+    runs.assert_equal(tmp_path, whole)
+
+
+PROGRAM = """
+    import sys, time
+    from drafthead.train import signals
+
+    def leave():
+        with signals.handled(lambda line: print(line, flush=True)):
+            print("ready", flush=True)
+            with signals.held():
+                for _ in range(600):
+                    time.sleep(0.01)
+                    if signals.pending() and "patient" not in sys.argv:
+                        break
+            print("never", flush=True)
+
+    signals.IMPATIENT_S = 0.2
+    leave()
+"""
+
+
+def play(*acts: tuple[float, signal.Signals], patient: bool = False) -> tuple[int, str]:
+    """Exit code and output of a program that holds signals back, after signals at (seconds after the one before)."""
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), *(["patient"] if patient else [])]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for pause, signum in acts:
+        time.sleep(pause)
+        process.send_signal(signum)
+    output, errors = process.communicate(timeout=60)
+    return process.returncode, output + errors
+
+
+def test_a_second_ctrl_c_leaves_at_once_and_an_echo_does_not() -> None:
+    code, said = play((0.0, signal.SIGINT), patient=True)
+    assert code == INTERRUPTED and "stopped by SIGINT" in said and "never" not in said
+    code, said = play((0.0, signal.SIGINT), (0.5, signal.SIGINT), patient=True)
+    assert code == -signal.SIGINT and "SIGINT: saving and leaving after this step" in said and "stopped" not in said
+    # A launcher and a scheduler may both pass a signal on; SIGTERM never stops a save, however often it comes.
+    code, said = play((0.0, signal.SIGTERM), (0.0, signal.SIGINT), (0.5, signal.SIGTERM))
+    assert code == TERMINATED and said.count("stopped by SIGTERM") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGTERM, TERMINATED), (signal.SIGINT, INTERRUPTED)])
+def test_the_command_leaves_with_the_documented_code(tmp_path: Path, signum: signal.Signals, expected: int) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "train" / "run.py"),
+        "recipe=medusa_smollm2",
+        "debug=tiny",
+        f"out={tmp_path}/run",
+    ]
+    command += [f"data.folder={tmp_path}/corpora", "phases.pretrain.steps=100000", "log_every=1"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        while "pretrain" not in (tmp_path / "log").read_text() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signum)
+        assert process.wait(timeout=60) == expected
+    said = (tmp_path / "log").read_text()
+    assert f"stopped by {signum.name} after step" in said and "Traceback" not in said
+    assert steps_saved(tmp_path)
+
+
+# Faults -------------------------------------------------------------------------------------------------------
+
+FULL = {
+    "while features of answers are written": (("save features", 2), "the next shard of generations"),
+    "while answers are written": (("publish shard", 3), "the next shard of generations"),
+    "in the first phase's checkpoints": (("save tensors", 3), "a checkpoint"),
+    "in the state of a checkpoint": (("write state", 2), "a checkpoint"),
+}
+
+
+@pytest.mark.parametrize("how", ["full", "small files"])
+def test_a_full_disk_costs_nothing_that_was_done(runs: Any, whole: Path, tmp_path: Path, how: str) -> None:
+    """``full``: the call fails. ``small files``: the system refuses to write more than 3 kB into one file."""
+    for when, (call, what) in FULL.items():
+        if how == "small files" and call[0] in ("publish shard", "write state"):
+            continue  # these files are smaller
+        before = {p for p in tmp_path.rglob("*") if p.name.startswith(("shard", "step"))}
+        assert runs.one(tmp_path, at=call, do=how) == 1, when
+        last = runs.said(tmp_path).strip().splitlines()[-1]
+        assert last.startswith(f"error: {what} could not be written to {tmp_path}"), last
+        assert "the same command goes on from there" in last
+        assert before <= set(tmp_path.rglob("*")), "something that was whole is gone"
+        assert not [p for p in tmp_path.rglob(".*") if p.name.startswith((".writing", ".shard"))], "the disk stays full"
+    assert runs.one(tmp_path) == 0
+    runs.assert_equal(tmp_path, whole)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def test_damaged_corpora_are_named_and_made_again(runs: Any, whole: Path, tmp_path: Path) -> None:
+    assert runs.one(tmp_path, at=("step", 3)) == -signal.SIGKILL
+    answers = tmp_path / "corpora" / "generations"
+    for name, damage in (("shard-00001.parquet", cut), ("shard-00002.safetensors", flip)):
+        damage(answers / name)
+        assert runs.one(tmp_path, at=("step", 12)) == 1
+        last = runs.said(tmp_path).strip().splitlines()[-1]
+        assert f"{answers / name} cannot be read" in last and "are answered again" in last, last
+        for path in answers.glob(f"{Path(name).stem}.*"):
+            path.unlink()
+    flip(next(tmp_path.glob("corpora/text/*/rows.arrow")))
+    assert runs.one(tmp_path, at=("step", 12)) == 1
+    last = runs.said(tmp_path).strip().splitlines()[-1]
+    assert "rows.arrow does not have the checksum" in last and "packed again" in last, last
+    folder = next(tmp_path.glob("corpora/text/*/rows.arrow")).parent
+    for path in folder.iterdir():
+        path.unlink()
+    assert runs.one(tmp_path, at=("step", 14)) == -signal.SIGKILL
+    flip(next(tmp_path.glob("corpora/features/distill-*/features.bin")))
+    assert runs.one(tmp_path) == 1
+    last = runs.said(tmp_path).strip().splitlines()[-1]
+    assert "does not have its checksum" in last and "computed anew" in last, last
+    assert runs.one(tmp_path) == 0
+    runs.assert_equal(tmp_path, whole)
+
+
+def test_a_corpus_of_another_base_is_refused(runs: Any, tmp_path: Path) -> None:
+    assert runs.one(tmp_path, at=("step", 1)) == -signal.SIGKILL
+    (tmp_path / "run" / "training-settings.json").unlink()
+    assert runs.one(tmp_path, "base.seed=1") == 1
+    last = runs.said(tmp_path).strip().splitlines()[-1]
+    assert "generations was made with base.fingerprint = " in last and "remove the folder" in last
+
+
+def test_a_tracker_that_fails_costs_no_step(runs: Any, whole: Path, tmp_path: Path) -> None:
+    assert runs.one(tmp_path, "tracker.kind=wandb", "tracker.mode=offline", at=("track", 5), do="raise") == 0
+    assert "warning: wandb failed (this process has a fault); training goes on" in runs.said(tmp_path)
+    runs.assert_equal(tmp_path, whole)

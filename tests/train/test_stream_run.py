@@ -1,0 +1,66 @@
+"""Whole runs that stream their text: resumed to the bit, and refused where rows on disk are needed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from drafthead.data.errors import UserError
+from drafthead.train.config import RunConfig, parse_run
+from drafthead.train.pipeline import run_pipeline
+
+
+def load(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
+    places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
+    common = ["recipe=medusa_smollm2", "debug=tiny", "data.text.stream=true", "data.text.lanes=2"]
+    with initialize_config_module("drafthead.recipes", version_base="1.3"):
+        cfg = compose("train", overrides=[*common, *overrides, *places])
+    return parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True)
+
+
+def train(folder: Path, *overrides: str) -> Path:
+    run_pipeline(*load(folder, "log_every=1", "checkpoint.every_steps=4", "checkpoint.keep=20", *overrides))
+    return folder / "run"
+
+
+def losses(run: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_resume_equals_no_interruption_bit_for_bit(tmp_path: Path) -> None:
+    """Also without the positions that are kept on disk: they only save time."""
+    whole = train(tmp_path / "whole")
+    assert not (tmp_path / "whole" / "corpora" / "text").exists()
+    assert len(list((tmp_path / "whole" / "corpora" / "stream").glob("*/lane-*.json"))) == 2
+    for positions in (True, False):
+        part = tmp_path / f"part{positions}"
+        shutil.copytree(tmp_path / "whole", part)
+        for path in (part / "run" / "checkpoints").iterdir():
+            if int(path.name.removeprefix("step-")) > 4:
+                shutil.rmtree(path)
+        shutil.rmtree(part / "run" / "head")
+        if not positions:
+            shutil.rmtree(part / "corpora" / "stream")
+        resumed = train(part)
+        assert losses(resumed) == losses(whole)
+        want, got = (load_file(r / "head" / "model.safetensors") for r in (whole, resumed))
+        assert all(torch.equal(want[k], got[k]) for k in want)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["phases.pretrain.features=cached"], "phases.pretrain.features=cached keeps features of text that"),
+        (["recipe=medusa2_smollm2"], "data.text.stream keeps no text aside for the gate"),
+        (["data.text.lanes=0"], "data.text.lanes must be at least 1, got 0"),
+    ],
+)
+def test_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        load(tmp_path, *overrides)
