@@ -22,6 +22,8 @@ from drafthead.models.loading import load_base_and_head
 
 LOOKUPS = ("prompt_lookup:3", "hf_prompt_lookup:3")
 """Peers of the heads that share a base."""
+WITH_LEAD = "head+prompt_lookup:4"
+"""One more: the head that expects the highest speedup, in one tree with a look-up."""
 PLAIN = {"transformers": "transformers generate", "drafthead": "our loop"}
 SHARED = "shared"
 """The run of all heads whose base is the untouched one."""
@@ -62,6 +64,17 @@ def groups_of(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
     return groups
 
 
+def lead_first(members: Sequence[Entry]) -> list[Entry]:
+    """The head with the highest expected speedup before the others: the one that is merged with a look-up."""
+
+    def expected(entry: Entry) -> float:
+        speedup: float = read_json(entry.folder / "calibration.json")["calibration"]["expected_speedup"]
+        return speedup
+
+    lead = max(members, key=expected)
+    return [lead, *(entry for entry in members if entry is not lead)]
+
+
 def measure_heads(entries: Sequence[Entry], config: EvalConfig, out: Path, display: Display) -> None:
     """Answer the suite with all heads, interleaved; ``out/eval-GROUP`` holds ``eval.json`` and ``members.json``.
 
@@ -75,18 +88,19 @@ def measure_heads(entries: Sequence[Entry], config: EvalConfig, out: Path, displ
 
 def _measure_group(members: Sequence[Entry], config: EvalConfig, folder: Path, display: Display) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    members = lead_first(members)
     first, *others = (entry.folder / "head" for entry in members)
     digests = {entry.name: _digest(entry.folder / "head") for entry in members}
     known = read_json(folder / MEMBERS) if (folder / MEMBERS).exists() else {}
     if any(known.get(name, {}).get("digest", digest) != digest for name, digest in digests.items()):
-        for path in folder.glob("eval-log-*.jsonl"):  # a peer is known to them by its folder only
+        for path in folder.glob("eval-log-*.jsonl"):  # so that the newest one is of these heads
             path.unlink()
     methods = [METHOD, *(f"head:{path}" for path in others)]
     named = {name: {"method": method, "digest": digests[name]} for name, method in zip(digests, methods, strict=True)}
     write_json(folder / MEMBERS, known | named)
     base, head = load_base_and_head(first)
     sizes = [_size(head, first), *(_size(DraftHead.from_pretrained(path, base), path) for path in others)]
-    lookups = [] if members[0].run.tunes_base else list(LOOKUPS)
+    lookups = [] if members[0].run.tunes_base else [*LOOKUPS, WITH_LEAD]
     config = EvalConfig(**vars(config) | {"against": [*methods[1:], *lookups]})
     evaluate(base, head, config, folder, display.progress, plan=config.plan(head))
     newest = max(folder.glob("eval-log-*.jsonl"), key=lambda path: path.stat().st_mtime)
@@ -153,8 +167,11 @@ def find_results(entries: Sequence[Entry], out: Path) -> Results:
             name: {"tokens_per_second": speed, "ratio_to_fastest_plain": speed / fastest if speed and fastest else None}
             for name, speed in overall["baseline_tokens_per_second"].items()
         }
+        lead = next(name for name, member in known.items() if member["method"] == METHOD)
         results["peers"][group] = {
-            name: _suite_results(overall, name) for name in LOOKUPS if name in overall["methods"]
+            name.replace("head+", f"{lead} + "): _suite_results(overall, name)
+            for name in (*LOOKUPS, WITH_LEAD)
+            if name in overall["methods"]
         }
     order = [entry.name for entry in entries]
     results["heads"] = {name: results["heads"][name] for name in order}

@@ -12,7 +12,7 @@ from drafthead.data.errors import UserError
 from drafthead.eval.baselines import transformers_generate
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.journal import FailedDecode
-from drafthead.eval.methods import PEER_FORMS, check_peers, decoders
+from drafthead.eval.methods import PEER_FORMS, check_peers, methods
 from drafthead.eval.metrics import mean_accepted_tokens, overhead, tokens_per_second
 from drafthead.eval.prompts import EvalPrompt, conversation_ids
 from drafthead.eval.speed import Decoder, run_interleaved, speedup_interval
@@ -69,9 +69,9 @@ class Runners:
     def ways(self) -> dict[str, Decoder]:
         """A decoder per name, the head's first."""
         peers = [spec for spec in self.specs if spec not in PLAIN]
-        known = decoders(self.base, self.drafter, self.plan, replace(self.config, against=peers))
+        known = methods(self.base, self.drafter, self.plan, replace(self.config, against=peers))
         names = {spec: METHODS_NAME.get(spec, spec) for spec in (HEAD, *self.specs)}
-        return {spec: self._stock if spec == "stock" else known[name] for spec, name in names.items()}
+        return {spec: self._stock if spec == "stock" else known[name].answer for spec, name in names.items()}
 
     def _stock(self, ids: list[int]) -> DecodeResult:
         assert self.stock is not None

@@ -40,13 +40,13 @@ from drafthead.data.errors import UserError
 from drafthead.data.files import write_json
 from drafthead.models.base import BaseModel
 from drafthead.models.draft_head import DraftHead
+from drafthead.models.model_shape import ModelShape
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.launcher import follow_launcher
 from drafthead.train.optim import build_optimizer
 from drafthead.train.phase_data import PhaseData
 from drafthead.train.plan import size
 from drafthead.train.plan_run import plan_of
-from drafthead.train.plan_shape import ModelShape
 from drafthead.train.sharding import Sharding
 from drafthead.train.step import StepResult, train_step
 

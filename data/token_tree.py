@@ -111,6 +111,10 @@ class TokenTree:
         """The nodes at most ``depth`` deep; they keep their order, so that a cut tree is a prefix where levels are."""
         return self if depth >= self.depth else _cut(self, max(0, depth))
 
+    def first(self, nodes: int) -> "TokenTree":
+        """Its ``nodes`` likeliest nodes, root included: a guess from ranks alone, shallow ones before deep ones."""
+        return self if nodes >= len(self) else _first(self, max(1, nodes))
+
     @cached_property
     def shape(self) -> "TreeShape":
         """The tree as tensors with one row, on the CPU."""
@@ -129,6 +133,13 @@ def _shape_on(tree: TokenTree, device: torch.device) -> "TreeShape":
 @lru_cache(maxsize=256)
 def _cut(tree: TokenTree, depth: int) -> TokenTree:
     return TokenTree.from_paths([path for path in tree.paths if len(path) <= depth])
+
+
+@lru_cache(maxsize=256)
+def _first(tree: TokenTree, nodes: int) -> TokenTree:
+    # A child's sum exceeds its parent's, so whatever is kept is a tree.
+    by_guess = sorted(tree.paths, key=lambda path: (len(path) + sum(path), len(path), path))
+    return TokenTree.from_paths(by_guess[:nodes])
 
 
 @dataclass(frozen=True, kw_only=True)

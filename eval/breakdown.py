@@ -1,16 +1,14 @@
-"""Acceptance where it differs: by place in the answer, by how sure the target is, by task."""
+"""Acceptance where it differs: by place in the answer, by how sure the target is."""
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from drafthead.data.contracts import DecodeResult, Ratio, StepRecord
 from drafthead.eval.metrics import steps_of
-
-Task = TypeVar("Task", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -53,19 +51,6 @@ def by_entropy(results: Sequence[DecodeResult], bins: int = 5) -> list[Bin]:
         return []
     edges = np.unique(np.quantile([step.entropy for step in steps], np.linspace(0, 1, bins + 1))).tolist()
     return _binned(steps, lambda step: step.entropy, edges if len(edges) > 1 else edges * 2)
-
-
-def by_task(results: Sequence[DecodeResult], tasks: Sequence[Task]) -> dict[Task, Bin]:
-    """Acceptance by the task of each answer; the bounds are its first and last step's position."""
-    grouped: dict[Task, list[DecodeResult]] = {}
-    for result, task in zip(results, tasks, strict=True):
-        grouped.setdefault(task, []).append(result)
-    found = {}
-    for task, group in grouped.items():
-        if steps := steps_of(group):
-            positions = [step.position for step in steps]
-            found[task] = _bin(float(min(positions)), float(max(positions)), steps)
-    return found
 
 
 def _binned(steps: Sequence[StepRecord], key: Callable[[StepRecord], float], edges: list[float]) -> list[Bin]:

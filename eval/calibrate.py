@@ -30,7 +30,7 @@ WIDTH = 10
 
 @dataclass(frozen=True)
 class Calibration:
-    """The chosen tree and what it is expected to do."""
+    """The chosen tree and what it is expected to do, drafted whole: a head's confidence threshold plays no part."""
 
     tree: TokenTree
     method: str
@@ -174,6 +174,6 @@ def _summary(choice: Choice) -> dict[str, float]:
         "nodes": len(choice.tree),
         "depth": choice.tree.depth,
         "expected_tokens": choice.expected_tokens,
-        "model_tokens": choice.model_tokens or 0.0,
+        "model_tokens": choice.model_tokens,
         "expected_speedup": choice.expected_speedup,
     }

@@ -22,11 +22,6 @@ def expected_speedup(alpha: float, draft_cost: float, drafts: int) -> float:
     return expected_tokens(alpha, drafts) / (draft_cost * drafts + 1)
 
 
-def expected_operations(alpha: float, draft_operations: float, drafts: int) -> float:
-    """Arithmetic of speculative decoding over plain decoding's, given a draft token's over a target token's."""
-    return (draft_operations * drafts + drafts + 1) / expected_tokens(alpha, drafts)
-
-
 def improves(alpha: float, draft_cost: float) -> bool:
     """Whether some chain is faster than plain decoding: alpha > c."""
     return alpha > draft_cost

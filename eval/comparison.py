@@ -97,10 +97,6 @@ class Log:
     method: Sequence[DecodeResult]
     plain: Sequence[DecodeResult] | None = None
     """Plain decoding's answers to the same prompts."""
-    wall_s: float | None = None
-    """Seconds of the whole run, when answers ran side by side; else the answers' own are added up."""
-    draft_cost: float | None = None
-    """Assumed cost of a draft position in plain steps, for SWI."""
     retokenised: Retokenised | None = None
     questions: Sequence[Hashable] | None = field(default=None)
 
@@ -137,10 +133,6 @@ def _compatible(name: str) -> Callable[[Log], Measured]:
     return measure_one
 
 
-def _walltime(log: Log) -> Measured:
-    return None if log.draft_cost is None else metrics.standardised_walltime(log.method, log.draft_cost)
-
-
 _ROWS: list[tuple[str, str, Callable[[Log], Measured]]] = [
     ("mean_accepted_tokens", "with the bonus, after EOS and limit: EAGLE tau, Kangaroo CR, block efficiency, SGLang",
      lambda log: metrics.mean_accepted_tokens(log.method)),
@@ -174,13 +166,12 @@ _ROWS: list[tuple[str, str, Callable[[Log], Measured]]] = [
      lambda log: metrics.mean_verdict_tokens(log.method)),
     ("tar_as_analysed", "DSD analyze_output.py: mean of per-answer means without each answer's first step",
      lambda log: metrics.tar_as_analysed(log.method)),
-    ("swi", "cascade speculative drafting: tokens / calls at an assumed draft cost", _walltime),
     ("acceleration_rate", "Medusa: tokens per step", lambda log: acceleration_rate(log.method)),
     ("step_overhead", "Medusa's overhead: seconds of a step / of a plain step", _paired(step_overhead)),
     ("tokens_per_second", "exact: committed tokens, prefill included",
-     lambda log: metrics.tokens_per_second(log.method, log.wall_s)),
-    ("decode_tokens_per_second", "exact: committed in steps, prefill apart; none for a batch",
-     lambda log: None if log.wall_s is not None else metrics.decode_tokens_per_second(log.method)),
+     lambda log: metrics.tokens_per_second(log.method)),
+    ("decode_tokens_per_second", "exact: committed in steps, prefill apart",
+     lambda log: metrics.decode_tokens_per_second(log.method)),
     ("speedup", "exact: ratio of totals, prefill included", _paired(speedup)),
     ("decode_speedup", "exact: ratio of totals, prefill apart", _paired(decode_speedup)),
     ("spec_bench_tokens_per_second", "Spec-Bench: mean over questions of rates", _compatible("tokens_per_second")),

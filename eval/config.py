@@ -50,6 +50,9 @@ class EvalConfig:
     """How drafts are accepted: ``exact`` or ``block`` (lossless), ``typical`` or ``lenient`` (lossy)."""
     merge: list[str] = field(default_factory=list)
     """Drafters whose drafts join the head's in one tree: ``prompt_lookup:3``, ``early_exit:24``, ``model:NAME``."""
+    merge_nodes: int | None = None
+    """Nodes of a merged tree, root included: the others draft first, the head's likeliest drafts fill what is left.
+    null: as many as the head's own tree has."""
     against: list[str] = field(default_factory=list)
     """Peers in the same interleaved run, see ``eval/methods.py``: ``prompt_lookup``, ``early_exit:24``,
     ``model:NAME``, ``head+prompt_lookup:3`` (merged with the head's tree), ``hf_prompt_lookup:3``,
@@ -62,6 +65,10 @@ class EvalConfig:
             raise ValueError(f"eval.max_new_tokens must be at least 2, got {self.max_new_tokens}")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"eval.limit must be >= 1 or null, got {self.limit}")
+        if self.merge_nodes is not None and self.merge_nodes < 2:
+            raise ValueError(
+                f"eval.merge_nodes must be at least 2 (the root and one draft) or null, got {self.merge_nodes}"
+            )
         known = [kind.value for kind in Siblings]
         if self.siblings not in known:
             raise ValueError(f"eval.siblings must be one of {', '.join(known)}, got {self.siblings!r}")

@@ -38,11 +38,13 @@ class Script:
         """Choices and lengths of the scripts still to be run."""
 
     def accept(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
+        """As ``Coins.accept``, all [B]: a choice of two, of chance ``min(1, p / q)``, in rows that are ``active``."""
         # u * q < p for a uniform u, which p = 0 never passes, and q = 0 always else.
         chance = torch.where(p > 0, p / q.clamp(min=torch.finfo(torch.float64).tiny), 0.0).clamp(max=1.0)
         return active & (self._choose(torch.stack([1 - chance, chance], -1), active) == 1)
 
     def draw(self, laws: Tensor) -> Tensor:
+        """As ``Coins.draw``, [B, C, V] -> [B, C] int64: a choice of V per sample."""
         drawn = []
         for law in laws.unbind(1):
             mass = law.sum(-1, keepdim=True)
@@ -80,9 +82,11 @@ class Verification:
         """[B, V] normalised law of the bonus."""
 
     def accept(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
+        """The script's trial."""
         return self._script.accept(p, q, active)
 
     def draw(self, laws: Tensor) -> Tensor:
+        """Keeps the law of the bonus, [B, 1, V], for which any token stands: the likeliest, [B, 1] int64."""
         self.bonus = laws[:, 0] / laws[:, 0].sum(-1, keepdim=True)
         return laws.argmax(-1)
 

@@ -10,24 +10,22 @@ from drafthead.data.contracts import DecodeResult
 from drafthead.data.errors import UserError
 from drafthead.data.files import write_json
 from drafthead.data.token_tree import TokenTree
-from drafthead.eval.calibrate import Calibration, measured_with
+from drafthead.eval.calibrate import Calibration
 from drafthead.eval.certify import total_variation
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.equality import Equality, compare_outputs
 from drafthead.eval.journal import FailedDecode
 from drafthead.eval.latency import StepCosts
-from drafthead.eval.methods import decoders
+from drafthead.eval.methods import methods
 from drafthead.eval.probe import logit_margin, probe_tokens
 from drafthead.eval.prompts import EvalPrompt, check_ids, conversation_ids
 from drafthead.eval.report import write_report
 from drafthead.eval.session import Policy
-from drafthead.eval.speed import Timing, hardware, run_interleaved, versions
+from drafthead.eval.speed import Timing, run_interleaved
 from drafthead.eval.suites import load_suite
 from drafthead.eval.summary import Known, method_names, summarise
 from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead
 from drafthead.models.drafter import Drafter, DraftPlan
-from drafthead.models.merged import Merged
 
 Progress = Callable[[str, int, int], None]
 
@@ -57,13 +55,15 @@ def evaluate(
     plan = plan or config.plan(drafter)
     config.rule.check(plan.siblings, plan.tree)
     suite = load_suite(config.suite, config.limit, config.seed, config.tasks)
+    ways = methods(base, drafter, plan, config)
     timing = run_interleaved(
         suite,
         lambda prompt, answers: _ask(base, prompt, answers, config.max_new_tokens),
-        decoders(base, drafter, plan, config),
-        folder / f"eval-log-{_digest(base, drafter, plan, config)}.jsonl",
+        {name: way.answer for name, way in ways.items()},
+        folder / f"eval-log-{_digest(ways['speculative'].made_of, config)}.jsonl",
         config.seed,
         lambda done, total: progress("decoding", done, total),
+        made_of={name: ways[name].made_of for name in config.against if ways[name].made_of},
     )
     _require_answers(timing)
     equalities: dict[str, list[Equality]] = {}
@@ -133,22 +133,11 @@ def _described(config: EvalConfig, plan: DraftPlan, timing: Timing) -> dict[str,
     }
 
 
-def _digest(base: BaseModel, drafter: Drafter, plan: DraftPlan, config: EvalConfig) -> str:
-    """Hash of all that decides a finished prompt's result, so that a log continues only itself."""
+def _digest(drafter: str, config: EvalConfig) -> str:
+    """Hash of all that decides a finished prompt's result, peers aside, so that a log continues only itself."""
     # The seed orders the decoders: with another order, a prompt that was cut off could be completed piecemeal.
-    tree = plan.tree.paths if isinstance(plan.tree, TokenTree) else plan.tree
     settings = {f.name: getattr(config, f.name) for f in fields(EvalConfig) if f.name not in ("against", "limit")}
-    decided_by = (_who(base, drafter), tree, settings)
-    return hashlib.sha256(repr(decided_by).encode()).hexdigest()[:8]
-
-
-def _who(base: BaseModel, drafter: Drafter) -> str:
-    """What drafts, with which weights, on which machine."""
-    if isinstance(drafter, DraftHead):
-        return measured_with(drafter)
-    if isinstance(drafter, Merged):
-        return " + ".join(_who(base, part) for part in drafter.drafters)
-    return repr((type(drafter).__name__, drafter.depth, base.identity(), hardware(), versions()))
+    return hashlib.sha256(repr((drafter, settings)).encode()).hexdigest()[:8]
 
 
 def _retokenised(base: BaseModel, tokens: list[int]) -> int:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,20 @@ class Journal:
     A decoder's name tells apart all that one log may hold: method, batch size, sampler. Any text will do.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, made_of: Mapping[str, str] | None = None) -> None:
         """Read what ``path`` holds; None keeps results in memory only.
 
         A last line without its end, torn by a kill, is cut off. Failures are not read: they are tried again.
 
+        Args:
+            path: JSONL file.
+            made_of: marks of decoders that may change under one name, such as a hash of their weights. Results under
+                another mark are not read.
+
         Raises:
             UserError: another line is broken.
         """
-        self._path = path
+        self._path, self._made_of = path, made_of or {}
         self._results: dict[tuple[str, str], DecodeResult] = {}
         if path is not None and path.exists():
             self._read(path)
@@ -60,7 +66,10 @@ class Journal:
         for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
             try:
                 row = json.loads(line)
-                if "error" not in row:
+                if row.get("made_of") != self._made_of.get(row["decoder"]):
+                    # Nor what stands before it: the other decoders' later lines are of another process.
+                    self._results.pop((row["key"], row["decoder"]), None)
+                elif "error" not in row:
                     self._results[row["key"], row["decoder"]] = _from_json(row["result"])
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise UserError(
@@ -74,6 +83,8 @@ class Journal:
             return
         row: dict[str, Any] = {"key": key, "task": prompt.task, "prompt": prompt.number, "turn": turn}
         row |= {"decoder": decoder}
+        if decoder in self._made_of:
+            row["made_of"] = self._made_of[decoder]
         row |= {"error": result.error} if isinstance(result, FailedDecode) else {"result": _to_json(result)}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:

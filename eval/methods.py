@@ -2,14 +2,17 @@
 
 import hashlib
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from drafthead.data.contracts import Siblings
 from drafthead.data.errors import UserError
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.baselines import transformers_generate
+from drafthead.eval.calibrate import measured_with
 from drafthead.eval.config import EvalConfig
-from drafthead.eval.decode import decode, default_plan
-from drafthead.eval.speed import Decoder
+from drafthead.eval.decode import EXACT, decode, default_plan
+from drafthead.eval.speed import Decoder, hardware, versions
+from drafthead.eval.verify import AcceptanceRule
 from drafthead.models.base import BaseModel
 from drafthead.models.base_config import BaseConfig
 from drafthead.models.draft_head import DraftHead
@@ -87,8 +90,14 @@ def make_drafter(spec: str, base: BaseModel) -> Drafter:
     return ModelDrafter(model, base, num_tokens=numbers[0] if numbers else 5)
 
 
-def merged(base: BaseModel, drafter: Drafter, plan: DraftPlan, specs: list[str]) -> tuple[Drafter, DraftPlan]:
-    """``drafter`` with others whose trees join its own; ``plan``'s siblings hold for all that sample.
+def merged(
+    base: BaseModel, drafter: Drafter, plan: DraftPlan, specs: list[str], nodes: int | None = None
+) -> tuple[Drafter, DraftPlan]:
+    """``drafter`` with others whose drafts join its own in trees of ``nodes`` nodes, by default as many as its own has.
+
+    The head's tree was sized for this machine, and a union that outgrows it pays for every node: of 36 Spec-Bench-like
+    answers, six nodes shared by a head and a look-up gave as many tokens a step as the nine that both have.
+    ``plan``'s siblings hold for all that sample.
 
     Raises:
         UserError: a drafter that cannot be made, or a dynamic tree, of which the head would get a share only.
@@ -99,29 +108,44 @@ def merged(base: BaseModel, drafter: Drafter, plan: DraftPlan, specs: list[str])
         raise UserError("trees are merged with a static tree of the head; set tree=head, chain:K or expansion:...")
     others = [make_drafter(spec, base) for spec in specs]
     trees = [plan.tree, *(other.tree or TokenTree.chain(other.depth) for other in others)]
-    return Merged([drafter, *others], trees), replace(plan, tree=side_by_side(trees))
+    return Merged([drafter, *others], trees, nodes or plan.nodes), replace(plan, tree=side_by_side(trees))
 
 
-def decoders(base: BaseModel, drafter: Drafter, plan: DraftPlan, config: EvalConfig) -> dict[str, Decoder]:
+class Method(NamedTuple):
+    """A way to answer."""
+
+    answer: Decoder
+    made_of: str = ""
+    """Hash of what it drafts with where that may change under one name: weights and trees."""
+
+
+def methods(base: BaseModel, drafter: Drafter, plan: DraftPlan, config: EvalConfig) -> dict[str, Method]:
     """Both plain baselines, the speculative decoder and the peers, under the names that the summary expects."""
     new, sampler = config.max_new_tokens, config.sampler
-    found: dict[str, Decoder] = {
-        "transformers": lambda ids: transformers_generate(base, ids, new, sampler, _seed(config, ids)),
-        "drafthead": lambda ids: decode(base, None, ids, max_new_tokens=new, sampler=sampler, seed=_seed(config, ids)),
-        "speculative": lambda ids: decode(
-            base,
-            drafter,
-            ids,
-            max_new_tokens=new,
-            plan=plan,
-            sampler=sampler,
-            rule=config.rule,
-            seed=_seed(config, ids),
+    found = {
+        "transformers": Method(lambda ids: transformers_generate(base, ids, new, sampler, _seed(config, ids))),
+        "drafthead": Method(
+            lambda ids: decode(base, None, ids, max_new_tokens=new, sampler=sampler, seed=_seed(config, ids))
         ),
+        "speculative": _drafted(base, drafter, plan, config, config.rule),
     }
     for spec in config.against:
         found[spec] = _peer(base, drafter, plan, spec, config)
     return found
+
+
+def made_of(base: BaseModel, drafter: Drafter, plan: DraftPlan) -> str:
+    """Hash of what drafts: weights, plan, the base, this machine and these versions."""
+    return hashlib.sha256(repr((_weights(base, drafter), plan)).encode()).hexdigest()[:8]
+
+
+def _weights(base: BaseModel, drafter: Drafter) -> str:
+    if isinstance(drafter, DraftHead):
+        return measured_with(drafter)
+    if isinstance(drafter, Merged):
+        return f"{drafter.nodes} nodes: " + " + ".join(_weights(base, part) for part in drafter.drafters)
+    model = drafter.model.identity() if isinstance(drafter, ModelDrafter) else None
+    return repr((type(drafter).__name__, drafter.depth, model, base.identity(), hardware(), versions()))
 
 
 def _seed(config: EvalConfig, ids: list[int]) -> int:
@@ -130,27 +154,45 @@ def _seed(config: EvalConfig, ids: list[int]) -> int:
     return int.from_bytes(digest[:7], "big")
 
 
-def _peer(base: BaseModel, head: Drafter, head_plan: DraftPlan, spec: str, config: EvalConfig) -> Decoder:
-    new, sampler = config.max_new_tokens, config.sampler
-    if spec.startswith(WITH_HEAD):
-        drafter, plan = merged(base, head, head_plan, [spec.removeprefix(WITH_HEAD)])
-    else:
-        kind, name, numbers = _parse(spec, PEERS)
-        if kind == "hf_prompt_lookup":
-            tokens = numbers[0] if numbers else 3
-            return lambda ids: transformers_generate(
-                base, ids, new, sampler, _seed(config, ids), prompt_lookup_num_tokens=tokens
-            )
-        if kind == "hf_assisted":
-            assistant = BaseModel.load(BaseConfig(name=name), base.device)
-            ModelDrafter(assistant, base)  # refuses another vocabulary
-            return lambda ids: transformers_generate(
-                base, ids, new, sampler, _seed(config, ids), assistant_model=assistant.model
-            )
-        drafter = make_drafter(spec, base)
-        plan = default_plan(drafter)
-        if head_plan.siblings is not Siblings.DETERMINISTIC:  # a peer may draft as the head does
-            plan = replace(plan, siblings=head_plan.siblings, sampler=head_plan.sampler)
-    return lambda ids: decode(
-        base, drafter, ids, max_new_tokens=new, plan=plan, sampler=sampler, seed=_seed(config, ids)
+def _drafted(
+    base: BaseModel, drafter: Drafter, plan: DraftPlan, config: EvalConfig, rule: AcceptanceRule = EXACT
+) -> Method:
+    """Speculative decoding."""
+    return Method(
+        lambda ids: decode(
+            base,
+            drafter,
+            ids,
+            max_new_tokens=config.max_new_tokens,
+            plan=plan,
+            sampler=config.sampler,
+            rule=rule,
+            seed=_seed(config, ids),
+        ),
+        made_of(base, drafter, plan),
     )
+
+
+def _peer(base: BaseModel, head: Drafter, head_plan: DraftPlan, spec: str, config: EvalConfig) -> Method:
+    if spec.startswith(WITH_HEAD):
+        drafter, plan = merged(base, head, head_plan, [spec.removeprefix(WITH_HEAD)], config.merge_nodes)
+        return _drafted(base, drafter, plan, config)
+    kind, name, numbers = _parse(spec, PEERS)
+    if kind == "hf_prompt_lookup":
+        return _generated(base, config, prompt_lookup_num_tokens=numbers[0] if numbers else 3)
+    if kind == "hf_assisted":
+        assistant = BaseModel.load(BaseConfig(name=name), base.device)
+        ModelDrafter(assistant, base)  # refuses another vocabulary
+        found = _generated(base, config, assistant_model=assistant.model)
+        return found._replace(made_of=assistant.fingerprint)
+    drafter = make_drafter(spec, base)
+    plan = default_plan(drafter)
+    if head_plan.siblings is not Siblings.DETERMINISTIC:  # a peer may draft as the head does
+        plan = replace(plan, siblings=head_plan.siblings, sampler=head_plan.sampler)
+    return _drafted(base, drafter, plan, config)
+
+
+def _generated(base: BaseModel, config: EvalConfig, **options: Any) -> Method:
+    """transformers' own ``generate`` with a drafter of its own."""
+    new, sampler = config.max_new_tokens, config.sampler
+    return Method(lambda ids: transformers_generate(base, ids, new, sampler, _seed(config, ids), **options))

@@ -3,8 +3,8 @@
 Counts come from the steps, times from the clock around them. The prefill's token belongs to no step; plain decoding
 commits one token a step, so its mean is 1. Unless a name says otherwise, a metric is a
 :class:`~drafthead.data.contracts.Ratio` of totals over the answers: long answers weigh more, as in Spec-Bench and
-EAGLE, and a failed answer without tokens or steps changes nothing. The rows of a batch share their steps' times:
-only speeds (:func:`tokens_per_second`) need to be told the wall time then.
+EAGLE, and a failed answer without tokens or steps changes nothing. Speeds are of answers that ran one after the other:
+the rows of a batch share their steps' times.
 
 ``committed`` tokens are what a step added to the answer; ``accepted`` drafts are the rule's verdict, before EOS or the
 limit cut anything off.
@@ -194,24 +194,14 @@ def step_seconds(results: Sequence[DecodeResult]) -> Ratio:
     return Ratio(sum(step.total_s for step in steps), len(steps))
 
 
-def tokens_per_second(results: Sequence[DecodeResult], wall_s: float | None = None) -> Ratio:
-    """Answer tokens, the prefill's included, per second of the whole decoding, prefill included.
-
-    Args:
-        results: answers.
-        wall_s: seconds in which they all came about; needed when they ran side by side in a batch, else their sum.
-    """
-    return Ratio(sum(len(r.tokens) for r in results), sum(r.total_s for r in results) if wall_s is None else wall_s)
+def tokens_per_second(results: Sequence[DecodeResult]) -> Ratio:
+    """Answer tokens, the prefill's included, per second of the whole decoding, prefill included."""
+    return Ratio(sum(len(r.tokens) for r in results), sum(r.total_s for r in results))
 
 
-def decode_tokens_per_second(results: Sequence[DecodeResult], wall_s: float | None = None) -> Ratio:
-    """Tokens committed in steps per second behind the prefill.
-
-    Args:
-        results: answers.
-        wall_s: seconds behind the prefill in which they all came about; by default their sum.
-    """
-    seconds = sum(r.total_s - r.prefill_s for r in results) if wall_s is None else wall_s
+def decode_tokens_per_second(results: Sequence[DecodeResult]) -> Ratio:
+    """Tokens committed in steps per second behind the prefill."""
+    seconds = sum(r.total_s - r.prefill_s for r in results)
     return Ratio(sum(step.committed for step in steps_of(results)), seconds)
 
 
@@ -220,14 +210,3 @@ def overhead(results: Sequence[DecodeResult]) -> Ratio:
     steps = steps_of(results)
     total = sum(step.total_s for step in steps)
     return Ratio(total - sum(step.draft_s + step.verify_s for step in steps), total)
-
-
-def standardised_walltime(results: Sequence[DecodeResult], draft_cost: float) -> Ratio:
-    """SWI of cascade speculative drafting (2312.11462): tokens / calls weighted with assumed costs, target = 1.
-
-    Args:
-        results: answers.
-        draft_cost: assumed cost of one draft position in target calls; a step of depth d makes d such calls.
-    """
-    steps = steps_of(results)
-    return Ratio(sum(s.committed for s in steps), len(steps) + draft_cost * sum(s.depth for s in steps))

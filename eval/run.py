@@ -34,7 +34,7 @@ def _main(cfg: DictConfig) -> None:
     display = Display()
     with display.stage(f"head {config.head}"):
         base, drafter, plan = _load(config)
-        drafter, plan = merged(base, drafter, plan, config.merge)
+        drafter, plan = merged(base, drafter, plan, config.merge, config.merge_nodes)
     config.rule.check(plan.siblings, plan.tree)
     default = Path(config.head).parent if Path(config.head).is_dir() else Path("outputs") / suite_label(config.head)
     folder = Path(config.out) if config.out else default / f"eval-{suite_label(config.suite)}"

@@ -4,7 +4,7 @@ import math
 import os
 import platform
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ def run_interleaved(
     seed: int,
     on_progress: Callable[[int, int], None],
     reference: str = "drafthead",
+    made_of: Mapping[str, str] | None = None,
 ) -> Timing:
     """Decode every turn with every decoder, one after the other, so that a drift of the machine hits all alike.
 
@@ -62,15 +63,16 @@ def run_interleaved(
         decoders: by name.
         log: JSONL file that gets every finished (turn, decoder) at once. A turn that it holds of all decoders is
             not decoded again; any other is, by all of them, so that times that are compared come from one process.
-            It knows prompts and decoder names only: one file per head, tree and settings.
+            It knows prompts, decoders' names and marks only: one file per head, tree and settings.
         seed: of both orders.
         on_progress: called with (finished, all) pairs of turn and decoder.
         reference: the decoder whose answers a conversation goes on with.
+        made_of: marks of decoders, such as a hash of weights; what the log holds of another mark is decoded again.
 
     Raises:
         UserError: the log is broken elsewhere than in its last line.
     """
-    journal = Journal(log)
+    journal = Journal(log, made_of or {})
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
     total = len(decoders) * sum(prompt.turns for prompt in prompts)

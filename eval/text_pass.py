@@ -122,6 +122,7 @@ class Surprise:
         self.excess = self.variance = 0.0
 
     def read(self, base: BaseModel, texts: list[Text], features: list[Features]) -> None:
+        """Add the answers of ``texts``, whose hidden states [1, T, D] are ``features``."""
         size = max(1, BUDGET // base.vocab_size)
         for text, feature in zip(texts, features, strict=True):
             for start in range(text.boundary, len(text.ids), size):

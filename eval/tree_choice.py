@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
 
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.latency import StepCosts
@@ -19,8 +18,8 @@ class Choice:
     """Mean accepted tokens by replay."""
     expected_speedup: float
     """Against plain decoding with v(1), by the measured step costs."""
-    model_tokens: float | None = None
-    """Mean accepted tokens by the model that the tree was searched under; None for a shape that was not searched."""
+    model_tokens: float
+    """Mean accepted tokens by the model that the tree was searched under."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class Machine:
         """Seconds of a whole step."""
         return self.costs.step(len(tree), tree.depth)
 
-    def choice(self, answers: Sequence[Chances], tree: TokenTree, model_tokens: float | None = None) -> Choice:
-        """What ``tree`` is expected to do on ``answers``."""
+    def choice(self, answers: Sequence[Chances], tree: TokenTree, model_tokens: float) -> Choice:
+        """What ``tree`` is expected to do on ``answers``; its search expected ``model_tokens``."""
         tokens = replay(answers, tree).mean_accepted_tokens
         speedup = tokens * self.step(TokenTree.chain(0)) / self.step(tree)
         return Choice(tree, tokens, speedup, model_tokens)
@@ -43,37 +42,6 @@ class Machine:
 def best(choices: Iterable[Choice]) -> Choice:
     """The highest expected speedup; the smaller tree of equals."""
     return max(choices, key=lambda c: (c.expected_speedup, -len(c.tree)))
-
-
-def best_chain(answers: Sequence[Chances], machine: Machine, longest: int | None = None) -> list[Choice]:
-    """Chains of 0, 1, 2, ... drafts; ``best`` of them has the draft length for this machine (0: do not draft)."""
-    depth = answers[0].shape[1] if answers else 0
-    return [machine.choice(answers, TokenTree.chain(d)) for d in range(min(longest or depth, depth) + 1)]
-
-
-def shape_candidates(depth: int, nodes: int, widths: Sequence[int] = (2, 3, 4), branching: int = 2) -> list[TokenTree]:
-    """Chains and SpecInfer's expansions <k_1, ..., k_m> (2305.09781) within ``depth`` drafts and ``nodes`` nodes.
-
-    Args:
-        depth: most drafts on a path.
-        nodes: most nodes, root included.
-        widths: of levels that branch; all others have width 1.
-        branching: at most so many levels of an expansion branch.
-    """
-    found = []
-    for length in range(1, depth + 1):
-        for count in range(min(branching, length) + 1):
-            for levels, chosen in product(combinations(range(length), count), product(widths, repeat=count)):
-                expansion = [1] * length
-                for level, width in zip(levels, chosen, strict=True):
-                    expansion[level] = width
-                size, total = 1, 1
-                for width in expansion:
-                    size *= width
-                    total += size
-                if total <= nodes:
-                    found.append(TokenTree.expansion(expansion))
-    return found
 
 
 def cross_fitted(

@@ -3,21 +3,18 @@
 Shape legend: B batch, T time, N tree nodes, D width, V vocabulary.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GgufConfig
-from transformers.utils import logging as transformers_logging
 
 from drafthead.data.contracts import BegunPass, Features, FeatureSpec, TrainBatch
-from drafthead.data.embedded import smollm2_folder
 from drafthead.data.errors import UserError
 from drafthead.data.token_tree import TreeShape
 from drafthead.models import adapter, attention
-from drafthead.models.base_config import EMBEDDED, BaseConfig, check_architecture, could_not_load
+from drafthead.models.base_config import BaseConfig, check_architecture
+from drafthead.models.base_weights import load_weights
 from drafthead.models.fused import fuse_modules
 from drafthead.models.kv_cache import CacheShape, KVCache, RaggedCache, TreeMasks
 from drafthead.models.layer_views import last_layers, tapped
@@ -78,42 +75,9 @@ class BaseModel:
         Raises:
             UserError: it cannot be found, or its architecture is refused.
         """
-        device = torch.device(device)
-        dtype = getattr(torch, config.dtype if config.dtype != "auto" else _default_dtype(device))
-        implementation = attention.register()
-        if not sys.stderr.isatty():
-            transformers_logging.disable_progress_bar()
-        if config.random:
-            check_architecture(config.transformers_config(), config.max_context)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(config.seed)
-                model = AutoModelForCausalLM.from_config(
-                    config.transformers_config(), dtype=dtype, attn_implementation=implementation
-                )
-            return cls._adapted(model.to(device), config.load_tokenizer(config.name), config)
-        folder = str(smollm2_folder(progress)) if config.name == EMBEDDED else config.name
-        options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-        if config.gguf_file:
-            # Dequantised on load: a GGUF model that counts as quantised can neither be saved nor prepacked.
-            options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
-        try:
-            tokenizer = config.load_tokenizer(folder)
-            model, found = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, attn_implementation=implementation, output_loading_info=True, **options
-            )
-        except (OSError, ValueError) as error:
-            raise UserError(could_not_load(config.name, error)) from None
-        if missing := sorted(found["missing_keys"]):
-            # transformers would go on with random numbers in their place.
-            raise UserError(
-                f"base model {config.name!r} lacks {len(missing)} weights, {missing[0]} for one; copy or download it "
-                "again"
-            )
-        return cls._adapted(model.to(device), tokenizer, config)
-
-    @classmethod
-    def _adapted(cls, model: Any, tokenizer: Any, config: BaseConfig) -> "BaseModel":
-        model = model if config.adapter is None else adapter.merge(llama_like(model), config.adapter)
+        model, tokenizer = load_weights(config, torch.device(device), progress)
+        if config.adapter is not None:
+            model = adapter.merge(llama_like(model), config.adapter)
         return cls(model, tokenizer, config)
 
     @classmethod
@@ -296,7 +260,3 @@ class BaseModel:
                 states[done] = begun.hidden
         hidden: Tensor = out.last_hidden_state
         return torch.cat([hidden, *(states[i] for i in spec.layers)], -1) if spec.layers else hidden
-
-
-def _default_dtype(device: torch.device) -> str:
-    return "float32" if device.type == "cpu" else "bfloat16"

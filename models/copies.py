@@ -13,6 +13,7 @@ class KeepsCopies(nn.Module):
         """Drop copies of weights, and graphs that read them where they are; by default there are none."""
 
     def train(self, mode: bool = True) -> Self:
+        """As any module's; the copies are forgotten."""
         self.forget_copies()
         super().train(mode)
         return self

@@ -206,9 +206,11 @@ class CachedExpansion:
         self._pending = 0
 
     def root(self) -> Tensor:
+        """As ``Expansion.root``: [B, 1, W]."""
         return self._logits(self._hidden[:, None])
 
     def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """As ``Expansion.grow``: [B, F] int64 each -> [B, F, W]."""
         above = None if self._first is None else parents + self._first
         in_text = tokens.shape[1] == 1 and self._pending == 0
         hidden = self._cache.grow(tokens, above)

@@ -29,7 +29,6 @@ from drafthead.models import adapter
 from drafthead.models.base import BaseModel
 from drafthead.models.base_config import ADAPTER
 from drafthead.models.copies import KeepsCopies
-from drafthead.models.drafter import DraftState
 from drafthead.models.head_files import (
     FORMAT,
     check_base,
@@ -42,6 +41,7 @@ from drafthead.models.head_files import (
     resolve_folder,
 )
 from drafthead.models.losses import LossConfig
+from drafthead.models.model_shape import ModelShape
 from drafthead.models.tree_growth import StepwiseDrafter
 
 PACKAGE = "drafthead.models."
@@ -77,6 +77,10 @@ class DraftHeadConfig(ABC):
     tunes_base: ClassVar[bool] = False
     """Whether its heads can train the base along (``DraftHead.tune_base``)."""
 
+    def __post_init__(self) -> None:
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
+            raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
+
     @property
     @abstractmethod
     def depth(self) -> int:
@@ -86,6 +90,10 @@ class DraftHeadConfig(ABC):
     def trained_positions(self) -> int:
         """Draft positions with a term of their own in the loss: those that ``loss.depth_weights`` lists."""
         return self.depth
+
+    def drafted_ids(self, vocab_size: int) -> int:
+        """Ids W that it drafts over, of a base that has ``vocab_size``."""
+        return min(self.draft_vocab_size or vocab_size, vocab_size)
 
     def check_layers(self, num_layers: int) -> None:
         """Refuse settings that a base with so many layers cannot serve.
@@ -100,16 +108,8 @@ class DraftHeadConfig(ABC):
         """The untrained head for ``base``; ``d2t`` ([W] int64) lists the draft vocabulary's target ids."""
 
     @abstractmethod
-    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
-        """Sizes on a base of that width and vocabulary; no weights are made."""
-
-
-@dataclass
-class HeadState(DraftState):
-    """What a head remembers of one batch between steps; subclasses add their own caches."""
-
-    hidden: Tensor
-    """[B, D] the base's ``h`` at the last position it has read."""
+    def size(self, shape: ModelShape) -> HeadSize:
+        """Sizes on a base of that shape; no weights are made."""
 
 
 class DraftHead(KeepsCopies, StepwiseDrafter):

@@ -20,46 +20,35 @@ from drafthead.models.attention import document_mask
 from drafthead.models.base import BaseModel
 from drafthead.models.committed import Committed
 from drafthead.models.draft_cache import CachedExpansion, DraftCache, TextState
-from drafthead.models.draft_head import DraftHeadConfig, HeadSize
+from drafthead.models.draft_head import HeadSize
 from drafthead.models.drafter import DraftPlan, DraftState
 from drafthead.models.fused import fuse_modules
 from drafthead.models.layer_views import with_layers
 from drafthead.models.linear import prepack_linears
-from drafthead.models.next_token_head import NextTokenHead
+from drafthead.models.model_shape import ModelShape
+from drafthead.models.next_token_head import NextTokenConfig, NextTokenHead
 from drafthead.models.projections import Projections
 from drafthead.models.unpack import fresh_copy
 
 
 @dataclass(kw_only=True)
-class DraftLMConfig(DraftHeadConfig):
+class DraftLMConfig(NextTokenConfig):
     """Settings of :class:`DraftLM`."""
 
     num_tokens: int = 5
-    """Most drafts on a path."""
     num_layers: int = 2
     """Decoder layers."""
     from_layers: list[int] | None = None
     """Layers of the base to start from, in order; None: spread evenly from the first to the last."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_tokens <= 16:
-            raise ValueError(f"head.num_tokens must be in [1, 16], got {self.num_tokens}")
+        super().__post_init__()
         if not 1 <= self.num_layers <= 16:
             raise ValueError(f"head.num_layers must be in [1, 16], got {self.num_layers}")
         if self.from_layers is not None and len(self.from_layers) != self.num_layers:
             raise ValueError(
                 f"head.from_layers must name {self.num_layers} layers (head.num_layers), got {self.from_layers}"
             )
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
-            raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
-
-    @property
-    def depth(self) -> int:
-        return self.num_tokens
-
-    @property
-    def trained_positions(self) -> int:
-        return 1  # the same prediction serves all
 
     def check_layers(self, num_layers: int) -> None:
         if self.from_layers is not None and not all(0 <= source < num_layers for source in self.from_layers):
@@ -68,19 +57,17 @@ class DraftLMConfig(DraftHeadConfig):
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftLM":
         return DraftLM(self, base, d2t)
 
-    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
-        # A layer's sizes are the base's: of Llama-like models it has 11 to 13 D^2 parameters (SmolLM2 10.7, Vicuna 7B
-        # 12.1, Llama 3 8B 13.0).
-        layers = self.num_layers * (12 * hidden_size**2 + 2 * hidden_size) + hidden_size
+    def size(self, shape: ModelShape) -> HeadSize:
+        layers = self.num_layers * shape.layer_parameters() + shape.hidden_size
         return HeadSize(
             parameters=layers,
             trainable=layers,
             positions=self.num_tokens,
-            draft_vocab_size=min(self.draft_vocab_size or vocab_size, vocab_size),
+            draft_vocab_size=self.drafted_ids(shape.vocab_size),
             # Per layer two normed inputs, q, k, v before and after rotation, the attention's output, gate, up and
             # their product (2.7 D each) with the activation; around it the embedding, the norm and its gradient.
-            activations_per_token=hidden_size * (4 + 22 * self.num_layers),
-            recomputable_per_token=hidden_size * 21 * self.num_layers,
+            activations_per_token=shape.hidden_size * (4 + 22 * self.num_layers),
+            recomputable_per_token=shape.hidden_size * 21 * self.num_layers,
         )
 
 

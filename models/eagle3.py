@@ -31,6 +31,7 @@ from drafthead.models.fused import FusedRMSNorm
 from drafthead.models.head_attention import HeadRMSNorm, norm_eps
 from drafthead.models.layer_memory import LayerMemory, LayerText
 from drafthead.models.linear import inference_linear
+from drafthead.models.model_shape import ModelShape
 from drafthead.models.output_head import OutputHead
 from drafthead.models.position_head import PositionHead
 from drafthead.models.reading import Reading
@@ -58,14 +59,13 @@ class Eagle3Config(DraftHeadConfig):
     """A step reads the layer's output after the final norm, as later checkpoints do; published: before it."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.num_tokens <= 16:
             raise ValueError(f"head.num_tokens must be in [1, 16], got {self.num_tokens}")
         if not 1 <= self.ttt_steps <= self.num_tokens:
             raise ValueError(f"head.ttt_steps must be in [1, head.num_tokens={self.num_tokens}], got {self.ttt_steps}")
         if self.intermediate_size is not None and self.intermediate_size < 1:
             raise ValueError(f"head.intermediate_size must be at least 1 or null, got {self.intermediate_size}")
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
-            raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
 
     @property
     def depth(self) -> int:
@@ -82,12 +82,12 @@ class Eagle3Config(DraftHeadConfig):
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "Eagle3Head":
         return Eagle3Head(self, base, d2t)
 
-    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
-        vocabulary = min(self.draft_vocab_size or vocab_size, vocab_size)
-        # Attention that reads 2 D has 4 to 6 D^2, the MLP of Llama-like models 8 (SmolLM2, Vicuna) to 10.5 (Llama 3).
-        mlp = 9 * hidden_size**2 if self.intermediate_size is None else 3 * self.intermediate_size * hidden_size
+    def size(self, shape: ModelShape) -> HeadSize:
+        hidden_size, vocabulary = shape.hidden_size, self.drafted_ids(shape.vocab_size)
         sources = 3 if self.layers is None else max(1, len(self.layers))
-        layer = (5 + sources) * hidden_size**2 + mlp + (4 + sources * self.norm_before_fc) * hidden_size
+        layer = shape.attention_parameters(2 * hidden_size)
+        layer += 3 * (self.intermediate_size or shape.intermediate_size) * hidden_size
+        layer += sources * hidden_size**2 + (4 + sources * self.norm_before_fc) * hidden_size
         projections = vocabulary * hidden_size if self.own_lm_head else 0
         return HeadSize(
             parameters=layer + projections,

@@ -13,6 +13,7 @@ from drafthead.data.errors import UserError
 from drafthead.data.files import file_digest, inside, read_json
 from drafthead.data.token_tree import TokenTree
 from drafthead.models.base import BaseModel
+from drafthead.models.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from drafthead.models.draft_head import DraftHeadConfig
@@ -74,7 +75,7 @@ def check_settings(folder: Path, config: "DraftHeadConfig", weights: dict[str, T
     Raises:
         UserError: they do.
     """
-    named = config.size(base.hidden_size, base.vocab_size).parameters
+    named = config.size(ModelShape.from_config(base.model.config)).parameters
     stored = sum(tensor.numel() for tensor in weights.values())
     if named > stored:
         raise UserError(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from drafthead.data.contracts import Features, TrainBatch
 from drafthead.models.attention import document_mask
 from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHeadConfig, HeadSize, HeadState
+from drafthead.models.draft_head import DraftHeadConfig, HeadSize
 from drafthead.models.drafter import DraftPlan, DraftState
 from drafthead.models.fused import FusedMLP, FusedRMSNorm
 from drafthead.models.head_attention import HeadAttention, HeadMLP, HeadRMSNorm, Layer, norm_eps
@@ -31,7 +31,9 @@ from drafthead.models.kv_cache import KVCache, RaggedCache
 from drafthead.models.layer_memory import LayerMemory, LayerText
 from drafthead.models.linear import packed_twin
 from drafthead.models.medusa import ResBlock
+from drafthead.models.model_shape import ModelShape
 from drafthead.models.output_head import OutputHead
+from drafthead.models.position_head import HeadState
 from drafthead.models.projections import Projections
 from drafthead.models.reading import Reading
 from drafthead.models.recurrent_head import RecurrentExpansion, RecurrentHead, States
@@ -59,6 +61,7 @@ class HydraConfig(DraftHeadConfig):
     """True: embeddings are read at unit RMS (ours): learnt sooner where the base's are small."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.num_heads <= 16:
             raise ValueError(f"head.num_heads must be in [1, 16], got {self.num_heads}")
         if not 1 <= self.num_layers <= 8:
@@ -67,8 +70,6 @@ class HydraConfig(DraftHeadConfig):
             raise ValueError(f"head.dropout must be in [0, 1), got {self.dropout}")
         if self.projection_bias and not self.own_projection:
             raise ValueError("head.projection_bias needs head.own_projection: true; the base's projection has none")
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
-            raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
 
     @property
     def depth(self) -> int:
@@ -77,13 +78,14 @@ class HydraConfig(DraftHeadConfig):
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "HydraHead":
         return HydraHead(self, base, d2t)
 
-    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
-        """As any head; a prefix layer is counted as 12 D^2, what Llama-like layers have within a tenth."""
-        heads, vocabulary = self.num_heads, min(self.draft_vocab_size or vocab_size, vocab_size)
+    def size(self, shape: ModelShape) -> HeadSize:
+        heads, hidden_size, vocabulary = self.num_heads, shape.hidden_size, self.drafted_ids(shape.vocab_size)
         further = min(self.num_layers - 1, 1) if self.tie_blocks else self.num_layers - 1
         inputs = sum(k + 1 for k in range(1, heads + 1))  # widths that first blocks read, in D
         blocks = 2 * (inputs * hidden_size + heads) * hidden_size + heads * further * (hidden_size + 1) * hidden_size
-        prefix = 12 * hidden_size**2 + 3 * hidden_size if self.prefix_layer else 0
+        prefix = 0
+        if self.prefix_layer:  # attention, a gated MLP, three norms
+            prefix = shape.attention_parameters() + 3 * (shape.intermediate_size + 1) * hidden_size
         projections = heads * vocabulary * (hidden_size + self.projection_bias) if self.own_projection else 0
         return HeadSize(
             parameters=blocks + prefix + projections,

@@ -22,44 +22,36 @@ from drafthead.models.attention import document_mask
 from drafthead.models.base import BaseModel
 from drafthead.models.committed import Committed
 from drafthead.models.draft_cache import CachedExpansion, DraftCache, TextState
-from drafthead.models.draft_head import DraftHeadConfig, HeadSize
+from drafthead.models.draft_head import HeadSize
 from drafthead.models.drafter import DraftPlan, DraftState, DynamicTree
 from drafthead.models.fused import FusedRMSNorm
 from drafthead.models.head_attention import HeadAttention, HeadRMSNorm, Layer, norm_eps
 from drafthead.models.kv_cache import KVCache, RaggedCache
 from drafthead.models.layer_memory import LayerMemory, LayerText
 from drafthead.models.layer_views import first_layers
-from drafthead.models.next_token_head import NextTokenHead
+from drafthead.models.model_shape import ModelShape
+from drafthead.models.next_token_head import NextTokenConfig, NextTokenHead
 from drafthead.models.projections import Projections
 from drafthead.models.shared_layers import SharedPass
 from drafthead.models.tree_growth import Expansion
 
 
 @dataclass(kw_only=True)
-class KangarooConfig(DraftHeadConfig):
+class KangarooConfig(NextTokenConfig):
     """Settings of :class:`KangarooHead`."""
 
     exit_layer: int = 2
     """Layers of the base that draft (the paper: 2 of 32 for 7B, 3 of 40 for 13B)."""
     num_tokens: int = 6
-    """Most drafts on a path."""
     threshold: float = 0.6
     """Nothing is drafted behind a draft with less confidence, unless a plan says otherwise; 0 never stops."""
 
     def __post_init__(self) -> None:
-        for key, least, most in (("exit_layer", 1, 1000), ("num_tokens", 1, 16)):
-            if not least <= getattr(self, key) <= most:
-                raise ValueError(f"head.{key} must be in [{least}, {most}], got {getattr(self, key)}")
+        super().__post_init__()
+        if self.exit_layer < 1:
+            raise ValueError(f"head.exit_layer must be at least 1, got {self.exit_layer}")
         if not 0 <= self.threshold < 1:
             raise ValueError(f"head.threshold must be in [0, 1), got {self.threshold}")
-
-    @property
-    def depth(self) -> int:
-        return self.num_tokens
-
-    @property
-    def trained_positions(self) -> int:
-        return 1  # the same prediction serves all
 
     def check_layers(self, num_layers: int) -> None:
         if self.exit_layer >= num_layers:
@@ -68,18 +60,17 @@ class KangarooConfig(DraftHeadConfig):
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "KangarooHead":
         return KangarooHead(self, base, d2t)
 
-    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
-        # With as many key and value heads as query heads; with fewer it is less.
-        adapter = 4 * hidden_size**2 + 2 * hidden_size
+    def size(self, shape: ModelShape) -> HeadSize:
+        adapter = shape.attention_parameters() + 2 * shape.hidden_size
         return HeadSize(
             parameters=adapter,
             trainable=adapter,
             positions=self.num_tokens,
-            draft_vocab_size=min(self.draft_vocab_size or vocab_size, vocab_size),
+            draft_vocab_size=self.drafted_ids(shape.vocab_size),
             feature_layers=1,
             # Both norms, q, k, v before and after rotation, the attention's output, the sum, its gradient.
-            activations_per_token=12 * hidden_size,
-            recomputable_per_token=7 * hidden_size,
+            activations_per_token=12 * shape.hidden_size,
+            recomputable_per_token=7 * shape.hidden_size,
         )
 
 

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from drafthead.data.contracts import Features, TrainBatch
 from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHeadConfig, HeadSize, HeadState
-from drafthead.models.drafter import DraftPlan, DraftState, last_of
-from drafthead.models.graphs import StaticCalls
+from drafthead.models.draft_head import DraftHeadConfig, HeadSize
+from drafthead.models.drafter import DraftPlan, DraftState
+from drafthead.models.model_shape import ModelShape
 from drafthead.models.output_head import OutputHead
-from drafthead.models.position_head import PositionHead
+from drafthead.models.position_head import HeadState, LastStateHead
 from drafthead.models.projections import Projections, stack_logits
 from drafthead.models.reading import Reading
 
@@ -49,14 +49,13 @@ class MedusaConfig(DraftHeadConfig):
     """True: heads also read the embedding of the last committed token (ours; not in the paper)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.num_heads <= 16:
             raise ValueError(f"head.num_heads must be in [1, 16], got {self.num_heads}")
         if self.tie_blocks and self.reads_last_token:
             raise ValueError("head.tie_blocks and head.reads_last_token exclude each other: the first block is wider")
         if not 1 <= self.num_layers <= 8:
             raise ValueError(f"head.num_layers must be in [1, 8], got {self.num_layers}")
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
-            raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
 
     @property
     def depth(self) -> int:
@@ -65,8 +64,8 @@ class MedusaConfig(DraftHeadConfig):
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "MedusaHead":
         return MedusaHead(self, base, d2t)
 
-    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
-        vocabulary = min(self.draft_vocab_size or vocab_size, vocab_size)
+    def size(self, shape: ModelShape) -> HeadSize:
+        hidden_size, vocabulary = shape.hidden_size, self.drafted_ids(shape.vocab_size)
         blocks = 1 if self.tie_blocks else self.num_layers
         per_head = blocks * (hidden_size + 1) * hidden_size + self.reads_last_token * hidden_size**2
         all_blocks = self.num_heads * per_head
@@ -113,7 +112,7 @@ class Blocks(nn.ModuleList):
         return x
 
 
-class MedusaHead(PositionHead):
+class MedusaHead(LastStateHead):
     """K Medusa heads."""
 
     config: MedusaConfig
@@ -126,12 +125,10 @@ class MedusaHead(PositionHead):
         ).to(base.device)
         self.projections = Projections(self.teacher, config.num_heads if config.own_projection else 0)
         self._stacks: list[tuple[Tensor, Tensor]] | None = None
-        self._static = StaticCalls(base.device) if base.uses_graphs else None
 
     def forget_copies(self) -> None:
         self._stacks = None
-        if self._static is not None:
-            self._static.clear()
+        super().forget_copies()
 
     def output_head(self, k: int) -> OutputHead:
         return self.projections.head(k)
@@ -140,21 +137,8 @@ class MedusaHead(PositionHead):
         """What the heads know of the last committed token: its embedding at unit RMS, [...] -> [..., D]."""
         if not self.config.reads_last_token:
             return None
-        embedded = F.embedding(last, self.base.embedding).to(self._dtype)
+        embedded = F.embedding(last, self.base.embedding).to(self.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:])
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
-
-    def init_state(self, batch: int) -> HeadState:
-        return HeadState(hidden=self.teacher.weight.new_full((batch, self.teacher.weight.shape[1]), torch.nan))
-
-    def observe(
-        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
-    ) -> HeadState:
-        assert features is not None
-        return HeadState(hidden=last_of(features.final, counts))
 
     def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> "_MedusaExpansion":
         assert isinstance(state, HeadState)
@@ -167,7 +151,7 @@ class MedusaHead(PositionHead):
     @torch.inference_mode()
     def draft_logits(self, hidden: Tensor, last: Tensor, depth: int) -> Tensor:
         """Logits of the first ``depth`` heads: [B, D], [B] -> [B, depth, W]."""
-        x, condition = hidden.to(self._dtype), self._condition(last)
+        x, condition = hidden.to(self.dtype), self._condition(last)
         for layer, (weights, biases) in enumerate(self._stacked_blocks()):
             read = x if layer or condition is None else torch.cat([x, condition], -1)
             read = read.expand(depth, -1, -1) if layer == 0 else read
@@ -188,7 +172,7 @@ class MedusaHead(PositionHead):
         return self._stacks
 
     def position_hidden(self, batch: TrainBatch, features: Features, reading: Reading) -> Tensor:
-        read = reading.at_sources(features.final).to(self._dtype)
+        read = reading.at_sources(features.final).to(self.dtype)
         condition = self._condition(reading.tokens(batch.input_ids, 1))
         return torch.stack(
             [blocks(read[k], None if condition is None else condition[k]) for k, blocks in enumerate(self.blocks)]

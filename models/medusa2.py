@@ -128,6 +128,11 @@ class Medusa2Head(MedusaHead):
         self._joint = False
 
     def tune_base(self, now: bool) -> None:
+        """As any head's; the first call makes the adapters, which add nothing yet.
+
+        Raises:
+            UserError: the base has an adapter already, or has no such layer to put one on.
+        """
         if self._tuned is None:
             if self.base.config.adapter is not None:
                 raise UserError(
@@ -142,6 +147,7 @@ class Medusa2Head(MedusaHead):
         self.train(self.training)
 
     def train(self, mode: bool = True) -> "Medusa2Head":
+        """As any module's; the adapters' dropout is on only while they are trained."""
         super().train(mode)
         if self._tuned is not None:
             self._tuned.train(mode and self._joint)
@@ -151,10 +157,14 @@ class Medusa2Head(MedusaHead):
         return super().decoders() + ([] if self._tuned is None else [self._tuned.model.model])
 
     def lr_factor(self, parameter: nn.Parameter) -> float:
+        """``heads_lr_factor`` of the heads' parameters while adapters are trained with them, else 1."""
         ours = any(parameter is other for other in self.adapter.values())
         return 1.0 if ours or not self._joint else self.config.heads_lr_factor
 
     def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
+        """In phases that train the base the sum of both losses, of the tuned base's own states; ``features`` are the
+        untouched base's. Further metrics: base_loss, heads_loss (without its weight), base_accept.
+        """
         if not self._joint:
             return super().loss(batch, features, config)
         read = self._tuned_features(batch)
@@ -162,12 +172,16 @@ class Medusa2Head(MedusaHead):
         base_sum, stats = self._base_loss(batch, read, features)
         weight = self.config.heads_weight * HEAD_SCHEDULES[self.config.heads_schedule](self.progress)
         column = dict(zip(STATS, stats[0].double(), strict=True))
-        base_sums = [torch.stack([column_sum, column["count"]]) for column_sum in (base_sum.detach(), column["accept"])]
+        parts = {
+            "base_loss": (base_sum.detach(), column["count"]),
+            "heads_loss": (heads.loss_sum.detach(), heads.tokens),  # without the weight, which the schedule changes
+            "base_accept": (column["accept"], column["count"]),
+        }
         return replace(
             heads,
             loss_sum=base_sum + weight * heads.loss_sum,
-            sums=torch.cat([heads.sums, torch.stack(base_sums)]),
-            names=(*heads.names, "base_loss", "base_accept"),
+            sums=torch.cat([heads.sums, torch.stack([torch.stack(pair).double() for pair in parts.values()])]),
+            names=(*heads.names, *parts),
         )
 
     @torch.no_grad()
@@ -199,9 +213,11 @@ class Medusa2Head(MedusaHead):
         )
 
     def saved_weights(self) -> dict[str, Tensor]:
+        """The heads alone: adapters are saved beside them by :meth:`save_base`."""
         return {name: value for name, value in self.state_dict().items() if not name.startswith("adapter.")}
 
     def save_base(self, folder: Path) -> dict[str, Any]:
+        """Write the adapter, and if asked for the tuned base as a whole model; returns the tuned base's identity."""
         if self._tuned is None:
             return super().save_base(folder)
         fingerprint = self._tuned.save(folder / ADAPTER)

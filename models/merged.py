@@ -37,17 +37,25 @@ class Merged(Drafter):
     The plan's siblings, sampler and threshold hold for all drafters, the depth too; of a dynamic tree's nodes every
     drafter gets an equal share. No drafter is attached to the target's cache: the target reads the union of the trees
     whole, of which one that exits early would know its own part only.
+
+    Up to some size a pass of the target costs what one token does, and beyond it every node is paid for. ``nodes``
+    holds the union to that size: the other drafters draft first, and of the first one's tree come the likeliest nodes
+    that there is still room for. How many the others found is a function of the text, never of what is sampled next,
+    so the output stays exact. Rows of one batch share the room that the fullest of them leaves.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], trees: Sequence[TokenTree] | None = None) -> None:
+    def __init__(
+        self, drafters: Sequence[Drafter], trees: Sequence[TokenTree] | None = None, nodes: int | None = None
+    ) -> None:
         """Merge ``drafters``.
 
         Args:
             drafters: in the order in which their candidates are tried.
             trees: one each; by default a drafter's own tree, or a chain over all its positions.
+            nodes: most nodes of the union, root included, as far as the first drafter's tree can give way; None: all.
 
         Raises:
-            UserError: fewer than two drafters, or not one tree each.
+            UserError: fewer than two drafters, not one tree each, or room for less than one draft.
         """
         if len(drafters) < 2:
             raise UserError(f"a merged drafter needs at least two drafters, got {len(drafters)}")
@@ -55,6 +63,9 @@ class Merged(Drafter):
         self.trees = tuple(trees) if trees else tuple(d.tree or TokenTree.chain(d.depth) for d in drafters)
         if len(self.trees) != len(self.drafters):
             raise UserError(f"{len(self.drafters)} merged drafters need as many trees, got {len(self.trees)}")
+        if nodes is not None and nodes < 2:
+            raise UserError(f"a merged tree of {nodes} nodes is wanted; the root and one draft are 2")
+        self.nodes = nodes
         self.tree = side_by_side(self.trees)
         self.spec = FeatureSpec(layers=tuple(dict.fromkeys(n for d in self.drafters for n in d.spec.layers)))
 
@@ -89,11 +100,11 @@ class Merged(Drafter):
     @torch.inference_mode()
     def draft(self, state: DraftState, last: Tensor, plan: DraftPlan, coins: Coins | None = None) -> Proposal:
         assert isinstance(state, MergedState)
-        proposals = [
-            drafter.draft(part, last, own.at_most(drafter.depth), coins)
-            for drafter, part, own in zip(self.drafters, state.parts, self._plans(plan), strict=True)
-        ]
-        return merge(proposals)
+        (head, own, part), *others = zip(self.drafters, self._plans(plan), state.parts, strict=True)
+        found = [d.draft(its, last, wanted.at_most(d.depth), coins) for d, wanted, its in others]
+        if self.nodes is not None and isinstance(own.tree, TokenTree):
+            own = replace(own, tree=own.tree.first(self.nodes - sum(len(p.shape) - 1 for p in found)))
+        return merge([head.draft(part, last, own.at_most(head.depth), coins), *found])
 
     def _plans(self, plan: DraftPlan) -> list[DraftPlan]:
         if isinstance(plan.tree, DynamicTree):

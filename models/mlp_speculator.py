@@ -24,6 +24,7 @@ from drafthead.models.base import BaseModel
 from drafthead.models.draft_head import DraftHeadConfig, HeadSize
 from drafthead.models.linear import packed_twin
 from drafthead.models.mlp_cells import NORM_EPS, BaseEmbedding, LSTMCells, RNNCells
+from drafthead.models.model_shape import ModelShape
 from drafthead.models.output_head import OutputHead
 from drafthead.models.projections import Projections
 from drafthead.models.reading import Reading
@@ -52,6 +53,7 @@ class MLPSpeculatorConfig(DraftHeadConfig):
     """False: the base's projection, frozen, of ``h`` and a trained matrix of the state (ours)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.n_predict <= 8:
             raise ValueError(f"head.n_predict must be in [1, 8], got {self.n_predict}")
         if self.inner_dim < 0:
@@ -64,8 +66,6 @@ class MLPSpeculatorConfig(DraftHeadConfig):
             raise ValueError("head.tie_lstm_embs is for head.cell: lstm; leave it false")
         if self.tie_weights and self.n_predict == 1:
             raise ValueError("head.tie_weights needs head.n_predict of at least 2: one position has nothing to share")
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
-            raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
 
     @property
     def depth(self) -> int:
@@ -74,10 +74,11 @@ class MLPSpeculatorConfig(DraftHeadConfig):
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "MLPSpeculatorHead":
         return MLPSpeculatorHead(self, base, d2t)
 
-    def size(self, hidden_size: int, vocab_size: int) -> HeadSize:
-        width, vocabulary = self.inner_dim or hidden_size, min(self.draft_vocab_size or vocab_size, vocab_size)
+    def size(self, shape: ModelShape) -> HeadSize:
+        hidden_size, vocabulary = shape.hidden_size, self.drafted_ids(shape.vocab_size)
+        width = self.inner_dim or hidden_size
         stages = 1 if self.tie_weights else self.n_predict
-        embedding = (vocab_size if self.own_embedding else hidden_size) * width
+        embedding = (shape.vocab_size if self.own_embedding else hidden_size) * width
         if self.cell == "lstm":
             embeddings = embedding * (1 if self.tie_lstm_embs else 4)
             cells = embeddings + 4 * (hidden_size + width) * width + 2 * 2 * width

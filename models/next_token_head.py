@@ -7,15 +7,37 @@ Shape legend: B batch, T time, K draft positions, D width.
 """
 
 from abc import abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from drafthead.data.contracts import Features, LossOutput, TrainBatch
-from drafthead.models.draft_head import DraftHead
+from drafthead.models.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.losses import LossConfig, heads_loss, loss_output
 from drafthead.models.output_head import OutputHead
 from drafthead.models.reading import Reading, rank_of
+
+
+@dataclass(kw_only=True)
+class NextTokenConfig(DraftHeadConfig):
+    """Settings that all such heads have."""
+
+    num_tokens: int
+    """Most drafts on a path."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.num_tokens <= 16:
+            raise ValueError(f"head.num_tokens must be in [1, 16], got {self.num_tokens}")
+
+    @property
+    def depth(self) -> int:
+        return self.num_tokens
+
+    @property
+    def trained_positions(self) -> int:
+        return 1  # the same prediction serves all
 
 
 class NextTokenHead(DraftHead):

@@ -1,8 +1,8 @@
 """Prompt lookup (Saxena, 2023; transformers' ``prompt_lookup_num_tokens``): drafts copied from the text itself.
 
 Where the last tokens have occurred before, what followed them then is drafted again. It needs no model and no training,
-and pays where answers repeat their prompt: summaries, edits, retrieval. transformers drafts what followed the first
-occurrence; with ``matches`` above 1 the continuations of several occurrences become one tree.
+and pays where answers repeat their prompt: summaries, edits, retrieval. With ``matches`` above 1 the continuations of
+several occurrences become one tree.
 
 Shape legend: B rows, T tokens, M matches, K draft positions, N nodes.
 """
@@ -29,14 +29,14 @@ class PromptLookup(Drafter):
     do.
     """
 
-    def __init__(self, num_tokens: int = 10, max_ngram: int = 3, matches: int = 1, newest: bool = False) -> None:
+    def __init__(self, num_tokens: int = 10, max_ngram: int = 3, matches: int = 1, newest: bool = True) -> None:
         """Say what to look for.
 
         Args:
             num_tokens: most drafts of a continuation.
             max_ngram: longest suffix to look for; shorter ones follow, down to one token (transformers: 2).
             matches: continuations to draft, the longest matches first.
-            newest: among matches of one length prefer the last to the first, which is transformers' choice.
+            newest: among matches of one length prefer the last to the first. transformers takes the first.
 
         Raises:
             UserError: a number below 1.

@@ -13,23 +13,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from drafthead.data.contracts import Features
-from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHeadConfig, HeadState
-from drafthead.models.drafter import DraftPlan, DraftState, last_of
-from drafthead.models.graphs import StaticCalls
-from drafthead.models.position_head import PositionHead
+from drafthead.models.drafter import DraftPlan, DraftState
+from drafthead.models.position_head import HeadState, LastStateHead
 
 States = tuple[Tensor, ...]
 """What a node hands on to its children: tensors [..., width], [B, F, width] while drafting."""
 
 
-class RecurrentHead(PositionHead):
+class RecurrentHead(LastStateHead):
     """A head that says how a state begins, and what one more token makes of it."""
-
-    def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
-        super().__init__(config, base, d2t)
-        self._static = StaticCalls(base.device) if base.uses_graphs else None
 
     @abstractmethod
     def first_states(self, hidden: Tensor) -> States:
@@ -44,24 +36,6 @@ class RecurrentHead(PositionHead):
             states: of the parents, [B, F, ...].
             tokens: [B, F] int64 target ids: the root for k = 0, then drafts.
         """
-
-    def forget_copies(self) -> None:
-        if self._static is not None:
-            self._static.clear()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the head's weights."""
-        return next(self.parameters()).dtype
-
-    def init_state(self, batch: int) -> HeadState:
-        return HeadState(hidden=self.teacher.weight.new_full((batch, self.teacher.weight.shape[1]), torch.nan))
-
-    def observe(
-        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
-    ) -> HeadState:
-        assert features is not None
-        return HeadState(hidden=last_of(features.final, counts))
 
     def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> "RecurrentExpansion":
         assert isinstance(state, HeadState)
@@ -88,10 +62,12 @@ class RecurrentExpansion:
         self._position = 0
 
     def root(self) -> Tensor:
+        """As ``Expansion.root``: [B, 1, W]."""
         tokens = self._last[:, None]
         return self.grow(tokens, torch.zeros_like(tokens))
 
     def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """As ``Expansion.grow``: [B, F] int64 each -> [B, F, W]."""
         logits, *states = self._advance(self._position, tokens, parents, *self._states)
         self._states = tuple(states)
         self._position += 1

@@ -239,9 +239,11 @@ class StaticKVCache(KVCache):
         return self._size
 
     def positions(self, depths: Tensor) -> Tensor:
+        """[1, T] depths in a tree or chain -> absolute positions [1, T], without waiting for the device."""
         return depths + self._memory.length
 
     def commit(self, counts: Tensor | None = None) -> None:
+        """Keep the pending chain, or its first ``counts`` ([1]) positions, without waiting for the device."""
         if counts is None:
             self._memory.length.add_(self.pending)
             self._known = None if self._known is None else self._known + self.pending
@@ -252,6 +254,7 @@ class StaticKVCache(KVCache):
         self.pending = 0
 
     def keep(self, nodes: Tensor, counts: Tensor) -> None:
+        """As any cache's; the whole of ``nodes`` is copied, so that the shape does not depend on what was accepted."""
         path = nodes[0, : self.pending]
         if self.pending > 1:
             # What is copied behind the path's end is as good as what was there: nothing reads it.
@@ -263,6 +266,7 @@ class StaticKVCache(KVCache):
         self.commit(counts)
 
     def enlarged(self, shape: CacheShape, capacity: int) -> "StaticKVCache":
+        """A copy with more room."""
         copy = self._model.cache(capacity)
         copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
         copy.length, copy.pending = self.length, self.pending

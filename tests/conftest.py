@@ -1,11 +1,15 @@
 """Random tiny bases for logic; the embedded model (slow tests) for truth; a completions server that can fail."""
 
+import importlib
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,6 +35,21 @@ ARCHITECTURES = {
     "qwen3": {},
     "gemma": {},
 }
+
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Import a benchmark as `python benchmarks/NAME.py` does, with its folder first on the path."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    names = [path.stem for path in BENCHMARKS.glob("*.py")]
+    held = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    yield importlib.import_module
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(held)
 
 
 @cache

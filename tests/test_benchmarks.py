@@ -1,9 +1,7 @@
 """The benchmarks run, and compare.py judges: on a random tiny base, for their function and not for their times."""
 
-import importlib
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,30 +16,14 @@ from drafthead.eval.decode import default_plan
 from drafthead.eval.suites import load_suite
 from drafthead.models.base import BaseModel
 from drafthead.models.draft_head import DraftHead
-from drafthead.models.medusa import MedusaConfig
+from support import small_head
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
-NAMES = ("common", "compare", "decode", "race", "step_costs")
 Load = Callable[[str], ModuleType]
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    """Import a benchmark as `python benchmarks/NAME.py` does, with its folder first on the path."""
-    monkeypatch.syspath_prepend(FOLDER)
-    held = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
-    yield importlib.import_module
-    for name in NAMES:
-        sys.modules.pop(name, None)
-    sys.modules.update(held)
-
-
-@pytest.fixture
 def head(tiny_base: Callable[..., BaseModel], tmp_path: Path) -> Path:
-    MedusaConfig(num_heads=2, draft_vocab_size=50).build(tiny_base(), torch.arange(50)).save_pretrained(
-        tmp_path / "head"
-    )
-    return tmp_path / "head"
+    return small_head(tiny_base(), tmp_path / "head")
 
 
 def test_decode_measures_every_part(script: Load, head: Path, tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
 """benchmarks/heads.py gives every head the same time, goes on where it was stopped, and tables what it measured."""
 
-import importlib
 import json
-import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,20 +18,7 @@ from drafthead.models.base import BaseModel
 from drafthead.models.medusa import MedusaConfig
 from drafthead.train.config import PhaseConfig
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
-NAMES = ("common", "compare", "heads", "heads_table", "heads_training")
 Load = Callable[[str], ModuleType]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    """Import a benchmark as `python benchmarks/NAME.py` does, with its folder first on the path."""
-    monkeypatch.syspath_prepend(FOLDER)
-    held = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
-    yield importlib.import_module
-    for name in NAMES:
-        sys.modules.pop(name, None)
-    sys.modules.update(held)
 
 
 def arguments(out: Path, **changed: Any) -> Namespace:
@@ -205,7 +190,7 @@ def trained(script: Load, tmp_path: Path, tiny_base: Callable[..., BaseModel]) -
         head.tree = TokenTree.chain(heads)
         head.save_pretrained(entry.folder / "head")
         write_log(entry.folder, rows({"pretrain": (6, 100.0), "distill": (54, 50.0)}, every=3))
-        calibration = {"expected_tokens_largest": 1.9, "nodes": heads + 1}
+        calibration = {"expected_tokens_largest": 1.9, "nodes": heads + 1, "expected_speedup": 2 - heads / 10}
         write_json(entry.folder / "calibration.json", {"calibration": calibration})
         write_json(entry.folder / "eval.json", {})
     write_json(
@@ -221,7 +206,13 @@ def test_heads_are_measured_in_one_run_and_tabled(script: Load, trained: list[An
     table.measure_heads(trained, config, tmp_path, Display(enabled=False))
     results = table.find_results(trained, tmp_path)
     overall = json.loads((tmp_path / "eval-shared" / "eval.json").read_text())["overall"]
-    assert set(overall["methods"]) == {"speculative", f"head:{trained[1].folder / 'head'}", *table.LOOKUPS}
+    assert set(overall["methods"]) == {
+        "speculative",
+        f"head:{trained[1].folder / 'head'}",
+        *table.LOOKUPS,
+        table.WITH_LEAD,
+    }
+    assert f"medusa + {table.WITH_LEAD.removeprefix('head+')}" in results["peers"]["shared"]
     assert list(results["heads"]) == ["medusa", "draft_lm"]
     for heads, found in enumerate(results["heads"].values(), start=2):
         assert found["draft_positions"] == heads and found["tree_nodes"] == heads + 1
@@ -238,10 +229,10 @@ def test_heads_are_measured_in_one_run_and_tabled(script: Load, trained: list[An
     assert max(plain["ratio_to_fastest_plain"] for plain in results["plain"]["shared"].values()) == 1
     text = table.markdown(results)
     lines = text.splitlines()
-    cells = [len(line.split("|")) for line in lines[: 2 + 2 + len(table.LOOKUPS) + 2]]
+    cells = [len(line.split("|")) for line in lines[: 2 + 2 + len(table.LOOKUPS) + 1 + 2]]
     assert len(set(cells)) == 1 and lines[2].startswith("| medusa |") and "| 1.31 | 1.90 | 3 |" in lines[2]
     assert "plain, our loop" in text and "prompt_lookup:3" in text
-    assert [t.row_count for t in table.console_tables(results)] == [2, 2 + len(table.LOOKUPS) + 2]
+    assert [t.row_count for t in table.console_tables(results)] == [2, 2 + len(table.LOOKUPS) + 1 + 2]
     compared = dict(script("compare").numbers(results))
     directions = {name[-1]: script("compare").direction(name) for name in compared if name[0] == "heads"}
     assert directions["mean_accepted_tokens"] == directions["ratio_to_fastest_plain"] == directions["same"] == 1

@@ -1,9 +1,7 @@
 """benchmarks/losses.py trains a head once per loss, alike but for the loss."""
 
-import importlib
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -11,19 +9,10 @@ import pytest
 
 from drafthead.data.errors import UserError
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
-NAMES = ("common", "losses")
-
 
 @pytest.fixture
-def losses(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The benchmark, imported as `python benchmarks/losses.py` does, with its folder first on the path."""
-    monkeypatch.syspath_prepend(FOLDER)
-    held = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
-    yield importlib.import_module("losses")
-    for name in NAMES:
-        sys.modules.pop(name, None)
-    sys.modules.update(held)
+def losses(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("losses")
 
 
 def overrides(folder: Path) -> list[str]:

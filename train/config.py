@@ -52,11 +52,17 @@ class PhaseConfig:
     steps: int = 100
     """Optimiser steps; the corpus is reshuffled and repeated as needed."""
     features: str = "computed"
-    """``cached``: the base's hidden states are computed once per row and kept on disk. ``computed``: anew each time."""
+    """``cached``: the base's hidden states are computed once per row and kept on disk, those of the held-out answers
+    too. ``computed``: anew each time."""
     train_base: bool = False
     """Train the base along, through the head's adapters (head=medusa2). ``features`` are the untouched base's."""
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+
+    @property
+    def cached(self) -> bool:
+        """Whether hidden states are kept on disk."""
+        return self.features == "cached"
 
     def __post_init__(self) -> None:
         if self.corpus not in CORPORA:

@@ -10,12 +10,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
+from drafthead.data.contracts import Features, TrainBatch
 from drafthead.data.display import Display
 from drafthead.data.errors import UserError
 from drafthead.data.packing import digest_rows
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.calibrate import WIDTH, answer_ranks
-from drafthead.eval.replay import chances_of, replay
+from drafthead.eval.replay import Ranks, chances_of, replay
 from drafthead.models.draft_head import DraftHead
 from drafthead.train import signals
 from drafthead.train.config import PhaseConfig, RunConfig
@@ -94,13 +95,14 @@ class Trainer:
             with writers_first(self.accelerator, self.run.node_data):
                 for name in names:
                     open_phase(self.corpora, name, self.run.phases[name], self.head.spec)
-                open_held_out(self.corpora, self.run.answer_row_length, self.head.spec)
+                open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached=True)
         self.sharding.place(self.head)
 
     def _train_phase(self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer) -> None:
         with undisturbed_rng(), writers_first(self.accelerator, self.run.node_data):
             data = open_phase(self.corpora, name, phase, self.head.spec)
-            held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec)
+            cached = phase.cached or self.sharding.places_base
+            held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached)
         if self.run.node_data and not isinstance(data, StreamedPhase):  # whose nodes read one source
             check_common(self.accelerator, f"phase {name}", digest_rows(data.rows))
         self.keeper.check_corpora()
@@ -205,12 +207,19 @@ class Trainer:
     def _validate(self, name: str, phase: PhaseConfig, held_out: PhaseData) -> bool:
         """Measure acceptance on the held-out answers; returns whether it was never better."""
         self.head.eval()
-        numbers = range(len(held_out.rows))
-        found = evaluate_loss(self.head, (held_out.load([n]) for n in numbers), phase.loss)
+        answers: list[Ranks] = []
+
+        def batches() -> Iterator[tuple[TrainBatch, Features]]:
+            for number in range(len(held_out.rows)):
+                batch, features = held_out.load([number])
+                answers.extend(answer_ranks(self.head, batch, features))
+                yield batch, features
+
+        found = evaluate_loss(self.head, batches(), phase.loss)
         self.head.train()
         row: dict[str, Any] = {"phase": name, "step": self.position.step, "total_step": self.position.total}
         row |= {f"held_out_{key}": value for key, value in found.items()}
-        tokens = self._replayed_tokens(held_out)
+        tokens = self._replayed_tokens(answers)
         row["held_out_tokens_a_step"] = tokens
         self._publish(row)
         self.sharding.settle(self.head)
@@ -222,13 +231,8 @@ class Trainer:
         )
         return self.keeper.measured(tokens)
 
-    def _replayed_tokens(self, held_out: PhaseData) -> float:
+    def _replayed_tokens(self, answers: list[Ranks]) -> float:
         """Tokens a step that greedy decoding with a chain over all positions would have had on the held-out answers."""
-        answers = []
-        self.head.eval()
-        for number in range(len(held_out.rows)):
-            answers += answer_ranks(self.head, *held_out.load([number]))
-        self.head.train()
         chain = TokenTree.chain(self.head.depth)
         return replay([chances_of(ranks, WIDTH) for ranks in answers], chain).mean_accepted_tokens
 

@@ -128,20 +128,22 @@ def open_phase(corpora: Corpora, name: str, phase: PhaseConfig, spec: FeatureSpe
     else:
         rows, prompts = corpora.generation_rows(phase.row_length, held_out=False)
     cache = None
-    if phase.features == "cached":
+    if phase.cached:
         cache = corpora.cached_features(rows, name, spec, prompts)
     return PhaseData(rows, corpora.base, spec, cache)
 
 
-def open_held_out(corpora: Corpora, row_length: int, spec: FeatureSpec, reader: BaseModel | None = None) -> PhaseData:
-    """The held-out answers, with features of the corpora's base, cached: they are read many times.
+def open_held_out(
+    corpora: Corpora, row_length: int, spec: FeatureSpec, cached: bool, reader: BaseModel | None = None
+) -> PhaseData:
+    """The held-out answers, with features of the corpora's base, on disk if ``cached`` and else computed anew.
 
-    Another ``reader``, such as the tuned base, reads them anew each time.
+    Another ``reader``, such as the tuned base, always reads them anew.
     """
     rows, prompts = corpora.generation_rows(row_length, held_out=True)
     if reader is not None and reader is not corpora.base:
         return PhaseData(rows, reader, spec, None)
-    cache = corpora.cached_features(rows, "held-out", spec, prompts)
+    cache = corpora.cached_features(rows, "held-out", spec, prompts) if cached else None
     return PhaseData(rows, corpora.base, spec, cache)
 
 

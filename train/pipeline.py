@@ -229,7 +229,7 @@ def _finish(
             + (f" (without its threshold of {head.stop_below:g})" if head.stop_below else "")
         )
     with display.stage(f"evaluation: {run.eval.suite}"):
-        drafter, plan = merged(base, head, run.eval.plan(head), run.eval.merge)
+        drafter, plan = merged(base, head, run.eval.plan(head), run.eval.merge, run.eval.merge_nodes)
         evaluation = evaluate(
             base,
             drafter,
@@ -258,7 +258,8 @@ def _calibrate(run: RunConfig, head: DraftHead, corpora: Corpora, folder: Path) 
     if kept is not None:
         return kept
     costs = measure_costs(head.base, head)
-    held_out = open_held_out(corpora, run.answer_row_length, head.spec, head.base)
+    cached = any(phase.cached for phase in run.phases.values())  # then they are, since training
+    held_out = open_held_out(corpora, run.answer_row_length, head.spec, cached, head.base)
     answers = []
     for row in range(len(held_out.rows)):
         batch, features = held_out.load([row])

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from drafthead.models.draft_head import HeadSize
 from drafthead.models.losses import chunk_rows
+from drafthead.models.model_shape import FLOAT32, ModelShape
 from drafthead.models.tuned_base import LM_HEAD, LoraSettings
-from drafthead.train.plan_shape import FLOAT32, ModelShape
 from drafthead.train.plan_sharded import Spread, spread_memory
 from drafthead.train.sharding import MODES
 

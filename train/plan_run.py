@@ -7,11 +7,11 @@ from typing import Protocol, runtime_checkable
 from rich.console import Console
 
 from drafthead.models.base_config import check_architecture
+from drafthead.models.model_shape import ModelShape
 from drafthead.models.tuned_base import LoraSettings
 from drafthead.train.config import RunConfig
 from drafthead.train.launcher import asked_for
 from drafthead.train.plan import GenerationPlan, PhasePlan, Plan, plan, render
-from drafthead.train.plan_shape import ModelShape
 from drafthead.train.plan_sharded import Spread
 from drafthead.train.sharding import PRECISIONS
 
@@ -67,7 +67,7 @@ def plan_of(run: RunConfig, devices: int, per_node: int | None = None, device: s
             steps=phase.steps,
             trained_share=1.0 if phase.corpus == "text" else answers,
             corpus_tokens=run.data.text.max_tokens if phase.corpus == "text" else generations.tokens(),
-            cached_features=phase.features == "cached",
+            cached_features=phase.cached,
             train_base=phase.train_base,
         )
         for name, phase in run.phases.items()
@@ -75,7 +75,7 @@ def plan_of(run: RunConfig, devices: int, per_node: int | None = None, device: s
     head = run.head_config()
     return plan(
         shape,
-        head.size(shape.hidden_size, shape.vocab_size),
+        head.size(shape),
         phases,
         generations,
         lora=head.lora() if run.tunes_base and isinstance(head, TunesBase) else None,

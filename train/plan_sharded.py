@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from drafthead.models.draft_head import HeadSize
-from drafthead.train.plan_shape import FLOAT32, ModelShape
+from drafthead.models.model_shape import FLOAT32, ModelShape
 
 GATHERED_LAYERS = 2
 """Layers of a sharded base that are whole at a time: the one that computes, and the one that is on its way."""

@@ -65,7 +65,7 @@ class ConsoleLine:
         self.phase, self.steps = phase, steps
 
     def render(self, row: Row) -> str:
-        """The line of a row with step, loss, accept_k, lr, grad_norm, tokens_per_second and step_ms.
+        """The line of a row with step, loss (and PART_loss), accept_k, lr, grad_norm, tokens_per_second and step_ms.
 
         Memory is the row's ``memory_bytes`` when it has one, else ``peak_memory()``.
         """
@@ -73,7 +73,7 @@ class ConsoleLine:
         memory = row.get("memory_bytes", peak_memory())
         parts = (
             f"{self.phase} {row['step']:>{len(str(self.steps))}}/{self.steps}",
-            f"loss {row['loss']:.4f}",
+            f"loss {row['loss']:.4f}{_parts(row)}",
             f"accept {accepted}",
             f"lr {row['lr']:.2e}",
             f"grad {row['grad_norm']:.3f}",
@@ -83,6 +83,12 @@ class ConsoleLine:
             f"eta {_duration((self.steps - row['step']) * row['step_ms'] / 1e3)}",
         )
         return "   " + "  ".join(parts)
+
+
+def _parts(row: Row) -> str:
+    """What a loss of several parts is made of: `` (base 0.1234, heads 2.3456)`` of base_loss and heads_loss."""
+    parts = [f"{key.removesuffix('_loss')} {row[key]:.4f}" for key in row if key.endswith("_loss")]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def peak_memory() -> int:

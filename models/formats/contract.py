@@ -73,14 +73,26 @@ class Format(ABC):
 
     @abstractmethod
     def settings(self, artefact: Artefact) -> DraftHeadConfig:
-        """The head's settings, of a checked artefact."""
+        """The head's settings, of a checked artefact.
+
+        Raises:
+            UserError: it sets what no head here has.
+        """
 
     @abstractmethod
     def fill(self, head: Any, artefact: Artefact) -> None:
-        """Copy the tensors into a freshly built head."""
+        """Copy the tensors into a freshly built head.
+
+        Raises:
+            UserError: a tensor of another shape, or one that shows that the head was made for another base.
+        """
 
     def repaired(self, artefact: Artefact) -> Artefact:
-        """Without the known defects of published files, with a note for each."""
+        """Without the known defects of published files and with the names of ``layout``; notes say what was changed.
+
+        Raises:
+            UserError: a variant that no head here is.
+        """
         return artefact
 
     def sizes(self, artefact: Artefact) -> dict[str, int]:

@@ -138,6 +138,7 @@ class Eagle3Format(Format):
         return bool(set(config.get("architectures") or []) & set(ARCHITECTURES))
 
     def repaired(self, artefact: Artefact) -> Artefact:
+        """With the names of the first checkpoints, what the config leaves out, and ``t2d`` as ``d2t`` implies it."""
         names = {name: name.removeprefix("model.").replace("layers.0.", "midlayer.") for name in artefact.tensors}
         tensors = {names[name]: value for name, value in artefact.tensors.items() if "rotary_emb" not in name}
         config = dict(artefact.config)

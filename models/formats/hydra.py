@@ -96,6 +96,11 @@ class HydraFormat(Format):
         return "hydra_num_heads" in config
 
     def repaired(self, artefact: Artefact) -> Artefact:
+        """With one naming of both variants, without what the base has, and without biases that are all zero.
+
+        Raises:
+            UserError: heads that are not grounded, or of another architecture.
+        """
         config, tensors = artefact.config, {}
         architecture, grounded = config.get("hydra_head_arch", "mlp"), config.get("grounded_heads", True)
         if architecture not in ("mlp", "prefix-mlp") or not grounded:

@@ -58,6 +58,7 @@ class KangarooFormat(Format):
         return "exit_layer" in config and config.get("num_hidden_layers") == 1
 
     def repaired(self, artefact: Artefact) -> Artefact:
+        """Without the frequencies of the rotary embedding, which the base has."""
         kept = {k: v for k, v in artefact.tensors.items() if not k.endswith("rotary_emb.inv_freq")}
         return artefact.with_notes(tensors=kept)
 

@@ -72,6 +72,7 @@ class MedusaFormat(Format):
         return "medusa_num_heads" in config
 
     def repaired(self, artefact: Artefact) -> Artefact:
+        """Without the base and the prefixes of a whole saved model; heads and blocks are counted in the weights."""
         tensors = _without_prefix(artefact.tensors)
         if len(tensors) != len(artefact.tensors):
             left_out = f"{len(artefact.tensors) - len(tensors)} tensors of the base model beside the heads: left out"
@@ -138,6 +139,11 @@ class TgiMedusaFormat(MedusaFormat):
         return False  # as an import it is the other one
 
     def check(self, artefact: Artefact) -> None:
+        """As any format's, and what TGI asks of a config.
+
+        Raises:
+            UserError: tensors that are not those of the layout; a config with architectures, or without a base.
+        """
         super().check(artefact)
         if "architectures" in artefact.config:
             raise UserError(f"{artefact.source}: TGI takes a config with architectures for no Medusa head; remove it")

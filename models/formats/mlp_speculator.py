@@ -114,6 +114,11 @@ class MLPSpeculatorFormat(Format):
         return config.get("model_type") == "mlp_speculator"
 
     def repaired(self, artefact: Artefact) -> Artefact:
+        """With prefixed names and an inner width; tied files without their copies.
+
+        Raises:
+            UserError: copies in a tied file that are not equal.
+        """
         tensors = {PREFIX + name.removeprefix(PREFIX): value for name, value in artefact.tensors.items()}
         config = dict(artefact.config)
         if not config.get("inner_dim"):

@@ -98,6 +98,7 @@ class VllmMedusaFormat(Format):
         return config.get("model_type") == "medusa" and "medusa_num_heads" not in config
 
     def repaired(self, artefact: Artefact) -> Artefact:
+        """With vLLM's names of keys and tensors; of projections over all ids the rows of ``token_map``."""
         config = dict(artefact.config)
         for key in [k for k in config if "num" in k]:  # as vLLM's config class does
             for part, wanted in (("heads", "num_heads"), ("layers", "num_hidden_layers")):

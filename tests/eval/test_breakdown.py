@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from drafthead.data.contracts import DecodeResult, Ratio, StepRecord
 from drafthead.eval import metrics
-from drafthead.eval.breakdown import by_entropy, by_position, by_task
+from drafthead.eval.breakdown import by_entropy, by_position
 
 
 def answer(rows: list[tuple[int, float]]) -> DecodeResult:
@@ -53,12 +53,6 @@ def test_by_entropy_bins_are_equally_full_and_nan_is_nowhere() -> None:
     assert by_entropy([answer([(1, math.nan)])]) == []
     only = by_entropy([answer([(1, 0.5), (0, 0.5)])])
     assert [(b.low, b.high, b.mean_accepted_tokens) for b in only] == [(0.5, 0.5, Ratio(3, 2))]
-
-
-def test_by_task() -> None:
-    log = [answer([(3, 0.1)]), answer([(0, 0.1)]), answer([(1, 0.1)]), answer([])]
-    found = by_task(log, ["math", "chat", "math", "empty"])
-    assert {task: b.mean_accepted_tokens for task, b in found.items()} == {"math": Ratio(6, 2), "chat": Ratio(1, 1)}
 
 
 entropies = st.one_of(st.floats(0, 8), st.just(0.0), st.just(math.nan))

@@ -15,6 +15,7 @@ from drafthead.eval.methods import check_peers, is_drafter, make_drafter, merged
 from drafthead.models.base import BaseModel
 from drafthead.models.drafter import DynamicTree
 from drafthead.models.medusa import MedusaConfig, MedusaHead
+from drafthead.models.merged import Merged
 from drafthead.train import config as train_config
 
 
@@ -90,6 +91,11 @@ def test_peers(tiny_base: Callable[..., BaseModel]) -> None:
 def test_a_merged_tree_holds_both(head: MedusaHead) -> None:
     union, plan = merged(head.base, head, EvalConfig(tree="chain:2").plan(head), ["prompt_lookup:4"])
     assert (union.depth, plan.depth, plan.nodes) == (4, 4, 7)
+    assert isinstance(union, Merged) and union.nodes == 3, "as many as the head's own"
+    union, _ = merged(head.base, head, EvalConfig().plan(head), ["prompt_lookup:4"], nodes=9)
+    assert isinstance(union, Merged) and union.nodes == 9
+    with pytest.raises(ValueError, match="merge_nodes must be at least 2"):
+        EvalConfig(merge_nodes=1)
     with pytest.raises(UserError, match="merged with a static tree"):
         merged(head.base, head, EvalConfig(tree="dynamic:8").plan(head), ["prompt_lookup:4"])
 

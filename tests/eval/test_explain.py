@@ -27,7 +27,6 @@ def test_closed_form() -> None:
     assert closed_form.expected_tokens(1 - 1e-9, 5) == pytest.approx(6)
     assert closed_form.expected_tokens(0.0, 5) == 1
     assert closed_form.expected_speedup(0.5, 0.1, 2) == pytest.approx(1.75 / 1.2)
-    assert closed_form.expected_operations(0.8, 0.0, 5) == pytest.approx(1.63, abs=0.005)
     assert closed_form.optimal_lookahead(1.0, 0.1) == 64
     assert closed_form.optimal_lookahead(0.05, 0.2) == 1
     for rate, drafts in ((-0.1, 3), (1.1, 3), (math.nan, 3), (0.5, -1)):

@@ -55,6 +55,25 @@ def test_a_log_without_entropy_is_read(tmp_path: Path) -> None:
     assert math.isnan(found.entropy) and found.total_s == 0.4
 
 
+def test_a_decoder_that_was_made_of_something_else_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+
+    def decoded(mark: str) -> bool:
+        log = Journal(path, {"head:a": mark})
+        assert ("k", "plain") in log or not path.exists()
+        return ("k", "head:a") in log
+
+    def decode(mark: str) -> None:
+        for name in ("plain", "head:a"):
+            Journal(path, {"head:a": mark}).add("k", name, PROMPT, result())
+
+    decode("first")
+    assert decoded("first") and not decoded("second")
+    decode("second")
+    assert decoded("second") and not decoded("first"), "the plain answer beside it is a later process's"
+    assert ("k", "head:a") not in Journal(path)
+
+
 def test_keys_tell_turns_prompts_and_ids_apart() -> None:
     twin = EvalPrompt("chat", 4, [])
     keys = [prompt_key(PROMPT, [1]), prompt_key(PROMPT, [1], 1), prompt_key(twin, [1]), prompt_key(PROMPT, [1, 1])]

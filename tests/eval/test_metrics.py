@@ -73,7 +73,6 @@ def test_conventions_counted_by_hand() -> None:
     assert metrics.tar_as_analysed(LOG) == Ratio(1 + 2, 2)
     assert metrics.step_seconds(LOG) == Ratio(6.0, 4)
     assert metrics.decode_tokens_per_second(LOG) == Ratio(9, 6.0)
-    assert metrics.standardised_walltime(LOG, 0.1).value == pytest.approx(9 / (4 + 1.1))
 
 
 def test_a_step_without_a_draft_counts_for_the_target_and_not_for_the_draft() -> None:
@@ -99,14 +98,6 @@ def test_alpha_is_not_censored() -> None:
     log = [answer([step(a, a + 1) for a in (*outcomes, 3)])]
     assert metrics.alpha(log) == Ratio(7, 14)
     assert metrics.acceptance_rate(log).value < 0.3
-
-
-def test_a_batch_brings_its_own_wall_time() -> None:
-    """Two rows side by side: each has the step's whole time, but it passed only once."""
-    rows = [answer([step(1, 2)] * 3), answer([step(1, 2)] * 3)]
-    assert metrics.tokens_per_second(rows, wall_s=4.0) == Ratio(14, 4.0)
-    assert metrics.decode_tokens_per_second(rows, wall_s=3.0) == Ratio(12, 3.0)
-    assert metrics.mean_accepted_tokens(rows).value == 2
 
 
 DEPTH = 4

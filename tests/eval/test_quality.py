@@ -14,6 +14,7 @@ from drafthead.data.errors import UserError
 from drafthead.eval import quality
 from drafthead.eval.quality import Fidelity, GateConfig, compare_bases, judge, quality_markdown, quality_table
 from drafthead.models.base import BaseModel
+from support import row_of
 
 TinyBase = Callable[..., BaseModel]
 FIRST_TRAINED = 3
@@ -21,15 +22,7 @@ FIRST_TRAINED = 3
 
 def batch(start: int) -> TrainBatch:
     """Two documents and padding; prompts of three tokens are not trained."""
-    document_ids = torch.tensor([[0] * 9 + [1] * 6 + [-1]])
-    positions = torch.tensor([[*range(9), *range(6), 0]])
-    return TrainBatch(
-        input_ids=torch.tensor([[*range(start, start + 15), 0]]),
-        position_ids=positions,
-        document_ids=document_ids,
-        loss_mask=(document_ids >= 0) & (positions >= FIRST_TRAINED),
-        row_ids=torch.tensor([0]),
-    )
+    return row_of([range(start, start + 9), range(start + 9, start + 15)], FIRST_TRAINED, padding=1)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 1000])

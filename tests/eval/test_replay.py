@@ -15,22 +15,14 @@ from drafthead.data.contracts import Siblings
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.replay import by_trial, chances_of, ends, ends_of, expected_steps, replay, replay_ends, visits
 from drafthead.eval.replay_laws import block_chances, rank_chances, trial_chances
+from support import token_trees
 
 RANKS = arrays(np.int64, st.tuples(st.integers(1, 40), st.just(3)), elements=st.integers(0, 3))
 V, LENGTH, DEPTH = 3, 4, 2
 Context = tuple[int, ...]
 
 
-@st.composite
-def trees(draw: st.DrawFn) -> TokenTree:
-    paths: list[tuple[int, ...]] = []
-    for _ in range(draw(st.integers(1, 14))):
-        parent = draw(st.sampled_from([(), *[p for p in paths if len(p) < 3]]))
-        paths.append((*parent, draw(st.integers(0, 2))))
-    return TokenTree.from_paths(paths)
-
-
-@given(RANKS, trees())
+@given(RANKS, token_trees())
 def test_a_step_accepts_the_longest_offered_path(ranks: np.ndarray, tree: TokenTree) -> None:
     table = ends(chances_of(ranks), tree)
     for t, row in enumerate(ranks.tolist()):
@@ -38,7 +30,7 @@ def test_a_step_accepts_the_longest_offered_path(ranks: np.ndarray, tree: TokenT
         assert table[t].tolist() == np.eye(tree.depth + 1)[max(offered)].tolist()
 
 
-@given(st.lists(RANKS, min_size=1, max_size=3), trees())
+@given(st.lists(RANKS, min_size=1, max_size=3), token_trees())
 def test_replay_counts_steps(answers: list[np.ndarray], tree: TokenTree) -> None:
     """Answers of different lengths, each against a loop over its steps."""
     tables = [ends(chances_of(a), tree) for a in answers]

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from hydra import compose, initialize_config_module
 
 from drafthead.data.config import parse
 from drafthead.eval.config import EvalRunConfig
 from drafthead.models.base import BaseModel
-from drafthead.models.medusa import MedusaConfig
+from support import small_head
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -25,10 +24,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def head(tiny_base: Callable[..., BaseModel], tmp_path: Path) -> Path:
-    MedusaConfig(num_heads=2, draft_vocab_size=50).build(tiny_base(), torch.arange(50)).save_pretrained(
-        tmp_path / "head"
-    )
-    return tmp_path / "head"
+    return small_head(tiny_base(), tmp_path / "head")
 
 
 def test_evaluates_a_saved_head(head: Path, tmp_path: Path) -> None:

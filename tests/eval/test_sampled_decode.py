@@ -1,6 +1,7 @@
 """Sampled speculative decoding of a real small model: its law, and that a seed decides the text."""
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -11,24 +12,13 @@ from drafthead.data.contracts import DecodeResult, Siblings
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.decode import decode, decode_batch
 from drafthead.eval.verify import AcceptanceRule
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig
 from drafthead.models.drafter import DraftPlan
 from drafthead.models.medusa import MedusaConfig, MedusaHead
+from drafthead.models.merged import Merged, side_by_side
+from drafthead.models.model_drafter import ModelDrafter
 from drafthead.models.sampling import Sampler
+from support import hidden_and_law, law_of_answers, p_value_of_answers, small_base
 
-SHAPE = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 300,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-}
 PROMPTS = [[5, 6, 7], [250], [9, 10, 11, 12, 13, 14, 15], [100, 40]]
 KINDS = {
     "deterministic": DraftPlan(tree=TokenTree.expansion([2, 2])),
@@ -43,27 +33,8 @@ ONE_IN = 1e-4
 
 
 @cache
-def small_base() -> BaseModel:
-    return BaseModel.load(BaseConfig(random=True, shape=SHAPE, tokenizer="builtin:tiny", dtype="float32", seed=0))
-
-
-def hidden_and_law(tokens: list[int], sampler: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
-    base = small_base()
-    hidden = base.read(torch.tensor([tokens]), base.new_cache(len(tokens)))[0, -1:]
-    return hidden[0], sampler.laws(base.logits(hidden), torch.tensor([tokens]))[0].double()
-
-
-@cache
 def law(prompt: tuple[int, ...], sampler: Sampler) -> dict[tuple[int, ...], float]:
-    """Every possible answer and its probability, by plain reading."""
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(LENGTH):
-        longer: dict[tuple[int, ...], float] = {}
-        for answer, chance in found.items():
-            following = hidden_and_law([*prompt, *answer], sampler)[1]
-            longer |= {(*answer, int(t)): chance * float(following[t]) for t in following.nonzero()[:, 0]}
-        found = longer
-    return found
+    return law_of_answers(small_base(), prompt, sampler, LENGTH)
 
 
 @cache
@@ -72,7 +43,7 @@ def fitted_head() -> MedusaHead:
     head = MedusaConfig(num_heads=2).build(small_base()).eval()
     with torch.no_grad():
         for prompt, k in product(PROMPTS, range(2)):
-            hidden = hidden_and_law(prompt, SAMPLER)[0]
+            hidden = hidden_and_law(small_base(), prompt, SAMPLER)[0]
             chances: defaultdict[int, float] = defaultdict(float)
             for answer, chance in law(tuple(prompt), SAMPLER).items():
                 chances[answer[k + 1]] += chance
@@ -104,19 +75,6 @@ def answers(kind: str, seeds: list[int], batch: int) -> list[DecodeResult]:
     return found
 
 
-def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Of a chi-square test; answers that are expected fewer than 5 times are taken together."""
-    total = counts.total()
-    assert set(counts) <= set(expected), "an answer that plain sampling cannot give"
-    rare = [answer for answer, chance in expected.items() if chance * total < 5]
-    cells = [(counts[a], expected[a] * total) for a in expected if a not in rare]
-    cells.append((sum(counts[a] for a in rare), sum(expected[a] for a in rare) * total))
-    cells = [(seen, wanted) for seen, wanted in cells if wanted > 1]
-    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
-    freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_law_in_a_batch_of_four(kind: str) -> None:
     """Rows of different prompts and lengths, each with the law of plain sampling."""
@@ -126,12 +84,34 @@ def test_law_in_a_batch_of_four(kind: str) -> None:
     assert 0.2 * len(steps) < accepted < 0.85 * len(steps), "drafts must be accepted and rejected"
     for number, prompt in enumerate(PROMPTS):
         counts = Counter(tuple(result.tokens) for result in results[number :: len(PROMPTS)])
-        assert p_value(counts, law(tuple(prompt), SAMPLER)) > ONE_IN, prompt
+        assert p_value_of_answers(counts, law(tuple(prompt), SAMPLER)) > ONE_IN, prompt
 
 
 def test_law_of_a_single_row() -> None:
     counts = Counter(tuple(result.tokens) for result in answers("without replacement", list(range(160)), 1))
-    assert p_value(counts, law(tuple(PROMPTS[0]), SAMPLER)) > ONE_IN
+    assert p_value_of_answers(counts, law(tuple(PROMPTS[0]), SAMPLER)) > ONE_IN
+
+
+def test_law_of_a_union_whose_first_tree_gives_way() -> None:
+    """Two drafters that sample, and room for less than both trees."""
+    plan = DraftPlan(tree=TokenTree.expansion([2, 2]), siblings=Siblings.WITHOUT_REPLACEMENT)
+    trees = [TokenTree.expansion([2, 2]), TokenTree.chain(2)]
+    union = Merged([fitted_head(), ModelDrafter(small_base(), small_base(), num_tokens=2)], trees, nodes=5)
+    results = [
+        decode(
+            small_base(),
+            union,
+            PROMPTS[0],
+            max_new_tokens=LENGTH,
+            plan=replace(plan, tree=side_by_side(trees)),
+            sampler=SAMPLER,
+            seed=seed,
+            ignore_eos=True,
+        )
+        for seed in range(200)
+    ]
+    counts = Counter(tuple(result.tokens) for result in results)
+    assert p_value_of_answers(counts, law(tuple(PROMPTS[0]), SAMPLER)) > ONE_IN
 
 
 def test_the_tests_would_see_another_law() -> None:
@@ -140,7 +120,7 @@ def test_the_tests_would_see_another_law() -> None:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.tensor(list(other.values())).multinomial(160, replacement=True, generator=generator)
     counts = Counter(list(other)[i] for i in drawn.tolist())
-    assert p_value(counts, law(tuple(PROMPTS[0]), SAMPLER)) < ONE_IN < p_value(counts, other)
+    assert p_value_of_answers(counts, law(tuple(PROMPTS[0]), SAMPLER)) < ONE_IN < p_value_of_answers(counts, other)
 
 
 @pytest.mark.parametrize("kind", KINDS)

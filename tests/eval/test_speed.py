@@ -8,31 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data.contracts import DecodeResult, StepRecord
+from drafthead.data.contracts import DecodeResult
 from drafthead.data.errors import UserError
 from drafthead.eval import speed
 from drafthead.eval.journal import FailedDecode
 from drafthead.eval.suites import EvalPrompt
+from support import steady_answer
 
 NAMES = ("transformers", "drafthead", "speculative")
 TOO_LONG = 99
-
-
-def answer(tokens: int, total_s: float, committed: int = 1) -> DecodeResult:
-    steps = [
-        StepRecord(
-            position=1 + n * committed,
-            proposed=4,
-            depth=4,
-            accepted=committed - 1,
-            committed=committed,
-            draft_s=0.01,
-            verify_s=0.1,
-            total_s=0.12,
-        )
-        for n in range((tokens - 1) // committed)
-    ]
-    return DecodeResult(tokens=list(range(tokens)), steps=steps, prefill_s=0.1, total_s=total_s)
 
 
 def prompts(count: int) -> list[EvalPrompt]:
@@ -66,7 +50,7 @@ class Recorder:
             if len(self.calls) == self._stop_after:
                 raise KeyboardInterrupt
             self.calls.append((name, ids[0]))
-            return answer(9, 1.0 + ids[0])
+            return steady_answer(9, 1.0 + ids[0])
 
         return decode
 
@@ -100,7 +84,7 @@ def test_every_decoder_reads_the_plain_answer_of_the_turn_before() -> None:
     def decoder(name: str) -> speed.Decoder:
         def decode(ids: list[int]) -> DecodeResult:
             read[name].append(ids)
-            return replace(answer(3, 1.0), tokens=[NAMES.index(name)] * 3)
+            return replace(steady_answer(3, 1.0), tokens=[NAMES.index(name)] * 3)
 
         return decode
 
@@ -179,12 +163,12 @@ def test_a_prompt_that_cannot_be_asked_fails_alone() -> None:
 
 def test_speedup_is_a_ratio_of_totals_with_a_paired_interval() -> None:
     """Prompts of very different length, each exactly twice as fast: pairing leaves no doubt at all."""
-    baseline = [answer(n, n / 10) for n in (4, 40, 400)]
-    method = [answer(n, n / 20) for n in (4, 40, 400)]
+    baseline = [steady_answer(n, n / 10) for n in (4, 40, 400)]
+    method = [steady_answer(n, n / 20) for n in (4, 40, 400)]
     assert speed.speedup_interval(baseline, method) == pytest.approx((2.0, 2.0, 2.0))
 
-    uneven = [answer(10, 1.0), answer(100, 5.0)]
-    ratio, low, high = speed.speedup_interval([answer(10, 1.0), answer(100, 10.0)], uneven)
+    uneven = [steady_answer(10, 1.0), steady_answer(100, 5.0)]
+    ratio, low, high = speed.speedup_interval([steady_answer(10, 1.0), steady_answer(100, 10.0)], uneven)
     assert ratio == pytest.approx((110 / 6) / (110 / 11))
     assert (low, high) == pytest.approx((1.0, 2.0))
     assert speed.speedup_interval(baseline, method, seed=1) == speed.speedup_interval(baseline, method, seed=1)
@@ -192,14 +176,14 @@ def test_speedup_is_a_ratio_of_totals_with_a_paired_interval() -> None:
 
 def test_the_turns_of_a_conversation_are_drawn_together() -> None:
     """Two conversations of two turns, one twice as fast and one as fast: the bounds are those of single prompts."""
-    baseline = [answer(10, 1.0)] * 4
-    method = [answer(10, 0.4), answer(10, 0.6), answer(10, 0.9), answer(10, 1.1)]
+    baseline = [steady_answer(10, 1.0)] * 4
+    method = [steady_answer(10, 0.4), steady_answer(10, 0.6), steady_answer(10, 0.9), steady_answer(10, 1.1)]
     _, low, high = speed.speedup_interval(baseline, method, [0, 0, 1, 1])
     assert (low, high) == pytest.approx((1.0, 2.0))
 
 
 def test_interval_needs_two_prompts() -> None:
-    ratio, low, high = speed.speedup_interval([answer(8, 2.0)], [answer(8, 1.0)])
+    ratio, low, high = speed.speedup_interval([steady_answer(8, 2.0)], [steady_answer(8, 1.0)])
     assert ratio == 2
     assert math.isnan(low) and math.isnan(high)
     assert all(math.isnan(x) for x in speed.speedup_interval([], []))

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from drafthead.data.contracts import DecodeResult, StepRecord
 from drafthead.eval.equality import Diagnosis, Equality
 from drafthead.eval.journal import FailedDecode
 from drafthead.eval.prompts import EvalPrompt
 from drafthead.eval.summary import Known, fastest_baseline, method_names, speedup_of, summarise
+from support import steady_answer
 
 NAMES = ("transformers", "drafthead", "speculative")
 SAME = Equality(same=True)
@@ -25,33 +25,15 @@ HEADLINE_KEYS = {
 }
 
 
-def answer(tokens: int, total_s: float, committed: int = 1) -> DecodeResult:
-    steps = [
-        StepRecord(
-            position=1 + n * committed,
-            proposed=4,
-            depth=4,
-            accepted=committed - 1,
-            committed=committed,
-            entropy=0.5 * n,
-            draft_s=0.01,
-            verify_s=0.1,
-            total_s=0.12,
-        )
-        for n in range((tokens - 1) // committed)
-    ]
-    return DecodeResult(tokens=list(range(tokens)), steps=steps, prefill_s=0.1, total_s=total_s)
-
-
 def prompts(count: int) -> list[EvalPrompt]:
     return [EvalPrompt("math" if n % 2 else "coding", n, []) for n in range(count)]
 
 
 def test_promised_keys_and_the_faster_baseline_as_denominator() -> None:
     results = {
-        "transformers": [answer(9, 3.0), answer(9, 2.5)],
-        "drafthead": [answer(9, 2.0), answer(9, 2.2)],
-        "speculative": [answer(9, 1.0, committed=2), answer(9, 1.1, committed=4)],
+        "transformers": [steady_answer(9, 3.0), steady_answer(9, 2.5)],
+        "drafthead": [steady_answer(9, 2.0), steady_answer(9, 2.2)],
+        "speculative": [steady_answer(9, 1.0, committed=2), steady_answer(9, 1.1, committed=4)],
     }
     tie = Equality(same=False, position=4, tokens=(1, 2), margin=1e-6, near_tie=True, diagnosis=Diagnosis.TIE)
     summary = summarise(prompts(2), results, [SAME, tie])
@@ -79,10 +61,10 @@ def test_promised_keys_and_the_faster_baseline_as_denominator() -> None:
 
 def test_any_number_of_methods() -> None:
     results = {
-        "lookup": [answer(9, 1.5, committed=1)] * 2,
-        "transformers": [answer(9, 2.0)] * 2,
-        "speculative": [answer(9, 1.0, committed=2)] * 2,
-        "assisted": [answer(9, 4.0, committed=4)] * 2,
+        "lookup": [steady_answer(9, 1.5, committed=1)] * 2,
+        "transformers": [steady_answer(9, 2.0)] * 2,
+        "speculative": [steady_answer(9, 1.0, committed=2)] * 2,
+        "assisted": [steady_answer(9, 4.0, committed=4)] * 2,
     }
     summary = summarise(prompts(2), results, {"speculative": [SAME] * 2, "lookup": [SAME] * 2})
     assert method_names(results) == ["speculative", "lookup", "assisted"]
@@ -101,11 +83,11 @@ def test_any_number_of_methods() -> None:
 def test_a_summary_needs_a_baseline_and_a_method() -> None:
     for names in (("speculative",), ("drafthead",)):
         with pytest.raises(ValueError, match="needs one of"):
-            summarise(prompts(1), {name: [answer(9, 1.0)] for name in names}, [SAME])
+            summarise(prompts(1), {name: [steady_answer(9, 1.0)] for name in names}, [SAME])
 
 
 def test_failures_are_named_and_counted_nowhere() -> None:
-    whole = {name: [answer(9, 1.0), answer(9, 1.0)] for name in NAMES}
+    whole = {name: [steady_answer(9, 1.0), steady_answer(9, 1.0)] for name in NAMES}
     broken = {name: [FAILED, FAILED, *row] for name, row in whole.items()}
     numbered = [EvalPrompt("lost", 7, []), EvalPrompt("math", 8, []), *prompts(2)]
     different = Equality(same=False, position=5, diagnosis=Diagnosis.STOP)
@@ -124,7 +106,7 @@ def test_failures_are_named_and_counted_nowhere() -> None:
 
 
 def test_an_unexplained_difference_is_no_near_tie() -> None:
-    results = {name: [answer(9, 1.0)] for name in NAMES}
+    results = {name: [steady_answer(9, 1.0)] for name in NAMES}
     ended = Equality(same=False, position=5, diagnosis=Diagnosis.STOP)
     outputs = summarise(prompts(1), results, [ended])["overall"]["identical_outputs"]
     assert outputs["near_ties"] == []
@@ -135,7 +117,7 @@ def test_an_unexplained_difference_is_no_near_tie() -> None:
 
 def test_the_turns_of_a_conversation_are_one_spec_bench_question() -> None:
     chat = EvalPrompt("chat", 3, [], later_turns=("And then?",))
-    results = {name: [answer(9, 1.0), answer(17, 4.0)] for name in NAMES}
+    results = {name: [steady_answer(9, 1.0), steady_answer(17, 4.0)] for name in NAMES}
     different = Equality(same=False, position=2, tokens=(1, 2), margin=3.0, diagnosis=Diagnosis.CACHE)
     known = Known(retokenised=len, turns=[0, 1])
     summary = summarise([chat, chat], results, [SAME, different], known)

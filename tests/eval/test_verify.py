@@ -17,6 +17,7 @@ from drafthead.eval.verify import AcceptanceRule, block, greedy, speculative, ty
 from drafthead.models.coins import VERIFY, RowCoins
 from drafthead.models.drafter import DraftPlan, DynamicTree
 from drafthead.models.sampling import Sampler
+from support import lookup, token_trees
 
 VOCABULARY = 5
 RAW = Sampler(temperature=1.0)
@@ -25,16 +26,7 @@ SAMPLED = st.sampled_from([Siblings.WITH_REPLACEMENT, Siblings.WITHOUT_REPLACEME
 RULES: dict[str, Callable[..., Verdict]] = {"exact": speculative, "block": block, "typical": typical}
 
 
-@st.composite
-def trees(draw: st.DrawFn, largest: int = 14) -> TokenTree:
-    paths: list[tuple[int, ...]] = []
-    for _ in range(draw(st.integers(1, largest))):
-        parent = draw(st.sampled_from([(), *[p for p in paths if len(p) < 3]]))
-        paths.append((*parent, draw(st.integers(0, 2))))
-    return TokenTree.from_paths(paths)
-
-
-@given(trees(), SEEDS)
+@given(token_trees(), SEEDS)
 def test_greedy_rule_equals_walking_the_tree(tree: TokenTree, seed: int) -> None:
     """The vectorised rule against a loop from the root, on tokens with many collisions."""
     generator = torch.Generator().manual_seed(seed)
@@ -84,16 +76,11 @@ def row_of(proposal: Proposal, row: int, tree: TokenTree) -> Proposal:
     )
 
 
-def lookup(laws: Tensor) -> Callable[[Tensor], Tensor]:
-    """A target whose laws after all nodes are known: [B, N, V]."""
-    return lambda nodes: laws.gather(1, nodes[..., None].expand(-1, -1, laws.shape[-1]))
-
-
 @settings(max_examples=120, deadline=None)
 @given(data=st.data(), rule=st.sampled_from(["greedy", *RULES]), seed=SEEDS)
 def test_rows_with_different_trees_are_judged_as_if_alone(data: st.DataObject, rule: str, seed: int) -> None:
     chains = st.integers(0, 4).map(TokenTree.chain)
-    several = data.draw(st.lists(chains if rule == "block" else trees(8), min_size=2, max_size=4))
+    several = data.draw(st.lists(chains if rule == "block" else token_trees(8), min_size=2, max_size=4))
     siblings = data.draw(st.sampled_from(list(Siblings)))
     generator = torch.Generator().manual_seed(seed)
     width = max(map(len, several))
@@ -206,7 +193,7 @@ def test_a_token_that_the_target_never_emits_is_not_accepted(rule: Callable[...,
 
 
 @settings(max_examples=40, deadline=None)
-@given(trees(8), st.sampled_from(["exact", "block"]), SAMPLED, SEEDS)
+@given(token_trees(8), st.sampled_from(["exact", "block"]), SAMPLED, SEEDS)
 def test_laws_are_those_after_the_accepted_nodes(tree: TokenTree, rule: str, siblings: Siblings, seed: int) -> None:
     tree = TokenTree.chain(tree.depth) if rule == "block" else tree
     generator = torch.Generator().manual_seed(seed)
@@ -220,7 +207,7 @@ def test_laws_are_those_after_the_accepted_nodes(tree: TokenTree, rule: str, sib
 
 
 @settings(max_examples=60, deadline=None)
-@given(trees(10), SEEDS)
+@given(token_trees(10), SEEDS)
 def test_typical_acceptance_equals_walking_the_tree(tree: TokenTree, seed: int) -> None:
     """Medusa's rule in a loop: the longest path whose tokens all pass, the likeliest of equally long ones."""
     generator = torch.Generator().manual_seed(seed)

@@ -19,6 +19,7 @@ from drafthead.data.token_tree import NO_CHILD, TokenTree, TreeShape
 from drafthead.eval.verify import AcceptanceRule, block, greedy, speculative, typical
 from drafthead.models.coins import VERIFY, RowCoins
 from drafthead.models.drafter import DynamicTree
+from support import lookup
 
 V = 5
 DET, IID, DISTINCT = Siblings.DETERMINISTIC, Siblings.WITH_REPLACEMENT, Siblings.WITHOUT_REPLACEMENT
@@ -52,10 +53,6 @@ def laws_for(rows: int, nodes: int, chance: torch.Generator, sparse: bool = True
         law *= torch.rand(law.shape, generator=chance) < 0.7
         law[..., 0] += 1e-3
     return law / law.sum(-1, keepdim=True)
-
-
-def lookup(laws: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda nodes: laws.gather(1, nodes[..., None].expand(-1, -1, laws.shape[-1]))
 
 
 def random_proposal(seed: int, rows: int, nodes: int, siblings: Siblings) -> tuple[Proposal, Tensor]:

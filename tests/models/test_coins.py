@@ -6,14 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafthead.models.coins import _BLOCK, DRAFT, VERIFY, RowCoins
+from support import p_value
 
 CPU = torch.device("cpu")
-
-
-def p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of a chi-square test."""
-    statistic = ((counts - expected) ** 2 / expected).sum().double()
-    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2))
 
 
 def coins(seeds: list[int], positions: list[int] | None = None, stream: int = VERIFY) -> RowCoins:

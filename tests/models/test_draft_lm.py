@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from drafthead.data.contracts import NO_DOCUMENT, FeatureSpec, TrainBatch
+from drafthead.data.contracts import FeatureSpec, TrainBatch
 from drafthead.data.errors import UserError
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.decode import decode, decode_batch
@@ -17,21 +17,10 @@ from drafthead.models.drafter import DraftPlan
 from drafthead.models.fused import fuse_modules
 from drafthead.models.losses import LossConfig
 from drafthead.models.unpack import copy_weights, fresh_copy
+from support import random_ids, row_of
 
 TinyBase = Callable[..., BaseModel]
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
-
-
-def batch(base: BaseModel) -> TrainBatch:
-    """Two documents and padding in one row."""
-    ids = torch.randint(0, base.vocab_size, (1, 24), generator=torch.Generator().manual_seed(0))
-    return TrainBatch(
-        input_ids=ids,
-        position_ids=torch.tensor([[*range(10), *range(11), 0, 0, 0]]),
-        document_ids=torch.tensor([[0] * 10 + [1] * 11 + [NO_DOCUMENT] * 3]),
-        loss_mask=torch.ones(1, 24, dtype=torch.bool),
-        row_ids=torch.zeros(1, dtype=torch.int64),
-    )
 
 
 def reference_loss(head: DraftLM, base: BaseModel, data: TrainBatch) -> tuple[float, int]:
@@ -48,12 +37,17 @@ def reference_loss(head: DraftLM, base: BaseModel, data: TrainBatch) -> tuple[fl
     return total, count
 
 
+def two_documents() -> TrainBatch:
+    """Two documents and padding in one row."""
+    return row_of([random_ids(10), random_ids(11, seed=1)])
+
+
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
 def test_all_layers_make_the_base(tiny_base: TinyBase, architecture: str) -> None:
     """Weights read back from packed layers, masks and positions: any fault shows."""
     base = tiny_base(architecture)
     head = DraftLMConfig(num_layers=3).build(base).eval()
-    data = batch(base)
+    data = two_documents()
     wanted = base.features(data, FeatureSpec()).final
     torch.testing.assert_close(
         head.hidden_states(data, base.features(data, FeatureSpec())), wanted, rtol=1e-4, atol=1e-4
@@ -79,7 +73,7 @@ def test_packed_weights_are_read_back_exactly(tiny_base: TinyBase) -> None:
 
 def test_loss_is_that_of_the_next_token_but_one(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    head, data = DraftLMConfig(num_layers=2, num_tokens=3).build(base), batch(base)
+    head, data = DraftLMConfig(num_layers=2, num_tokens=3).build(base), two_documents()
     out = head.loss(data, base.features(data, FeatureSpec()), LossConfig(ce=1.0, kl=0.0, decay=1.0))
     total, count = reference_loss(head, base, data)
     assert int(out.tokens) == count == 17
@@ -91,7 +85,7 @@ def test_loss_is_that_of_the_next_token_but_one(tiny_base: TinyBase) -> None:
 
 def test_the_base_is_a_perfect_student(tiny_base: TinyBase) -> None:
     """All layers, KL only: nothing is left to learn, and every draft overlaps wholly."""
-    base, data = tiny_base(), batch(tiny_base())
+    base, data = tiny_base(), two_documents()
     head = DraftLMConfig(num_layers=3).build(base)
     with torch.no_grad():
         out = head.loss(data, base.features(data, FeatureSpec()), LossConfig(ce=0.0, kl=1.0))
@@ -137,7 +131,7 @@ def test_greedy_text_is_plain_text(tiny_base: TinyBase) -> None:
 
 
 def test_save_and_load(tiny_base: TinyBase, tmp_path: Path) -> None:
-    base, data = tiny_base(), batch(tiny_base())
+    base, data = tiny_base(), two_documents()
     head = DraftLMConfig(num_layers=2, from_layers=[0, 1]).build(base, torch.arange(200)).eval()
     with torch.no_grad():
         head.get_parameter("layers.0.mlp.down_proj.weight").mul_(2)
@@ -167,5 +161,3 @@ def test_settings_are_checked(tiny_base: TinyBase) -> None:
         DraftLMConfig(from_layers=[0])
     with pytest.raises(UserError, match=r"head.from_layers must be in \[0, 3\), got \[0, 7\]"):
         DraftLMConfig(from_layers=[0, 7]).build(tiny_base())
-    size = DraftLMConfig(num_layers=2).size(64, 300)
-    assert size.positions == 5 and size.draft_vocab_size == 300 and size.parameters == size.trainable

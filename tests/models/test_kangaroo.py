@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafthead.data.contracts import Features, Siblings, TrainBatch
+from drafthead.data.contracts import Features, Siblings
 from drafthead.data.errors import UserError
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.decode import decode, decode_batch, default_plan
@@ -21,6 +21,7 @@ from drafthead.models.losses import LossConfig
 from drafthead.models.merged import Merged
 from drafthead.models.prompt_lookup import PromptLookup
 from drafthead.models.sampling import Sampler
+from support import random_ids, randomised, row_of
 
 TinyBase = Callable[..., BaseModel]
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
@@ -33,29 +34,9 @@ PLANS = {
 }
 
 
-def batch_of(lengths: list[int], padding: int = 2) -> TrainBatch:
-    """One row of documents with random tokens."""
-    total = sum(lengths)
-    ids = torch.randint(0, 300, (1, total + padding), generator=torch.Generator().manual_seed(0))
-    documents = [n for n, length in enumerate(lengths) for _ in range(length)] + [-1] * padding
-    positions = [p for length in lengths for p in range(length)] + [0] * padding
-    return TrainBatch(
-        input_ids=ids,
-        position_ids=torch.tensor([positions]),
-        document_ids=torch.tensor([documents]),
-        loss_mask=torch.ones(1, total + padding, dtype=torch.bool),
-        row_ids=torch.zeros(1, dtype=torch.int64),
-    )
-
-
-def randomised(base: BaseModel, d2t: Tensor | None = None, **settings: object) -> KangarooHead:
+def adapter(base: BaseModel, d2t: Tensor | None = None, **settings: object) -> KangarooHead:
     config = KangarooConfig(**{"exit_layer": 2, "num_tokens": 4, "threshold": 0.0, **settings})  # type: ignore[arg-type]
-    head = config.build(base, d2t)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return head.eval()
+    return randomised(config.build(base, d2t), 0.1).eval()
 
 
 def reference(head: KangarooHead, base: BaseModel, ids: Tensor) -> Tensor:
@@ -93,8 +74,8 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, architecture: str
     """Copied weights, positions and documents; the label of every position by explicit indices."""
     base = tiny_base(architecture)
     d2t = torch.arange(0, 300, 3)
-    head = randomised(base, d2t)
-    batch = batch_of([9, 7])
+    head = adapter(base, d2t)
+    batch = row_of([random_ids(9), random_ids(7, seed=1)])
     out = head.loss(batch, base.features(batch, head.spec), LossConfig(decay=1.0))
     total, count = 0.0, 0
     for start, end in ((0, 9), (9, 16)):
@@ -106,16 +87,13 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, architecture: str
                 total += F.cross_entropy(logits[t - start], torch.tensor(token // 3)).item()
     assert int(out.tokens) == count
     assert out.loss_sum.item() == pytest.approx(total, rel=1e-4)
-    parameters = sum(p.numel() for p in head.parameters())
-    size, kv = head.config.size(base.hidden_size, 300), 2 * base.hidden_size * (base.hidden_size // 2)
-    assert parameters == size.trainable - 2 * base.hidden_size**2 + kv, "fewer key and value heads"
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "gemma"])
 def test_greedy_equals_plain_decoding(tiny_base: TinyBase, architecture: str, plan: str) -> None:
     base = tiny_base(architecture)
-    head = randomised(base)
+    head = adapter(base)
     plain = [decode(base, None, ids, max_new_tokens=14, ignore_eos=True).tokens for ids in PROMPTS]
     alone = [decode(base, head, ids, max_new_tokens=14, plan=PLANS[plan], ignore_eos=True) for ids in PROMPTS]
     together = decode_batch(base, head, PROMPTS, max_new_tokens=14, plan=PLANS[plan], ignore_eos=True)
@@ -128,7 +106,7 @@ def test_greedy_equals_plain_decoding(tiny_base: TinyBase, architecture: str, pl
 def test_drafts_are_accepted_and_rejected(tiny_base: TinyBase) -> None:
     """Otherwise the equality above says little."""
     base = tiny_base()
-    results = [decode(base, randomised(base), ids, max_new_tokens=40, plan=PLANS["wide"]) for ids in PROMPTS]
+    results = [decode(base, adapter(base), ids, max_new_tokens=40, plan=PLANS["wide"]) for ids in PROMPTS]
     accepted = [step.accepted for result in results for step in result.steps]
     assert 0 < sum(accepted) < 2 * len(accepted)
 
@@ -138,7 +116,7 @@ def test_drafts_are_accepted_and_rejected(tiny_base: TinyBase) -> None:
 def test_verification_goes_on_from_the_exit_states(tiny_base: TinyBase, plan: str, rows: int) -> None:
     """The begun pass, finished, is the whole pass: hidden states of all nodes, and what is left in the cache."""
     base = tiny_base()
-    head = randomised(base)
+    head = adapter(base)
     prompts, shared = torch.tensor([[3, 4, 5, 6], [9, 8, 7, 6], [1, 2, 1, 2]])[:rows], []
     for begun in (True, False):
         cache = base.new_cache(64) if rows == 1 else base.new_slots(rows, 64)
@@ -160,7 +138,7 @@ def test_verification_goes_on_from_the_exit_states(tiny_base: TinyBase, plan: st
 
 def test_only_the_remaining_layers_run(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    head, runs = randomised(base), Counter[int]()
+    head, runs = adapter(base), Counter[int]()
     hooks = [
         layer.register_forward_hook(lambda *_, n=n: runs.update([n])) for n, layer in enumerate(base.model.model.layers)
     ]
@@ -177,7 +155,7 @@ def test_only_the_remaining_layers_run(tiny_base: TinyBase) -> None:
 def test_the_targets_cache_is_selected_once(tiny_base: TinyBase) -> None:
     """By the session, which attaches what it has selected; the state's is not copied for nothing."""
     base = tiny_base()
-    head, cache = randomised(base), base.new_slots(3, 16)
+    head, cache = adapter(base), base.new_slots(3, 16)
     state = head.attach(head.init_state(3), cache)
     assert state.target is cache and state.select([0, 2]).target is None
     own = head.init_state(3).select([0, 2]).own
@@ -187,7 +165,7 @@ def test_the_targets_cache_is_selected_once(tiny_base: TinyBase) -> None:
 def test_led_along_a_text_it_drafts_the_same(tiny_base: TinyBase) -> None:
     """Without a target's cache (replay, calibration) the shallow states are its own; the drafts do not change."""
     base = tiny_base()
-    head = randomised(base)
+    head = adapter(base)
     ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
     cache = base.new_cache(64)
     hidden = Features.split(base.read(ids, cache, spec=head.spec), base.hidden_size)
@@ -200,7 +178,7 @@ def test_led_along_a_text_it_drafts_the_same(tiny_base: TinyBase) -> None:
 
 def test_threshold_is_the_default_and_stops_drafting(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
-    head = randomised(base, threshold=0.3)
+    head = adapter(base, threshold=0.3)
     head.save_pretrained(tmp_path)
     loaded = KangarooHead.from_pretrained(tmp_path, base)
     assert default_plan(loaded).stop_below == 0.3
@@ -213,7 +191,7 @@ def test_threshold_is_the_default_and_stops_drafting(tiny_base: TinyBase, tmp_pa
 def test_merged_with_prompt_lookup(tiny_base: TinyBase) -> None:
     """The other drafter's nodes were not begun: the whole pass reads all of them."""
     base = tiny_base()
-    drafter = Merged([randomised(base), PromptLookup(num_tokens=3)])
+    drafter = Merged([adapter(base), PromptLookup(num_tokens=3)])
     wide = DraftPlan(tree=DynamicTree(nodes=7, width=8, depth=4))  # expands more nodes than it keeps
     for ids in PROMPTS:
         plain = decode(base, None, ids, max_new_tokens=14, ignore_eos=True).tokens
@@ -227,7 +205,7 @@ def test_merged_with_prompt_lookup(tiny_base: TinyBase) -> None:
 def test_sampled_siblings_that_are_equal_are_one_state(tiny_base: TinyBase, siblings: Siblings, rows: int) -> None:
     """A sample drawn twice is two nodes of the tree, and what follows the second was drafted behind it."""
     base = tiny_base()
-    head, prompts = randomised(base), torch.tensor([[3, 4, 5, 6], [9, 8, 7, 6], [1, 2, 1, 2]])[:rows]
+    head, prompts = adapter(base), torch.tensor([[3, 4, 5, 6], [9, 8, 7, 6], [1, 2, 1, 2]])[:rows]
     plan = DraftPlan(tree=TokenTree.expansion([3, 2, 1]), siblings=siblings, sampler=Sampler(temperature=0.3))
     equal = 0
     for seed in range(10):
@@ -251,7 +229,7 @@ def test_sampled_siblings_that_are_equal_are_one_state(tiny_base: TinyBase, sibl
 
 def test_sampled_text_does_not_depend_on_the_batch(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    head = randomised(base)
+    head = adapter(base)
     plan = DraftPlan(tree=TokenTree.expansion([3, 2]), siblings=Siblings.WITHOUT_REPLACEMENT)
     sampler = Sampler(temperature=1.0)
     together = decode_batch(base, head, PROMPTS, max_new_tokens=12, plan=plan, sampler=sampler, seeds=[1, 2, 3])

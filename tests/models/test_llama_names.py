@@ -11,7 +11,7 @@ from drafthead.data.token_tree import TokenTree
 from drafthead.eval.decode import decode, decode_batch
 from drafthead.models.base import BaseModel
 from drafthead.models.base_config import BaseConfig
-from drafthead.models.draft_head import DraftHead, DraftHeadConfig
+from drafthead.models.draft_head import DraftHeadConfig
 from drafthead.models.drafter import DraftPlan
 from drafthead.models.eagle3 import Eagle3Config
 from drafthead.models.hydra import HydraConfig
@@ -20,6 +20,7 @@ from drafthead.models.llama_names import attention_sizes
 from drafthead.models.medusa import MedusaConfig
 from drafthead.models.mlp_speculator import MLPSpeculatorConfig
 from drafthead.models.model_drafter import early_exit
+from support import randomised
 
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
 TREE = TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 3)])
@@ -55,15 +56,6 @@ def base() -> BaseModel:
     return tiny()
 
 
-def randomised(config: DraftHeadConfig, base: BaseModel) -> DraftHead:
-    head = config.build(base, torch.arange(0, 300, 3) if config.draft_vocab_size else None)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return head.eval()
-
-
 def test_plain_decoding_equals_transformers(base: BaseModel) -> None:
     for ids in PROMPTS:
         wanted = base.model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)
@@ -82,7 +74,9 @@ def test_the_cache_holds_what_attention_makes(multi_query: bool) -> None:
 def test_greedy_equals_plain_decoding(name: str, graphs: str, base: BaseModel) -> None:
     if graphs == "always":
         base = BaseModel.load(replace(base.config, graphs="always"))
-    head = randomised(HEADS[name], base)
+    config = HEADS[name]
+    d2t = torch.arange(0, 300, 3) if config.draft_vocab_size else None
+    head = randomised(config.build(base, d2t), 0.05).eval()
     plain = [decode(base, None, ids, max_new_tokens=14, ignore_eos=True).tokens for ids in PROMPTS]
     for plan in (DraftPlan(tree=TokenTree.chain(3)), DraftPlan(tree=TREE)):
         alone = [decode(base, head, ids, max_new_tokens=14, plan=plan, ignore_eos=True) for ids in PROMPTS]

@@ -6,37 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
+from drafthead.data.contracts import Features, FeatureSpec
 from drafthead.data.token_tree import TokenTree
 from drafthead.models.base import BaseModel
 from drafthead.models.drafter import DraftPlan
 from drafthead.models.losses import LossConfig
-from drafthead.models.medusa import MedusaConfig, MedusaHead
+from drafthead.models.medusa import MedusaConfig
+from support import fitted, randomised, row_of
 
 TinyBase = Callable[..., BaseModel]
-
-
-def batch_of(documents: list[list[int]], trained_from: int = 0) -> TrainBatch:
-    """One row, documents one after the other, a little padding."""
-    ids = [i for d in documents for i in d] + [0, 0]
-    doc = [n for n, d in enumerate(documents) for _ in d] + [-1, -1]
-    position = [p for d in documents for p in range(len(d))] + [0, 0]
-    mask = [p >= trained_from for d in documents for p in range(len(d))] + [False, False]
-    return TrainBatch(
-        input_ids=torch.tensor([ids]),
-        position_ids=torch.tensor([position]),
-        document_ids=torch.tensor([doc]),
-        loss_mask=torch.tensor([mask]),
-        row_ids=torch.tensor([0]),
-    )
-
-
-def randomised(head: MedusaHead) -> MedusaHead:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return head
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -46,8 +24,6 @@ def test_untrained_head_is_the_base_next_token_head(tiny_base: TinyBase, own: bo
     base = tiny_base()
     config = MedusaConfig(num_heads=2, num_layers=layers, own_projection=own, reads_last_token=last)
     head = config.build(base).eval()
-    parameters = sum(p.numel() for p in head.parameters())
-    assert parameters == config.size(base.hidden_size, base.vocab_size).trainable
     hidden = torch.randn(3, base.hidden_size)
     candidates = head.d2t[head.draft_logits(hidden, torch.tensor([7, 8, 9]), 2).topk(4).indices]
     wanted = base.head.logits(hidden).topk(4).indices
@@ -69,7 +45,7 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, own: bool, last: 
     head = randomised(
         MedusaConfig(num_heads=3, num_layers=2, own_projection=own, reads_last_token=last).build(base, d2t)
     )
-    batch = batch_of([list(range(20, 32)), list(range(100, 109))], trained_from=4)
+    batch = row_of([list(range(20, 32)), list(range(100, 109))], trained_from=4)
     features = base.features(batch, head.spec)
     out = head.loss(batch, features, LossConfig(decay=0.8))
 
@@ -100,7 +76,7 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, own: bool, last: 
 def test_loss_of_a_position_is_a_mean_over_what_it_can_draft(tiny_base: TinyBase) -> None:
     """However many targets lie outside the draft vocabulary: an untrained head's loss is the next token's."""
     base = tiny_base()
-    batch = batch_of([list(range(20, 40))])
+    batch = row_of([list(range(20, 40))])
     features = base.features(batch, FeatureSpec())
     d2t = torch.arange(0, 300, 2)
     ratios = MedusaConfig(num_heads=1).build(base, d2t).loss(batch, features, LossConfig()).ratios()
@@ -115,20 +91,13 @@ def test_heads_learn_a_base_that_counts(tiny_base: TinyBase) -> None:
     """Label alignment by construction: where x_{t+1} = x_t + 1, the heads must reach 100 % acceptance."""
     base = tiny_base(seed=3)
     head = MedusaConfig(num_heads=3).build(base)
-    documents = [list(range(s, s + 20)) for s in (20, 40, 60)]
-    batch = batch_of(documents)
+    batch = row_of([list(range(s, s + 20)) for s in (20, 40, 60)])
     # Features that only tell the token: a one-hot direction per id.
     directions = torch.randn(base.vocab_size, base.hidden_size, generator=torch.Generator().manual_seed(0))
     features = Features(final=directions[batch.input_ids])
-    optimizer = torch.optim.AdamW(head.parameters(), lr=0.02, weight_decay=0.0)
-    for _ in range(150):
-        out = head.loss(batch, features, LossConfig())
-        optimizer.zero_grad()
-        (out.loss_sum / out.tokens).backward()
-        optimizer.step()
+    head = fitted(head, batch, 150, features=features)
     ratios = head.loss(batch, features, LossConfig()).ratios()
     assert [ratios[f"accept_{k}"].value for k in (1, 2, 3)] == [1.0, 1.0, 1.0]
-    head.eval()
     state = head.observe(head.init_state(1), torch.tensor([[30]]), Features(final=directions[None, 30:31]))
     proposal = head.draft(state, torch.tensor([31]), DraftPlan(tree=TokenTree.chain(3)))
     assert proposal.tokens.tolist() == [[31, 32, 33, 34]]
@@ -138,7 +107,7 @@ def test_unread_features_carry_nothing(tiny_base: TinyBase) -> None:
     """NaN where nobody read (the last token of a document, padding) reaches neither the loss nor a gradient."""
     base = tiny_base()
     head = randomised(MedusaConfig(num_heads=3).build(base))
-    batch = batch_of([list(range(20, 30)), list(range(50, 58))])
+    batch = row_of([list(range(20, 30)), list(range(50, 58))])
     final = base.features(batch, head.spec).final.clone()
     clean = head.loss(batch, Features(final=final), LossConfig(kl=1.0))
     final[0, [9, 17, 18, 19]] = torch.nan
@@ -151,7 +120,7 @@ def test_unread_features_carry_nothing(tiny_base: TinyBase) -> None:
 def test_candidate_ranks(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = randomised(MedusaConfig(num_heads=2, reads_last_token=True).build(base)).eval()
-    batch = batch_of([list(range(20, 30))])
+    batch = row_of([list(range(20, 30))])
     features = base.features(batch, head.spec)
     ranks = head.candidate_ranks(batch, features, top=5)
     last = batch.input_ids[0].roll(-1)

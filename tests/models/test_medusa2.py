@@ -25,6 +25,7 @@ from drafthead.models.losses import LossConfig
 from drafthead.models.medusa import MedusaConfig
 from drafthead.models.medusa2 import HEAD_SCHEDULES, Medusa2Config, Medusa2Head
 from drafthead.train.optim import OptimConfig, build_optimizer
+from support import row_of
 
 TinyBase = Callable[..., BaseModel]
 DOCUMENTS = (list(range(20, 32)), list(range(100, 109)))
@@ -33,15 +34,7 @@ TRAINED_FROM = 4
 
 def batch() -> TrainBatch:
     """One row, two documents, trained from their fifth token, padding."""
-    document_ids = torch.tensor([[0] * 12 + [1] * 9 + [-1] * 2])
-    positions = torch.tensor([[*range(12), *range(9), 0, 0]])
-    return TrainBatch(
-        input_ids=torch.tensor([[*DOCUMENTS[0], *DOCUMENTS[1], 0, 0]]),
-        position_ids=positions,
-        document_ids=document_ids,
-        loss_mask=(document_ids >= 0) & (positions >= TRAINED_FROM),
-        row_ids=torch.tensor([0]),
-    )
+    return row_of(DOCUMENTS, TRAINED_FROM)
 
 
 def tuned_head(base: BaseModel, size: float = 0.05, **settings: Any) -> Medusa2Head:
@@ -118,6 +111,17 @@ def test_the_base_term_is_over_trained_tokens_alone(tiny_base: TinyBase) -> None
     base = tiny_base()
     ratios = tuned_head(base).loss(batch(), base.features(batch(), FeatureSpec()), LossConfig()).ratios()
     assert ratios["base_loss"].den == ratios["base_accept"].den == (12 - TRAINED_FROM) + (9 - TRAINED_FROM)
+
+
+def test_both_parts_of_the_loss_are_metrics(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head = tuned_head(base, heads_weight=0.3, heads_schedule="linear")
+    head.progress = 0.5
+    out = head.loss(batch(), base.features(batch(), FeatureSpec()), LossConfig())
+    parts = out.ratios()
+    assert parts["heads_loss"].den == int(out.tokens)
+    assert out.loss_sum.item() == pytest.approx(parts["base_loss"].num + 0.15 * parts["heads_loss"].num, rel=1e-5)
+    assert parts["heads_loss"].value > parts["loss_1"].value > 0, "a sum over positions"
 
 
 def test_with_adapters_that_add_nothing_the_base_term_is_zero(tiny_base: TinyBase) -> None:

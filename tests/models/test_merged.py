@@ -127,6 +127,39 @@ def test_greedy_text_is_plain_text(tiny_base: TinyBase, plan: DraftPlan | None) 
     assert sum(len(r.steps) for r in single) < sum(len(r.steps) for r in alone)
 
 
+@pytest.mark.parametrize("room", [2, 4, 6])
+def test_a_small_union_gives_the_likeliest_nodes_of_the_first(tiny_base: TinyBase, room: int) -> None:
+    base = tiny_base()
+    model, look_up, own = early_exit(base, 2, num_tokens=2), PromptLookup(3), TokenTree.expansion([3, 2])
+    merged = Merged([model, look_up], [own, TokenTree.chain(3)], nodes=room)
+    plan = DraftPlan(tree=cast(TokenTree, merged.tree))
+    state = merged.observe(merged.init_state(1), torch.tensor([[1, 2, 3, 4, 5, 2]]), None)
+    found = merged.draft(state, torch.tensor([3]), plan)  # 2, 3 came before, and 4, 5, 2 behind it
+    copied = {(4,), (4, 5), (4, 5, 2)}
+    paths = set(trials(found, 0)) - {()}
+    assert copied <= paths and len(found.shape) <= max(room, 4)
+    alone = Merged([model, PromptLookup(3)], [own.first(max(1, room - 3)), TokenTree.chain(3)]).draft(
+        state, last=torch.tensor([3]), plan=plan
+    )
+    assert paths == set(trials(alone, 0)) - {()}
+    nothing_found = merged.draft(state, torch.tensor([9]), plan)
+    assert len(nothing_found.shape) == min(room, len(own))
+
+
+def test_small_unions_are_greedy_text_too(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    drafters, trees = (
+        [early_exit(base, 2, num_tokens=3), PromptLookup(4)],
+        [TokenTree.expansion([2, 2]), TokenTree.chain(4)],
+    )
+    plain = [decode(base, None, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS]
+    for room in (2, 3, 5, 8):
+        merged = Merged(drafters, trees, nodes=room)
+        assert [decode(base, merged, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS] == plain
+        batch = decode_batch(base, merged, PROMPTS, max_new_tokens=30, ignore_eos=True)
+        assert [result.tokens for result in batch] == plain
+
+
 def test_the_target_in_it_is_always_right(tiny_base: TinyBase) -> None:
     base = tiny_base()
     merged = Merged([early_exit(base, 1, num_tokens=2), ModelDrafter(base, num_tokens=4), PromptLookup(3)])
@@ -153,3 +186,5 @@ def test_refusals(tiny_base: TinyBase) -> None:
         decode(tiny_base(), merged, [1, 2], max_new_tokens=8, plan=DraftPlan(tree=TokenTree.chain(3)))
     with pytest.raises(UserError, match="at least two drafters, got 1"):
         Merged([PromptLookup()])
+    with pytest.raises(UserError, match="a merged tree of 1 nodes is wanted"):
+        Merged([PromptLookup(), PromptLookup()], nodes=1)

@@ -7,13 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import LlamaConfig
 
-from drafthead.data.contracts import TrainBatch
 from drafthead.models.base import BaseModel
 from drafthead.models.losses import LossConfig
 from drafthead.models.mlp_cells import ScaledShiftedRMSNorm, embedding_weight
 from drafthead.models.mlp_speculator import MLPSpeculatorConfig, MLPSpeculatorHead
+from drafthead.models.model_shape import ModelShape
 from drafthead.models.reading import Reading
+from support import randomised, row_of
 
 TinyBase = Callable[..., BaseModel]
 VARIANTS = {
@@ -25,26 +27,6 @@ VARIANTS = {
     "on_base": {"inner_dim": 24, "own_embedding": False, "own_projection": False},
     "lstm_on_base": {"tie_weights": True, "cell": "lstm", "own_embedding": False, "own_projection": False},
 }
-
-
-def batch_of(documents: list[list[int]], trained_from: int = 0) -> TrainBatch:
-    """One row, documents one after the other, a little padding."""
-    ids = [i for d in documents for i in d] + [0, 0]
-    return TrainBatch(
-        input_ids=torch.tensor([ids]),
-        position_ids=torch.tensor([[p for d in documents for p in range(len(d))] + [0, 0]]),
-        document_ids=torch.tensor([[n for n, d in enumerate(documents) for _ in d] + [-1, -1]]),
-        loss_mask=torch.tensor([[p >= trained_from for d in documents for p in range(len(d))] + [False, False]]),
-        row_ids=torch.tensor([0]),
-    )
-
-
-def randomised(head: MLPSpeculatorHead) -> MLPSpeculatorHead:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return head
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -97,8 +79,8 @@ def test_parity_with_the_published_equations(tiny_base: TinyBase, variant: str) 
     """Copied weights; labels by explicit indices; every token read is the text's own."""
     base = tiny_base()
     d2t = torch.arange(0, 300, 2)
-    head = randomised(MLPSpeculatorConfig(n_predict=4, **VARIANTS[variant]).build(base, d2t))  # type: ignore[arg-type]
-    batch = batch_of([list(range(20, 32)), list(range(100, 109))], trained_from=4)
+    head = randomised(MLPSpeculatorConfig(n_predict=4, **VARIANTS[variant]).build(base, d2t), 0.1)  # type: ignore[arg-type]
+    batch = row_of([list(range(20, 32)), list(range(100, 109))], trained_from=4)
     features = base.features(batch, head.spec)
     out = head.loss(batch, features, LossConfig(decay=0.8))
     total, trained = 0.0, 0
@@ -123,7 +105,7 @@ def test_size_is_the_built_head(tiny_base: TinyBase, variant: str, vocabulary: i
     base = tiny_base()
     config = MLPSpeculatorConfig(n_predict=4, draft_vocab_size=vocabulary, **VARIANTS[variant])  # type: ignore[arg-type]
     head = config.build(base, torch.arange(vocabulary))
-    size = config.size(base.hidden_size, base.vocab_size)
+    size = config.size(ModelShape.from_config(base.model.config))
     assert size.parameters == size.trainable == sum(p.numel() for p in head.parameters())
     assert size.projections == sum(p.numel() for p in head.projections.parameters())
     assert (size.positions, size.draft_vocab_size) == (4, vocabulary)
@@ -131,8 +113,12 @@ def test_size_is_the_built_head(tiny_base: TinyBase, variant: str, vocabulary: i
 
 def test_published_sizes() -> None:
     """Llama-3-8B's speculator has 3.2 B parameters, Llama-3-70B's 961 M (ibm-ai-platform)."""
-    llama8b = MLPSpeculatorConfig(n_predict=4, inner_dim=3072).size(4096, 128256)
-    llama70b = MLPSpeculatorConfig(n_predict=4, inner_dim=3584, tie_weights=True, scale_input=True).size(8192, 128256)
+    shapes = [
+        ModelShape.from_config(LlamaConfig(hidden_size=width, vocab_size=128256, num_attention_heads=heads))
+        for width, heads in ((4096, 32), (8192, 64))
+    ]
+    llama8b = MLPSpeculatorConfig(n_predict=4, inner_dim=3072).size(shapes[0])
+    llama70b = MLPSpeculatorConfig(n_predict=4, inner_dim=3584, tie_weights=True, scale_input=True).size(shapes[1])
     assert (round(llama8b.parameters / 1e6), round(llama70b.parameters / 1e6)) == (3193, 962)
 
 
@@ -164,7 +150,7 @@ def test_untied_projections_start_independent(tiny_base: TinyBase) -> None:
 def test_untrained_head_on_the_base_is_its_next_token_head(tiny_base: TinyBase) -> None:
     base = tiny_base("gemma")
     head = MLPSpeculatorConfig(n_predict=2, inner_dim=16, own_projection=False).build(base)
-    batch = batch_of([list(range(20, 32))])
+    batch = row_of([list(range(20, 32))])
     features = base.features(batch, head.spec)
     reading = Reading.of(batch, 2)
     hidden = head.position_hidden(batch, features, reading)
@@ -184,8 +170,8 @@ def test_norm_takes_no_mean_off() -> None:
 @pytest.mark.parametrize("own", [True, False])
 def test_all_weights_learn_and_the_base_does_not(tiny_base: TinyBase, own: bool) -> None:
     base = tiny_base()
-    head = randomised(MLPSpeculatorConfig(n_predict=3, own_embedding=own, own_projection=own).build(base))
-    batch = batch_of([list(range(20, 32))])
+    head = randomised(MLPSpeculatorConfig(n_predict=3, own_embedding=own, own_projection=own).build(base), 0.1)
+    batch = row_of([list(range(20, 32))])
     torch.autograd.backward(head.loss(batch, base.features(batch, head.spec), LossConfig(kl=1.0)).loss_sum)
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
     assert not base.embedding.requires_grad and not base.head.weight.requires_grad
@@ -194,7 +180,7 @@ def test_all_weights_learn_and_the_base_does_not(tiny_base: TinyBase, own: bool)
 def test_a_batch_without_targets(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = MLPSpeculatorConfig(n_predict=3).build(base)
-    batch = batch_of([[5, 6], [7]])
+    batch = row_of([[5, 6], [7]])
     out = head.loss(batch, base.features(batch, head.spec), LossConfig())
     assert int(out.tokens) == 0 and float(out.loss_sum.detach()) == 0.0
 

@@ -75,7 +75,7 @@ def test_several_matches_share_their_prefix() -> None:
 def test_no_more_nodes_than_planned() -> None:
     """The cache has room for the plan's nodes only; the best match comes first."""
     text = [1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2]
-    proposal = draft(PromptLookup(2, 2, matches=2), [text], DraftPlan(tree=TokenTree.chain(2)))
+    proposal = draft(PromptLookup(2, 2, matches=2, newest=False), [text], DraftPlan(tree=TokenTree.chain(2)))
     assert paths(proposal, 0) == {(3,), (3, 4)} and proposal.tokens.shape == (1, 3)
     assert draft(PromptLookup(), [[1, 2, 3]]).tokens.tolist() == [[3]]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafthead.data.contracts import Features, Siblings, TrainBatch
+from drafthead.data.contracts import Features, Siblings
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.decode import decode, decode_batch
 from drafthead.models.base import BaseModel
@@ -20,6 +20,7 @@ from drafthead.models.mlp_speculator import MLPSpeculatorConfig
 from drafthead.models.reading import Reading
 from drafthead.models.recurrent_head import RecurrentHead
 from drafthead.models.sampling import Sampler
+from support import fitted, law_of_answers, p_value_of_answers, randomised, rows_of, small_base
 
 TinyBase = Callable[..., BaseModel]
 CONFIGS: dict[str, Callable[..., DraftHeadConfig]] = {
@@ -40,44 +41,6 @@ PLANS = {
 }
 
 
-def batch_of(texts: list[list[int]]) -> TrainBatch:
-    """One row a text, padded."""
-    longest = max(map(len, texts)) + 1
-    ids = torch.zeros(len(texts), longest, dtype=torch.int64)
-    documents = torch.full_like(ids, -1)
-    for row, text in enumerate(texts):
-        ids[row, : len(text)], documents[row, : len(text)] = torch.tensor(text), 0
-    return TrainBatch(
-        input_ids=ids,
-        position_ids=torch.arange(longest).expand(len(texts), -1).contiguous(),
-        document_ids=documents,
-        loss_mask=documents == 0,
-        row_ids=torch.arange(len(texts)),
-    )
-
-
-def randomised(head: DraftHead, size: float = 0.2) -> DraftHead:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += size * torch.randn(parameter.shape, generator=generator)
-    return head
-
-
-def fitted(head: DraftHead, texts: list[list[int]], steps: int = 15) -> DraftHead:
-    """Trained until it knows much of ``texts``."""
-    batch = batch_of(texts)
-    features = head.base.features(batch, head.spec)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=0.02, weight_decay=0.0)
-    head.train()
-    for _ in range(steps):
-        out = head.loss(batch, features, LossConfig())
-        optimizer.zero_grad()
-        torch.autograd.backward(out.loss_sum / out.tokens)
-        optimizer.step()
-    return head.eval()
-
-
 @pytest.mark.parametrize("graphs", ["auto", "always"])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_drafting_along_a_text_is_what_training_computes(tiny_base: TinyBase, kind: str, graphs: str) -> None:
@@ -87,7 +50,7 @@ def test_drafting_along_a_text_is_what_training_computes(tiny_base: TinyBase, ki
     head = randomised(CONFIGS[kind]().build(base, torch.arange(0, 300, 2))).eval()
     assert isinstance(head, RecurrentHead) and (head._static is None) == (graphs == "auto")
     texts = [torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (12, 9)]
-    batch = batch_of(texts)
+    batch = rows_of(texts)
     features = base.features(batch, head.spec)
     reading = Reading.of(batch, 3)
     hidden = head.position_hidden(batch, features, reading)
@@ -130,7 +93,7 @@ def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, kind:
     d2t = torch.tensor(sorted({t for text in plain for t in text} | set(range(0, 300, 2))))
     # One text is left out: drafts must be rejected too.
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, plain, strict=True)][:2]
-    head = fitted(CONFIGS[kind]().build(base, d2t), texts)
+    head = fitted(CONFIGS[kind]().build(base, d2t), rows_of(texts), 15)
     for name in PLANS if architecture == "llama" else ["chain", "tree"]:
         plan = PLANS[name]
         both = decode_batch(base, head, PROMPTS, max_new_tokens=16, plan=plan, ignore_eos=True)
@@ -147,7 +110,7 @@ def test_a_state_stays_as_it_was(tiny_base: TinyBase, kind: str) -> None:
     """Drafting from a state, from a later one and from the first again; and from some of its rows."""
     base = tiny_base()
     head = randomised(CONFIGS[kind]().build(base)).eval()
-    batch = batch_of([list(range(20, 40)), list(range(60, 80))])
+    batch = rows_of([list(range(20, 40)), list(range(60, 80))])
     final = base.features(batch, head.spec).final
     state = head.observe(head.init_state(2), batch.input_ids[:, :8], Features(final=final[:, :8]))
     state = head.observe(state, batch.input_ids[:, 8:12], Features(final=final[:, 8:12]), torch.tensor([3, 1]))
@@ -170,7 +133,7 @@ def test_save_and_load(tiny_base: TinyBase, tmp_path: Path, kind: str) -> None:
     head = randomised(CONFIGS[kind](draft_vocab_size=100).build(base, torch.arange(100, 200))).eval()
     head.save_pretrained(tmp_path)
     loaded = DraftHead.from_pretrained(tmp_path, base)
-    batch = batch_of([list(range(90, 120))])
+    batch = rows_of([list(range(90, 120))])
     features = base.features(batch, head.spec)
     assert loaded.config == head.config
     assert torch.equal(loaded.candidate_ranks(batch, features, 9), head.candidate_ranks(batch, features, 9))
@@ -187,7 +150,7 @@ def test_training_renews_what_drafting_packed(tiny_base: TinyBase, kind: str) ->
     base = tiny_base()
     head, fresh = CONFIGS[kind]().build(base).eval(), CONFIGS[kind]().build(base).eval()
     texts = [list(range(30, 60))]
-    features = base.features(batch_of(texts), head.spec)
+    features = base.features(rows_of(texts), head.spec)
 
     def drafted(head: DraftHead) -> torch.Tensor:
         state = head.observe(head.init_state(1), torch.tensor([texts[0][:5]]), Features(final=features.final[:, :5]))
@@ -195,7 +158,7 @@ def test_training_renews_what_drafting_packed(tiny_base: TinyBase, kind: str) ->
             return head.begin(state, torch.tensor([35]), PLANS["chain"]).root()
 
     before = drafted(head)
-    randomised(fitted(head, texts, steps=1).train()).eval()
+    randomised(fitted(head, rows_of(texts), 1).train()).eval()
     fresh.load_state_dict(head.state_dict())
     assert not torch.allclose(drafted(head), before, atol=1e-3)
     assert torch.equal(drafted(head), drafted(fresh))
@@ -206,7 +169,7 @@ def test_unread_features_carry_nothing(tiny_base: TinyBase, kind: str) -> None:
     """NaN where nobody read (the last token of a document, padding) reaches neither the loss nor a gradient."""
     base = tiny_base()
     head = randomised(CONFIGS[kind]().build(base))
-    batch = batch_of([list(range(20, 30)), list(range(50, 58))])
+    batch = rows_of([list(range(20, 30)), list(range(50, 58))])
     final = base.features(batch, head.spec).final.clone()
     clean = head.loss(batch, Features(final=final), LossConfig(kl=1.0))
     final[0, 9:], final[1, 7:] = torch.nan, torch.nan
@@ -221,19 +184,13 @@ def test_heads_learn_a_base_that_counts(tiny_base: TinyBase, kind: str) -> None:
     """Label alignment by construction: where x_{t+1} = x_t + 1, the heads must reach 100 % acceptance."""
     base = tiny_base(seed=3)
     head = CONFIGS[kind]().build(base)
-    batch = batch_of([list(range(s, s + 20)) for s in (20, 40, 60)])
+    batch = rows_of([list(range(s, s + 20)) for s in (20, 40, 60)])
     # Features that only tell the token: a direction per id.
     directions = torch.randn(base.vocab_size, base.hidden_size, generator=torch.Generator().manual_seed(0))
     features = Features(final=directions[batch.input_ids])
-    optimizer = torch.optim.AdamW(head.parameters(), lr=0.02, weight_decay=0.0)
-    for _ in range(100):
-        out = head.loss(batch, features, LossConfig())
-        optimizer.zero_grad()
-        torch.autograd.backward(out.loss_sum / out.tokens)
-        optimizer.step()
+    head = fitted(head, batch, 100, features=features)
     ratios = head.loss(batch, features, LossConfig()).ratios()
     assert [ratios[f"accept_{k}"].value for k in (1, 2, 3)] == [1.0, 1.0, 1.0]
-    head.eval()
     text = torch.arange(20, 31)[None]
     state = head.observe(head.init_state(1), text, Features(final=directions[text]))
     assert head.draft(state, torch.tensor([31]), PLANS["chain"]).tokens.tolist() == [[31, 32, 33, 34]]
@@ -242,46 +199,16 @@ def test_heads_learn_a_base_that_counts(tiny_base: TinyBase, kind: str) -> None:
 # Sampling ---------------------------------------------------------------------------------------------------
 
 SAMPLER, LENGTH = Sampler(temperature=1.0, top_k=3), 3
-LAW_SHAPE = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-LAW_SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300}
-LAW_SHAPE |= {"max_position_embeddings": 128, "initializer_range": 0.3}
-
-
-def law(base: BaseModel, prompt: list[int]) -> dict[tuple[int, ...], float]:
-    """Every possible answer and its probability, by plain reading."""
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(LENGTH):
-        longer: dict[tuple[int, ...], float] = {}
-        for answer, chance in found.items():
-            tokens = torch.tensor([[*prompt, *answer]])
-            hidden = base.read(tokens, base.new_cache(tokens.shape[1]))[0, -1:]
-            following = SAMPLER.laws(base.logits(hidden), tokens)[0].double()
-            longer |= {(*answer, int(t)): chance * float(following[t]) for t in following.nonzero()[:, 0]}
-        found = longer
-    return found
-
-
-def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Of a chi-square test; answers that are expected fewer than 5 times are taken together."""
-    total = counts.total()
-    assert set(counts) <= set(expected), "an answer that plain sampling cannot give"
-    rare = [answer for answer, chance in expected.items() if chance * total < 5]
-    cells = [(counts[a], expected[a] * total) for a in expected if a not in rare]
-    cells.append((sum(counts[a] for a in rare), sum(expected[a] for a in rare) * total))
-    cells = [(seen, wanted) for seen, wanted in cells if wanted > 1]
-    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
-    freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_law_of_sampled_answers(kind: str) -> None:
     """Trees of siblings sampled without replacement, in a batch of two prompts: the law of plain sampling."""
-    base = BaseModel.load(BaseConfig(random=True, shape=LAW_SHAPE, tokenizer="builtin:tiny", dtype="float32", seed=0))
+    base = small_base()
     prompts = [[9, 10, 11, 12, 13, 14, 15], [250]]
-    laws = [law(base, prompt) for prompt in prompts]
+    laws = [law_of_answers(base, prompt, SAMPLER, LENGTH) for prompt in prompts]
     texts = [[*p, *answer] for p, found in zip(prompts, laws, strict=True) for answer in found]
-    head = fitted(CONFIGS[kind]().build(base), texts, steps=12)
+    head = fitted(CONFIGS[kind]().build(base), rows_of(texts), 12)
     plan = DraftPlan(tree=TokenTree.expansion([2, 2]), siblings=Siblings.WITHOUT_REPLACEMENT)
     results = decode_batch(
         base,
@@ -297,4 +224,4 @@ def test_law_of_sampled_answers(kind: str) -> None:
     accepted = sum(step.accepted for step in steps) / sum(step.depth for step in steps)
     assert 0.1 < accepted < 0.9, "drafts must be accepted and rejected"
     for row, expected in enumerate(laws):
-        assert p_value(Counter(tuple(r.tokens) for r in results[row::2]), expected) > 1e-4
+        assert p_value_of_answers(Counter(tuple(r.tokens) for r in results[row::2]), expected) > 1e-4

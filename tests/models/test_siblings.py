@@ -8,16 +8,11 @@ import torch
 from drafthead.data.contracts import Siblings
 from drafthead.models.coins import DRAFT, RowCoins
 from drafthead.models.siblings import MISSING, draw_siblings
+from support import p_value
 
 CPU = torch.device("cpu")
 LAW = torch.tensor([0.4, 0.0, 0.35, 0.25])
 ROWS = 4000
-
-
-def p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of a chi-square test."""
-    statistic = ((counts - expected) ** 2 / expected).sum().double()
-    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2))
 
 
 def drawn(laws: torch.Tensor, count: int, kind: Siblings) -> torch.Tensor:

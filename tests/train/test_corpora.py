@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from drafthead.data.contracts import FeatureSpec
 from drafthead.data.errors import UserError
@@ -16,6 +17,7 @@ from drafthead.models.base import BaseModel
 from drafthead.train import corpora
 from drafthead.train.corpora import Corpora, is_held_out
 from drafthead.train.data_config import DataConfig, GenerationsConfig, TextConfig
+from drafthead.train.phase_data import open_held_out
 
 TinyBase = Callable[..., BaseModel]
 
@@ -92,3 +94,14 @@ def test_kept_features_are_those_of_the_base(tiny_base: TinyBase, tmp_path: Path
     read = ~np.isnan(a)
     assert read.mean() > 0.5
     np.testing.assert_allclose(a[read], b[read], rtol=0.02, atol=0.02)
+
+
+def test_held_out_features_are_kept_where_that_is_asked_for(tiny_base: TinyBase, tmp_path: Path) -> None:
+    made, _ = make(tiny_base(), tmp_path)
+    computed = open_held_out(made, 512, FeatureSpec(layers=(1,)), cached=False)
+    wanted = computed.load([0])[1]
+    assert not (tmp_path / "features").exists()
+    found = open_held_out(made, 512, FeatureSpec(layers=(1,)), cached=True).load([0])[1]
+    assert len(list((tmp_path / "features").iterdir())) == 1
+    torch.testing.assert_close(found.layer(0), wanted.layer(0), rtol=0.02, atol=0.02)
+    assert not torch.equal(found.layer(0), wanted.layer(0)), "float16 on disk"

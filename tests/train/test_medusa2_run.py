@@ -1,13 +1,10 @@
 """Whole runs that train the base along: the gate, exact resume, what is saved, and settings that are refused."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from drafthead.data.contracts import FeatureSpec
@@ -15,10 +12,11 @@ from drafthead.data.errors import UserError
 from drafthead.data.files import read_json
 from drafthead.models.base import BaseModel
 from drafthead.models.loading import load_base_and_head
-from drafthead.train.config import RunConfig, parse_run
+from drafthead.train.config import RunConfig
 from drafthead.train.corpora import Corpora
 from drafthead.train.phase_data import open_phase, unseen_text
 from drafthead.train.pipeline import run_pipeline
+from support import composed, losses_of
 
 SHORT = ("phases.joint.steps=6", "phases.pretrain.steps=2", "phases.distill.steps=4")
 PLAIN_MEDUSA = ("head=medusa", "~head.base_loss", "~head.heads_weight", "~head.heads_schedule")
@@ -26,20 +24,12 @@ LOOSE = ("gate.max_perplexity_ratio=null", "gate.min_agreement=null")
 
 
 def load(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
-    places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
-    with initialize_config_module("drafthead.recipes", version_base="1.3"):
-        cfg = compose("train", overrides=["recipe=medusa2_smollm2", "debug=tiny", *SHORT, *overrides, *places])
-    return parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True)
+    return composed(folder, "recipe=medusa2_smollm2", "debug=tiny", *SHORT, *overrides)
 
 
 def train(folder: Path, *overrides: str) -> Path:
     run_pipeline(*load(folder, *overrides))
     return folder / "run"
-
-
-def losses(run: Path) -> list[float]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -66,7 +56,7 @@ def test_resume_in_the_joint_phase_equals_no_interruption_bit_for_bit(tmp_path: 
                 shutil.rmtree(path)
         shutil.rmtree(part / "run" / "head")
         resumed = train(part, *options)
-        assert losses(resumed) == losses(whole)
+        assert losses_of(resumed) == losses_of(whole)
         want, got = weights(whole), weights(resumed)
         assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
 

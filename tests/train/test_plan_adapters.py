@@ -13,11 +13,11 @@ from drafthead.data.errors import UserError
 from drafthead.models.base import BaseModel
 from drafthead.models.base_config import BaseConfig
 from drafthead.models.draft_head import HeadSize
+from drafthead.models.model_shape import ModelShape
 from drafthead.models.tuned_base import LoraSettings, TunedBase
 from drafthead.train.config import parse_run
 from drafthead.train.plan import PhasePlan, plan, render
 from drafthead.train.plan_run import plan_of
-from drafthead.train.plan_shape import ModelShape
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA = {"model_type": "llama", **SIZES, "head_dim": 16, "intermediate_size": 80, "vocab_size": 300}

@@ -9,10 +9,10 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafthead.models.draft_head import HeadSize
+from drafthead.models.model_shape import ModelShape
 from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.plan import PhasePlan, Plan, plan, render, size
 from drafthead.train.plan_run import plan_of
-from drafthead.train.plan_shape import ModelShape
 from drafthead.train.plan_sharded import GATHERED_LAYERS, Spread
 
 SHAPE = ModelShape(

@@ -9,9 +9,10 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from drafthead.data.errors import UserError
-from drafthead.train.config import RunConfig, parse_run
+from drafthead.train.config import RunConfig
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.plan_run import plan_of
+from support import composed
 
 ROOT = Path(__file__).parent.parent.parent / "recipes"
 RECIPES = sorted(path.stem for path in (ROOT / "recipe").glob("*.yaml"))
@@ -32,10 +33,7 @@ NAMED = """llama3: medusa medusa2 hydra hydra_pp mlp_speculator kangaroo eagle3
 
 
 def load(name: str, folder: Path, *overrides: str) -> tuple[RunConfig, str]:
-    places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
-    with initialize_config_module("drafthead.recipes", version_base="1.3"):
-        cfg = compose("train", overrides=[f"recipe={name}", *overrides, *places])
-    return parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True)
+    return composed(folder, f"recipe={name}", *overrides)
 
 
 def comment(name: str) -> str:
@@ -87,12 +85,25 @@ def test_it_composes_for_its_real_base_and_says_what_to_expect(name: str, tmp_pa
         assert 2**30 < plan.memory_total(phase) < 0.9 * size * 10**9 - 2**30, f"{phase} does not fit {hardware[0]}"
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_tiny_shrinks_every_phase(name: str, tmp_path: Path) -> None:
+    run, _ = load(name, tmp_path, "debug=tiny")
+    assert list(run.phases) == list(load(name, tmp_path)[0].phases)
+    for phase in run.phases.values():
+        assert (phase.steps, phase.row_length, phase.batch_rows, phase.accumulate) == (10, 512, 2, 1)
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in RECIPES]
 )
-def test_it_runs_tiny(name: str, tmp_path: Path) -> None:
-    """Both phases, generation, calibration and evaluation, offline."""
-    run_pipeline(*load(name, tmp_path, "debug=tiny"))
+def test_it_runs_tiny(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All phases, generation, calibration and evaluation, offline; features are kept of phases that say so."""
+    config, resolved = load(name, tmp_path, "debug=tiny")
+    run_pipeline(config, resolved)
+    caching = {phase for phase, settings in config.phases.items() if settings.cached}
+    kept = {path.name.rpartition("-")[0] for path in (tmp_path / "corpora" / "features").glob("*")}
+    assert kept == caching | ({"held-out"} if caching else set())
+    assert ("without its threshold of" in capsys.readouterr().out) == name.startswith("kangaroo")
     run = tmp_path / "run"
     evaluation = json.loads((run / "eval.json").read_text())
     wanted = {"mean_accepted_tokens", "acceptance_per_depth", "ctar", "tokens_per_second", "baseline_tokens_per_second"}

@@ -10,41 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from drafthead.data.errors import UserError
 from drafthead.data.generations import GenerationStore
 from drafthead.models.base import BaseModel
-from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.corpora import Corpora
 from drafthead.train.pipeline import run_pipeline
+from support import GOLDEN_TEXT, composed, losses_of
 
 ROOT = Path(__file__).parent.parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "medusa_tiny_losses.json"
 
 
-def load(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
-    places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
-    with initialize_config_module("drafthead.recipes", version_base="1.3"):
-        cfg = compose("train", overrides=[*overrides, *places])
-    return parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True)
-
-
 def train(folder: Path, *overrides: str) -> Path:
-    run_pipeline(*load(folder, "recipe=medusa_smollm2", "debug=tiny", *overrides))
+    run_pipeline(*composed(folder, "recipe=medusa_smollm2", "debug=tiny", *overrides))
     return folder / "run"
-
-
-def golden_text() -> str:
-    """A text that no Python version changes."""
-    return f"data.text.sources=[{{kind: text, name: {ROOT / 'LICENSE'}}}]"
-
-
-def losses(run: Path) -> list[float]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
 
 
 def test_resume_equals_no_interruption_bit_for_bit(tmp_path: Path) -> None:
@@ -57,19 +38,19 @@ def test_resume_equals_no_interruption_bit_for_bit(tmp_path: Path) -> None:
                 shutil.rmtree(path)
         shutil.rmtree(part / "run" / "head")
         resumed = train(part, "log_every=1", "checkpoint.every_steps=3", "checkpoint.keep=20")
-        assert losses(resumed) == losses(whole)
+        assert losses_of(resumed) == losses_of(whole)
         want, got = (load_file(r / "head" / "model.safetensors") for r in (whole, resumed))
         assert all(torch.equal(want[k], got[k]) for k in want)
 
 
 def test_golden_losses(tmp_path: Path) -> None:
     """Ten steps a phase; regenerate with ``python tests/golden/regenerate.py`` and give a reason in the changelog."""
-    found = losses(train(tmp_path, "log_every=1", golden_text()))
+    found = losses_of(train(tmp_path, "log_every=1", GOLDEN_TEXT))
     assert found == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-4)
 
 
 def test_loss_falls(tmp_path: Path) -> None:
-    curve = losses(train(tmp_path, "log_every=20", "phases.distill.steps=120", "phases.distill.optim.lr=0.01"))
+    curve = losses_of(train(tmp_path, "log_every=20", "phases.distill.steps=120", "phases.distill.optim.lr=0.01"))
     assert curve[-1] < 0.7 * curve[1]
 
 
@@ -104,7 +85,7 @@ def test_a_corpus_of_other_settings_is_refused(tmp_path: Path) -> None:
 )
 def test_bad_settings_are_one_clear_error(override: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=says):
-        load(tmp_path, "recipe=medusa_smollm2", override)
+        composed(tmp_path, "recipe=medusa_smollm2", override)
 
 
 def test_command_line_errors_are_one_line(tmp_path: Path) -> None:
@@ -131,7 +112,7 @@ def test_killed_while_generating_every_prompt_is_answered_once(tmp_path: Path) -
     assert 3 <= len(kept) < 6, "a kill must leave some work"
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    run, _ = load(tmp_path / "whole", *options)
+    run, _ = composed(tmp_path / "whole", *options)
     whole = Corpora(BaseModel.load(run.base), run.data, run.seed, lambda *_: None).generations()
     found, wanted = (
         [(g.prompt_number, g.input_ids.tolist(), g.features.tobytes()) for g in store.read()]

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from drafthead.data.contracts import Features
 from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
 from drafthead.models.base import BaseModel
-from drafthead.models.drafter import DraftPlan
 from drafthead.models.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.formats import FORMATS, recognise
+from support import drafted_logits, randomised
 
 TinyBase = Callable[..., BaseModel]
 FORMAT = FORMATS["eagle3"]
@@ -32,12 +31,8 @@ STEPS = 3
 
 def trained(base: BaseModel, d2t: Tensor | None = None, **settings: Any) -> Eagle3Head:
     size = None if d2t is None else len(d2t)
-    head = Eagle3Config(num_tokens=STEPS, ttt_steps=2, draft_vocab_size=size, **settings).build(base, d2t).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return head
+    config = Eagle3Config(num_tokens=STEPS, ttt_steps=2, draft_vocab_size=size, **settings)
+    return randomised(config.build(base, d2t).eval())
 
 
 def states(base: BaseModel) -> tuple[Tensor, ...]:
@@ -45,18 +40,11 @@ def states(base: BaseModel) -> tuple[Tensor, ...]:
     return (*out.hidden_states, out.last_hidden_state)
 
 
-@torch.inference_mode()
 def logits_of(base: BaseModel, head: Eagle3Head) -> Tensor:
     """[K, W] after the text and then after given drafts."""
     found = states(base)
     features = Features(final=found[-1], layers=torch.cat([found[i] for i in head.spec.layers], -1))
-    state = head.observe(head.init_state(1), torch.tensor([IDS]), features)
-    expansion = head.begin(state, torch.tensor([DRAFTED[0]]), DraftPlan(tree=TokenTree.chain(STEPS)))
-    logits = [expansion.root()[0, 0]]
-    for token in DRAFTED[1:]:
-        tokens = torch.tensor([[token]])
-        logits.append(expansion.grow(tokens, torch.zeros_like(tokens))[0, 0])
-    return torch.stack(logits)
+    return drafted_logits(head, IDS, features, DRAFTED)
 
 
 @torch.inference_mode()

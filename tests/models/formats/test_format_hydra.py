@@ -13,11 +13,10 @@ from torch import Tensor
 
 from drafthead.data.contracts import Features
 from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
 from drafthead.models.base import BaseModel
-from drafthead.models.drafter import DraftPlan
 from drafthead.models.formats import FORMATS, recognise
 from drafthead.models.hydra import HydraConfig, HydraHead
+from support import drafted_logits, randomised
 
 TinyBase = Callable[..., BaseModel]
 FORMAT = FORMATS["hydra"]
@@ -26,12 +25,7 @@ DRAFTED = [8, 120, 64]
 
 
 def trained(base: BaseModel, **settings: Any) -> HydraHead:
-    head = HydraConfig(num_heads=3, **settings).build(base).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return head
+    return randomised(HydraConfig(num_heads=3, **settings).build(base).eval())
 
 
 def final_states(base: BaseModel) -> Tensor:
@@ -39,17 +33,9 @@ def final_states(base: BaseModel) -> Tensor:
     return found
 
 
-@torch.inference_mode()
 def logits_of(base: BaseModel, head: HydraHead) -> Tensor:
     """[K, V] after the text, and then after given drafts."""
-    features = Features(final=final_states(base))
-    state = head.observe(head.init_state(1), torch.tensor([IDS]), features)
-    expansion = head.begin(state, torch.tensor(DRAFTED[:1]), DraftPlan(tree=TokenTree.chain(3)))
-    logits = [expansion.root()[0, 0]]
-    for token in DRAFTED[1:]:
-        tokens = torch.tensor([[token]])
-        logits.append(expansion.grow(tokens, torch.zeros_like(tokens))[0, 0])
-    return torch.stack(logits)
+    return drafted_logits(head, IDS, Features(final=final_states(base)), DRAFTED)
 
 
 @torch.inference_mode()

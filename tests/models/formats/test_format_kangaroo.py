@@ -10,39 +10,24 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafthead.data.contracts import TrainBatch
 from drafthead.data.errors import UserError
 from drafthead.models.base import BaseModel
 from drafthead.models.formats import FORMATS, recognise
 from drafthead.models.kangaroo import KangarooConfig, KangarooHead
+from support import randomised, row_of
 
 TinyBase = Callable[..., BaseModel]
 FORMAT = FORMATS["kangaroo"]
-IDS = torch.tensor([[5, 17, 99, 42, 7, 250, 3]])
+IDS = [5, 17, 99, 42, 7, 250, 3]
 
 
 def trained(base: BaseModel) -> KangarooHead:
-    head = KangarooConfig(exit_layer=1, num_tokens=4, threshold=0.3).build(base).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return head
-
-
-def batch() -> TrainBatch:
-    time = IDS.shape[1]
-    return TrainBatch(
-        input_ids=IDS,
-        position_ids=torch.arange(time)[None],
-        document_ids=torch.zeros(1, time, dtype=torch.int64),
-        loss_mask=torch.ones(1, time, dtype=torch.bool),
-        row_ids=torch.tensor([0]),
-    )
+    return randomised(KangarooConfig(exit_layer=1, num_tokens=4, threshold=0.3).build(base).eval())
 
 
 def logits_of(base: BaseModel, head: KangarooHead) -> Tensor:
-    return head.output_head(0).logits(head.hidden_states(batch(), base.features(batch(), head.spec)))[0].detach()
+    batch = row_of([IDS], padding=0)
+    return head.output_head(0).logits(head.hidden_states(batch, base.features(batch, head.spec)))[0].detach()
 
 
 def plain_adapter(folder: Path, base: BaseModel) -> Tensor:
@@ -53,7 +38,8 @@ def plain_adapter(folder: Path, base: BaseModel) -> Tensor:
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config["rms_norm_eps"])
 
-    x = base.model.model(IDS, output_hidden_states=True, use_cache=False).hidden_states[config["exit_layer"]][0].float()
+    states = base.model.model(torch.tensor([IDS]), output_hidden_states=True, use_cache=False).hidden_states
+    x = states[config["exit_layer"]][0].float()
     time, size = len(x), config["head_dim"]
     read = norm(x, w.pop("layers.0.input_layernorm.weight"))
     q, k, v = (

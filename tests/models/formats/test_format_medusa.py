@@ -22,6 +22,7 @@ from drafthead.data.errors import UserError
 from drafthead.models.base import BaseModel
 from drafthead.models.formats import FORMATS, format_named, recognise
 from drafthead.models.medusa import MedusaConfig, MedusaHead
+from support import randomised
 
 TinyBase = Callable[..., BaseModel]
 CASES = [
@@ -34,12 +35,7 @@ CASES = [
 
 
 def trained(base: BaseModel, d2t: Tensor | None = None, **settings: Any) -> MedusaHead:
-    head = MedusaConfig(**settings).build(base, d2t).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return head
+    return randomised(MedusaConfig(**settings).build(base, d2t).eval(), 0.3)
 
 
 def logits_of(head: MedusaHead, hidden: Tensor) -> Tensor:

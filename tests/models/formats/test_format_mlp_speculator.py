@@ -18,11 +18,10 @@ from torch import Tensor
 
 from drafthead.data.contracts import Features
 from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
 from drafthead.models.base import BaseModel
-from drafthead.models.drafter import DraftPlan
 from drafthead.models.formats import FORMATS, recognise
 from drafthead.models.mlp_speculator import MLPSpeculatorConfig, MLPSpeculatorHead
+from support import drafted_logits, randomised
 
 TinyBase = Callable[..., BaseModel]
 FORMAT = FORMATS["mlp_speculator"]
@@ -30,24 +29,12 @@ TOKENS = [8, 120, 64, 7, 250]
 
 
 def trained(base: BaseModel, **settings: Any) -> MLPSpeculatorHead:
-    head = MLPSpeculatorConfig(**settings).build(base).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return head
+    return randomised(MLPSpeculatorConfig(**settings).build(base).eval())
 
 
-@torch.inference_mode()
 def logits_of(head: MLPSpeculatorHead, hidden: Tensor) -> Tensor:
     """[K, V] after ``hidden`` [D] and the first tokens of ``TOKENS``."""
-    state = head.observe(head.init_state(1), torch.tensor([[1]]), Features(final=hidden[None, None]))
-    expansion = head.begin(state, torch.tensor(TOKENS[:1]), DraftPlan(tree=TokenTree.chain(head.depth)))
-    logits = [expansion.root()[0, 0]]
-    for token in TOKENS[1 : head.depth]:
-        tokens = torch.tensor([[token]])
-        logits.append(expansion.grow(tokens, torch.zeros_like(tokens))[0, 0])
-    return torch.stack(logits)
+    return drafted_logits(head, [1], Features(final=hidden[None, None]), TOKENS[: head.depth])
 
 
 def engine(folder: Path, hidden: Tensor) -> Tensor:

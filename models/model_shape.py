@@ -1,4 +1,7 @@
-"""A base as ``mode=plan`` knows it: its sizes, and what they make of parameters and activations."""
+"""A base as ``mode=plan`` knows it: its sizes, and what they make of parameters and activations.
+
+Shape legend: D width, H query heads, KV key/value heads, E head width, I inner width of an MLP, V vocabulary, L layers.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -47,20 +50,23 @@ class ModelShape:
         )
 
     def base_parameters(self) -> int:
-        """``V D (2 if untied) + L (2 D H E + 2 D KV E + 3 D I + 2 D) + D``, with 2 D I where no MLP has a gate.
+        """``V D (2 if untied) + L layer_parameters + D``: embedding and output head, layers, the final norm.
 
-        Embedding and output head; per layer q and o, k and v, gate, up and down, two norms; the final norm; learned
-        positions. Biases and per-head norms of some families are left out: less than 0.1 % of a model.
+        Learned positions come on top. Biases and per-head norms of some families are left out: less than 0.1 % of a
+        model.
         """
-        d = self.hidden_size
         tables = self.vocab_size * (1 if self.tied else 2) + self.learned_positions
-        return tables * d + self.num_layers * self.layer_parameters() + d
+        return tables * self.hidden_size + self.num_layers * self.layer_parameters() + self.hidden_size
 
     def layer_parameters(self) -> int:
-        """``2 D H E + 2 D KV E + 3 D I + 2 D``: of one decoder layer."""
-        d = self.hidden_size
-        attention = 2 * d * self.head_dim * (self.num_heads + self.num_kv_heads)
-        return attention + (2 + self.gated) * d * self.intermediate_size + 2 * d
+        """``2 D H E + 2 D KV E + 3 D I + 2 D``, with 2 D I where no MLP has a gate: a decoder layer and its norms."""
+        mlp = (2 + self.gated) * self.hidden_size * self.intermediate_size
+        return self.attention_parameters() + mlp + 2 * self.hidden_size
+
+    def attention_parameters(self, inputs: int | None = None) -> int:
+        """``inputs (H + 2 KV) E + H E D``: q, k and v, which read ``inputs`` values (by default D), and o."""
+        projected = (inputs or self.hidden_size) * (self.num_heads + 2 * self.num_kv_heads)
+        return (projected + self.num_heads * self.hidden_size) * self.head_dim
 
     def layer_width(self) -> int:
         """Values per token alive at the peak of one layer without gradients: the wider of attention and MLP.

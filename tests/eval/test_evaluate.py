@@ -1,0 +1,54 @@
+"""What an evaluation measures again: whatever was drafted with something else."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafthead.eval.config import EvalConfig
+from drafthead.eval.evaluate import evaluate
+from drafthead.models.base import BaseModel
+from drafthead.models.drafter import Drafter
+from drafthead.models.kangaroo import KangarooConfig
+from drafthead.models.medusa import MedusaConfig
+from drafthead.models.model_drafter import early_exit
+
+TinyBase = Callable[..., BaseModel]
+CONFIG = EvalConfig(suite="builtin", limit=2, max_new_tokens=4)
+
+
+def resumed(folder: Path, drafter: Drafter, base: BaseModel, *against: str) -> list[int]:
+    """Turns that were taken over of an earlier evaluation in ``folder``, and all."""
+    found: list[int] = evaluate(base, drafter, replace(CONFIG, against=list(against)), folder, lambda *_: None)[
+        "resumed"
+    ]
+    return found
+
+
+def test_a_peer_that_was_trained_again_is_timed_again(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """With all it is compared with; a peer in the same folder with the same weights is not."""
+    base, peer = tiny_base(), MedusaConfig(num_heads=2).build(tiny_base())
+    head = MedusaConfig(num_heads=1).build(base)
+    peer.save_pretrained(tmp_path / "peer")
+    against = ["prompt_lookup", f"head:{tmp_path / 'peer'}"]
+    assert resumed(tmp_path, head, base, *against) == [0, 2]
+    assert resumed(tmp_path, head, base, *against) == [2, 2]
+    with torch.no_grad():
+        peer.blocks[1][0].linear.bias += 1.0
+    peer.save_pretrained(tmp_path / "peer")
+    assert resumed(tmp_path, head, base, *against) == [0, 2]
+    assert resumed(tmp_path, head, base, *against) == [2, 2]
+    assert resumed(tmp_path, head, base) == [2, 2], "the others are known without it"
+
+
+@pytest.mark.parametrize("change", ["threshold", "layers"])
+def test_what_is_measured_is_known_by_more_than_its_name(tiny_base: TinyBase, tmp_path: Path, change: str) -> None:
+    base = tiny_base()
+    head = KangarooConfig(exit_layer=1, num_tokens=3).build(base)
+    assert resumed(tmp_path, head if change == "threshold" else early_exit(base, 1), base) == [0, 2]
+    head.stop_below = 0.1
+    other = head if change == "threshold" else early_exit(base, 2)
+    assert resumed(tmp_path, other, base) == [0, 2]
+    assert resumed(tmp_path, other, base) == [2, 2]

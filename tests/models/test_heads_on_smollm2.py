@@ -1,0 +1,98 @@
+"""Every head of the SmolLM2 recipes on the real embedded model: its greedy text is plain text."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+
+from drafthead.data.contracts import Siblings
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.decode import decode, decode_batch
+from drafthead.models.base import BaseModel
+from drafthead.models.draft_head import DraftHead
+from drafthead.models.drafter import DraftPlan, DynamicTree
+from drafthead.models.loading import load_base, load_base_and_head
+from drafthead.models.sampling import Sampler
+from drafthead.train.config import parse_run
+
+pytestmark = pytest.mark.slow
+RECIPES = ("medusa", "medusa2", "hydra", "hydra_pp", "mlp_speculator", "kangaroo", "eagle3", "draft_lm")
+TEXTS = (
+    "The capital of France is",
+    "One, two, three, four, five, six,",
+    "def add(a, b):\n    return a + b\n\ndef sub(a, b):",
+)
+NEW = 24
+PLANS = {
+    "chain": DraftPlan(tree=TokenTree.chain(2)),
+    "tree": DraftPlan(tree=TokenTree.expansion([3, 2])),
+    "unsure": DraftPlan(tree=TokenTree.expansion([3, 2]), stop_below=0.3),
+    "dynamic": DraftPlan(tree=DynamicTree(nodes=6, width=3, depth=2)),
+}
+
+
+@cache
+def base() -> BaseModel:
+    return load_base("embedded:smollm2")
+
+
+@cache
+def prompts() -> list[list[int]]:
+    return [base().tokenizer(text).input_ids for text in TEXTS]
+
+
+def plain_texts(target: BaseModel) -> list[list[int]]:
+    return [decode(target, None, ids, max_new_tokens=NEW, ignore_eos=True).tokens for ids in prompts()]
+
+
+def head_of(recipe: str) -> DraftHead:
+    """The head as the recipe makes it. It has learnt nothing, so it is offered few ids and guesses right at times."""
+    with initialize_config_module(version_base="1.3", config_module="drafthead.recipes"):
+        run = parse_run(compose("train", [f"recipe={recipe}_smollm2"]))
+    seen = {token for text in plain_texts(base()) for token in text}
+    torch.manual_seed(0)
+    head = run.head_config().build(base(), torch.tensor(sorted(seen)))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.requires_grad:
+                parameter += 0.02 * torch.randn_like(parameter)
+    return head.eval()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_greedy_text_is_plain_text(recipe: str, tmp_path: Path) -> None:
+    head, target = head_of(recipe), base()
+    if recipe == "medusa2":
+        head.tune_base(now=True)
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter += 0.05 * torch.randn_like(parameter) * parameter.requires_grad
+    head.save_pretrained(tmp_path)
+    if recipe == "medusa2":  # its base is another one, with the adapter merged in
+        target, head = load_base_and_head(str(tmp_path))
+    plain = plain_texts(target)
+    assert (plain == plain_texts(base())) == (recipe != "medusa2")
+    accepted = 0
+    for plan in PLANS.values():
+        batch = decode_batch(target, head, prompts(), max_new_tokens=NEW, plan=plan, ignore_eos=True)
+        assert [result.tokens for result in batch] == plain
+        accepted += sum(step.accepted for result in batch for step in result.steps)
+    assert accepted > 0, "no draft was accepted, so nothing was shown"
+    loaded = DraftHead.from_pretrained(tmp_path, target)
+    again = decode(target, loaded, prompts()[0], max_new_tokens=NEW, plan=PLANS["tree"], ignore_eos=True)
+    assert again.tokens == plain[0]
+
+
+@pytest.mark.parametrize("recipe", ["hydra_pp", "kangaroo", "eagle3"])
+def test_a_seed_gives_the_same_sampled_text_in_any_batch(recipe: str) -> None:
+    head, sampler = head_of(recipe), Sampler(temperature=0.8)
+    plan = DraftPlan(tree=TokenTree.expansion([2, 1]), siblings=Siblings.WITHOUT_REPLACEMENT)
+    seeds = [3, 4, 5]
+    batch = decode_batch(
+        base(), head, prompts(), max_new_tokens=NEW, plan=plan, sampler=sampler, seeds=seeds, ignore_eos=True
+    )
+    for ids, seed, found in zip(prompts(), seeds, batch, strict=True):
+        alone = decode(base(), head, ids, max_new_tokens=NEW, plan=plan, sampler=sampler, seed=seed, ignore_eos=True)
+        assert alone.tokens == found.tokens

@@ -1,0 +1,217 @@
+"""What several test files need: packed rows, heads that are not at their start, laws of answers, whole tiny runs."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import hypothesis.strategies as st
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from drafthead.data.contracts import NO_DOCUMENT, DecodeResult, Features, StepRecord, TrainBatch
+from drafthead.data.token_tree import TokenTree
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import BaseConfig
+from drafthead.models.draft_head import DraftHead
+from drafthead.models.drafter import DraftPlan
+from drafthead.models.eagle3 import Eagle3Config, Eagle3Head
+from drafthead.models.losses import LossConfig
+from drafthead.models.medusa import MedusaConfig
+from drafthead.models.sampling import Sampler
+from drafthead.train.config import RunConfig, parse_run
+
+Head = TypeVar("Head", bound=DraftHead)
+Answers = dict[tuple[int, ...], float]
+"""Probabilities of answers."""
+LICENSE = Path(__file__).parent.parent / "LICENSE"
+GOLDEN_TEXT = f"data.text.sources=[{{kind: text, name: {LICENSE}}}]"
+"""A text that no Python version changes."""
+
+
+# Batches -----------------------------------------------------------------------------------------------------
+
+
+def row_of(documents: Sequence[Sequence[int]], trained_from: int = 0, padding: int = 2) -> TrainBatch:
+    """One row, documents one after the other, a little padding; documents are trained from that position on."""
+    places = [(n, p) for n, document in enumerate(documents) for p in range(len(document))]
+    return TrainBatch(
+        input_ids=torch.tensor([[token for document in documents for token in document] + [0] * padding]),
+        position_ids=torch.tensor([[p for _, p in places] + [0] * padding]),
+        document_ids=torch.tensor([[n for n, _ in places] + [NO_DOCUMENT] * padding]),
+        loss_mask=torch.tensor([[p >= trained_from for _, p in places] + [False] * padding]),
+        row_ids=torch.tensor([0]),
+    )
+
+
+def rows_of(texts: Sequence[Sequence[int]]) -> TrainBatch:
+    """One row a text, padded."""
+    longest = max(map(len, texts)) + 1
+    rows = [row_of([text], padding=longest - len(text)) for text in texts]
+    found = {key: torch.cat([getattr(row, key) for row in rows]) for key in vars(rows[0])}
+    return TrainBatch(**found | {"row_ids": torch.arange(len(texts))})
+
+
+def random_ids(count: int, seed: int = 0) -> list[int]:
+    """Ids of a tiny base."""
+    return torch.randint(0, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+# Heads -------------------------------------------------------------------------------------------------------
+
+
+def randomised(head: Head, size: float = 0.2) -> Head:
+    """``head`` away from its start; the same every time."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=generator)
+    return head
+
+
+def fitted(head: Head, batch: TrainBatch, steps: int, lr: float = 0.02, features: Features | None = None) -> Head:
+    """``head`` after some steps on one batch; by default with the base's own features."""
+    features = features or head.base.features(batch, head.spec)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=lr, weight_decay=0.0)
+    head.train()
+    for _ in range(steps):
+        out = head.loss(batch, features, LossConfig())
+        optimizer.zero_grad()
+        torch.autograd.backward(out.loss_sum / out.tokens)
+        optimizer.step()
+    return head.eval()
+
+
+EAGLE3_VARIANTS = {
+    "published": {},
+    "shared lm_head": {"own_lm_head": False},
+    "later norms": {"norm_before_fc": True, "norm_output": True},
+    "final state": {"layers": [], "intermediate_size": 40},
+}
+
+
+def eagle3_head(base: BaseModel, d2t: Tensor | None = None, **settings: object) -> Eagle3Head:
+    """Four drafts by default, all trained; away from its start."""
+    config = Eagle3Config(**{"num_tokens": 4, "ttt_steps": 4, **settings})  # type: ignore[arg-type]
+    torch.manual_seed(0)  # an untrained one is partly random
+    return randomised(config.build(base, d2t), 0.03).eval()
+
+
+def small_head(base: BaseModel, folder: Path) -> Path:
+    """Two untrained Medusa heads over few ids, saved in ``folder``."""
+    MedusaConfig(num_heads=2, draft_vocab_size=50).build(base, torch.arange(50)).save_pretrained(folder)
+    return folder
+
+
+@torch.inference_mode()
+def drafted_logits(head: DraftHead, ids: list[int], features: Features, drafts: list[int]) -> Tensor:
+    """[K, W] behind ``ids`` and the committed first of ``drafts``, and then behind the others of a given chain."""
+    state = head.observe(head.init_state(1), torch.tensor([ids]), features)
+    expansion = head.begin(state, torch.tensor(drafts[:1]), DraftPlan(tree=TokenTree.chain(len(drafts))))
+    logits = [expansion.root()[0, 0]]
+    for token in drafts[1:]:
+        tokens = torch.tensor([[token]])
+        logits.append(expansion.grow(tokens, torch.zeros_like(tokens))[0, 0])
+    return torch.stack(logits)
+
+
+# Laws --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def small_base() -> BaseModel:
+    """One layer, and laws that are flat enough to tell drafters apart: for counting all answers of a few tokens."""
+    shape = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300}
+    shape |= {"max_position_embeddings": 128, "initializer_range": 0.3}
+    return BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=0))
+
+
+def hidden_and_law(base: BaseModel, tokens: list[int], sampler: Sampler) -> tuple[Tensor, Tensor]:
+    """The base's ``h`` [D] after ``tokens``, and the law [V] of the next one; by plain reading."""
+    hidden = base.read(torch.tensor([tokens]), base.new_cache(len(tokens)))[0, -1:]
+    return hidden[0], sampler.laws(base.logits(hidden), torch.tensor([tokens]))[0].double()
+
+
+def law_of_answers(base: BaseModel, prompt: Sequence[int], sampler: Sampler, length: int) -> Answers:
+    """Every possible answer of so many tokens, by plain reading."""
+    found: Answers = {(): 1.0}
+    for _ in range(length):
+        longer: Answers = {}
+        for answer, chance in found.items():
+            _, following = hidden_and_law(base, [*prompt, *answer], sampler)
+            longer |= {(*answer, int(t)): chance * float(following[t]) for t in following.nonzero()[:, 0]}
+        found = longer
+    return found
+
+
+def p_value(counts: Tensor, expected: Tensor) -> float:
+    """Of a chi-square test."""
+    statistic = ((counts - expected) ** 2 / expected).sum().double()
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2))
+
+
+def p_value_of_answers(counts: Counter[tuple[int, ...]], expected: Answers) -> float:
+    """Of a chi-square test; answers that are expected fewer than 5 times are taken together."""
+    total = counts.total()
+    assert set(counts) <= set(expected), "an answer that plain sampling cannot give"
+    common = [answer for answer, chance in expected.items() if chance * total >= 5]
+    cells = [(float(counts[answer]), expected[answer] * total) for answer in common]
+    cells.append((total - sum(seen for seen, _ in cells), total - sum(wanted for _, wanted in cells)))
+    seen, wanted = torch.tensor([cell for cell in cells if cell[1] > 1], dtype=torch.float64).unbind(1)
+    return p_value(seen, wanted)
+
+
+def lookup(laws: Tensor) -> Callable[[Tensor], Tensor]:
+    """A target whose laws after all nodes are known: [B, N, V]."""
+    return lambda nodes: laws.gather(1, nodes[..., None].expand(-1, -1, laws.shape[-1]))
+
+
+@st.composite
+def token_trees(draw: st.DrawFn, largest: int = 14) -> TokenTree:
+    """Trees of at most so many drafts, 3 deep, with ranks up to 2."""
+    paths: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(1, largest))):
+        parent = draw(st.sampled_from([(), *[p for p in paths if len(p) < 3]]))
+        paths.append((*parent, draw(st.integers(0, 2))))
+    return TokenTree.from_paths(paths)
+
+
+def steady_answer(tokens: int, total_s: float, committed: int = 1) -> DecodeResult:
+    """Tokens 0, 1, ..., as many in every step; entropies of 0, 0.5, ... nats."""
+    steps = [
+        StepRecord(
+            position=1 + n * committed,
+            proposed=4,
+            depth=4,
+            accepted=committed - 1,
+            committed=committed,
+            entropy=0.5 * n,
+            draft_s=0.01,
+            verify_s=0.1,
+            total_s=0.12,
+        )
+        for n in range((tokens - 1) // committed)
+    ]
+    return DecodeResult(tokens=list(range(tokens)), steps=steps, prefill_s=0.1, total_s=total_s)
+
+
+# Runs --------------------------------------------------------------------------------------------------------
+
+
+def composed(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
+    """A recipe's settings, with its run and its corpora below ``folder``."""
+    places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
+    with initialize_config_module("drafthead.recipes", version_base="1.3"):
+        cfg = compose("train", overrides=[*overrides, *places])
+    return parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True)
+
+
+def losses_of(run: Path) -> list[float]:
+    """The losses that a run folder has logged."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
