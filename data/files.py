@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from drafthead.data.errors import UserError
+from drafthead.data.errors import UserError, one_line
 
 
 def make_folder(path: Path, setting: str) -> None:
@@ -71,7 +71,7 @@ def storing(what: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
         raise UserError(
             f"{what} could not be written to {folder} ({reason}); what was there before is kept. Free some space or "
             "restore access, and the same command goes on from there"
@@ -96,7 +96,7 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); check the path and its permissions") from None
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of 5,000 digits, 10,000 brackets
-        raise UserError(f"{path} is not valid JSON ({error}); restore or remove it") from None
+        raise UserError(f"{path} is not valid JSON ({one_line(error)}); restore or remove it") from None
 
 
 def write_sealed_json(path: Path, content: Any) -> None:
@@ -121,7 +121,8 @@ def read_sealed_json(path: Path) -> Any:
 
 
 def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    read_back = json.loads(json.dumps(content))  # whose keys are all texts, and sort as such
+    return hashlib.sha256(json.dumps(read_back, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:

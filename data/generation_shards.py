@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from drafthead.data.errors import UserError
+from drafthead.data.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from drafthead.data.generations import Generation
@@ -76,7 +76,9 @@ def read_shard(path: Path) -> pa.Table:
         if stated is not None and stated != _digest(table):
             raise pa.ArrowInvalid("its content does not have the checksum that it states")
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
-        raise UserError(f"{path} cannot be read ({error}); remove it, and its prompts are answered again") from None
+        raise UserError(
+            f"{path} cannot be read ({one_line(error)}); remove it, and its prompts are answered again"
+        ) from None
     return table
 
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from drafthead.data.chat import Document
-from drafthead.data.errors import UserError
+from drafthead.data.errors import UserError, one_line
 from drafthead.data.files import file_digest, inside, publish, require_space, storing
 from drafthead.data.generation_shards import features_checksum, features_width, joined_features, read_shard, shard_table
 from drafthead.data.manifest import check_manifest, read_manifest, write_manifest
@@ -169,8 +169,10 @@ class GenerationStore:
         if path.exists():
             raise UserError(f"{path} appeared while this run was writing; stop the other process that uses the folder")
         features = joined_features(generations)
-        needed = sum(4 * len(g.input_ids) + 64 for g in generations) + (0 if features is None else features.nbytes)
-        require_space(self.folder, needed + 1_000_000, "the next shard of generations")
+        needed = (
+            1_000_000 + sum(4 * len(g.input_ids) for g in generations) + (0 if features is None else features.nbytes)
+        )
+        require_space(self.folder, needed, "the next shard of generations")
         try:
             with storing("the next shard of generations", self.folder):
                 table = self._write(shard, generations, features)
@@ -254,9 +256,8 @@ class GenerationStore:
             file: Any = safe_open(path, framework="np")
             features = file.get_slice("features")
         except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{path} cannot be read ({error}); remove it and its .parquet, and its prompts are answered again"
-            ) from None
+            remedy = "remove it and its .parquet, and its prompts are answered again"
+            raise UserError(f"{path} cannot be read ({one_line(error)}); {remedy}") from None
         self._checked.add(shard)
         return features
 

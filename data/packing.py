@@ -16,7 +16,7 @@ import torch
 
 from drafthead.data.chat import Document
 from drafthead.data.contracts import NO_DOCUMENT, TrainBatch
-from drafthead.data.errors import UserError
+from drafthead.data.errors import UserError, one_line
 from drafthead.data.files import file_digest, inside, publish, read_json, storing, write_json
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def open_packed(folder: Path) -> datasets.Dataset:
             raise UserError(f"{path} does not have the checksum in {_CHECKSUM}: it is damaged; {again}")
         return datasets.Dataset.from_file(str(path))
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path} cannot be read ({error}); {again}") from None
+        raise UserError(f"{path} cannot be read ({one_line(error)}); {again}") from None
 
 
 def digest_rows(dataset: datasets.Dataset) -> str:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafthead.data.errors import UserError
+from drafthead.data.errors import UserError, one_line
 from drafthead.data.files import inside, publish, read_json, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -119,7 +119,7 @@ def _check(folder: Path) -> set[str]:
         with safe_open(folder / WEIGHTS, "pt") as file:
             return set(file.keys())
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{folder / WEIGHTS} cannot be read ({error}); copy the adapter again") from None
+        raise UserError(f"{folder / WEIGHTS} cannot be read ({one_line(error)}); copy the adapter again") from None
 
 
 def _last_line(error: Exception) -> str:

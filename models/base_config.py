@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from drafthead.data.errors import UserError
@@ -16,6 +17,18 @@ ORIGIN = ("name", "revision", "gguf_file", "tokenizer", "max_context", "random",
 """Settings that find a base again; what a saved head may say about it."""
 ADAPTER = "adapter"
 """Folder of a saved head that holds its base's adapter, where there is one: all that a head may say of adapters."""
+BROKEN = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
+"""What transformers and those it stands on raise for files that are missing, damaged or contradict each other."""
 EMBEDDED = "embedded:smollm2"
 """The base that arrives inside a pinned package, for machines without hub access."""
 
@@ -91,7 +104,7 @@ class BaseConfig:
             return AutoConfig.from_pretrained(
                 self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except BROKEN as error:
             raise UserError(could_not_load(self.name, error)) from None
 
     def load_tokenizer(self, folder: str) -> PreTrainedTokenizerBase:
@@ -107,7 +120,7 @@ class BaseConfig:
             options["gguf_file"] = self.gguf_file
         try:
             return AutoTokenizer.from_pretrained(self.tokenizer or folder, **options)
-        except (OSError, ValueError) as error:
+        except BROKEN as error:
             if self.tokenizer:
                 raise UserError(
                     f"base.tokenizer={self.tokenizer} could not be loaded: {_first_line(error)} Name a folder with a "

@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 from drafthead.data.embedded import smollm2_folder
 from drafthead.data.errors import UserError
 from drafthead.models import attention
-from drafthead.models.base_config import EMBEDDED, BaseConfig, check_architecture, could_not_load
+from drafthead.models.base_config import BROKEN, EMBEDDED, BaseConfig, check_architecture, could_not_load
 
 
 def load_weights(
@@ -56,7 +56,9 @@ def _stored(
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=attention.register(), output_loading_info=True, **options
         )
-    except (OSError, ValueError) as error:
+    except torch.OutOfMemoryError:
+        raise  # the files are not to blame
+    except BROKEN as error:
         raise UserError(could_not_load(config.name, error)) from None
     if missing := sorted(found["missing_keys"]):
         # transformers would go on with random numbers in their place.

@@ -10,6 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
+from inspect import isabstract
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from drafthead.data.config import schema
 from drafthead.data.contracts import Features, LossOutput, TrainBatch
-from drafthead.data.errors import UserError
+from drafthead.data.errors import UserError, one_line
 from drafthead.data.files import file_digest, inside, publish, storing, write_json
 from drafthead.data.token_tree import TokenTree
 from drafthead.models import adapter
@@ -279,11 +280,7 @@ def _settings(folder: Path, kind: type[DraftHeadConfig], found: dict[str, Any]) 
     try:
         return cast(DraftHeadConfig, OmegaConf.to_object(OmegaConf.merge(schema(kind), found)))
     except (OmegaConfBaseException, TypeError, ValueError) as error:
-        raise UserError(f"{folder}/config.json has bad settings ({_first_line(error)}); copy the head again") from None
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"{folder}/config.json has bad settings ({one_line(error)}); copy the head again") from None
 
 
 def _config_class(folder: Path, name: str) -> type[DraftHeadConfig]:
@@ -293,6 +290,6 @@ def _config_class(folder: Path, name: str) -> type[DraftHeadConfig]:
         found = getattr(import_module(module), attribute) if module.startswith(PACKAGE) else None
     except (ImportError, AttributeError, ValueError):
         found = None
-    if not (isinstance(found, type) and issubclass(found, DraftHeadConfig)):
+    if not (isinstance(found, type) and issubclass(found, DraftHeadConfig)) or isabstract(found):
         raise UserError(f"{folder}/config.json names head {name!r}, which is no head of this version under {PACKAGE}*")
     return found

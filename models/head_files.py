@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafthead.data.errors import UserError
+from drafthead.data.errors import UserError, one_line
 from drafthead.data.files import file_digest, inside, read_json
 from drafthead.data.token_tree import TokenTree
 from drafthead.models.base import BaseModel
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 PICKLES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".pickle")
+SLACK = 10_000_000
+"""Parameters that a head may have besides twice those in its file: what it takes from the base, and no bomb."""
 MOST_NODES, MOST_RANKS = 4096, 1 << 16
 """Of a tree that is read: more nodes than a pass could verify, more candidates than a head could offer."""
 
@@ -70,14 +72,14 @@ def read_head_config(folder: Path) -> dict[str, Any]:
 
 
 def check_settings(folder: Path, config: "DraftHeadConfig", weights: dict[str, Tensor], base: BaseModel) -> None:
-    """Refuse settings that speak of more parameters than the file has, before memory is taken for them.
+    """Refuse settings that speak of far more parameters than the file has, before memory is taken for them.
 
     Raises:
         UserError: they do.
     """
     named = config.size(ModelShape.from_config(base.model.config)).parameters
     stored = sum(tensor.numel() for tensor in weights.values())
-    if named > stored:
+    if named > 2 * stored + SLACK:
         raise UserError(
             f"{folder}/model.safetensors does not fit its config: its settings name {named:,} parameters, the file has "
             f"{stored:,}; copy the head again"
@@ -138,7 +140,7 @@ def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]
             raise SafetensorError("it does not have the checksum that config.json states")
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read ({error}); copy the head again") from None
+        raise UserError(f"{path} cannot be read ({one_line(error)}); copy the head again") from None
     broken = next((k for k, t in weights.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())), None)
     if broken is not None:
         raise UserError(f"{path} has numbers in {broken} that are not finite; copy the head again")

@@ -73,7 +73,7 @@ class Reader:
 
 def tensors(values: dict[str, torch.Tensor]) -> dict[str, tuple[str, bytes]]:
     return {
-        k: (f"{v.dtype}{list(v.shape)}", v.contiguous().view(torch.uint8).numpy().tobytes()) for k, v in values.items()
+        k: (f"{v.dtype}{list(v.shape)}", v.reshape(-1).view(torch.uint8).numpy().tobytes()) for k, v in values.items()
     }
 
 
@@ -251,7 +251,9 @@ READERS = {
         written("t.jsonl", '{"ids": [1, 2, 3], "boundary": 1}\n'), lambda f: read_texts(f / "t.jsonl"), exact=False
     ),
     "journal": Reader(
-        written("j.jsonl", 2 * (json.dumps(DECODED) + "\n")), lambda f: Journal(f / "j.jsonl")["k", "d"], exact=False
+        written("j.jsonl", 2 * (json.dumps(DECODED) + "\n")),
+        lambda f: ("k", "d") in Journal(f / "j.jsonl"),
+        exact=False,
     ),
     "jsonl source": Reader(written("a.jsonl", ROWS), source("jsonl", "a.jsonl"), exact=False),
     "gzip source": Reader(make_gzip, source("jsonl", "a.jsonl.gz"), exact=False),
@@ -274,6 +276,8 @@ class Damage:
     def apply(self, folder: Path) -> None:
         """Do it to one of the files in ``folder``."""
         files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink() and p.name != ".lock")
+        if not files:
+            return
         path = files[self.file % len(files)]
         old = path.read_bytes()
         at = self.place % (len(old) + 1)

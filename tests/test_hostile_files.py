@@ -18,6 +18,7 @@ from drafthead.models.base import BaseModel
 from drafthead.models.draft_head import DraftHead
 from drafthead.models.head_files import read_weights
 from drafthead.models.medusa import MedusaConfig
+from drafthead.models.mlp_speculator import MLPSpeculatorConfig
 from drafthead.train.checkpoint import TrainState, load_latest, save_checkpoint
 from drafthead.train.random_state import capture_rng
 
@@ -172,8 +173,8 @@ def test_pickles_are_refused_by_name(head: Path, tiny_base: TinyBase, name: str)
         ({"head": "drafthead.models.medusa.torch.nn.Linear"}, "which is no head of this version"),
         ({"head": "drafthead.models."}, "which is no head of this version"),
         ({"head": "drafthead.models.draft_head.DraftHead"}, "which is no head of this version"),
+        ({"head": "drafthead.models.draft_head.DraftHeadConfig"}, "which is no head of this version"),
         ({"settings": {"num_heads": 10**9}}, "bad settings|its settings name"),
-        ({"settings": {"num_layers": 10**12}}, r"its settings name [\d,]+ parameters, the file has 19,0"),
         ({"settings": {"num_heads": "${oc.env:HOME}"}}, "has settings that refer to others"),
         ({"draft_vocab": 19}, r"has a d2t of \[20\] int64, expected the 19 different ids"),
         ({"weights_sha256": "0" * 64}, "does not have the checksum that config.json states"),
@@ -186,6 +187,15 @@ def test_a_config_that_wants_too_much(head: Path, tiny_base: TinyBase, change: d
     write_json(head / "config.json", {**config, **change})
     with pytest.raises(UserError, match=says):
         DraftHead.from_pretrained(head, tiny_base())
+
+
+def test_settings_without_limits_are_held_against_the_file(tiny_base: TinyBase, tmp_path: Path) -> None:
+    MLPSpeculatorConfig(n_predict=2, inner_dim=8).build(tiny_base()).save_pretrained(tmp_path)
+    config = read_json(tmp_path / "config.json")
+    config["settings"]["inner_dim"] = 10**9
+    write_json(tmp_path / "config.json", config)
+    with pytest.raises(UserError, match=r"its settings name [\d,]{13,} parameters, the file has [\d,]+; copy the head"):
+        DraftHead.from_pretrained(tmp_path, tiny_base())
 
 
 @pytest.mark.parametrize(

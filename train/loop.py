@@ -43,16 +43,17 @@ class Trainer:
         corpora: Corpora,
         folder: Path,
         accelerator: Accelerator,
-        processes: Processes,
         display: Display,
         tracker: Tracker | None,
         sharding: Sharding | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self.run, self.head, self.corpora, self.folder = run, head, corpora, folder
-        self.accelerator, self.processes, self.display, self.tracker = accelerator, processes, display, tracker
+        self.accelerator, self.display, self.tracker = accelerator, display, tracker
+        self.processes = processes or Processes(run.dead_after_s)
         self.sharding = sharding or Sharding(run.shard, head.base.device)
         self.log = MetricsLog(folder / "metrics.jsonl")
-        self.keeper = Keeper(run, head, corpora, folder, processes, display)
+        self.keeper = Keeper(run, head, corpora, folder, self.processes, display)
         self.position = self.keeper.position
 
     def train(self) -> None:

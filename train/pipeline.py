@@ -71,7 +71,7 @@ def _run(run: RunConfig, resolved: str, accelerator: Accelerator, processes: Pro
         stats = corpora.generations().stats
         display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")
     head = _new_head(run, base, corpora, display)
-    trainer = Trainer(run, head, corpora, folder, accelerator, processes, display, tracker, sharding)
+    trainer = Trainer(run, head, corpora, folder, accelerator, display, tracker, sharding, processes)
     trainer.train()
     keeper = trainer.keeper
     del trainer

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafthead.data.errors import UserError
+from drafthead.data.errors import UserError, one_line
 from drafthead.data.files import inside, read_json, require_space, write_json
 from drafthead.models.head_files import refuse_pickles
 
@@ -87,7 +87,7 @@ def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
         try:
             tensors |= load_file(inside(folder, name))
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{folder / name} cannot be read ({error}); copy it again") from None
+            raise UserError(f"{folder / name} cannot be read ({one_line(error)}); copy it again") from None
     return tensors
 
 
