@@ -99,8 +99,7 @@ class _Entry:
 
 class GenerationStore:
     """A folder of generations. One process writes, from opening to the last shard; any number read what is there.
-
-    Several processes write at once if all opened the same shards and each names the numbers of its own.
+    Several write at once if all opened the same shards and each names the numbers of its own.
 
     A shard is ``shard-00012.parquet`` and, with features, ``shard-00012.safetensors``. The parquet file is renamed
     into place last, so whatever kills the writer costs what was not yet appended, and nothing else. What a killed
