@@ -64,6 +64,8 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
     with display.stage("corpus: the base's own answers"):
         _prepare_generations(corpora, accelerator, display, run.node_data)
     head = _new_head(run, base, corpora, display)
+    if not accelerator.is_main_process:
+        set_seed(run.seed + accelerator.process_index)  # the head begins the same everywhere; dropout does not
     Trainer(run, head, corpora, folder, accelerator, display, tracker, sharding).train()
     accelerator.wait_for_everyone()
     if sharding.places_head:
