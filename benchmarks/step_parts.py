@@ -21,23 +21,37 @@ ROWS = 32
 
 
 class Memory:
-    """Peak memory since the last ``restart``, bytes: allocated on a GPU; on a CPU resident, above what was before."""
+    """Peak memory since the last ``restart``, bytes: allocated on a GPU; on a CPU resident, above what was before.
 
-    def __init__(self, device: torch.device, resident: PeakMemory) -> None:
-        self.device, self._resident = device, resident
+    On a CPU a thread watches it while in the block.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._watch = PeakMemory()
+        self._before = PeakMemory.resident()
+
+    def __enter__(self) -> "Memory":
+        if self.device.type != "cuda":
+            self._watch.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.device.type != "cuda":
+            self._watch.__exit__(*error)
 
     def restart(self) -> None:
         """Forget the peak."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            self._resident.peak = 0
+            self._watch.peak = 0
 
     def peak(self) -> int:
         """The highest since."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return max(self._resident.peak, self._resident.resident()) - self._resident.before
+        return max(self._watch.peak, PeakMemory.resident()) - self._before
 
 
 class Clock:

@@ -18,6 +18,7 @@ random weights (no step is faster or slower for it); a base without a shape is l
 """
 
 import argparse
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, islice
@@ -30,7 +31,6 @@ import torch
 from accelerate import Accelerator
 from common import described, entry_point
 from composed import composed
-from loss_memory import PeakMemory
 from rich.console import Console
 from rich.table import Table
 from step_parts import PARTS, Clock, Memory, random_cache, random_rows
@@ -39,7 +39,7 @@ from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
 from drafthead.data.errors import UserError
 from drafthead.data.files import write_json
 from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead
+from drafthead.models.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.model_shape import ModelShape
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.launcher import follow_launcher
@@ -167,7 +167,7 @@ def build_head(run: RunConfig, base: BaseModel) -> DraftHead:
     return run.head_config().build(base, torch.arange(wanted or 0) if cut else None)
 
 
-def operations_per_token(run: RunConfig, phase: PhaseConfig, shape: ModelShape) -> float:
+def operations_per_token(head: DraftHeadConfig, phase: PhaseConfig, shape: ModelShape) -> float:
     """Floating-point operations of the products for one position: two per multiplied weight.
 
     The base's layers once, unless its features are cached, with causal attention over half a row on average; where it
@@ -175,8 +175,7 @@ def operations_per_token(run: RunConfig, phase: PhaseConfig, shape: ModelShape) 
     trained weights three times: forward, and both gradients. A projection that heads share and do not train: forward
     and the gradient of its input, for every trained draft position.
     """
-    head = run.head_config()
-    sizes = head.size(shape.hidden_size, shape.vocab_size)
+    sizes = head.size(shape)
     attention = phase.row_length * shape.num_heads * shape.head_dim
     base = 2.0 * shape.num_layers * (shape.layer_parameters() + attention)
     shared = 0 if sizes.projections else head.trained_positions * sizes.draft_vocab_size * shape.hidden_size
@@ -189,27 +188,30 @@ def peak_operations(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    known = [part for part in PEAKS if all(word in name for word in part.split())]
+    words = name.replace("-", " ").split()
+    known = [part for part in PEAKS if all(word in words for word in part.split())]
     return PEAKS[max(known, key=len)] if known else None
 
 
 def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, warm: int) -> dict[str, Any]:
     """The record's numbers, of this process."""
     sharding = Sharding(run.shard, accelerator.device)
-    with PeakMemory() as resident, TemporaryDirectory(prefix="drafthead-step-") as folder:
-        memory = Memory(accelerator.device, resident)
+    memory = Memory(accelerator.device)
+    with TemporaryDirectory(prefix="drafthead-step-") as folder:
         bench = Bench(run, phase, accelerator, sharding, Path(folder))
-        memory.restart()
         step_s = bench.whole_steps(steps, warm)
-        peak, waited = memory.peak(), bench.data.waited_s / steps
-        clock = bench.parted_steps(steps, memory)
+        waited = bench.data.waited_s / steps
+        with memory:
+            clock = bench.parted_steps(steps, memory)
         floor_s = bench.bare_forward(steps, warm)
         sharding.leave()
     settings = run.phases[phase]
     tokens = settings.batch_rows * settings.row_length * settings.accumulate
     shape, devices = ModelShape.from_config(bench.base.model.config), accelerator.num_processes
-    operations, top = operations_per_token(run, settings, shape), peak_operations(accelerator.device)
-    planned = plan_of(run, devices, device=accelerator.device.type).memory_total(phase)
+    operations, top = operations_per_token(run.head_config(), settings, shape), peak_operations(accelerator.device)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
+    planned = plan_of(run, devices, per_node, accelerator.device.type).memory_total(phase)
+    peak = max(clock.peaks.values())
     return {
         "phase": phase,
         "processes": devices,

@@ -211,7 +211,7 @@ def spread(name: str, rank: int) -> dict[str, Any]:
     optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_factor)
     load_optimizer(optimizer, saved["optimizer"])
     head.eval()
-    validated = evaluate_loss(head, micro_batches(case, head, 0, [0]), case.loss)
+    validated = evaluate_loss(head, micro_batches(case, head, 0, [1 if case.empty == 0 else 0]), case.loss)
     sharding.settle(head.train())
     metrics += steps(case, head, optimizer, range(STEPS - 1, STEPS), [rank], reduce)
     layer = next(head.base.model.model.layers[0].parameters())

@@ -22,9 +22,10 @@ NONE, FULL = ShardConfig(), ShardConfig(mode="full")
 
 def launched(*flags: str) -> dict[str, str]:
     """The environment that ``accelerate launch`` would start processes with."""
-    arguments = launch_command_parser().parse_args(["--num_processes", "2", "--mixed_precision", "no", *flags, "x.py"])
-    arguments.main_process_port = 0
-    return prepare_multi_gpu_env(arguments)
+    given = ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0", *flags, "x.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(given))
+    environment: dict[str, str] = prepare_multi_gpu_env(arguments)
+    return environment
 
 
 def test_accelerates_own_launcher_is_followed() -> None:
@@ -85,7 +86,6 @@ def test_what_is_followed(flags: list[str], shard: ShardConfig, wanted: ShardCon
             ],
             "fsdp_activation_checkpointing_offload=TRUE is not",
         ),
-        (["--use_fsdp", "--fsdp_ignored_modules", "lm_head"], "fsdp_ignored_modules=LM_HEAD is not followed"),
     ],
 )
 def test_what_is_refused_by_name(flags: list[str], says: str) -> None:
@@ -93,9 +93,12 @@ def test_what_is_refused_by_name(flags: list[str], says: str) -> None:
         asked_for(launched(*flags), NONE)
 
 
-def test_a_setting_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(UserError, match="fsdp_sorcery=7 is not followed"):
-        asked_for({"ACCELERATE_USE_FSDP": "true", "FSDP_SORCERY": "7"}, NONE)
+@pytest.mark.parametrize(
+    ("key", "says"), [("IGNORED_MODULES", "fsdp_ignored_modules=7 is not"), ("SORCERY", "fsdp_sorcery=7 is not")]
+)
+def test_settings_that_its_command_line_does_not_have(key: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        asked_for({"ACCELERATE_USE_FSDP": "true", f"FSDP_{key}": "7"}, NONE)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,7 @@ def test_the_configurations_that_come_along(name: str, wanted: ShardConfig) -> N
     assert asked_for(environment, NONE) == replace(wanted, precision="bfloat16")
     if name == "nodes":
         assert (arguments.nnodes, arguments.nproc_per_node, arguments.node_rank) == ("2", "8", 1)
-        assert (arguments.master_addr, arguments.master_port) == ("host", "12345")
+        assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("static", "host:12345")
 
 
 def test_all_of_them_are_tested() -> None:

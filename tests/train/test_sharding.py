@@ -54,7 +54,7 @@ def is_exact(name: str) -> bool:
     return spread.CASES[name].shard.precision == "float32"
 
 
-@pytest.mark.parametrize("name", filter(is_exact, spread.CASES))
+@pytest.mark.parametrize("name", [name for name in spread.CASES if is_exact(name)])
 def test_two_processes_train_as_one(name: str, results: Results) -> None:
     wanted, found = spread.one_process(name), results(name)
     for rank in range(spread.PROCESSES):
