@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from glob import glob
-from itertools import islice
+from itertools import islice, repeat
 from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
@@ -183,7 +183,8 @@ def _load(
     if not sources:
         raise UserError("no data source is given; list at least one")
     unique: dict[str, T] = {}
-    for source, share in zip(sources, shares(sources) or [None] * len(sources), strict=True):
+    parts = shares(sources) or repeat(None)
+    for source, share in zip(sources, parts, strict=False):
         empty = True
         for entry in entries(source, share):
             empty = False

@@ -59,15 +59,15 @@ def test_every_position_goes_on_to_the_text(tmp_path: Path, files: int, lanes: i
     ]
     texts, states = [], []
     mixture = Mixture(sources, 1, lanes)
-    for _ in range(90):
+    for _ in range(60):
         states.append(json.dumps(mixture.state()))
         texts.append(next(mixture))
     assert len(set(texts)) < len(texts), "no epoch ended"
-    for start in (0, 1, 2, 17, 40, 88):
+    for start in (0, 1, 17, 58):
         other = Mixture(sources, 1, lanes)
         other.load(json.loads(states[start]))
         assert json.loads(json.dumps(other.state())) == json.loads(states[start])
-        assert take(other, 90 - start) == texts[start:]
+        assert take(other, 60 - start) == texts[start:]
     # Back and forth, in the same object.
     mixture.load(json.loads(states[30]))
     assert take(mixture, 5) == texts[30:35]
