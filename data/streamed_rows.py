@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 WINDOW = 64
 KEPT = 256
 """Positions kept a lane: going back behind them reads the lane from its beginning."""
+_WRITING = threading.Lock()
+"""Two phases of a run may have the same lanes."""
 
 
 class StreamedRows:
@@ -123,7 +125,8 @@ class _Lane:
             self._positions[self._next] = self.texts.state()
             for old in sorted(self._positions)[1:-KEPT]:
                 del self._positions[old]
-            write_json(self.path, {str(window): state for window, state in sorted(self._positions.items())})
+            with _WRITING:
+                write_json(self.path, {str(window): state for window, state in sorted(self._positions.items())})
         return rows
 
     def _documents(self) -> Iterator[Document]:

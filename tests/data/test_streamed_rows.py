@@ -25,7 +25,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> SourceConfig:
-    texts = [f"text {i} " + "x" * (i * 7 % 90) for i in range(300)]
+    texts = [f"text {i} " + f"{i * 7919} " * (i % 12) for i in range(300)]
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     return SourceConfig(kind="jsonl", name=str(tmp_path / "x.jsonl"))
 

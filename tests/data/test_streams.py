@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fsspec.implementations.local import LocalFileOpener
 
 from drafthead.data.errors import UserError
 from drafthead.data.sources import SourceConfig
@@ -60,34 +59,34 @@ def test_every_position_goes_on_to_the_text(tmp_path: Path, files: int, lanes: i
     ]
     texts, states = [], []
     mixture = Mixture(sources, 1, lanes)
-    for _ in range(90):
+    for _ in range(60):
         states.append(json.dumps(mixture.state()))
         texts.append(next(mixture))
     assert len(set(texts)) < len(texts), "no epoch ended"
-    for start in (0, 1, 2, 17, 40, 88):
+    for start in (0, 1, 17, 58):
         other = Mixture(sources, 1, lanes)
         other.load(json.loads(states[start]))
         assert json.loads(json.dumps(other.state())) == json.loads(states[start])
-        assert take(other, 90 - start) == texts[start:]
+        assert take(other, 60 - start) == texts[start:]
     # Back and forth, in the same object.
     mixture.load(json.loads(states[30]))
     assert take(mixture, 5) == texts[30:35]
 
 
-def test_a_position_spares_reading_what_is_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that lie behind are not opened again."""
+def test_a_position_spares_reading_what_is_before_it(tmp_path: Path) -> None:
+    """Files that lie behind are not opened again: they could not even be read."""
     source = hub(tmp_path / "set", 4, rows=200)
     stream = SourceStream(source, 0, 1)
     take(stream, 700)
     state = stream.state()
     wanted = next(stream)
-    opened: list[str] = []
-    original = LocalFileOpener._open
-    monkeypatch.setattr(LocalFileOpener, "_open", lambda self: (opened.append(self.path), original(self))[1])
+    for f in range(3):
+        (tmp_path / "set" / f"part-{f}.jsonl").write_text("no JSON")
     again = SourceStream(source, 0, 1)
     again.load(state)
     assert next(again) == wanted
-    assert opened and all("part-3" in path for path in opened)
+    with pytest.raises(UserError, match="could not be read"):
+        take(SourceStream(source, 0, 1), 1)
 
 
 def test_parts_of_the_characters(tmp_path: Path) -> None:
