@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -12,6 +11,7 @@ from drafthead.data.errors import UserError
 from drafthead.data.files import read_json
 from drafthead.data.token_tree import TokenTree
 from drafthead.models.base import BaseModel
+from drafthead.models.hub import fetch, refuse_pickles
 
 FORMAT = 1
 
@@ -20,7 +20,7 @@ def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
     """A local folder as it is, a Hub repository downloaded.
 
     Raises:
-        UserError: neither exists.
+        UserError: neither exists, or the repository holds weights only as pickles.
     """
     path = Path(name)
     if path.is_dir():
@@ -29,12 +29,7 @@ def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
         raise UserError(
             f"no draft head at {name}: give a run's head folder (outputs/NAME/head) or a Hub repository (user/name)"
         )
-    try:
-        return Path(snapshot_download(str(name), revision=revision, allow_patterns=["*.json", "*.safetensors", "*.md"]))
-    except Exception as error:  # the client also raises its HTTP library's own errors
-        raise UserError(
-            f"no draft head at {name}: it is no local folder, and the Hub said: {str(error).strip().splitlines()[0]}"
-        ) from None
+    return fetch(str(name), revision)
 
 
 def read_head_config(folder: Path) -> dict[str, Any]:
@@ -94,12 +89,15 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """The tensors of a saved head.
 
     Raises:
-        UserError: no file, or a damaged one.
+        UserError: no file, a damaged one, or pickles alone.
     """
+    path = folder / "model.safetensors"
+    if not path.exists():
+        refuse_pickles(folder, [found.name for found in folder.iterdir()])
     try:
-        return load_file(folder / "model.safetensors")
+        return load_file(path)
     except (FileNotFoundError, SafetensorError) as error:
-        raise UserError(f"{folder}/model.safetensors cannot be read ({error}); copy the head again") from None
+        raise UserError(f"{path} cannot be read ({error}); copy the head again") from None
 
 
 def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from drafthead.data.errors import UserError
 from drafthead.data.files import read_json, require_space, write_json
+from drafthead.models.hub import refuse_pickles
 
 CONFIG = "config.json"
-PICKLES = (".pt", ".bin", ".pth", ".ckpt")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -81,7 +81,11 @@ def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
     elif index.is_file():
         files = _shards(index)
     else:
-        raise UserError(_no_weights(folder, weights_file))
+        refuse_pickles(folder, [path.name for path in folder.iterdir()])
+        raise UserError(
+            f"{folder} has no {weights_file} ({contents(folder)}); copy the weights there, or say which format this is "
+            "with format=NAME"
+        )
     tensors: dict[str, Tensor] = {}
     for name in files:
         try:
@@ -105,20 +109,6 @@ def contents(folder: Path) -> str:
     """What a folder holds, for messages."""
     names = sorted(path.name for path in folder.iterdir())
     return f"it holds {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}" if names else "it is empty"
-
-
-def _no_weights(folder: Path, weights_file: str) -> str:
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
-    if pickles:
-        return (
-            f"{folder} only has {', '.join(pickles)}: pickles can run code and are never loaded. Convert a file that "
-            f'you trust, once: python -c "import torch, safetensors.torch as s; s.save_file({{k: v.clone() for k, v in '
-            f"torch.load('{pickles[0]}', weights_only=True).items()}}, '{weights_file}')\""
-        )
-    said = f"{folder} has no {weights_file} ({contents(folder)})"
-    if folder.parent.name == "snapshots":  # of the Hub's client, which was not asked for pickles
-        return f"{said}; where the repository has .pt or .bin files alone, convert them as docs/formats.md says"
-    return f"{said}; copy the weights there, or say which format this is with format=NAME"
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
