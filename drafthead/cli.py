@@ -16,6 +16,7 @@ COMMANDS = {
     "certify": "drafthead.eval.certify",
     "export": "drafthead.eval.export",
     "import": "drafthead.eval.import_head",
+    "push": "drafthead.train.push",
 }
 HELP = """\
 drafthead: train draft heads for speculative decoding on a frozen Hugging Face causal LM, and prove what they buy.
@@ -31,6 +32,7 @@ usage: drafthead COMMAND [arguments]
   certify    prove that the acceptance rules keep the base's law: every outcome enumerated, nothing to load
   export     write a head in a published format, read it back, and fail unless it drafts like the head
   import     a published head as a head folder, attached to the base that it drafts for
+  push       upload a head with its card, tree and evaluation to the Hugging Face Hub
 
   drafthead train recipe=medusa_smollm2              a real model on 2 CPU cores, nothing to log in to
   drafthead train recipe=medusa_llama3 mode=plan     what a run will cost; loads no weights
@@ -41,6 +43,7 @@ usage: drafthead COMMAND [arguments]
   drafthead certify
   drafthead export head=outputs/eagle3_smollm2/head to=eagle3 out=outputs/eagle3_smollm2/published
   drafthead import from=user/medusa-vicuna-7b base=lmsys/vicuna-7b-v1.3 out=outputs/medusa_vicuna/head
+  drafthead push head=outputs/medusa_smollm2/head repo=user/medusa-smollm2
 
 train, data and eval take settings as key=value and know --cfg job (print the settings, start nothing) and --help.
 Several GPUs: accelerate launch train/run.py recipe=...  takes the same settings as drafthead train.

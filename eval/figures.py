@@ -82,7 +82,7 @@ def draw_figures(
         yield "by_position", plots.bins(_fewer(positions), "answer tokens before the step", "{:.0f}")
     if entropies := evaluation.get("by_entropy"):
         yield "by_entropy", plots.bins(entropies, "entropy in nats", "{:.1f}")
-    for name, prefix in (("training_loss", "loss_"), ("training_acceptance", "accept_")):
+    for name, prefix in run_plots.TRAINING.items():
         curve = run_plots.training(training_log or [], prefix)
         if curve is not None:
             yield name, curve

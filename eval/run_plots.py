@@ -2,12 +2,18 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from drafthead.data.token_tree import TokenTree
-from drafthead.eval.plot_style import GRID, INK, MUTED, new_axes, percent, shades, styled
+from drafthead.eval.plot_style import GRID, INK, MUTED, new_axes, percent, save_png, shades, styled
+
+TRAINING = {"training_loss": "loss_", "training_acceptance": "accept_"}
+"""Figures of a run's training by file name, and the metric that each shows."""
 
 
 @styled
@@ -25,24 +31,67 @@ def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
     heads = sorted({int(k.removeprefix(prefix)) for row in rows for k in row if _is_metric(k, prefix)})
     if not heads:
         return None
-    figure, axes = new_axes(height=3.2)
+    figure, axes = new_axes(height=3.4)
     places, spans = _steps_in_line(rows)
+    measured = False
     for head, colour in zip(heads, shades(len(heads)), strict=True):
-        axes.plot(*_curve(places, f"{prefix}{head}"), color=colour, label=str(head))
-        axes.plot(*_curve(places, f"held_out_{prefix}{head}"), "o", color=colour)
-    for _, (_, end) in list(spans.items())[:-1]:
-        axes.axvline(end, color=MUTED, linestyle=":", linewidth=1.4)
-    for phase, (start, end) in spans.items():
-        axes.annotate(
-            phase, ((start + end) / 2, 1), (0, 4), xycoords=("data", "axes fraction"), textcoords="offset points",
-            ha="center", color=MUTED,
-        )  # fmt: skip
-    axes.set(xlabel="step", ylabel=prefix.rstrip("_").replace("accept", "accepted"))
+        for phase in spans:  # apart: a phase has other data, and what lies between the two was never measured
+            own = [(x, row) for x, row in places if row["phase"] == phase]
+            axes.plot(*_curve(own, f"{prefix}{head}"), **_drawn(colour, len(own)))
+        held_out = _curve(places, f"held_out_{prefix}{head}")
+        axes.plot(*held_out, "o", color=colour, markeredgecolor="white", markersize=7, zorder=3)
+        measured = measured or bool(held_out[0])
+    _mark_phases(axes, spans)
+    axes.set(xlabel="optimiser step", ylabel="loss" if prefix == "loss_" else "first candidate right")
     if prefix == "accept_":
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(percent)
-    figure.legend(title="draft position", loc="outside lower center", ncols=min(len(heads), 6), columnspacing=1.2)
+    keys = [Line2D([], [], color=c, label=str(h)) for h, c in zip(heads, shades(len(heads)), strict=True)]
+    if measured:
+        keys.append(Line2D([], [], color=MUTED, marker="o", markeredgecolor="white", linestyle="", label="held out"))
+    figure.legend(
+        handles=keys, title="draft position", loc="outside lower center", ncols=min(len(keys), 6), columnspacing=1.2
+    )
     return figure
+
+
+def save_training_plots(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Write ``training_loss.png`` and ``training_acceptance.png`` into ``folder``; what was not measured is left out.
+
+    Args:
+        rows: of metrics.jsonl.
+        folder: is made if needed.
+    """
+    for name, prefix in TRAINING.items():
+        figure = training(rows, prefix)
+        if figure is not None:
+            save_png(figure, folder / f"{name}.png")
+
+
+def _drawn(colour: Any, points: int) -> dict[str, Any]:
+    """A line; a single point would be no line at all, and thousands of them read better thin."""
+    if points == 1:
+        return {"color": colour, "marker": "_", "markersize": 10}
+    return {"color": colour, "linewidth": 2 if points < 500 else 1}
+
+
+def _mark_phases(axes: Axes, spans: dict[str, tuple[float, float]]) -> None:
+    """A line where one phase ends and another begins, with their names on both sides of it."""
+    for _, end in list(spans.values())[:-1]:
+        axes.axvline(end, color=MUTED, linestyle=":", linewidth=1.4)
+    first = next(iter(spans))
+    for phase, (start, end) in spans.items():
+        # The first name ends where its phase does and the others begin with theirs: short phases have room so.
+        x, side, gap = (end, "right", -4) if phase == first and len(spans) > 1 else (start, "left", 4)
+        axes.annotate(
+            phase,
+            (x, 1),
+            (gap, 4),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha=side,
+            color=MUTED,
+        )
 
 
 def _is_metric(key: str, prefix: str) -> bool:

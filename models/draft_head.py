@@ -1,4 +1,4 @@
-"""The contract of every draft head, and how one is saved, loaded and shared.
+"""The contract of every draft head, and how one is saved and loaded.
 
 A head is one file beside this one with a config dataclass and a ``DraftHead`` subclass, plus one YAML under
 ``recipes/head/``. The training loop, the decoder and the evaluation know nothing else of it.
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import torch
-from huggingface_hub import HfApi
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from safetensors.torch import save_file
@@ -255,19 +254,6 @@ class DraftHead(KeepsCopies, StepwiseDrafter):
         if not isinstance(head, cls):
             raise UserError(f"{folder} holds a {type(head).__name__}, not a {cls.__name__}")
         return head.eval()
-
-    @staticmethod
-    def push_folder(folder: str | Path, repo: str, private: bool = False) -> str:
-        """Upload a saved head to the Hub; returns its address. Needs ``HF_TOKEN`` or ``hf auth login``."""
-        api = HfApi()
-        try:
-            api.create_repo(repo, exist_ok=True, private=private)
-            return str(api.upload_folder(repo_id=repo, folder_path=str(folder)))
-        except Exception as error:  # the client also raises its HTTP library's own errors
-            raise UserError(
-                f"pushing {folder} to {repo} failed: {str(error).splitlines()[0]} Log in with `hf auth login` or set "
-                f"HF_TOKEN, then run `hf upload {repo} {folder}`"
-            ) from None
 
 
 def _settings(folder: Path, kind: type[DraftHeadConfig], found: dict[str, Any]) -> DraftHeadConfig:

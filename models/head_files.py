@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -13,13 +12,13 @@ from drafthead.data.errors import UserError, one_line
 from drafthead.data.files import file_digest, inside, read_json
 from drafthead.data.token_tree import TokenTree
 from drafthead.models.base import BaseModel
+from drafthead.models.hub import fetch, refuse_pickles
 from drafthead.models.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from drafthead.models.draft_head import DraftHeadConfig
 
 FORMAT = 1
-PICKLES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".pickle")
 SLACK = 10_000_000
 """Parameters that a head may have besides twice those in its file: what it takes from the base, and no bomb."""
 MOST_NODES, MOST_RANKS = 4096, 1 << 16
@@ -30,7 +29,7 @@ def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
     """A local folder as it is, a Hub repository downloaded.
 
     Raises:
-        UserError: neither exists.
+        UserError: neither exists, or the repository holds weights only as pickles.
     """
     path = Path(name)
     if path.is_dir():
@@ -39,12 +38,7 @@ def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
         raise UserError(
             f"no draft head at {name}: give a run's head folder (outputs/NAME/head) or a Hub repository (user/name)"
         )
-    try:
-        return Path(snapshot_download(str(name), revision=revision, allow_patterns=["*.json", "*.safetensors", "*.md"]))
-    except Exception as error:  # the client also raises its HTTP library's own errors
-        raise UserError(
-            f"no draft head at {name}: it is no local folder, and the Hub said: {str(error).strip().splitlines()[0]}"
-        ) from None
+    return fetch(str(name), revision)
 
 
 def read_head_config(folder: Path) -> dict[str, Any]:
@@ -130,11 +124,11 @@ def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]
         checksum: the sha256 that the file must have; None for heads that state none.
 
     Raises:
-        UserError: no file, a damaged one, or weights that are only there as a pickle.
+        UserError: no file, a damaged one, or pickles alone.
     """
     path = inside(folder, "model.safetensors")
     if not path.exists():
-        refuse_pickles(folder, path.name)
+        refuse_pickles(folder, [found.name for found in folder.iterdir()])
     try:
         if checksum is not None and file_digest(path) != checksum:
             raise SafetensorError("it does not have the checksum that config.json states")
@@ -145,21 +139,6 @@ def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]
     if broken is not None:
         raise UserError(f"{path} has numbers in {broken} that are not finite; copy the head again")
     return weights
-
-
-def refuse_pickles(folder: Path, wanted: str) -> None:
-    """Say so where a folder has no ``wanted`` file, but pickles in its place.
-
-    Raises:
-        UserError: it has.
-    """
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
-    if pickles:
-        raise UserError(
-            f"{folder} only has {', '.join(pickles)}: pickles can run code and are never loaded. Convert a file that "
-            f'you trust, once: python -c "import torch, safetensors.torch as s; s.save_file({{k: v.clone() for k, v in '
-            f"torch.load('{pickles[0]}', weights_only=True).items()}}, '{wanted}')\""
-        )
 
 
 def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], vocab_size: int) -> Tensor | None:

@@ -21,13 +21,16 @@ def load_base(name: str, **settings: Any) -> BaseModel:
     return BaseModel.load(BaseConfig(name=name, **settings), default_device())
 
 
-def load_head(name: str | Path, base: BaseModel | None = None) -> DraftHead:
+def load_head(name: str | Path, base: BaseModel | None = None, revision: str | None = None) -> DraftHead:
     """A head from a folder or a Hub repository, attached to ``base``; without one, to the base that it names.
+
+    ``revision`` is a branch, tag or commit of the repository; None is its newest commit.
 
     Raises:
         UserError: no head there, or one for another base.
     """
-    return DraftHead.from_pretrained(name, base) if base else load_base_and_head(name)[1]
+    folder = resolve_folder(name, revision)
+    return DraftHead.from_pretrained(folder, base) if base else load_base_and_head(folder)[1]
 
 
 def load_base_and_head(name: str | Path, base: BaseConfig | None = None) -> tuple[BaseModel, DraftHead]:

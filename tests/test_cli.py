@@ -73,7 +73,7 @@ def test_an_unknown_command_is_one_line_with_the_list(
         run(monkeypatch, "trian", "recipe=x")
     assert stop.value.code == 2
     shown = capsys.readouterr()
-    commands = "train, data, eval, generate, replay, sweep, certify, export, import"
+    commands = "train, data, eval, generate, replay, sweep, certify, export, import, push"
     assert shown.err == f"drafthead: unknown command 'trian'; choose one of {commands}, or --help\n"
     assert shown.out == ""
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import get_token
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 
@@ -21,6 +20,7 @@ from drafthead.eval.suites import load_suite
 from drafthead.eval.tree_choice import METHODS
 from drafthead.models.base_config import BaseConfig
 from drafthead.models.draft_head import PACKAGE, DraftHeadConfig
+from drafthead.models.hub import HubConfig, require_login
 from drafthead.models.losses import LossConfig
 from drafthead.train.answers import COMPLETE
 from drafthead.train.data_config import DataConfig
@@ -129,8 +129,10 @@ class RunConfig:
     """How far phases with ``train_base`` may take the base from what it was; a run that goes too far ends as failed."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    push: str | None = None
-    """Hub repository (user/name) that the finished head is uploaded to."""
+    push: bool = False
+    """Upload the finished head to the Hub; needs ``HF_TOKEN`` or ``hf auth login``."""
+    hub: HubConfig = field(default_factory=HubConfig)
+    """Where to: by default a repository of the run's name under the token's own account."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", self.name):
@@ -149,8 +151,6 @@ class RunConfig:
             raise ValueError(f"tree_search must be one of {', '.join(METHODS)}, got {self.tree_search!r}")
         if self.log_every < 1 or self.validate_every < 1:
             raise ValueError("log_every and validate_every must be at least 1")
-        if self.push is not None and self.push.count("/") != 1:
-            raise ValueError(f"push must be a Hub repository like user/name, got {self.push!r}")
 
     @property
     def tunes_base(self) -> bool:
@@ -253,8 +253,8 @@ def preflight(run: RunConfig) -> None:
         UserError: an unknown suite or tree; a source that is empty, misses its column or cannot be reached; a server
             that cannot, or has another model or too short a context.
     """
-    if run.push is not None and get_token() is None:
-        raise UserError(f"push={run.push} needs a login: run `hf auth login` or set HF_TOKEN, or leave push out")
+    if run.push:
+        require_login("push=true")
     load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks)
     check_peers(run.eval.against)
     check_drafters(run.eval.merge)

@@ -20,10 +20,12 @@ from drafthead.eval.calibrate import Calibration, answer_ranks, calibrate, load_
 from drafthead.eval.evaluate import evaluate
 from drafthead.eval.latency import StepCosts, measure_costs
 from drafthead.eval.methods import merged
-from drafthead.eval.quality import quality_markdown
-from drafthead.eval.tables import console_lines, console_table, markdown_table
+from drafthead.eval.run_plots import save_training_plots
+from drafthead.eval.tables import console_lines, console_table
 from drafthead.models.base import BaseModel
 from drafthead.models.draft_head import DraftHead
+from drafthead.models.hub import push
+from drafthead.train.card import write_card
 from drafthead.train.config import RunConfig, preflight
 from drafthead.train.corpora import Corpora
 from drafthead.train.joint import QUALITY, check_gate, measure_quality, with_tuned_base
@@ -62,7 +64,7 @@ def _run(run: RunConfig, resolved: str, accelerator: Accelerator, processes: Pro
         _open_folder(folder, run, resolved, display)
     accelerator.wait_for_everyone()
     set_seed(run.seed)
-    tracker = Tracker(run.tracker, folder, run.name, resolved, display.line) if accelerator.is_main_process else None
+    tracker = _open_tracker(run, folder, display) if accelerator.is_main_process else None
     with display.stage(f"base model {run.base.name or 'random'}"):
         base = BaseModel.load(sharding.base_config(run.base), accelerator.device, display.line)
     run.head_config().check_layers(base.num_layers)  # before hours of generation
@@ -80,6 +82,7 @@ def _run(run: RunConfig, resolved: str, accelerator: Accelerator, processes: Pro
         head = _whole_again(run, head, corpora, sharding, accelerator)
     if accelerator.is_main_process:
         keeper.choose_final(head)
+        save_training_plots(read_json_lines(folder / "metrics.jsonl"), folder / "plots")
         quality = None
         if run.tunes_base:
             with display.stage("the tuned base beside the untouched one"):
@@ -89,7 +92,14 @@ def _run(run: RunConfig, resolved: str, accelerator: Accelerator, processes: Pro
         if quality is not None:
             check_gate(quality, folder)
         if run.push:
-            display.line(f"pushed: {head.push_folder(folder / 'head', run.push)}")
+            with display.stage("upload to the Hub"):
+                address = push(folder / "head", run.hub.repo or run.name, private=run.hub.private, say=display.line)
+            display.line(f"pushed: {address}")
+
+
+def _open_tracker(run: RunConfig, folder: Path, display: Display) -> Tracker:
+    settings = asdict(run) | {"head": {**run.head, **asdict(run.head_config())}}  # with the defaults of this head
+    return Tracker(run.tracker, folder, run.name, settings, display.line)
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:
@@ -241,7 +251,7 @@ def _finish(
             costs=costs,
             training_log=read_json_lines(folder / "metrics.jsonl"),
         )
-    _write_card(run, head, evaluation, quality, folder)
+    write_card(run, head, corpora.generations().stats, evaluation, quality, folder)
     display.console.print(console_table(evaluation))
     for line in console_lines(evaluation, read_json_lines(folder / "metrics.jsonl")):
         display.line(line)
@@ -267,30 +277,3 @@ def _calibrate(run: RunConfig, head: DraftHead, corpora: Corpora, folder: Path) 
     calibration = calibrate(answers, costs, run.tree_search)
     save_calibration(path, head, costs, calibration)
     return costs, calibration
-
-
-def _write_card(
-    run: RunConfig, head: DraftHead, evaluation: dict[str, Any], quality: dict[str, Any] | None, folder: Path
-) -> None:
-    """The head's README: what it is for, how to use it, what it measured."""
-    base = head.base_identity["name"]
-    tuned = "" if quality is None else f"\n{quality_markdown(quality)}\n"
-    card = f"""---
-base_model: {base}
-tags: [drafthead, speculative-decoding]
----
-# {run.name}
-
-A {type(head).__name__} with {head.depth} draft positions for `{base}`, trained with drafthead from the recipe
-`{run.name}`.
-
-```python
-import drafthead
-
-head = drafthead.load_head("<this repository or folder>")  # and the base it is for
-print(drafthead.generate(head.base, head, "Why is the sky blue?").text)
-```
-
-{markdown_table(evaluation)}
-{tuned}"""
-    (folder / "head" / "README.md").write_text(card)

@@ -1,24 +1,24 @@
-"""Where a run's numbers go: metrics.jsonl always, a console line a log step, wandb or TensorBoard when asked."""
+"""Where a run's numbers go: metrics.jsonl always, a console line a log step, an experiment tracker when asked."""
 
 import json
 import math
-import netrc
-import os
 import resource
 import sys
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-from urllib.parse import urlsplit
+from typing import Any
 
 import torch
 
 from drafthead.data.errors import UserError
 from drafthead.data.files import read_json_lines, write_atomic
+from drafthead.train.sinks import AccelerateSink, Say, Sink, WandbSink
 
-KINDS = ("none", "wandb", "tensorboard")
+THROUGH_ACCELERATE = (
+    "tensorboard", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio",
+)  # fmt: skip
+KINDS = ("none", "wandb", *THROUGH_ACCELERATE)
 MODES = ("auto", "online", "offline", "disabled")
 Row = Mapping[str, Any]
 
@@ -104,7 +104,8 @@ class TrackerConfig:
     """An experiment tracker besides ``metrics.jsonl``."""
 
     kind: str = "none"
-    """``none``, ``wandb`` or ``tensorboard`` (needs the tensorboard package)."""
+    """``none``, ``wandb``, or one that accelerate knows (each needs its package): ``tensorboard``, ``mlflow``, ...
+    Besides tensorboard, none of those was tried."""
     project: str = "drafthead"
     entity: str | None = None
     """wandb user or team; None is the account's default."""
@@ -126,36 +127,44 @@ class Tracker:
     its wandb run, another starts a new one.
     """
 
-    def __init__(
-        self, config: TrackerConfig, folder: Path, name: str, resolved: str, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: TrackerConfig, folder: Path, name: str, settings: Row, say: Say) -> None:
         """Open the tracker.
 
         Args:
             config: which one.
             folder: the run folder; offline data and event files go below it.
             name: of the run, unless ``config.run_name`` is set.
-            resolved: the resolved recipe as YAML, kept with the run.
+            settings: of the run, nested; kept with it.
             say: receives lines for the user: where to look, how to sync, what went wrong.
         """
-        self._config, self._say = config, say
-        self._sink: _Sink | None = None
+        self._config, self._folder, self._say = config, folder, say
+        self._sink: Sink | None = None
+        if config.kind != "none":
+            self._guard(lambda: self._open(config.run_name or name, settings))
+
+    def _open(self, name: str, settings: Row) -> None:
+        config, folder, say = self._config, self._folder, self._say
         if config.kind == "wandb":
-            self._guard(lambda: self._open(_WandbSink(config, folder, config.run_name or name, resolved, say)))
-        elif config.kind == "tensorboard":
-            self._guard(lambda: self._open(_TensorboardSink(folder, resolved, say)))
+            self._sink = WandbSink(
+                folder, name, settings, say, project=config.project, entity=config.entity, mode=config.mode
+            )
+        else:
+            self._sink = AccelerateSink(folder, name, settings, say, kind=config.kind, project=config.project)
 
     def log(self, row: Row, step: int) -> None:
-        """Send a row's finite numbers under ``step``, the optimiser steps finished over all phases."""
-        self._guard(lambda: self._sink.log(dict(_numbers(row)), step) if self._sink else None)
+        """Send a row's finite numbers as ``PHASE/KEY`` under ``step``, the optimiser steps over all phases."""
+        sink, prefix = self._sink, f"{row['phase']}/"
+        if sink is not None:
+            self._guard(lambda: sink.log(dict(_numbers(row, prefix)), step))
 
-    def finish(self, summary: Row | None = None) -> None:
-        """Add the finite numbers of ``summary`` (nested keys joined by /) and close; later calls do nothing."""
-        self._guard(lambda: self._sink.finish(dict(_numbers(summary or {}))) if self._sink else None)
-        self._sink = None
+    def finish(self, evaluation: Row | None = None) -> None:
+        """Send the evaluation (numbers, and where the tracker takes them tables and pages) and close.
 
-    def _open(self, sink: "_Sink") -> None:
-        self._sink = sink
+        Later calls do nothing.
+        """
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            self._guard(lambda: sink.finish(dict(_numbers(evaluation or {})), evaluation, self._folder))
 
     def _guard(self, act: Callable[[], None]) -> None:
         try:
@@ -164,93 +173,6 @@ class Tracker:
             self._sink = None
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             self._say(f"warning: {self._config.kind} failed ({reason}); training goes on, metrics.jsonl has every row")
-
-
-class _Sink(Protocol):
-    def log(self, numbers: dict[str, float], step: int) -> None: ...
-
-    def finish(self, summary: dict[str, float]) -> None: ...
-
-
-class _WandbSink:
-    def __init__(
-        self, config: TrackerConfig, folder: Path, name: str, resolved: str, say: Callable[[str], None]
-    ) -> None:
-        import wandb  # takes seconds to import
-
-        mode = wandb_mode(config.mode, os.environ)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            name=name,
-            dir=str(folder),
-            id=_run_id(folder),
-            resume="allow",
-            mode=mode,  # type: ignore[arg-type]  # WANDB_MODE may hold anything; wandb says what it allows
-            config={"recipe": resolved},
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-        if mode == "offline":
-            why = " (no login found)" if config.mode == "auto" and "WANDB_MODE" not in os.environ else ""
-            sync = Path(self.run.settings.sync_dir)
-            say(f"wandb: offline{why}; to upload later: wandb login && wandb sync {sync}")
-        elif mode == "online":
-            say(f"wandb: {self.run.url}")
-
-    def log(self, numbers: dict[str, float], step: int) -> None:
-        self.run.log(numbers, step=step)
-
-    def finish(self, summary: dict[str, float]) -> None:
-        self.run.summary.update(summary)
-        self.run.finish()
-
-
-class _TensorboardSink:
-    def __init__(self, folder: Path, resolved: str, say: Callable[[str], None]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter  # needs a package that is not among our dependencies
-        except ImportError:
-            raise UserError("the tensorboard package is missing: pip install tensorboard") from None
-        self.writer = SummaryWriter(str(folder / "tensorboard"))
-        self.writer.add_text("recipe", f"```yaml\n{resolved}\n```")
-        say(f"tensorboard: tensorboard --logdir {folder / 'tensorboard'}")
-
-    def log(self, numbers: dict[str, float], step: int) -> None:
-        for key, value in numbers.items():
-            self.writer.add_scalar(key, value, step)
-
-    def finish(self, summary: dict[str, float]) -> None:
-        self.log({f"summary/{key}": value for key, value in summary.items()}, 0)
-        self.writer.close()
-
-
-def wandb_mode(mode: str, environment: Mapping[str, str]) -> str:
-    """What ``TrackerConfig.mode`` means here: never online without a login, because wandb would ask for one.
-
-    A login is WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, or an entry for the server in the netrc file.
-    """
-    if mode != "auto":
-        return mode
-    if "WANDB_MODE" in environment:
-        return environment["WANDB_MODE"]
-    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return "online"
-    host = urlsplit(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
-    path = Path(environment["NETRC"]) if "NETRC" in environment else Path.home() / ".netrc"
-    try:
-        known = netrc.netrc(path).hosts
-    except (OSError, netrc.NetrcParseError):
-        return "offline"
-    return "online" if host in known else "offline"
-
-
-def _run_id(folder: Path) -> str:
-    """The folder's wandb run: the one it had when it goes on, a new one when it starts."""
-    file = folder / "wandb-run-id"
-    if not ((folder / "metrics.jsonl").exists() and file.exists()):
-        write_atomic(file, uuid.uuid4().hex[:12])
-    return file.read_text()
 
 
 def _accept_keys(row: Row) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafthead.data.errors import UserError, one_line
 from drafthead.data.files import inside, read_json, require_space, write_json
-from drafthead.models.head_files import refuse_pickles
+from drafthead.models.hub import refuse_pickles
 
 CONFIG = "config.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -81,7 +81,11 @@ def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
     elif index.is_file():
         files = _shards(index)
     else:
-        raise UserError(_no_weights(folder, weights_file))
+        refuse_pickles(folder, [path.name for path in folder.iterdir()])
+        raise UserError(
+            f"{folder} has no {weights_file} ({contents(folder)}); copy the weights there, or say which format this is "
+            "with format=NAME"
+        )
     tensors: dict[str, Tensor] = {}
     for name in files:
         try:
@@ -105,14 +109,6 @@ def contents(folder: Path) -> str:
     """What a folder holds, for messages."""
     names = sorted(path.name for path in folder.iterdir())
     return f"it holds {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}" if names else "it is empty"
-
-
-def _no_weights(folder: Path, weights_file: str) -> str:
-    refuse_pickles(folder, weights_file)
-    said = f"{folder} has no {weights_file} ({contents(folder)})"
-    if folder.parent.name == "snapshots":  # of the Hub's client, which was not asked for pickles
-        return f"{said}; where the repository has .pt or .bin files alone, convert them as docs/formats.md says"
-    return f"{said}; copy the weights there, or say which format this is with format=NAME"
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -130,11 +130,22 @@ def test_nothing_measured_draws_nothing() -> None:
 def test_phases_follow_one_another_although_steps_start_again() -> None:
     figure = run_plots.training(LOG, "loss_")
     assert figure is not None
-    curves = {str(line.get_label()): line for line in figure.axes[0].get_lines()}
-    assert list(curves["1"].get_xdata()) == [10, 20, 30, 40, 50, 60]
-    assert list(curves["2"].get_xdata()) == [], "nan is no point"
-    dots = [line for line in curves.values() if line.get_marker() == "o" and len(line.get_xdata())]
+    drawn = figure.axes[0].get_lines()
+    lines = [list(line.get_xdata()) for line in drawn if line.get_linestyle() == "-" and len(line.get_xdata())]
+    assert lines == [[10, 20, 30], [40, 50, 60]], "one line a phase; nan is no point, so position 2 has none"
+    dots = [line for line in drawn if line.get_marker() == "o" and len(line.get_xdata())]
     assert list(dots[0].get_xdata()) == [60] and list(dots[0].get_ydata()) == [2.5]
+    assert [list(line.get_xdata()) for line in drawn if line.get_linestyle() == ":"] == [[30, 30]]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["pretrain", "distill"]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["1", "2", "held out"]
+
+
+def test_curves_of_training_are_files_of_their_own(tmp_path: Path) -> None:
+    run_plots.save_training_plots(LOG, tmp_path / "plots")
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"training_loss.png", "training_acceptance.png"}
+    run_plots.save_training_plots([], tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_chosen_tree_is_marked_on_the_cost_curve() -> None:

@@ -1,0 +1,309 @@
+"""A Hub on loopback that speaks what huggingface_hub really sends: repositories, uploads, commits, downloads.
+
+Files of up to ``SMALL`` bytes travel inside the commit, larger ones as LFS objects (or through Xet, whose store is
+then a folder on disk). Faults are injected by path: see ``Fault``.
+"""
+
+import base64
+import hashlib
+import io
+import json
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
+
+SMALL = 1024
+TOKEN = "hf_of_a_test"
+
+
+@dataclass
+class Fault:
+    """What happens to the next ``times`` requests whose path matches."""
+
+    path: str
+    times: int
+    status: int | None = 500
+    """The answer; None cuts the connection."""
+    done: bool = False
+    """Cut only after the request was acted on: it is the answer that is lost."""
+
+
+@dataclass
+class Repo:
+    """Its commits, oldest first: file name -> content."""
+
+    private: bool = False
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+
+    def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
+        """Commit and files of a revision; None when there is no such one."""
+        if revision == "main" and self.commits:
+            return list(self.commits.items())[-1]
+        return (revision, self.commits[revision]) if revision in self.commits else None
+
+
+class Hub:
+    """The state behind the handler, and what was asked of it."""
+
+    def __init__(self, store: Path) -> None:
+        self.repos: dict[str, Repo] = {}
+        self.objects: dict[str, bytes] = {}
+        self.faults: list[Fault] = []
+        self.asked: list[str] = []
+        self.role = "write"
+        self.store = store
+        self.url = ""
+
+    def files(self, repo: str) -> dict[str, bytes]:
+        """The newest files of a repository."""
+        found = self.repos[repo].at("main")
+        return found[1] if found else {}
+
+    def count(self, pattern: str) -> int:
+        """How many requests (``METHOD /path``) matched."""
+        return sum(re.search(pattern, line) is not None for line in self.asked)
+
+    def fail(self, path: str, times: int, status: int | None = 500, done: bool = False) -> None:
+        """Inject a fault."""
+        self.faults.append(Fault(path, times, status, done))
+
+    def left(self) -> int:
+        """How many injected faults nobody has met."""
+        return sum(fault.times for fault in self.faults)
+
+    def publish(self, repo: str, files: dict[str, bytes]) -> str:
+        """Put a commit there without an upload."""
+        return self.commit(self.repos.setdefault(repo, Repo()), files)
+
+    def in_xet(self, sha: str, size: int) -> bytes:
+        """A pointer to what the client has put into the Xet store (one segment long): its hash there and its size."""
+        wanted = swapped(bytes.fromhex(sha))
+        for shard in sorted(self.store.rglob("*.mdb")):
+            data = shard.read_bytes()
+            if (
+                at := data.find(wanted)
+            ) >= 0:  # behind the file's header, a segment and its verification, 48 bytes each
+                return json.dumps({"xet": swapped(data[at - 144 : at - 112]).hex(), "sha": sha, "size": size}).encode()
+        raise AssertionError(f"{sha} was committed and never uploaded")
+
+    @staticmethod
+    def commit(repo: Repo, files: dict[str, bytes]) -> str:
+        """Add a commit of all ``files``."""
+        oid = hashlib.sha1(repr((len(repo.commits), sorted(files.items()))).encode()).hexdigest()
+        repo.commits[oid] = files
+        return oid
+
+
+def swapped(digest: bytes) -> bytes:
+    """Xet's hashes are four little-endian words."""
+    return b"".join(digest[at : at + 8][::-1] for at in range(0, 32, 8))
+
+
+def described(path: str, content: bytes) -> dict[str, Any]:
+    """A file as the Hub lists it."""
+    if content.startswith(b'{"xet"'):
+        stored = json.loads(content)
+        lfs = {"oid": stored["sha"], "size": stored["size"], "pointerSize": 134}
+        return {"path": path, "size": stored["size"], "oid": blob_id(content), "lfs": lfs, "xetHash": stored["xet"]}
+    told = {"path": path, "size": len(content), "oid": blob_id(content)}
+    lfs = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+    return told | ({"lfs": lfs} if len(content) > SMALL else {})
+
+
+def blob_id(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request; ``hub`` is set on a subclass."""
+
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def handle_any(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.hub.asked.append(f"{self.command} {path}")
+        for fault in self.hub.faults:
+            if fault.times and re.search(fault.path, path):
+                fault.times -= 1
+                if fault.status is not None:
+                    self.answer({"error": "an injected fault"}, fault.status)
+                    return
+                if fault.done:
+                    self.wfile = io.BytesIO()
+                    self.act(path, body)
+                self.close_connection = True
+                self.connection.close()
+                return
+        self.act(path, body)
+
+    def act(self, path: str, body: bytes) -> None:
+        """Find the route and do what it says."""
+        known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+        for method, pattern, do, needs_token in ROUTES:
+            if self.command in method and (match := re.fullmatch(pattern, path)):
+                if needs_token and not known:
+                    self.answer({"error": "Invalid username or password."}, 401)
+                else:
+                    do(self, body, *match.groups())
+                return
+        self.answer({"error": f"no route for {path}"}, 404)
+
+    do_GET = do_HEAD = do_POST = do_PUT = handle_any  # noqa: N815
+
+    def answer(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def whoami(self, body: bytes) -> None:
+        self.answer({"name": "user", "auth": {"type": "access_token", "accessToken": {"role": self.hub.role}}})
+
+    def create(self, body: bytes) -> None:
+        wanted = json.loads(body)
+        name = f"{wanted['organization'] or 'user'}/{wanted['name']}"
+        taken = name in self.hub.repos
+        if not taken:
+            private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
+            self.hub.commit(self.hub.repos.setdefault(name, Repo(private=private)), {})
+        self.answer({"url": f"{self.hub.url}/{name}", "name": name}, 409 if taken else 200)
+
+    def validate(self, body: bytes) -> None:
+        self.answer({"errors": [], "warnings": []})
+
+    def preupload(self, body: bytes, name: str, revision: str) -> None:
+        files = self.hub.files(name)
+
+        def mode(file: dict[str, Any]) -> dict[str, Any]:
+            known = described(file["path"], files[file["path"]]) if file["path"] in files else {}
+            oid = {"oid": known.get("lfs", known)["oid"]} if known else {}
+            kind = "lfs" if file["size"] > SMALL else "regular"
+            return {"path": file["path"], "uploadMode": kind, "shouldIgnore": False, **oid}
+
+        self.answer({"files": [mode(file) for file in json.loads(body)["files"]]})
+
+    def batch(self, body: bytes, name: str) -> None:
+        def upload(wanted: dict[str, Any]) -> dict[str, Any]:
+            here = wanted["oid"] in self.hub.objects
+            return wanted if here else wanted | {"actions": {"upload": {"href": f"{self.hub.url}/lfs/{wanted['oid']}"}}}
+
+        self.answer({"transfer": "basic", "objects": [upload(o) for o in json.loads(body)["objects"]]})
+
+    def put_object(self, body: bytes, oid: str) -> None:
+        right = hashlib.sha256(body).hexdigest() == oid
+        if right:
+            self.hub.objects[oid] = body
+        self.answer({}, 200 if right else 422)
+
+    def xet_token(self, body: bytes, name: str, revision: str) -> None:
+        told = {"accessToken": "x", "exp": 2**40, "casUrl": f"local://{self.hub.store}"}
+        names = {"accessToken": "X-Xet-Access-Token", "exp": "X-Xet-Token-Expiration", "casUrl": "X-Xet-Cas-Url"}
+        self.answer(told, headers={names[key]: str(value) for key, value in told.items()})
+
+    def commit_files(self, body: bytes, name: str, revision: str) -> None:
+        files = dict(self.hub.files(name))
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.hub.objects.get(value["oid"]) or self.hub.in_xet(
+                    value["oid"], value["size"]
+                )
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
+        oid = self.hub.commit(self.hub.repos[name], files)
+        self.answer({"commitUrl": f"{self.hub.url}/{name}/commit/{oid}", "commitOid": oid})
+
+    def found(self, name: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
+        repo = self.hub.repos.get(name)
+        found = repo.at(revision) if repo else None
+        if found is None:
+            code = "RepoNotFound" if repo is None else "RevisionNotFound"
+            self.answer({"error": code}, 404, {"X-Error-Code": code})
+        return found
+
+    def info(self, body: bytes, name: str, revision: str | None = None) -> None:
+        if found := self.found(name, revision or "main"):
+            oid, files = found
+            siblings = [{"rfilename": path} for path in files]
+            self.answer({"id": name, "sha": oid, "private": self.hub.repos[name].private, "siblings": siblings})
+
+    def tree(self, body: bytes, name: str, revision: str) -> None:
+        if found := self.found(name, revision):
+            self.answer([{"type": "file", **described(path, content)} for path, content in found[1].items()])
+
+    def resolve(self, body: bytes, name: str, revision: str, path: str) -> None:
+        if not (found := self.found(name, revision)):
+            return
+        oid, files = found
+        if path not in files:
+            self.answer({"error": "EntryNotFound"}, 404, {"X-Error-Code": "EntryNotFound"})
+            return
+        told = described(path, files[path])
+        headers = {
+            "ETag": f'"{told.get("lfs", told)["oid"]}"',
+            "X-Repo-Commit": oid,
+            "X-Linked-Size": str(told["size"]),
+        }
+        if "xetHash" in told:
+            route = f"{self.hub.url}/api/models/{name}/xet-read-token/{oid}"
+            headers |= {"X-Xet-Hash": told["xetHash"], "X-Xet-Refresh-Route": route}
+        self.answer(files[path], headers=headers)
+
+
+NAME = r"([\w.-]+/[\w.-]+)"
+ROUTES: list[tuple[str, str, Any, bool]] = [
+    ("GET", "/api/whoami-v2", Handler.whoami, True),
+    ("POST", "/api/repos/create", Handler.create, True),
+    ("POST", "/api/validate-yaml", Handler.validate, False),
+    ("POST", f"/api/models/{NAME}/preupload/(.+)", Handler.preupload, True),
+    ("POST", rf"/{NAME}\.git/info/lfs/objects/batch", Handler.batch, True),
+    ("PUT", "/lfs/([0-9a-f]{64})", Handler.put_object, False),
+    ("GET", f"/api/models/{NAME}/xet-(?:write|read)-token/(.+)", Handler.xet_token, True),
+    ("POST", f"/api/models/{NAME}/commit/(.+)", Handler.commit_files, True),
+    ("GET", f"/api/models/{NAME}", Handler.info, False),
+    ("GET", f"/api/models/{NAME}/revision/(.+)", Handler.info, False),
+    ("GET", f"/api/models/{NAME}/tree/(.+)", Handler.tree, False),
+    ("GET HEAD", f"/{NAME}/resolve/([^/]+)/(.+)", Handler.resolve, False),
+]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The stand-in, and the client pointed at it (which reads its environment once, at import) with an empty cache."""
+    found = Hub(tmp_path / "xet")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": found}))
+    found.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    monkeypatch.setattr(constants, "ENDPOINT", found.url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    close_session()
+    yield found
+    close_session()
+    server.shutdown()
+    server.server_close()

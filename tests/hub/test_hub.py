@@ -1,0 +1,253 @@
+"""Heads to the Hub and back: whole, through faults, private when asked for, and never a pickle."""
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+import drafthead
+from drafthead.data.errors import UserError
+from drafthead.data.token_tree import TokenTree
+from drafthead.models.base import BaseModel
+from drafthead.models.hub import REPOSITORY, HubConfig, fetch, push, require_login
+from drafthead.models.medusa import MedusaConfig, MedusaHead
+
+TinyBase = Callable[..., BaseModel]
+TREE = TokenTree.from_paths([(0,), (1,), (0, 0)])
+
+
+def save(base: BaseModel, folder: Path, seed: int = 0, tree: TokenTree | None = TREE) -> MedusaHead:
+    torch.manual_seed(seed)
+    head = MedusaConfig(num_heads=3, own_projection=True, draft_vocab_size=100).build(base, torch.arange(100))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_()
+    head.tree = tree
+    head.save_pretrained(folder)
+    (folder / "README.md").write_text(f'---\ntags: [drafthead]\n---\nload_head("{REPOSITORY}")\n')
+    return head
+
+
+@pytest.fixture
+def saved(tiny_base: TinyBase, tmp_path: Path) -> Path:
+    save(tiny_base(), tmp_path / "head")
+    return tmp_path / "head"
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that were waited for, had anybody waited: by us and by the client."""
+    found: list[float] = []
+    monkeypatch.setattr(time, "sleep", found.append)
+    return found
+
+
+def same(first: MedusaHead, second: Any) -> bool:
+    one, two = first.state_dict(), second.state_dict()
+    return one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.parametrize("xet", [False, True], ids=["lfs", "xet"])
+def test_a_head_comes_back_as_it_was(
+    hub: Any, tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, xet: bool
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", not xet)
+    first = save(tiny_base(), tmp_path / "head")
+    assert push(tmp_path / "head", "user/medusa") == f"{hub.url}/user/medusa"
+    assert hub.count("xet-write-token") == xet and hub.count("PUT /lfs/") == (not xet)
+    old = list(hub.repos["user/medusa"].commits)[-1]
+    second = save(tiny_base(), tmp_path / "head", seed=1, tree=None)
+    (tmp_path / "head" / "tree.json").unlink()
+    push(tmp_path / "head", "user/medusa")
+
+    newest, before = drafthead.load_head("user/medusa"), drafthead.load_head("user/medusa", revision=old)
+    assert same(second, newest) and newest.tree is None, "the tree of the head before must not stay behind"
+    assert same(first, before) and before.tree == TREE
+    assert not same(first, newest)
+    assert same(second, drafthead.load_head("user/medusa", tiny_base()))
+    assert hub.count("xet-read-token") == 2 * xet
+
+
+def test_what_was_sent_is_not_sent_again(hub: Any, saved: Path) -> None:
+    push(saved, "user/medusa")
+    push(saved, "user/medusa")
+    assert hub.count("PUT /lfs/") == 1 and hub.count("/commit/main") == 1
+
+
+def test_only_the_head_is_uploaded(hub: Any, saved: Path) -> None:
+    for name in ("optimizer.pt", ".env", "notes.txt", "eval.json", "training_loss.png"):
+        (saved / name).write_text("{}")
+    push(saved, "user/medusa")
+    wanted = {"README.md", "config.json", "eval.json", "model.safetensors", "training_loss.png", "tree.json"}
+    assert set(hub.files("user/medusa")) == wanted
+    hub.publish("user/medusa", {**hub.files("user/medusa"), "mine.txt": b"kept"})
+    push(saved, "user/medusa")
+    assert "mine.txt" in hub.files("user/medusa")
+
+
+def test_the_card_names_the_repository(hub: Any, saved: Path) -> None:
+    push(saved, "medusa")
+    assert b'load_head("user/medusa")' in hub.files("user/medusa")["README.md"], "under the token's own account"
+
+
+@pytest.mark.parametrize("status", [500, None], ids=["500", "cut"])
+@pytest.mark.parametrize("path", ["repos/create", "preupload", "objects/batch", "^/lfs/", "/commit/", "validate-yaml"])
+def test_an_upload_that_fails_is_repeated(
+    hub: Any, saved: Path, slept: list[float], path: str, status: int | None
+) -> None:
+    hub.fail(path, times=2, status=status)
+    said: list[str] = []
+    push(saved, "user/medusa", say=said.append)
+    assert hub.left() == 0 and len(slept) == 2
+    assert {"config.json", "model.safetensors", "tree.json"} <= set(hub.files("user/medusa"))
+    for line in said:
+        assert line.startswith("warning: pushing to user/medusa failed (") and "; next attempt in " in line
+
+
+def test_a_commit_whose_answer_is_lost_is_not_made_twice(hub: Any, saved: Path, slept: list[float]) -> None:
+    hub.fail("/commit/", times=1, status=None, done=True)
+    push(saved, "user/medusa")
+    assert slept == [2.0] and hub.count("/commit/") == 1
+    assert "model.safetensors" in hub.files("user/medusa")
+
+
+def test_an_upload_that_goes_on_failing_says_how_to_push_later(hub: Any, saved: Path, slept: list[float]) -> None:
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    hub.fail("/commit/", times=3)
+    said: list[str] = []
+    with pytest.raises(UserError, match=r"pushing .* failed \(.*500.*\); the head is whole on disk, .*") as error:
+        push(saved, "user/medusa", private=True, say=said.append, waits=(1, 2))
+    assert slept == [1, 2] and len(said) == 2
+    kept = {path.name: path.read_bytes() for path in saved.iterdir()}
+    assert {k: v for k, v in kept.items() if k != "README.md"} == {k: v for k, v in before.items() if k != "README.md"}
+    later = shlex.split(str(error.value).partition("push it later with: ")[2])
+    assert later == ["drafthead", "push", f"head={saved}", "repo=user/medusa", "private=true"]
+    push(saved, "user/medusa", private=True)
+    assert "model.safetensors" in hub.files("user/medusa")
+
+
+def test_a_refusal_is_not_repeated(hub: Any, saved: Path, slept: list[float]) -> None:
+    hub.fail("/commit/", times=9, status=403)
+    with pytest.raises(UserError, match="403"):
+        push(saved, "user/medusa")
+    assert slept == [] and hub.count("/commit/") == 1
+
+
+def test_private_means_private(hub: Any, saved: Path) -> None:
+    push(saved, "user/secret", private=True)
+    assert hub.repos["user/secret"].private
+    hub.publish("user/open", {})
+    with pytest.raises(UserError, match="user/open exists and is public, but private=true was asked for"):
+        push(saved, "user/open", private=True)
+    assert hub.files("user/open") == {}
+
+
+def test_who_may_push(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_login("push=true")
+    hub.role = "read"
+    with pytest.raises(UserError, match="push=true: the token of user may only read; set HF_TOKEN"):
+        require_login("push=true")
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
+    with pytest.raises(UserError, match="push=true: the Hub does not accept the token"):
+        require_login("push=true")
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(UserError, match="push=true needs a login to the Hub, and there is none: set HF_TOKEN"):
+        require_login("push=true")
+
+
+def test_a_hub_that_is_down_now_may_be_up_by_the_upload(hub: Any, slept: list[float]) -> None:
+    for status in (503, None):
+        hub.fail("whoami", times=99, status=status)
+        require_login("push=true")
+        hub.faults.clear()
+
+
+def test_pickles_are_refused_by_name(hub: Any, saved: Path) -> None:
+    config = (saved / "config.json").read_bytes()
+    hub.publish("user/old", {"config.json": config, "pytorch_model.bin": b"\x80\x04", "sub/x.pt": b"\x80\x04"})
+    says = (
+        r"user/old only has pytorch_model.bin, sub/x.pt: pickles can run code and are never loaded.*'model.safetensors'"
+    )
+    with pytest.raises(UserError, match=says):
+        drafthead.load_head("user/old")
+    assert hub.count("resolve/.*(bin|pt)$") == 0, "not even downloaded"
+    (saved / "model.safetensors").rename(saved / "model.pt")
+    with pytest.raises(UserError, match=r"head only has model.pt: pickles can run code"):
+        drafthead.load_head(saved)
+
+
+def test_what_is_not_there(hub: Any) -> None:
+    with pytest.raises(UserError, match="no draft head at user/none: it is no local folder, and the Hub said: 404"):
+        fetch("user/none")
+    hub.publish("user/there", {"config.json": b"{}"})
+    with pytest.raises(UserError, match="no draft head at user/there at revision v9: .* the Hub said: "):
+        fetch("user/there", "v9")
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "user/", "us er/x", "user/x..y", "-user/x"])
+def test_names_that_the_hub_forbids(name: str) -> None:
+    with pytest.raises(ValueError, match="hub.repo must be like user/name, got"):
+        HubConfig(repo=name)
+
+
+@pytest.mark.slow
+def test_the_command_and_the_environment(hub: Any, saved: Path, tmp_path: Path) -> None:
+    """In processes of their own, because the client reads HF_ENDPOINT at import; through Xet, as it comes."""
+    home = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    environment = {**os.environ, **home}
+
+    def call(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments], capture_output=True, text=True, env={**environment, **changed}
+        )
+
+    push_it = ("-m", "drafthead.cli", "push", f"head={saved}", "repo=user/medusa")
+    refused = call(*push_it, HF_TOKEN="")
+    assert refused.returncode == 1
+    assert (
+        refused.stderr.startswith("error: drafthead push needs a login to the Hub") and refused.stderr.count("\n") == 1
+    )
+    done = call(*push_it, "private=true")
+    assert done.returncode == 0, done.stderr
+    assert f"pushed: {hub.url}/user/medusa" in done.stdout
+    assert hub.repos["user/medusa"].private and hub.count("xet-write-token") == 1
+    code = "import drafthead, sys; drafthead.load_head('user/medusa').save_pretrained(sys.argv[1])"
+    loaded = call("-c", code, str(tmp_path / "again"))
+    assert loaded.returncode == 0, loaded.stderr
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["head=nowhere", "repo=user/x"], "error: no head folder at nowhere"),
+        (["head=RUN", "repo=user/x"], "is a run folder; its head is head="),
+        (["head=HEAD"], "error: config: repo is missing"),
+        (["head=HEAD", "repo=a/b/c"], "error: config: hub.repo must be like user/name"),
+        (["head=BROKEN", "repo=user/x"], "model.safetensors cannot be read"),
+    ],
+)
+def test_bad_commands(
+    hub: Any, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], says: str
+) -> None:
+    from drafthead.train.push import main
+
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_bytes((saved / "config.json").read_bytes())
+    (broken / "model.safetensors").write_bytes(b"\x10" * 40)
+    places = {"RUN": tmp_path, "HEAD": saved, "BROKEN": broken}
+    for name, place in places.items():
+        given = [argument.replace(name, str(place)) for argument in given]
+    monkeypatch.setattr(sys, "argv", ["drafthead push", *given])
+    with pytest.raises(SystemExit, match=says):
+        main()
+    assert hub.count("create") == 0

@@ -1,0 +1,91 @@
+"""``push=true``: refused before anything is done without a token, and no failed upload costs a run."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+import drafthead
+from drafthead.data.errors import UserError
+from drafthead.train import pipeline
+from drafthead.train.config import parse_run
+
+
+def train(folder: Path, *overrides: str) -> Path:
+    places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
+    with initialize_config_module("drafthead.recipes", version_base="1.3"):
+        cfg = compose("train", overrides=["recipe=medusa_smollm2", "debug=tiny", "push=true", *overrides, *places])
+    pipeline.run_pipeline(parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True))
+    return folder / "run"
+
+
+def never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("done again")
+
+
+def test_without_a_token_nothing_is_begun(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(UserError, match="push=true needs a login to the Hub, and there is none: set HF_TOKEN"):
+        train(tmp_path)
+    assert not (tmp_path / "run").exists() and not (tmp_path / "corpora").exists()
+
+
+def test_a_run_survives_a_hub_that_is_down_and_is_pushed_by_the_next_start(
+    hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    hub.fail("/commit/", times=4)
+    with pytest.raises(
+        UserError, match=r"the head is whole on disk, push it later with: drafthead push head=\S+/run/head"
+    ):
+        train(tmp_path)
+    run = tmp_path / "run"
+    weights = (run / "head" / "model.safetensors").read_bytes()
+    assert all((run / name).exists() for name in ("eval.json", "report.html", "head/README.md", "head/eval.json"))
+    assert (run / "plots" / "training_loss.png").exists()
+
+    monkeypatch.setattr(pipeline, "measure_costs", never)
+    train(tmp_path, "hub.repo=team/medusa", "hub.private=true")
+    files = hub.files("team/medusa")
+    assert set(files) == {
+        "README.md", "config.json", "eval.json", "model.safetensors", "training_loss.png", "tree.json",
+    }  # fmt: skip
+    assert files["model.safetensors"] == weights and hub.repos["team/medusa"].private
+    head = drafthead.load_head("team/medusa")
+    kept = load_file(run / "head" / "model.safetensors")
+    assert all(torch.equal(value, kept[key]) for key, value in head.state_dict().items())
+    check_card(ModelCard(files["README.md"].decode()), tmp_path)
+
+
+def check_card(card: ModelCard, folder: Path) -> None:
+    """Everything that the card should say of this run, and nothing of this machine's folders."""
+    data = card.data
+    assert data.license == "unknown" and data.library_name == "drafthead"
+    assert {"drafthead", "speculative-decoding", "medusa"} <= set(data.tags)
+    found = {(r.metric_type, r.dataset_config): r for r in data.eval_results}
+    assert {key for key in found if key[1] == "overall"} == {
+        ("speedup", "overall"),
+        ("mean_accepted_tokens", "overall"),
+    }
+    assert "CPU cores" in found["speedup", "overall"].metric_args["hardware"]
+    for line in (
+        'head = drafthead.load_head("team/medusa")',
+        "| pretrain | text | 10 |",
+        "| distill | the base's answers | 10 |",
+        "stdlib_tiny",
+        "greedy, at most 24 each",
+        "0.5 ce + 0.5 kl, decay 0.8 by position",
+        "random weights",
+        "![Loss of each draft position",
+        "No current release of an inference engine loads this head",
+        "Unknown: the base's could not be read",
+        "| task | speedup | 95 % | accepted |",
+    ):
+        assert line in card.content, line
+    assert str(folder) not in card.content

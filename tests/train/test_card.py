@@ -1,0 +1,100 @@
+"""What a model card says where the tiny run of the Hub's tests does not come: licences, engines, names, data."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+from drafthead.data.sources import SourceConfig
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import BaseConfig
+from drafthead.models.eagle3 import Eagle3Config
+from drafthead.models.medusa import MedusaConfig
+from drafthead.train import card, card_facts
+from drafthead.train.config import PhaseConfig
+
+TinyBase = Callable[..., BaseModel]
+
+
+@pytest.mark.parametrize(
+    ("front", "wanted"),
+    [
+        ("license: mit", {"license": "mit"}),
+        (
+            "license: other\nlicense_name: acme\nlicense_link: LICENSE",
+            {"license": "other", "license_name": "acme", "license_link": "LICENSE"},
+        ),
+        ("tags: [a]", {"license": "unknown"}),
+        ("license: [", {"license": "unknown"}),
+    ],
+)
+def test_the_licence_is_the_bases(tmp_path: Path, front: str, wanted: dict[str, str]) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{front}\n---\n# A base\n")
+    assert card.base_licences(BaseConfig(name=str(tmp_path))) == wanted
+
+
+def test_a_licence_that_nobody_knows_is_said_to_be_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: Any, **options: Any) -> None:
+        raise ConnectionError
+
+    assert card.base_licences(BaseConfig(name=str(tmp_path))) == {"license": "unknown"}
+    monkeypatch.setattr(ModelCard, "load", unreachable)
+    assert card.base_licences(BaseConfig(name="user/base")) == {"license": "unknown"}
+    assert card._licence({"license": "unknown"}).startswith("Unknown: ")
+    assert card._licence({"license": "mit"}).startswith("`mit`, as the base's card has it")
+
+
+def test_engines_of_a_head_that_servers_load_and_of_one_that_they_cannot(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    rows, loaded = card_facts.formats(Eagle3Config(draft_vocab_size=100).build(base, torch.arange(100)))
+    ((name, engines, fits),) = rows
+    assert (
+        loaded and name == "`eagle3`" and "vLLM (0.33.0 loads it" in engines and "SGLang" in engines and fits == "yes"
+    )
+    rows, loaded = card_facts.formats(MedusaConfig(num_heads=2, num_layers=1, own_projection=True).build(base, None))
+    assert loaded and [row[1].partition(" ")[0] for row in rows] == ["none", "TGI", "none"]
+    rows, loaded = card_facts.formats(MedusaConfig(num_heads=2, draft_vocab_size=100).build(base, torch.arange(100)))
+    assert not loaded and "no: it drafts over 100 of 300 ids" in rows[0][2]
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        (SourceConfig(kind="jsonl", name="/home/me/secret/prompts.jsonl"), "jsonl `prompts.jsonl`"),
+        (
+            SourceConfig(kind="hf", name="user/set", subset="en", revision="v1"),
+            "[user/set](https://huggingface.co/datasets/user/set) (en, train, revision v1)",
+        ),
+    ],
+)
+def test_data_is_named_without_this_machines_folders(source: SourceConfig, wanted: str) -> None:
+    assert card_facts._source(source) == wanted
+
+
+def test_tokens_a_step_count_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    phase = PhaseConfig(corpus="text", row_length=512, batch_rows=8, accumulate=2, steps=1500)
+    assert card_facts.phase_row("pretrain", phase)[:4] == ("pretrain", "text", "1,500", "32,768")
+
+
+def test_a_lossy_rule_does_not_promise_the_bases_text() -> None:
+    assert "stays the base's own" in card._promise({"rule": {"name": "exact", "lossless": True}})
+    assert "lossy rule, typical" in card._promise({"rule": {"name": "typical", "lossless": False}})
+
+
+def test_a_head_without_a_run_gets_a_card_too(tiny_base: TinyBase, tmp_path: Path) -> None:
+    MedusaConfig(num_heads=2).build(tiny_base(), None).save_pretrained(tmp_path)
+    card.plain_card(tmp_path)
+    found = ModelCard.load(tmp_path / "README.md")
+    assert found.data.license == "unknown" and "(Medusa) for speculative decoding with `random-llama`" in found.content
+    assert 'load_head("<this repository or folder>")' in found.content
+
+
+def test_files_are_published_by_their_names_alone() -> None:
+    found = card._published(
+        {"suite": "/home/me/asked.jsonl", "tree": {"spec": "/home/me/tree.json", "nodes": 4}, "resumed": [1, 2]}
+    )
+    assert found == {"suite": "asked", "tree": {"spec": "tree.json", "nodes": 4}}
