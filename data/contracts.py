@@ -32,8 +32,6 @@ class TrainBatch:
     """[B, T] int64, ``NO_DOCUMENT`` on padding."""
     loss_mask: Tensor
     """[B, T] bool: this token is trained (may be a target)."""
-    row_ids: Tensor
-    """[B] int64: number of the row in its corpus, the key of the feature cache."""
 
     def draft_targets(self, depth: int) -> tuple[Tensor, Tensor]:
         """Targets of draft position ``depth`` at every t.

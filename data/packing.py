@@ -129,7 +129,7 @@ def digest_rows(dataset: datasets.Dataset) -> str:
 
 
 def collate(dataset: datasets.Dataset, row_numbers: list[int]) -> TrainBatch:
-    """The rows ``row_numbers`` of a packed dataset as one batch [B, T]; ``row_ids`` are the row numbers."""
+    """The rows ``row_numbers`` of a packed dataset as one batch [B, T], in that order."""
     table = dataset.with_format("arrow")[row_numbers]
 
     def column(name: str) -> npt.NDArray[np.generic]:
@@ -141,11 +141,10 @@ def collate(dataset: datasets.Dataset, row_numbers: list[int]) -> TrainBatch:
         position_ids=torch.from_numpy(column("position_ids").astype(np.int64)),
         document_ids=torch.from_numpy(column("document_ids").astype(np.int64)),
         loss_mask=torch.from_numpy(column("loss_mask").astype(np.bool_)),
-        row_ids=torch.tensor(row_numbers, dtype=torch.int64),
     )
 
 
-def collate_rows(rows: list[PackedRow], row_length: int, row_numbers: list[int]) -> TrainBatch:
+def collate_rows(rows: list[PackedRow], row_length: int) -> TrainBatch:
     """Rows that are in no dataset as one batch [B, T]."""
     ids, positions, documents, mask = map(torch.from_numpy, _arrays(rows, row_length))
     return TrainBatch(
@@ -153,7 +152,6 @@ def collate_rows(rows: list[PackedRow], row_length: int, row_numbers: list[int])
         position_ids=positions.long(),
         document_ids=documents.long(),
         loss_mask=mask,
-        row_ids=torch.tensor(row_numbers, dtype=torch.int64),
     )
 
 

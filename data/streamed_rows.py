@@ -71,12 +71,12 @@ class StreamedRows:
         self._windows: dict[tuple[int, int], Future[list[PackedRow]]] = {}
 
     def batch(self, numbers: Sequence[int]) -> TrainBatch:
-        """The rows ``numbers`` as one batch [B, T]; ``row_ids`` are the numbers.
+        """The rows ``numbers`` as one batch [B, T], in that order.
 
         Raises:
             UserError: a source cannot be read.
         """
-        return collate_rows([self._row(number) for number in numbers], self.row_length, list(numbers))
+        return collate_rows([self._row(number) for number in numbers], self.row_length)
 
     def _row(self, number: int) -> PackedRow:
         turn, place = divmod(number, self.turn)

@@ -14,10 +14,11 @@ from drafthead.data.errors import UserError
 from drafthead.data.files import make_folder
 from drafthead.data.generations import SamplerConfig
 from drafthead.data.token_tree import TokenTree
+from drafthead.eval.decode import default_plan
 from drafthead.eval.latency import measure_costs
 from drafthead.eval.prompts import check_ids, conversation_ids
 from drafthead.eval.replay import Chances, Replay, replay
-from drafthead.eval.replay_texts import ChancePlan, text_chances
+from drafthead.eval.replay_texts import ChancePlan, replay_texts, text_chances
 from drafthead.eval.suites import load_suite
 from drafthead.eval.text_pass import Text
 from drafthead.eval.tree_choice import Machine, cross_fitted
@@ -25,6 +26,7 @@ from drafthead.eval.verify import AcceptanceRule
 from drafthead.models.base import BaseModel
 from drafthead.models.base_config import BaseConfig
 from drafthead.models.batched_generation import generate
+from drafthead.models.draft_head import DraftHead
 from drafthead.models.loading import load_base_and_head
 from drafthead.models.sampling import Sampler
 
@@ -39,7 +41,8 @@ class Row:
     nodes: int
     depth: int
     replay: Replay
-    speedup: float
+    speedup: float | None
+    """Predicted; None where what drafting costs is not known beforehand."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -110,7 +113,17 @@ def _replay(arguments: argparse.Namespace) -> None:
         machine = Machine(measure_costs(base, head))
     sizes = [] if arguments.rule == "block" else arguments.nodes
     found = rows(answers, machine, arguments.chain, sizes, plan.siblings, arguments.seed)
+    if head.stop_below and plan.siblings is Siblings.DETERMINISTIC and plan.rule.name == "exact":
+        with display.stage("the head's own plan, drafted at every position for its threshold"):
+            found.append(own_row(base, head, texts, Sampler(temperature=arguments.temperature), arguments.seed))
     display.console.print(table(found, arguments))
+
+
+def own_row(base: BaseModel, head: DraftHead, texts: Sequence[Text], sampler: Sampler, seed: int = 0) -> Row:
+    """The head's own tree with its threshold, which the other rows know nothing of: they replay whole trees."""
+    own = default_plan(head)
+    replayed = replay_texts(base, head, texts, own, sampler, seed=seed)
+    return Row(f"own, threshold {own.stop_below:g}", own.nodes, own.depth, replayed, None)
 
 
 def rows(
@@ -150,7 +163,8 @@ def table(found: Sequence[Row], arguments: argparse.Namespace) -> Table:
     for row in found:
         low_high = row.replay.interval
         between = "" if low_high is None else f"{low_high[0]:.2f} to {low_high[1]:.2f}"
-        shown.add_row(row.name, str(row.nodes), f"{row.replay.mean_accepted_tokens:.2f}", between, f"{row.speedup:.2f}")
+        tokens, speedup = row.replay.mean_accepted_tokens, "" if row.speedup is None else f"{row.speedup:.2f}"
+        shown.add_row(row.name, str(row.nodes), f"{tokens:.2f}", between, speedup)
     return shown
 
 

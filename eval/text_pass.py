@@ -78,7 +78,6 @@ def read_features(base: BaseModel, drafter: Drafter, texts: list[Text]) -> list[
             position_ids=torch.arange(ids.shape[1])[None],
             document_ids=torch.zeros_like(ids),
             loss_mask=torch.ones_like(ids, dtype=torch.bool),
-            row_ids=torch.zeros(1, dtype=torch.int64),
         )
         found.append(base.features(batch.to(base.device), drafter.spec))
     return found

@@ -44,7 +44,6 @@ def row_of(documents: Sequence[Sequence[int]], trained_from: int = 0, padding: i
         position_ids=torch.tensor([[p for _, p in places] + [0] * padding]),
         document_ids=torch.tensor([[n for n, _ in places] + [NO_DOCUMENT] * padding]),
         loss_mask=torch.tensor([[p >= trained_from for _, p in places] + [False] * padding]),
-        row_ids=torch.tensor([0]),
     )
 
 
@@ -52,8 +51,7 @@ def rows_of(texts: Sequence[Sequence[int]]) -> TrainBatch:
     """One row a text, padded."""
     longest = max(map(len, texts)) + 1
     rows = [row_of([text], padding=longest - len(text)) for text in texts]
-    found = {key: torch.cat([getattr(row, key) for row in rows]) for key in vars(rows[0])}
-    return TrainBatch(**found | {"row_ids": torch.arange(len(texts))})
+    return TrainBatch(**{key: torch.cat([getattr(row, key) for row in rows]) for key in vars(rows[0])})
 
 
 def random_ids(count: int, seed: int = 0) -> list[int]:

@@ -102,7 +102,6 @@ def test_replay_is_real_decoding(tiny_base: TinyBase, tree: str, prompt: list[in
         position_ids=torch.arange(length)[None],
         document_ids=torch.zeros(1, length, dtype=torch.int64),
         loss_mask=torch.arange(length)[None] >= len(prompt),
-        row_ids=torch.tensor([0]),
     )
     answers = answer_ranks(head, batch, base.features(batch, head.spec))
     replayed = replay([chances_of(a) for a in answers], TREES[tree])

@@ -1,6 +1,7 @@
 """The replay command: its table, its files of texts, and what it refuses."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +9,16 @@ import pytest
 
 from drafthead.data.contracts import Siblings
 from drafthead.data.errors import UserError
+from drafthead.data.token_tree import TokenTree
+from drafthead.eval.decode import decode
 from drafthead.eval.latency import StepCosts
 from drafthead.eval.replay import chances_of
-from drafthead.eval.replay_run import main, parser, plain_answers, read_texts, rows, table, write_texts
+from drafthead.eval.replay_run import main, own_row, parser, plain_answers, read_texts, rows, table, write_texts
 from drafthead.eval.text_pass import Text
 from drafthead.eval.tree_choice import Machine
 from drafthead.models.base import BaseModel
+from drafthead.models.medusa import MedusaConfig
+from drafthead.models.sampling import Sampler
 
 COSTS = StepCosts(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
 ANSWERS = [chances_of(np.random.default_rng(s).integers(0, 4, size=(50, 3)), 4) for s in range(6)]
@@ -89,3 +94,26 @@ def test_plain_answers_follow_the_suite(tiny_base: object, tmp_path: Path) -> No
     arguments.max_new_tokens = base.max_context - 1
     with pytest.raises(UserError, match="lower --max-new-tokens"):
         plain_answers(base, arguments)
+
+
+def test_a_head_with_a_threshold_has_a_row_of_its_own(
+    tiny_base: Callable[..., BaseModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base = tiny_base()
+    texts = [Text([5, 6, 7, *decode(base, None, [5, 6, 7], max_new_tokens=12, ignore_eos=True).tokens], 3)]
+    head = MedusaConfig(num_heads=2).build(base).eval()
+    plain = own_row(base, head, texts, Sampler())
+    head.stop_below = 0.999
+    row = own_row(base, head, texts, Sampler())
+    assert row.speedup is None and row.replay.mean_accepted_tokens < plain.replay.mean_accepted_tokens
+    write_texts(tmp_path / "t.jsonl", texts)
+    for threshold in (0.0, 0.25):
+        head.stop_below, head.tree = threshold, TokenTree.chain(2)
+        head.save_pretrained(tmp_path / "head")
+        given = ["--head", str(tmp_path / "head"), "--texts", str(tmp_path / "t.jsonl"), "--nodes", "3", "--chain", "1"]
+        monkeypatch.setattr(sys, "argv", ["drafthead replay", *given])
+        main()
+        assert ("own, threshold 0.25" in capsys.readouterr().out) == (threshold > 0)

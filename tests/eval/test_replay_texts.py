@@ -76,7 +76,6 @@ def as_batch(text: Text) -> TrainBatch:
         position_ids=torch.arange(length)[None],
         document_ids=torch.zeros(1, length, dtype=torch.int64),
         loss_mask=torch.arange(length)[None] >= text.boundary,
-        row_ids=torch.tensor([0]),
     )
 
 

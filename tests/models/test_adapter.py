@@ -28,7 +28,6 @@ def two_documents() -> TrainBatch:
         position_ids=torch.tensor([[*range(12), *range(9), 0, 0]]),
         document_ids=document_ids,
         loss_mask=document_ids >= 0,
-        row_ids=torch.tensor([0]),
     )
 
 

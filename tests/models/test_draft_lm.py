@@ -106,7 +106,6 @@ def test_ranks_are_those_of_decoding(tiny_base: TinyBase) -> None:
         position_ids=places,
         document_ids=0 * whole,
         loss_mask=whole.bool(),
-        row_ids=torch.zeros(1, dtype=torch.int64),
     )
     ranks = head.candidate_ranks(data, base.features(data, FeatureSpec()), top=4)[0]
     assert ranks.shape == (72, 3) and int(ranks.max()) <= 4

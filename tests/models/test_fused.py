@@ -96,7 +96,6 @@ def test_training_features(pair: _Pair) -> None:
         position_ids=torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]]),
         document_ids=torch.tensor([[0, 0, 0, 1, 1, 1], [2, 2, 2, 2, 2, 2]]),
         loss_mask=torch.ones(2, 6, dtype=torch.bool),
-        row_ids=torch.tensor([0, 1]),
     )
 
     def features(base: BaseModel) -> Tensor:

@@ -93,7 +93,6 @@ def test_features_of_packed_documents_equal_each_alone(base: BaseModel) -> None:
         position_ids=torch.tensor([[p for d in documents for p in range(len(d))]]),
         document_ids=torch.tensor([[n for n, d in enumerate(documents) for _ in d]]),
         loss_mask=torch.ones(1, len(flat), dtype=torch.bool),
-        row_ids=torch.tensor([0]),
     )
     features = base.features(batch, FeatureSpec(layers=(2,)))
     for part, document in ((slice(0, 5), documents[0]), (slice(5, 8), documents[1])):

@@ -141,7 +141,6 @@ def batch_of(number: int, empty: bool) -> TrainBatch:
         position_ids=positions,
         document_ids=documents,
         loss_mask=mask & (not empty),
-        row_ids=torch.arange(ROWS),
     )
 
 

@@ -82,7 +82,6 @@ def kept_by(base: BaseModel, lora: LoraSettings) -> int:
         position_ids=rows,
         document_ids=torch.zeros_like(rows),
         loss_mask=torch.ones_like(rows, dtype=torch.bool),
-        row_ids=torch.tensor([0, 1]),
     )
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         tuned.hidden_states(batch)
