@@ -135,7 +135,8 @@ def inside(folder: Path, name: str) -> Path:
     """The path of ``name`` in ``folder``, which may be somebody else's work: it must not lead out of the folder.
 
     Args:
-        folder: local, or a snapshot in the Hub's cache, whose files are links to the blobs beside it.
+        folder: local, or a snapshot in the Hub's cache, whose files are links to the blobs beside it, which may be
+            links to those that the repositories of the cache share.
         name: relative, ``/`` between folders; need not exist.
 
     Raises:
@@ -146,7 +147,8 @@ def inside(folder: Path, name: str) -> Path:
         raise UserError(f"{folder} names the file {name!r}, which does not lie in it; do not use what it comes from")
     path, allowed = folder / name, [folder.resolve()]
     if folder.parent.name == "snapshots":
-        allowed.append(folder.parent.parent.resolve() / "blobs")
+        repository = folder.parent.parent.resolve()
+        allowed += [repository / "blobs", repository.parent / "blobs"]
     try:
         real = path.resolve()
     except (OSError, RuntimeError) as error:  # links in a circle

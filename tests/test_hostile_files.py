@@ -154,9 +154,17 @@ def test_the_hubs_cache_links_to_its_blobs(tmp_path: Path) -> None:
     (blobs / "abc").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/abc")
     assert read_json(inside(snapshot, "config.json")) == {}
-    (snapshot / "tree.json").symlink_to("../../../other/blobs/abc")
-    with pytest.raises(UserError, match="outside its folder"):
-        inside(snapshot, "tree.json")
+    shared = tmp_path / "blobs" / "de"
+    shared.mkdir(parents=True)
+    (shared / "def").write_text("{}")
+    (blobs / "ghi").symlink_to("../../blobs/de/def")
+    (snapshot / "generation_config.json").symlink_to("../../blobs/ghi")
+    assert read_json(inside(snapshot, "generation_config.json")) == {}
+    for name in ("models--user--other/blobs/abc", "secret"):
+        (snapshot / "tree.json").unlink(missing_ok=True)
+        (snapshot / "tree.json").symlink_to(f"../../../{name}")
+        with pytest.raises(UserError, match="outside its folder"):
+            inside(snapshot, "tree.json")
 
 
 @pytest.mark.parametrize("name", ["model.bin", "pytorch_model.bin", "head.pt", "model.pkl"])

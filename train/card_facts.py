@@ -48,7 +48,8 @@ def facts(run: RunConfig, head: DraftHead, answers: GenerationStats) -> list[tup
         ("draft vocabulary", "the base's own" if len(head.d2t) == head.vocab_size else vocabulary),
     ]
     if text:
-        rows.append(("text", f"{_sources(run.data.text.sources)}; at most {run.data.text.max_tokens:,} tokens"))
+        limit = "read while training" if run.data.text.stream else f"at most {run.data.text.max_tokens:,} tokens"
+        rows.append(("text", f"{_sources(run.data.text.sources)}; {limit}"))
     written = run.data.generations.synthesised
     prompts = [_sources(run.data.generations.sources)] if run.data.generations.prompts else []
     prompts += [f"up to {written:,} written by the base itself"] if written else []
@@ -60,7 +61,7 @@ def facts(run: RunConfig, head: DraftHead, answers: GenerationStats) -> list[tup
 
 
 def _sources(sources: list[SourceConfig]) -> str:
-    return ", ".join(_source(source) for source in sources) or "none"
+    return ", ".join(_source(s) + ("" if s.weight is None else f" (weight {s.weight:g})") for s in sources) or "none"
 
 
 def _source(source: SourceConfig) -> str:

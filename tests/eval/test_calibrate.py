@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from drafthead.data.errors import UserError
+from drafthead.data.files import write_json, write_sealed_json
 from drafthead.eval import calibrate
 from drafthead.eval.latency import StepCosts, measure_costs
 from drafthead.models.base import BaseModel
@@ -50,9 +51,12 @@ def test_other_weights_or_another_machine_are_measured_again(
 
 def test_a_foreign_file_is_refused(head: MedusaHead, tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
-    for content in ("[]", "{}", f'{{"measured_with": "{calibrate.measured_with(head)}", "costs": {{}}}}'):
-        path.write_text(content)
+    for content in ([], {}, {"measured_with": calibrate.measured_with(head), "costs": {}}):
+        write_sealed_json(path, content)
         with pytest.raises(UserError, match=r"is no calibration .*; remove it to measure again"):
+            calibrate.load_calibration(path, head)
+        write_json(path, content)
+        with pytest.raises(UserError, match=r"is damaged: it does not have the checksum .*; restore or remove it"):
             calibrate.load_calibration(path, head)
 
 

@@ -21,7 +21,7 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 
-SMALL = 1024
+SMALL = 4096
 TOKEN = "hf_of_a_test"
 
 

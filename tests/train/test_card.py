@@ -74,6 +74,14 @@ def test_data_is_named_without_this_machines_folders(source: SourceConfig, wante
     assert card_facts._source(source) == wanted
 
 
+def test_a_mixture_has_its_weights() -> None:
+    sources = [
+        SourceConfig(kind="text", name="a.txt", weight=3),
+        SourceConfig(kind="jsonl", name="b.jsonl", weight=0.5),
+    ]
+    assert card_facts._sources(sources) == "text `a.txt` (weight 3), jsonl `b.jsonl` (weight 0.5)"
+
+
 def test_tokens_a_step_count_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     phase = PhaseConfig(corpus="text", row_length=512, batch_rows=8, accumulate=2, steps=1500)
