@@ -73,7 +73,9 @@ class Calibration:
 def measured_with(head: DraftHead) -> str:
     """Hash of the head's weights, its base and this machine: what times and accuracies were measured with."""
     base = head.base
-    made_by = (VERSION, base.identity(), str(base.dtype), str(base.device), base.prepacked, hardware(), versions())
+    machine = (str(base.device), base.prepacked, hardware(), versions())
+    copies = [] if head.config.copy_dtype is None else [head.config.copy_dtype]
+    made_by = (VERSION, base.identity(), str(base.dtype), *machine, *copies)
     digest = hashlib.sha256(repr(made_by).encode())
     for name, tensor in sorted(head.state_dict().items()):
         digest.update(name.encode() + tensor.detach().cpu().float().numpy().tobytes())

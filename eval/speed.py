@@ -72,35 +72,19 @@ def run_interleaved(
     Raises:
         UserError: the log is broken elsewhere than in its last line.
     """
-    journal = Journal(log, made_of or {})
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
-    total = len(decoders) * sum(prompt.turns for prompt in prompts)
-    orders = iter(_orders(list(decoders), total // max(1, len(decoders)), seed))
-    cold = set(decoders)
+    rounds = _Rounds(decoders, Journal(log, made_of or {}), sum(prompt.turns for prompt in prompts), seed, on_progress)
     asked: dict[tuple[int, int], tuple[list[int], list[DecodeResult]]] = {}
-    done = resumed = 0
     for place in order:
         prompt = prompts[place]
         answers: list[list[int]] = []
         lost: FailedDecode | None = None
         for turn in range(prompt.turns):
             ids, failure = _ask(ask, prompt, answers) if lost is None else ([], lost)
-            key = prompt_key(prompt, ids, turn)
-            names = next(orders)
-            if failure is None and not all((key, name) in journal for name in decoders):
-                for name in names:
-                    if name in cold and not isinstance(_decode(decoders[name], ids), FailedDecode):
-                        cold.discard(name)
-                for name in names:
-                    journal.add(key, name, prompt, _decode(decoders[name], ids), turn)
-                    on_progress(done := done + 1, total)
-            else:
-                resumed += failure is None
-                on_progress(done := done + len(decoders), total)
-            row = [failure or journal[key, name] for name in decoders]
-            asked[place, turn] = ids, _spread_failure(row)
-            answer = dict(zip(decoders, asked[place, turn][1], strict=True))[reference]
+            row = rounds.answer(prompt, turn, ids, failure)
+            asked[place, turn] = ids, row
+            answer = dict(zip(decoders, row, strict=True))[reference]
             answers.append(answer.tokens)
             if isinstance(answer, FailedDecode):
                 lost = failed(f"the turn before it failed: {answer.error}")
@@ -111,8 +95,49 @@ def run_interleaved(
         ids=[asked[key][0] for key in keys],
         results={name: [asked[key][1][column] for key in keys] for column, name in enumerate(decoders)},
         order=[prompts[place].number for place in order],
-        resumed=resumed,
+        resumed=rounds.resumed,
     )
+
+
+class _Rounds:
+    """One turn after the other, answered by all decoders or taken from the journal."""
+
+    def __init__(
+        self,
+        decoders: dict[str, Decoder],
+        journal: Journal,
+        turns: int,
+        seed: int,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        self._decoders, self._journal, self._on_progress = decoders, journal, on_progress
+        self._orders = iter(_orders(list(decoders), turns, seed))
+        self._cold = set(decoders)
+        self._total, self._done = len(decoders) * turns, 0
+        self.resumed = 0
+        """Turns that the journal held."""
+
+    def answer(self, prompt: EvalPrompt, turn: int, ids: list[int], failure: FailedDecode | None) -> list[DecodeResult]:
+        """The answers to ``ids``, one of each decoder; ``failure``: why this turn cannot be asked."""
+        names, key = next(self._orders), prompt_key(prompt, ids, turn)
+        if failure is None and not all((key, name) in self._journal for name in names):
+            self._warm_up(names, ids)
+            for name in names:
+                self._journal.add(key, name, prompt, _decode(self._decoders[name], ids), turn)
+                self._report(1)
+        else:
+            self.resumed += failure is None
+            self._report(len(names))
+        return _spread_failure([failure or self._journal[key, name] for name in self._decoders])
+
+    def _warm_up(self, names: list[str], ids: list[int]) -> None:
+        for name in names:
+            if name in self._cold and not isinstance(_decode(self._decoders[name], ids), FailedDecode):
+                self._cold.discard(name)
+
+    def _report(self, answers: int) -> None:
+        self._done += answers
+        self._on_progress(self._done, self._total)
 
 
 def _ask(ask: Ask, prompt: EvalPrompt, answers: list[list[int]]) -> tuple[list[int], FailedDecode | None]:

@@ -73,6 +73,9 @@ class DraftHeadConfig(ABC):
 
     draft_vocab_size: int | None = None
     """Ids the head can draft: the most frequent ones of the generated corpus; None drafts over the whole vocabulary."""
+    draft_dtype: str | None = None
+    """``bfloat16``: draft with copies of the weights in it, which are read in half the time. Verification does not see
+    them, so exact rules stay exact; drafts near a tie may differ. null: as trained, in float32."""
 
     tunes_base: ClassVar[bool] = False
     """Whether its heads can train the base along (``DraftHead.tune_base``)."""
@@ -80,11 +83,18 @@ class DraftHeadConfig(ABC):
     def __post_init__(self) -> None:
         if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
             raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
+        if self.draft_dtype not in (None, "bfloat16"):
+            raise ValueError(f"head.draft_dtype must be bfloat16 or null, got {self.draft_dtype!r}")
 
     @property
     @abstractmethod
     def depth(self) -> int:
         """Draft positions K the head can fill."""
+
+    @property
+    def copy_dtype(self) -> torch.dtype | None:
+        """Of the copies that the head drafts with; None: of its weights."""
+        return torch.bfloat16 if self.draft_dtype else None
 
     @property
     def trained_positions(self) -> int:

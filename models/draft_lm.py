@@ -86,7 +86,7 @@ class DraftLM(NextTokenHead):
         self.norm = deepcopy(base.model.model.norm).float().requires_grad_(True)
         self._trunk = with_layers(base, self.layers, self.norm, torch.float32)
         self._reader: BaseModel | None = None
-        self._projections = Projections(self.teacher, 0)
+        self._projections = Projections(self.teacher, 0, config.copy_dtype)
 
     def recomputable(self) -> list[tuple[nn.Module, str]]:
         return [(layer, "forward") for layer in self.layers]
@@ -116,8 +116,8 @@ class DraftLM(NextTokenHead):
             self._reader = self._trunk
             if self.base.prepacked:
                 layers = deepcopy(self.layers).requires_grad_(False)
-                fuse_modules(layers)
-                prepack_linears(layers)
+                fuse_modules(layers, self.config.copy_dtype)
+                prepack_linears(layers, self.config.copy_dtype)
                 self._reader = with_layers(self.base, layers, self.norm, torch.float32)
         return self._reader
 

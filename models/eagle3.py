@@ -247,12 +247,13 @@ class _Packed:
     """Copies of a head's weights for drafting."""
 
     def __init__(self, head: Eagle3Head) -> None:
-        self.layer = PackedEagleLayer(head.midlayer)
+        dtype = head.config.copy_dtype
+        self.layer = PackedEagleLayer(head.midlayer, dtype)
         self.input_norm = None if head.input_norm is None else FusedRMSNorm(head.input_norm)
         self.norm = FusedRMSNorm(head.norm)
-        self._fc = inference_linear(head.fc.weight.detach())
+        self._fc = inference_linear(head.fc.weight, dtype=dtype)
         self._output = head.output_head(0)
-        self._lm_head = inference_linear(self._output.weight.detach())
+        self._lm_head = inference_linear(self._output.weight, dtype=dtype)
 
     def fuse(self, read: Tensor) -> Tensor:
         """[B, T, sources * D] -> [B, T, D] features."""

@@ -130,11 +130,11 @@ def attend_own(
 class PackedEagleLayer:
     """An ``EagleLayer`` for drafting: copies of its weights in few, large products. Inference only."""
 
-    def __init__(self, layer: EagleLayer) -> None:
+    def __init__(self, layer: EagleLayer, dtype: torch.dtype | None) -> None:
         self._norms = FusedRMSNorm(layer.input_layernorm, layer.hidden_norm)
-        self._attention = layer.self_attn.inference()
+        self._attention = layer.self_attn.inference(dtype)
         self._post_norm = FusedRMSNorm(layer.post_attention_layernorm)
-        self._mlp = FusedMLP(layer.mlp)
+        self._mlp = FusedMLP(layer.mlp, dtype)
 
     def __call__(self, inputs: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
         """[B, F, 2 D] embeddings and features, side by side -> [B, F, D]; ``cache`` is open for these F positions."""

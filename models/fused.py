@@ -58,10 +58,11 @@ class FusedRMSNorm(nn.Module):
 class FusedMLP(nn.Module):
     """``down(act(gate(x)) * up(x))`` with gate and up as one product; packed where that is possible."""
 
-    def __init__(self, mlp: Any) -> None:
+    def __init__(self, mlp: Any, dtype: torch.dtype | None = None) -> None:
+        """Copy ``mlp``, its weights as ``dtype``; by default as they are."""
         super().__init__()
-        self._gate_up = joined_linear([mlp.gate_proj, mlp.up_proj])
-        self._down = joined_linear([mlp.down_proj])
+        self._gate_up = joined_linear([mlp.gate_proj, mlp.up_proj], dtype)
+        self._down = joined_linear([mlp.down_proj], dtype)
         self._act = mlp.act_fn
         self._packed = isinstance(self._gate_up, PrepackedLinear)
 
@@ -78,15 +79,16 @@ class FusedMLP(nn.Module):
 class FusedAttention(nn.Module):
     """Grouped-query attention with queries, keys and values as one product, and queries and keys rotated together."""
 
-    def __init__(self, stock: Any) -> None:
+    def __init__(self, stock: Any, dtype: torch.dtype | None = None) -> None:
+        """Copy ``stock``, its weights as ``dtype``; by default as they are."""
         super().__init__()
         self.layer_idx: int = stock.layer_idx
         self.scaling: float = stock.scaling
         self.head_dim: int = stock.head_dim
         self._queries = stock.q_proj.out_features // self.head_dim
         self._rotated = self._queries + stock.k_proj.out_features // self.head_dim
-        self._qkv = joined_linear([stock.q_proj, stock.k_proj, stock.v_proj])
-        self._out = joined_linear([stock.o_proj])
+        self._qkv = joined_linear([stock.q_proj, stock.k_proj, stock.v_proj], dtype)
+        self._out = joined_linear([stock.o_proj], dtype)
         self._normed = hasattr(stock, "q_norm")
         if self._normed:
             self.q_norm, self.k_norm = FusedRMSNorm(stock.q_norm), FusedRMSNorm(stock.k_norm)
@@ -134,7 +136,7 @@ def _can_join(module: nn.Module, *names: str) -> bool:
     return plain and len({child.bias is None for child in children}) == 1
 
 
-def _fused(stock: Any) -> nn.Module | None:
+def _fused(stock: Any, dtype: torch.dtype | None) -> nn.Module | None:
     """The fused equivalent of one stock module, or None where there is none.
 
     Exact classes only: a subclass may compute something else.
@@ -142,7 +144,7 @@ def _fused(stock: Any) -> nn.Module | None:
     if type(stock) in NORMS and stock.weight.device.type == "cpu" and stock.weight.dtype == torch.float32:
         return FusedRMSNorm(stock)
     if type(stock) in MLPS and _can_join(stock, "gate_proj", "up_proj") and _can_join(stock, "down_proj"):
-        return FusedMLP(stock)
+        return FusedMLP(stock, dtype)
     if (
         type(stock) in ATTENTIONS
         and stock.is_causal
@@ -150,23 +152,24 @@ def _fused(stock: Any) -> nn.Module | None:
         and _can_join(stock, "q_proj", "k_proj", "v_proj")
         and _can_join(stock, "o_proj")
     ):
-        return FusedAttention(stock)
+        return FusedAttention(stock, dtype)
     return None
 
 
-def fuse_modules(module: nn.Module) -> int:
+def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None) -> int:
     """Replace stock attention, MLP and norm modules below ``module`` by fused ones, in place.
 
-    What has no equivalent here is left for ``prepack_linears``. The original weights are released.
+    What has no equivalent here is left for ``prepack_linears``. The original weights are released. ``dtype``: of the
+    fused modules' weights; by default as they are.
 
     Returns:
         How many ``nn.Linear`` the fused modules have taken the place of.
     """
     replaced = 0
     for name, child in list(module.named_children()):
-        fused = _fused(child)
+        fused = _fused(child, dtype)
         if fused is None:
-            replaced += fuse_modules(child)
+            replaced += fuse_modules(child, dtype)
         else:
             replaced += sum(type(part) is nn.Linear for part in child.children())
             setattr(module, name, fused)

@@ -108,11 +108,14 @@ class HeadAttention(nn.Module):
             key, value = cache.update(key, value, 0)
         return self.output(query, key, value, mask)
 
-    def inference(self) -> "Layer":
-        """``forward`` over a cache, with its weights packed for few rows where that is possible (a copy)."""
-        if not can_prepack(self.q_proj.weight):
+    def inference(self, dtype: torch.dtype | None = None) -> "Layer":
+        """``forward`` over a cache, with its weights packed for few rows where that is possible (a copy).
+
+        ``dtype``: of the copy; by default as the weights are.
+        """
+        if dtype is None and not can_prepack(self.q_proj.weight):
             return self.forward
-        fused = FusedAttention(self)
+        fused = FusedAttention(self, dtype)
         return lambda x, positions, mask, cache: fused(x, self.rotation(x, positions), mask, cache)[0]
 
     def output(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

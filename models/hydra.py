@@ -162,9 +162,9 @@ class PrefixLayer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), positions, mask)
         return cast(Tensor, self.norm(x + self.mlp(self.post_attention_layernorm(x))))
 
-    def inference(self) -> Layer:
-        """The layer over a cache, with its weights packed for few rows where that is possible (a copy)."""
-        attention, mlp = self.self_attn.inference(), FusedMLP(self.mlp)
+    def inference(self, dtype: torch.dtype | None) -> Layer:
+        """The layer over a cache, with its weights packed as ``dtype`` where that is possible (a copy)."""
+        attention, mlp = self.self_attn.inference(dtype), FusedMLP(self.mlp, dtype)
         norms = self.input_layernorm, self.post_attention_layernorm, self.norm
         input_norm, post_norm, norm = (FusedRMSNorm(part) for part in norms)
 
@@ -198,7 +198,7 @@ class HydraHead(RecurrentHead):
         if config.projection_bias:
             # The bias is one more column, whose input is 1.
             first = replace(first, weight=F.pad(first.weight, (0, 1)))
-        self.projections = Projections(first, config.num_heads if config.own_projection else 0)
+        self.projections = Projections(first, config.num_heads if config.own_projection else 0, config.copy_dtype)
         self._packed: nn.ModuleList | None = None
         self._prefix_layer: Layer | None = None
 
@@ -228,7 +228,7 @@ class HydraHead(RecurrentHead):
         if self.prefix is None:
             return state
         if self._prefix_layer is None:
-            self._prefix_layer = self.prefix.inference()
+            self._prefix_layer = self.prefix.inference(self.config.copy_dtype)
         shape = self.prefix.self_attn.shape.cache_shape(self.dtype, self.base.device)
         text = LayerText.none(LayerMemory(self._prefix_layer, shape), batch, self.prefix.norm.weight)
         return HydraState(hidden=state.hidden, text=text)
@@ -253,7 +253,7 @@ class HydraHead(RecurrentHead):
 
     def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
         if self._packed is None:
-            self._packed = packed_twin(self.blocks)
+            self._packed = packed_twin(self.blocks, self.config.copy_dtype)
         x = torch.cat([states[0], self._embed(tokens)], -1)
         return self.projections.logits(self._projected(self._packed[k](x)), k), (x,)
 

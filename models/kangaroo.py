@@ -89,7 +89,7 @@ class KangarooHead(NextTokenHead):
         self.self_attn = HeadAttention(base)
         self.norm = HeadRMSNorm(base.hidden_size, norm_eps(base), base.device)
         self._first = first_layers(base, config.exit_layer)
-        self._projections = Projections(self.teacher, 0)
+        self._projections = Projections(self.teacher, 0, config.copy_dtype)
         self._layer: Layer | None = None
 
     def recomputable(self) -> list[tuple[nn.Module, str]]:
@@ -111,7 +111,7 @@ class KangarooHead(NextTokenHead):
     def _inference_layer(self) -> Layer:
         """The adapter as one function over a cache, packed for few rows where that is possible."""
         if self._layer is None:
-            attention = self.self_attn.inference()
+            attention = self.self_attn.inference(self.config.copy_dtype)
             input_norm, norm = FusedRMSNorm(self.input_layernorm), FusedRMSNorm(self.norm)
 
             def adapter(x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:

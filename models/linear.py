@@ -12,6 +12,7 @@ from copy import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROWS_HINT = 8
@@ -38,15 +39,17 @@ def is_skinny(x: Tensor) -> bool:
 
 
 class PrepackedLinear(nn.Module):
-    """Inference-only float32 CPU linear layer over oneDNN's blocked weight layout. No gradient passes through."""
+    """Inference-only CPU linear layer over oneDNN's blocked weight layout. No gradient passes through."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
+        """Pack float32 weights as ``dtype``: float32, or bfloat16, which rounds inputs and outputs too."""
         super().__init__()
+        self._dtype = dtype
         self.out_features, self.in_features = weight.shape
         # Not buffers: an opaque oneDNN tensor cannot be saved, moved or cast.
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), ROWS_HINT)
         _use_huge_pages(torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed))
-        self._bias = None if bias is None else bias.detach()
+        self._bias = None if bias is None else bias.detach().to(dtype)
         self._product = torch.ops.mkldnn._linear_pointwise.default
         self._pads = weight.numel() >= PAD_FROM
 
@@ -54,8 +57,8 @@ class PrepackedLinear(nn.Module):
         """``x @ weight.T + bias``: [..., in] -> [..., out], float32."""
         if self._pads and is_skinny(x):
             return self.forward(pad_rows(x)).narrow(-2, 0, x.shape[-2])
-        product: Tensor = self._product(x, self._packed, self._bias, "none", [], "")
-        return product
+        product: Tensor = self._product(x.to(self._dtype), self._packed, self._bias, "none", [], "")
+        return product.to(x.dtype)
 
 
 def _use_huge_pages(address: int, size: int) -> None:
@@ -83,45 +86,67 @@ def can_prepack(weight: Tensor) -> bool:
     )
 
 
-def inference_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
-    """A layer with this weight, packed for few rows where that is possible. No gradient reaches the weight."""
-    if can_prepack(weight):
-        return PrepackedLinear(weight, bias)
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    linear.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)  # type: ignore[assignment]
-    return linear
+class PlainLinear(nn.Module):
+    """Inference-only ``F.linear``, computed in the dtype of its weight."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self._weight, self._bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out], in the dtype of ``x``."""
+        return F.linear(x.to(self._weight.dtype), self._weight, self._bias).to(x.dtype)
 
 
-def joined_linear(linears: list[nn.Linear]) -> nn.Module:
+def inference_linear(weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+    """A layer with this weight, packed for few rows where that is possible. No gradient reaches the weight.
+
+    Args:
+        weight: [out, in].
+        bias: [out].
+        dtype: to compute in; by default the weight's own.
+    """
+    dtype = dtype or weight.dtype
+    if can_prepack(weight) and (dtype == torch.float32 or _packs_bfloat16()):
+        return PrepackedLinear(weight, bias, dtype)
+    return PlainLinear(weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
+
+
+def _packs_bfloat16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def joined_linear(linears: list[nn.Linear], dtype: torch.dtype | None = None) -> nn.Module:
     """``inference_linear`` with the outputs of ``linears`` side by side; they share their input, and bias or none."""
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-    return inference_linear(torch.cat([linear.weight for linear in linears]), bias)
+    return inference_linear(torch.cat([linear.weight for linear in linears]), bias, dtype)
 
 
-def prepack_linears(module: nn.Module) -> int:
+def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None) -> int:
     """Replace every ``nn.Linear`` below ``module`` by its prepacked form, in place; returns how many.
+
+    ``dtype``: to compute in; by default float32, as the weights are.
 
     The original weights are released unless something else holds them (a tied embedding does).
     """
     replaced = 0
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear and can_prepack(child.weight):
-            setattr(module, name, PrepackedLinear(child.weight, child.bias))
+            setattr(module, name, inference_linear(child.weight, child.bias, dtype))
             replaced += 1
         else:
-            replaced += prepack_linears(child)
+            replaced += prepack_linears(child, dtype)
     return replaced
 
 
-def packed_twin(module: Any) -> Any:
+def packed_twin(module: Any, dtype: torch.dtype | None = None) -> Any:
     """``module`` for inference on few rows: shares all its weights, but has packed copies of its linear layers' ones.
 
-    It is in evaluation mode, and void once those weights change.
+    The copies are of ``dtype``, by default of their own. It is in evaluation mode, and void once those weights change.
     """
-    if type(module) is nn.Linear and can_prepack(module.weight):
-        return PrepackedLinear(module.weight, module.bias)
+    if type(module) is nn.Linear:
+        return inference_linear(module.weight, module.bias, dtype)
     twin = copy(module)
-    twin.__dict__["_modules"] = {name: packed_twin(child) for name, child in module._modules.items()}
+    twin.__dict__["_modules"] = {name: packed_twin(child, dtype) for name, child in module._modules.items()}
     twin.__dict__["training"] = False
     return twin

@@ -123,7 +123,9 @@ class MedusaHead(LastStateHead):
             Blocks(base.hidden_size, config.num_layers, config.reads_last_token, config.tie_blocks)
             for _ in range(config.num_heads)
         ).to(base.device)
-        self.projections = Projections(self.teacher, config.num_heads if config.own_projection else 0)
+        self.projections = Projections(
+            self.teacher, config.num_heads if config.own_projection else 0, config.copy_dtype
+        )
         self._stacks: list[tuple[Tensor, Tensor]] | None = None
 
     def forget_copies(self) -> None:

@@ -135,12 +135,16 @@ def side_by_side(trees: Sequence[TokenTree]) -> TokenTree:
 def merge(proposals: Sequence[Proposal]) -> Proposal:
     """The union of trees with one root.
 
-    A node is merged with that of an earlier drafter. Equal samples of one drafter stay apart: they may share what was
-    sampled below them, and then trying both would try the same sample twice.
+    A node is merged with that of an earlier drafter; of one that found nothing there is no trace. Equal samples of one
+    drafter stay apart: they may share what was sampled below them, and then trying both would try the same sample
+    twice.
 
     Raises:
         UserError: trials sampled with and without replacement, for which there is no rule.
     """
+    proposals = [p for p in proposals if len(p.shape) > 1] or [proposals[0]]
+    if len(proposals) == 1:
+        return proposals[0]
     kinds = {p.siblings for p in proposals if p.laws is not None}
     if len(kinds) > 1:
         raise UserError(
@@ -185,9 +189,9 @@ class _Table:
             1,
         )
 
-    @property
-    def depth(self) -> int:
-        return int(self.depths.max())
+        levels = sorted((int(p.shape.depths.max()) for p in proposals), reverse=True)
+        self.shared_depth = levels[1]
+        """Levels on which two drafters have nodes, so that some can be the same."""
 
 
 def _same_node(table: _Table) -> Tensor:
@@ -199,7 +203,7 @@ def _same_node(table: _Table) -> Tensor:
     earlier = index[:, None] > index
     own = table.owner[:, None] == table.owner
     alike = (table.tokens[:, :, None] == table.tokens[:, None]) & earlier
-    for depth in range(1, table.depth + 1):
+    for depth in range(1, table.shared_depth + 1):
         above = torch.where(table.parents >= 0, same.gather(1, table.parents.clamp(min=0)), -1)
         on_level = (table.depths == depth) & (above >= 0)
         twins = alike & (above[:, :, None] == above[:, None]) & on_level[:, :, None] & on_level[:, None]

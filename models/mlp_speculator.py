@@ -124,11 +124,11 @@ class MLPSpeculatorHead(RecurrentHead):
         if config.own_projection:
             # Of a width of its own, so there is nothing to copy from the base.
             blank = torch.zeros(1, 1, device=base.device).expand(len(self.d2t), width)
-            self.projections = Projections(OutputHead(weight=blank), stages)
+            self.projections = Projections(OutputHead(weight=blank), stages, config.copy_dtype)
             for weight in self.projections.weights:
                 nn.init.normal_(weight, 0, min(width, len(self.d2t) if config.cell == "lstm" else width) ** -0.5)
         else:
-            self.projections = Projections(self.teacher, 0)
+            self.projections = Projections(self.teacher, 0, config.copy_dtype)
         self._packed: _Modules | None = None
 
     def forget_copies(self) -> None:
@@ -148,7 +148,8 @@ class MLPSpeculatorHead(RecurrentHead):
 
     def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
         if self._packed is None:
-            self._packed = _Modules(packed_twin(self.cells), packed_twin(self.outputs))
+            dtype = self.config.copy_dtype
+            self._packed = _Modules(packed_twin(self.cells, dtype), packed_twin(self.outputs, dtype))
         states, read = _step(self._packed, k, states, tokens)
         return self.projections.logits(read, k), states
 

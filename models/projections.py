@@ -17,8 +17,10 @@ class Projections(KeepsCopies):
     Position k (0-based) reads projection k, or the last one there is.
     """
 
-    def __init__(self, teacher: OutputHead, count: int) -> None:
+    def __init__(self, teacher: OutputHead, count: int, copy_dtype: torch.dtype | None = None) -> None:
+        """Initialise ``count`` projections from ``teacher``; drafting reads copies in ``copy_dtype``, if given."""
         super().__init__()
+        self._copy_dtype = copy_dtype
         self.weights = nn.ParameterList(nn.Parameter(teacher.weight.detach().float().clone()) for _ in range(count))
         self._teacher = teacher
         self._products: dict[int, nn.Module] = {}
@@ -37,7 +39,7 @@ class Projections(KeepsCopies):
         """Draft logits of position k (0-based), for inference: [..., D] -> [..., W]."""
         place = min(k, max(0, len(self.weights) - 1))
         if place not in self._products:
-            self._products[place] = inference_linear(self.head(place).weight.detach())
+            self._products[place] = inference_linear(self.head(place).weight, dtype=self._copy_dtype)
         product = self._products[place]
         return self._teacher.finish(product(hidden.to(self.head(place).weight.dtype)))
 

@@ -80,6 +80,7 @@ def trials(found: Proposal, row: int) -> Trials:
 def test_union_keeps_every_trial_and_its_law(data: st.DataObject, kinds: list[bool], rows: int) -> None:
     parts = [proposal([data.draw(trees()) for _ in range(rows)], sampled) for sampled in kinds]
     merged = merge(parts)
+    parts = [part for part in parts if len(part.shape) > 1] or parts[:1]  # who found nothing has no trials and no laws
     for row in range(rows):
         wanted: Trials = {}
         offset = 0
