@@ -6,6 +6,7 @@ fastest becomes the winner's default; its folder keeps the table and the default
 """
 
 import argparse
+import math
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -208,7 +209,7 @@ def rows_of(candidates: list[Candidate], results: dict[str, list[DecodeResult]])
                 "draft_ms": 1e3 * sum(step.draft_s for step in steps) / max(1, len(steps)),
                 "verify_ms": 1e3 * sum(step.verify_s for step in steps) / max(1, len(steps)),
                 "speedup": speedup,
-                "interval": [low, high],
+                "interval": [low, high] if math.isfinite(low) else None,  # one prompt has none
                 "identical": sum(a.tokens == b.tokens for a, b in zip(of["drafthead"], found, strict=True)),
                 "answers": len(found),
             }
@@ -223,7 +224,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     for name in ("exit", "drafts", "below", "tokens", "draft ms", "speedup", "95 %", "same"):
         shown.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        low, high = row["interval"]
+        interval = row["interval"] and "{:.2f}–{:.2f}".format(*row["interval"])
         shown.add_row(
             str(Path(row["head"]).parent.name or row["head"]),
             str(row["exit_layer"] or "–"),
@@ -232,7 +233,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
             f"{row['mean_accepted_tokens']:.2f}",
             f"{row['draft_ms']:.1f}",
             f"{row['speedup']:.2f}x",
-            f"{low:.2f}–{high:.2f}",
+            interval or "–",
             f"{row['identical']}/{row['answers']}",
         )
     return shown
@@ -249,16 +250,16 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         )
         apart = 0.008 * (place - (len(lines) - 1) / 2)
         speeds = [row["speedup"] for row in own]
-        sides = zip(
-            *((row["speedup"] - row["interval"][0], row["interval"][1] - row["speedup"]) for row in own), strict=True
-        )
+        ends = [row["interval"] or [row["speedup"]] * 2 for row in own]
+        sides = [[max(0.0, s - low) for s, (low, _) in zip(speeds, ends, strict=True)]]
+        sides += [[max(0.0, high - s) for s, (_, high) in zip(speeds, ends, strict=True)]]
         exit_layer = next(r["exit_layer"] for r in rows if r["head"] == head)
         label = f"exit {exit_layer}" if exit_layer else Path(head).parent.name
         shape = f"chain of {drafts}" if drafts else "its tree"
         axes.errorbar(
             [row["threshold"] + apart for row in own],
             speeds,
-            yerr=[[max(0.0, side) for side in part] for part in sides],
+            yerr=sides,
             marker="o",
             elinewidth=0.8,
             label=f"{label}, {shape}",
