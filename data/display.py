@@ -1,5 +1,6 @@
 """What a person sees while a run works: progress bars with an ETA for data, timed headings for stages."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
@@ -15,12 +16,17 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+LOG_WIDTH = 120
+"""Columns of what is no terminal, unless ``COLUMNS`` says otherwise; rich would fold tables at 80."""
+
 
 class Display:
     """Console of a run. Silent on processes other than the main one."""
 
     def __init__(self, enabled: bool = True) -> None:
         self.console = Console(quiet=not enabled, highlight=False)
+        if not self.console.is_terminal and "COLUMNS" not in os.environ:
+            self.console.width = LOG_WIDTH
         self.stages: list[tuple[str, float]] = []
         """Finished stages and their seconds."""
         self._bar: Progress | None = None

@@ -2,10 +2,11 @@
 
 Made for Kangaroo, whose exit layer and threshold trade acceptance against the cost of drafting; works for any heads of
 one base. All combinations, and what every head does by default, answer the same prompts in one interleaved run. The
-fastest becomes the winner's default, and its folder keeps the table and the tree it had (sweep.json, sweep.png).
+fastest becomes the winner's default; its folder keeps the table and the default before (sweep.json, sweep.png).
 """
 
 import argparse
+import math
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -126,17 +127,18 @@ def _sweep(arguments: argparse.Namespace) -> None:
         "choices": None if winner.head.tree is None else [list(path) for path in winner.head.tree.paths[1:]],
         "stop_below": winner.head.stop_below,
     }
-    if arguments.dry or best["default"]:
-        reason = "--dry" if arguments.dry else "it is that head's default"
-        display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; nothing was changed ({reason})")
+    if arguments.dry:
+        display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; nothing was changed (--dry)")
         return
-    if winner.drafts:
-        winner.head.tree = TokenTree.chain(winner.drafts)
-    winner.head.stop_below = winner.threshold
-    winner.head.save_pretrained(winner.folder)
+    if not best["default"]:
+        if winner.drafts:
+            winner.head.tree = TokenTree.chain(winner.drafts)
+        winner.head.stop_below = winner.threshold
+        winner.head.save_pretrained(winner.folder)
     write_json(Path(winner.folder) / "sweep.json", record)
     draw(rows, Path(winner.folder) / "sweep.png")
-    display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; now the default of {winner.folder} (sweep.json)")
+    now = "the default already" if best["default"] else "now the default"
+    display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; {now} of {winner.folder} (sweep.json, sweep.png)")
     display.line(f"   best of {len(rows)} on the prompts that chose it: `drafthead eval` on others says what it buys")
 
 
@@ -207,7 +209,7 @@ def rows_of(candidates: list[Candidate], results: dict[str, list[DecodeResult]])
                 "draft_ms": 1e3 * sum(step.draft_s for step in steps) / max(1, len(steps)),
                 "verify_ms": 1e3 * sum(step.verify_s for step in steps) / max(1, len(steps)),
                 "speedup": speedup,
-                "interval": [low, high],
+                "interval": [low, high] if math.isfinite(low) else None,  # one prompt has none
                 "identical": sum(a.tokens == b.tokens for a, b in zip(of["drafthead"], found, strict=True)),
                 "answers": len(found),
             }
@@ -222,7 +224,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     for name in ("exit", "drafts", "below", "tokens", "draft ms", "speedup", "95 %", "same"):
         shown.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        low, high = row["interval"]
+        interval = row["interval"] and "{:.2f}–{:.2f}".format(*row["interval"])
         shown.add_row(
             str(Path(row["head"]).parent.name or row["head"]),
             str(row["exit_layer"] or "–"),
@@ -231,7 +233,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
             f"{row['mean_accepted_tokens']:.2f}",
             f"{row['draft_ms']:.1f}",
             f"{row['speedup']:.2f}x",
-            f"{low:.2f}–{high:.2f}",
+            interval or "–",
             f"{row['identical']}/{row['answers']}",
         )
     return shown
@@ -239,16 +241,31 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 
 @styled
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Speedup over the threshold, a line for every head and shape."""
+    """Speedup over the threshold with its interval, a line for every head and shape, beside each other at a point."""
     figure, axes = new_axes(height=3.4)
-    for head, drafts in sorted({(row["head"], row["drafts"]) for row in rows}):
-        own = sorted((r["threshold"], r["speedup"]) for r in rows if (r["head"], r["drafts"]) == (head, drafts))
+    lines = sorted({(row["head"], row["drafts"]) for row in rows})
+    for place, (head, drafts) in enumerate(lines):
+        own = sorted(
+            (row for row in rows if (row["head"], row["drafts"]) == (head, drafts)), key=lambda r: r["threshold"]
+        )
+        apart = 0.008 * (place - (len(lines) - 1) / 2)
+        speeds = [row["speedup"] for row in own]
+        ends = [row["interval"] or [row["speedup"]] * 2 for row in own]
+        sides = [[max(0.0, s - low) for s, (low, _) in zip(speeds, ends, strict=True)]]
+        sides += [[max(0.0, high - s) for s, (_, high) in zip(speeds, ends, strict=True)]]
         exit_layer = next(r["exit_layer"] for r in rows if r["head"] == head)
         label = f"exit {exit_layer}" if exit_layer else Path(head).parent.name
         shape = f"chain of {drafts}" if drafts else "its tree"
-        axes.plot([t for t, _ in own], [s for _, s in own], marker="o", label=f"{label}, {shape}")
+        axes.errorbar(
+            [row["threshold"] + apart for row in own],
+            speeds,
+            yerr=sides,
+            marker="o",
+            elinewidth=0.8,
+            label=f"{label}, {shape}",
+        )
     axes.axhline(1, linewidth=0.8, color=MUTED)
     axes.set_xlabel("confidence threshold")
     axes.set_ylabel("speedup over plain decoding")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
     save_png(figure, path)

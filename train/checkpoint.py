@@ -263,6 +263,8 @@ def _prune(folder: Path, newest: Path, keep: int) -> None:
 def _mark(folder: Path, best: Path | None) -> None:
     """Point the link ``best`` at ``best``, in one step."""
     link = folder / BEST
+    if link.is_dir() and not link.is_symlink():  # a copy of the run, made by what follows links
+        link.rename(folder / f".replaced.{BEST}.copy")
     if best is None:
         link.unlink(missing_ok=True)
         return

@@ -97,4 +97,6 @@ def test_a_default_that_is_fastest_stays(tiny_base: TinyBase, tmp_path: Path, mo
     monkeypatch.setattr(sweep, "rows_of", slowed)
     options = ["--thresholds", "0", "--drafts", "1", "--suite", "builtin", "--limit", "1", "--max-new-tokens", "4"]
     run(monkeypatch, "--heads", folder, *options)
-    assert {p.name: p.read_bytes() for p in Path(folder).iterdir()} == before
+    after = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
+    assert after.keys() - before.keys() == {"sweep.json", "sweep.png"}
+    assert {name: after[name] for name in before} == before
