@@ -138,9 +138,9 @@ def test_a_trained_base_has_a_sharded_twin() -> None:
 
 def test_recomputable_is_less_than_all() -> None:
     for head in ("hydra_pp", "kangaroo", "eagle3"):
-        found = load(f"recipe={head}_smollm2").head_config().size(576, 49152)
+        found = load(f"recipe={head}_smollm2").head_config().size(SHAPE)
         assert 0 < found.recomputable_per_token < found.activations_per_token
-    assert load("recipe=medusa_smollm2").head_config().size(576, 49152).recomputable_per_token == 0
+    assert load("recipe=medusa_smollm2").head_config().size(SHAPE).recomputable_per_token == 0
 
 
 def test_a_part_of_uneven_rows_is_rounded_up() -> None:

@@ -70,7 +70,7 @@ def test_a_sharded_run_of_one_process_is_a_run(tmp_path: Path) -> None:
     assert not torch.distributed.is_initialized()
     load_base_and_head(sharded / "head")
 
-    for path in (sharded / "checkpoints").iterdir():
+    for path in (sharded / "checkpoints").glob("step-*"):
         if int(path.name.removeprefix("step-")) > 5:
             shutil.rmtree(path)
     shutil.rmtree(sharded / "head")

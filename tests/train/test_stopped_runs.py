@@ -93,7 +93,7 @@ def test_the_command_leaves_with_the_documented_code(tmp_path: Path, signum: sig
     command += [f"data.folder={tmp_path}/corpora", "phases.pretrain.steps=100000", "log_every=1"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        while "pretrain" not in (tmp_path / "log").read_text() and process.poll() is None:
+        while "/100000  loss" not in (tmp_path / "log").read_text() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signum)
         assert process.wait(timeout=60) == expected
@@ -141,6 +141,13 @@ def cut(path: Path) -> None:
 
 def test_damaged_corpora_are_named_and_made_again(runs: Any, whole: Path, tmp_path: Path) -> None:
     assert runs.one(tmp_path, at=("step", 3)) == -signal.SIGKILL
+    flip(next(tmp_path.glob("corpora/text/*/rows.arrow")))
+    assert runs.one(tmp_path, at=("step", 12)) == 1
+    last = runs.said(tmp_path).strip().splitlines()[-1]
+    assert "rows.arrow does not have the checksum" in last and "packed again" in last, last
+    folder = next(tmp_path.glob("corpora/text/*/rows.arrow")).parent
+    for path in folder.iterdir():
+        path.unlink()
     answers = tmp_path / "corpora" / "generations"
     for name, damage in (("shard-00001.parquet", cut), ("shard-00002.safetensors", flip)):
         damage(answers / name)
@@ -149,14 +156,7 @@ def test_damaged_corpora_are_named_and_made_again(runs: Any, whole: Path, tmp_pa
         assert f"{answers / name} cannot be read" in last and "are answered again" in last, last
         for path in answers.glob(f"{Path(name).stem}.*"):
             path.unlink()
-    flip(next(tmp_path.glob("corpora/text/*/rows.arrow")))
-    assert runs.one(tmp_path, at=("step", 12)) == 1
-    last = runs.said(tmp_path).strip().splitlines()[-1]
-    assert "rows.arrow does not have the checksum" in last and "packed again" in last, last
-    folder = next(tmp_path.glob("corpora/text/*/rows.arrow")).parent
-    for path in folder.iterdir():
-        path.unlink()
-    assert runs.one(tmp_path, at=("step", 14)) == -signal.SIGKILL
+    assert runs.one(tmp_path, at=("step", 4)) == -signal.SIGKILL  # of the second phase, where features are first read
     flip(next(tmp_path.glob("corpora/features/distill-*/features.bin")))
     assert runs.one(tmp_path) == 1
     last = runs.said(tmp_path).strip().splitlines()[-1]

@@ -51,7 +51,7 @@ def test_a_torn_last_line_is_dropped_and_a_broken_middle_is_named(tmp_path: Path
     log.write(row(2))
     assert logged(log.path) == [1, 2]
     log.path.write_text("oops\n" + log.path.read_text())
-    with pytest.raises(UserError, match="metrics.jsonl line 1 is not JSON.*remove that line"):
+    with pytest.raises(UserError, match="metrics.jsonl line 1 is not a JSON object.*remove that line"):
         log.truncate(9)
 
 
