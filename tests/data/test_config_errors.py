@@ -29,3 +29,8 @@ def test_settings_of_another_head_are_named_at_once() -> None:
 def test_a_misspelt_setting_is_named_beside_those_that_there_are() -> None:
     with pytest.raises(UserError, match=r"MedusaConfig has no num_hedas; .*misspelt \(it has .*num_heads"):
         load("recipe=medusa_smollm2", "+head.num_hedas=3")
+
+
+def test_overlong_messages_keep_both_ends() -> None:
+    said = str(UserError(f"a.json has a bad name {'9' * 5000!r}; copy it again"))
+    assert len(said) < 2300 and said.startswith("a.json has a bad name '999") and said.endswith("'; copy it again")
