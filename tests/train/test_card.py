@@ -15,7 +15,8 @@ from drafthead.models.base_config import BaseConfig
 from drafthead.models.eagle3 import Eagle3Config
 from drafthead.models.medusa import MedusaConfig
 from drafthead.train import card, card_facts
-from drafthead.train.config import PhaseConfig, RunConfig
+from drafthead.train.config import PhaseConfig
+from support import composed
 
 TinyBase = Callable[..., BaseModel]
 
@@ -61,17 +62,19 @@ def test_engines_of_a_head_that_servers_load_and_of_one_that_they_cannot(tiny_ba
     assert not loaded and "no: it drafts over 100 of 300 ids" in rows[0][2]
 
 
-def test_a_revision_is_named_by_the_recipe_or_else_by_the_file_that_was_read(tiny_base: TinyBase) -> None:
+def test_a_revision_is_named_by_the_recipe_or_else_by_the_file_that_was_read(
+    tiny_base: TinyBase, tmp_path: Path
+) -> None:
     head, answers = MedusaConfig(num_heads=2).build(tiny_base(), None), GenerationStats(rows=3, tokens=50, finished=1)
 
-    def base_line(revision: str | None) -> str:
-        run = RunConfig(base=BaseConfig(name="user/base", revision=revision), head={}, phases={})
+    def base_line(*overrides: str) -> str:
+        run, _ = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny", *overrides)
         return dict(card_facts.facts(run, head, answers))["base"]
 
-    assert "revision not fixed" in base_line(None) and "revision v1" in base_line("v1")
+    assert "revision not fixed" in base_line() and "revision v1" in base_line("base.revision=v1")
     head.base.model.config._commit_hash = "abc"
     try:
-        assert "revision abc" in base_line(None)
+        assert "revision abc" in base_line()
     finally:
         head.base.model.config._commit_hash = None
 
