@@ -109,6 +109,7 @@ def write_card(
     evaluation: dict[str, Any],
     quality: dict[str, Any] | None,
     folder: Path,
+    processes: int,
 ) -> None:
     """Write ``README.md``, ``eval.json`` and the curve of the losses into ``folder/head``.
 
@@ -119,6 +120,7 @@ def write_card(
         evaluation: what ``evaluate`` returned.
         quality: of a base that was tuned along; None otherwise.
         folder: the run folder.
+        processes: that the run began with.
     """
     target, evaluation = folder / "head", _published(evaluation)
     write_json(target / "eval.json", evaluation)
@@ -138,7 +140,7 @@ def write_card(
         "loaded": loaded,
         "tuned": "" if quality is None else quality_markdown(quality),
         "facts": facts(run, head, answers),
-        "phases": [phase_row(name, phase) for name, phase in run.phases.items()],
+        "phases": [phase_row(name, phase, processes) for name, phase in run.phases.items()],
         "losses": LOSSES if curve.exists() else "",
         "licence": _licence(licences),
     }

@@ -1,6 +1,5 @@
 """What a model card says of a head's training, its base and the engines that load it, as rows of Markdown tables."""
 
-import os
 from pathlib import Path
 
 from drafthead.data.generations import GenerationStats
@@ -74,10 +73,15 @@ def _source(source: SourceConfig) -> str:
     return f"[{source.name}](https://huggingface.co/datasets/{source.name}) ({', '.join(filter(None, details))})"
 
 
-def phase_row(name: str, phase: PhaseConfig) -> tuple[str, ...]:
-    """A phase: its name, data, steps, tokens a step, learning rate and loss."""
+def phase_row(name: str, phase: PhaseConfig, processes: int) -> tuple[str, ...]:
+    """A phase: its name, data, steps, tokens a step, learning rate and loss.
+
+    Args:
+        name: of the phase.
+        phase: its settings.
+        processes: that the run began with, which set the rows of a step; others may have finished it.
+    """
     optim, loss = phase.optim, phase.loss
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
     tokens = phase.row_length * phase.batch_rows * phase.accumulate * processes
     rate = f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of {optim.warmup} warm-up"
     terms = " + ".join(f"{getattr(loss, term):g} {term}" for term in TERMS if getattr(loss, term))

@@ -1,17 +1,14 @@
 """A whole run: corpora -> phases -> tree -> evaluation -> head on disk (-> Hub)."""
 
 import json
-import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import set_seed
 
-from drafthead.data.backends import Group
 from drafthead.data.display import Display
 from drafthead.data.errors import UserError
 from drafthead.data.files import read_json, read_json_lines, write_json
@@ -29,16 +26,12 @@ from drafthead.train.card import write_card
 from drafthead.train.config import RunConfig, preflight
 from drafthead.train.corpora import Corpora
 from drafthead.train.joint import QUALITY, check_gate, measure_quality, with_tuned_base
-from drafthead.train.launcher import follow_launcher
 from drafthead.train.loop import Trainer
 from drafthead.train.phase_data import open_held_out
-from drafthead.train.processes import PATIENT, Processes
 from drafthead.train.provenance import write_provenance
 from drafthead.train.sharding import Sharding, whole
+from drafthead.train.start import Launch, launched, open_corpora
 from drafthead.train.tracking import Tracker
-
-WAITING = InitProcessGroupKwargs(timeout=PATIENT)
-"""Other processes wait for the one that generates; the default time-out ends a run after minutes of that."""
 
 
 def run_pipeline(run: RunConfig, resolved: str) -> None:
@@ -48,39 +41,29 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
         run: the checked recipe.
         resolved: the same as YAML, for the run folder.
     """
-    shard = follow_launcher(run.shard)
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[WAITING])
-    _check_accelerator(accelerator)
-    processes = Processes(run.dead_after_s)
-    with processes.watched():
-        _run(run, resolved, accelerator, processes, Sharding(shard, accelerator.device))
+    with launched(run) as launch:
+        _run(run, resolved, launch)
 
 
-def _run(run: RunConfig, resolved: str, accelerator: Accelerator, processes: Processes, sharding: Sharding) -> None:
-    display = Display(accelerator.is_main_process)
+def _run(run: RunConfig, resolved: str, launch: Launch) -> None:
+    accelerator, display, sharding = launch.accelerator, launch.display, launch.sharding
     folder = Path(run.out)
-    if accelerator.is_main_process:
+    if launch.is_main:
         preflight(run)
         _open_folder(folder, run, resolved, display)
     accelerator.wait_for_everyone()
     set_seed(run.seed)
-    tracker = _open_tracker(run, folder, display) if accelerator.is_main_process else None
-    with display.stage(f"base model {run.base.name or 'random'}"):
-        base = BaseModel.load(sharding.base_config(run.base), accelerator.device, display.line)
-    run.head_config().check_layers(base.num_layers)  # before hours of generation
-    corpora = Corpora(base, run.data, run.seed, display.progress, group_of(accelerator, run.node_data))
-    with display.stage("corpus: the base's own answers"):
-        stats = corpora.generations().stats
-        display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")
-    head = _new_head(run, base, corpora, display)
-    trainer = Trainer(run, head, corpora, folder, accelerator, display, tracker, sharding, processes)
+    tracker = _open_tracker(run, folder, display) if launch.is_main else None
+    corpora = open_corpora(run, launch)
+    head = _new_head(run, corpora, display)
+    trainer = Trainer(run, head, corpora, folder, accelerator, display, tracker, sharding, launch.processes)
     trainer.train()
     keeper = trainer.keeper
     del trainer
     accelerator.wait_for_everyone()
     if sharding.places_head:
         head = _whole_again(run, head, corpora, sharding, accelerator)
-    if accelerator.is_main_process:
+    if launch.is_main:
         keeper.choose_final(head)
         save_training_plots(read_json_lines(folder / "metrics.jsonl"), folder / "plots")
         quality = None
@@ -88,7 +71,7 @@ def _run(run: RunConfig, resolved: str, accelerator: Accelerator, processes: Pro
             with display.stage("the tuned base beside the untouched one"):
                 head = with_tuned_base(run, head, folder / "head")
                 quality = measure_quality(run, head.base, corpora, folder, display)
-        _finish(run, head, corpora, folder, display, tracker, quality)
+        _finish(run, head, corpora, folder, display, tracker, quality, keeper.began_with)
         if quality is not None:
             check_gate(quality, folder)
         if run.push:
@@ -100,20 +83,6 @@ def _run(run: RunConfig, resolved: str, accelerator: Accelerator, processes: Pro
 def _open_tracker(run: RunConfig, folder: Path, display: Display) -> Tracker:
     settings = asdict(run) | {"head": {**run.head, **asdict(run.head_config())}}  # with the defaults of this head
     return Tracker(run.tracker, folder, run.name, settings, display.line)
-
-
-def _check_accelerator(accelerator: Accelerator) -> None:
-    """Refuse kinds of launchers that the training loop would not follow.
-
-    Raises:
-        UserError: anything but plain processes; sharding is ``shard=``'s.
-    """
-    kind = accelerator.distributed_type.value
-    if kind != "NO" and not kind.startswith("MULTI_"):
-        raise UserError(
-            f"accelerate is set to {kind}, which training does not follow; choose plain multi-GPU (accelerate launch "
-            "--multi_gpu, or no accelerate config at all), and shard=full to shard"
-        )
 
 
 def _open_folder(folder: Path, run: RunConfig, resolved: str, display: Display) -> None:
@@ -193,16 +162,8 @@ def _whole_again(
     return found
 
 
-def group_of(accelerator: Accelerator, node_data: bool = False) -> Group:
-    """The processes that share a corpus: all that the launcher started, or with ``node_data`` those of a node."""
-    if not node_data:
-        return Group(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-    return Group(accelerator.local_process_index, local, accelerator.wait_for_everyone)
-
-
-def _new_head(run: RunConfig, base: BaseModel, corpora: Corpora, display: Display) -> DraftHead:
-    config = run.head_config()
+def _new_head(run: RunConfig, corpora: Corpora, display: Display) -> DraftHead:
+    config, base = run.head_config(), corpora.base
     size = config.draft_vocab_size
     d2t = None
     if size is not None and size < base.vocab_size:
@@ -226,6 +187,7 @@ def _finish(
     display: Display,
     tracker: Tracker | None,
     quality: dict[str, Any] | None,
+    began_with: int,
 ) -> None:
     base = head.base
     head.eval()
@@ -251,7 +213,7 @@ def _finish(
             costs=costs,
             training_log=read_json_lines(folder / "metrics.jsonl"),
         )
-    write_card(run, head, corpora.generations().stats, evaluation, quality, folder)
+    write_card(run, head, corpora.generations().stats, evaluation, quality, folder, began_with)
     display.console.print(console_table(evaluation))
     for line in console_lines(evaluation, read_json_lines(folder / "metrics.jsonl")):
         display.line(line)

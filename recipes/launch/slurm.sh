@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # sbatch --nodes 2 recipes/launch/slurm.sh recipe=medusa_llama3 shard=hybrid
-# One launcher a node, one process a GPU. Submit the same line again to go on from the newest checkpoint.
+# One launcher a node, one process a GPU. Submit the same line again to go on from the newest checkpoint; a job that was
+# preempted goes on by itself. SIGTERM 120 s before the end goes to the steps, where it saves and leaves (with B:TERM it
+# would go to this script alone).
 #SBATCH --job-name=drafthead
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -8,6 +10,9 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 

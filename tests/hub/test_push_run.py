@@ -1,5 +1,6 @@
 """``push=true``: refused before anything is done without a token, and no failed upload costs a run."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from safetensors.torch import load_file
 
 import drafthead
 from drafthead.data.errors import UserError
+from drafthead.eval.summary import speedup_of
+from drafthead.models.draft_head import DraftHead
 from drafthead.train import pipeline
 from drafthead.train.config import parse_run
 
@@ -60,10 +63,10 @@ def test_a_run_survives_a_hub_that_is_down_and_is_pushed_by_the_next_start(
     head = drafthead.load_head("team/medusa")
     kept = load_file(run / "head" / "model.safetensors")
     assert all(torch.equal(value, kept[key]) for key, value in head.state_dict().items())
-    check_card(ModelCard(files["README.md"].decode()), tmp_path)
+    check_card(ModelCard(files["README.md"].decode()), json.loads(files["eval.json"]), head, tmp_path)
 
 
-def check_card(card: ModelCard, folder: Path) -> None:
+def check_card(card: ModelCard, evaluation: dict[str, Any], head: DraftHead, folder: Path) -> None:
     """Everything that the card should say of this run, and nothing of this machine's folders."""
     data = card.data
     assert data.license == "unknown" and data.library_name == "drafthead"
@@ -73,11 +76,19 @@ def check_card(card: ModelCard, folder: Path) -> None:
         ("speedup", "overall"),
         ("mean_accepted_tokens", "overall"),
     }
+    assert len(evaluation["tasks"]) > 1
+    for name, group in [*evaluation["tasks"].items(), ("overall", evaluation["overall"])]:
+        speedup, accepted = speedup_of(group), group["mean_accepted_tokens"]
+        assert found["speedup", name].metric_value == round(speedup, 3)
+        assert found["mean_accepted_tokens", name].metric_value == round(accepted, 3)
+        (row,) = (line for line in card.content.splitlines() if line.startswith(f"| {name} | {speedup:.2f}x |"))
+        assert row.split(" | ")[3] == f"{accepted:.2f}"
     assert "CPU cores" in found["speedup", "overall"].metric_args["hardware"]
     for line in (
         'head = drafthead.load_head("team/medusa")',
-        "| pretrain | text | 10 |",
-        "| distill | the base's answers | 10 |",
+        f"revision not fixed, read in float32 |\n| fingerprint of the base | `{head.made_for}`; drafthead refuses",
+        "| pretrain | text | 10 | 1,024 | 0.002, cosine, 10 steps of linear warm-up |",
+        "| distill | the base's answers | 10 | 1,024 | 0.002, cosine, 20 steps of linear warm-up |",
         "stdlib_tiny",
         "greedy, at most 24 each",
         "0.5 ce + 0.5 kl, decay 0.8 by position",

@@ -6,6 +6,8 @@ Started by tests as ``python forked_runs.py``; reads one job a line and answers 
     overrides    of the recipe
     log          file for all output, rank 1's in FILE.1 and so on
     processes    how many (default 1)
+    environment  variables that the processes have besides
+    program      "train" (the default) or "data", which makes the corpora and nothing else
     kill_after   seconds after which all are killed
     patience     seconds that the others are waited for when one has ended (default 300)
     at           things to do: {"rank": 0, "call": [name, n], "do": what}, just before the n-th call (from 1) of a
@@ -31,11 +33,12 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from drafthead.data import files, generations
+from drafthead.data import run as data_run
 from drafthead.data.config import say
 from drafthead.data.errors import UserError
 from drafthead.models import batched_generation
-from drafthead.train import checkpoint, keeper, loop, pipeline, signals, tracking
-from drafthead.train.config import parse_run
+from drafthead.train import checkpoint, keeper, loop, pipeline, signals, start, tracking
+from drafthead.train.config import RunConfig, parse_run
 
 CALLS: dict[str, tuple[Any, str]] = {
     "fsync": (os, "fsync"),
@@ -81,6 +84,12 @@ def arrange(event: dict[str, Any]) -> None:
 
 def finish_at_once(run: Any, head: Any, used: Any, folder: Path, *rest: Any) -> None:
     head.save_pretrained(folder / "head")
+    print(f"the card says that {rest[-1]} processes began")
+
+
+def build_data(run: RunConfig, resolved: str) -> None:
+    with start.launched(run) as launch:
+        data_run.build(run, launch)
 
 
 def work(job: dict[str, Any], rank: int) -> None:
@@ -91,13 +100,15 @@ def work(job: dict[str, Any], rank: int) -> None:
     for event in job.get("at", ()):
         if event.get("rank", 0) == rank:
             arrange(event)
+    os.environ.update(job.get("environment", {}))
     pipeline._finish = finish_at_once
+    programs = {"train": pipeline.run_pipeline, "data": build_data}
     code: object = 0
     try:
         with signals.handled(say):
             with initialize_config_module("drafthead.recipes", version_base="1.3"):
                 cfg = compose("train", overrides=job["overrides"])
-            pipeline.run_pipeline(parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True))
+            programs[job.get("program", "train")](parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True))
     except UserError as error:
         print(f"error: {error}")
         code = 1
@@ -110,7 +121,7 @@ def work(job: dict[str, Any], rank: int) -> None:
     os._exit(code if isinstance(code, int) else 1)
 
 
-def start(job: dict[str, Any]) -> list[int]:
+def begin(job: dict[str, Any]) -> list[int]:
     """Fork the job's processes; returns their ids by rank."""
     count = job.get("processes", 1)
     if count > 1:
@@ -141,7 +152,7 @@ def serve() -> None:
     """Answer jobs until the input ends."""
     for line in sys.stdin:
         job, started = json.loads(line), time.monotonic()
-        children = start(job)
+        children = begin(job)
         limit, patience = job.get("kill_after", 300.0), job.get("patience", 300.0)
         while not all(map(ended, children)) and time.monotonic() - started < limit:
             time.sleep(0.002)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
+from drafthead.data.generations import GenerationStats
 from drafthead.data.sources import SourceConfig
 from drafthead.models.base import BaseModel
 from drafthead.models.base_config import BaseConfig
@@ -15,6 +16,7 @@ from drafthead.models.eagle3 import Eagle3Config
 from drafthead.models.medusa import MedusaConfig
 from drafthead.train import card, card_facts
 from drafthead.train.config import PhaseConfig
+from support import composed
 
 TinyBase = Callable[..., BaseModel]
 
@@ -60,6 +62,23 @@ def test_engines_of_a_head_that_servers_load_and_of_one_that_they_cannot(tiny_ba
     assert not loaded and "no: it drafts over 100 of 300 ids" in rows[0][2]
 
 
+def test_a_revision_is_named_by_the_recipe_or_else_by_the_file_that_was_read(
+    tiny_base: TinyBase, tmp_path: Path
+) -> None:
+    head, answers = MedusaConfig(num_heads=2).build(tiny_base(), None), GenerationStats(rows=3, tokens=50, finished=1)
+
+    def base_line(*overrides: str) -> str:
+        run, _ = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny", *overrides)
+        return dict(card_facts.facts(run, head, answers))["base"]
+
+    assert "revision not fixed" in base_line() and "revision v1" in base_line("base.revision=v1")
+    head.base.model.config._commit_hash = "abc"
+    try:
+        assert "revision abc" in base_line()
+    finally:
+        head.base.model.config._commit_hash = None
+
+
 @pytest.mark.parametrize(
     ("source", "wanted"),
     [
@@ -82,10 +101,10 @@ def test_a_mixture_has_its_weights() -> None:
     assert card_facts._sources(sources) == "text `a.txt` (weight 3), jsonl `b.jsonl` (weight 0.5)"
 
 
-def test_tokens_a_step_count_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
+def test_tokens_a_step_count_the_processes_that_the_run_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")  # of the launch that finishes it
     phase = PhaseConfig(corpus="text", row_length=512, batch_rows=8, accumulate=2, steps=1500)
-    assert card_facts.phase_row("pretrain", phase)[:4] == ("pretrain", "text", "1,500", "32,768")
+    assert card_facts.phase_row("pretrain", phase, 4)[:4] == ("pretrain", "text", "1,500", "32,768")
 
 
 def test_a_lossy_rule_does_not_promise_the_bases_text() -> None:

@@ -1,7 +1,9 @@
 """Whatever ends a run, the same command goes on, and the result is that of a run that nothing ended."""
 
+import os
 import random
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from drafthead.data.files import read_json_lines, read_sealed_json, write_sealed
 from drafthead.train.checkpoint import load_best
 
 KILLED = -signal.SIGKILL
+UNFINISHED = (".writing", ".replaced")
+"""What a checkpoint is while it is written, and the one that it takes the place of."""
 MOMENTS = {
     "while answers are written": ("publish shard", 4),
     "while the features of a shard are written": ("save features", 2),
@@ -56,26 +60,31 @@ def test_other_corpora_than_the_checkpoint_was_trained_on_are_refused(runs: Any,
 @pytest.mark.slow
 def test_killed_twenty_times_at_random(runs: Any, whole: Path, tmp_path: Path) -> None:
     """kill -9 from outside at random times, and from inside before a random write; runs that end are begun anew."""
+    seed = int(os.environ.get("DRAFTHEAD_TEST_SEED", "0"))
     assert runs.one(tmp_path / "timed") == 0
-    duration, draw, kills, ended, stages = runs.seconds, random.Random(), 0, 0, set()
-    folder = tmp_path / "run0"
+    duration, draw, kills, ended, stages = runs.seconds, random.Random(seed), 0, 0, Counter[str]()
+    folder, torn = tmp_path / "run0", set[Path]()
     while kills < 20:
         if kills % 2:
             (code,) = runs.all(folder, kill_after=draw.uniform(0.1, 1.0) * duration)
         else:
             code = runs.one(folder, at=("fsync", draw.randint(1, 60)))
-        assert code in (0, KILLED), runs.said(folder)[-2000:]
+        assert code in (0, KILLED), f"seed {seed}, kill {kills}: {runs.said(folder)[-2000:]}"
         if code == KILLED:
             kills += 1
             headings = [line for line in runs.said(folder).splitlines() if line.startswith("==")]
-            stages.add(headings[-1].split(":")[0] if headings else "start")
+            stages[headings[-1].split(":")[0] if headings else "start"] += 1
+            left = {p for p in tmp_path.rglob("*") if p.name.startswith(UNFINISHED)}
+            stages["in a save"] += any(p.parent.name == "checkpoints" for p in left - torn)
+            torn |= left
         else:
             runs.assert_equal(folder, whole)
             ended += 1
             folder = tmp_path / f"run{ended}"
-    assert runs.one(folder) == 0, runs.said(folder)[-2000:]
+    assert runs.one(folder) == 0, f"seed {seed}: {runs.said(folder)[-2000:]}"
     runs.assert_equal(folder, whole)
-    assert {"== corpus", "== phase pretrain", "== phase distill"} <= stages
+    wanted = {"== corpus", "== phase pretrain", "== phase distill", "in a save"}
+    assert wanted <= set(+stages), f"seed {seed} (another: DRAFTHEAD_TEST_SEED=N): killed in {dict(stages)}"
 
 
 def test_the_best_weights_are_kept_and_taken_on_request(runs: Any, whole: Path, tmp_path: Path) -> None:

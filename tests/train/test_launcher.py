@@ -195,3 +195,12 @@ def test_the_slurm_script_starts_a_launcher_on_every_node(tmp_path: Path) -> Non
         "--main_process_ip first --main_process_port 23456 train/run.py recipe=medusa_llama3 name=two words"
     )
     assert done.stdout.splitlines() == [wanted.format(0), wanted.format(1)]
+
+
+def test_the_slurm_script_asks_for_time_to_save() -> None:
+    """The signal is for the steps, which train; ``B:`` would send it to the script alone, which waits for them."""
+    lines = (LAUNCH / "slurm.sh").read_text().splitlines()
+    asked = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH"))
+    assert asked["signal"] == "TERM@120" and "requeue" in asked and asked["open-mode"] == "append"
+    commands = lines.index("set -euo pipefail")
+    assert not any(line.startswith("#SBATCH") for line in lines[commands:]), "sbatch stops reading at the first command"

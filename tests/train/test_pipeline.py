@@ -15,7 +15,7 @@ from drafthead.data.errors import UserError
 from drafthead.data.files import read_json
 from drafthead.eval import methods
 from drafthead.models.medusa import MedusaHead
-from drafthead.train import pipeline
+from drafthead.train import pipeline, start
 from drafthead.train.config import parse_run
 
 
@@ -69,12 +69,12 @@ def test_resume_false_keeps_what_no_run_made(tmp_path: Path) -> None:
 )
 def test_launchers_that_the_loop_would_not_follow(kind: DistributedType, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        pipeline._check_accelerator(SimpleNamespace(distributed_type=kind))
+        start.check_accelerator(SimpleNamespace(distributed_type=kind))
 
 
 @pytest.mark.parametrize("kind", [DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU])
 def test_plain_launchers(kind: DistributedType) -> None:
-    pipeline._check_accelerator(SimpleNamespace(distributed_type=kind))
+    start.check_accelerator(SimpleNamespace(distributed_type=kind))
 
 
 def test_what_the_launcher_says_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,21 @@ def test_a_signal_to_one_stops_both_and_both_go_on(runs: Any, tmp_path: Path) ->
     runs.assert_equal(stopped, whole)
 
 
+def test_killed_while_generating_two_go_on_bit_for_bit(runs: Any, tmp_path: Path) -> None:
+    """Once the process that dies, and so the shards that are missing, are of the one rank and once of the other."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert runs.all(whole, processes=2) == [0, 0]
+    for rank, answer in ((1, 4), (0, 3)):
+        codes = runs.all(killed, QUICK, processes=2, at=events(rank, ("answer", answer), "SIGKILL"))
+        assert codes[rank] == KILLED and codes[1 - rank] == 1
+        assert not (killed / "corpora" / "generations" / "complete.json").exists()
+    kept = {path: path.stat().st_mtime_ns for path in killed.glob("corpora/generations/shard-*")}
+    assert kept, "nothing was kept of two starts"
+    assert runs.all(killed, processes=2) == [0, 0], runs.said(killed)[-2000:]
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    runs.assert_equal(killed, whole)
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_another_number_of_processes_goes_on(runs: Any, tmp_path: Path, before: int, after: int) -> None:
     """The losses are those of the number that began, up to rounding (``TOLERANCE``)."""
@@ -61,6 +76,7 @@ def test_another_number_of_processes_goes_on(runs: Any, tmp_path: Path, before: 
     assert codes == [TERMINATED] * before
     assert runs.all(moved, *still, processes=after) == [0] * after, runs.said(moved)[-2000:]
     assert f"on {after} processes instead of {before}: the same rows a step" in runs.said(moved)
+    assert f"the card says that {before} processes began" in runs.said(moved)
     found, wanted = runs.losses(moved), runs.losses(whole)
     assert found[:7] == wanted[:7]
     assert all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(found, wanted, strict=True)), (found, wanted)

@@ -78,6 +78,11 @@ def test_a_corpus_of_other_settings_is_refused(tmp_path: Path) -> None:
         ("phases.distill.optim.lr=-1", r"optim.lr must be in \(0, 1\), got -1"),
         ("+head.dpeth=3", "dpeth"),
         ("head._target_=os.system", "head._target_ must name a DraftHeadConfig under drafthead.models"),
+        ("head._target_=drafthead.models.base.BaseModel", "head._target_ must name a DraftHeadConfig"),
+        ("+data._target_=os.system", "'_target_' not in 'DataConfig'"),
+        ("+data.text._target_=os.system", "'_target_' not in 'TextConfig'"),
+        ("data.text.sources=[{_target_: os.system, kind: text, name: x}]", "'_target_' not in 'SourceConfig'"),
+        ("+base._target_=os.system", "'_target_' not in 'BaseConfig'"),
         ("phases.distill.row_length=64", "rows of up to"),
         ("mode=trian", "mode must be one of"),
         ("name=a/b", "name must consist of"),
@@ -88,11 +93,25 @@ def test_bad_settings_are_one_clear_error(override: str, says: str, tmp_path: Pa
         composed(tmp_path, "recipe=medusa_smollm2", override)
 
 
-def test_command_line_errors_are_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "train" / "run.py"), "recipe=medusa_smollm2", "phases.distill.steps=0"]
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("phases.distill.steps=0", "error: config: phases.*.steps must be at least 1, got 0"),
+        (
+            "head._target_=os.system",
+            "error: head._target_ must name a DraftHeadConfig under drafthead.models.*, got 'os.system'",
+        ),
+        (
+            "+data.generations.sampler._target_=os.system",
+            "error: config: Key '_target_' not in 'SamplerConfig'",
+        ),
+    ],
+)
+def test_command_line_errors_are_one_line(override: str, says: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "train" / "run.py"), "recipe=medusa_smollm2", f"out={tmp_path}/run", override]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines() == ["error: config: phases.*.steps must be at least 1, got 0"], done.stderr
+    assert done.stderr.strip().splitlines() == [says], done.stderr
 
 
 def test_killed_while_generating_every_prompt_is_answered_once(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""``drafthead data`` on two processes: one corpus, or one a node, and what the launcher sets for training."""
+
+from pathlib import Path
+from typing import Any
+
+from drafthead.data.generations import GenerationStore
+from drafthead.data.packing import is_packed, open_packed
+from drafthead.models.base import BaseModel
+from drafthead.models.base_config import BaseConfig
+
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 320,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,
+}
+
+
+def answers(corpora: Path) -> list[tuple[int, list[int]]]:
+    return [(g.prompt_number, g.input_ids.tolist()) for g in GenerationStore(corpora / "generations").read()]
+
+
+def text(corpora: Path) -> list[list[int]]:
+    (folder,) = (path for path in (corpora / "text").iterdir() if is_packed(path))
+    return [list(row) for row in open_packed(folder)["input_ids"]]
+
+
+def assert_same_corpora(found: Path, wanted: Path) -> None:
+    assert answers(found) == answers(wanted) and len(answers(wanted)) == 24
+    assert text(found) == text(wanted)
+
+
+def test_two_processes_make_the_corpora_of_one(runs: Any, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert runs.all(one, program="data") == [0], runs.said(one)
+    assert runs.all(two, program="data", processes=2) == [0, 0], runs.said(two)
+    assert "generating answers (process 1 of 2)" in runs.said(two)
+    assert_same_corpora(two / "corpora", one / "corpora")
+
+
+def test_every_node_makes_its_own(runs: Any, tmp_path: Path) -> None:
+    """Two nodes of one process each: neither sees the other's folder."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert runs.all(one, program="data") == [0], runs.said(one)
+    options = ("node_data=true", f"data.folder={two}/node${{oc.env:RANK}}")
+    nodes = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    codes = runs.all(two, *options, program="data", processes=2, environment=nodes)
+    assert codes == [0, 0], runs.said(two) + runs.said(two, rank=1)
+    for node in range(2):
+        assert_same_corpora(two / f"node{node}", one / "corpora")
+
+
+def test_accelerates_fsdp_leaves_no_weights_unread(runs: Any, tmp_path: Path) -> None:
+    """transformers would read them on the first process alone; a base of random weights would not show it."""
+    config = BaseConfig(random=True, shape=SHAPE, tokenizer="builtin:tiny", dtype="float32", prepack=False)
+    base = BaseModel.load(config)
+    base.model.save_pretrained(tmp_path / "base")
+    base.tokenizer.save_pretrained(tmp_path / "base")
+    named = (f"base.name={tmp_path}/base", "base.random=false", "base.tokenizer=null", "base.prepack=false")
+    fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_VERSION": "2"}
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert runs.all(one, *named, program="data") == [0], runs.said(one)
+    codes = runs.all(two, *named, program="data", processes=2, environment=fsdp)
+    assert codes == [0, 0], runs.said(two) + runs.said(two, rank=1)
+    assert_same_corpora(two / "corpora", one / "corpora")
