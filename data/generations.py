@@ -168,10 +168,8 @@ class GenerationStore:
         if path.exists():
             raise UserError(f"{path} appeared while this run was writing; stop the other process that uses the folder")
         features = joined_features(generations)
-        needed = (
-            1_000_000 + sum(4 * len(g.input_ids) for g in generations) + (0 if features is None else features.nbytes)
-        )
-        require_space(self.folder, needed, "the next shard of generations")
+        size = sum(4 * len(g.input_ids) for g in generations) + (0 if features is None else features.nbytes)
+        require_space(self.folder, 1_000_000 + size, "the next shard of generations")
         try:
             with storing("the next shard of generations", self.folder):
                 table = self._write(shard, generations, features)
@@ -266,10 +264,9 @@ class GenerationStore:
         first = 0
         for row, number in enumerate(table["prompt_number"].to_pylist()):
             if number in self._entries:
-                other = self._path(self._entries[number].shard, "parquet").name
+                both = " and ".join(self._path(s, "parquet").name for s in (self._entries[number].shard, shard))
                 raise UserError(
-                    f"prompt {number} stands twice in {self.folder}, in {other} and "
-                    f"{self._path(shard, 'parquet').name}; remove one of the two files"
+                    f"prompt {number} stands twice in {self.folder}, in {both}; remove one of the two files"
                 )
             self._entries[number] = _Entry(shard, row, first)
             first += len(table["input_ids"][row])

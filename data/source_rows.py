@@ -12,6 +12,18 @@ _ROLES = {
 }
 
 
+def column_value(row: dict[str, Any], column: str, where: str) -> Any:
+    """The row's value in a column; None where it has none.
+
+    Raises:
+        UserError: there is no such column; the message lists those present, ``where`` says which row it is.
+    """
+    if column not in row:
+        present = ", ".join(map(str, row)) or "none"
+        raise UserError(f"{where} has no column {column!r}; present: {present}; set source.column")
+    return row[column]
+
+
 def as_text(value: Any, column: str, where: str) -> str:
     """A text.
 

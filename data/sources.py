@@ -5,7 +5,6 @@ import json
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from glob import glob
 from itertools import islice
@@ -17,7 +16,8 @@ from drafthead.data import builtin_sets, embedded_sets
 from drafthead.data.chat import Message
 from drafthead.data.embedded_sets import content_hash
 from drafthead.data.errors import UserError
-from drafthead.data.source_rows import as_prompt, as_text, user_turn
+from drafthead.data.hub_sets import hub_errors, open_hub
+from drafthead.data.source_rows import as_prompt, as_text, column_value, user_turn
 
 KINDS = ("hf", "jsonl", "text", "embedded", "builtin")
 _SETS = {"embedded": embedded_sets, "builtin": builtin_sets}
@@ -231,11 +231,9 @@ def _read_text(path: Path) -> str:
 def _column(source: SourceConfig, stream: bool = False) -> Iterator[tuple[Any, str]]:
     """Values of the source's column, each with where it stands; rows without a value are left out."""
     for row, where in _hub_rows(source, stream) if source.kind == "hf" else _jsonl_rows(source):
-        if source.column not in row:
-            present = ", ".join(map(str, row)) or "none"
-            raise UserError(f"{where} has no column {source.column!r}; present: {present}; set source.column")
-        if row[source.column] is not None:
-            yield row[source.column], where
+        value = column_value(row, source.column, where)
+        if value is not None:
+            yield value, where
 
 
 def _jsonl_rows(source: SourceConfig) -> Iterator[tuple[dict[str, Any], str]]:
@@ -265,34 +263,3 @@ def _hub_rows(source: SourceConfig, stream: bool) -> Iterator[tuple[dict[str, An
     with hub_errors(source):
         for number, row in enumerate(open_hub(source, stream or source.limit is not None)):
             yield row, f"{source} row {number}"
-
-
-def open_hub(source: SourceConfig, stream: bool) -> Any:
-    """The dataset of a source of kind ``hf``: whole and on disk, or streamed. Use within ``hub_errors``."""
-    import datasets
-
-    return datasets.load_dataset(
-        source.name, source.subset, split=source.split, revision=source.revision, streaming=stream
-    )
-
-
-@contextmanager
-def hub_errors(source: SourceConfig) -> Iterator[None]:
-    """Says in one line what a dataset's library raises: no network, no such dataset, split or subset, a script,
-    a damaged file.
-
-    Raises:
-        UserError: instead of it.
-    """
-    from datasets.exceptions import DatasetGenerationError
-
-    try:
-        yield
-    except UserError:
-        raise
-    except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
-        what = " ".join(str(error.__cause__ or error).split())[:400]
-        raise UserError(
-            f"dataset {source.name!r} (subset {source.subset}, split {source.split!r}) could not be read: "
-            f"{type(error).__name__}: {what}; check the id, the network and access, or use local files (kind jsonl)"
-        ) from error

@@ -20,7 +20,8 @@ import numpy as np
 
 from drafthead.data.chat import Document
 from drafthead.data.contracts import TrainBatch
-from drafthead.data.files import read_json, write_json
+from drafthead.data.errors import UserError, one_line
+from drafthead.data.files import read_sealed_json, write_sealed_json
 from drafthead.data.packing import PackedRow, collate_rows, split_rows, text_documents
 from drafthead.data.sources import SourceConfig
 from drafthead.data.streams import Mixture, State
@@ -47,6 +48,9 @@ class StreamedRows:
         turn: consecutive rows of a lane.
         folder: of the positions; one for every combination of all these.
         workers: windows made at a time, ahead of their use.
+
+    Raises:
+        UserError: positions that are kept on disk are damaged.
     """
 
     def __init__(
@@ -105,18 +109,28 @@ class _Lane:
         self._positions: dict[int, State] = {0: texts.state()}
         self._next = 0
         if path.exists():
-            self._positions |= {int(window): state for window, state in read_json(path).items()}
+            self._positions |= _read_positions(path)
 
     def window(self, number: int) -> list[PackedRow]:
         with self._lock:
             if number != self._next:
-                self._next = max(window for window in self._positions if window <= number)
-                self.texts.load(self._positions[self._next])
+                self._go_to(max(window for window in self._positions if window <= number))
             while self._next < number:
                 self._make()
             rows = self._make()
         order = np.random.default_rng([*self.seed, number]).permutation(WINDOW)
         return [rows[place] for place in order]
+
+    def _go_to(self, window: int) -> None:
+        try:
+            self.texts.load(self._positions[window])
+        except UserError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{self.path} holds a position that is none of these sources ({one_line(error)}); remove the file"
+            ) from None
+        self._next = window
 
     def _make(self) -> list[PackedRow]:
         rows = list(islice(split_rows(self._documents(), self.row_length), WINDOW))
@@ -126,10 +140,22 @@ class _Lane:
             for old in sorted(self._positions)[1:-KEPT]:
                 del self._positions[old]
             with _WRITING:
-                write_json(self.path, {str(window): state for window, state in sorted(self._positions.items())})
+                write_sealed_json(self.path, {str(number): state for number, state in sorted(self._positions.items())})
         return rows
 
     def _documents(self) -> Iterator[Document]:
         """One text at a time: what is read ahead would be lost at the end of a window."""
         while True:
             yield from text_documents(self.tokenizer, [next(self.texts)])
+
+
+def _read_positions(path: Path) -> dict[int, State]:
+    """Positions by window.
+
+    Raises:
+        UserError: the file is damaged. Without it the lane is read from its beginning, to the same rows.
+    """
+    found = read_sealed_json(path)
+    if not isinstance(found, dict) or not all(window.isdecimal() for window in found):
+        raise UserError(f"{path} holds no positions of a stream; remove it")
+    return {int(window): state for window, state in found.items()}

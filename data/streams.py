@@ -9,8 +9,9 @@ from itertools import islice
 from typing import Any
 
 from drafthead.data.errors import UserError
-from drafthead.data.source_rows import as_text
-from drafthead.data.sources import SourceConfig, hub_errors, iter_documents, open_hub, shares
+from drafthead.data.hub_sets import hub_errors, open_hub
+from drafthead.data.source_rows import as_text, column_value
+from drafthead.data.sources import SourceConfig, iter_documents, shares
 
 State = dict[str, Any]
 """A position, as JSON values."""
@@ -91,10 +92,8 @@ class _Dataset:
 
 def _value(row: dict[str, Any], source: SourceConfig, number: int) -> str:
     where = f"{source} row {number}"
-    if source.column not in row:
-        present = ", ".join(map(str, row)) or "none"
-        raise UserError(f"{where} has no column {source.column!r}; present: {present}; set source.column")
-    return "" if row[source.column] is None else as_text(row[source.column], source.column, where)
+    value = column_value(row, source.column, where)
+    return "" if value is None else as_text(value, source.column, where)
 
 
 class Mixture:

@@ -17,14 +17,17 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from drafthead.data.backends import Group
 from drafthead.data.chat import Document
 from drafthead.data.errors import UserError
 from drafthead.data.feature_cache import FeatureCache
-from drafthead.data.files import read_json_lines, read_sealed_json, write_json, write_sealed_json
+from drafthead.data.files import read_json, read_json_lines, read_sealed_json, write_json, write_sealed_json
 from drafthead.data.generations import Generation, GenerationStore
 from drafthead.data.manifest import read_manifest, write_manifest
 from drafthead.data.packing import collate, open_packed, pack
 from drafthead.data.sources import SourceConfig, iter_documents, iter_prompts
+from drafthead.data.streamed_rows import WINDOW, StreamedRows
+from drafthead.data.tiny import tiny_tokenizer
 from drafthead.data.token_tree import TokenTree
 from drafthead.eval.journal import Journal
 from drafthead.eval.replay_run import read_texts
@@ -36,7 +39,10 @@ from drafthead.models.draft_head import DraftHead
 from drafthead.models.formats.artefact import read_artefact
 from drafthead.models.head_files import read_threshold, read_tree
 from drafthead.models.medusa import MedusaConfig
+from drafthead.train import pipeline, sinks
+from drafthead.train.answers import AnswerMaker
 from drafthead.train.checkpoint import TrainState, load_latest, save_checkpoint
+from drafthead.train.data_config import GenerationsConfig
 from drafthead.train.random_state import capture_rng
 
 SHAPE = {
@@ -186,6 +192,41 @@ def make_published(folder: Path) -> None:
     write_json(folder / "model.safetensors.index.json", index)
 
 
+def read_stream(folder: Path) -> Any:
+    """A row of the third window, whose position the second one has left."""
+    texts = [SourceConfig(kind="builtin", name="stdlib_tiny")]
+    stream = StreamedRows(texts, tiny_tokenizer(), 32, seed=0, lanes=1, turn=1, folder=folder, workers=1)
+    found = stream.batch([2 * WINDOW])
+    stream._workers.shutdown()  # it writes positions
+    return tensors(vars(found))
+
+
+def read_prompts(folder: Path) -> Any:
+    config = GenerationsConfig(sources=[SourceConfig(kind="builtin", name="tiny")], prompts=5, max_prompt_tokens=400)
+    return AnswerMaker(base(), config, 0, folder, Group(), lambda *progress: None)._prompts()
+
+
+def make_run(folder: Path) -> None:
+    (folder / "checkpoints" / "step-1").mkdir(parents=True)
+    write_json(folder / "training-settings.json", MADE_BY)
+
+
+def read_settings(folder: Path) -> Any:
+    pipeline._check_settings(folder / "training-settings.json", json.loads(json.dumps(MADE_BY)))
+    return read_json(folder / "training-settings.json")
+
+
+def make_tracked(folder: Path) -> None:
+    sinks._run_id(folder)
+    (folder / "metrics.jsonl").touch()
+
+
+def read_run_id(folder: Path) -> Any:
+    if not ((folder / "wandb-run-id").exists() and (folder / "metrics.jsonl").exists()):
+        raise UserError("a new run begins")
+    return sinks._run_id(folder)
+
+
 def written(name: str, content: str) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -236,6 +277,10 @@ READERS = {
         lambda folder: write_sealed_json(folder / "calibration.json", MADE_BY),
         lambda folder: read_sealed_json(folder / "calibration.json"),
     ),
+    "stream positions": Reader(read_stream, read_stream),
+    "prompts": Reader(read_prompts, read_prompts),
+    "training settings": Reader(make_run, read_settings),
+    "wandb run": Reader(make_tracked, read_run_id),
     "manifest": Reader(lambda folder: write_manifest(folder, MADE_BY), read_manifest, exact=False),
     "tree": Reader(
         written("tree.json", '{"choices": [[0], [0, 0], [1]], "stop_below": 0.25}'),

@@ -172,6 +172,8 @@ class AnswerMaker:
             write_sealed_json(path, self._messages())
         found = read_json(path)  # a plain list in earlier versions
         messages: list[list[Message]] = found if isinstance(found, list) else read_sealed_json(path)
+        if not _are_prompts(messages):
+            raise UserError(f"{path} holds no list of prompts; restore it, or remove {self.folder}")
         numbered = enumerate(prompt_ids(self.base.tokenizer, m) for m in messages)
         return [(n, ids) for n, ids in numbered if len(ids) <= self.config.max_prompt_tokens]
 
@@ -192,6 +194,15 @@ class AnswerMaker:
         if not found:
             raise UserError("data.generations names no prompts; set sources, or synthesised to a number")
         return found
+
+
+def _are_prompts(found: Any) -> bool:
+    """Whether a JSON value is a list of conversations."""
+    return isinstance(found, list) and all(isinstance(m, list) and m and all(map(_is_turn, m)) for m in found)
+
+
+def _is_turn(found: Any) -> bool:
+    return isinstance(found, dict) and all(isinstance(found.get(key), str) for key in ("role", "content"))
 
 
 def _interleave(first: list[Any], second: list[Any]) -> list[Any]:

@@ -34,7 +34,8 @@ CORPORA = ("text", "generations")
 FEATURES = ("computed", "cached")
 FINAL = ("last", "best")
 FILES = ("jsonl", "text")
-"""Kinds of sources that are read to their end before a run starts, so that a broken line is found then."""
+"""Kinds of sources that are read to their end before a run starts, so that a broken line is found then; not those
+that are streamed, which may be large."""
 
 
 @dataclass(kw_only=True)
@@ -262,7 +263,7 @@ def preflight(run: RunConfig) -> None:
     if answers.server.url is not None and not (Path(run.data.folder) / "generations" / COMPLETE).exists():
         check_server(answers.server, run.base.name, answers.max_prompt_tokens + answers.sampler.max_new_tokens)
     for source in run.data.text.sources:
-        whole = source.kind in FILES
+        whole = source.kind in FILES and not run.data.text.stream
         if _is_empty(iter_documents(source, max_characters=None if whole else 1), whole):
             raise UserError(f"text source {source} is empty; name another one in data.text.sources")
     for source in run.data.generations.sources:

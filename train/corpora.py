@@ -22,6 +22,7 @@ from drafthead.data.errors import UserError
 from drafthead.data.feature_cache import FORMAT, FeatureCache
 from drafthead.data.files import file_digest
 from drafthead.data.generations import GenerationStore, as_documents
+from drafthead.data.hub_sets import pinned
 from drafthead.data.locks import exclusive
 from drafthead.data.manifest import check_manifest, read_manifest, write_manifest
 from drafthead.data.packing import collate, digest_rows, is_packed, open_packed, pack, text_documents
@@ -98,11 +99,16 @@ class Corpora:
         manifest = {"base": self.base.identity(), "seed": self.seed, "row_length": row_length, "turn": turn}
         manifest |= config.manifest()
         folder = self.folder / "stream" / _digest_json(manifest)
-        if not check_manifest(folder, manifest, "remove the folder"):
-            write_manifest(folder, manifest)
-        self.manifests[f"stream of text in rows of {row_length}"] = manifest
+        with exclusive(folder, self._waiting):
+            if not check_manifest(folder, manifest, "remove the folder"):
+                write_manifest(folder, manifest)
+            sources = pinned(config.sources, folder / "commits.json")
+        self.manifests[f"stream of text in rows of {row_length}"] = {
+            **manifest,
+            "sources": [source.manifest() for source in sources],
+        }
         return StreamedRows(
-            config.sources,
+            sources,
             self.base.tokenizer,
             row_length,
             seed=self.seed,

@@ -96,18 +96,29 @@ def _open_folder(folder: Path, run: RunConfig, resolved: str, display: Display) 
     if not run.resume:
         _clear(folder, settings)
     if settings.exists():
-        found = read_json(settings)
-        changed = sorted(k for k in {*found, *wanted} if found.get(k) != wanted.get(k))
-        trained = any((folder / "checkpoints").glob("step-*")) or (folder / "head").exists()
-        if changed and trained:
-            key = changed[0]
-            raise UserError(
-                f"{folder} was trained with {key}={found.get(key)!r}, this recipe has {wanted.get(key)!r}; give the "
-                "run another name (name=...), or start over with resume=false"
-            )
+        _check_settings(settings, wanted)
     write_json(settings, wanted)
     for warning in write_provenance(folder, resolved):
         display.line(f"warning: {warning}")
+
+
+def _check_settings(path: Path, wanted: dict[str, Any]) -> None:
+    """Refuse to go on in the folder of ``path``, what it was trained with, with settings that differ.
+
+    Raises:
+        UserError: it was trained with others, or the file is damaged.
+    """
+    found, folder = read_json(path), path.parent
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds a {type(found).__name__}, expected an object; restore it, or use resume=false")
+    changed = sorted(k for k in {*found, *wanted} if found.get(k) != wanted.get(k))
+    trained = any((folder / "checkpoints").glob("step-*")) or (folder / "head").exists()
+    if changed and trained:
+        key = changed[0]
+        raise UserError(
+            f"{folder} was trained with {' '.join(key.split())}={found.get(key)!r}, this recipe has "
+            f"{wanted.get(key)!r}; give the run another name (name=...), or start over with resume=false"
+        )
 
 
 def _clear(folder: Path, settings: Path) -> None:

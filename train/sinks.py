@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from drafthead.data.errors import UserError
-from drafthead.data.files import write_atomic
+from drafthead.data.files import read_sealed_json, write_sealed_json
 from drafthead.eval.tables import METHOD_COLUMNS, TASK_COLUMNS, method_rows, task_rows
 
 Say = Callable[[str], None]
@@ -171,11 +171,15 @@ def wandb_mode(mode: str, environment: Mapping[str, str]) -> str:
 
 
 def _run_id(folder: Path) -> str:
-    """The folder's wandb run: the one it had when it goes on, a new one when it starts."""
+    """The folder's wandb run: the one it had when it goes on, a new one when it starts.
+
+    Raises:
+        UserError: the one it had cannot be read.
+    """
     file = folder / "wandb-run-id"
     if not ((folder / "metrics.jsonl").exists() and file.exists()):
-        write_atomic(file, uuid.uuid4().hex[:12])
-    return file.read_text()
+        write_sealed_json(file, uuid.uuid4().hex[:12])
+    return str(read_sealed_json(file))
 
 
 def _results(folder: Path) -> list[Path]:

@@ -15,6 +15,11 @@ from drafthead.data.sources import SourceConfig, iter_documents, iter_prompts, l
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
 
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
 def jsonl(path: Path, rows: list[Any], **settings: Any) -> SourceConfig:
     content = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
     path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())

@@ -9,6 +9,7 @@ import torch
 
 from drafthead.data import streamed_rows
 from drafthead.data.errors import UserError
+from drafthead.data.files import read_sealed_json, write_sealed_json
 from drafthead.data.sources import SourceConfig
 from drafthead.data.streamed_rows import StreamedRows
 from drafthead.data.streams import Mixture
@@ -99,9 +100,36 @@ def test_positions_are_forgotten_in_the_end(
     stream = rows(source, tmp_path, lanes=1)
     wanted = ids(stream, list(range(60)))
     ids(stream, [61])
-    kept = sorted(map(int, json.loads((tmp_path / "lane-000.json").read_text())))
+    kept = sorted(map(int, read_sealed_json(tmp_path / "lane-000.json")))
     assert len(kept) == 4 and kept[0] == 0 and kept[1] >= 9
     assert torch.equal(ids(rows(source, tmp_path, lanes=1), list(range(60))), wanted)
+
+
+def test_damaged_positions_are_refused(source: SourceConfig, tmp_path: Path) -> None:
+    """They say which text comes next: a digit that has changed would be other rows, without a word."""
+
+    def read(*numbers: int) -> torch.Tensor:
+        stream = rows(source, tmp_path, lanes=1)
+        try:
+            return ids(stream, list(numbers))
+        finally:
+            stream._workers.shutdown()  # it writes positions
+
+    wanted = read(*range(30))
+    path = tmp_path / "lane-000.json"
+    path.write_text(path.read_text().replace('"taken": ', '"taken": 1', 1))
+    with pytest.raises(UserError, match=r"lane-000.json is damaged: .* remove it"):
+        read(0)
+    for odd in ([], {"x": {}}):
+        write_sealed_json(path, odd)
+        with pytest.raises(UserError, match="holds no positions of a stream; remove it"):
+            read(0)
+    for state in (None, {}, {"given": [0], "sources": []}, {"given": [0], "sources": [{"epoch": "x", "taken": 0}]}):
+        write_sealed_json(path, {"1": state})
+        with pytest.raises(UserError, match=r"holds a position that is none of these sources .* remove the file"):
+            read(7)
+    path.unlink()
+    assert torch.equal(read(*range(30)), wanted)
 
 
 def test_seeds_shuffle(source: SourceConfig, tmp_path: Path) -> None:

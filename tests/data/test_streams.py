@@ -12,6 +12,11 @@ from drafthead.data.sources import SourceConfig
 from drafthead.data.streams import Mixture, SourceStream
 
 
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
 def hub(folder: Path, files: int, rows: int = 12, **settings: Any) -> SourceConfig:
     """A dataset of several files that ``datasets`` streams, with rows that are no texts among them."""
     folder.mkdir(parents=True, exist_ok=True)

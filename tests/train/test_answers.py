@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_module
 from drafthead.data.backends import Group
 from drafthead.data.completions import ServerConfig
 from drafthead.data.errors import UserError
+from drafthead.data.files import write_json, write_sealed_json
 from drafthead.data.generations import GenerationStore, SamplerConfig
 from drafthead.data.sources import SourceConfig
 from drafthead.models.base import BaseModel
@@ -269,3 +270,11 @@ def test_killed_beside_a_server_every_prompt_is_answered_once(
     for number, ids, boundary, _, _ in found:
         (wanted,) = generate(tiny, [(number, ids[:boundary])], SamplerConfig(max_new_tokens=24), slots=1)
         assert wanted.input_ids.tolist() == ids
+
+
+@pytest.mark.parametrize("odd", [{}, [1], [[]], [[1]], [[{"role": "user"}]], [[{"role": "user", "content": 1}]]])
+@pytest.mark.parametrize("write", [write_json, write_sealed_json])
+def test_odd_prompts_are_refused(base: BaseModel, tmp_path: Path, odd: Any, write: Callable[..., None]) -> None:
+    write(tmp_path / "prompts.json", odd)
+    with pytest.raises(UserError, match=r"prompts.json (holds no list of prompts|is damaged)"):
+        make(base, CONFIG, tmp_path)

@@ -4,10 +4,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
 
+from drafthead.data import hub_sets
 from drafthead.data.contracts import FeatureSpec
 from drafthead.data.errors import UserError
 from drafthead.data.generations import SamplerConfig
@@ -105,3 +107,32 @@ def test_held_out_features_are_kept_where_that_is_asked_for(tiny_base: TinyBase,
     assert len(list((tmp_path / "features").iterdir())) == 1
     torch.testing.assert_close(found.layer(0), wanted.layer(0), rtol=0.02, atol=0.02)
     assert not torch.equal(found.layer(0), wanted.layer(0)), "float16 on disk"
+
+
+def test_a_stream_stays_at_its_commit(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset that grows between two starts gives the rows of the first one; without what was kept, it is noticed."""
+    commits = {"now": "a" * 40}
+
+    def load_dataset(name: str, subset: str | None, *, revision: str, **options: object) -> datasets.IterableDataset:
+        texts = [f"{n}: row {n} of {revision[0]}" * 5 for n in range(400)]
+        return datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset()
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr(hub_sets, "_asked", lambda name, revision: (commits["now"], ["a.parquet"]))
+    text = TextConfig(sources=[SourceConfig(kind="hf", name="org/set")], stream=True, lanes=1, workers=1)
+
+    def rows() -> tuple[torch.Tensor, dict[str, object]]:
+        made = Corpora(tiny_base(), DataConfig(folder=str(tmp_path), text=text), 0, lambda *_: None)
+        stream = made.text_stream(64, 1)
+        found = stream.batch([0, 70]).input_ids
+        stream._workers.shutdown()
+        return found, made.manifests
+
+    wanted, manifests = rows()
+    del commits["now"]  # nobody answers
+    again, same = rows()
+    assert torch.equal(again, wanted) and same == manifests
+    shutil.rmtree(tmp_path / "stream")
+    commits["now"] = "b" * 40
+    moved, other = rows()
+    assert not torch.equal(moved, wanted) and other != manifests

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from drafthead.data.errors import UserError
 from drafthead.train import pipeline
-from drafthead.train.config import RunConfig, parse_run
+from drafthead.train.config import RunConfig, parse_run, preflight
 from drafthead.train.pipeline import run_pipeline
 
 
@@ -70,3 +70,15 @@ def test_resume_equals_no_interruption_bit_for_bit(tmp_path: Path) -> None:
 def test_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
         load(tmp_path, *overrides)
+
+
+def test_a_streamed_file_is_not_read_to_its_end_before_a_run(tmp_path: Path) -> None:
+    """It may be larger than a disk; one that is packed is read, so that a broken line is found before the work."""
+    (tmp_path / "x.jsonl").write_text('{"text": "fine"}\n{')
+    override = f"data.text.sources=[{{kind: jsonl, name: {tmp_path / 'x.jsonl'}}}]"
+    preflight(load(tmp_path, override)[0])
+    with pytest.raises(UserError, match=r"x.jsonl line 2 is not valid JSON"):
+        preflight(load(tmp_path, override, "data.text.stream=false")[0])
+    (tmp_path / "x.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="is empty"):
+        preflight(load(tmp_path, override)[0])

@@ -1,0 +1,125 @@
+"""Datasets of the Hub: one commit for all of a run, and no file that can run code."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafthead.data import hub_sets
+from drafthead.data.errors import UserError
+from drafthead.data.files import write_sealed_json
+from drafthead.data.hub_sets import open_hub, pinned
+from drafthead.data.sources import SourceConfig, iter_documents
+
+OLD, NEW = "a" * 40, "b" * 40
+SET = SourceConfig(kind="hf", name="org/set")
+
+
+class Hub:
+    """Answers as the Hub does, while there is a network."""
+
+    def __init__(self, *files: str) -> None:
+        self.commit, self.files, self.up = OLD, list(files), True
+        self.asked: list[tuple[str, str | None]] = []
+
+    def __call__(self, name: str, revision: str | None) -> tuple[str, list[str]]:
+        self.asked.append((name, revision))
+        if not self.up:
+            raise ConnectionError("no route\nto host")
+        return self.commit, self.files
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    found = Hub("README.md", "data/train.parquet")
+    monkeypatch.setattr(hub_sets, "_asked", found)
+    return found
+
+
+def test_a_dataset_stays_at_the_commit_of_the_start(hub: Hub, tmp_path: Path) -> None:
+    """Whatever happens to the Hub or the network; what cannot move is not asked about."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    fixed = SourceConfig(kind="hf", name="org/fixed", revision="c" * 40)
+    local = [SourceConfig(kind="hf", name=str(folder)), SourceConfig(kind="jsonl", name="x")]
+    tagged = SourceConfig(kind="hf", name="org/tagged", revision="v1")
+    sources, path = [SET, fixed, *local, tagged], tmp_path / "commits.json"
+    first = pinned(sources, path)
+    assert [source.revision for source in first] == [OLD, "c" * 40, None, None, OLD]
+    assert [source.name for source in first] == [source.name for source in sources]
+    assert hub.asked == [("org/set", None), ("org/tagged", "v1")] and SET.revision is None
+    hub.commit = NEW
+    assert pinned(sources, path) == first
+    hub.up = False
+    assert pinned(sources, path) == first
+    assert len(hub.asked) == 2, "asked again"
+
+
+def test_a_commit_that_nobody_tells(hub: Hub, tmp_path: Path) -> None:
+    hub.up = False
+    with pytest.raises(
+        UserError, match=r"does not say which commit of dataset 'org/set' \(revision main\) .*no route to"
+    ):
+        pinned([SET], tmp_path / "commits.json")
+    assert not (tmp_path / "commits.json").exists(), "another try asks again"
+
+
+@pytest.mark.parametrize("content", [None, [], [OLD, OLD], ["main"], [1], {"org/set": OLD}])
+def test_kept_commits_are_checked(hub: Hub, tmp_path: Path, content: Any) -> None:
+    write_sealed_json(tmp_path / "commits.json", content)
+    with pytest.raises(UserError, match="commits.json holds no commits of 1 sources; remove the folder"):
+        pinned([SET], tmp_path / "commits.json")
+    pinned([SET], tmp_path / "other.json")
+    text = (tmp_path / "other.json").read_text().replace("aaa", "aab")
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(UserError, match="other.json is damaged"):
+        pinned([SET], tmp_path / "other.json")
+
+
+def test_the_hub_is_asked_for_commit_and_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for a dataset, in its client's words."""
+    from types import SimpleNamespace
+
+    asked = []
+
+    def dataset_info(self: Any, name: str, *, revision: str | None, timeout: float) -> Any:
+        asked.append((name, revision))
+        return SimpleNamespace(sha=OLD, siblings=[SimpleNamespace(rfilename="a.parquet")])
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
+    hub_sets._asked.cache_clear()
+    assert hub_sets._asked("org/set", "v1") == hub_sets._asked("org/set", "v1") == (OLD, ["a.parquet"])
+    assert asked == [("org/set", "v1")]
+    hub_sets._asked.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["a.pkl", "deep/a.PT", "a.pth", "a.bin", "a.npy", "a.npz", "a.py", "a.pickle"])
+def test_pickles_and_scripts_are_refused_by_name(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Of a folder and of a repository, before ``datasets`` sees them."""
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: pytest.fail("opened"))
+    about = ["README.md", ".gitattributes", "LICENSE", "dataset_infos.json"]
+    for file in (*about, name):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("x")
+    hub.files = [*about, name]
+    for source in (SourceConfig(kind="hf", name=str(tmp_path)), SET):
+        for stream in (True, False):
+            with pytest.raises(
+                UserError, match=rf"has only files that can run code .*\({name}\); convert it to Parquet"
+            ):
+                open_hub(source, stream)
+
+
+def test_data_beside_a_script_is_read(tmp_path: Path) -> None:
+    (tmp_path / "make.py").write_text("raise SystemExit('run')")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "fine"}))
+    assert list(iter_documents(SourceConfig(kind="hf", name=str(tmp_path)), 10)) == ["fine"]
+
+
+def test_what_cannot_be_listed_is_left_to_the_library(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.up = False
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: options["revision"])
+    assert open_hub(SourceConfig(kind="hf", name="org/set", revision=OLD), True) == OLD
