@@ -37,7 +37,7 @@ def _build(run: RunConfig, accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()
     with display.stage(f"base model {run.base.name or 'random'}"):
         base = BaseModel.load(run.base, accelerator.device, display.line)
-    corpora = Corpora(base, run.data, run.seed, display.progress, group_of(accelerator))
+    corpora = Corpora(base, run.data, run.seed, display.progress, group_of(accelerator), display.line)
     with display.stage("corpus: the base's own answers"):
         stats = corpora.generations().stats
     display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")

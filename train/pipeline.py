@@ -68,7 +68,7 @@ def _run(run: RunConfig, resolved: str, accelerator: Accelerator, processes: Pro
     with display.stage(f"base model {run.base.name or 'random'}"):
         base = BaseModel.load(sharding.base_config(run.base), accelerator.device, display.line)
     run.head_config().check_layers(base.num_layers)  # before hours of generation
-    corpora = Corpora(base, run.data, run.seed, display.progress, group_of(accelerator, run.node_data))
+    corpora = Corpora(base, run.data, run.seed, display.progress, group_of(accelerator, run.node_data), display.line)
     with display.stage("corpus: the base's own answers"):
         stats = corpora.generations().stats
         display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")
