@@ -135,8 +135,8 @@ def inside(folder: Path, name: str) -> Path:
     """The path of ``name`` in ``folder``, which may be somebody else's work: it must not lead out of the folder.
 
     Args:
-        folder: local, or a snapshot in the Hub's cache, whose files are links to the blobs beside it, which may be
-            links to those that the repositories of the cache share.
+        folder: local, or a snapshot in the Hub's cache (or a folder in one), whose files are links to the blobs beside
+            it, which may be links to those that the repositories of the cache share.
         name: relative, ``/`` between folders; need not exist.
 
     Raises:
@@ -146,9 +146,10 @@ def inside(folder: Path, name: str) -> Path:
     if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
         raise UserError(f"{folder} names the file {name!r}, which does not lie in it; do not use what it comes from")
     path, allowed = folder / name, [folder.resolve()]
-    if folder.parent.name == "snapshots":
-        repository = folder.parent.parent.resolve()
-        allowed += [repository / "blobs", repository.parent / "blobs"]
+    for snapshot in (folder, folder.parent):  # or a folder in one, such as that of an adapter
+        if snapshot.parent.name == "snapshots":
+            repository = snapshot.parent.parent.resolve()
+            allowed += [repository / "blobs", repository.parent / "blobs"]
     try:
         real = path.resolve()
     except (OSError, RuntimeError) as error:  # links in a circle

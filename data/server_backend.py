@@ -32,6 +32,7 @@ class ServerBackend:
         base: its name.
         max_prompt_tokens: of the longest prompt.
         agreement: share of the answers' tokens that the base would choose itself, in [0, 1].
+        say: receives lines about faults that pass.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class ServerBackend:
         base: str,
         max_prompt_tokens: int,
         agreement: Callable[[list[Generation]], float],
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.config, self.sampler, self.base, self.agreement = config, sampler, base, agreement
         self.tokenizer, self.eos_ids, self.vocab_size = tokenizer, eos_ids, vocab_size
+        self.say = say
         self.longest = max_prompt_tokens + sampler.max_new_tokens
         self._recorded: dict[str, Any] | None = None
         self._found: tuple[str, Dialect] | None = None
@@ -120,7 +123,7 @@ class ServerBackend:
     async def _dialect(self, model: str) -> Dialect:
         prompt = (0, list(self.tokenizer("Hello")["input_ids"]))
         completions = self._completions(replace(self.sampler, max_new_tokens=1))
-        async with Server(self.config) as server:
+        async with Server(self.config, self.say) as server:
 
             async def understood(prompts: str) -> Dialect:
                 body = completions.request(model, prompt, Dialect(prompts, "ids"))
@@ -170,7 +173,7 @@ class ServerBackend:
     ) -> AsyncGenerator[Generation, None]:
         waiting = iter(prompts)
         running = set[asyncio.Task[Generation]]()
-        async with Server(self.config) as server:
+        async with Server(self.config, self.say) as server:
 
             async def one(prompt: Prompt) -> Generation:
                 def read(payload: Any) -> Generation:

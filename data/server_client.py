@@ -1,7 +1,6 @@
 """A client of completions servers: every request is tried until it is answered or cannot be."""
 
 import asyncio
-import logging
 import os
 import random
 from collections.abc import Callable
@@ -24,7 +23,6 @@ API_KEY = "OPENAI_API_KEY"
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0
 """Seconds before the second try, and before the latest ones."""
 KEPT = "what is answered is kept, and the same command goes on from there"
-_log = logging.getLogger(__name__)
 
 
 class RefusedError(UserError):
@@ -34,12 +32,16 @@ class RefusedError(UserError):
 class Server:
     """Requests to one server. Use as ``async with``.
 
+    Args:
+        config: of the server.
+        say: receives a line for every kind of fault that a request is tried again after.
+
     Raises:
         UserError: the key in the environment cannot be one.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
-        self.config = config
+    def __init__(self, config: ServerConfig, say: Callable[[str], None] = lambda line: None) -> None:
+        self.config, self._say = config, say
         self._key = os.environ.get(API_KEY, "").strip()
         if not (self._key.isascii() and self._key.isprintable()):
             raise UserError(f"{API_KEY} holds characters that no key has; set it again")
@@ -135,7 +137,7 @@ class Server:
         kind = str(fault)[:40]
         if kind not in self._said:
             self._said.add(kind)
-            _log.warning("%s: %s; tried again (said once)", whose, fault)
+            self._say(f"warning: {whose}: {fault}; tried again (said once)")
 
 
 def check_server(config: ServerConfig, base: str, longest: int) -> str:

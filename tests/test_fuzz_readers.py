@@ -217,14 +217,14 @@ def read_settings(folder: Path) -> Any:
 
 
 def make_tracked(folder: Path) -> None:
-    sinks._run_id(folder)
+    sinks._run_id(folder, offline=False)
     (folder / "metrics.jsonl").touch()
 
 
 def read_run_id(folder: Path) -> Any:
     if not ((folder / "wandb-run-id").exists() and (folder / "metrics.jsonl").exists()):
         raise UserError("a new run begins")
-    return sinks._run_id(folder)
+    return sinks._run_id(folder, offline=False)
 
 
 def written(name: str, content: str) -> Callable[[Path], None]:

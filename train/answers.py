@@ -23,14 +23,16 @@ from drafthead.train.data_config import GenerationsConfig
 
 Progress = Callable[[str, int, int], None]
 """(what is being made, done, total)."""
+Say = Callable[[str], None]
+"""Receives lines for the user."""
 PROMPTS = "prompts.json"
 PROBES = 4
 COMPLETE = "complete.json"
 """Written when every prompt is answered: the server is not needed any more."""
 
 
-def backend_of(base: BaseModel, config: GenerationsConfig) -> Backend:
-    """What answers the prompts."""
+def backend_of(base: BaseModel, config: GenerationsConfig, say: Say) -> Backend:
+    """What answers the prompts; ``say`` receives lines about faults that pass."""
     if config.server.url is None:
         return BuiltInBackend(
             base,
@@ -48,6 +50,7 @@ def backend_of(base: BaseModel, config: GenerationsConfig) -> Backend:
         base=base.name,
         max_prompt_tokens=config.max_prompt_tokens,
         agreement=lambda answers: agreement(base, answers),
+        say=say,
     )
 
 
@@ -58,11 +61,18 @@ class AnswerMaker:
     """
 
     def __init__(
-        self, base: BaseModel, config: GenerationsConfig, seed: int, folder: Path, group: Group, progress: Progress
+        self,
+        base: BaseModel,
+        config: GenerationsConfig,
+        seed: int,
+        folder: Path,
+        group: Group,
+        progress: Progress,
+        say: Say = lambda line: None,
     ) -> None:
         self.base, self.config, self.seed, self.folder = base, config, seed, folder
         self.group, self.progress = group, progress
-        self.backend = backend_of(base, config)
+        self.backend = backend_of(base, config, say)
 
     def complete(self) -> GenerationStore:
         """The corpus with an answer to every prompt.

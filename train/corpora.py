@@ -31,7 +31,7 @@ from drafthead.data.streamed_rows import StreamedRows
 from drafthead.data.vocab import draft_vocabulary
 from drafthead.models.base import BaseModel
 from drafthead.models.layer_views import first_layers
-from drafthead.train.answers import PROMPTS, AnswerMaker, Progress
+from drafthead.train.answers import PROMPTS, AnswerMaker, Progress, Say
 from drafthead.train.data_config import DataConfig
 
 ALONE = Group()
@@ -51,9 +51,15 @@ class Corpora:
     """
 
     def __init__(
-        self, base: BaseModel, config: DataConfig, seed: int, progress: Progress, group: Group = ALONE
+        self,
+        base: BaseModel,
+        config: DataConfig,
+        seed: int,
+        progress: Progress,
+        group: Group = ALONE,
+        say: Say = lambda line: None,
     ) -> None:
-        self.base, self.config, self.seed, self.progress = base, config, seed, progress
+        self.base, self.config, self.seed, self.progress, self.say = base, config, seed, progress, say
         self.group = group
         self.folder = Path(config.folder)
         self._store: GenerationStore | None = None
@@ -132,7 +138,7 @@ class Corpora:
         """The corpus of answers, complete."""
         if self._store is None:
             folder, config = self.folder / "generations", self.config.generations
-            maker = AnswerMaker(self.base, config, self.seed, folder, self.group, self.progress)
+            maker = AnswerMaker(self.base, config, self.seed, folder, self.group, self.progress, self.say)
             self._store = maker.complete()
             self.manifests["generations"] = {
                 **read_manifest(folder),

@@ -75,6 +75,8 @@ class Trainer:
             self.keeper.restore(checkpoint)
         if self.accelerator.is_main_process:
             self.log.truncate(self.position.total)
+            if self.tracker is not None:
+                self.tracker.replay(self.log.rows())
         self._place(names[self.position.phase :])
         while self.position.phase < len(names):
             name = names[self.position.phase]

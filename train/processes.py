@@ -150,6 +150,7 @@ class _Watch:
                 continue
             # A collective over the CPU fails by itself now, and its process ends in order; one on a GPU only waits.
             if not self._left.wait(5 * _BEAT_S) and not self._failing.is_set():
+                # The display is the main thread's, which hangs; and this process ends here: nobody else can say why.
                 sys.stderr.write(f"{'error: ' if cause[0] < 128 else ''}{cause[1]}\n")
                 sys.stderr.flush()
                 os._exit(cause[0])

@@ -13,12 +13,19 @@ from drafthead.data.files import read_sealed_json, write_sealed_json
 from drafthead.eval.tables import METHOD_COLUMNS, TASK_COLUMNS, method_rows, task_rows
 
 Say = Callable[[str], None]
+START_PATIENCE = 60
+"""Seconds that the start of a run waits for wandb's server."""
 PATIENCE = 600
 """Seconds that the end of a run waits for wandb to upload what is left."""
+REPLACED = "replaced"
+"""Folder below ``wandb`` for the parts of a run that a later part holds as well; ``wandb sync`` does not look there."""
 
 
 class Sink(Protocol):
     """One tracker that is open."""
+
+    def lacks(self, step: int) -> bool:
+        """Whether a row of ``step`` that an earlier process logged has to be sent again."""
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         """Send a row under ``step``, the optimiser steps finished over all phases."""
@@ -34,7 +41,12 @@ class Sink(Protocol):
 
 
 class WandbSink:
-    """A wandb run: settings as they are nested, curves per phase, tables, the report and the files behind them."""
+    """A wandb run: settings as they are nested, curves per phase, tables, the report and the files behind them.
+
+    A run that goes on sends all its rows again, as far as the server lacks them: what a killed process leaves offline
+    has lost its end (all of it, where that was short), reaches beyond the checkpoint, and ``wandb sync`` stops at it.
+    So the newest part is the whole run, and the earlier ones are set aside.
+    """
 
     def __init__(
         self,
@@ -49,44 +61,53 @@ class WandbSink:
     ) -> None:
         import wandb  # takes seconds to import
 
-        self.wandb, self.say = wandb, say
+        self.wandb, self.say, self.folder = wandb, say, folder
+        self._options: dict[str, Any] = {"project": project, "entity": entity, "name": name, "config": dict(settings)}
         folder.mkdir(parents=True, exist_ok=True)
         # Where artefacts wait for an upload: below the home folder by default, which is not there when a run's folder
         # is synced from another machine.
         os.environ.setdefault("WANDB_DATA_DIR", str(folder.resolve() / "wandb"))
-
-        def start(mode: str) -> Any:
-            return wandb.init(
-                project=project,
-                entity=entity,
-                name=name,
-                dir=str(folder),
-                id=_run_id(folder),
-                resume="allow",
-                mode=mode,  # type: ignore[arg-type]  # WANDB_MODE may hold anything; wandb says what it allows
-                config=dict(settings),
-                settings=wandb.Settings(
-                    silent=True, console="off", finish_timeout=PATIENCE, finish_timeout_raises=True
-                ),
-            )
-
         chosen = wandb_mode(mode, os.environ)
         why = " (no login found)" if mode == "auto" and "WANDB_MODE" not in os.environ else ""
         try:
-            self.run = start(chosen)
+            self.run = self._start(chosen)
         except Exception as error:  # no network, a wrong key, a server that is down
             if chosen != "online":
                 raise
             wandb.teardown()  # which still holds the run's id
-            self.run = start("offline")
+            self.run = self._start("offline")
             chosen, why = "offline", f" ({str(error).splitlines()[0]})"
         if chosen == "offline":
-            # The folder, because every continuation of the run adds a part to it; wandb sends them in order.
-            say(f"wandb: offline{why}; to upload later: wandb login && wandb sync {folder / 'wandb'}")
+            say(f"wandb: offline{why}; to upload later: wandb login && wandb sync {self._part()}")
         elif chosen == "online":
             say(f"wandb: {self.run.url}")
         for phase in settings.get("phases", {}):
             self.run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
+
+    def _start(self, mode: str) -> Any:
+        number = _run_id(self.folder, offline=mode == "offline")
+        _set_aside(self.folder, number)
+        return self.wandb.init(
+            **self._options,
+            dir=str(self.folder),
+            id=number,
+            resume="allow",
+            mode=mode,  # type: ignore[arg-type]  # WANDB_MODE may hold anything; wandb says what it allows
+            settings=self.wandb.Settings(
+                silent=True,
+                console="off",
+                init_timeout=START_PATIENCE,
+                finish_timeout=PATIENCE,
+                finish_timeout_raises=True,
+            ),
+        )
+
+    def _part(self) -> Path:
+        """The folder of what this process writes, which ``wandb sync`` takes."""
+        return self.folder / "wandb" / Path(self.run.settings.sync_dir).name
+
+    def lacks(self, step: int) -> bool:
+        return bool(step >= self.run.starting_step)  # 0 but where a run goes on online
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         self.run.log(numbers, step=step)
@@ -104,7 +125,7 @@ class WandbSink:
         except TimeoutError:
             self.say(
                 f"warning: wandb did not take everything within {PATIENCE} s; to send the rest later: wandb sync "
-                f"--include-online {folder / 'wandb'}"
+                f"--include-online {self._part()}"
             )
 
     def _tables(self, evaluation: dict[str, Any]) -> dict[str, Any]:
@@ -140,6 +161,9 @@ class AccelerateSink:
         if kind == "tensorboard":
             say(f"tensorboard: tensorboard --logdir {folder / kind}")
 
+    def lacks(self, step: int) -> bool:
+        return False  # it was told, and keeps what it is told
+
     def log(self, numbers: dict[str, float], step: int) -> None:
         self.step = step
         self.tracker.log(numbers, step=step)
@@ -170,16 +194,39 @@ def wandb_mode(mode: str, environment: Mapping[str, str]) -> str:
     return "online" if host in known else "offline"
 
 
-def _run_id(folder: Path) -> str:
+def _run_id(folder: Path, offline: bool) -> str:
     """The folder's wandb run: the one it had when it goes on, a new one when it starts.
+
+    What goes on offline holds all rows, and the server would add them to those that it has: then it is a new run, too.
 
     Raises:
         UserError: the one it had cannot be read.
     """
     file = folder / "wandb-run-id"
-    if not ((folder / "metrics.jsonl").exists() and file.exists()):
-        write_sealed_json(file, uuid.uuid4().hex[:12])
+    if (folder / "metrics.jsonl").exists() and file.exists():
+        number = str(read_sealed_json(file))
+        if not (offline and any(_was_sent(part) for part in _parts(folder, number, "", REPLACED))):
+            return number
+    write_sealed_json(file, uuid.uuid4().hex[:12])
     return str(read_sealed_json(file))
+
+
+def _parts(folder: Path, number: str, *places: str) -> list[Path]:
+    """The folders that wandb made for a run, one a process."""
+    return [path for place in places for path in sorted((folder / "wandb" / place).glob(f"*run-*-{number}"))]
+
+
+def _was_sent(part: Path) -> bool:
+    """Whether the server has rows of it: it was written online, or synced."""
+    return "offline-" not in part.name or any(part.glob("*.wandb.synced"))
+
+
+def _set_aside(folder: Path, number: str) -> None:
+    """Move what earlier processes of the run wrote out of the sight of ``wandb sync``."""
+    for part in _parts(folder, number, ""):
+        place = folder / "wandb" / REPLACED
+        place.mkdir(exist_ok=True)
+        part.rename(place / f"{len(list(place.iterdir()))}-{part.name}")
 
 
 def _results(folder: Path) -> list[Path]:

@@ -77,7 +77,8 @@ def open_corpora(run: RunConfig, launch: Launch) -> Corpora:
     with display.stage(f"base model {run.base.name or 'random'}"):
         base = BaseModel.load(launch.sharding.base_config(run.base), launch.accelerator.device, display.line)
     run.head_config().check_layers(base.num_layers)  # before hours of generation
-    corpora = Corpora(base, run.data, run.seed, display.progress, group_of(launch.accelerator, run.node_data))
+    group = group_of(launch.accelerator, run.node_data)
+    corpora = Corpora(base, run.data, run.seed, display.progress, group, display.line)
     with display.stage("corpus: the base's own answers"):
         stats = corpora.generations().stats
         display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")

@@ -4,7 +4,7 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,12 @@ class Tracker:
         sink, prefix = self._sink, f"{row['phase']}/"
         if sink is not None:
             self._guard(lambda: sink.log(dict(_numbers(row, prefix)), step))
+
+    def replay(self, rows: Iterable[Row]) -> None:
+        """Send what the tracker lacks of the rows that this run logged before it was continued, before others."""
+        for row in rows:
+            if self._sink is not None and self._sink.lacks(row["total_step"]):
+                self.log(row, row["total_step"])
 
     def finish(self, evaluation: Row | None = None) -> None:
         """Send the evaluation (numbers, and where the tracker takes them tables and pages) and close.

@@ -102,6 +102,17 @@ def test_temporary_faults(server: Any, fault: str) -> None:
     assert len(server.bodies) > 1.3 * len(PROMPTS)
 
 
+def test_faults_that_pass_are_told_to_the_caller_once(server: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    made = backend(server)
+    made.say = said.append
+    server.fault = lambda number, body: "503" if number % 3 == 0 else None
+    assert_once(collect(made))
+    faults = [line for line in said if "503" in line]
+    assert len(faults) == 1 and faults[0].startswith("warning: ")
+    assert faults[0].endswith("; tried again (said once)") and capfd.readouterr() == ("", "")
+
+
 def test_all_faults_together(server: Any) -> None:
     server.fault = lambda number, body: TEMPORARY[number // 2 % 10] if number % 2 else None
     assert_once(collect(backend(server, concurrency=50, tries=20)))

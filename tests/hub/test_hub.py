@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from drafthead.data.token_tree import TokenTree
 from drafthead.models.base import BaseModel
 from drafthead.models.hub import REPOSITORY, HubConfig, fetch, push, require_login
 from drafthead.models.medusa import MedusaConfig, MedusaHead
+from drafthead.models.medusa2 import Medusa2Config
 
 TinyBase = Callable[..., BaseModel]
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0)])
@@ -74,6 +76,43 @@ def test_a_head_comes_back_as_it_was(
     assert not same(first, newest)
     assert same(second, drafthead.load_head("user/medusa", tiny_base()))
     assert hub.count("xet-read-token") == 2 * xet
+
+
+def test_a_tuned_base_comes_back_with_its_adapter(hub: Any, tiny_base: TinyBase, tmp_path: Path) -> None:
+    base, folder = tiny_base(), tmp_path / "head"
+    head = Medusa2Config(num_heads=2, lora_rank=4, lora_dropout=0.0).build(base)
+    head.tune_base(now=True)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    head.save_pretrained(folder)
+    push(folder, "user/medusa2")
+    assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} <= set(hub.files("user/medusa2"))
+    shutil.move(folder, tmp_path / "away")  # what is loaded came from the Hub
+
+    loaded = drafthead.load_head("user/medusa2")
+    there, here = drafthead.load_head(tmp_path / "away"), loaded
+    assert same(there, here)
+    ids = torch.arange(20, 32)[None]
+    outputs = [h.base.model(ids).logits for h in (here, there)]
+    assert torch.equal(*outputs) and not torch.allclose(outputs[0], base.model(ids).logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter/adapter_config.json", "adapter"])
+def test_links_out_of_the_folder_are_not_uploaded(hub: Any, saved: Path, tmp_path: Path, name: str) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "adapter_config.json").write_text("secret")
+    (saved / name).unlink(missing_ok=True)
+    (saved / name).parent.mkdir(exist_ok=True)
+    (saved / name).symlink_to(secret if name == "adapter" else secret / "adapter_config.json")
+    try:
+        push(saved, "user/medusa")
+    except UserError as error:
+        assert "leads out of" in str(error) or "outside" in str(error), error
+    else:
+        assert name == "adapter", "a link to a file has to be refused; folders behind links are not walked"
+    assert not any(b"secret" in content for content in hub.files("user/medusa").values())
 
 
 def test_what_was_sent_is_not_sent_again(hub: Any, saved: Path) -> None:

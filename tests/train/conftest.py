@@ -103,3 +103,12 @@ def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     assert runs.one(folder) == 0, runs.said(folder)[-2000:]
     return folder
+
+
+@pytest.fixture
+def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(key, "")  # so that it is put back in any case
+        monkeypatch.delenv(key)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")

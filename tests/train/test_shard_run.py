@@ -27,7 +27,7 @@ STOCK = "base.prepack=false"
 """A sharded base has stock layers, which round differently from packed ones."""
 JOINT = ("phases.joint.steps=3", "head.lora_dropout=0.0", "gate.max_perplexity_ratio=null", "gate.min_agreement=null")
 TIMEOUT_S = 600
-LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 2e-5
+LOSS_TOLERANCE, WEIGHT_TOLERANCE, BFLOAT16_TOLERANCE = 1e-5, 2e-5, 0.03
 """As in test_sharding.py."""
 
 
@@ -83,6 +83,18 @@ def test_bfloat16_is_a_way_to_compute_and_float32_is_what_is_saved(tmp_path: Pat
     for row in read_json_lines(run / "metrics.jsonl"):
         assert "loss" not in row or 0 <= row["data_wait"] < 1
     load_base_and_head(run / "head")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="brings layers from host memory to a GPU")
+def test_a_base_whose_layers_wait_in_host_memory(tmp_path: Path) -> None:
+    plain = train(tmp_path / "plain", "medusa_smollm2", STOCK)
+    shutil.copytree(tmp_path / "plain" / "corpora", tmp_path / "sharded" / "corpora")
+    ways = ("shard=full", "shard.offload_base=true", "shard.precision=bfloat16")
+    sharded = train(tmp_path / "sharded", "medusa_smollm2", *ways, STOCK)
+    assert losses(sharded) != losses(plain), "this was no bfloat16"
+    assert losses(sharded) == pytest.approx(losses(plain), rel=BFLOAT16_TOLERANCE)
+    assert all(value.dtype != torch.bfloat16 for value in load_file(sharded / "head" / "model.safetensors").values())
 
 
 @pytest.mark.slow

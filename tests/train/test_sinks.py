@@ -2,13 +2,14 @@
 
 import json
 import math
-import struct
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import wandb
-from wandb.proto.wandb_internal_pb2 import Record
+from wandb_support import Read, Server
 
 from drafthead.train import sinks, tracking
 from drafthead.train.sinks import wandb_mode
@@ -37,53 +38,6 @@ def evaluation() -> dict[str, Any]:
     return {"tasks": {"math": group}, "overall": group, "rule": {"name": "exact", "lossless": True}}
 
 
-def records(file: Path) -> list[Record]:
-    """A wandb log: LevelDB's log format behind seven bytes of its own."""
-    data, at, whole, found = file.read_bytes(), 7, b"", []
-    while at + 7 <= len(data):
-        if (left := 32768 - at % 32768) < 7:  # no record's head crosses a block
-            at += left
-            continue
-        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or its last piece
-            found.append(Record.FromString(whole))
-            whole = b""
-    return found
-
-
-class Read:
-    """The parts of a wandb run in a run folder, oldest first."""
-
-    def __init__(self, folder: Path) -> None:
-        files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
-        assert files
-        self.files = files
-        found = [record for file in files for record in records(file)]
-        self.runs = [r.run for r in found if r.WhichOneof("record_type") == "run"]
-        self.config = {u.key: json.loads(u.value_json) for u in self.runs[0].config.update}
-        self.artifacts = [r.artifact for r in found if r.WhichOneof("record_type") == "artifact"]
-        self.metrics = [r.metric for r in found if r.WhichOneof("record_type") == "metric"]
-        self.history = [
-            {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in r.history.item}
-            for r in found
-            if r.WhichOneof("record_type") == "history"
-        ]
-
-    def curve(self, key: str) -> list[tuple[int, float]]:
-        return [(entry["_step"], entry[key]) for entry in self.history if key in entry]
-
-
-@pytest.fixture
-def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for key in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_DIR", "WANDB_DATA_DIR"):
-        monkeypatch.setenv(key, "")  # so that it is put back in any case
-        monkeypatch.delenv(key)
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-
-
 def finished_run(folder: Path) -> None:
     (folder / "plots").mkdir(parents=True)
     (folder / "report.html").write_text("<h1>a report</h1>")
@@ -105,7 +59,8 @@ def test_wandb_receives_settings_curves_tables_and_the_report(
     tracker.finish(evaluation())
     assert capfd.readouterr() == ("", "")
     wandb.teardown()  # its service writes in a process of its own; this waits for the end of it
-    assert said == [f"wandb: offline (no login found); to upload later: wandb login && wandb sync {folder / 'wandb'}"]
+    (part,) = parts(folder)
+    assert said == [f"wandb: offline (no login found); to upload later: wandb login && wandb sync {part}"]
     found = Read(folder)
     assert {key: found.config[key] for key in ("seed", "base")} == {key: SETTINGS[key] for key in ("seed", "base")}
     assert found.config["phases"]["pretrain"]["optim"]["betas"] == [0.9, 0.95]
@@ -126,28 +81,69 @@ def test_wandb_receives_settings_curves_tables_and_the_report(
     assert page.read_text() == "<h1>a report</h1>"
 
 
-@pytest.mark.usefixtures("no_login")
-def test_resuming_continues_the_same_wandb_run(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    for step in (1, 2):
-        tracker = Tracker(TrackerConfig(kind="wandb"), tmp_path, "name", SETTINGS, lambda line: None)
-        tracker.log(row("distill", step, step), step=step)
+def process(folder: Path, *steps: int, mode: str = "auto") -> list[str]:
+    """What a process of a run does that goes on before ``steps``; returns what it said."""
+    said: list[str] = []
+    log = MetricsLog(folder / "metrics.jsonl")
+    tracker = Tracker(TrackerConfig(kind="wandb", mode=mode), folder, "name", SETTINGS, said.append)
+    log.truncate(steps[0] - 1)
+    tracker.replay(log.rows())
+    for step in steps:
         log.write(row("distill", step, step))
-        tracker.finish()
-        wandb.teardown()
-        for part in tmp_path.glob("wandb/offline-run-*"):  # named after the second that they began in
-            part.rename(part.with_name(f"{part.name}-{step}") if not part.name[-2] == "-" else part)
+        tracker.log(row("distill", step, step), step=step)
+    tracker.finish()
+    wandb.teardown()
+    return said
+
+
+def parts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("wandb/offline-run-*"))
+
+
+@pytest.mark.usefixtures("no_login")
+def test_the_newest_part_of_an_offline_run_is_all_of_it(tmp_path: Path) -> None:
+    process(tmp_path, 1, 2, 3, 4)
+    first = Read(tmp_path).runs[0].run_id
+    (said,) = process(tmp_path, 3, 4, 5)
+    (part,) = parts(tmp_path)
+    assert said.endswith(f"wandb sync {part}"), "what the line names is where the rows are"
     found = Read(tmp_path)
-    assert len(found.files) == 2 and len({run.run_id for run in found.runs}) == 1
-    assert found.curve("distill/loss_1") == [(1, 1.0), (2, 0.5)]
+    assert {run.run_id for run in found.runs} == {first}
+    assert found.curve("distill/loss_1") == [(step, 1 / step) for step in range(1, 6)]
+    assert len(list(tmp_path.glob("wandb/replaced/*/*.wandb"))) == 1
+
+
+@pytest.mark.usefixtures("no_login")
+def test_what_the_server_has_is_not_sent_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Server() as server:
+        for key, value in server.environment.items():
+            monkeypatch.setenv(key, value)
+        process(tmp_path, 1, 2, 3, 4, mode="online")
+        process(tmp_path, 3, 4, 5, mode="online")
+        (rows,) = server.rows.values()
+        assert [r["_step"] for r in rows] == [1, 2, 3, 4, 5], "goes on where the server stands"
+        (said,) = process(tmp_path, 6, mode="offline")
+        server.sync(said)
+        whole = list(server.rows.values())[-1]
+        assert len(server.rows) == 2, "offline it cannot know what is there: another run, with all"
+        assert [r["_step"] for r in whole] == [1, 2, 3, 4, 5, 6]
+        process(tmp_path, 6, 7, mode="online")
+        assert [r["_step"] for r in server.rows[list(server.rows)[-1]]] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_the_run_id_belongs_to_the_rows(tmp_path: Path) -> None:
-    first = sinks._run_id(tmp_path)
-    assert sinks._run_id(tmp_path) != first, "nothing was logged: a new run"
-    second = sinks._run_id(tmp_path)
+    first = sinks._run_id(tmp_path, offline=True)
+    assert sinks._run_id(tmp_path, offline=True) != first, "nothing was logged: a new run"
+    second = sinks._run_id(tmp_path, offline=True)
     MetricsLog(tmp_path / "metrics.jsonl").write(row("distill", 1, 1))
-    assert sinks._run_id(tmp_path) == second
+    part = tmp_path / "wandb" / f"offline-run-20300101_000000-{second}"
+    part.mkdir(parents=True)
+    assert sinks._run_id(tmp_path, offline=True) == second
+    (part / f"run-{second}.wandb.synced").touch()
+    assert sinks._run_id(tmp_path, offline=False) == second
+    sinks._set_aside(tmp_path, second)
+    assert not part.exists()
+    assert sinks._run_id(tmp_path, offline=True) != second, "the server has some of its rows"
 
 
 @pytest.mark.usefixtures("no_login")
@@ -167,10 +163,25 @@ def test_a_wandb_that_cannot_be_reached_is_kept_offline(tmp_path: Path, monkeypa
     tracker.finish()
     wandb.teardown()
     assert asked == ["online", "offline"]
-    assert said == [
-        f"wandb: offline (no route to host); to upload later: wandb login && wandb sync {tmp_path / 'wandb'}"
-    ]
+    (part,) = parts(tmp_path)
+    assert said == [f"wandb: offline (no route to host); to upload later: wandb login && wandb sync {part}"]
     assert Read(tmp_path).curve("distill/loss_1") == [(1, 1.0)]
+
+
+@pytest.mark.usefixtures("no_login")
+def test_a_closed_port_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:  # bound and not listening: every connection is refused
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.setattr(sinks, "START_PATIENCE", 2)
+        started = time.monotonic()
+        (said,) = process(tmp_path, 1, 2)
+        assert time.monotonic() - started < 30
+    assert said.startswith("wandb: offline (") and "\n" not in said
+    assert Read(tmp_path).curve("distill/loss_1") == [(1, 1.0), (2, 0.5)]
+    assert len(MetricsLog(tmp_path / "metrics.jsonl").rows()) == 2
 
 
 @pytest.mark.usefixtures("no_login")
