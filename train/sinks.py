@@ -62,7 +62,7 @@ class WandbSink:
         import wandb  # takes seconds to import
 
         self.wandb, self.say, self.folder = wandb, say, folder
-        self._options = {"project": project, "entity": entity, "name": name, "config": dict(settings)}
+        self._options: dict[str, Any] = {"project": project, "entity": entity, "name": name, "config": dict(settings)}
         folder.mkdir(parents=True, exist_ok=True)
         # Where artefacts wait for an upload: below the home folder by default, which is not there when a run's folder
         # is synced from another machine.
