@@ -108,8 +108,8 @@ def test_faults_that_pass_are_told_to_the_caller_once(server: Any, capfd: pytest
     made.say = said.append
     server.fault = lambda number, body: "503" if number % 3 == 0 else None
     assert_once(collect(made))
-    faults = [line for line in said if "503" in line]
-    assert len(faults) == 1 and faults[0].startswith("warning: ")
+    faults = [line for line in said if line.startswith("warning: prompt ") and "503" in line]
+    assert len(faults) == 1, "of a score"
     assert faults[0].endswith("; tried again (said once)") and capfd.readouterr() == ("", "")
 
 
