@@ -114,3 +114,11 @@ def test_validation_and_saving_do_not_count_as_training_time(tmp_path: Path, mon
     run = train(tmp_path, "log_every=2", "validate_every=3")
     rows = loop.MetricsLog(run / "metrics.jsonl").rows()
     assert max(row["step_ms"] for row in rows if "step_ms" in row) < 1000
+
+
+@pytest.mark.parametrize("content", ["null", "[1]", "3", "{"])
+def test_damaged_settings_are_refused(tmp_path: Path, content: str) -> None:
+    settings = tmp_path / "training-settings.json"
+    settings.write_text(content)
+    with pytest.raises(UserError, match=r"training-settings.json (holds a|is not valid JSON)"):
+        pipeline._check_settings(settings, {"seed": 0})
