@@ -56,8 +56,15 @@ def test_every_node_makes_its_own(runs: Any, tmp_path: Path) -> None:
         assert_same_corpora(two / f"node{node}", one / "corpora")
 
 
-def test_accelerates_fsdp_leaves_no_weights_unread(runs: Any, tmp_path: Path) -> None:
-    """transformers would read them on the first process alone; a base of random weights would not show it."""
+def test_accelerates_settings_are_refused_as_in_training(runs: Any, tmp_path: Path) -> None:
+    plugin = {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}
+    assert runs.all(tmp_path, program="data", environment=plugin) == [1], runs.said(tmp_path)
+    assert "fsdp_sharding_strategy=SHARD_GRAD_OP is not followed" in runs.said(tmp_path)
+    assert not (tmp_path / "corpora").exists()
+
+
+def test_accelerates_fsdp_changes_no_corpus(runs: Any, tmp_path: Path) -> None:
+    """With a stored base: under these settings transformers loads one differently on all processes but the first."""
     config = BaseConfig(random=True, shape=SHAPE, tokenizer="builtin:tiny", dtype="float32", prepack=False)
     base = BaseModel.load(config)
     base.model.save_pretrained(tmp_path / "base")

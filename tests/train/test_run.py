@@ -81,7 +81,7 @@ def test_a_corpus_of_other_settings_is_refused(tmp_path: Path) -> None:
         ("head._target_=drafthead.models.base.BaseModel", "head._target_ must name a DraftHeadConfig"),
         ("+data._target_=os.system", "'_target_' not in 'DataConfig'"),
         ("+data.text._target_=os.system", "'_target_' not in 'TextConfig'"),
-        ("data.text.sources=[{_target_: os.system, kind: text, name: x}]", "'_target_' not in 'SourceConfig'"),
+        ("data.text.sources=[{_target_: os.system, kind: text, name: x}]", "Could not override 'data.text.sources'"),
         ("+base._target_=os.system", "'_target_' not in 'BaseConfig'"),
         ("phases.distill.row_length=64", "rows of up to"),
         ("mode=trian", "mode must be one of"),
