@@ -196,6 +196,6 @@ def require_space(path: Path, needed: int, purpose: str) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise UserError(
-            f"{purpose} needs about {needed / 1e9:.2f} GB in {path}, but {free / 1e9:.2f} GB are free; "
+            f"{purpose} needs about {needed / 1e6:,.1f} MB in {path}, but {free / 1e6:,.1f} MB are free; "
             "free some space or choose another folder"
         )

@@ -1,6 +1,7 @@
 """A client of completions servers: every request is tried until it is answered or cannot be."""
 
 import asyncio
+import logging
 import os
 import random
 from collections.abc import Callable
@@ -53,6 +54,9 @@ class Server:
         limits = httpx.Limits(max_connections=self.config.concurrency)
         # An answer sends nothing until it is whole; `_once` limits the time of all of it.
         timeout = httpx.Timeout(None, connect=min(30.0, self.config.timeout))
+        logging.getLogger("httpx").setLevel(
+            logging.WARNING
+        )  # at INFO, which Hydra sets, it has a line for every answer
         self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout)
         return self
 

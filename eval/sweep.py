@@ -2,7 +2,8 @@
 
 Made for Kangaroo, whose exit layer and threshold trade acceptance against the cost of drafting; works for any heads of
 one base. All combinations, and what every head does by default, answer the same prompts in one interleaved run. The
-fastest becomes the winner's default; its folder keeps the table and the default before (sweep.json, sweep.png).
+fastest becomes the winner's default if its interval lies above what that head did before; its folder keeps the table
+and the default before (sweep.json, sweep.png).
 """
 
 import argparse
@@ -130,14 +131,16 @@ def _sweep(arguments: argparse.Namespace) -> None:
     if arguments.dry:
         display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; nothing was changed (--dry)")
         return
-    if not best["default"]:
+    changed = is_faster(best, next(row for row in rows if row["head"] == best["head"] and row["default"]))
+    if changed:
         if winner.drafts:
             winner.head.tree = TokenTree.chain(winner.drafts)
         winner.head.stop_below = winner.threshold
         winner.head.save_pretrained(winner.folder)
-    write_json(Path(winner.folder) / "sweep.json", record)
+    write_json(Path(winner.folder) / "sweep.json", record | {"changed": changed})
     draw(rows, Path(winner.folder) / "sweep.png")
-    now = "the default already" if best["default"] else "now the default"
+    now = "now the default" if changed else "the default stays, which is not told apart from it,"
+    now = "the default already" if best["default"] else now
     display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; {now} of {winner.folder} (sweep.json, sweep.png)")
     display.line(f"   best of {len(rows)} on the prompts that chose it: `drafthead eval` on others says what it buys")
 
@@ -217,6 +220,11 @@ def rows_of(candidates: list[Candidate], results: dict[str, list[DecodeResult]])
     return sorted(rows, key=lambda row: -row["speedup"])
 
 
+def is_faster(best: dict[str, Any], default: dict[str, Any]) -> bool:
+    """Whether the interval of ``best`` lies above what its head does by default: less than that is noise."""
+    return best["interval"] is not None and best["interval"][0] > default["speedup"]
+
+
 def table_of(rows: list[dict[str, Any]]) -> Table:
     """For the console."""
     shown = Table(title="by measured speed, the fastest first", caption="* what the head does by default", box=SIMPLE)
@@ -226,7 +234,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         interval = row["interval"] and "{:.2f}–{:.2f}".format(*row["interval"])
         shown.add_row(
-            str(Path(row["head"]).parent.name or row["head"]),
+            _short(row["head"]),
             str(row["exit_layer"] or "–"),
             (str(row["drafts"]) if row["drafts"] else "tree") + ("*" if row["default"] else ""),
             f"{row['threshold']:g}",
@@ -237,6 +245,12 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
             f"{row['identical']}/{row['answers']}",
         )
     return shown
+
+
+def _short(folder: str) -> str:
+    """A run's name, or that of a head folder that is in no run."""
+    path = Path(folder)
+    return path.parent.name if path.name == "head" and path.parent.name else path.name
 
 
 @styled
@@ -254,7 +268,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         sides = [[max(0.0, s - low) for s, (low, _) in zip(speeds, ends, strict=True)]]
         sides += [[max(0.0, high - s) for s, (_, high) in zip(speeds, ends, strict=True)]]
         exit_layer = next(r["exit_layer"] for r in rows if r["head"] == head)
-        label = f"exit {exit_layer}" if exit_layer else Path(head).parent.name
+        label = f"exit {exit_layer}" if exit_layer else _short(head)
         shape = f"chain of {drafts}" if drafts else "its tree"
         axes.errorbar(
             [row["threshold"] + apart for row in own],
