@@ -107,11 +107,12 @@ class _Watch:
         self._left = threading.Event()
         self._failing = threading.Event()
         self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="signs of life", daemon=True)
 
     def start(self) -> None:
         host = f"{platform.node()}, process {os.getpid()}"
         self._store.set(f"who/{self.rank}", host)
-        threading.Thread(target=self._run, name="signs of life", daemon=True).start()
+        self._thread.start()
 
     def leave(self, code: int | str | None, line: str) -> None:
         """Say how this process ends; the others need not wait for its silence."""
@@ -121,6 +122,8 @@ class _Watch:
                 self._store.set(f"end/{self.rank}", json.dumps([code, line]))
         except Exception:  # the store went with its host
             return
+        # A thread that is in the store's code when the interpreter ends takes the process down (SIGABRT).
+        self._thread.join(5 * _BEAT_S)
         if code and not self.rank:
             time.sleep(3 * _BEAT_S)  # this process may host the store that tells the others why
 

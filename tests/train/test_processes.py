@@ -2,12 +2,15 @@
 
 import math
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from drafthead.data.errors import UserError
+from drafthead.train import processes as module
 from drafthead.train.checkpoint import load_latest
 from drafthead.train.phase_data import deal
 
@@ -35,6 +38,17 @@ def test_a_steps_rows_do_not_depend_on_who_takes_part(rows: int, batch_rows: int
 
 def test_dealing_to_those_who_began_keeps_blocks_whole() -> None:
     assert deal(list(range(8)), 2, 2, 0) == [[0, 1], [4, 5]] and deal(list(range(8)), 2, 2, 1) == [[2, 3], [6, 7]]
+
+
+def test_signs_of_life_end_before_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread inside the store while the interpreter ends would abort it."""
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # of the platform
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    watch = module._Watch(0, 1, dead_after=60.0)
+    watch.start()
+    assert "signs of life" in {thread.name for thread in threading.enumerate()}
+    watch.leave(0, "")
+    assert "signs of life" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_signal_to_one_stops_both_and_both_go_on(runs: Any, tmp_path: Path) -> None:
