@@ -184,6 +184,10 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 10**9 else f"{count / 1e6:,.1f} MB"
+
+
 def require_space(path: Path, needed: int, purpose: str) -> None:
     """Refuse to start what cannot end.
 
@@ -196,6 +200,6 @@ def require_space(path: Path, needed: int, purpose: str) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise UserError(
-            f"{purpose} needs about {needed / 1e6:,.1f} MB in {path}, but {free / 1e6:,.1f} MB are free; "
+            f"{purpose} needs about {_size(needed)} in {path}, but {_size(free)} are free; "
             "free some space or choose another folder"
         )

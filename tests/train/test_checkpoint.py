@@ -253,7 +253,7 @@ def test_work_that_leaves_the_generators_alone() -> None:
 def test_no_space_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=100))
-    with pytest.raises(UserError, match="a checkpoint needs about .* MB are free"):
+    with pytest.raises(UserError, match="a checkpoint needs about .* are free"):
         Run().save(tmp_path, 1)
 
 
