@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
 from wandb_support import Read, Server
 
+import wandb
 from drafthead.train import sinks, tracking
 from drafthead.train.sinks import wandb_mode
 from drafthead.train.tracking import MetricsLog, Tracker, TrackerConfig
