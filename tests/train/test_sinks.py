@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wandb_support import Read, Server
-
 import wandb
+
 from drafthead.train import sinks, tracking
 from drafthead.train.sinks import wandb_mode
 from drafthead.train.tracking import MetricsLog, Tracker, TrackerConfig
+from wandb_support import Read, Server
 
 SETTINGS = {
     "seed": 3,

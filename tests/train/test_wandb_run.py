@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from wandb_support import Read, Server
 
 from drafthead.data.files import read_json_lines
+from wandb_support import Read, Server
 
 ROOT = Path(__file__).parent.parent.parent
 
