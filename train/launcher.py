@@ -79,7 +79,7 @@ FSDP = {
 def follow_launcher(shard: ShardConfig) -> ShardConfig:
     """``shard`` and what accelerate's settings ask for besides; they are then taken out of the environment.
 
-    transformers reads them there, too, and would leave weights unread on every process but the first.
+    transformers reads them there, too, and treats processes other than the first as not having read the weights.
 
     Raises:
         UserError: a setting that cannot be followed, or that contradicts the recipe.

@@ -62,6 +62,13 @@ def test_the_fastest_is_kept(tiny_base: TinyBase, tmp_path: Path, monkeypatch: p
     assert DraftHead.from_pretrained(other, base).stop_below == 0.9
 
 
+def test_what_is_within_the_noise_changes_no_default() -> None:
+    default = {"speedup": 1.2}
+    assert sweep.is_faster({"interval": [1.21, 1.4]}, default)
+    assert not sweep.is_faster({"interval": [1.19, 1.4]}, default)
+    assert not sweep.is_faster({"interval": None}, default), "one prompt has no interval"
+
+
 def test_a_dry_run_changes_nothing(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved_head(tiny_base(), tmp_path / "head", 1)
     before = {p.name: p.read_bytes() for p in Path(folder).iterdir()}

@@ -120,7 +120,7 @@ def test_a_recipe_that_says_otherwise() -> None:
 
 
 def test_transformers_does_not_see_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would leave weights unread on every process but the first."""
+    """It treats processes other than the first as not having read the weights."""
     from transformers.distributed import fsdp
 
     monkeypatch.setattr(fsdp, "_is_torch_distributed_initialized", lambda: True)
