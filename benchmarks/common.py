@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from drafthead.data.errors import UserError
-from drafthead.eval.speed import hardware, versions
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.machine import hardware, versions
 
 BAD_INPUT = 2
 """Exit code after bad input, as argparse's own; ``compare.py`` keeps 1 for numbers that got worse."""

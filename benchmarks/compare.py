@@ -28,8 +28,8 @@ from common import entry_point
 from rich.console import Console
 from rich.table import Table
 
-from drafthead.data.errors import UserError
-from drafthead.data.files import read_json
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json
 
 LOWER = (
     *("_s", "_ms", "seconds", "bytes"),

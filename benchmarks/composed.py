@@ -6,7 +6,7 @@ from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from drafthead.data.errors import UserError
+from drafthead.data.utils.errors import UserError
 from drafthead.train.config import RunConfig, parse_run
 
 

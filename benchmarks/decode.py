@@ -28,16 +28,16 @@ from race import HEAD, PLAIN, Runners, check_against, loop_share, race_record, r
 from rich.table import Column, Table
 from step_costs import PlainTokens, load_stock, measure_handling, measure_steps, steps_record
 
-from drafthead.data.display import Display
-from drafthead.data.errors import UserError
-from drafthead.data.files import write_json
-from drafthead.data.token_tree import TokenTree
+from drafthead.data.utils.display import Display
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import write_json
 from drafthead.eval.config import TREES, EvalConfig
-from drafthead.eval.latency import StepCosts
-from drafthead.eval.methods import PEER_FORMS
-from drafthead.eval.prompts import EvalPrompt
-from drafthead.eval.suites import load_suite
-from drafthead.models.loading import load_base_and_head
+from drafthead.eval.prompts.prompt import EvalPrompt
+from drafthead.eval.prompts.suites import load_suite
+from drafthead.eval.timing.methods import PEER_FORMS
+from drafthead.eval.trees.cost_model import StepCosts
+from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.token_tree import TokenTree
 
 PARTS = ("costs", "kv", "against", "overhead")
 AGAINST = "transformers,stock,prompt_lookup,hf_prompt_lookup:3,plain"

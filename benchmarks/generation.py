@@ -17,14 +17,14 @@ from common import described, entry_point
 from rich.console import Console
 from rich.table import Table
 
-from drafthead.data.chat import prompt_ids
-from drafthead.data.files import write_json
-from drafthead.data.generations import SamplerConfig
-from drafthead.data.sources import SourceConfig, load_prompts
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import EMBEDDED
-from drafthead.models.batched_generation import generate
-from drafthead.models.loading import load_base
+from drafthead.data.answers.store import SamplerConfig
+from drafthead.data.text.chat import prompt_ids
+from drafthead.data.text.sources import SourceConfig, load_prompts
+from drafthead.data.utils.files import write_json
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import EMBEDDED
+from drafthead.models.decoding.corpus import generate
+from drafthead.models.heads.common.loading import load_base
 
 
 def ours(base: BaseModel, prompts: list[list[int]], batch: int, max_new: int, keep_features: bool) -> int:

@@ -31,11 +31,11 @@ from composed import composed
 from heads_table import console_tables, find_results, markdown, measure_heads, tuned_lines
 from heads_training import KINDS, NEVER, Entry, train_all
 
-from drafthead.data.display import Display
-from drafthead.data.errors import UserError
-from drafthead.data.files import write_atomic, write_json
+from drafthead.data.utils.display import Display
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import write_atomic, write_json
 from drafthead.eval.config import EvalConfig
-from drafthead.eval.suites import load_suite
+from drafthead.eval.prompts.suites import load_suite
 
 HEADS = ("medusa", "hydra", "hydra_pp", "mlp_speculator", "kangaroo", "eagle3", "draft_lm", "medusa2")
 PARTS = ("train", "eval", "table")

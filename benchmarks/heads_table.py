@@ -9,16 +9,16 @@ from heads_training import BUDGET, Entry
 from rich.table import Table
 from safetensors import safe_open
 
-from drafthead.data.display import Display
-from drafthead.data.errors import UserError
-from drafthead.data.files import read_json, read_json_lines, write_json
+from drafthead.data.utils.display import Display
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json, read_json_lines, write_json
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.evaluate import evaluate
-from drafthead.eval.summary import METHOD, fastest_baseline, speedup_of
-from drafthead.eval.tables import identical, interval, number
-from drafthead.models.base_config import ADAPTER
-from drafthead.models.draft_head import DraftHead
-from drafthead.models.loading import load_base_and_head
+from drafthead.eval.metrics.summary import METHOD, fastest_baseline, speedup_of
+from drafthead.eval.report.tables import identical, interval, number
+from drafthead.models.base.config import ADAPTER
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.loading import load_base_and_head
 
 LOOKUPS = ("prompt_lookup:3", "hf_prompt_lookup:3")
 """Peers of the heads that share a base."""

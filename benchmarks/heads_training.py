@@ -13,9 +13,9 @@ from statistics import fmean, median
 from time import monotonic
 from typing import Any, TextIO
 
-from drafthead.data.display import Display
-from drafthead.data.errors import UserError
-from drafthead.data.files import read_json, read_json_lines, write_json
+from drafthead.data.utils.display import Display
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json, read_json_lines, write_json
 from drafthead.train.config import PhaseConfig, RunConfig, preflight
 
 KINDS = ("text", "generations", "joint")

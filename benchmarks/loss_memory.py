@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from common import described, entry_point
 
-from drafthead.data.files import write_json
-from drafthead.models.losses import LossConfig, Targets, heads_loss
-from drafthead.models.output_head import OutputHead
+from drafthead.data.utils.files import write_json
+from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.heads.common.losses import LossConfig, Targets, heads_loss
 
 
 class PeakMemory:

@@ -34,14 +34,14 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 from torch import Tensor
 
-from drafthead.data.display import Display
-from drafthead.data.errors import UserError
-from drafthead.data.files import read_json_lines, write_json
-from drafthead.models.base import BaseModel
-from drafthead.models.loss_terms import TERMS
+from drafthead.data.utils.display import Display
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json_lines, write_json
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.common.losses import TERMS
 from drafthead.train.config import RunConfig, parse_run, preflight
-from drafthead.train.corpora import Corpora
-from drafthead.train.loop import Trainer
+from drafthead.train.corpora.corpora import Corpora
+from drafthead.train.trainer.trainer import Trainer
 
 LOSSES: dict[str, dict[str, float]] = {
     "ce": {"ce": 1.0},

@@ -7,17 +7,17 @@ from typing import Any
 
 from common import finite
 
-from drafthead.data.contracts import DecodeResult
-from drafthead.data.errors import UserError
-from drafthead.eval.baselines import transformers_generate
+from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig
-from drafthead.eval.journal import FailedDecode
-from drafthead.eval.methods import PEER_FORMS, check_peers, methods
-from drafthead.eval.metrics import mean_accepted_tokens, overhead, tokens_per_second
-from drafthead.eval.prompts import EvalPrompt, conversation_ids
-from drafthead.eval.speed import Decoder, run_interleaved, speedup_interval
-from drafthead.models.base import BaseModel
-from drafthead.models.drafter import Drafter, DraftPlan
+from drafthead.eval.metrics.acceptance import mean_accepted_tokens, overhead, tokens_per_second
+from drafthead.eval.prompts.prompt import EvalPrompt, conversation_ids
+from drafthead.eval.timing.interleaved import Decoder, run_interleaved, speedup_interval
+from drafthead.eval.timing.methods import PEER_FORMS, check_peers, methods
+from drafthead.eval.timing.result_log import FailedDecode
+from drafthead.eval.timing.transformers_generate import transformers_generate
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import Drafter, DraftPlan
+from drafthead.models.decoding.step_log import DecodeResult
 
 HEAD = "head"
 PLAIN = ("plain", "transformers", "stock")

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafthead.data.contracts import DecodeResult
-from drafthead.data.token_tree import TokenTree, TreeShape
-from drafthead.eval.baselines import transformers_generate
-from drafthead.eval.decode import decode
-from drafthead.eval.latency import StepCosts, measure_costs
-from drafthead.models.base import BaseModel
-from drafthead.models.draft_cache import rewind
-from drafthead.models.drafter import Drafter
-from drafthead.models.kv_cache import KVCache, RaggedCache
+from drafthead.eval.timing.transformers_generate import transformers_generate
+from drafthead.eval.trees.cost_model import StepCosts, measure_costs
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.decoding.contract import Drafter
+from drafthead.models.decoding.draft_cache import rewind
+from drafthead.models.decoding.loop import decode
+from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.token_tree import TokenTree, TreeShape
 
 ROUND = 3
 """Repeats of ``measure_costs`` between two looks at the other ways to a token."""

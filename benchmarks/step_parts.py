@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from loss_memory import PeakMemory
 
-from drafthead.data.chat import Document
-from drafthead.data.feature_cache import FeatureCache
-from drafthead.data.packing import pack
-from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead
+from drafthead.data.answers.hidden_states import FeatureCache
+from drafthead.data.text.chat import Document
+from drafthead.data.text.packing import pack
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.common.contract import DraftHead
 from drafthead.train.config import PhaseConfig
 
 PARTS = ("data", "base", "head", "optimiser")

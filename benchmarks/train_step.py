@@ -35,20 +35,19 @@ from rich.console import Console
 from rich.table import Table
 from step_parts import PARTS, Clock, Memory, random_cache, random_rows
 
-from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
-from drafthead.data.errors import UserError
-from drafthead.data.files import write_json
-from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead, DraftHeadConfig
-from drafthead.models.model_shape import ModelShape
+from drafthead.data.batch import Features, FeatureSpec, TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import write_json
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
 from drafthead.train.config import PhaseConfig, RunConfig
-from drafthead.train.launcher import follow_launcher
-from drafthead.train.optim import build_optimizer
-from drafthead.train.phase_data import PhaseData
-from drafthead.train.plan import size
-from drafthead.train.plan_run import plan_of
-from drafthead.train.sharding import Sharding
-from drafthead.train.step import StepResult, train_step
+from drafthead.train.distributed.launcher import follow_launcher
+from drafthead.train.distributed.sharding import Sharding
+from drafthead.train.estimate import plan_of, size
+from drafthead.train.trainer.batches import PhaseData
+from drafthead.train.trainer.optim import build_optimizer
+from drafthead.train.trainer.step import StepResult, train_step
 
 PEAKS = {
     "A10": 125e12,

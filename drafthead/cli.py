@@ -4,19 +4,19 @@ import sys
 from importlib import import_module
 
 from drafthead import __version__
-from drafthead.data.errors import UserError
+from drafthead.data.utils.errors import UserError
 
 COMMANDS = {
     "train": "drafthead.train.run",
-    "data": "drafthead.data.run",
-    "eval": "drafthead.eval.run",
-    "generate": "drafthead.eval.generate",
-    "replay": "drafthead.eval.replay_run",
-    "sweep": "drafthead.eval.sweep",
-    "certify": "drafthead.eval.certify",
-    "export": "drafthead.eval.export",
-    "import": "drafthead.eval.import_head",
-    "push": "drafthead.train.push",
+    "data": "drafthead.commands.data",
+    "eval": "drafthead.commands.eval",
+    "generate": "drafthead.commands.generate",
+    "replay": "drafthead.commands.replay",
+    "sweep": "drafthead.commands.sweep",
+    "certify": "drafthead.eval.lossless.check_lossless",
+    "export": "drafthead.commands.export",
+    "import": "drafthead.commands.import_head",
+    "push": "drafthead.commands.push",
 }
 HELP = """\
 drafthead: train draft heads for speculative decoding on a frozen Hugging Face causal LM, and prove what they buy.

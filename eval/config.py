@@ -6,16 +6,15 @@ from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 
-from drafthead.data.config import schema
-from drafthead.data.contracts import Siblings
-from drafthead.data.errors import UserError
-from drafthead.data.files import read_json
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.verify import AcceptanceRule
-from drafthead.models.base_config import BaseConfig
-from drafthead.models.drafter import AdaptiveLength, Drafter, DraftPlan, DynamicTree
-from drafthead.models.head_files import read_tree
-from drafthead.models.sampling import Sampler
+from drafthead.data.utils.config import schema
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.contract import AdaptiveLength, Drafter, DraftPlan, DynamicTree, Siblings
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.heads.common.files import read_tree
+from drafthead.models.token_tree import TokenTree
 
 TREES = "head, chain, chain:K, expansion:1-1-3, dynamic:NODES[:WIDTH], or a tree.json"
 

@@ -6,26 +6,26 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from drafthead.data.contracts import DecodeResult
-from drafthead.data.errors import UserError
-from drafthead.data.files import write_json
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.calibrate import Calibration
-from drafthead.eval.certify import total_variation
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import write_json
 from drafthead.eval.config import EvalConfig
-from drafthead.eval.equality import Equality, compare_outputs
-from drafthead.eval.journal import FailedDecode
-from drafthead.eval.latency import StepCosts
-from drafthead.eval.methods import methods
-from drafthead.eval.probe import logit_margin, probe_tokens
-from drafthead.eval.prompts import EvalPrompt, check_ids, conversation_ids
-from drafthead.eval.report import write_report
-from drafthead.eval.session import Policy
-from drafthead.eval.speed import Timing, run_interleaved
-from drafthead.eval.suites import load_suite
-from drafthead.eval.summary import Known, method_names, summarise
-from drafthead.models.base import BaseModel
-from drafthead.models.drafter import Drafter, DraftPlan
+from drafthead.eval.lossless.check_lossless import total_variation
+from drafthead.eval.lossless.equality import Equality, compare_outputs, logit_margin, probe_tokens
+from drafthead.eval.metrics.summary import Known, method_names, summarise
+from drafthead.eval.prompts.prompt import EvalPrompt, conversation_ids
+from drafthead.eval.prompts.suites import load_suite
+from drafthead.eval.report.report import write_report
+from drafthead.eval.timing.interleaved import Timing, run_interleaved
+from drafthead.eval.timing.methods import methods
+from drafthead.eval.timing.result_log import FailedDecode
+from drafthead.eval.trees.calibrate import Calibration
+from drafthead.eval.trees.cost_model import StepCosts
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import Drafter, DraftPlan
+from drafthead.models.decoding.loop import check_ids
+from drafthead.models.decoding.step import Policy
+from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.token_tree import TokenTree
 
 Progress = Callable[[str, int, int], None]
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
 
 TINY = {
     "hidden_size": 32,

@@ -13,16 +13,17 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from drafthead.data.contracts import NO_DOCUMENT, DecodeResult, Features, StepRecord, TrainBatch
-from drafthead.data.token_tree import TokenTree
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig
-from drafthead.models.draft_head import DraftHead
-from drafthead.models.drafter import DraftPlan
-from drafthead.models.eagle3 import Eagle3Config, Eagle3Head
-from drafthead.models.losses import LossConfig
-from drafthead.models.medusa import MedusaConfig
-from drafthead.models.sampling import Sampler
+from drafthead.data.batch import NO_DOCUMENT, Features, TrainBatch
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.step_log import DecodeResult, StepRecord
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import RunConfig, parse_run
 
 Head = TypeVar("Head", bound=DraftHead)

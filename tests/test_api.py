@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import drafthead
-from drafthead.data.errors import UserError
-from drafthead.data.files import read_json, write_json
-from drafthead.data.token_tree import TokenTree
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig
-from drafthead.models.drafter import DraftPlan
-from drafthead.models.loading import load_base_and_head
-from drafthead.models.medusa import MedusaConfig
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json, write_json
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.token_tree import TokenTree
 
 TinyBase = Callable[..., BaseModel]
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
+from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig
-from drafthead.eval.decode import default_plan
-from drafthead.eval.suites import load_suite
-from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead
+from drafthead.eval.prompts.suites import load_suite
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.loop import default_plan
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.token_tree import TokenTree
 from support import small_head
 
 Load = Callable[[str], ModuleType]

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from drafthead.data.display import Display
-from drafthead.data.errors import UserError
-from drafthead.data.files import write_json
-from drafthead.data.token_tree import TokenTree
+from drafthead.data.utils.display import Display
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import write_json
 from drafthead.eval.config import EvalConfig
-from drafthead.models.base import BaseModel
-from drafthead.models.medusa import MedusaConfig
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import PhaseConfig
 
 Load = Callable[[str], ModuleType]

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from drafthead.data.errors import UserError
+from drafthead.data.utils.errors import UserError
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from drafthead.data.errors import UserError
-from drafthead.models.medusa import MedusaConfig
-from drafthead.models.model_shape import ModelShape
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.train.config import PhaseConfig
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"

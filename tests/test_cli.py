@@ -1,5 +1,6 @@
 """The command dispatches, forwards what it was given, and explains itself."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 import drafthead
 from drafthead import cli
-from drafthead.data.errors import UserError
+from drafthead.data.utils.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 Fake = Callable[[str, Callable[[], None]], None]
@@ -42,8 +43,9 @@ def test_a_command_gets_its_arguments(fake: Fake, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_has_a_module_and_a_line_of_help(command: str) -> None:
-    source = ROOT / (cli.COMMANDS[command].removeprefix("drafthead.").replace(".", "/") + ".py")
-    assert "def main() -> None:" in source.read_text()
+    spec = importlib.util.find_spec(cli.COMMANDS[command])
+    assert spec is not None and spec.origin is not None
+    assert "def main() -> None:" in Path(spec.origin).read_text()
     assert f"\n  {command} " in cli.HELP
 
 
@@ -101,7 +103,7 @@ def test_a_checkout_imports_from_its_folders_and_the_command_starts_light(tmp_pa
 
     Python runs with -S, without site-packages: an editable install cannot help, and ``--help`` cannot wait for torch.
     """
-    code = "import drafthead.cli as a, drafthead.data.errors as b; print(a.__file__, b.__file__, sep='\\n')"
+    code = "import drafthead.cli as a, drafthead.data.utils.errors as b; print(a.__file__, b.__file__, sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],
         cwd=tmp_path,
@@ -110,4 +112,4 @@ def test_a_checkout_imports_from_its_folders_and_the_command_starts_light(tmp_pa
         text=True,
         check=False,
     )
-    assert done.stdout.splitlines() == [str(ROOT / "drafthead/cli.py"), str(ROOT / "data/errors.py")], done.stderr
+    assert done.stdout.splitlines() == [str(ROOT / "drafthead/cli.py"), str(ROOT / "data/utils/errors.py")], done.stderr

@@ -17,33 +17,40 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from drafthead.data.backends import Group
-from drafthead.data.chat import Document
-from drafthead.data.errors import UserError
-from drafthead.data.feature_cache import FeatureCache
-from drafthead.data.files import read_json, read_json_lines, read_sealed_json, write_json, write_sealed_json
-from drafthead.data.generations import Generation, GenerationStore
-from drafthead.data.manifest import read_manifest, write_manifest
-from drafthead.data.packing import collate, open_packed, pack
-from drafthead.data.sources import SourceConfig, iter_documents, iter_prompts
-from drafthead.data.streamed_rows import WINDOW, StreamedRows
-from drafthead.data.tiny import tiny_tokenizer
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.journal import Journal
-from drafthead.eval.replay_run import read_texts
-from drafthead.eval.suite_files import read_jsonl
-from drafthead.models import adapter
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig
-from drafthead.models.draft_head import DraftHead
-from drafthead.models.formats.artefact import read_artefact
-from drafthead.models.head_files import read_threshold, read_tree
-from drafthead.models.medusa import MedusaConfig
-from drafthead.train import pipeline, sinks
-from drafthead.train.answers import AnswerMaker
-from drafthead.train.checkpoint import TrainState, load_latest, save_checkpoint
-from drafthead.train.data_config import GenerationsConfig
-from drafthead.train.random_state import capture_rng
+from drafthead.data.answers.backend import Group
+from drafthead.data.answers.hidden_states import FeatureCache
+from drafthead.data.answers.store import Generation, GenerationStore
+from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.data.text.chat import Document
+from drafthead.data.text.packing import collate, open_packed, pack
+from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts
+from drafthead.data.text.streaming import WINDOW, StreamedRows
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import (
+    read_json,
+    read_json_lines,
+    read_manifest,
+    read_sealed_json,
+    write_json,
+    write_manifest,
+    write_sealed_json,
+)
+from drafthead.eval.prompts.files import read_jsonl
+from drafthead.eval.timing.result_log import Journal
+from drafthead.eval.trees.texts import read_texts
+from drafthead.models.base import adapter
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.formats.checkpoint import read_artefact
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.files import read_threshold, read_tree
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.token_tree import TokenTree
+from drafthead.train import pipeline
+from drafthead.train.config import GenerationsConfig
+from drafthead.train.corpora.answers import AnswerMaker
+from drafthead.train.tracking import backends as sinks
+from drafthead.train.trainer.checkpoint import TrainState, capture_rng, load_latest, save_checkpoint
 
 SHAPE = {
     "model_type": "llama",

@@ -11,16 +11,15 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from drafthead.data.errors import UserError
-from drafthead.data.files import inside, read_json, read_sealed_json, write_json, write_sealed_json
-from drafthead.data.token_tree import TokenTree
-from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead
-from drafthead.models.head_files import read_weights
-from drafthead.models.medusa import MedusaConfig
-from drafthead.models.mlp_speculator import MLPSpeculatorConfig
-from drafthead.train.checkpoint import TrainState, load_latest, save_checkpoint
-from drafthead.train.random_state import capture_rng
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import inside, read_json, read_sealed_json, write_json, write_sealed_json
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.files import read_weights
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
+from drafthead.models.token_tree import TokenTree
+from drafthead.train.trainer.checkpoint import TrainState, capture_rng, load_latest, save_checkpoint
 
 TinyBase = Callable[..., BaseModel]
 numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -178,10 +177,10 @@ def test_pickles_are_refused_by_name(head: Path, tiny_base: TinyBase, name: str)
     ("change", "says"),
     [
         ({"head": "os.system"}, "names head 'os.system', which is no head of this version under drafthead.models"),
-        ({"head": "drafthead.models.medusa.torch.nn.Linear"}, "which is no head of this version"),
+        ({"head": "drafthead.models.heads.medusa.torch.nn.Linear"}, "which is no head of this version"),
         ({"head": "drafthead.models."}, "which is no head of this version"),
-        ({"head": "drafthead.models.draft_head.DraftHead"}, "which is no head of this version"),
-        ({"head": "drafthead.models.draft_head.DraftHeadConfig"}, "which is no head of this version"),
+        ({"head": "drafthead.models.heads.common.contract.DraftHead"}, "which is no head of this version"),
+        ({"head": "drafthead.models.heads.common.contract.DraftHeadConfig"}, "which is no head of this version"),
         ({"settings": {"num_heads": 10**9}}, "bad settings|its settings name"),
         ({"settings": {"num_heads": "${oc.env:HOME}"}}, "has settings that refer to others"),
         ({"draft_vocab": 19}, r"has a d2t of \[20\] int64, expected the 19 different ids"),
@@ -223,7 +222,7 @@ def test_a_tree_that_wants_too_much(head: Path, tiny_base: TinyBase, choices: An
 
 
 def test_remote_code_is_off_whatever_a_head_says(head: Path, tiny_base: TinyBase) -> None:
-    from drafthead.models.loading import load_base_and_head
+    from drafthead.models.heads.common.loading import load_base_and_head
 
     config = read_json(head / "config.json")
     config["base"]["recipe"] |= {"trust_remote_code": True, "prepack": False}

@@ -1,35 +1,248 @@
 """The run schema: every key a recipe may set, its type, its default and its limits."""
+# Settings of a run's corpora.
 
+import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 
-from drafthead.data.config import parse, parse_component, schema
-from drafthead.data.errors import UserError
-from drafthead.data.server_client import check_server
-from drafthead.data.sources import iter_documents, iter_prompts
+from drafthead.data.answers.server import ServerConfig, check_server
+from drafthead.data.answers.store import SamplerConfig
+from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts
+from drafthead.data.utils.config import parse, parse_component, schema
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.hub import HubConfig, require_login
 from drafthead.eval.config import EvalConfig
-from drafthead.eval.methods import check_drafters, check_peers
-from drafthead.eval.quality import GateConfig
-from drafthead.eval.suites import load_suite
-from drafthead.eval.tree_choice import METHODS
-from drafthead.models.base_config import BaseConfig
-from drafthead.models.draft_head import PACKAGE, DraftHeadConfig
-from drafthead.models.hub import HubConfig, require_login
-from drafthead.models.losses import LossConfig
-from drafthead.train.answers import COMPLETE
-from drafthead.train.data_config import DataConfig
-from drafthead.train.guard import GuardConfig
-from drafthead.train.optim import OptimConfig
-from drafthead.train.sharding import ShardConfig
-from drafthead.train.tracking import TrackerConfig
+from drafthead.eval.metrics.base_quality import GateConfig
+from drafthead.eval.prompts.suites import load_suite
+from drafthead.eval.timing.methods import check_drafters, check_peers
+from drafthead.eval.trees.choice import METHODS
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.heads.common.contract import PACKAGE, DraftHeadConfig
+from drafthead.models.heads.common.losses import LossConfig
 
-MODES = ("train", "plan")
+COMPLETE = "complete.json"
+"""Written when every prompt is answered: the server is not needed any more."""
+SHARD_MODES = ("none", "head", "full")
+TRACKER_MODES = ("auto", "online", "offline", "disabled")
+HISTORY = 16
+"""Losses before the median says anything: until then only what is not finite is skipped."""
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "linear": lambda done: 1 - done,
+    "constant": lambda done: 1.0,
+}
+"""Remaining part of the decay, 1 -> 0, over the part of its steps that is done, 0 -> 1."""
+WARMUPS: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: done,
+    "parabolic": lambda done: 1 - (1 - done) ** 2,
+}
+"""Part of the peak reached over the part of the warm-up that is done, both 0 -> 1."""
+STARTS = ("warmup", "start")
+
+
+@dataclass(kw_only=True)
+class OptimConfig:
+    """AdamW and its schedule, one per phase."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    """Decoupled decay of matrices; vectors (biases, norms) never decay."""
+    warmup_steps: int = 0
+    """Steps that rise to the peak; 0 starts at the peak."""
+    schedule: str = "cosine"
+    """How the learning rate falls until the last step: ``cosine``, ``linear`` or ``constant``."""
+    decay_from: str = "warmup"
+    """Where the fall begins: ``warmup``, at its end; or ``start``, at step 0, and while the warm-up lasts the lower of
+    the two counts (IBM's MLPSpeculator recipe)."""
+    final_lr_ratio: float = 0.1
+    """Learning rate of the last step as a fraction of the peak; ``constant`` ignores it."""
+    warmup: str = "linear"
+    """``linear``, or ``parabolic``: 1 - (1 - x)^2, steep first (IBM's MLPSpeculator recipe)."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        limits = (
+            ("lr", 0 < self.lr < 1, "in (0, 1)", self.lr),
+            (
+                "betas",
+                len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+                "two numbers in [0, 1)",
+                self.betas,
+            ),
+            ("weight_decay", self.weight_decay >= 0, ">= 0", self.weight_decay),
+            ("warmup_steps", self.warmup_steps >= 0, ">= 0", self.warmup_steps),
+            ("schedule", self.schedule in SCHEDULES, f"one of {list(SCHEDULES)}", self.schedule),
+            ("decay_from", self.decay_from in STARTS, f"one of {list(STARTS)}", self.decay_from),
+            ("final_lr_ratio", 0 <= self.final_lr_ratio <= 1, "in [0, 1]", self.final_lr_ratio),
+            ("warmup", self.warmup in WARMUPS, f"one of {list(WARMUPS)}", self.warmup),
+            ("clip_norm", self.clip_norm >= 0, ">= 0 (0 is off)", self.clip_norm),
+        )
+        for key, holds, limit, value in limits:
+            if not holds:
+                raise UserError(f"optim.{key} must be {limit}, got {value}")
+
+
+@dataclass(kw_only=True)
+class GuardConfig:
+    """Which updates are skipped, and how many may be."""
+
+    spike: float = 5.0
+    """An update is skipped when its loss exceeds this many times the median of the latest ones; 0: only when the loss
+    or its gradient is not finite."""
+    window: int = 100
+    """Latest steps of the phase that the median and the count are taken over."""
+    limit: int = 10
+    """Updates that may be skipped among them; one more ends the run, with the weights of the last good update."""
+
+    def __post_init__(self) -> None:
+        if self.spike != 0 and not 1 < self.spike < math.inf:
+            raise UserError(f"guard.spike must be > 1, or 0 to skip nothing finite, got {self.spike}")
+        if self.window < HISTORY:
+            raise UserError(f"guard.window must be at least {HISTORY}, got {self.window}")
+        if not 0 <= self.limit < self.window:
+            raise UserError(f"guard.limit must be in [0, guard.window), got {self.limit}")
+
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(kw_only=True)
+class ShardConfig:
+    """How training is spread over devices, and what it computes in."""
+
+    mode: str = "none"
+    """What is sharded: ``none``, ``head`` (its weights, gradients and moments) or ``full`` (the base's layers, too)."""
+    hybrid: bool = False
+    """Shard within every node, and replicate over nodes: less traffic between them, more memory."""
+    precision: str = "float32"
+    """What the head computes in: ``float32``, or ``bfloat16`` with weights and sums of gradients in float32."""
+    checkpointing: bool = False
+    """Compute the activations of heads that attend again in the backward pass instead of keeping them."""
+    offload_base: bool = False
+    """The base's shards wait in host memory and come to the device layer by layer; needs ``mode: full``."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in SHARD_MODES:
+            raise ValueError(f"shard.mode must be one of {list(SHARD_MODES)}, got {self.mode!r}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"shard.precision must be one of {list(PRECISIONS)}, got {self.precision!r}")
+        if self.hybrid and self.mode == "none":
+            raise ValueError("shard.hybrid=true has nothing to shard within a node; set shard.mode to head or full")
+        if self.offload_base and self.mode != "full":
+            raise ValueError(f"shard.offload_base=true needs shard.mode=full, got {self.mode}")
+
+
+THROUGH_ACCELERATE = (
+    "tensorboard", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio",
+)  # fmt: skip
+KINDS = ("none", "wandb", *THROUGH_ACCELERATE)
+
+
+@dataclass(kw_only=True)
+class TrackerConfig:
+    """An experiment tracker besides ``metrics.jsonl``."""
+
+    kind: str = "none"
+    """``none``, ``wandb``, or one that accelerate knows (each needs its package): ``tensorboard``, ``mlflow``, ...
+    Besides tensorboard, none of those was tried."""
+    project: str = "drafthead"
+    entity: str | None = None
+    """wandb user or team; None is the account's default."""
+    run_name: str | None = None
+    """None takes the run's own name."""
+    mode: str = "auto"
+    """wandb's. ``auto`` obeys WANDB_MODE, else is online when a login is found and offline when none is."""
+
+    def __post_init__(self) -> None:
+        for key, allowed in (("kind", KINDS), ("mode", TRACKER_MODES)):
+            if getattr(self, key) not in allowed:
+                raise UserError(f"tracker.{key} must be one of {list(allowed)}, got {getattr(self, key)!r}")
+
+
+@dataclass(kw_only=True)
+class TextConfig:
+    """Text of the pretraining phase."""
+
+    sources: list[SourceConfig] = field(default_factory=list)
+    max_tokens: int = 100_000
+    """Tokens packed on disk; a stream has no limit."""
+    stream: bool = False
+    """Read and pack the text while training, over and over, instead of keeping rows on disk: for what is larger than
+    the disk. Near copies are not left out."""
+    lanes: int = 8
+    """Parts that a stream's sources are dealt into; a multiple of the processes lets each read a part of its own."""
+    workers: int = 2
+    """Threads of a process that pack a stream's rows ahead of their use."""
+
+    def __post_init__(self) -> None:
+        for key, least in (("max_tokens", 64), ("lanes", 1), ("workers", 1)):
+            if getattr(self, key) < least:
+                raise ValueError(f"data.text.{key} must be at least {least}, got {getattr(self, key)}")
+
+    def manifest(self) -> dict[str, Any]:
+        """What decides on the rows."""
+        sources = {"sources": [source.manifest() for source in self.sources]}
+        return sources | ({"lanes": self.lanes} if self.stream else {"max_tokens": self.max_tokens})
+
+
+@dataclass(kw_only=True)
+class GenerationsConfig:
+    """The base's own answers, for the distillation phase."""
+
+    sources: list[SourceConfig] = field(default_factory=list)
+    """Prompts."""
+    prompts: int = 1000
+    """Prompts taken from the sources."""
+    synthesised: int = 0
+    """Prompts that the base writes itself, besides (it continues its chat template up to the user's turn)."""
+    max_prompt_tokens: int = 128
+    """Longer prompts are left out."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    slots: int = 64
+    """Answers generated at a time by the built-in decoding, on each process."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """A server that generates the answers instead (vLLM, SGLang, TGI)."""
+    keep_features: bool = True
+    """Keep the hidden states that generation computes anyway; the distillation phase then needs no pass of the base.
+    A server gives none."""
+
+    def __post_init__(self) -> None:
+        for key, least in (("prompts", 0), ("synthesised", 0), ("max_prompt_tokens", 8), ("slots", 1)):
+            if getattr(self, key) < least:
+                raise ValueError(f"data.generations.{key} must be at least {least}, got {getattr(self, key)}")
+        if self.server.url is not None and self.keep_features:
+            raise ValueError(
+                "data.generations.keep_features must be false with a server, which gives no hidden states; the "
+                "distillation phase then computes them"
+            )
+
+    def manifest(self) -> dict[str, Any]:
+        """What decides on the answers; not how many are made at a time, and where."""
+        kept = {key: value for key, value in asdict(self).items() if key not in ("slots", "server")}
+        return kept | {"sources": [source.manifest() for source in self.sources]}
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Corpora of a run."""
+
+    folder: str = "outputs/corpora"
+    """Where corpora are kept; runs with equal settings share them."""
+    text: TextConfig = field(default_factory=TextConfig)
+    generations: GenerationsConfig = field(default_factory=GenerationsConfig)
+
+
+RUN_MODES = ("train", "plan")
 CORPORA = ("text", "generations")
 FEATURES = ("computed", "cached")
 FINAL = ("last", "best")
@@ -138,8 +351,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", self.name):
             raise ValueError(f"name must consist of letters, digits, '.', '_' and '-', got {self.name!r}")
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {list(MODES)}, got {self.mode!r}")
+        if self.mode not in RUN_MODES:
+            raise ValueError(f"mode must be one of {list(RUN_MODES)}, got {self.mode!r}")
         if not self.phases:
             raise ValueError("the recipe has no phases; choose one, e.g. recipe=medusa_smollm2")
         if not any(p.corpus == "generations" for p in self.phases.values()):

@@ -7,18 +7,18 @@ from typing import Any
 
 import datasets
 
-from drafthead.data.contracts import TrainBatch
-from drafthead.data.display import Display
-from drafthead.data.errors import UserError
-from drafthead.data.files import write_json
-from drafthead.data.packing import collate
-from drafthead.eval.quality import Fidelity, compare_bases, judge, quality_table
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import ADAPTER
-from drafthead.models.draft_head import DraftHead
+from drafthead.data.batch import TrainBatch
+from drafthead.data.text.packing import collate
+from drafthead.data.utils.display import Display
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import write_json
+from drafthead.eval.metrics.base_quality import Fidelity, compare_bases, judge, quality_table
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import ADAPTER
+from drafthead.models.heads.common.contract import DraftHead
 from drafthead.train.config import RunConfig
-from drafthead.train.corpora import Corpora
-from drafthead.train.phase_data import unseen_text
+from drafthead.train.corpora.corpora import Corpora
+from drafthead.train.trainer.batches import unseen_text
 
 QUALITY = "quality.json"
 

@@ -9,29 +9,29 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from drafthead.data.display import Display
-from drafthead.data.errors import UserError
-from drafthead.data.files import read_json, read_json_lines, write_json
-from drafthead.data.vocab import coverage
-from drafthead.eval.calibrate import Calibration, answer_ranks, calibrate, load_calibration, save_calibration
+from drafthead.data.answers.draft_vocab import coverage
+from drafthead.data.utils.display import Display
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json, read_json_lines, write_json
+from drafthead.data.utils.hub import push
 from drafthead.eval.evaluate import evaluate
-from drafthead.eval.latency import StepCosts, measure_costs
-from drafthead.eval.methods import merged
-from drafthead.eval.run_plots import save_training_plots
-from drafthead.eval.tables import console_lines, console_table
-from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead
-from drafthead.models.hub import push
-from drafthead.train.card import write_card
+from drafthead.eval.report.plots import save_training_plots
+from drafthead.eval.report.tables import console_lines, console_table
+from drafthead.eval.timing.methods import merged
+from drafthead.eval.trees.calibrate import Calibration, answer_ranks, calibrate, load_calibration, save_calibration
+from drafthead.eval.trees.cost_model import StepCosts, measure_costs
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.common.contract import DraftHead
 from drafthead.train.config import RunConfig, preflight
-from drafthead.train.corpora import Corpora
+from drafthead.train.corpora.corpora import Corpora
+from drafthead.train.distributed.sharding import Sharding, whole
 from drafthead.train.joint import QUALITY, check_gate, measure_quality, with_tuned_base
-from drafthead.train.loop import Trainer
-from drafthead.train.phase_data import open_held_out
-from drafthead.train.provenance import write_provenance
-from drafthead.train.sharding import Sharding, whole
+from drafthead.train.publish.card import write_card
 from drafthead.train.start import Launch, launched, open_corpora
-from drafthead.train.tracking import Tracker
+from drafthead.train.tracking.provenance import write_provenance
+from drafthead.train.tracking.tracker import Tracker
+from drafthead.train.trainer.batches import open_held_out
+from drafthead.train.trainer.trainer import Trainer
 
 
 def run_pipeline(run: RunConfig, resolved: str) -> None:

@@ -9,11 +9,11 @@ if not __package__:  # run as a file: look in the checkout, not in train/
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from drafthead.data.config import one_line_errors, run_main, say
-from drafthead.train import signals
+from drafthead.data.utils.config import one_line_errors, run_main, say
 from drafthead.train.config import parse_run
+from drafthead.train.distributed import signals
+from drafthead.train.estimate import print_plan
 from drafthead.train.pipeline import run_pipeline
-from drafthead.train.plan_run import print_plan
 
 
 @hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes", config_name="train")

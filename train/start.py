@@ -9,15 +9,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
-from drafthead.data.backends import Group
-from drafthead.data.display import Display
-from drafthead.data.errors import UserError
-from drafthead.models.base import BaseModel
+from drafthead.data.answers.backend import Group
+from drafthead.data.utils.display import Display
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
 from drafthead.train.config import RunConfig
-from drafthead.train.corpora import Corpora
-from drafthead.train.launcher import follow_launcher
-from drafthead.train.processes import PATIENT, Processes
-from drafthead.train.sharding import Sharding
+from drafthead.train.corpora.corpora import Corpora
+from drafthead.train.distributed.launcher import follow_launcher
+from drafthead.train.distributed.processes import PATIENT, Processes
+from drafthead.train.distributed.sharding import Sharding
 
 WAITING = InitProcessGroupKwargs(timeout=PATIENT)
 """Other processes wait for the one that generates; the default time-out ends a run after minutes of that."""

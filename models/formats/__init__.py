@@ -2,14 +2,13 @@
 
 from typing import Any
 
-from drafthead.data.errors import UserError
+from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.contract import Format
 from drafthead.models.formats.eagle3 import Eagle3Format
 from drafthead.models.formats.hydra import HydraFormat
 from drafthead.models.formats.kangaroo import KangarooFormat
-from drafthead.models.formats.medusa import MedusaFormat, TgiMedusaFormat
+from drafthead.models.formats.medusa import MedusaFormat, TgiMedusaFormat, VllmMedusaFormat
 from drafthead.models.formats.mlp_speculator import MLPSpeculatorFormat
-from drafthead.models.formats.vllm_medusa import VllmMedusaFormat
 
 FORMATS: dict[str, Format] = {
     found.name: found

@@ -4,6 +4,7 @@
 alone. ``check`` compares a folder with it in both directions, because engines skip what they do not know (a misnamed
 tensor would stay at its initial value without a word) and some also skip what they miss.
 """
+# What heads do and formats cannot say. An export lists all of it at once, with the settings that avoid it.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,13 +15,53 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from drafthead.data.embedded import SMOLLM2_NAME
-from drafthead.data.errors import UserError
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import EMBEDDED
-from drafthead.models.draft_head import DraftHead, DraftHeadConfig
-from drafthead.models.formats.artefact import Artefact, cast, read_artefact, write_artefact
-from drafthead.models.formats.obstacles import Obstacle, adapter_obstacles
+from drafthead.data.embedded.packages import SMOLLM2_NAME
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import EMBEDDED
+from drafthead.models.formats.checkpoint import Artefact, cast, read_artefact, write_artefact
+from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Something that a head does and a format cannot say."""
+
+    found: str
+    """``it reads ...``: with the head as the subject."""
+    instead: str
+    """Settings that avoid it."""
+
+
+def adapter_obstacles(head: DraftHead) -> list[Obstacle]:
+    """A base with an adapter merged into it: its name, by which engines download it, would find another one."""
+    adapter = head.base.config.adapter
+    if adapter is None:
+        return []
+    return [
+        Obstacle(
+            f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load",
+            "publish the base as a whole model, which head.save_merged=true writes, and name it: base_name=user/repo",
+        )
+    ]
+
+
+def vocabulary_obstacles(head: DraftHead, instead: str = "") -> list[Obstacle]:
+    """A draft vocabulary where the format has none: rows for the other ids would need values that nobody trained.
+
+    Args:
+        head: may draft over the whole vocabulary, which is none.
+        instead: another format that has one: ``to=...``.
+    """
+    if len(head.d2t) == head.base.vocab_size:
+        return []
+    return [
+        Obstacle(
+            f"it drafts over {len(head.d2t)} of {head.base.vocab_size} ids, and the format has no draft vocabulary",
+            " or ".join(filter(None, ["head.draft_vocab_size=null", instead])),
+        )
+    ]
+
 
 Shape = tuple[int, ...]
 BASE_NAME = "base_model_name_or_path"
@@ -149,7 +190,7 @@ class Format(ABC):
         """
         if isinstance(head, self.head):
             return
-        from drafthead.models.formats import FORMATS  # which imports this module
+        from drafthead.models.formats import FORMATS
 
         kind = type(head).__name__
         fitting = [f"to={found.name}" for found in FORMATS.values() if isinstance(head, found.head)]

@@ -16,18 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafthead.data.errors import UserError
-from drafthead.models.eagle3 import Eagle3Config, Eagle3Head, published_layers
-from drafthead.models.formats.artefact import Artefact
-from drafthead.models.formats.contract import Engine, Format, Shape, assign
-from drafthead.models.formats.llama_layer import (
+from drafthead.data.utils.errors import UserError
+from drafthead.models.formats.checkpoint import Artefact
+from drafthead.models.formats.contract import Engine, Format, Obstacle, Shape, assign
+from drafthead.models.formats.tensors import (
     CONFIG_KEYS,
     attention_layout,
     attention_tensors,
     layer_config,
     require_same_layer,
 )
-from drafthead.models.formats.obstacles import Obstacle
+from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head, published_layers
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")

@@ -17,13 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from drafthead.data.errors import UserError
-from drafthead.models.formats.artefact import Artefact
-from drafthead.models.formats.blocks import rows_of, tied
-from drafthead.models.formats.contract import Engine, Format, Shape, assign
-from drafthead.models.formats.llama_layer import attention_tensors
-from drafthead.models.formats.obstacles import Obstacle, vocabulary_obstacles
-from drafthead.models.hydra import HydraBlocks, HydraConfig, HydraHead, PrefixLayer
+from drafthead.data.utils.errors import UserError
+from drafthead.models.formats.checkpoint import Artefact
+from drafthead.models.formats.contract import Engine, Format, Obstacle, Shape, assign, vocabulary_obstacles
+from drafthead.models.formats.tensors import attention_tensors, rows_of, tied
+from drafthead.models.heads.hydra import HydraBlocks, HydraConfig, HydraHead, PrefixLayer
 
 PREFIX = "prefix_embeding_layer."
 """As the authors spell it."""

@@ -8,17 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from drafthead.models.formats.artefact import Artefact
-from drafthead.models.formats.contract import Engine, Format, Shape, assign
-from drafthead.models.formats.llama_layer import (
+from drafthead.models.formats.checkpoint import Artefact
+from drafthead.models.formats.contract import Engine, Format, Obstacle, Shape, assign, vocabulary_obstacles
+from drafthead.models.formats.tensors import (
     CONFIG_KEYS,
     attention_layout,
     attention_tensors,
     layer_config,
     require_same_layer,
 )
-from drafthead.models.formats.obstacles import Obstacle, vocabulary_obstacles
-from drafthead.models.kangaroo import KangarooConfig, KangarooHead
+from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
 
 ATTENTION = "layers.0.self_attn."
 

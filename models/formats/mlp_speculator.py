@@ -13,12 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from drafthead.data.errors import UserError
-from drafthead.models.formats.artefact import Artefact
-from drafthead.models.formats.contract import Engine, Format, Shape, assign
-from drafthead.models.formats.obstacles import Obstacle, vocabulary_obstacles
-from drafthead.models.mlp_cells import RNNCells
-from drafthead.models.mlp_speculator import MLPSpeculatorConfig, MLPSpeculatorHead
+from drafthead.data.utils.errors import UserError
+from drafthead.models.formats.checkpoint import Artefact
+from drafthead.models.formats.contract import Engine, Format, Obstacle, Shape, assign, vocabulary_obstacles
+from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig, MLPSpeculatorHead, RNNCells
 
 PREFIX = "speculator."
 SHARED_FROM = {"emb": 1, "head": 1, "ln": 1, "proj": 2}

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from drafthead.data import embedded
-from drafthead.data.chat import Document, Message, conversation, prompt_ids
-from drafthead.data.errors import UserError
-from drafthead.data.tiny import tiny_tokenizer
+from drafthead.data.embedded import packages as embedded
+from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.data.text.chat import Document, Message, conversation, prompt_ids
+from drafthead.data.utils.errors import UserError
 
 TINY = tiny_tokenizer()
 END = "<|im_end|>"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from drafthead.data.completions import (
+from drafthead.data.answers.server import (
     Completions,
     Dialect,
     ServerConfig,
@@ -15,9 +15,9 @@ from drafthead.data.completions import (
     seconds_to_wait,
     served_models,
 )
-from drafthead.data.errors import UserError
-from drafthead.data.generations import SamplerConfig
-from drafthead.data.tiny import tiny_tokenizer
+from drafthead.data.answers.store import SamplerConfig
+from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.data.utils.errors import UserError
 
 TOKENIZER = tiny_tokenizer()
 EOS, OTHER_EOS = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id

@@ -3,7 +3,7 @@
 import pytest
 from hydra import compose, initialize_config_module
 
-from drafthead.data.errors import UserError
+from drafthead.data.utils.errors import UserError
 from drafthead.train.config import RunConfig, parse_run
 
 MEDUSA_ONLY = ("num_heads", "num_layers", "own_projection", "reads_last_token")

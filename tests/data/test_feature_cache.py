@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafthead.data import feature_cache
-from drafthead.data.errors import UserError
-from drafthead.data.feature_cache import FeatureCache
+from drafthead.data.answers import hidden_states as feature_cache
+from drafthead.data.answers.hidden_states import FeatureCache
+from drafthead.data.utils.errors import UserError
 
 MADE_BY = {"base": "tiny"}
 

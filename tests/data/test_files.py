@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data.errors import UserError
-from drafthead.data.files import make_folder, read_json_lines
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import make_folder, read_json_lines
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from drafthead.data import generations
-from drafthead.data.chat import Document
-from drafthead.data.errors import UserError
-from drafthead.data.generations import Generation, GenerationStore, SamplerConfig, as_documents
+from drafthead.data.answers import store as generations
+from drafthead.data.answers.store import Generation, GenerationStore, SamplerConfig, as_documents
+from drafthead.data.text.chat import Document
+from drafthead.data.utils.errors import UserError
 
 MADE_BY = {"base": "tiny", "sampler": {"temperature": 0.0}}
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from drafthead.data import hub_sets
-from drafthead.data.errors import UserError
-from drafthead.data.files import write_sealed_json
-from drafthead.data.hub_sets import open_hub, pinned
-from drafthead.data.sources import SourceConfig, iter_documents
+from drafthead.data.text import hub_datasets as hub_sets
+from drafthead.data.text.hub_datasets import open_hub, pinned
+from drafthead.data.text.sources import SourceConfig, iter_documents
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import write_sealed_json
 
 OLD, NEW = "a" * 40, "b" * 40
 SET = SourceConfig(kind="hf", name="org/set")

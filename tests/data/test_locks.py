@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 
-from drafthead.data.locks import exclusive
+from drafthead.data.utils.files import exclusive
 
 
 def test_second_waits_for_first(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from drafthead.data.errors import UserError
-from drafthead.data.manifest import check_manifest, write_manifest
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import check_manifest, write_manifest
 
 MADE_BY: dict[str, Any] = {"base": "smol", "sampler": {"temperature": 0.0, "stops": (1, 2)}, "rows": 1}
 

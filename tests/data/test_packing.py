@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafthead.data.chat import Document
-from drafthead.data.contracts import NO_DOCUMENT
-from drafthead.data.errors import UserError
-from drafthead.data.packing import MIN_PIECE, collate, digest_rows, open_packed, pack, text_documents
-from drafthead.data.tiny import tiny_tokenizer
+from drafthead.data.batch import NO_DOCUMENT
+from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.data.text.chat import Document
+from drafthead.data.text.packing import MIN_PIECE, collate, digest_rows, open_packed, pack, text_documents
+from drafthead.data.utils.errors import UserError
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 40), st.integers(14, 50)), min_size=1, max_size=25).filter(any)
 

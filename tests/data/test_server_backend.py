@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from drafthead.data import server_client
-from drafthead.data.backends import Group
-from drafthead.data.completions import ServerConfig
-from drafthead.data.errors import UserError
-from drafthead.data.generations import Generation, SamplerConfig
-from drafthead.data.server_backend import SHARD_ROWS, ServerBackend
-from drafthead.data.server_client import check_server
-from drafthead.data.tiny import tiny_tokenizer
+from drafthead.data.answers import server as server_client
+from drafthead.data.answers.backend import Group
+from drafthead.data.answers.server import SHARD_ROWS, ServerBackend, ServerConfig, check_server
+from drafthead.data.answers.store import Generation, SamplerConfig
+from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.data.utils.errors import UserError
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id

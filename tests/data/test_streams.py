@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from drafthead.data.errors import UserError
-from drafthead.data.sources import SourceConfig
-from drafthead.data.streams import Mixture, SourceStream
+from drafthead.data.text.sources import SourceConfig
+from drafthead.data.text.streaming import Mixture, SourceStream
+from drafthead.data.utils.errors import UserError
 
 
 @pytest.fixture(autouse=True)

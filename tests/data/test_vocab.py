@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafthead.data.errors import UserError
-from drafthead.data.vocab import coverage, draft_vocabulary
+from drafthead.data.answers.draft_vocab import coverage, draft_vocabulary
+from drafthead.data.utils.errors import UserError
 
 COUNTS = np.array([5, 0, 9, 1, 5, 0])
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafthead.data.contracts import DecodeResult, Ratio, StepRecord
-from drafthead.eval import metrics
-from drafthead.eval.breakdown import by_entropy, by_position
+from drafthead.data.batch import Ratio
+from drafthead.eval.metrics import acceptance as metrics
+from drafthead.eval.metrics.breakdown import by_entropy, by_position
+from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 
 
 def answer(rows: list[tuple[int, float]]) -> DecodeResult:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from drafthead.data.errors import UserError
-from drafthead.data.files import write_json, write_sealed_json
-from drafthead.eval import calibrate
-from drafthead.eval.latency import StepCosts, measure_costs
-from drafthead.models.base import BaseModel
-from drafthead.models.medusa import MedusaConfig, MedusaHead
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import write_json, write_sealed_json
+from drafthead.eval.trees import calibrate
+from drafthead.eval.trees.cost_model import StepCosts, measure_costs
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 
 TinyBase = Callable[..., BaseModel]
 COSTS = StepCosts(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.data.contracts import Proposal, Siblings
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import NO_CHILD, TokenTree
-from drafthead.eval import certify, verify
-from drafthead.eval.certified_cases import SHAPES, Case, cases
-from drafthead.eval.enumerate_laws import Committed, committed, distance
-from drafthead.eval.prefix_table import Draft, MergedDraft, PrefixTable, TableDraft
-from drafthead.eval.verify import AcceptanceRule
-from drafthead.models.coins import Coins
-from drafthead.models.drafter import DraftPlan
-from drafthead.models.sampling import Sampler
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.lossless import check_lossless as certify
+from drafthead.eval.lossless.cases import SHAPES, Case, cases
+from drafthead.eval.lossless.enumerate import Committed, committed, distance
+from drafthead.eval.lossless.tabular_lm import Draft, MergedDraft, PrefixTable, TableDraft
+from drafthead.models.decoding import acceptance as verify
+from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.contract import DraftPlan, Proposal, Siblings
+from drafthead.models.decoding.random_source import Coins
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.token_tree import NO_CHILD, TokenTree
 
 RAW = Sampler(temperature=1.0)
 EXACT = AcceptanceRule()

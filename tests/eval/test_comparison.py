@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafthead.data.contracts import DecodeResult, Ratio, StepRecord
-from drafthead.eval import comparison, metrics
-from drafthead.eval.comparison import METRICS, Log, measure
+from drafthead.data.batch import Ratio
+from drafthead.eval.metrics import acceptance as metrics
+from drafthead.eval.metrics import comparison
+from drafthead.eval.metrics.comparison import METRICS, Log, measure
+from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 
 
 def answer(committed: list[int], step_s: float = 1.0, prefill_s: float = 0.5) -> DecodeResult:

@@ -5,17 +5,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drafthead.data.contracts import TrainBatch
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval import metrics
-from drafthead.eval.baselines import transformers_generate
-from drafthead.eval.calibrate import answer_ranks
-from drafthead.eval.decode import cut, decode
-from drafthead.eval.replay import chances_of, replay
-from drafthead.models.base import BaseModel
-from drafthead.models.drafter import DraftPlan
-from drafthead.models.medusa import MedusaConfig, MedusaHead
+from drafthead.data.batch import TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.metrics import acceptance as metrics
+from drafthead.eval.timing.transformers_generate import transformers_generate
+from drafthead.eval.trees.calibrate import answer_ranks
+from drafthead.eval.trees.simulate import chances_of, replay
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.loop import cut, decode
+from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from drafthead.models.token_tree import TokenTree
 
 TinyBase = Callable[..., BaseModel]
 PROMPT = [5, 17, 99, 42, 7]

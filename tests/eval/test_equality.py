@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drafthead.eval.equality import TOLERANCE, Diagnosis, Equality, compare_outputs, diagnose, equality_rate
+from drafthead.eval.lossless.equality import TOLERANCE, Diagnosis, Equality, compare_outputs, diagnose, equality_rate
 
 PLAIN, SPECULATIVE, OTHER = 2, 5, 9
 

@@ -6,16 +6,15 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 
-from drafthead.data.config import parse
-from drafthead.data.contracts import Siblings
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
+from drafthead.data.utils.config import parse
+from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig, EvalRunConfig
-from drafthead.eval.methods import check_peers, is_drafter, make_drafter, merged
-from drafthead.models.base import BaseModel
-from drafthead.models.drafter import DynamicTree
-from drafthead.models.medusa import MedusaConfig, MedusaHead
-from drafthead.models.merged import Merged
+from drafthead.eval.timing.methods import check_peers, is_drafter, make_drafter, merged
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import DynamicTree, Siblings
+from drafthead.models.drafters.combined import Merged
+from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from drafthead.models.token_tree import TokenTree
 from drafthead.train import config as train_config
 
 

@@ -9,11 +9,11 @@ import torch
 
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.evaluate import evaluate
-from drafthead.models.base import BaseModel
-from drafthead.models.drafter import Drafter
-from drafthead.models.kangaroo import KangarooConfig
-from drafthead.models.medusa import MedusaConfig
-from drafthead.models.model_drafter import early_exit
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import Drafter
+from drafthead.models.drafters.draft_model import early_exit
+from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.heads.medusa import MedusaConfig
 
 TinyBase = Callable[..., BaseModel]
 CONFIG = EvalConfig(suite="builtin", limit=2, max_new_tokens=4)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafthead.data.contracts import DecodeResult, StepRecord
-from drafthead.eval import closed_form
-from drafthead.eval.comparison import speedup
-from drafthead.eval.explain import StepTerms, best, chain_values, explain, options
-from drafthead.eval.explained_text import facts, formula
-from drafthead.eval.tree_search import TreeOrder
+from drafthead.eval.metrics import closed_form
+from drafthead.eval.metrics.comparison import speedup
+from drafthead.eval.metrics.speedup_breakdown import StepTerms, best, chain_values, explain, options
+from drafthead.eval.report.html_page import facts, formula
+from drafthead.eval.trees.search import TreeOrder
+from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 
 
 @pytest.mark.parametrize(("draft_cost", "drafts"), [(0.01, 7), (0.02, 6), (0.05, 4), (0.1, 3)])

@@ -14,24 +14,24 @@ from typing import Any
 import pytest
 import torch
 
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval import export, import_head
-from drafthead.eval.export_gate import Drafting, GateResult, run_gate, training_estimate
-from drafthead.eval.replay_run import plain_answers, write_texts
-from drafthead.eval.text_pass import Text
-from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHeadConfig
-from drafthead.models.eagle3 import Eagle3Config
-from drafthead.models.formats import FORMATS, format_named, llama_layer
+from drafthead.commands import export, import_head
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.lossless.export_check import Drafting, GateResult, run_gate, training_estimate
+from drafthead.eval.trees.texts import Text, plain_answers, write_texts
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.formats import FORMATS, format_named
+from drafthead.models.formats import tensors as llama_layer
 from drafthead.models.formats.eagle3 import Eagle3Format
 from drafthead.models.formats.kangaroo import KangarooFormat
 from drafthead.models.formats.medusa import MedusaFormat
-from drafthead.models.hydra import HydraConfig
-from drafthead.models.kangaroo import KangarooConfig
-from drafthead.models.loading import load_base_and_head
-from drafthead.models.medusa import MedusaConfig, MedusaHead
-from drafthead.models.mlp_speculator import MLPSpeculatorConfig
+from drafthead.models.heads.common.contract import DraftHeadConfig
+from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.heads.eagle3 import Eagle3Config
+from drafthead.models.heads.hydra import HydraConfig
+from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
+from drafthead.models.token_tree import TokenTree
 
 TinyBase = Callable[..., BaseModel]
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])

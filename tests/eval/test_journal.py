@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data.contracts import DecodeResult, StepRecord
-from drafthead.data.errors import UserError
-from drafthead.eval.journal import FailedDecode, Journal, prompt_key
-from drafthead.eval.prompts import EvalPrompt
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.prompts.prompt import EvalPrompt
+from drafthead.eval.timing.result_log import FailedDecode, Journal, prompt_key
+from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 
 PROMPT = EvalPrompt("chat", 3, [{"role": "user", "content": "A"}], ("B",))
 

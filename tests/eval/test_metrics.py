@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafthead.data.contracts import DecodeResult, Ratio, StepRecord
-from drafthead.eval import metrics
+from drafthead.data.batch import Ratio
+from drafthead.eval.metrics import acceptance as metrics
+from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 
 
 def step(accepted: int, committed: int, depth: int = 3, total_s: float = 1.0) -> StepRecord:

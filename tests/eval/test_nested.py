@@ -9,20 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.data.contracts import Siblings
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval import nested
-from drafthead.eval.decode import decode, decode_batch
-from drafthead.eval.nested import Nested
-from drafthead.eval.verify import AcceptanceRule
-from drafthead.models.base import BaseModel
-from drafthead.models.coins import DRAFT, RowCoins
-from drafthead.models.drafter import Drafter, DraftPlan
-from drafthead.models.merged import Merged
-from drafthead.models.model_drafter import ModelDrafter, early_exit
-from drafthead.models.prompt_lookup import PromptLookup
-from drafthead.models.sampling import Sampler
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.contract import Drafter, DraftPlan, Siblings
+from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.decoding.random_source import DRAFT, RowCoins
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.drafters import nested
+from drafthead.models.drafters.combined import Merged
+from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
+from drafthead.models.drafters.nested import Nested
+from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.token_tree import TokenTree
 
 TinyBase = Callable[..., BaseModel]
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]

@@ -2,9 +2,10 @@
 
 import pytest
 
-from drafthead.data.errors import UserError
-from drafthead.data.tiny import tiny_tokenizer
-from drafthead.eval.prompts import EvalPrompt, check_ids, conversation_ids
+from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.prompts.prompt import EvalPrompt, conversation_ids
+from drafthead.models.decoding.loop import check_ids
 
 TOKENIZER = tiny_tokenizer()
 SYSTEM = {"role": "system", "content": "S"}

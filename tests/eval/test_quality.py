@@ -9,11 +9,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from drafthead.data.contracts import TrainBatch
-from drafthead.data.errors import UserError
-from drafthead.eval import quality
-from drafthead.eval.quality import Fidelity, GateConfig, compare_bases, judge, quality_markdown, quality_table
-from drafthead.models.base import BaseModel
+from drafthead.data.batch import TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.metrics import base_quality as quality
+from drafthead.eval.metrics.base_quality import (
+    Fidelity,
+    GateConfig,
+    compare_bases,
+    judge,
+    quality_markdown,
+    quality_table,
+)
+from drafthead.models.base.base_model import BaseModel
 from support import row_of
 
 TinyBase = Callable[..., BaseModel]

@@ -11,10 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from drafthead.data.contracts import Siblings
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.replay import by_trial, chances_of, ends, ends_of, expected_steps, replay, replay_ends, visits
-from drafthead.eval.replay_laws import block_chances, rank_chances, trial_chances
+from drafthead.eval.trees.simulate import (
+    block_chances,
+    by_trial,
+    chances_of,
+    ends,
+    ends_of,
+    expected_steps,
+    rank_chances,
+    replay,
+    replay_ends,
+    trial_chances,
+    visits,
+)
+from drafthead.models.decoding.contract import Siblings
+from drafthead.models.token_tree import TokenTree
 from support import token_trees
 
 RANKS = arrays(np.int64, st.tuples(st.integers(1, 40), st.just(3)), elements=st.integers(0, 3))

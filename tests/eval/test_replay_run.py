@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drafthead.data.contracts import Siblings
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.decode import decode
-from drafthead.eval.latency import StepCosts
-from drafthead.eval.replay import chances_of
-from drafthead.eval.replay_run import main, own_row, parser, plain_answers, read_texts, rows, table, write_texts
-from drafthead.eval.text_pass import Text
-from drafthead.eval.tree_choice import Machine
-from drafthead.models.base import BaseModel
-from drafthead.models.medusa import MedusaConfig
-from drafthead.models.sampling import Sampler
+from drafthead.commands.replay import main, own_row, parser, rows, table
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.trees.choice import Machine
+from drafthead.eval.trees.cost_model import StepCosts
+from drafthead.eval.trees.simulate import chances_of
+from drafthead.eval.trees.texts import Text, plain_answers, read_texts, write_texts
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import Siblings
+from drafthead.models.decoding.loop import decode
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.token_tree import TokenTree
 
 COSTS = StepCosts(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
 ANSWERS = [chances_of(np.random.default_rng(s).integers(0, 4, size=(50, 3)), 4) for s in range(6)]

@@ -11,21 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.data.contracts import DecodeResult, Features, Siblings, TrainBatch
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval import metrics, replay_texts, text_pass
-from drafthead.eval.calibrate import answer_ranks
-from drafthead.eval.decode import decode
-from drafthead.eval.replay import by_trial, chances_of, ends, ends_of, expected_steps, replay, replay_ends
-from drafthead.eval.replay_texts import ChancePlan, text_chances
-from drafthead.eval.text_pass import Text
-from drafthead.eval.verify import AcceptanceRule
-from drafthead.models.base import BaseModel
-from drafthead.models.drafter import Drafter, DraftPlan, DraftState, DynamicTree
-from drafthead.models.medusa import MedusaConfig, MedusaHead
-from drafthead.models.sampling import Sampler
-from drafthead.models.tree_growth import StepwiseDrafter
+from drafthead.data.batch import Features, TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.metrics import acceptance as metrics
+from drafthead.eval.trees import simulate_texts as replay_texts
+from drafthead.eval.trees import texts as text_pass
+from drafthead.eval.trees.calibrate import answer_ranks
+from drafthead.eval.trees.simulate import by_trial, chances_of, ends, ends_of, expected_steps, replay, replay_ends
+from drafthead.eval.trees.simulate_texts import ChancePlan, text_chances
+from drafthead.eval.trees.texts import Text
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.contract import Drafter, DraftPlan, DraftState, DynamicTree, Siblings
+from drafthead.models.decoding.growth import StepwiseDrafter
+from drafthead.models.decoding.loop import decode
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from drafthead.models.token_tree import TokenTree
 
 TinyBase = Callable[..., BaseModel]
 PROMPTS = [[5, 17, 99, 42, 7], [7, 3], [250, 31, 8, 8, 120, 64, 2]]

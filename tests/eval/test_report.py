@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from drafthead.data.contracts import DecodeResult, StepRecord
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval import plots, report, run_plots, tables
-from drafthead.eval.equality import Diagnosis, Equality
-from drafthead.eval.figures import MOST_BINS, draw_figures
-from drafthead.eval.page import exceptions, headline, method_table, task_table
-from drafthead.eval.prompts import EvalPrompt
-from drafthead.eval.summary import Known, summarise
+from drafthead.eval.lossless.equality import Diagnosis, Equality
+from drafthead.eval.metrics.summary import Known, summarise
+from drafthead.eval.prompts.prompt import EvalPrompt
+from drafthead.eval.report import plots, report, tables
+from drafthead.eval.report import plots as run_plots
+from drafthead.eval.report.figures import MOST_BINS, draw_figures
+from drafthead.eval.report.html_page import exceptions, headline, method_table, task_table
+from drafthead.models.decoding.step_log import DecodeResult, StepRecord
+from drafthead.models.token_tree import TokenTree
 
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 LATENCY = [(1, 0.05), (4, 0.06), (16, 0.09)]

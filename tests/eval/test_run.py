@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 
-from drafthead.data.config import parse
+from drafthead.data.utils.config import parse
 from drafthead.eval.config import EvalRunConfig
-from drafthead.models.base import BaseModel
+from drafthead.models.base.base_model import BaseModel
 from support import small_head
 
 ROOT = Path(__file__).parent.parent.parent

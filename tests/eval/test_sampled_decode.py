@@ -8,15 +8,15 @@ from itertools import product
 import pytest
 import torch
 
-from drafthead.data.contracts import DecodeResult, Siblings
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.decode import decode, decode_batch
-from drafthead.eval.verify import AcceptanceRule
-from drafthead.models.drafter import DraftPlan
-from drafthead.models.medusa import MedusaConfig, MedusaHead
-from drafthead.models.merged import Merged, side_by_side
-from drafthead.models.model_drafter import ModelDrafter
-from drafthead.models.sampling import Sampler
+from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.contract import DraftPlan, Siblings
+from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.drafters.combined import Merged, side_by_side
+from drafthead.models.drafters.draft_model import ModelDrafter
+from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from drafthead.models.token_tree import TokenTree
 from support import hidden_and_law, law_of_answers, p_value_of_answers, small_base
 
 PROMPTS = [[5, 6, 7], [250], [9, 10, 11, 12, 13, 14, 15], [100, 40]]

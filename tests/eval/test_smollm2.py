@@ -5,18 +5,17 @@ from functools import cache
 
 import pytest
 
-from drafthead.data.contracts import Siblings
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.decode import decode, decode_batch
-from drafthead.eval.nested import Nested
-from drafthead.models.base import BaseModel
-from drafthead.models.drafter import Drafter, DraftPlan, DynamicTree
-from drafthead.models.loading import load_base
-from drafthead.models.medusa import MedusaConfig, MedusaHead
-from drafthead.models.merged import Merged
-from drafthead.models.model_drafter import early_exit
-from drafthead.models.prompt_lookup import PromptLookup
-from drafthead.models.sampling import Sampler
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import Drafter, DraftPlan, DynamicTree, Siblings
+from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.drafters.combined import Merged
+from drafthead.models.drafters.draft_model import early_exit
+from drafthead.models.drafters.nested import Nested
+from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.heads.common.loading import load_base
+from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from drafthead.models.token_tree import TokenTree
 from support import law_of_answers, p_value_of_answers
 
 pytestmark = pytest.mark.slow

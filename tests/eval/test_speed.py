@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data.contracts import DecodeResult
-from drafthead.data.errors import UserError
-from drafthead.eval import speed
-from drafthead.eval.journal import FailedDecode
-from drafthead.eval.suites import EvalPrompt
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.prompts.suites import EvalPrompt
+from drafthead.eval.timing import interleaved as speed
+from drafthead.eval.timing.result_log import FailedDecode
+from drafthead.models.decoding.step_log import DecodeResult
 from support import steady_answer
 
 NAMES = ("transformers", "drafthead", "speculative")

@@ -7,9 +7,9 @@ from typing import Any
 import datasets
 import pytest
 
-from drafthead.data.errors import UserError
-from drafthead.eval.prompts import EvalPrompt
-from drafthead.eval.suite_files import read_dataset, read_jsonl
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.prompts.files import read_dataset, read_jsonl
+from drafthead.eval.prompts.prompt import EvalPrompt
 
 USER = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Hello"}

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data import embedded_sets, eval_sets
-from drafthead.data.errors import UserError
-from drafthead.eval import suites
-from drafthead.eval.prompts import EvalPrompt
+from drafthead.data.embedded import eval_sets
+from drafthead.data.embedded import training_sets as embedded_sets
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.prompts import suites
+from drafthead.eval.prompts.prompt import EvalPrompt
 
 CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 SPEC_BENCH = ("chat", "translation", "summarisation", "qa", "math", "rag")
@@ -54,7 +55,7 @@ FILES = {
 @pytest.fixture(autouse=True)
 def packages(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "slow" not in request.keywords:
-        monkeypatch.setattr("drafthead.data.embedded.read_member", lambda package, path: FILES.get(path, b""))
+        monkeypatch.setattr("drafthead.data.embedded.packages.read_member", lambda package, path: FILES.get(path, b""))
 
 
 def test_mt_bench_is_its_80_first_turns() -> None:
@@ -78,9 +79,9 @@ def test_smoke_covers_every_category_and_does_not_move_with_the_seed() -> None:
 
 
 def test_builtin_needs_no_package_and_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from drafthead.data import builtin_sets
+    from drafthead.data.embedded import builtin_sets
 
-    monkeypatch.delattr("drafthead.data.embedded.read_member")
+    monkeypatch.delattr("drafthead.data.embedded.packages.read_member")
     prompts = suites.load_suite("builtin")
     assert len(prompts) == 6
     assert not {p.messages[0]["content"] for p in prompts} & {*builtin_sets.prompts("tiny")}

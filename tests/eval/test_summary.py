@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from drafthead.eval.equality import Diagnosis, Equality
-from drafthead.eval.journal import FailedDecode
-from drafthead.eval.prompts import EvalPrompt
-from drafthead.eval.summary import Known, fastest_baseline, method_names, speedup_of, summarise
+from drafthead.eval.lossless.equality import Diagnosis, Equality
+from drafthead.eval.metrics.summary import Known, fastest_baseline, method_names, speedup_of, summarise
+from drafthead.eval.prompts.prompt import EvalPrompt
+from drafthead.eval.timing.result_log import FailedDecode
 from support import steady_answer
 
 NAMES = ("transformers", "drafthead", "speculative")

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval import sweep
-from drafthead.eval.sweep import Candidate, candidates_of
-from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead
-from drafthead.models.kangaroo import KangarooConfig
+from drafthead.commands import sweep
+from drafthead.commands.sweep import Candidate, candidates_of
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.token_tree import TokenTree
 
 TinyBase = Callable[..., BaseModel]
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from drafthead.eval import calibrate
-from drafthead.eval.latency import StepCosts
-from drafthead.eval.replay import by_trial, chances_of, replay
-from drafthead.eval.tree_choice import Machine, cross_fitted
+from drafthead.eval.trees import calibrate
+from drafthead.eval.trees.choice import Machine, cross_fitted
+from drafthead.eval.trees.cost_model import StepCosts
+from drafthead.eval.trees.simulate import by_trial, chances_of, replay
 
 COSTS = StepCosts(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
 

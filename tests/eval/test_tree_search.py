@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.replay import chances_of, ends, visits
-from drafthead.eval.tree_search import first_accepted, search, search_visited, sequoia
+from drafthead.eval.trees.search import first_accepted, search, search_visited, sequoia
+from drafthead.eval.trees.simulate import chances_of, ends, visits
+from drafthead.models.token_tree import TokenTree
 
 
 def accepted(ranks: np.ndarray, tree: TokenTree) -> float:

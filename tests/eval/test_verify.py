@@ -8,15 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drafthead.data.contracts import Proposal, Siblings, Verdict
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree, TreeShape
-from drafthead.eval.enumerate_laws import Committed, committed
-from drafthead.eval.prefix_table import PrefixTable, TableDraft
-from drafthead.eval.verify import AcceptanceRule, block, greedy, speculative, typical
-from drafthead.models.coins import VERIFY, RowCoins
-from drafthead.models.drafter import DraftPlan, DynamicTree
-from drafthead.models.sampling import Sampler
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.lossless.enumerate import Committed, committed
+from drafthead.eval.lossless.tabular_lm import PrefixTable, TableDraft
+from drafthead.models.decoding.acceptance import AcceptanceRule, block, greedy, speculative, typical
+from drafthead.models.decoding.contract import DraftPlan, DynamicTree, Proposal, Siblings, Verdict
+from drafthead.models.decoding.random_source import VERIFY, RowCoins
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.token_tree import TokenTree, TreeShape
 from support import lookup, token_trees
 
 VOCABULARY = 5

@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drafthead.data.contracts import Proposal, Siblings, Verdict
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import NO_CHILD, TokenTree, TreeShape
-from drafthead.eval.verify import AcceptanceRule, block, greedy, speculative, typical
-from drafthead.models.coins import VERIFY, RowCoins
-from drafthead.models.drafter import DynamicTree
+from drafthead.data.utils.errors import UserError
+from drafthead.models.decoding.acceptance import AcceptanceRule, block, greedy, speculative, typical
+from drafthead.models.decoding.contract import DynamicTree, Proposal, Siblings, Verdict
+from drafthead.models.decoding.random_source import VERIFY, RowCoins
+from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
 from support import lookup
 
 V = 5

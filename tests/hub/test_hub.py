@@ -15,12 +15,12 @@ import torch
 from huggingface_hub import constants
 
 import drafthead
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
-from drafthead.models.base import BaseModel
-from drafthead.models.hub import REPOSITORY, HubConfig, fetch, push, require_login
-from drafthead.models.medusa import MedusaConfig, MedusaHead
-from drafthead.models.medusa2 import Medusa2Config
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.hub import REPOSITORY, HubConfig, fetch, push, require_login
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from drafthead.models.heads.medusa2 import Medusa2Config
+from drafthead.models.token_tree import TokenTree
 
 TinyBase = Callable[..., BaseModel]
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0)])
@@ -277,7 +277,7 @@ def test_the_command_and_the_environment(hub: Any, saved: Path, tmp_path: Path) 
 def test_bad_commands(
     hub: Any, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], says: str
 ) -> None:
-    from drafthead.train.push import main
+    from drafthead.commands.push import main
 
     broken = tmp_path / "broken"
     broken.mkdir()

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 import drafthead
-from drafthead.data.errors import UserError
-from drafthead.eval.summary import speedup_of
-from drafthead.models.draft_head import DraftHead
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.metrics.summary import speedup_of
+from drafthead.models.heads.common.contract import DraftHead
 from drafthead.train import pipeline
 from drafthead.train.config import parse_run
 

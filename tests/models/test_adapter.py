@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafthead.data.contracts import FeatureSpec, TrainBatch
-from drafthead.data.errors import UserError
-from drafthead.data.files import read_json, write_json
-from drafthead.models.adapter import CONFIG, WEIGHTS
-from drafthead.models.base import BaseModel
-from drafthead.models.tuned_base import LoraSettings, TunedBase
+from drafthead.data.batch import FeatureSpec, TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json, write_json
+from drafthead.models.base.adapter import CONFIG, WEIGHTS
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.lora import LoraSettings, TunedBase
 
 TinyBase = Callable[..., BaseModel]
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

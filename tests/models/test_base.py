@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafthead.data.contracts import FeatureSpec, TrainBatch
-from drafthead.data.errors import UserError
-from drafthead.data.generations import SamplerConfig
-from drafthead.eval.decode import decode
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig, check_architecture
-from drafthead.models.batched_generation import generate
+from drafthead.data.answers.store import SamplerConfig
+from drafthead.data.batch import FeatureSpec, TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig, check_architecture
+from drafthead.models.decoding.corpus import generate
+from drafthead.models.decoding.loop import decode
 
 TinyBase = Callable[..., BaseModel]
 

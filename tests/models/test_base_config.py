@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data.errors import UserError
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
 
 TinyBase = Callable[..., BaseModel]
 

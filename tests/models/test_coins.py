@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafthead.models.coins import _BLOCK, DRAFT, VERIFY, RowCoins
+from drafthead.models.decoding.random_source import _BLOCK, DRAFT, VERIFY, RowCoins
 from support import p_value
 
 CPU = torch.device("cpu")

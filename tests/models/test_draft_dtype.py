@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.data.contracts import Features
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.decode import decode
-from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead, DraftHeadConfig
-from drafthead.models.draft_lm import DraftLMConfig
-from drafthead.models.drafter import DraftPlan
-from drafthead.models.eagle3 import Eagle3Config
-from drafthead.models.hydra import HydraConfig
-from drafthead.models.kangaroo import KangarooConfig
-from drafthead.models.linear import PlainLinear, inference_linear
-from drafthead.models.medusa import MedusaConfig
-from drafthead.models.mlp_speculator import MLPSpeculatorConfig
+from drafthead.data.batch import Features
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.loop import decode
+from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
+from drafthead.models.heads.draft_lm import DraftLMConfig
+from drafthead.models.heads.eagle3 import Eagle3Config
+from drafthead.models.heads.hydra import HydraConfig
+from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
+from drafthead.models.kernels.linear import PlainLinear, inference_linear
+from drafthead.models.token_tree import TokenTree
 from support import random_ids, randomised
 
 TinyBase = Callable[..., BaseModel]
@@ -88,7 +88,7 @@ def test_other_dtypes_are_refused() -> None:
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_layer_rounds_its_product(rows: int, packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafthead.models.linear._packs_bfloat16", lambda: packs)
+    monkeypatch.setattr("drafthead.models.kernels.linear._packs_bfloat16", lambda: packs)
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(*shape, generator=generator) for shape in [(24, 16), (24,), (1, rows, 16)])
     layer = inference_linear(weight, bias, torch.bfloat16)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafthead.data.errors import UserError
-from drafthead.data.files import read_json, write_json
-from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead
-from drafthead.models.head_files import resolve_folder
-from drafthead.models.medusa import MedusaConfig
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json, write_json
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.files import resolve_folder
+from drafthead.models.heads.medusa import MedusaConfig
 
 TinyBase = Callable[..., BaseModel]
 
@@ -29,7 +29,7 @@ def saved(tiny_base: TinyBase, tmp_path: Path) -> Path:
         ({"settings": {"num_heads": "three"}}, r"config.json has bad settings"),
         ({"settings": [3]}, "has a list as settings, expected a dict"),
         ({"base": "smollm2"}, "has a str as base, expected a dict"),
-        ({"head": "drafthead.models.draft_head.DraftHeadConfig"}, r"which is no head of this version"),
+        ({"head": "drafthead.models.heads.common.contract.DraftHeadConfig"}, r"which is no head of this version"),
         ({"draft_vocab": None}, r"model.safetensors does not fit its config: size mismatch for \S+"),
     ],
 )

@@ -7,16 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from drafthead.data.contracts import FeatureSpec, TrainBatch
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.decode import decode, decode_batch
-from drafthead.models.base import BaseModel
-from drafthead.models.draft_lm import DraftLM, DraftLMConfig
-from drafthead.models.drafter import DraftPlan
-from drafthead.models.fused import fuse_modules
-from drafthead.models.losses import LossConfig
-from drafthead.models.unpack import copy_weights, fresh_copy
+from drafthead.data.batch import FeatureSpec, TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.heads.draft_lm import DraftLM, DraftLMConfig
+from drafthead.models.kernels.fused import copy_weights, fresh_copy, fuse_modules
+from drafthead.models.token_tree import TokenTree
 from support import random_ids, row_of
 
 TinyBase = Callable[..., BaseModel]

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafthead.data.contracts import Features, TrainBatch
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
-from drafthead.models.base import BaseModel
-from drafthead.models.drafter import DraftPlan
-from drafthead.models.eagle3 import Eagle3Config, Eagle3Head, published_layers
-from drafthead.models.losses import LossConfig
+from drafthead.data.batch import Features, TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head, published_layers
+from drafthead.models.token_tree import TokenTree
 from support import EAGLE3_VARIANTS, eagle3_head, fitted, random_ids, row_of
 
 TinyBase = Callable[..., BaseModel]

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.data.contracts import Features, Siblings
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.decode import decode, decode_batch
-from drafthead.models.base import BaseModel
-from drafthead.models.drafter import DraftPlan, DynamicTree
-from drafthead.models.eagle3 import Eagle3Head
-from drafthead.models.reading import Reading
-from drafthead.models.sampling import Sampler
+from drafthead.data.batch import Features
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import DraftPlan, DynamicTree, Siblings
+from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.heads.common.targets import Reading
+from drafthead.models.heads.eagle3 import Eagle3Head
+from drafthead.models.token_tree import TokenTree
 from support import (
     EAGLE3_VARIANTS,
     eagle3_head,

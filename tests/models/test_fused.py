@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from drafthead.data.contracts import FeatureSpec, TrainBatch
-from drafthead.data.token_tree import TokenTree
-from drafthead.models import linear
-from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHeadConfig
-from drafthead.models.eagle3 import Eagle3Config
-from drafthead.models.fused import FusedAttention, FusedMLP, FusedRMSNorm, fuse_modules, rotate
-from drafthead.models.head_attention import HeadMLP, HeadRMSNorm
-from drafthead.models.hydra import HydraConfig
-from drafthead.models.kangaroo import KangarooConfig
-from drafthead.models.layer_memory import LayerMemory, LayerText
+from drafthead.data.batch import FeatureSpec, TrainBatch
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.common.attention_layer import HeadMLP, HeadRMSNorm
+from drafthead.models.heads.common.contract import DraftHeadConfig
+from drafthead.models.heads.common.layer_cache import LayerMemory, LayerText
+from drafthead.models.heads.eagle3 import Eagle3Config
+from drafthead.models.heads.hydra import HydraConfig
+from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.kernels import linear
+from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, fuse_modules, rotate
+from drafthead.models.token_tree import TokenTree
 
 TinyBase = Callable[..., BaseModel]
 RELATIVE = 1e-4

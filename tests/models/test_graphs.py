@@ -15,21 +15,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.decode import EXACT, decode
-from drafthead.eval.session import Policy, Session
-from drafthead.models import attention, static_cache
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig
-from drafthead.models.drafter import DraftPlan, DynamicTree
-from drafthead.models.graphs import GraphBackend, StaticCalls
-from drafthead.models.kv_cache import CacheShape
-from drafthead.models.medusa import MedusaConfig, MedusaHead
-from drafthead.models.model_drafter import ModelDrafter, early_exit
-from drafthead.models.prompt_lookup import PromptLookup
-from drafthead.models.sampling import Sampler
-from drafthead.models.static_cache import SMALLEST, STEP, StaticKVCache, StaticModel, window_for
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.cache import static_cache
+from drafthead.models.cache.kv_cache import CacheShape
+from drafthead.models.cache.static_cache import SMALLEST, STEP, StaticKVCache, StaticModel, window_for
+from drafthead.models.decoding.contract import DraftPlan, DynamicTree
+from drafthead.models.decoding.loop import EXACT, decode
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.step import Policy, Session
+from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
+from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from drafthead.models.kernels import attention
+from drafthead.models.kernels.cuda_graphs import GraphBackend, StaticCalls
+from drafthead.models.token_tree import TokenTree
 
 SHAPE = {
     "hidden_size": 32,

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig
-from drafthead.models.draft_head import DraftHeadConfig
-from drafthead.models.draft_lm import DraftLMConfig
-from drafthead.models.eagle3 import Eagle3Config
-from drafthead.models.hydra import HydraConfig
-from drafthead.models.kangaroo import KangarooConfig
-from drafthead.models.medusa import MedusaConfig
-from drafthead.models.model_shape import ModelShape
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.heads.common.contract import DraftHeadConfig
+from drafthead.models.heads.draft_lm import DraftLMConfig
+from drafthead.models.heads.eagle3 import Eagle3Config
+from drafthead.models.heads.hydra import HydraConfig
+from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.heads.medusa import MedusaConfig
 
 SHAPE = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 300}
 GROUPED = {

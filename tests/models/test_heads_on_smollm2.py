@@ -7,14 +7,13 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 
-from drafthead.data.contracts import Siblings
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.decode import decode, decode_batch
-from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead
-from drafthead.models.drafter import DraftPlan, DynamicTree
-from drafthead.models.loading import load_base, load_base_and_head
-from drafthead.models.sampling import Sampler
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import DraftPlan, DynamicTree, Siblings
+from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.loading import load_base, load_base_and_head
+from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import parse_run
 
 pytestmark = pytest.mark.slow

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from drafthead.data.contracts import Features, TrainBatch
-from drafthead.data.token_tree import TokenTree
-from drafthead.models.base import BaseModel
-from drafthead.models.drafter import DraftPlan
-from drafthead.models.hydra import HydraConfig, HydraHead
-from drafthead.models.losses import LossConfig
-from drafthead.models.model_shape import ModelShape
-from drafthead.models.reading import Reading
+from drafthead.data.batch import Features, TrainBatch
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.heads.common.targets import Reading
+from drafthead.models.heads.hydra import HydraConfig, HydraHead
+from drafthead.models.token_tree import TokenTree
 from support import randomised, row_of
 
 TinyBase = Callable[..., BaseModel]

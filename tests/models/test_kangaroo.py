@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafthead.data.contracts import Features, Siblings
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.decode import decode, decode_batch, default_plan
-from drafthead.models.base import BaseModel
-from drafthead.models.coins import DRAFT, RowCoins
-from drafthead.models.drafter import DraftPlan, DynamicTree
-from drafthead.models.kangaroo import KangarooConfig, KangarooHead
-from drafthead.models.losses import LossConfig
-from drafthead.models.merged import Merged
-from drafthead.models.prompt_lookup import PromptLookup
-from drafthead.models.sampling import Sampler
+from drafthead.data.batch import Features
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import DraftPlan, DynamicTree, Siblings
+from drafthead.models.decoding.loop import decode, decode_batch, default_plan
+from drafthead.models.decoding.random_source import DRAFT, RowCoins
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.drafters.combined import Merged
+from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
+from drafthead.models.token_tree import TokenTree
 from support import random_ids, randomised, row_of
 
 TinyBase = Callable[..., BaseModel]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.models.base import BaseModel
-from drafthead.models.draft_cache import ROW_BY_ROW
-from drafthead.models.head_attention import HeadAttention
-from drafthead.models.layer_memory import ROOM, LayerMemory, LayerText
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.draft_cache import ROW_BY_ROW
+from drafthead.models.heads.common.attention_layer import HeadAttention
+from drafthead.models.heads.common.layer_cache import ROOM, LayerMemory, LayerText
 
 TinyBase = Callable[..., BaseModel]
 STEPS = {

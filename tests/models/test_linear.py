@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from drafthead.models import linear
-from drafthead.models.linear import PrepackedLinear, can_prepack, joined_linear, pad_rows, prepack_linears
+from drafthead.models.kernels import linear
+from drafthead.models.kernels.linear import PrepackedLinear, can_prepack, joined_linear, pad_rows, prepack_linears
 
 SHAPES = [(), (1, 1), (1, 2), (2, 1), (1, 3), (1, 8), (3, 1), (3, 5), (1,), (2,), (7,), (0, 4), (1, 0)]
 

@@ -5,21 +5,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drafthead.data.contracts import BegunPass, FeatureSpec, TrainBatch
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.decode import decode, decode_batch
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig
-from drafthead.models.draft_head import DraftHeadConfig
-from drafthead.models.drafter import DraftPlan
-from drafthead.models.eagle3 import Eagle3Config
-from drafthead.models.hydra import HydraConfig
-from drafthead.models.kangaroo import KangarooConfig
-from drafthead.models.llama_names import attention_sizes
-from drafthead.models.medusa import MedusaConfig
-from drafthead.models.mlp_speculator import MLPSpeculatorConfig
-from drafthead.models.model_drafter import early_exit
+from drafthead.data.batch import FeatureSpec, TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel, BegunPass
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.base.layers import attention_sizes
+from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.drafters.draft_model import early_exit
+from drafthead.models.heads.common.contract import DraftHeadConfig
+from drafthead.models.heads.eagle3 import Eagle3Config
+from drafthead.models.heads.hydra import HydraConfig
+from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
+from drafthead.models.token_tree import TokenTree
 from support import randomised
 
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from drafthead.data.config import parse
-from drafthead.data.errors import UserError
-from drafthead.models.loss_terms import FLOOR, STATS, LossChunk, TeacherLaw
-from drafthead.models.losses import LossConfig, Targets, heads_loss
-from drafthead.models.output_head import OutputHead
+from drafthead.data.utils.config import parse
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.heads.common.losses import FLOOR, STATS, LossChunk, LossConfig, Targets, TeacherLaw, heads_loss
 
 K, N, D, W = 3, 37, 16, 50
 EXACT = 1e-11

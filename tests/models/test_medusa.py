@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from drafthead.data.contracts import Features, FeatureSpec
-from drafthead.data.token_tree import TokenTree
-from drafthead.models.base import BaseModel
-from drafthead.models.drafter import DraftPlan
-from drafthead.models.losses import LossConfig
-from drafthead.models.medusa import MedusaConfig
+from drafthead.data.batch import Features, FeatureSpec
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.token_tree import TokenTree
 from support import fitted, randomised, row_of
 
 TinyBase = Callable[..., BaseModel]

@@ -12,19 +12,20 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from drafthead.data.contracts import Features, FeatureSpec, TrainBatch
-from drafthead.data.errors import UserError
-from drafthead.data.files import read_json, write_json
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.decode import decode
-from drafthead.models.base import BaseModel
-from drafthead.models.draft_head import DraftHead
-from drafthead.models.drafter import DraftPlan
-from drafthead.models.loading import load_base_and_head
-from drafthead.models.losses import LossConfig
-from drafthead.models.medusa import MedusaConfig
-from drafthead.models.medusa2 import HEAD_SCHEDULES, Medusa2Config, Medusa2Head
-from drafthead.train.optim import OptimConfig, build_optimizer
+from drafthead.data.batch import Features, FeatureSpec, TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json, write_json
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.loop import decode
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.heads.medusa2 import HEAD_SCHEDULES, Medusa2Config, Medusa2Head
+from drafthead.models.token_tree import TokenTree
+from drafthead.train.config import OptimConfig
+from drafthead.train.trainer.optim import build_optimizer
 from support import row_of
 
 TinyBase = Callable[..., BaseModel]

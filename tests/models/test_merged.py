@@ -8,15 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafthead.data.contracts import Proposal, Siblings
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import NO_CHILD, TokenTree, TreeShape
-from drafthead.eval.decode import decode, decode_batch
-from drafthead.models.base import BaseModel
-from drafthead.models.drafter import DraftPlan, DynamicTree
-from drafthead.models.merged import Merged, merge, side_by_side
-from drafthead.models.model_drafter import ModelDrafter, early_exit
-from drafthead.models.prompt_lookup import PromptLookup
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import DraftPlan, DynamicTree, Proposal, Siblings
+from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.drafters.combined import Merged, merge, side_by_side
+from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
+from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
 
 TinyBase = Callable[..., BaseModel]
 Path = tuple[int, ...]

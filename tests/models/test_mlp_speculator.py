@@ -9,12 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 
-from drafthead.models.base import BaseModel
-from drafthead.models.losses import LossConfig
-from drafthead.models.mlp_cells import ScaledShiftedRMSNorm, embedding_weight
-from drafthead.models.mlp_speculator import MLPSpeculatorConfig, MLPSpeculatorHead
-from drafthead.models.model_shape import ModelShape
-from drafthead.models.reading import Reading
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.heads.common.targets import Reading
+from drafthead.models.heads.mlp_speculator import (
+    MLPSpeculatorConfig,
+    MLPSpeculatorHead,
+    ScaledShiftedRMSNorm,
+    embedding_weight,
+)
 from support import randomised, row_of
 
 TinyBase = Callable[..., BaseModel]

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from drafthead.data.contracts import Proposal
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.decode import decode, decode_batch
-from drafthead.models import draft_cache
-from drafthead.models.base import BaseModel
-from drafthead.models.drafter import AdaptiveLength, DraftPlan, DraftState, DynamicTree
-from drafthead.models.model_drafter import ModelDrafter, early_exit
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding import draft_cache
+from drafthead.models.decoding.contract import AdaptiveLength, DraftPlan, DraftState, DynamicTree, Proposal
+from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
+from drafthead.models.token_tree import TokenTree
 
 TinyBase = Callable[..., BaseModel]
 PROMPTS = [[5, 6, 7, 5, 6, 7], [9], list(range(40, 90))]

@@ -7,13 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafthead.data.contracts import Proposal
-from drafthead.data.errors import UserError
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.decode import decode, decode_batch
-from drafthead.models.base import BaseModel
-from drafthead.models.drafter import DraftPlan, DraftState
-from drafthead.models.prompt_lookup import PromptLookup
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import DraftPlan, DraftState, Proposal
+from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.token_tree import TokenTree
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=3)
 

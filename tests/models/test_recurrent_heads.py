@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafthead.data.contracts import Features, Siblings
-from drafthead.data.token_tree import TokenTree
-from drafthead.eval.decode import decode, decode_batch
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig
-from drafthead.models.draft_head import DraftHead, DraftHeadConfig
-from drafthead.models.drafter import DraftPlan, DynamicTree
-from drafthead.models.hydra import HydraConfig
-from drafthead.models.losses import LossConfig
-from drafthead.models.mlp_speculator import MLPSpeculatorConfig
-from drafthead.models.reading import Reading
-from drafthead.models.recurrent_head import RecurrentHead
-from drafthead.models.sampling import Sampler
+from drafthead.data.batch import Features
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.decoding.contract import DraftPlan, DynamicTree, Siblings
+from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
+from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.heads.common.multi_position import RecurrentHead
+from drafthead.models.heads.common.targets import Reading
+from drafthead.models.heads.hydra import HydraConfig
+from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
+from drafthead.models.token_tree import TokenTree
 from support import fitted, law_of_answers, p_value_of_answers, randomised, rows_of, small_base
 
 TinyBase = Callable[..., BaseModel]

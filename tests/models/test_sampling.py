@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig, GenerationMixin, LlamaConfig, LlamaForCausalLM
 
-from drafthead.models.sampling import Sampler
+from drafthead.models.decoding.sampling import Sampler
 
 VOCABULARY = 50
 SETTINGS = {

@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 import torch
 
-from drafthead.data.contracts import Siblings
-from drafthead.models.coins import DRAFT, RowCoins
-from drafthead.models.siblings import MISSING, draw_siblings
+from drafthead.models.decoding.contract import Siblings
+from drafthead.models.decoding.growth import MISSING, draw_siblings
+from drafthead.models.decoding.random_source import DRAFT, RowCoins
 from support import p_value
 
 CPU = torch.device("cpu")

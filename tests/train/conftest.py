@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from drafthead.data.files import read_json_lines
+from drafthead.data.utils.files import read_json_lines
 
 OPTIONS = (
     "recipe=hydra_pp_smollm2",  # a head with attention and dropout

@@ -32,13 +32,19 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from drafthead.data import files, generations
-from drafthead.data import run as data_run
-from drafthead.data.config import say
-from drafthead.data.errors import UserError
-from drafthead.models import batched_generation
-from drafthead.train import checkpoint, keeper, loop, pipeline, signals, start, tracking
+from drafthead.commands import data as data_run
+from drafthead.data.answers import store as generations
+from drafthead.data.utils import files
+from drafthead.data.utils.config import say
+from drafthead.data.utils.errors import UserError
+from drafthead.models.decoding import corpus as batched_generation
+from drafthead.train import pipeline, start
 from drafthead.train.config import RunConfig, parse_run
+from drafthead.train.distributed import signals
+from drafthead.train.tracking import tracker as tracking
+from drafthead.train.trainer import checkpoint
+from drafthead.train.trainer import checkpoint_manager as keeper
+from drafthead.train.trainer import trainer as loop
 
 CALLS: dict[str, tuple[Any, str]] = {
     "fsync": (os, "fsync"),

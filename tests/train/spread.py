@@ -16,21 +16,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from drafthead.data.contracts import Features, TrainBatch
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig
-from drafthead.models.draft_head import DraftHead, DraftHeadConfig
-from drafthead.models.draft_lm import DraftLMConfig
-from drafthead.models.eagle3 import Eagle3Config
-from drafthead.models.hydra import HydraConfig
-from drafthead.models.kangaroo import KangarooConfig
-from drafthead.models.losses import LossConfig
-from drafthead.models.medusa import MedusaConfig
-from drafthead.models.medusa2 import Medusa2Config
-from drafthead.models.mlp_speculator import MLPSpeculatorConfig
-from drafthead.train.optim import OptimConfig, build_optimizer
-from drafthead.train.sharding import ShardConfig, Sharding, load_optimizer, whole
-from drafthead.train.step import evaluate_loss, train_step
+from drafthead.data.batch import Features, TrainBatch
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
+from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.heads.draft_lm import DraftLMConfig
+from drafthead.models.heads.eagle3 import Eagle3Config
+from drafthead.models.heads.hydra import HydraConfig
+from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.heads.medusa2 import Medusa2Config
+from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
+from drafthead.train.config import OptimConfig, ShardConfig
+from drafthead.train.distributed.sharding import Sharding, load_optimizer, whole
+from drafthead.train.trainer.optim import build_optimizer
+from drafthead.train.trainer.step import evaluate_loss, train_step
 
 PROCESSES = 2
 STEPS = 3

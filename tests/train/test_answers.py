@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_module
 
-from drafthead.data.backends import Group
-from drafthead.data.completions import ServerConfig
-from drafthead.data.errors import UserError
-from drafthead.data.files import write_json, write_sealed_json
-from drafthead.data.generations import GenerationStore, SamplerConfig
-from drafthead.data.sources import SourceConfig
-from drafthead.models.base import BaseModel
-from drafthead.models.batched_generation import generate
-from drafthead.train.answers import AnswerMaker
-from drafthead.train.config import parse_run
-from drafthead.train.data_config import GenerationsConfig
+from drafthead.data.answers.backend import Group
+from drafthead.data.answers.server import ServerConfig
+from drafthead.data.answers.store import GenerationStore, SamplerConfig
+from drafthead.data.text.sources import SourceConfig
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import write_json, write_sealed_json
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.corpus import generate
+from drafthead.train.config import GenerationsConfig, parse_run
+from drafthead.train.corpora.answers import AnswerMaker
 
 CONFIG = GenerationsConfig(
     sources=[SourceConfig(kind="builtin", name="tiny")],
@@ -253,7 +252,9 @@ def test_killed_beside_a_server_every_prompt_is_answered_once(
     options = ["recipe=medusa_smollm2", "debug=tiny", f"data.generations.server.url={server.url}"]
     options += ["data.generations.server.concurrency=2", "data.generations.keep_features=false"]
     options += [f"out={tmp_path / 'run'}", f"data.folder={tmp_path / 'corpora'}"]
-    script = "import drafthead.data.server_backend as s; s.SHARD_ROWS = 3; from drafthead.data.run import main; main()"
+    script = (
+        "import drafthead.data.answers.server as s; s.SHARD_ROWS = 3; from drafthead.commands.data import main; main()"
+    )
     command = [sys.executable, "-c", script, *options]
     folder = tmp_path / "corpora" / "generations"
     for shards in (1, 3):

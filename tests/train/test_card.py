@@ -8,14 +8,15 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from drafthead.data.generations import GenerationStats
-from drafthead.data.sources import SourceConfig
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig
-from drafthead.models.eagle3 import Eagle3Config
-from drafthead.models.medusa import MedusaConfig
-from drafthead.train import card, card_facts
+from drafthead.data.answers.store import GenerationStats
+from drafthead.data.text.sources import SourceConfig
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.heads.eagle3 import Eagle3Config
+from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.train.config import PhaseConfig
+from drafthead.train.publish import card
+from drafthead.train.publish import card as card_facts
 from support import composed
 
 TinyBase = Callable[..., BaseModel]

@@ -12,11 +12,19 @@ import pytest
 import torch
 from torch import nn
 
-from drafthead.data.errors import UserError
-from drafthead.data.files import read_sealed_json, write_sealed_json
-from drafthead.train.checkpoint import TrainState, load_best, load_latest, save_checkpoint
-from drafthead.train.optim import OptimConfig, build_optimizer
-from drafthead.train.random_state import capture_rng, restore_rng, undisturbed_rng
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_sealed_json, write_sealed_json
+from drafthead.train.config import OptimConfig
+from drafthead.train.trainer.checkpoint import (
+    TrainState,
+    capture_rng,
+    load_best,
+    load_latest,
+    restore_rng,
+    save_checkpoint,
+    undisturbed_rng,
+)
+from drafthead.train.trainer.optim import build_optimizer
 
 STATE = TrainState(phase=1, step=3, global_step=7, processes=2, losses=[0.1, None, 1 / 3])
 
@@ -178,7 +186,7 @@ def test_a_save_that_was_killed_is_invisible_and_swept(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("drafthead.train.checkpoint.write_sealed_json", killed)
+        patch.setattr("drafthead.train.trainer.checkpoint.write_sealed_json", killed)
         with pytest.raises(KeyboardInterrupt):
             run.save(tmp_path, 2)
     checkpoint = load_latest(tmp_path)

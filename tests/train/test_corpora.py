@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from drafthead.data import hub_sets
-from drafthead.data.contracts import FeatureSpec
-from drafthead.data.errors import UserError
-from drafthead.data.generations import SamplerConfig
-from drafthead.data.sources import SourceConfig
-from drafthead.models import batched_generation
-from drafthead.models.base import BaseModel
-from drafthead.train import corpora
-from drafthead.train.corpora import Corpora, is_held_out
-from drafthead.train.data_config import DataConfig, GenerationsConfig, TextConfig
-from drafthead.train.phase_data import open_held_out
+from drafthead.data.answers.store import SamplerConfig
+from drafthead.data.batch import FeatureSpec
+from drafthead.data.text import hub_datasets as hub_sets
+from drafthead.data.text.sources import SourceConfig
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding import corpus as batched_generation
+from drafthead.train.config import DataConfig, GenerationsConfig, TextConfig
+from drafthead.train.corpora import corpora
+from drafthead.train.corpora.corpora import Corpora, is_held_out
+from drafthead.train.trainer.batches import open_held_out
 
 TinyBase = Callable[..., BaseModel]
 

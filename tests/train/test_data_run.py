@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from drafthead.data.generations import GenerationStore
-from drafthead.data.packing import is_packed, open_packed
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig
+from drafthead.data.answers.store import GenerationStore
+from drafthead.data.text.packing import is_packed, open_packed
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
 
 SHAPE = {
     "model_type": "llama",

@@ -9,13 +9,13 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from drafthead.data.errors import UserError
-from drafthead.data.files import read_json_lines
-from drafthead.models.medusa import MedusaHead
-from drafthead.train.checkpoint import load_latest
-from drafthead.train.config import parse_run
-from drafthead.train.guard import HISTORY, Guard, GuardConfig
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json_lines
+from drafthead.models.heads.medusa import MedusaHead
+from drafthead.train.config import GuardConfig, parse_run
 from drafthead.train.pipeline import run_pipeline
+from drafthead.train.trainer.checkpoint import load_latest
+from drafthead.train.trainer.loss_spikes import HISTORY, Guard
 
 
 def test_spikes_are_told_from_noise_once_the_median_is_known() -> None:

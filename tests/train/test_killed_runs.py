@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from drafthead.data.files import read_json_lines, read_sealed_json, write_sealed_json
-from drafthead.train.checkpoint import load_best
+from drafthead.data.utils.files import read_json_lines, read_sealed_json, write_sealed_json
+from drafthead.train.trainer.checkpoint import load_best
 
 KILLED = -signal.SIGKILL
 UNFINISHED = (".writing", ".replaced")

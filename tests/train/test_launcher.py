@@ -11,10 +11,10 @@ import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from drafthead.data.errors import UserError
-from drafthead.train import launcher
-from drafthead.train.launcher import FSDP, asked_for, follow_launcher, writers_first
-from drafthead.train.sharding import ShardConfig
+from drafthead.data.utils.errors import UserError
+from drafthead.train.config import ShardConfig
+from drafthead.train.distributed import launcher
+from drafthead.train.distributed.launcher import FSDP, asked_for, follow_launcher, writers_first
 
 LAUNCH = Path(__file__).parent.parent.parent / "recipes" / "launch"
 NONE, FULL = ShardConfig(), ShardConfig(mode="full")

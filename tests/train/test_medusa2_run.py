@@ -7,15 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafthead.data.contracts import FeatureSpec
-from drafthead.data.errors import UserError
-from drafthead.data.files import read_json
-from drafthead.models.base import BaseModel
-from drafthead.models.loading import load_base_and_head
+from drafthead.data.batch import FeatureSpec
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.train.config import RunConfig
-from drafthead.train.corpora import Corpora
-from drafthead.train.phase_data import open_phase, unseen_text
+from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.pipeline import run_pipeline
+from drafthead.train.trainer.batches import open_phase, unseen_text
 from support import composed, losses_of
 
 SHORT = ("phases.joint.steps=6", "phases.pretrain.steps=2", "phases.distill.steps=4")

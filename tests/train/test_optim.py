@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from drafthead.data.contracts import LossOutput
-from drafthead.data.errors import UserError
-from drafthead.models.losses import LossConfig
-from drafthead.train.optim import OptimConfig, build_optimizer, lr_at
-from drafthead.train.step import train_step
+from drafthead.data.batch import LossOutput
+from drafthead.data.utils.errors import UserError
+from drafthead.models.heads.common.losses import LossConfig
+from drafthead.train.config import OptimConfig
+from drafthead.train.trainer.optim import build_optimizer, lr_at
+from drafthead.train.trainer.step import train_step
 
 
 def curve(config: OptimConfig, steps: int) -> list[float]:

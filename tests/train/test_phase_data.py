@@ -7,9 +7,9 @@ import datasets
 import pytest
 import torch
 
-from drafthead.data.contracts import FeatureSpec, TrainBatch
-from drafthead.models.base import BaseModel
-from drafthead.train.phase_data import PhaseData
+from drafthead.data.batch import FeatureSpec, TrainBatch
+from drafthead.models.base.base_model import BaseModel
+from drafthead.train.trainer.batches import PhaseData
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_what_cannot_be_read_is_said_where_it_is_used(data: PhaseData) -> None:
 
 
 def test_waiting_is_counted(data: PhaseData, monkeypatch: pytest.MonkeyPatch) -> None:
-    from drafthead.train import phase_data
+    from drafthead.train.trainer import batches as phase_data
 
     clock = iter(range(100))
     monkeypatch.setattr(phase_data, "perf_counter", lambda: float(next(clock)))

@@ -10,11 +10,11 @@ from accelerate.utils import DistributedType
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from drafthead.data.contracts import LossOutput
-from drafthead.data.errors import UserError
-from drafthead.data.files import read_json
-from drafthead.eval import methods
-from drafthead.models.medusa import MedusaHead
+from drafthead.data.batch import LossOutput
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json
+from drafthead.eval.timing import methods
+from drafthead.models.heads.medusa import MedusaHead
 from drafthead.train import pipeline, start
 from drafthead.train.config import parse_run
 
@@ -100,7 +100,7 @@ def test_nothing_to_train_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_validation_and_saving_do_not_count_as_training_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every validation takes an hour by the clock that the loop reads."""
-    from drafthead.train import loop
+    from drafthead.train.trainer import trainer as loop
 
     clock = [0.0]
     monkeypatch.setattr(loop, "perf_counter", lambda: clock.__setitem__(0, clock[0] + 0.001) or clock[0])

@@ -8,9 +8,10 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafthead.models.model_shape import ModelShape
-from drafthead.train.optim import OptimConfig, build_optimizer
-from drafthead.train.plan import GenerationPlan, HeadSize, PhasePlan, plan, render, size
+from drafthead.models.base.shape import ModelShape
+from drafthead.train.config import OptimConfig
+from drafthead.train.estimate import GenerationPlan, HeadSize, PhasePlan, plan, render, size
+from drafthead.train.trainer.optim import build_optimizer
 
 LLAMA3_8B = ModelShape(
     hidden_size=4096,

@@ -8,16 +8,15 @@ import torch
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
-from drafthead.data.contracts import TrainBatch
-from drafthead.data.errors import UserError
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig
-from drafthead.models.draft_head import HeadSize
-from drafthead.models.model_shape import ModelShape
-from drafthead.models.tuned_base import LoraSettings, TunedBase
+from drafthead.data.batch import TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.base.lora import LoraSettings, TunedBase
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.heads.common.contract import HeadSize
 from drafthead.train.config import parse_run
-from drafthead.train.plan import PhasePlan, plan, render
-from drafthead.train.plan_run import plan_of
+from drafthead.train.estimate import PhasePlan, plan, plan_of, render
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA = {"model_type": "llama", **SIZES, "head_dim": 16, "intermediate_size": 80, "vocab_size": 300}

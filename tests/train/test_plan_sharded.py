@@ -8,12 +8,10 @@ from hydra import compose, initialize_config_module
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafthead.models.draft_head import HeadSize
-from drafthead.models.model_shape import ModelShape
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.heads.common.contract import HeadSize
 from drafthead.train.config import RunConfig, parse_run
-from drafthead.train.plan import PhasePlan, Plan, plan, render, size
-from drafthead.train.plan_run import plan_of
-from drafthead.train.plan_sharded import GATHERED_LAYERS, Spread
+from drafthead.train.estimate import GATHERED_LAYERS, PhasePlan, Plan, Spread, plan, plan_of, render, size
 
 SHAPE = ModelShape(
     hidden_size=64,

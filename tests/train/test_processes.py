@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from drafthead.data.errors import UserError
-from drafthead.train import processes as module
-from drafthead.train.checkpoint import load_latest
-from drafthead.train.phase_data import deal
+from drafthead.data.utils.errors import UserError
+from drafthead.train.distributed import processes as module
+from drafthead.train.trainer.batches import deal
+from drafthead.train.trainer.checkpoint import load_latest
 
 TERMINATED, KILLED = 128 + signal.SIGTERM, -signal.SIGKILL
 QUICK = "dead_after_s=3"

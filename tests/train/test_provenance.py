@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import drafthead
-from drafthead.train import provenance
-from drafthead.train.provenance import write_provenance
+from drafthead.train.tracking import provenance
+from drafthead.train.tracking.provenance import write_provenance
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -8,10 +8,10 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from drafthead.data.errors import UserError
+from drafthead.data.utils.errors import UserError
 from drafthead.train.config import RunConfig
+from drafthead.train.estimate import plan_of
 from drafthead.train.pipeline import run_pipeline
-from drafthead.train.plan_run import plan_of
 from support import composed
 
 ROOT = Path(__file__).parent.parent.parent / "recipes"

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafthead.data.errors import UserError
-from drafthead.data.generations import GenerationStore
-from drafthead.models.base import BaseModel
-from drafthead.train.corpora import Corpora
+from drafthead.data.answers.store import GenerationStore
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.pipeline import run_pipeline
 from support import GOLDEN_TEXT, composed, losses_of
 
@@ -78,7 +78,7 @@ def test_a_corpus_of_other_settings_is_refused(tmp_path: Path) -> None:
         ("phases.distill.optim.lr=-1", r"optim.lr must be in \(0, 1\), got -1"),
         ("+head.dpeth=3", "dpeth"),
         ("head._target_=os.system", "head._target_ must name a DraftHeadConfig under drafthead.models"),
-        ("head._target_=drafthead.models.base.BaseModel", "head._target_ must name a DraftHeadConfig"),
+        ("head._target_=drafthead.models.base.base_model.BaseModel", "head._target_ must name a DraftHeadConfig"),
         ("+data._target_=os.system", "'_target_' not in 'DataConfig'"),
         ("+data.text._target_=os.system", "'_target_' not in 'TextConfig'"),
         ("data.text.sources=[{_target_: os.system, kind: text, name: x}]", "Could not override 'data.text.sources'"),

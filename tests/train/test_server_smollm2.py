@@ -12,12 +12,12 @@ import torch
 from hydra import compose, initialize_config_module
 from transformers import AutoModelForCausalLM
 
-from drafthead.data.embedded import smollm2_folder
-from drafthead.data.files import read_json
-from drafthead.data.generations import GenerationStore
-from drafthead.models.base import BaseModel
+from drafthead.data.answers.store import GenerationStore
+from drafthead.data.embedded.packages import smollm2_folder
+from drafthead.data.utils.files import read_json
+from drafthead.models.base.base_model import BaseModel
 from drafthead.train.config import parse_run
-from drafthead.train.corpora import Corpora
+from drafthead.train.corpora.corpora import Corpora
 
 PROMPTS, NEW = 8, 32
 
@@ -51,7 +51,7 @@ def test_the_corpus_is_that_of_the_built_in_decoding(completions_server: Callabl
     server = completions_server(answer, base.tokenizer, base.eos_ids)
     server.models = [{"id": "HuggingFaceTB/SmolLM2-135M-Instruct", "max_model_len": 8192}]
     options = [f"data.generations.server.url={server.url}", f"data.folder={tmp_path / 'server'}", f"out={tmp_path}"]
-    command = [sys.executable, "-m", "drafthead.data.run", *common, *options]
+    command = [sys.executable, "-m", "drafthead.commands.data", *common, *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = list(GenerationStore(tmp_path / "server" / "generations").read())

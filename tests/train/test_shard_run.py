@@ -13,8 +13,8 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from drafthead.data.files import read_json_lines
-from drafthead.models.loading import load_base_and_head
+from drafthead.data.utils.files import read_json_lines
+from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.train import pipeline
 from drafthead.train.config import parse_run
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from drafthead.data.errors import UserError
-from drafthead.models.layer_views import first_layers
-from drafthead.train.sharding import ShardConfig, Sharding
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.layers import first_layers
+from drafthead.train.config import ShardConfig
+from drafthead.train.distributed.sharding import Sharding
 
 sys.path.insert(0, str(Path(__file__).parent))
 import spread

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import wandb
 
-from drafthead.train import sinks, tracking
-from drafthead.train.sinks import wandb_mode
-from drafthead.train.tracking import MetricsLog, Tracker, TrackerConfig
+from drafthead.train.config import TrackerConfig
+from drafthead.train.tracking import backends as sinks
+from drafthead.train.tracking import tracker as tracking
+from drafthead.train.tracking.backends import wandb_mode
+from drafthead.train.tracking.tracker import MetricsLog, Tracker
 from wandb_support import Read, Server
 
 SETTINGS = {

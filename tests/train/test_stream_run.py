@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from drafthead.data.errors import UserError
+from drafthead.data.utils.errors import UserError
 from drafthead.train import pipeline
 from drafthead.train.config import RunConfig, parse_run, preflight
 from drafthead.train.pipeline import run_pipeline

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from drafthead.data.errors import UserError
-from drafthead.train import tracking
-from drafthead.train.tracking import ConsoleLine, MetricsLog, Tracker, TrackerConfig, peak_memory
+from drafthead.data.utils.errors import UserError
+from drafthead.train.config import TrackerConfig
+from drafthead.train.tracking import tracker as tracking
+from drafthead.train.tracking.tracker import ConsoleLine, MetricsLog, Tracker, peak_memory
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:

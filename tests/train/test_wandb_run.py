@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data.files import read_json_lines
+from drafthead.data.utils.files import read_json_lines
 from wandb_support import Read, Server
 
 ROOT = Path(__file__).parent.parent.parent

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafthead.data.contracts import Features
-from drafthead.data.errors import UserError
-from drafthead.models.base import BaseModel
+from drafthead.data.batch import Features
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import FORMATS, recognise
-from drafthead.models.hydra import HydraConfig, HydraHead
+from drafthead.models.heads.hydra import HydraConfig, HydraHead
 from support import drafted_logits, randomised
 
 TinyBase = Callable[..., BaseModel]

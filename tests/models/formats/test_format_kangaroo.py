@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafthead.data.errors import UserError
-from drafthead.models.base import BaseModel
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import FORMATS, recognise
-from drafthead.models.kangaroo import KangarooConfig, KangarooHead
+from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
 from support import randomised, row_of
 
 TinyBase = Callable[..., BaseModel]

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafthead.data.errors import UserError
-from drafthead.models.base import BaseModel
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import FORMATS, format_named, recognise
-from drafthead.models.medusa import MedusaConfig, MedusaHead
+from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from support import randomised
 
 TinyBase = Callable[..., BaseModel]

@@ -1,0 +1,69 @@
+"""What answers the prompts of the phase-2 corpus: one interface for the built-in decoding and for servers."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from drafthead.data.answers.store import Generation, SamplerConfig
+
+Prompt = tuple[int, list[int]]
+"""Number of a prompt in its list, and its token ids."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes that share a run, and which of them this is."""
+
+    rank: int = 0
+    size: int = 1
+    wait: Callable[[], None] = lambda: None
+    """Returns when every process of the group has called it."""
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """This process's part: every item belongs to exactly one, whatever the number of processes."""
+        return items[self.rank :: self.size]
+
+
+class Backend(Protocol):
+    """Answers prompts with the base's own tokens."""
+
+    def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
+        """Entries of the corpus's manifest that say who answers.
+
+        Args:
+            recorded: the manifest that a corpus begun earlier has, else empty. What only a question to a server can
+                tell is taken from it, so that a finished corpus needs no server.
+        """
+        ...
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse what would fail or be wrong later; called on one process before anything is answered.
+
+        Args:
+            prompts: a few, to try.
+
+        Raises:
+            UserError: with what to change.
+        """
+        ...
+
+    def shards(
+        self, prompts: Sequence[Prompt], done: Collection[int], group: Group, heard: Callable[[], None]
+    ) -> Iterator[tuple[int, list[Generation]]]:
+        """This process's answers as (place, generations) of one shard each; places differ over all processes.
+
+        Args:
+            prompts: of the whole corpus, the same on every process.
+            done: numbers of those that are answered already.
+            group: the processes that share the rest.
+            heard: called for every answer.
+
+        Raises:
+            UserError: what no other try will change; answers that came before it are handed over first.
+        """
+        ...
+
+    def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Generation]:
+        """Answers with another sampler, in any order, for prompts that the base writes itself."""
+        ...

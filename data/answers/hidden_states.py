@@ -1,0 +1,157 @@
+"""The frozen base's hidden states per packed row, on disk. R rows, T row length, D width."""
+
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import check_manifest, exclusive, inside, require_space, storing, write_manifest
+
+_DTYPES = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
+FORMAT = 2
+"""Of the files; caches of another one are not opened."""
+_REMEDY = "remove the folder or choose another one for these settings"
+
+
+class FeatureCache:
+    """Rows of features in one memory-mapped file, with a mark per filled row so that filling resumes.
+
+    Several processes may fill different rows. A row's mark is its checksum, written after it and compared when a
+    process first reads it, so neither a kill nor a power failure nor a bad disk can pass half a row off as a whole one.
+    """
+
+    def __init__(self, folder: Path, shape: tuple[int, int, int], dtype: str) -> None:
+        """Map existing files; use ``create``."""
+        self.folder = folder
+        self.rows, self.row_length, self.width = shape
+        self._name = dtype
+        self._dtype = _DTYPES[dtype]
+        stored = np.int32 if dtype == "float32" else np.int16
+        # numpy has no bfloat16: the file is mapped as integers of the same size and viewed by torch.
+        self._stored = _map(folder, "features.bin", stored, shape)
+        self._values = torch.from_numpy(self._stored).view(self._dtype)
+        self._marks = _map(folder, "marks.bin", np.uint32, (self.rows,))
+        self._checked = np.zeros(self.rows, dtype=np.bool_)
+
+    @classmethod
+    def create(
+        cls, folder: Path, rows: int, row_length: int, width: int, dtype: str, manifest: dict[str, Any]
+    ) -> "FeatureCache":
+        """A cache for [R, T, D] values; one that exists with the same settings is opened with what it holds.
+
+        Processes that create the same cache at once get the same files: one makes them, the others wait.
+
+        Args:
+            folder: of the cache.
+            rows: R >= 1.
+            row_length: T >= 1.
+            width: D >= 1.
+            dtype: ``float16``, ``bfloat16`` or ``float32``, as stored.
+            manifest: what makes the features (base, revision, corpus; JSON values).
+
+        Raises:
+            UserError: a size or the dtype is wrong, the cache was made differently, or the disk is too full.
+        """
+        if dtype not in _DTYPES:
+            raise UserError(f"feature dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+        if min(rows, row_length, width) < 1:
+            raise UserError(
+                f"a feature cache needs sizes >= 1, got rows {rows}, row length {row_length}, width {width}"
+            )
+        sizes = {"rows": rows, "row_length": row_length, "width": width, "dtype": dtype}
+        entries = {**manifest, "cache": {**sizes, "format": FORMAT}}
+        with exclusive(folder):
+            if not check_manifest(folder, entries, _REMEDY):
+                size = rows * row_length * width * _DTYPES[dtype].itemsize
+                require_space(folder, size + 4 * rows, "the feature cache")
+                with storing("the feature cache", folder):
+                    _reserve(folder / "features.bin", size)
+                    _reserve(folder / "marks.bin", 4 * rows)
+                    write_manifest(folder, entries)
+        return cls(folder, (rows, row_length, width), dtype)
+
+    def write(self, row_numbers: list[int], values: Tensor) -> None:
+        """Store ``values`` [b, T, D] (any float dtype, any device) as the rows ``row_numbers``.
+
+        Raises:
+            UserError: the values do not have the cache's sizes, or do not fit its dtype.
+        """
+        want = (len(row_numbers), self.row_length, self.width)
+        if tuple(values.shape) != want:
+            raise UserError(f"features are {list(values.shape)}, but {self.folder} takes {list(want)}; make it anew")
+        self._check_rows(row_numbers)
+        source = values.detach().cpu()
+        stored = source.to(self._dtype)
+        overflow = torch.isinf(stored) & torch.isfinite(source)
+        if bool(overflow.any()):
+            largest = float(source[overflow].abs().max())
+            raise UserError(
+                f"a feature of {largest:.3g} does not fit {self._name} (largest "
+                f"{torch.finfo(self._dtype).max:.3g}); set base.dtype=bfloat16, whose features are kept as such"
+            )
+        self._values[row_numbers] = stored
+        for row in row_numbers:
+            self._marks[row] = _checksum(self._stored[row])
+            self._checked[row] = True
+
+    def read(self, row_numbers: list[int]) -> Tensor:
+        """The rows ``row_numbers`` as [b, T, D] float32.
+
+        Raises:
+            UserError: a row was never written, or is not what was written.
+        """
+        self._check_rows(row_numbers)
+        missing = [row for row in row_numbers if not self._marks[row]]
+        if missing:
+            raise UserError(f"rows {missing[:5]} of {self.folder} have no features yet; fill the cache first")
+        for row in row_numbers:
+            if not self._checked[row] and self._marks[row] != _checksum(self._stored[row]):
+                self._marks[row] = 0
+                raise UserError(
+                    f"row {row} of {self.folder} does not have its checksum: the disk or a crash damaged it. Give the "
+                    "same command again, and the row is computed anew"
+                )
+            self._checked[row] = True
+        return self._values[row_numbers].to(torch.float32)
+
+    def missing_rows(self) -> list[int]:
+        """Numbers of the rows that are not filled, ascending."""
+        return [int(row) for row in np.flatnonzero(self._marks == 0)]
+
+    def _check_rows(self, row_numbers: list[int]) -> None:
+        outside = [row for row in row_numbers if not 0 <= row < self.rows]
+        if outside:
+            raise UserError(f"{self.folder} has rows 0 to {self.rows - 1}, got {outside[:5]}; is it another corpus's?")
+
+
+def _map(folder: Path, name: str, dtype: type, shape: tuple[int, ...]) -> "np.memmap[Any, Any]":
+    path, size = inside(folder, name), int(np.prod(shape)) * np.dtype(dtype).itemsize
+    try:
+        found = path.stat().st_size
+        if found != size:
+            raise UserError(f"{path} has {found} bytes, expected {size}; remove {folder}, and it is filled again")
+        return np.memmap(path, dtype=dtype, mode="r+", shape=shape)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be opened ({error.strerror}); remove {folder}, and it is filled again"
+        ) from None
+
+
+def _checksum(row: npt.NDArray[Any]) -> int:
+    """Of one row's bytes; 0 stands for a row that is not filled."""
+    return zlib.crc32(np.ascontiguousarray(row).data) or 1
+
+
+def _reserve(path: Path, size: int) -> None:
+    """A file of ``size`` zero bytes that really has its blocks: a full disk under a sparse map kills the process."""
+    with path.open("wb") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.truncate(size)

@@ -1,0 +1,386 @@
+"""The phase-2 corpus: the base's own answers as token ids, in shards that exist whole or not at all.
+
+Imports stay light (no torch, no transformers): a generation server's client needs nothing else.
+"""
+# What one shard of generations holds: a table that states its own checksum, and the features beside it.
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from drafthead.data.text.chat import Document
+from drafthead.data.utils.errors import UserError, one_line
+from drafthead.data.utils.files import (
+    check_manifest,
+    file_digest,
+    inside,
+    publish,
+    read_manifest,
+    require_space,
+    storing,
+    write_manifest,
+)
+
+_SHARD = re.compile(r"shard-(\d{5,9})\.parquet")
+
+
+@dataclass(kw_only=True)
+class SamplerConfig:
+    """How the base answers."""
+
+    temperature: float = 0.0
+    """0 is greedy, exactly."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens with this probability."""
+    max_new_tokens: int = 128
+    """Longest answer, in tokens."""
+    ignore_eos: bool = False
+    """Go on after the end of a turn."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"sampler.temperature must be >= 0 and finite, got {self.temperature}")
+        if self.top_k < 0:
+            raise UserError(f"sampler.top_k must be >= 0, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"sampler.top_p must be in (0, 1], got {self.top_p}")
+        if self.max_new_tokens < 1:
+            raise UserError(f"sampler.max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        if self.seed < 0:
+            raise UserError(f"sampler.seed must be >= 0, got {self.seed}")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A prompt and the base's answer, as token ids: never re-encoded text."""
+
+    prompt_number: int
+    """Number of the prompt in its list; unique in a store."""
+    input_ids: npt.NDArray[np.int32]
+    """[n]: prompt, then answer."""
+    boundary: int
+    """Index of the first answer token, in [1, n)."""
+    finished: bool
+    """The base ended its turn; otherwise the limit cut it."""
+    features: npt.NDArray[np.float16] | None = None
+    """[n - 1, D]: the base's final hidden states h_0 .. h_{n-2}, as they arose; missing positions are NaN."""
+
+    def __post_init__(self) -> None:
+        n = len(self.input_ids)
+        if not 1 <= self.boundary < n:
+            raise ValueError(f"prompt {self.prompt_number}: boundary must be in [1, {n}), got {self.boundary}")
+        if self.features is not None and (self.features.ndim != 2 or len(self.features) != n - 1):
+            raise ValueError(f"prompt {self.prompt_number}: features must be [{n - 1}, D], got {self.features.shape}")
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Size of a store."""
+
+    rows: int
+    tokens: int
+    """Answer tokens."""
+    finished: int
+    """Answers that the base ended itself."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    shard: int
+    row: int
+    first: int
+    """First row of its features in the shard's matrix."""
+
+
+class GenerationStore:
+    """A folder of generations. One process writes, from opening to the last shard; any number read what is there.
+    Several write at once if all opened the same shards and each names the numbers of its own.
+
+    A shard is ``shard-00012.parquet`` and, with features, ``shard-00012.safetensors``. The parquet file is renamed
+    into place last, so whatever kills the writer costs what was not yet appended, and nothing else. What a killed
+    writer leaves behind is ignored by readers and removed before the next shard is written.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any] | None = None) -> None:
+        """Open ``folder``, or create it.
+
+        Args:
+            folder: of the store.
+            manifest: what makes the generations (base, tokenizer, sampler, prompts; JSON values); None opens an
+                existing store whatever made it.
+
+        Raises:
+            UserError: the store was made differently (the message names the key), is damaged, or is not there.
+        """
+        self.folder = folder
+        if manifest is None:
+            read_manifest(folder)
+        elif not check_manifest(folder, manifest, "remove the folder or choose another one for these settings"):
+            if any(folder.glob("shard-*.parquet")):
+                raise UserError(f"{folder} holds generations but no manifest; restore it or remove the folder")
+            write_manifest(folder, manifest)
+        self._tables: dict[int, pa.Table] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._clean = False
+        self._opened = lru_cache(maxsize=32)(self._matrix)
+        self._checked: set[int] = set()
+        for path in sorted(folder.glob("shard-*.parquet")):
+            if (match := _SHARD.fullmatch(path.name)) is None:
+                raise UserError(f"{path} is not named as a shard is (shard-00012.parquet); rename or remove it")
+            self._add(int(match[1]), read_shard(inside(folder, path.name)))
+
+    @property
+    def done(self) -> set[int]:
+        """Numbers of the prompts that are answered on disk."""
+        return set(self._entries)
+
+    @property
+    def next_shard(self) -> int:
+        """The first shard number that is free, and all behind it are."""
+        return max(self._tables, default=-1) + 1
+
+    def append_shard(self, generations: list[Generation], shard: int | None = None) -> None:
+        """Write one shard: durable when this returns, absent if it does not. An empty list writes nothing.
+
+        Args:
+            generations: of prompts that are not answered yet.
+            shard: its number, where several processes write (one of them then calls ``remove_leftovers`` before
+                any begins). None: the next one.
+
+        Raises:
+            UserError: a prompt is answered already, another process writes here, or the disk is full.
+        """
+        if not generations:
+            return
+        numbers = [g.prompt_number for g in generations]
+        if twice := sorted((set(numbers) & self.done) | {n for n in numbers if numbers.count(n) > 1}):
+            raise UserError(f"prompts {twice[:5]} are answered twice in {self.folder}; write each prompt once")
+        if shard is None:
+            if not self._clean:
+                self.remove_leftovers()
+            shard = self.next_shard
+        path = self._path(shard, "parquet")
+        if path.exists():
+            raise UserError(f"{path} appeared while this run was writing; stop the other process that uses the folder")
+        features = joined_features(generations)
+        size = sum(4 * len(g.input_ids) for g in generations) + (0 if features is None else features.nbytes)
+        require_space(self.folder, 1_000_000 + size, "the next shard of generations")
+        try:
+            with storing("the next shard of generations", self.folder):
+                table = self._write(shard, generations, features)
+        except UserError:
+            self._discard(shard)  # it would keep the disk full
+            raise
+        self._add(shard, table)
+
+    def _write(self, shard: int, generations: list[Generation], features: npt.NDArray[np.float16] | None) -> pa.Table:
+        """Write a shard's files, the parquet last."""
+        width, checksum = 0, ""
+        if features is not None:
+            save_file({"features": features}, aside := self._aside(shard, "safetensors"))
+            width, checksum = features.shape[1], file_digest(aside)
+            publish(aside, self._path(shard, "safetensors"))
+        table = shard_table(generations, width, checksum)
+        pq.write_table(table, aside := self._aside(shard, "parquet"), compression="zstd")
+        publish(aside, self._path(shard, "parquet"))
+        return table
+
+    def read(self, with_features: bool = True) -> Iterator[Generation]:
+        """All generations in the order of their prompt numbers.
+
+        Args:
+            with_features: features are read from disk row by row; without, they are None (see ``features``).
+        """
+        for number, entry in sorted(self._entries.items()):
+            table = self._tables[entry.shard]
+            ids = table["input_ids"][entry.row].values.to_numpy()
+            features = self.features(number) if with_features else None
+            boundary, finished = table["boundary"][entry.row].as_py(), table["finished"][entry.row].as_py()
+            yield Generation(number, ids, boundary, finished, features)
+
+    def features(self, prompt_number: int) -> npt.NDArray[np.float16] | None:
+        """[n - 1, D] features of one answer, read from disk; None when the store keeps none."""
+        entry = self._entries[prompt_number]
+        table = self._tables[entry.shard]
+        if not features_width(table):
+            return None
+        last = entry.first + len(table["input_ids"][entry.row]) - 1
+        return cast("npt.NDArray[np.float16]", self._opened(entry.shard)[entry.first : last])
+
+    def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
+        """[V] how often each id occurs in the answers.
+
+        Raises:
+            UserError: an answer has an id beyond ``vocab_size``.
+        """
+        counts = np.zeros(vocab_size, dtype=np.int64)
+        for ids, start in self._answers():
+            found = np.bincount(ids[start:], minlength=vocab_size)
+            if len(found) > vocab_size:
+                raise UserError(f"{self.folder} has token id {len(found) - 1}, but the vocabulary has {vocab_size}")
+            counts += found
+        return counts
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Rows, answer tokens and finished answers on disk."""
+        tokens = sum(len(ids) - start for ids, start in self._answers())
+        finished = sum(sum(table["finished"].to_pylist()) for table in self._tables.values())
+        return GenerationStats(rows=len(self._entries), tokens=tokens, finished=finished)
+
+    def _answers(self) -> Iterator[tuple[npt.NDArray[np.int32], int]]:
+        for table in self._tables.values():
+            boundaries = table["boundary"].to_pylist()
+            for row, start in enumerate(boundaries):
+                yield table["input_ids"][row].values.to_numpy(), start
+
+    def _matrix(self, shard: int) -> Any:
+        """The shard's feature matrix, sliced from disk, once the whole file has proven intact.
+
+        Raises:
+            UserError: it has not.
+        """
+        path = inside(self.folder, self._path(shard, "safetensors").name)
+        try:
+            stated = features_checksum(self._tables[shard])
+            if stated and shard not in self._checked and file_digest(path) != stated:
+                raise SafetensorError("it does not have the checksum that was kept with its answers")
+            file: Any = safe_open(path, framework="np")
+            features = file.get_slice("features")
+        except (OSError, SafetensorError) as error:
+            remedy = "remove it and its .parquet, and its prompts are answered again"
+            raise UserError(f"{path} cannot be read ({one_line(error)}); {remedy}") from None
+        self._checked.add(shard)
+        return features
+
+    def _add(self, shard: int, table: pa.Table) -> None:
+        if features_width(table) and not self._path(shard, "safetensors").exists():
+            raise UserError(f"{self._path(shard, 'safetensors')} is missing; restore it or remove the shard's parquet")
+        first = 0
+        for row, number in enumerate(table["prompt_number"].to_pylist()):
+            if number in self._entries:
+                both = " and ".join(self._path(s, "parquet").name for s in (self._entries[number].shard, shard))
+                raise UserError(
+                    f"prompt {number} stands twice in {self.folder}, in {both}; remove one of the two files"
+                )
+            self._entries[number] = _Entry(shard, row, first)
+            first += len(table["input_ids"][row])
+        self._tables[shard] = table
+
+    def _path(self, shard: int, kind: str) -> Path:
+        return self.folder / f"shard-{shard:05}.{kind}"
+
+    def _aside(self, shard: int, kind: str) -> Path:
+        return self.folder / f".shard-{shard:05}.{kind}.tmp"
+
+    def _discard(self, shard: int) -> None:
+        """Remove what there is of a shard that could not be written; other processes may be writing theirs."""
+        orphans = [] if self._path(shard, "parquet").exists() else [self._path(shard, "safetensors")]
+        for path in [self._aside(shard, "safetensors"), self._aside(shard, "parquet"), *orphans]:
+            path.unlink(missing_ok=True)
+
+    def remove_leftovers(self) -> None:
+        """Remove what a killed writer left behind; no other process may be writing."""
+        orphans = [p for p in self.folder.glob("shard-*.safetensors") if not p.with_suffix(".parquet").exists()]
+        for path in [*self.folder.glob(".shard-*.tmp"), *orphans]:
+            path.unlink()
+        self._clean = True
+
+
+def as_documents(generations: Iterable[Generation]) -> Iterator[Document]:
+    """Each generation as a document whose answer is trained."""
+    for g in generations:
+        yield Document(g.input_ids, np.arange(len(g.input_ids)) >= g.boundary)
+
+
+_WIDTH, _FEATURES, _DIGEST = b"features_width", b"features_sha256", b"sha256"
+"""Metadata: width and checksum of the features, and the checksum of all that the table says."""
+_COLUMNS = {
+    "prompt_number": pa.int64(),
+    "input_ids": pa.list_(pa.int32()),
+    "boundary": pa.int32(),
+    "finished": pa.bool_(),
+}
+
+
+def shard_table(generations: "list[Generation]", width: int, checksum: str) -> pa.Table:
+    """One row a generation, without features; the table's own checksum stands in its metadata.
+
+    Args:
+        generations: of one shard.
+        width: of the features kept beside it, 0 for none.
+        checksum: of their file, "" for none.
+    """
+    columns = {name: pa.array([getattr(g, name) for g in generations], type=kind) for name, kind in _COLUMNS.items()}
+    metadata = {_WIDTH: str(width).encode(), _FEATURES: checksum.encode()}
+    table = pa.table(columns).replace_schema_metadata(metadata)
+    return table.replace_schema_metadata({**metadata, _DIGEST: _digest(table)})
+
+
+def features_width(table: pa.Table) -> int:
+    """Width of a shard's features; 0 when it has none."""
+    return int((table.schema.metadata or {}).get(_WIDTH, b"0"))
+
+
+def features_checksum(table: pa.Table) -> str:
+    """The sha256 that the file of the features beside a shard must have; "" when it states none."""
+    checksum: bytes = (table.schema.metadata or {}).get(_FEATURES, b"")
+    return checksum.decode()
+
+
+def _digest(table: pa.Table) -> bytes:
+    """Checksum of what a shard says, however it is encoded: values, width of the features and their checksum."""
+    metadata = table.schema.metadata or {}
+    digest = hashlib.sha256(metadata.get(_WIDTH, b"?") + b"," + metadata.get(_FEATURES, b"?"))
+    for name in _COLUMNS:
+        column = table[name].combine_chunks()
+        if name == "input_ids":
+            digest.update(column.value_lengths().to_numpy(zero_copy_only=False).tobytes())
+            column = column.flatten()
+        digest.update(column.to_numpy(zero_copy_only=False).tobytes())
+    return digest.hexdigest().encode()
+
+
+def read_shard(path: Path) -> pa.Table:
+    """A shard's table from disk.
+
+    Raises:
+        UserError: it cannot be read, or is not what was written.
+    """
+    try:
+        table = pq.read_table(path, columns=list(_COLUMNS), partitioning=None)
+        if {n: table.schema.field(n).type for n in _COLUMNS} != _COLUMNS or any(table[n].null_count for n in _COLUMNS):
+            raise pa.ArrowInvalid("its columns are not those of a shard")
+        stated = (table.schema.metadata or {}).get(_DIGEST)  # shards of earlier versions state none
+        if stated is not None and stated != _digest(table):
+            raise pa.ArrowInvalid("its content does not have the checksum that it states")
+    except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
+        raise UserError(
+            f"{path} cannot be read ({one_line(error)}); remove it, and its prompts are answered again"
+        ) from None
+    return table
+
+
+def joined_features(generations: "list[Generation]") -> npt.NDArray[np.float16] | None:
+    """[sum of n, D]: every row keeps as many features as it has tokens; its last token has none (NaN)."""
+    present = [g.features for g in generations if g.features is not None]
+    if not present:
+        return None
+    if len(present) < len(generations) or len({f.shape[1] for f in present}) > 1:
+        raise ValueError("the generations of a shard must all have features of one width, or none")
+    gap = np.full((1, present[0].shape[1]), np.nan, dtype=np.float16)
+    return np.concatenate([part for f in present for part in (f.astype(np.float16, copy=False), gap)])

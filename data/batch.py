@@ -1,0 +1,118 @@
+"""The types that cross folder boundaries: frozen dataclasses, no ``nn.Module``, no I/O.
+
+Positions follow one convention everywhere. ``h_t`` is the base's hidden state after its final norm at
+position t, having read ``x_t``; the base's own head turns it into p(x_{t+1}). Draft position k (1-based)
+predicts ``x_{t+1+k}``.
+
+Shape legend: B batch, T time, N tree nodes (root included), K drafted positions, V target vocabulary,
+W draft vocabulary, D base width, R rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NO_DOCUMENT = -1
+"""Document id of padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+    """Packed rows. A document is a run of equal ``document_ids`` inside one row."""
+
+    input_ids: Tensor
+    """[B, T] int64."""
+    position_ids: Tensor
+    """[B, T] int64, starts at 0 in every document."""
+    document_ids: Tensor
+    """[B, T] int64, ``NO_DOCUMENT`` on padding."""
+    loss_mask: Tensor
+    """[B, T] bool: this token is trained (may be a target)."""
+
+    def draft_targets(self, depth: int) -> tuple[Tensor, Tensor]:
+        """Targets of draft position ``depth`` at every t.
+
+        Args:
+            depth: k >= 1; 0 gives the base's own next-token targets.
+
+        Returns:
+            targets [B, T] int64: ``x_{t+1+k}`` (0 where there is none), and valid [B, T] bool: the tokens
+            from t to t+1+k lie in one document and ``x_{t+1+k}`` is trained.
+        """
+        shift = depth + 1
+        targets = torch.zeros_like(self.input_ids)
+        valid = torch.zeros_like(self.loss_mask)
+        if shift < self.input_ids.shape[1]:
+            targets[:, :-shift] = self.input_ids[:, shift:]
+            same = self.document_ids[:, :-shift] == self.document_ids[:, shift:]
+            # Documents are contiguous, so equal ends mean that everything between lies in it too.
+            inside = same & (self.document_ids[:, shift:] != NO_DOCUMENT)
+            valid[:, :-shift] = inside & self.loss_mask[:, shift:]
+        return targets, valid
+
+    def to(self, device: torch.device | str) -> "TrainBatch":
+        """The same batch on ``device``."""
+        return TrainBatch(**{k: v.to(device) for k, v in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSpec:
+    """Which hidden states of the base a head reads, besides the final one that every head gets."""
+
+    layers: tuple[int, ...] = ()
+    """Outputs of these layers (1 is the first, 0 the embedding), concatenated on the last axis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """Hidden states of the frozen base, detached."""
+
+    final: Tensor
+    """[B, T, D] after the final norm."""
+    layers: Tensor | None = None
+    """[B, T, D * len(spec.layers)], or None when the spec names no layers."""
+
+    @classmethod
+    def split(cls, values: Tensor, width: int) -> "Features":
+        """Features of [..., D * (1 + len(spec.layers))] values: the final state, then the layers; ``width`` is D."""
+        return cls(final=values[..., :width], layers=values[..., width:] if values.shape[-1] > width else None)
+
+    def layer(self, place: int) -> Tensor:
+        """[B, T, D] of the spec's layer number ``place``."""
+        assert self.layers is not None
+        width = self.final.shape[-1]
+        return self.layers[..., place * width : (place + 1) * width]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A metric that adds up over micro-batches and ranks; divide last."""
+
+    num: float
+    den: float
+
+    def __add__(self, other: "Ratio") -> "Ratio":
+        return Ratio(self.num + other.num, self.den + other.den)
+
+    @property
+    def value(self) -> float:
+        """``num / den``; nan when nothing was counted."""
+        return self.num / self.den if self.den else float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOutput:
+    """A head's loss on a micro-batch. Nothing in it is averaged."""
+
+    loss_sum: Tensor
+    """Scalar float32: sum over trained tokens; divide once, by the global ``tokens``."""
+    tokens: Tensor
+    """Scalar int64: tokens trained at draft position 1."""
+    sums: Tensor
+    """[len(names), 2] float64 numerators and denominators of the metrics ``names``; no host synchronisation."""
+    names: tuple[str, ...]
+
+    def ratios(self) -> dict[str, Ratio]:
+        """The metrics on the host (synchronises)."""
+        return {n: Ratio(num, den) for n, (num, den) in zip(self.names, self.sums.tolist(), strict=True)}

@@ -1,0 +1,1 @@
+"""Models and data that arrive inside pinned packages, and tiny ones for tests."""

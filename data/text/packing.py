@@ -1,0 +1,295 @@
+"""Documents to fixed rows with document ids and positions. R rows, T row length, B batch."""
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from drafthead.data.batch import NO_DOCUMENT, TrainBatch
+from drafthead.data.text.chat import Document
+from drafthead.data.utils.errors import UserError, one_line
+from drafthead.data.utils.files import file_digest, inside, publish, read_json, storing, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MIN_PIECE = 8
+"""A document is not cut into less: drafts need context before them and targets after."""
+_OPEN_ROWS = 64
+_ROWS_A_WRITE = 256
+_FILE, _CHECKSUM = "rows.arrow", "rows.sha256.json"
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Piece:
+    document: int
+    start: int
+    content: Document
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+
+@dataclass
+class PackedRow:
+    """A row in the making."""
+
+    space: int
+    pieces: list[_Piece] = field(default_factory=list)
+
+    def add(self, piece: _Piece) -> None:
+        self.pieces.append(piece)
+        self.space -= len(piece)
+
+
+def pack(documents: Iterable[Document], row_length: int, split: bool, folder: Path | None = None) -> datasets.Dataset:
+    """Lay documents into rows of ``row_length``.
+
+    Args:
+        documents: empty ones are left out.
+        row_length: T >= 16.
+        split: True cuts a document that does not fit into consecutive pieces of at least ``MIN_PIECE`` tokens;
+            each piece has its own document id and positions from 0, and rows are full but for a few tokens.
+            False keeps documents whole and lays each where it fits best; a longer one loses its end, and how
+            many did is logged.
+        folder: rows are written to a file in it and memory-mapped; None keeps them in memory (13 bytes a token).
+
+    Returns:
+        Columns input_ids, position_ids, document_ids (int32) and loss_mask (bool), each [R, T], and pieces: per
+        row a list of [number of the document, start in it, length, offset in the row]. Padding has document
+        id ``NO_DOCUMENT`` and is not trained.
+
+    Raises:
+        UserError: ``row_length`` is too short, or there is no document.
+    """
+    if row_length < 2 * MIN_PIECE:
+        raise UserError(f"row length must be >= {2 * MIN_PIECE}, got {row_length}")
+    rows = split_rows(documents, row_length) if split else _whole_rows(documents, row_length)
+    if folder is None:
+        sink = pa.BufferOutputStream()
+        _write_rows(sink, rows, row_length)
+        dataset = datasets.Dataset.from_buffer(sink.getvalue())
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / _FILE
+        aside = path.with_suffix(".tmp")
+        with storing("the packed rows", folder):
+            with pa.OSFile(str(aside), "wb") as sink:
+                _write_rows(sink, rows, row_length)
+            write_json(folder / _CHECKSUM, {"sha256": file_digest(aside)})
+            publish(aside, path)
+        dataset = open_packed(folder)
+    if not len(dataset):
+        raise UserError("there is no document to pack; check the data source")
+    return dataset
+
+
+def is_packed(folder: Path) -> bool:
+    """Whether ``folder`` has rows with a checksum; those of earlier versions have none and are packed again."""
+    return (folder / _FILE).exists() and (folder / _CHECKSUM).exists()
+
+
+def open_packed(folder: Path) -> datasets.Dataset:
+    """What ``pack`` wrote to ``folder``, memory-mapped.
+
+    Raises:
+        UserError: there is nothing, or not what was written.
+    """
+    path = inside(folder, _FILE)
+    again = f"remove {folder}, and its rows are packed again"
+    if not path.exists():
+        raise UserError(f"{path} is missing; {again}")
+    try:
+        if read_json(inside(folder, _CHECKSUM)) != {"sha256": file_digest(path)}:
+            raise UserError(f"{path} does not have the checksum in {_CHECKSUM}: it is damaged; {again}")
+        return datasets.Dataset.from_file(str(path))
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path} cannot be read ({one_line(error)}); {again}") from None
+
+
+def digest_rows(dataset: datasets.Dataset) -> str:
+    """A short hash of the tokens and the documents of all rows."""
+    digest = hashlib.sha256()
+    for start in range(0, len(dataset), 64):
+        batch = collate(dataset, list(range(start, min(len(dataset), start + 64))))
+        digest.update(batch.input_ids.numpy().astype(np.int32).tobytes())
+        digest.update(batch.document_ids.numpy().astype(np.int32).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def collate(dataset: datasets.Dataset, row_numbers: list[int]) -> TrainBatch:
+    """The rows ``row_numbers`` of a packed dataset as one batch [B, T], in that order."""
+    table = dataset.with_format("arrow")[row_numbers]
+
+    def column(name: str) -> npt.NDArray[np.generic]:
+        values: npt.NDArray[np.generic] = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        return values.reshape(len(row_numbers), -1)
+
+    return TrainBatch(
+        input_ids=torch.from_numpy(column("input_ids").astype(np.int64)),
+        position_ids=torch.from_numpy(column("position_ids").astype(np.int64)),
+        document_ids=torch.from_numpy(column("document_ids").astype(np.int64)),
+        loss_mask=torch.from_numpy(column("loss_mask").astype(np.bool_)),
+    )
+
+
+def collate_rows(rows: list[PackedRow], row_length: int) -> TrainBatch:
+    """Rows that are in no dataset as one batch [B, T]."""
+    ids, positions, documents, mask = map(torch.from_numpy, _arrays(rows, row_length))
+    return TrainBatch(
+        input_ids=ids.long(),
+        position_ids=positions.long(),
+        document_ids=documents.long(),
+        loss_mask=mask,
+    )
+
+
+def text_documents(
+    tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str], max_tokens: int | None = None
+) -> Iterator[Document]:
+    """Texts as documents, every token trained, each closed by the end-of-sequence token.
+
+    Args:
+        tokenizer: its own leading special tokens (a BOS) are kept: the base expects them.
+        texts: read lazily, in batches.
+        max_tokens: stop after exactly this many; the last document may be cut. None: all.
+
+    Raises:
+        UserError: the tokenizer has no end-of-sequence token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no end-of-sequence token, so documents cannot be closed; set eos_token")
+    left = max_tokens
+    for batch in _batched(texts, 128):
+        for ids in tokenizer(batch, verbose=False)["input_ids"]:
+            if not ids or ids[-1] != tokenizer.eos_token_id:
+                ids = [*ids, tokenizer.eos_token_id]
+            array = np.asarray(ids[:left], dtype=np.int32)
+            yield Document(array, np.ones(len(array), dtype=np.bool_))
+            if left is not None:
+                left -= len(array)
+                if left == 0:
+                    return
+
+
+def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
+
+
+def split_rows(documents: Iterable[Document], row_length: int) -> Iterator[PackedRow]:
+    """The rows of ``pack`` with ``split``, one by one."""
+    row = PackedRow(row_length)
+    for number, document in enumerate(documents):
+        start = 0
+        while start < len(document):
+            take = _cut(len(document) - start, row.space)
+            if not take:
+                yield row
+                row = PackedRow(row_length)
+                continue
+            row.add(_piece(number, document, start, take))
+            start += take
+    if row.pieces:
+        yield row
+
+
+def _cut(rest: int, space: int) -> int:
+    """How many of ``rest`` tokens to lay into ``space``, so that neither part is a scrap; 0: open a new row."""
+    if rest <= space:
+        return rest
+    take = min(space, rest - MIN_PIECE)
+    return take if take >= MIN_PIECE else 0
+
+
+def _whole_rows(documents: Iterable[Document], row_length: int) -> Iterator[PackedRow]:
+    """Best fit among a bounded number of open rows: few gaps, and memory that does not grow with the corpus."""
+    rows: list[PackedRow] = []
+    total = shortened = 0
+    for number, document in enumerate(documents):
+        length = min(len(document), row_length)
+        if not length:
+            continue
+        total += 1
+        shortened += length < len(document)
+        fitting = [row for row in rows if row.space >= length]
+        if fitting:
+            row = min(fitting, key=lambda r: r.space)
+        else:
+            if len(rows) == _OPEN_ROWS:
+                fullest = min(rows, key=lambda r: r.space)
+                rows.remove(fullest)
+                yield fullest
+            row = PackedRow(row_length)
+            rows.append(row)
+        row.add(_piece(number, document, 0, length))
+        if not row.space:
+            rows.remove(row)
+            yield row
+    yield from rows
+    if shortened:
+        _log.warning("%d of %d documents are longer than %d tokens and lost their ends", shortened, total, row_length)
+
+
+def _piece(number: int, document: Document, start: int, length: int) -> _Piece:
+    end = start + length
+    return _Piece(number, start, Document(document.input_ids[start:end], document.loss_mask[start:end]))
+
+
+def _write_rows(sink: pa.NativeFile, rows: Iterator[PackedRow], row_length: int) -> None:
+    numbers = pa.list_(pa.int32(), row_length)
+    schema = pa.schema(
+        [
+            ("input_ids", numbers),
+            ("position_ids", numbers),
+            ("document_ids", numbers),
+            ("loss_mask", pa.list_(pa.bool_(), row_length)),
+            ("pieces", pa.list_(pa.list_(pa.int64(), 4))),
+        ]
+    )
+    with pa.ipc.new_stream(sink, schema) as writer:
+        for some in _batched(rows, _ROWS_A_WRITE):
+            writer.write_batch(_record_batch(some, row_length, schema))
+
+
+def _record_batch(rows: list[PackedRow], row_length: int, schema: pa.Schema) -> pa.RecordBatch:
+    columns = [
+        pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), row_length) for column in _arrays(rows, row_length)
+    ]
+    pieces: list[list[list[int]]] = []
+    for row in rows:
+        offset = 0
+        pieces.append([])
+        for piece in row.pieces:
+            pieces[-1].append([piece.document, piece.start, len(piece), offset])
+            offset += len(piece)
+    return pa.RecordBatch.from_arrays([*columns, pa.array(pieces, type=schema.field("pieces").type)], schema=schema)
+
+
+def _arrays(rows: list[PackedRow], row_length: int) -> tuple[npt.NDArray[Any], ...]:
+    """Ids, positions, document ids and mask, each [R, T]."""
+    shape = (len(rows), row_length)
+    ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    numbers, mask = np.full(shape, NO_DOCUMENT, np.int32), np.zeros(shape, np.bool_)
+    for r, row in enumerate(rows):
+        offset = 0
+        for number, piece in enumerate(row.pieces):
+            here = slice(offset, offset + len(piece))
+            ids[r, here] = piece.content.input_ids
+            mask[r, here] = piece.content.loss_mask
+            positions[r, here] = np.arange(len(piece))
+            numbers[r, here] = number
+            offset += len(piece)
+    return ids, positions, numbers, mask

@@ -1,0 +1,1 @@
+"""No machine learning: errors, typed configs, atomic files and manifests, the Hub, progress display."""

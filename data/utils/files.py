@@ -1,0 +1,294 @@
+"""Files that are either whole or absent, and space checked before it is needed."""
+# What made a folder: written beside the data, compared before the data is reused.
+# One process at a time makes what is in a folder.
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+
+from drafthead.data.utils.errors import UserError, one_line
+
+
+def make_folder(path: Path, setting: str) -> None:
+    """Make a folder to write into, and try it.
+
+    Args:
+        path: may exist.
+        setting: what the user sets it by, for the message: ``out=...``.
+
+    Raises:
+        UserError: it cannot be made, or nothing can be written there.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        why = "it is a file" if path.is_file() else error.strerror
+        raise UserError(f"{path} cannot be written ({why}); choose another folder ({setting})") from None
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write ``content`` to ``path`` through a temporary file, fsync and rename: a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_bytes(content.encode() if isinstance(content, str) else content)
+        publish(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def publish(aside: Path, path: Path) -> None:
+    """Rename a complete file into place: on disk before anyone can see it, and its name on disk when this returns."""
+    fsync(aside)
+    aside.replace(path)
+    fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def storing(what: str, folder: Path) -> Iterator[None]:
+    """Around the writing of ``what`` into ``folder``.
+
+    Raises:
+        UserError: the system would not write: the disk is full, a limit is reached, the file system is read-only.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+        raise UserError(
+            f"{what} could not be written to {folder} ({reason}); what was there before is kept. Free some space or "
+            "restore access, and the same command goes on from there"
+        ) from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON, atomically. NaN is refused: JSON has none."""
+    write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        UserError: the file is missing, cannot be read or is not JSON.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; check the path") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); check the path and its permissions") from None
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of 5,000 digits, 10,000 brackets
+        raise UserError(f"{path} is not valid JSON ({one_line(error)}); restore or remove it") from None
+
+
+def write_sealed_json(path: Path, content: Any) -> None:
+    """Write ``content`` with its checksum, atomically: for files that nobody edits and that must not be misread."""
+    write_json(path, {"content": content, "sha256": _digest(content)})
+
+
+def read_sealed_json(path: Path) -> Any:
+    """The content that ``write_sealed_json`` wrote.
+
+    Raises:
+        UserError: the file is missing, is not JSON, or its content does not have the checksum that it states.
+    """
+    found = read_json(path)
+    if (
+        not isinstance(found, dict)
+        or set(found) != {"content", "sha256"}
+        or found["sha256"] != _digest(found["content"])
+    ):
+        raise UserError(f"{path} is damaged: it does not have the checksum that it states; restore or remove it")
+    return found["content"]
+
+
+def _digest(content: Any) -> str:
+    read_back = json.loads(json.dumps(content))  # whose keys are all texts, and sort as such
+    return hashlib.sha256(json.dumps(read_back, sort_keys=True).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """The sha256 of a file, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of ``name`` in ``folder``, which may be somebody else's work: it must not lead out of the folder.
+
+    Args:
+        folder: local, or a snapshot in the Hub's cache (or a folder in one), whose files are links to the blobs beside
+            it, which may be links to those that the repositories of the cache share.
+        name: relative, ``/`` between folders; need not exist.
+
+    Raises:
+        UserError: an absolute path, ``..``, or a link to somewhere else.
+    """
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
+        raise UserError(f"{folder} names the file {name!r}, which does not lie in it; do not use what it comes from")
+    path, allowed = folder / name, [folder.resolve()]
+    for snapshot in (folder, folder.parent):  # or a folder in one, such as that of an adapter
+        if snapshot.parent.name == "snapshots":
+            repository = snapshot.parent.parent.resolve()
+            allowed += [repository / "blobs", repository.parent / "blobs"]
+    try:
+        real = path.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise UserError(f"{path} cannot be followed ({error}); copy {folder} again") from None
+    if not any(real.is_relative_to(place) for place in allowed):
+        raise UserError(f"{path} is a link to {real}, outside its folder; put the file itself there if you trust it")
+    return path
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON Lines log; empty when there is none. A last line torn by a kill is left out.
+
+    Raises:
+        UserError: the file cannot be read, or another line is not a JSON object.
+    """
+    try:
+        lines = path.read_text(errors="replace").rstrip("\n").split("\n") if path.exists() else []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"it is a {type(row).__name__}")
+            rows.append(row)
+        except (ValueError, RecursionError) as error:
+            if number < len(lines):
+                raise UserError(f"{path} line {number} is not a JSON object ({error}); remove that line") from None
+    return rows
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 10**9 else f"{count / 1e6:,.1f} MB"
+
+
+def require_space(path: Path, needed: int, purpose: str) -> None:
+    """Refuse to start what cannot end.
+
+    Raises:
+        UserError: the disk of ``path`` has less than ``needed`` bytes free.
+    """
+    existing = path
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise UserError(
+            f"{purpose} needs about {_size(needed)} in {path}, but {_size(free)} are free; "
+            "free some space or choose another folder"
+        )
+
+
+MANIFEST_NAME = "manifest.json"
+
+
+def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
+    """Write ``entries`` (JSON values) as ``folder/manifest.json``, atomically."""
+    write_json(folder / MANIFEST_NAME, entries)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of ``folder``.
+
+    Raises:
+        UserError: there is none, or it is not a JSON object.
+    """
+    entries = read_json(inside(folder, MANIFEST_NAME))
+    if not isinstance(entries, dict):
+        raise UserError(
+            f"{folder / MANIFEST_NAME} holds a {type(entries).__name__}, expected an object; remove the folder"
+        )
+    return entries
+
+
+def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:
+    """Whether ``folder`` holds data made by ``expected``.
+
+    Args:
+        folder: may be missing.
+        expected: JSON values; tuples count as lists.
+        remedy: what the user can do about a mismatch, a clause.
+
+    Returns:
+        False when the folder has no manifest, True when it is equal to ``expected``.
+
+    Raises:
+        UserError: the manifest differs; the message names the first differing key, dotted where nested.
+    """
+    if not (folder / MANIFEST_NAME).exists():
+        return False
+    found = read_manifest(folder)
+    different = difference(found, json.loads(json.dumps(expected)))
+    if different is not None:
+        key, was, want = different
+        raise UserError(f"{folder} was made with {key} = {was}, expected {want}; {remedy}")
+    return True
+
+
+def difference(found: Any, expected: Any, key: str = "") -> tuple[str, str, str] | None:
+    """First difference as (key, found, expected), in the order of the expected keys; None when equal."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        for name in [*expected, *(n for n in found if n not in expected)]:
+            path = f"{key}.{name}" if key else name
+            if name not in found:
+                return path, "(absent)", json.dumps(expected[name])
+            if name not in expected:
+                return path, json.dumps(found[name]), "(absent)"
+            inner = difference(found[name], expected[name], path)
+            if inner is not None:
+                return inner
+        return None
+    # `1 == True` in Python, but not in a recipe.
+    if type(found) is not type(expected) or found != expected:
+        return key, json.dumps(found), json.dumps(expected)
+    return None
+
+
+@contextmanager
+def exclusive(folder: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold ``folder``, made if need be; the system lets go of it when the process dies.
+
+    Args:
+        folder: only takers of this lock are kept out, readers are not.
+        on_wait: called once if another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        on_wait()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()

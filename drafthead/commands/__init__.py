@@ -1,0 +1,1 @@
+"""The commands of the `drafthead` command line, one file each."""

@@ -1,0 +1,140 @@
+"""``drafthead import from=DIR base=NAME out=DIR``: a published head as a head folder of ours, attached to a base."""
+
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from drafthead.commands.settings import claim, read_settings
+from drafthead.data.utils.display import Display
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.formats import FORMATS, format_named, recognise
+from drafthead.models.formats.checkpoint import CONFIG, contents
+from drafthead.models.formats.contract import BASE_NAME, published_name
+from drafthead.models.heads.common.files import read_threshold, read_tree, resolve_folder
+from drafthead.models.heads.common.loading import default_device
+
+USAGE = """\
+usage: drafthead import from=DIR base=NAME out=DIR [setting=value ...]
+
+  from=DIR       folder or Hub repository (user/name) of a published head; safetensors only, pickles are never loaded
+  base=NAME      the base that it drafts for: Hub id, folder, or embedded:smollm2 (base.dtype=..., and so on, too)
+  out=DIR        a folder that does not exist yet; then `drafthead eval head=DIR suite=mt_bench`
+  format=auto    auto tells formats apart by their config.json; or one of
+                 {formats}
+  config.KEY=VALUE  for what a published config.json lacks or has wrong, say config.exit_layer=2 for Kangaroo
+  revision=NAME  of the Hub repository
+"""
+OURS = ("format", "head", "settings", "base", "draft_vocab")
+"""Keys of a ``config.json`` of drafthead itself."""
+
+
+@dataclass(kw_only=True)
+class ImportConfig:
+    """Settings of the command."""
+
+    source: str = MISSING
+    out: str = MISSING
+    base: BaseConfig = field(default_factory=BaseConfig)
+    format: str = "auto"
+    config: dict[str, Any] = field(default_factory=dict)
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.base.name and not self.base.random:
+            raise ValueError("base is missing: name the base model that the head drafts for, base=NAME")
+        if self.format != "auto":
+            format_named(self.format)
+
+
+def main() -> None:
+    """Entry point."""
+    # `from` is a keyword of Python, so the field has another name.
+    arguments = ["source=" + a.removeprefix("from=") if a.startswith("from=") else a for a in sys.argv[1:]]
+    try:
+        _import(read_settings(arguments, ImportConfig, USAGE.format(formats=", ".join(FORMATS))))
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+    except OSError as error:  # a full disk, say: the message names the file
+        raise SystemExit(f"error: {error}; choose another folder (out=...)") from None
+
+
+def _import(config: ImportConfig) -> None:
+    folder = _published_folder(config.source, config.revision)
+    content = {**_published_config(folder), **config.config}
+    found = recognise(content, str(folder)) if config.format == "auto" else format_named(config.format)
+    artefact = found.read(folder, config.config)
+    out = Path(config.out)
+    aside = claim(out)
+    display = Display()
+    try:
+        with display.stage(f"base {config.base.name or 'random'}"):
+            base = BaseModel.load(config.base, default_device(), display.line)
+        with display.stage(f"{found.title} from {config.source}"):
+            head = found.attach(artefact, base)
+            if (folder / "tree.json").exists():
+                head.tree = read_tree(folder / "tree.json", head.depth)
+                head.stop_below = read_threshold(folder / "tree.json", head.stop_below)
+            head.save_pretrained(aside)
+        if out.exists():
+            out.rmdir()
+        aside.replace(out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    for note in [*artefact.notes, *_other_base(content, base)]:
+        display.line(f"   note: {note}")
+    parameters = sum(p.numel() for p in head.parameters())
+    display.line(f"{head.depth} draft positions, {parameters / 1e6:.2f} M parameters, drafting for {base.name}: {out}")
+
+
+def _published_folder(source: str, revision: str | None) -> Path:
+    """Where a published head lies; a Hub repository is downloaded.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(source)
+    if not path.is_dir() and (path.exists() or path.is_absolute() or source.count("/") != 1):
+        what = "that is a file" if path.exists() else "there is no such folder"
+        raise UserError(
+            f"no published head at {source}: {what}; from= takes the folder of one (config.json and safetensors) or a "
+            "Hub repository (user/name)"
+        )
+    return resolve_folder(source, revision)
+
+
+def _published_config(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` of a published head.
+
+    Raises:
+        UserError: there is none, or it is drafthead's own.
+    """
+    if not (folder / CONFIG).is_file():
+        raise UserError(
+            f"{folder} holds no published head: it has no {CONFIG} ({contents(folder)}); name the folder that has it"
+        )
+    content = read_json(folder / CONFIG)
+    if isinstance(content, dict) and set(OURS) <= set(content):
+        raise UserError(
+            f"{folder} is a drafthead head already; use it directly, as in `drafthead eval head={folder}`, or publish "
+            f"it with `drafthead export head={folder} to=FORMAT out=DIR`"
+        )
+    return content if isinstance(content, dict) else {}
+
+
+def _other_base(content: dict[str, object], base: BaseModel) -> list[str]:
+    """A remark when the artefact names another base: sizes fit, but only acceptance shows whether weights do."""
+    named = content.get(BASE_NAME)
+    if not named or named == base.name or (base.config.adapter is None and named == published_name(base)):
+        return []
+    return [f"it was published for {named} and is attached to {base.name}; if that is not a copy, acceptance will tell"]
+
+
+if __name__ == "__main__":
+    main()

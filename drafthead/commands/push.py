@@ -1,0 +1,79 @@
+"""``drafthead push head=DIR repo=user/name``: a head that is on disk, on the Hugging Face Hub."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import MISSING
+from safetensors import SafetensorError, safe_open
+
+from drafthead.commands.settings import read_settings
+from drafthead.data.utils.display import Display
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.hub import HubConfig, push, require_login
+from drafthead.models.heads.common.files import read_head_config
+from drafthead.train.publish.card import plain_card
+
+USAGE = """\
+usage: drafthead push head=DIR repo=user/name [private=true]
+
+  head=DIR          head folder (outputs/NAME/head): its config, weights, tree, card, evaluation and figure are uploaded
+  repo=user/name    made where it does not exist; without user/, it is the token's own account's
+  private=true      make it private; a repository that is public already is refused
+
+HF_TOKEN, or `hf auth login`, says who uploads. Files that are there already are not sent again.
+"""
+
+
+@dataclass(kw_only=True)
+class PushConfig(HubConfig):
+    """Settings of the command."""
+
+    head: str = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.repo is None:
+            raise ValueError("repo is missing; name the repository on the Hub, repo=user/name")
+
+
+def main() -> None:
+    """Entry point."""
+    try:
+        _push(read_settings(sys.argv[1:], PushConfig, USAGE))
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def _push(config: PushConfig) -> None:
+    folder, repo = Path(config.head), str(config.repo)
+    check_folder(folder)
+    require_login("drafthead push")
+    display = Display()
+    if not (folder / "README.md").exists():  # of a head that was imported, or of a run that did not get to its end
+        plain_card(folder)
+    with display.stage(f"upload {folder} to the Hub"):
+        address = push(folder, repo, private=config.private, say=display.line)
+    display.line(f"pushed: {address}")
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse what is no whole head.
+
+    Raises:
+        UserError: with what is missing or damaged.
+    """
+    if not folder.is_dir():
+        raise UserError(f"no head folder at {folder}; give one that is on this machine (outputs/NAME/head)")
+    if not (folder / "config.json").exists() and (folder / "head" / "config.json").exists():
+        raise UserError(f"{folder} is a run folder; its head is head={folder / 'head'}")
+    read_head_config(folder)
+    try:
+        with safe_open(folder / "model.safetensors", "pt"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder / 'model.safetensors'} cannot be read ({error}); copy the head again") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""``drafthead sweep``: which head, draft length and confidence threshold is fastest here, by decoding with all of them.
+
+Made for Kangaroo, whose exit layer and threshold trade acceptance against the cost of drafting; works for any heads of
+one base. All combinations, and what every head does by default, answer the same prompts in one interleaved run. The
+fastest becomes the winner's default if its interval lies above what that head did before; its folder keeps the table
+and the default before (sweep.json, sweep.png).
+"""
+
+import argparse
+import math
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from drafthead.data.utils.display import Display
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import write_json
+from drafthead.data.utils.machine import hardware, versions
+from drafthead.eval.metrics.acceptance import mean_accepted_tokens, tokens_per_second
+from drafthead.eval.prompts.prompt import conversation_ids
+from drafthead.eval.prompts.suites import load_suite
+from drafthead.eval.report.plots import MUTED, new_axes, save_png, styled
+from drafthead.eval.timing.interleaved import Decoder, run_interleaved, speedup_interval
+from drafthead.eval.timing.result_log import FailedDecode
+from drafthead.eval.timing.transformers_generate import transformers_generate
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.loop import decode
+from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.files import read_head_config
+from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.token_tree import TokenTree
+
+PLAIN = ("drafthead", "transformers")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to draft."""
+
+    folder: str
+    head: DraftHead
+    drafts: int
+    """Length of the chain; 0: the head's calibrated tree."""
+    threshold: float
+    default: bool = False
+    """Whether this is what the head does when nothing is said."""
+
+    @property
+    def name(self) -> str:
+        """For tables; unique within a sweep."""
+        shape = f"chain:{self.drafts}" if self.drafts else "tree"
+        return f"{self.folder} {shape} {self.threshold:g}"
+
+    def plan(self) -> DraftPlan:
+        """What it drafts."""
+        tree = TokenTree.chain(self.drafts) if self.drafts else self.head.tree
+        assert tree is not None
+        return DraftPlan(tree=tree, stop_below=self.threshold)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    found = argparse.ArgumentParser(prog="drafthead sweep", description=__doc__)
+    found.add_argument(
+        "--heads", required=True, nargs="+", help="head folders of one base, e.g. of several exit layers"
+    )
+    thresholds = "nothing is drafted behind a draft with less confidence; default 0 0.2 0.4 0.6 0.8"
+    found.add_argument("--thresholds", type=float, nargs="+", default=[0.0, 0.2, 0.4, 0.6, 0.8], help=thresholds)
+    drafts = "lengths of chains; 0 is the tree that the head drafts by default; default 0 4"
+    found.add_argument("--drafts", type=int, nargs="+", default=[0, 4], help=drafts)
+    found.add_argument("--suite", default="smoke", help="prompts to decode; default smoke")
+    found.add_argument("--limit", type=int, default=None, help="at most so many prompts")
+    found.add_argument("--max-new-tokens", type=int, default=96, help="of an answer; default 96")
+    found.add_argument("--seed", type=int, default=0, help="of the order of prompts; default 0")
+    found.add_argument("--dry", action="store_true", help="measure, but leave the heads as they are")
+    return found
+
+
+def main() -> None:
+    """Entry point."""
+    arguments = parser().parse_args()
+    try:
+        _sweep(arguments)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def _sweep(arguments: argparse.Namespace) -> None:
+    if bad := [t for t in arguments.thresholds if not 0 <= t < 1]:
+        raise UserError(f"--thresholds must be in [0, 1), got {bad}")
+    if min(arguments.drafts) < 0 or arguments.max_new_tokens < 2:
+        raise UserError(
+            f"--drafts must be at least 0 and --max-new-tokens at least 2, got {min(arguments.drafts)} and "
+            f"{arguments.max_new_tokens}"
+        )
+    suite = load_suite(arguments.suite, arguments.limit, arguments.seed)
+    display = Display()
+    with display.stage(f"{len(arguments.heads)} heads"):
+        base, heads = _load(arguments.heads)
+    candidates = candidates_of(heads, arguments.drafts, arguments.thresholds)
+    new = arguments.max_new_tokens
+    decoders: dict[str, Decoder] = {
+        "drafthead": lambda ids: decode(base, None, ids, max_new_tokens=new),
+        "transformers": lambda ids: transformers_generate(base, ids, new),
+    } | {c.name: _decoder(base, c, new) for c in candidates}
+    with display.stage(f"decoding {len(suite)} prompts in {len(decoders)} ways"):
+        timing = run_interleaved(
+            suite,
+            lambda prompt, answers: conversation_ids(base.tokenizer, prompt, answers),
+            decoders,
+            None,
+            arguments.seed,
+            lambda done, total: display.progress("decoding", done, total),
+        )
+    rows = rows_of(candidates, timing.results)
+    best = max(rows, key=lambda row: row["speedup"])
+    display.console.print(table_of(rows))
+    winner = next(c for c in candidates if c.name == best["name"])
+    record = {"suite": arguments.suite, "limit": arguments.limit, "max_new_tokens": new, "rows": rows}
+    record |= {"best": best["name"], "hardware": hardware(), "versions": versions()}
+    record["default_before"] = {
+        "choices": None if winner.head.tree is None else [list(path) for path in winner.head.tree.paths[1:]],
+        "stop_below": winner.head.stop_below,
+    }
+    if arguments.dry:
+        display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; nothing was changed (--dry)")
+        return
+    changed = is_faster(best, next(row for row in rows if row["head"] == best["head"] and row["default"]))
+    if changed:
+        if winner.drafts:
+            winner.head.tree = TokenTree.chain(winner.drafts)
+        winner.head.stop_below = winner.threshold
+        winner.head.save_pretrained(winner.folder)
+    write_json(Path(winner.folder) / "sweep.json", record | {"changed": changed})
+    draw(rows, Path(winner.folder) / "sweep.png")
+    now = "now the default" if changed else "the default stays, which is not told apart from it,"
+    now = "the default already" if best["default"] else now
+    display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; {now} of {winner.folder} (sweep.json, sweep.png)")
+    display.line(f"   best of {len(rows)} on the prompts that chose it: `drafthead eval` on others says what it buys")
+
+
+def _load(folders: list[str]) -> tuple[BaseModel, dict[str, DraftHead]]:
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise UserError(f"no head folder at {folder}: the fastest head's defaults are written there; give folders")
+    marks = {folder: read_head_config(Path(folder))["base"].get("fingerprint") for folder in folders}
+    if other := [folder for folder in folders if marks[folder] != marks[folders[0]]]:
+        raise UserError(
+            f"{other[0]} was trained for another base than {folders[0]} (other weights, or an adapter); sweep heads of "
+            "one base at a time"
+        )
+    base, first = load_base_and_head(folders[0], BaseConfig())
+    return base, {folders[0]: first} | {f: DraftHead.from_pretrained(f, base) for f in folders[1:]}
+
+
+def candidates_of(heads: dict[str, DraftHead], drafts: list[int], thresholds: list[float]) -> list[Candidate]:
+    """What every head does by default, and every combination that it can draft.
+
+    Raises:
+        UserError: a length that no head drafts.
+    """
+    deepest = max(head.depth for head in heads.values())
+    if max(drafts) > deepest:
+        raise UserError(
+            f"--drafts {max(drafts)} is more than the {deepest} positions that the heads draft; give at most {deepest} "
+            "(0 is a head's own tree)"
+        )
+    found = []
+    for folder, head in heads.items():
+        default = Candidate(folder, head, 0 if head.tree is not None else head.depth, head.stop_below, default=True)
+        found.append(default)
+        for length, threshold in product(drafts, thresholds):
+            possible = head.tree is not None if length == 0 else length <= head.depth
+            if possible and (length, threshold) != (default.drafts, default.threshold):
+                found.append(Candidate(folder, head, length, threshold))
+    return found
+
+
+def _decoder(base: BaseModel, candidate: Candidate, new: int) -> Decoder:
+    plan = candidate.plan()
+    return lambda ids: decode(base, candidate.head, ids, max_new_tokens=new, plan=plan)
+
+
+def rows_of(candidates: list[Candidate], results: dict[str, list[DecodeResult]]) -> list[dict[str, Any]]:
+    """Plain values of every candidate, the fastest first; speedups over the faster plain baseline."""
+    kept = [n for n, r in enumerate(results[PLAIN[0]]) if not isinstance(r, FailedDecode)]
+    if not kept:
+        raise UserError("no prompt could be answered; lower --max-new-tokens or choose another suite")
+    of = {name: [row[n] for n in kept] for name, row in results.items()}
+    plain = max((of[name] for name in PLAIN), key=lambda answers: tokens_per_second(answers).value)
+    rows = []
+    for candidate in candidates:
+        found = of[candidate.name]
+        steps = [step for result in found for step in result.steps]
+        speedup, low, high = speedup_interval(plain, found)
+        rows.append(
+            {
+                "name": candidate.name,
+                "head": candidate.folder,
+                "exit_layer": getattr(candidate.head.config, "exit_layer", None),
+                "drafts": candidate.drafts,
+                "threshold": candidate.threshold,
+                "default": candidate.default,
+                "mean_accepted_tokens": mean_accepted_tokens(found).value,
+                "drafted": sum(step.proposed for step in steps) / max(1, len(steps)),
+                "draft_ms": 1e3 * sum(step.draft_s for step in steps) / max(1, len(steps)),
+                "verify_ms": 1e3 * sum(step.verify_s for step in steps) / max(1, len(steps)),
+                "speedup": speedup,
+                "interval": [low, high] if math.isfinite(low) else None,  # one prompt has none
+                "identical": sum(a.tokens == b.tokens for a, b in zip(of["drafthead"], found, strict=True)),
+                "answers": len(found),
+            }
+        )
+    return sorted(rows, key=lambda row: -row["speedup"])
+
+
+def is_faster(best: dict[str, Any], default: dict[str, Any]) -> bool:
+    """Whether the interval of ``best`` lies above what its head does by default: less than that is noise."""
+    return best["interval"] is not None and best["interval"][0] > default["speedup"]
+
+
+def table_of(rows: list[dict[str, Any]]) -> Table:
+    """For the console."""
+    shown = Table(title="by measured speed, the fastest first", caption="* what the head does by default", box=SIMPLE)
+    shown.add_column("head", overflow="fold", min_width=14)
+    for name in ("exit", "drafts", "below", "tokens", "draft ms", "speedup", "95 %", "same"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        interval = row["interval"] and "{:.2f}–{:.2f}".format(*row["interval"])
+        shown.add_row(
+            _short(row["head"]),
+            str(row["exit_layer"] or "–"),
+            (str(row["drafts"]) if row["drafts"] else "tree") + ("*" if row["default"] else ""),
+            f"{row['threshold']:g}",
+            f"{row['mean_accepted_tokens']:.2f}",
+            f"{row['draft_ms']:.1f}",
+            f"{row['speedup']:.2f}x",
+            interval or "–",
+            f"{row['identical']}/{row['answers']}",
+        )
+    return shown
+
+
+def _short(folder: str) -> str:
+    """A run's name, or that of a head folder that is in no run."""
+    path = Path(folder)
+    return path.parent.name if path.name == "head" and path.parent.name else path.name
+
+
+@styled
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Speedup over the threshold with its interval, a line for every head and shape, beside each other at a point."""
+    figure, axes = new_axes(height=3.4)
+    lines = sorted({(row["head"], row["drafts"]) for row in rows})
+    for place, (head, drafts) in enumerate(lines):
+        own = sorted(
+            (row for row in rows if (row["head"], row["drafts"]) == (head, drafts)), key=lambda r: r["threshold"]
+        )
+        apart = 0.008 * (place - (len(lines) - 1) / 2)
+        speeds = [row["speedup"] for row in own]
+        ends = [row["interval"] or [row["speedup"]] * 2 for row in own]
+        sides = [[max(0.0, s - low) for s, (low, _) in zip(speeds, ends, strict=True)]]
+        sides += [[max(0.0, high - s) for s, (_, high) in zip(speeds, ends, strict=True)]]
+        exit_layer = next(r["exit_layer"] for r in rows if r["head"] == head)
+        label = f"exit {exit_layer}" if exit_layer else _short(head)
+        shape = f"chain of {drafts}" if drafts else "its tree"
+        axes.errorbar(
+            [row["threshold"] + apart for row in own],
+            speeds,
+            yerr=sides,
+            marker="o",
+            elinewidth=0.8,
+            label=f"{label}, {shape}",
+        )
+    axes.axhline(1, linewidth=0.8, color=MUTED)
+    axes.set_xlabel("confidence threshold")
+    axes.set_ylabel("speedup over plain decoding")
+    axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
+    save_png(figure, path)

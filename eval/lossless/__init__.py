@@ -1,0 +1,1 @@
+"""Is the output distribution the base's? The certificate, equality of answers, the check of an export."""

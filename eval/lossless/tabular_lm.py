@@ -1,0 +1,143 @@
+"""Targets and drafters that are tables: next-token logits for every prefix, small enough to enumerate.
+
+They are drafted from by the functions that all stepwise drafters use.
+
+Shape legend: B rows, F frontier nodes, N tree nodes, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafthead.models.decoding.contract import DraftPlan, DynamicTree, Proposal, Siblings
+from drafthead.models.decoding.growth import grow_dynamic, grow_ranked, grow_sampled
+from drafthead.models.decoding.random_source import Coins
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.drafters.combined import merge
+
+ROOT_TOKEN = 0
+"""The last committed token, which every prefix follows."""
+Draft = Callable[[Tensor, Coins], Proposal]
+"""From the roots ([B] int64) and chance to the drafted trees."""
+
+
+class PrefixTable:
+    """Next-token logits as a table over prefixes, each a number: 0, then ``V * prefix + 1 + token``."""
+
+    def __init__(self, logits: Tensor, vocabulary: int | None = None) -> None:
+        """[prefixes, V] float64; a drafter's may have fewer columns than the ``vocabulary`` that prefixes are of."""
+        self.logits = logits
+        self.vocabulary = vocabulary or logits.shape[1]
+
+    @classmethod
+    def random(cls, vocabulary: int, depth: int, seed: int, spread: float = 1.5) -> "PrefixTable":
+        """A table for prefixes of at most ``depth`` tokens; logits are normal with deviation ``spread``."""
+        generator = torch.Generator().manual_seed(seed)
+        count = sum(vocabulary**level for level in range(depth + 1))
+        return cls(spread * torch.randn(count, vocabulary, dtype=torch.float64, generator=generator))
+
+    def near(self, seed: int, spread: float) -> "PrefixTable":
+        """A table that differs by noise of deviation ``spread``: a drafter that has learnt."""
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(self.logits.shape, dtype=torch.float64, generator=generator)
+        return PrefixTable(self.logits + spread * noise)
+
+    def after(self, prefixes: Tensor, tokens: Tensor) -> Tensor:
+        """The number of each prefix longer by a token; 0 where the table has no such prefix."""
+        longer = prefixes * self.vocabulary + 1 + tokens
+        return torch.where(longer < len(self.logits), longer, 0)
+
+    def of_nodes(self, proposal: Proposal) -> Tensor:
+        """[B, N] the prefix that ends with each node; the root's is 0."""
+        tokens = proposal.tokens
+        prefixes = torch.zeros_like(tokens)
+        parents = proposal.shape.parents.expand(tokens.shape)
+        for depth in range(1, proposal.shape.depth + 1):
+            longer = self.after(prefixes.gather(1, parents.clamp(min=0)), tokens)
+            prefixes = torch.where(proposal.shape.depths.expand(tokens.shape) == depth, longer, prefixes)
+        return prefixes
+
+    def laws(self, sampler: Sampler) -> Tensor:
+        """[prefixes, V] what ``sampler`` draws from after each prefix, itself preceded by the root."""
+        paths: list[list[int]] = [[ROOT_TOKEN]]
+        while len(paths) < len(self.logits):
+            parent, token = divmod(len(paths) - 1, self.vocabulary)
+            paths.append([*paths[parent], token])
+        width = max(map(len, paths))
+        context = torch.tensor([path + path[:1] * (width - len(path)) for path in paths])
+        return sampler.laws(self.logits, context)
+
+
+class _ByPrefix:
+    """Every node has a law of its own, as those of a model that has read the path."""
+
+    def __init__(self, table: PrefixTable, rows: int) -> None:
+        self._table = table
+        self._prefixes = torch.zeros(rows, 1, dtype=torch.int64)
+
+    def root(self) -> Tensor:
+        return self._table.logits[self._prefixes]
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        self._prefixes = self._table.after(self._prefixes.gather(1, parents), tokens)
+        return self._table.logits[self._prefixes]
+
+
+class _ByLevel:
+    """All nodes of a level share a law and its samples, as those of Medusa's heads."""
+
+    def __init__(self, table: PrefixTable, rows: int) -> None:
+        self._table, self._rows, self._level = table, rows, 0
+
+    def root(self) -> Tensor:
+        return self._table.logits[self._level].expand(self._rows, 1, -1)
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        self._level += 1
+        return self.root()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableDraft:
+    """Drafting from a table, by the functions of ``models/tree_growth.py``."""
+
+    table: PrefixTable
+    plan: DraftPlan
+    shared: bool = False
+    """All nodes of a level share their candidates or samples."""
+    draft_vocabulary: int | None = None
+    """Draft so many ids only, the last of the vocabulary backwards; None: all."""
+
+    def __call__(self, last: Tensor, coins: Coins) -> Proposal:
+        """Draft after ``last`` ([B])."""
+        expansion = (_ByLevel if self.shared else _ByPrefix)(self._drafted, len(last))
+        plan, ids = self.plan, self._ids
+        if isinstance(plan.tree, DynamicTree):
+            return grow_dynamic(expansion, last, plan.tree, ids)
+        if plan.siblings is Siblings.DETERMINISTIC:
+            return grow_ranked(expansion, last, plan.tree, ids, plan.stop_below)
+        return grow_sampled(expansion, last, plan, plan.tree, ids, self.table.vocabulary, coins)
+
+    @property
+    def _ids(self) -> Tensor:
+        vocabulary = self.table.vocabulary
+        if self.draft_vocabulary is None:
+            return torch.arange(vocabulary)
+        return vocabulary - 1 - torch.arange(self.draft_vocabulary)
+
+    @property
+    def _drafted(self) -> PrefixTable:
+        return PrefixTable(self.table.logits[:, self._ids], self.table.vocabulary)
+
+
+@dataclass(frozen=True)
+class MergedDraft:
+    """The union of what several drafters draft."""
+
+    parts: tuple[Draft, ...]
+
+    def __call__(self, last: Tensor, coins: Coins) -> Proposal:
+        """Draft after ``last`` ([B])."""
+        return merge([part(last, coins) for part in self.parts])

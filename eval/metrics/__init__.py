@@ -1,0 +1,1 @@
+"""Step logs to numbers: acceptance, speedup, and what explains it."""

@@ -1,0 +1,1 @@
+"""Evaluation suites: packaged ones, the user's own files and datasets."""

@@ -1,0 +1,121 @@
+"""Evaluation suites by name: packaged ones, a few written prompts, or the user's own data."""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from drafthead.data.embedded import eval_sets
+from drafthead.data.embedded.eval_sets import EvalItem
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.prompts.files import read_dataset, read_jsonl
+from drafthead.eval.prompts.prompt import EvalPrompt
+
+__all__ = ["SUITES", "EvalPrompt", "load_suite", "suite_label"]
+SMOKE_PROMPTS = 12
+# Closed tasks whose answers repeat the question stand beside open ones: acceptance depends on that most.
+BUILTIN = (
+    ("writing", "Write a short letter to a friend about a walk in the rain."),
+    ("reasoning", "Anna is taller than Ben, and Ben is taller than Carl. Who is the shortest, and why?"),
+    ("math", "A baker sells 12 rolls an hour for 5 hours. How many rolls is that? Show each step."),
+    ("coding", "Write a Python function that returns the second largest number of a list."),
+    ("extraction", "List the names and ages in this text: Mia is 31, her son Leo is 4 and her father Otto is 62."),
+    ("explaining", "Explain to a child why the sea is salty."),
+)
+
+
+def load_suite(
+    name: str, limit: int | None = None, seed: int = 0, tasks: Sequence[str] | None = None
+) -> list[EvalPrompt]:
+    """Load the prompts of a suite, in the suite's own order.
+
+    Args:
+        name: "spec_bench_like" (480 prompts of six tasks: ``data.eval_sets``), "code" (HumanEval, 164), "mt_bench"
+            (80 first turns, task = category), "mt_bench_turns" (the same with both turns), "smoke" (12 of mt_bench,
+            over all 8 categories), "builtin" (6 written prompts, needs no package), the path of a .jsonl file
+            (``suite_files.read_jsonl``), or "hf:NAME[:SPLIT[:COLUMN]]" (``suite_files.read_dataset``).
+        limit: keep this many, spread evenly over the tasks; None keeps all.
+        seed: which prompts of a task a ``limit`` keeps.
+        tasks: keep these tasks only; None or none keeps all.
+
+    Raises:
+        UserError: an unknown name or task, no prompts, lines or rows that are no prompts (with their numbers),
+            a package or dataset that cannot be fetched, limit < 1.
+    """
+    if limit is not None and limit < 1:
+        raise UserError(f"suite.limit must be at least 1, got {limit}; leave it out to use the whole suite")
+    prompts = _all(name)
+    if tasks:
+        prompts = _of_tasks(prompts, tasks, name)
+        if limit is not None and limit < len(set(tasks)):
+            raise UserError(f"limit={limit} leaves no prompt of some of the {len(set(tasks))} tasks; raise it")
+    return prompts if limit is None else _spread(prompts, limit, seed)
+
+
+def suite_label(name: str) -> str:
+    """``name`` as part of a file name: "hf:user/set:test" becomes "hf-user-set-test", a file its own name."""
+    label = Path(name).stem if name.endswith(".jsonl") else name
+    return re.sub(r"[^\w.-]+", "-", label).strip("-.") or "suite"
+
+
+def _all(name: str) -> list[EvalPrompt]:
+    if name in _SUITES:
+        return _SUITES[name]()
+    if name.startswith("hf:"):
+        return read_dataset(name.removeprefix("hf:"))
+    if name.endswith(".jsonl"):
+        return read_jsonl(Path(name).expanduser())
+    raise UserError(
+        f"unknown suite {name!r}; choose one of {', '.join(SUITES)}, the path of a .jsonl file, or "
+        "hf:NAME[:SPLIT[:COLUMN]] for a dataset"
+    )
+
+
+def _prompts(items: Sequence[EvalItem], only_first_turn: bool = False) -> list[EvalPrompt]:
+    return [
+        EvalPrompt(
+            item.task,
+            number,
+            [{"role": "user", "content": item.turns[0]}],
+            () if only_first_turn else item.turns[1:],
+        )
+        for number, item in enumerate(items)
+    ]
+
+
+def _mt_bench() -> list[EvalPrompt]:
+    return _prompts(eval_sets.mt_bench(), only_first_turn=True)
+
+
+_SUITES: dict[str, Callable[[], list[EvalPrompt]]] = {
+    # The selection is part of the suite's name, so it must not move with the seed.
+    "smoke": lambda: _spread(_mt_bench(), SMOKE_PROMPTS, seed=0),
+    "mt_bench": _mt_bench,
+    "mt_bench_turns": lambda: _prompts(eval_sets.mt_bench()),
+    "spec_bench_like": lambda: _prompts(eval_sets.spec_bench_like()),
+    "code": lambda: _prompts(eval_sets.human_eval()),
+    "builtin": lambda: _prompts([EvalItem(task, (text,)) for task, text in BUILTIN]),
+}
+SUITES = tuple(_SUITES)
+
+
+def _of_tasks(prompts: Sequence[EvalPrompt], tasks: Sequence[str], name: str) -> list[EvalPrompt]:
+    present = list(dict.fromkeys(p.task for p in prompts))
+    unknown = [task for task in tasks if task not in present]
+    if unknown:
+        raise UserError(
+            f"suite {name!r} has no task {', '.join(map(repr, unknown))}; its tasks are {', '.join(present)}"
+        )
+    return [p for p in prompts if p.task in tasks]
+
+
+def _spread(prompts: Sequence[EvalPrompt], limit: int, seed: int) -> list[EvalPrompt]:
+    """One prompt of every task, then a second of every task, and so on until there are ``limit``."""
+    by_task: dict[str, list[EvalPrompt]] = {}
+    for prompt in prompts:
+        by_task.setdefault(prompt.task, []).append(prompt)
+    rng = random.Random(seed)
+    shuffled = [rng.sample(group, k=len(group)) for group in by_task.values()]
+    in_rounds = [p for turn in zip_longest(*shuffled) for p in turn if p is not None]
+    return sorted(in_rounds[:limit], key=lambda p: p.number)

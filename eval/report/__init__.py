@@ -1,0 +1,1 @@
+"""Numbers to people: tables, plots, the HTML page."""

@@ -1,0 +1,109 @@
+"""Finished decodings on disk as they come, so that an interrupted evaluation continues."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.prompts.prompt import EvalPrompt
+from drafthead.models.decoding.step_log import DecodeResult, StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedDecode(DecodeResult):
+    """Holds the place of an answer that bad input prevented: no tokens, no steps, no time."""
+
+    error: str
+    """Why this prompt failed, in this decoder or another."""
+
+
+def prompt_key(prompt: EvalPrompt, ids: list[int], turn: int = 0) -> str:
+    """Hash of the ids that a turn (from 0) is asked with; task, number and turn keep equal ids of a suite apart."""
+    # A first turn is hashed without its number, so that logs of single turns stay readable.
+    identity = [prompt.task, prompt.number, ids, *([turn] if turn else [])]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+
+
+class Journal:
+    """Results by (prompt key, decoder name), one JSON line each; of two lines with one key the later counts.
+
+    A decoder's name tells apart all that one log may hold: method, batch size, sampler. Any text will do.
+    """
+
+    def __init__(self, path: Path | None, made_of: Mapping[str, str] | None = None) -> None:
+        """Read what ``path`` holds; None keeps results in memory only.
+
+        A last line without its end, torn by a kill, is cut off. Failures are not read: they are tried again.
+
+        Args:
+            path: JSONL file.
+            made_of: marks of decoders that may change under one name, such as a hash of their weights. Results under
+                another mark are not read.
+
+        Raises:
+            UserError: another line is broken.
+        """
+        self._path, self._made_of = path, made_of or {}
+        self._results: dict[tuple[str, str], DecodeResult] = {}
+        if path is not None and path.exists():
+            self._read(path)
+
+    def __contains__(self, item: tuple[str, str]) -> bool:
+        return item in self._results
+
+    def __getitem__(self, item: tuple[str, str]) -> DecodeResult:
+        return self._results[item]
+
+    def _read(self, path: Path) -> None:
+        whole, _, torn = path.read_bytes().rpartition(b"\n")
+        if torn:  # else the next line would be glued to it
+            os.truncate(path, len(whole) + 1 if whole else 0)
+        for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
+            try:
+                row = json.loads(line)
+                if row.get("made_of") != self._made_of.get(row["decoder"]):
+                    # Nor what stands before it: the other decoders' later lines are of another process.
+                    self._results.pop((row["key"], row["decoder"]), None)
+                elif "error" not in row:
+                    self._results[row["key"], row["decoder"]] = _from_json(row["result"])
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                raise UserError(
+                    f"{path} line {number} is no decoding ({error!r}); remove the file to start again"
+                ) from None
+
+    def add(self, key: str, decoder: str, prompt: EvalPrompt, result: DecodeResult, turn: int = 0) -> None:
+        """Keep a result, and append it to the file before returning."""
+        self._results[key, decoder] = result
+        if self._path is None:
+            return
+        row: dict[str, Any] = {"key": key, "task": prompt.task, "prompt": prompt.number, "turn": turn}
+        row |= {"decoder": decoder}
+        if decoder in self._made_of:
+            row["made_of"] = self._made_of[decoder]
+        row |= {"error": result.error} if isinstance(result, FailedDecode) else {"result": _to_json(result)}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _to_json(result: DecodeResult) -> dict[str, Any]:
+    steps = [{key: _known(value) for key, value in vars(step).items()} for step in result.steps]
+    return vars(result) | {"steps": steps}
+
+
+def _known(value: float) -> float | None:
+    """JSON has no nan, which stands for a value that was not measured: null."""
+    return value if math.isfinite(value) else None
+
+
+def _from_json(row: dict[str, Any]) -> DecodeResult:
+    # Without null, what was not measured takes the field's default, as it did when it was written.
+    steps = [{key: value for key, value in step.items() if value is not None} for step in row["steps"]]
+    return DecodeResult(**row | {"steps": [StepRecord(**step) for step in steps]})

@@ -1,0 +1,124 @@
+"""transformers' own ``generate`` over the same modules: the other plain baseline, and its speculative peers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.step_log import DecodeResult, StepRecord
+
+
+class _StepClock(BaseStreamer):  # type: ignore[misc]
+    """Notes when ``generate`` hands over tokens, and how many; the first time it is the prompt."""
+
+    def __init__(self) -> None:
+        self.chunks: list[tuple[float, int]] = []
+        self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._prompt_seen:
+            self.chunks.append((perf_counter(), value.numel()))
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+@torch.inference_mode()
+def transformers_generate(
+    base: BaseModel,
+    ids: list[int],
+    max_new_tokens: int,
+    sampler: Sampler | None = None,
+    seed: int = 0,
+    **peer: Any,
+) -> DecodeResult:
+    """``generate`` of transformers over the base's (prepacked) modules.
+
+    Args:
+        base: the model.
+        ids: the prompt.
+        max_new_tokens: at most so many.
+        sampler: by default greedy.
+        seed: of a sampled answer.
+        peer: what makes ``generate`` speculative: ``prompt_lookup_num_tokens=10``, ``assistant_model=...``.
+
+    Returns:
+        The answer. What a speculative peer proposed is not known, only what was accepted: its steps offer nothing, and
+        rates of acceptance are left out. What its first pass accepts, together with the prompt, counts as prefill.
+
+    Raises:
+        UserError: ``generate`` refuses the peer.
+    """
+    inputs = torch.tensor([ids], device=base.device)
+    clock = _StepClock()
+    with _generation_config(base, _settings(base, max_new_tokens, sampler or Sampler())):
+        if sampler is not None and not sampler.greedy:
+            torch.manual_seed(seed)
+        started = perf_counter()
+        try:
+            output = base.model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=clock, **peer)
+        except (ValueError, RuntimeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(f"transformers' generate with {sorted(peer)} failed: {reason}") from error
+        tokens = output[0, len(ids) :].tolist()
+        total = perf_counter() - started
+    steps: list[StepRecord] = []
+    position = clock.chunks[0][1]
+    for (before, _), (after, count) in zip(clock.chunks, clock.chunks[1:], strict=False):
+        count = min(count, len(tokens) - position)
+        if count > 0:
+            steps.append(
+                StepRecord(
+                    position=position,
+                    proposed=0,
+                    depth=0,
+                    accepted=count - 1,
+                    committed=count,
+                    draft_s=0.0,
+                    verify_s=after - before,
+                    total_s=after - before,
+                )
+            )
+        position += count
+    return DecodeResult(tokens=tokens, steps=steps, prefill_s=clock.chunks[0][0] - started, total_s=total)
+
+
+def _settings(base: BaseModel, max_new_tokens: int, sampler: Sampler) -> GenerationConfig:
+    sampled: dict[str, Any] = {}
+    if not sampler.greedy:
+        sampled = {
+            "temperature": sampler.temperature,
+            "top_k": sampler.top_k,
+            "top_p": sampler.top_p,
+            "min_p": sampler.min_p or None,
+            "typical_p": sampler.typical_p,
+            "eta_cutoff": sampler.eta,
+        }
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=not sampler.greedy,
+        repetition_penalty=sampler.repetition_penalty,
+        eos_token_id=sorted(base.eos_ids) or None,
+        pad_token_id=min(base.eos_ids, default=0),
+        **sampled,
+    )
+
+
+@contextmanager
+def _generation_config(base: BaseModel, config: GenerationConfig) -> Iterator[None]:
+    """Exactly these settings: what a call leaves open comes from the model's own, where a repetition penalty, say,
+    would make this another rule."""
+    own = base.model.generation_config
+    base.model.generation_config = config
+    try:
+        yield
+    finally:
+        base.model.generation_config = own

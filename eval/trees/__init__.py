@@ -1,0 +1,1 @@
+"""The token tree for this head and machine: simulated acceptance, measured costs, search."""

@@ -1,0 +1,181 @@
+"""Choose the token tree of a head from its measured accuracies and this machine's measured latencies."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from drafthead.data.batch import Features, TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_sealed_json, write_sealed_json
+from drafthead.data.utils.machine import hardware, versions
+from drafthead.eval.trees.choice import METHODS, Choice, Machine, best
+from drafthead.eval.trees.cost_model import StepCosts
+from drafthead.eval.trees.search import TreeOrder, search_visited
+from drafthead.eval.trees.simulate import Chances, Ranks, chances_of
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.token_tree import TokenTree
+
+LARGEST_TREE = 64
+"""Nodes, root included: the size of Medusa's published trees."""
+VERSION = 2
+"""Of what is measured: raised when the forward pass or the file changes, so that older measurements are not used."""
+WIDTH = 10
+"""Candidates per draft position that a tree may use, as in Medusa."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The chosen tree and what it is expected to do, drafted whole: a head's confidence threshold plays no part."""
+
+    tree: TokenTree
+    method: str
+    """Key of ``METHODS`` that found it."""
+    order: TreeOrder
+    """Nodes by how often their whole path is accepted, whatever the method: what explains a tree's worth."""
+    expected_tokens: float
+    """Mean accepted tokens of the chosen tree by replay of the held-out answers."""
+    expected_tokens_largest: float
+    """The same for the best tree of ``LARGEST_TREE`` nodes, or of the most that there are."""
+    expected_speedup: float
+    """Against plain decoding with v(1), by the measured step costs."""
+    curve: list[tuple[int, float, float]]
+    """(nodes, mean accepted tokens by replay, expected speedup) of the best tree of every size."""
+    methods: dict[str, dict[str, float]]
+    """Per method, of the tree that it would have chosen: nodes, depth, ``expected_tokens`` by replay,
+    ``model_tokens`` by the method's own model, ``expected_speedup``."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for ``eval.json`` and ``from_json``."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("tree", "order")}
+        values["order"] = {"paths": self.order.paths, "values": self.order.values}
+        choices = [list(p) for p in self.tree.paths[1:]]
+        return {"nodes": len(self.tree), "choices": choices, "largest_nodes": LARGEST_TREE, **values}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Self:
+        """The calibration that ``to_json`` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: ``found`` is something else.
+        """
+        values = {f.name: found[f.name] for f in fields(cls) if f.name != "tree"}
+        order = found["order"]
+        values["order"] = TreeOrder([tuple(p) for p in order["paths"]], [float(v) for v in order["values"]])
+        values["curve"] = [(nodes, tokens, speedup) for nodes, tokens, speedup in found["curve"]]
+        return cls(tree=TokenTree.from_paths([tuple(p) for p in found["choices"]]), **values)
+
+
+def measured_with(head: DraftHead) -> str:
+    """Hash of the head's weights, its base and this machine: what times and accuracies were measured with."""
+    base = head.base
+    machine = (str(base.device), base.prepacked, hardware(), versions())
+    copies = [] if head.config.copy_dtype is None else [head.config.copy_dtype]
+    made_by = (VERSION, base.identity(), str(base.dtype), *machine, *copies)
+    digest = hashlib.sha256(repr(made_by).encode())
+    for name, tensor in sorted(head.state_dict().items()):
+        digest.update(name.encode() + tensor.detach().cpu().float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save_calibration(path: Path, head: DraftHead, costs: StepCosts, calibration: Calibration) -> None:
+    """Keep what was measured: measured again, times differ a little, and with them the tree."""
+    found = {"measured_with": measured_with(head), "costs": costs.to_json(), "calibration": calibration.to_json()}
+    write_sealed_json(path, found)
+
+
+def load_calibration(path: Path, head: DraftHead) -> tuple[StepCosts, Calibration] | None:
+    """What ``save_calibration`` kept; None when it kept nothing, or for other weights or another machine.
+
+    Raises:
+        UserError: the file holds something else.
+    """
+    if not path.exists():
+        return None
+    found = read_sealed_json(path)
+    try:
+        if found["measured_with"] != measured_with(head):
+            return None
+        return StepCosts.from_json(found["costs"]), Calibration.from_json(found["calibration"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} is no calibration ({error!r}); remove it to measure again") from None
+
+
+def answer_ranks(head: DraftHead, batch: TrainBatch, features: Features) -> list[Ranks]:
+    """Per document of the batch the ranks [T, K] of its answer, at every position where decoding may start a step.
+
+    The prompt's last position is the first: reading it yields the first answer token, which no step commits.
+    """
+    ranks = head.candidate_ranks(batch, features, top=WIDTH).cpu()
+    answers = []
+    for row in range(ranks.shape[0]):
+        documents, counts = torch.unique_consecutive(batch.document_ids[row].cpu(), return_counts=True)
+        start = 0
+        for document, length in zip(documents.tolist(), counts.tolist(), strict=True):
+            inside = slice(start, start + length)
+            start += length
+            found = ranks[row, inside].numpy()
+            drafted = np.flatnonzero(found[:, 0] >= 0)
+            trained = np.flatnonzero(batch.loss_mask[row, inside].cpu().numpy())
+            first = max(0, int(trained[0]) - 1) if len(trained) else length
+            if document >= 0 and len(drafted) and first <= drafted[-1]:
+                answers.append(found[first : drafted[-1] + 1])
+    return answers
+
+
+def calibrate(
+    answers: Sequence[Ranks | Chances],
+    costs: StepCosts,
+    method: str = "search",
+) -> Calibration:
+    """The tree with the highest expected speedup among the best trees of every size and depth.
+
+    A step with a tree of n nodes d deep takes v(n) + c(d) + o seconds and commits a number of tokens that replay of the
+    held-out answers gives exactly; plain decoding takes v(1) + o for one.
+
+    Args:
+        answers: per answer the ranks [T, K] of deterministic siblings, or chances [T, K, S] of any.
+        costs: measured on this machine.
+        method: ``search`` (greedy, on joint counts of whole paths) or ``sequoia`` (its dynamic program, on acceptance
+            by depth and trial). What the other would have chosen is reported beside it.
+
+    Raises:
+        UserError: no answer has a step, or there is no such method.
+    """
+    if method not in METHODS:
+        raise UserError(f"there is no method {method!r} to calibrate a tree; choose one of {', '.join(METHODS)}")
+    if not answers:
+        raise UserError(
+            "the held-out answers have one token each, too few to choose a tree by; raise "
+            "data.generations.sampler.max_new_tokens or data.generations.prompts"
+        )
+    machine = Machine(costs)
+    chances = [chances_of(a.astype(np.int64), WIDTH) if a.ndim == 2 else a.astype(np.float64) for a in answers]
+    found = {name: find(chances, machine, LARGEST_TREE) for name, find in METHODS.items()}
+    sizes = sorted({len(c.tree) for c in found[method]})
+    curve = [best(c for c in found[method] if len(c.tree) == n) for n in sizes]
+    chosen = best(curve)
+    return Calibration(
+        tree=chosen.tree,
+        method=method,
+        order=search_visited(chances, LARGEST_TREE - 1),
+        expected_tokens=chosen.expected_tokens,
+        expected_tokens_largest=curve[-1].expected_tokens,
+        expected_speedup=chosen.expected_speedup,
+        curve=[(len(c.tree), c.expected_tokens, c.expected_speedup) for c in curve],
+        methods={name: _summary(best(choices)) for name, choices in found.items()},
+    )
+
+
+def _summary(choice: Choice) -> dict[str, float]:
+    return {
+        "nodes": len(choice.tree),
+        "depth": choice.tree.depth,
+        "expected_tokens": choice.expected_tokens,
+        "model_tokens": choice.model_tokens,
+        "expected_speedup": choice.expected_speedup,
+    }

@@ -1,0 +1,146 @@
+"""What one step costs on this machine: verification of n tokens, drafting, and the loop around them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any, Self
+
+import torch
+
+from drafthead.data.batch import Features
+from drafthead.models.base.base_model import BaseModel, BegunPass
+from drafthead.models.cache.kv_cache import KVCache
+from drafthead.models.decoding.contract import Drafter, DraftPlan
+from drafthead.models.decoding.growth import StepwiseDrafter
+from drafthead.models.decoding.loop import decode
+from drafthead.models.token_tree import TokenTree
+
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+"""Tree sizes measured, root included; others are interpolated."""
+DEEPEST = 8
+"""Levels of drafting that are timed; deeper ones are extrapolated."""
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds. Medians of interleaved repeats."""
+
+    verify: dict[int, float]
+    """v(n): one verification pass over n tokens, logits and argmax included."""
+    draft: float
+    """c: drafting a tree over all positions."""
+    overhead: float
+    """o: everything else in a step."""
+    context: int
+    """Tokens already in the cache."""
+    draft_by_depth: list[float] | None = None
+    """Seconds to draft a chain d deep, at index d; None: ``draft`` whatever the depth, as for heads that draft all
+    positions in one pass."""
+
+    def verify_at(self, nodes: int) -> float:
+        """v(n), linearly interpolated between measured sizes."""
+        sizes = sorted(self.verify)
+        if nodes >= sizes[-1]:
+            return self.verify[sizes[-1]] * nodes / sizes[-1]
+        upper = next(n for n in sizes if n >= nodes)
+        lower = max(n for n in sizes if n <= nodes)
+        if upper == lower:
+            return self.verify[upper]
+        part = (nodes - lower) / (upper - lower)
+        return self.verify[lower] * (1 - part) + self.verify[upper] * part
+
+    def draft_at(self, depth: int) -> float:
+        """Seconds to draft a tree of that depth; 0 drafts nothing. Behind the table, levels cost what the last did."""
+        table = self.draft_by_depth
+        if depth == 0:
+            return 0.0
+        if table is None:
+            return self.draft
+        last = len(table) - 1
+        if depth <= last:
+            return table[depth]
+        return table[last] + (depth - last) * (table[last] - table[last - 1])
+
+    def step(self, nodes: int, depth: int) -> float:
+        """A whole step with a tree of that size and depth; depth 0 drafts nothing."""
+        return self.verify_at(nodes) + self.overhead + self.draft_at(depth)
+
+    def to_json(self) -> dict[str, object]:
+        """Plain values, for ``eval.json`` and ``from_json``."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Self:
+        """The costs that ``to_json`` wrote; JSON turned the sizes into text.
+
+        Raises:
+            KeyError, TypeError, ValueError: ``found`` is something else.
+        """
+        return cls(**{**found, "verify": {int(n): float(seconds) for n, seconds in found["verify"].items()}})
+
+
+@torch.inference_mode()
+def measure_costs(
+    base: BaseModel, drafter: Drafter, context: int = 200, repeats: int = 9, sizes: Sequence[int] = SIZES
+) -> StepCosts:
+    """Time every part of a step on random tokens after ``context`` tokens (timing does not depend on the ids).
+
+    A base that reads less than twice ``context`` is timed after half of what it reads, and only trees that fit into
+    the other half are: larger ones are extrapolated.
+    """
+    generator = torch.Generator().manual_seed(0)
+    context = min(context, base.max_context // 2)
+    sizes = [n for n in sizes if n <= context]
+    ids = torch.randint(0, base.vocab_size, (1, context), generator=generator).to(base.device)
+    cache = base.new_cache(context + max(sizes))
+    state = drafter.attach(drafter.init_state(1), cache)
+    state = drafter.observe(state, ids, Features.split(base.read(ids, cache, spec=drafter.spec), base.hidden_size))
+    # Level by level only what grows trees level by level; of a merged or nested drafter its own tree.
+    depths = range(1, min(drafter.depth, DEEPEST) + 1) if isinstance(drafter, StepwiseDrafter) else ()
+    plans = {d: DraftPlan(tree=TokenTree.chain(d)) for d in depths}
+    tree = TokenTree.from_paths([(r,) for r in range(4)] + [(0,) * d for d in depths]) if depths else drafter.tree
+    whole = DraftPlan(tree=tree or TokenTree.chain(drafter.depth))
+    parts: dict[tuple[str, int], Callable[[], object]] = {
+        **{("verify", n): partial(_verify, base, ids[:, :n], cache, drafter) for n in sizes},
+        **{("draft", d): partial(drafter.draft, state, ids[:, -1], plan) for d, plan in plans.items()},
+        ("tree", 0): partial(drafter.draft, state, ids[:, -1], whole),
+    }
+    times: dict[tuple[str, int], list[float]] = {part: [] for part in parts}
+    for repeat in range(repeats + 2):
+        for part, work in parts.items():
+            seconds = _timed(base, work)
+            if repeat >= 2:
+                times[part].append(seconds)
+    new = min(24, base.max_context - context)
+    result = decode(base, drafter, ids[0].tolist(), max_new_tokens=new, plan=whole, ignore_eos=True)
+    return StepCosts(
+        verify={n: median(times["verify", n]) for n in sizes},
+        draft=median(times["tree", 0]),
+        overhead=median(s.total_s - s.draft_s - s.verify_s for s in result.steps),
+        context=context,
+        draft_by_depth=[0.0, *(median(times["draft", d]) for d in depths)] if depths else None,
+    )
+
+
+def _verify(base: BaseModel, ids: torch.Tensor, cache: KVCache, drafter: Drafter) -> torch.Tensor:
+    # A star: every drafted token a child of the root. Cost depends on the number of nodes, not on the shape.
+    tree = TokenTree.from_paths([(r,) for r in range(ids.shape[1] - 1)])
+    begun = None
+    if drafter.begun_layers:
+        states = torch.zeros(1, ids.shape[1], base.hidden_size, dtype=base.dtype, device=base.device)
+        begun = BegunPass(layers=drafter.begun_layers, hidden=states)
+    shape = tree.shape_on(base.device)
+    tokens: torch.Tensor = base.verify_logits(ids, shape, cache, drafter.spec, begun)[1].argmax(-1)
+    cache.roll_back()
+    return tokens
+
+
+def _timed(base: BaseModel, work: Callable[[], object]) -> float:
+    synchronise = base.synchronise
+    synchronise()
+    started = perf_counter()
+    work()
+    synchronise()
+    return perf_counter() - started

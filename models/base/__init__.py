@@ -1,0 +1,1 @@
+"""The frozen target model: loading, forward passes, tree verification, adapters and LoRA."""

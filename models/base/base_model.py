@@ -1,0 +1,276 @@
+"""The frozen base model: stock transformers modules, driven for features, plain decoding and tree verification.
+
+Shape legend: B batch, T time, N tree nodes, D width, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafthead.data.batch import Features, FeatureSpec, TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base import adapter
+from drafthead.models.base.config import BaseConfig, check_architecture, load_weights
+from drafthead.models.base.layers import attention_sizes, last_layers, llama_like, tapped
+from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache, TreeMasks
+from drafthead.models.cache.static_cache import StaticKVCache, StaticModel, chain_shape
+from drafthead.models.kernels import attention
+from drafthead.models.kernels.fused import fuse_modules
+from drafthead.models.kernels.linear import prepack_linears
+from drafthead.models.token_tree import TreeShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class BegunPass:
+    """The first layers of the target's pass over a proposal, done while drafting (early exit).
+
+    Their keys and values lie in the target's cache already, behind what is committed and in the order of the nodes.
+    """
+
+    layers: int
+    """How many layers are done."""
+    hidden: Tensor
+    """[B, N, D] what they put out."""
+
+
+FINAL = FeatureSpec()
+
+
+class BaseModel:
+    """A frozen causal LM. Nothing here computes a gradient, and the model is never saved."""
+
+    def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
+        settings = model.config
+        check_architecture(settings, config.max_context)
+        self.model = llama_like(model).eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.config = config
+        self.name = config.name or f"random-{settings.model_type}"
+        self.hidden_size: int = settings.hidden_size
+        self.vocab_size: int = settings.vocab_size
+        self.num_layers: int = settings.num_hidden_layers
+        self.max_context: int = config.max_context or settings.max_position_embeddings
+        lm_head = model.get_output_embeddings()
+        if lm_head is None or lm_head.bias is not None:
+            raise UserError(f"{settings.model_type} has no bias-free output head; draft heads are initialised from one")
+        self.head = OutputHead(
+            weight=lm_head.weight.detach(),
+            scale=1.0 / getattr(settings, "logits_scaling", 1.0) if settings.model_type == "granite" else 1.0,
+            softcap=getattr(settings, "final_logit_softcapping", None),
+        )
+        self.dtype, self.device = lm_head.weight.dtype, lm_head.weight.device
+        self.fingerprint = adapter.fingerprint(model, adapter.mark_of(model))
+        kv_heads, head_dim = attention_sizes(settings)
+        self.cache_shape = CacheShape(
+            layers=self.num_layers, heads=kv_heads, head_dim=head_dim, dtype=self.dtype, device=self.device
+        )
+        self._tree_masks = TreeMasks()
+        self._last_layers: dict[int, Any] = {}
+        self.uses_graphs = config.graphs == "always" or (config.graphs == "auto" and self.device.type == "cuda")
+        self._static: StaticModel | None = None
+        # Only the layers: other code may read the final norm's weight.
+        self.prepacked = fuse_modules(self.model.model.layers) + prepack_linears(self.model) if config.prepack else 0
+        self._lm_head = self.model.get_output_embeddings()
+        self._check_logits()
+
+    @classmethod
+    def load(
+        cls,
+        config: BaseConfig,
+        device: torch.device | str = "cpu",
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> "BaseModel":
+        """Load or build the base that ``config`` names, onto ``device``; ``progress`` hears of slow first-time work.
+
+        Raises:
+            UserError: it cannot be found, or its architecture is refused.
+        """
+        model, tokenizer = load_weights(config, torch.device(device), progress)
+        if config.adapter is not None:
+            model = adapter.merge(llama_like(model), config.adapter)
+        return cls(model, tokenizer, config)
+
+    @classmethod
+    def wrap(cls, model: Any, tokenizer: Any) -> "BaseModel":
+        """A model that is loaded already. It is frozen and given our attention, and otherwise left as it is.
+
+        Raises:
+            UserError: its architecture is refused.
+        """
+        model.set_attn_implementation(attention.register())
+        config = BaseConfig(name=model.config.name_or_path, prepack=False)
+        return cls(model, tokenizer, config)
+
+    def _check_logits(self) -> None:
+        """Compare our way to the logits with the model's own on a few tokens.
+
+        Raises:
+            UserError: this architecture scales or shifts its logits in a way that is not known here.
+        """
+        ids = torch.arange(3, 7, device=self.device)[None]
+        with torch.inference_mode():
+            ours = self.logits(self.read(ids, self.new_cache(4))).float()
+            theirs = self.model(ids).logits.float()
+        if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
+            raise UserError(
+                f"{self.model.config.model_type} computes its logits in a way that is not known here (they differ by "
+                f"{float((ours - theirs).abs().max()):.3g}); please report the architecture"
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """What a corpus or a head must remember of the base it was made with."""
+        return {
+            "name": self.name,
+            "revision": self.config.revision,
+            "fingerprint": self.fingerprint,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "num_layers": self.num_layers,
+            "recipe": self.config.origin(),
+        }
+
+    @property
+    def embedding(self) -> Tensor:
+        """The input embedding table, [V, D]."""
+        table: Tensor = self.model.get_input_embeddings().weight
+        return table
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        configured = self.model.generation_config.eos_token_id
+        ids = configured if isinstance(configured, list) else [configured]
+        return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
+
+    # Reading tokens ------------------------------------------------------------------------------------------
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for one row."""
+        if not self.uses_graphs:
+            return KVCache(self.cache_shape, capacity)
+        if self._static is None:
+            # Neither holds this object, whose memory so is free as soon as it is let go.
+            head, lm_head = self.head, self._lm_head
+            self._static = StaticModel(self.cache_shape, self.model.model, lambda h: head.finish(lm_head(h)))
+        return self._static.cache(capacity)
+
+    def new_slots(self, rows: int, capacity: int) -> RaggedCache:
+        """An empty cache for ``rows`` rows of lengths of their own."""
+        return RaggedCache(self.cache_shape, rows, capacity)
+
+    @torch.inference_mode()
+    def read(
+        self, tokens_BT: Tensor, cache: KVCache | RaggedCache, counts: Tensor | None = None, spec: FeatureSpec = FINAL
+    ) -> Tensor:
+        """Append committed tokens to ``cache``; returns ``h`` [B, T, D] after the final norm.
+
+        Args:
+            tokens_BT: [B, T] int64.
+            cache: of this base.
+            counts: [B] int64, how many of the T tokens each row has; the rest is padding.
+            spec: layers whose states are wanted too. They stand behind ``h``: [B, T, D * (1 + len(spec.layers))].
+        """
+        new = tokens_BT.shape[1]
+        if isinstance(cache, StaticKVCache) and cache.fits(new) and not spec.layers:
+            (hidden,) = cache.run(tokens_BT, chain_shape(new))
+            cache.commit(counts)
+            return hidden
+        mask = None
+        positions = cache.positions(torch.arange(new, device=self.device)[None])
+        cache.open(new)
+        if isinstance(cache, RaggedCache) or (cache.length and new > 1):
+            mask = cache.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril_(), self.dtype)
+        hidden = self._decoder(tokens_BT, positions, mask, cache, spec)
+        cache.commit(counts)
+        return hidden
+
+    @torch.inference_mode()
+    def verify(
+        self,
+        tokens_BN: Tensor,
+        shape: TreeShape,
+        cache: KVCache | RaggedCache,
+        spec: FeatureSpec = FINAL,
+        begun: BegunPass | None = None,
+    ) -> Tensor:
+        """One pass over the last N nodes of token trees after the committed prefixes; returns their ``h`` [B, N, D].
+
+        Nodes before those N have been read by earlier calls. All states stay pending in ``cache`` until
+        ``cache.keep`` or ``cache.roll_back``. ``spec`` as in :meth:`read`; with ``begun`` the first layers are done.
+        """
+        new = tokens_BN.shape[1]
+        eager = begun is not None or bool(spec.layers)
+        if isinstance(cache, StaticKVCache) and cache.fits(new) and new == len(shape) and not eager:
+            return cache.run(tokens_BN, shape)[0]
+        positions = cache.positions(shape.depths[:, -new:])
+        cache.open(new)
+        if isinstance(cache, KVCache) and shape.tree is not None and new == len(shape):
+            mask = self._tree_masks.mask(shape.tree, shape, cache)
+        else:
+            mask = cache.mask(shape.ancestors[:, -new:], self.dtype)
+        return self._decoder(tokens_BN, positions, mask, cache, spec, begun)
+
+    @torch.inference_mode()
+    def verify_logits(
+        self,
+        tokens_BN: Tensor,
+        shape: TreeShape,
+        cache: KVCache | RaggedCache,
+        spec: FeatureSpec = FINAL,
+        begun: BegunPass | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``verify`` and the logits after every node [B, N, V], by one graph where there are graphs."""
+        eager = begun is not None or bool(spec.layers)
+        if isinstance(cache, StaticKVCache) and cache.fits(len(shape)) and tokens_BN.shape[1] == len(shape):
+            if not eager:
+                hidden, logits = cache.run(tokens_BN, shape, with_logits=True)
+                return hidden, logits
+        hidden = self.verify(tokens_BN, shape, cache, spec, begun)
+        return hidden, self.logits(hidden[..., : self.hidden_size])
+
+    def synchronise(self) -> None:
+        """Wait for the device, so that wall-clock times are of work done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The base's next-token logits of [..., D] hidden states: [..., V]."""
+        return self.head.finish(self._lm_head(hidden))
+
+    @torch.no_grad()
+    def features(self, batch: TrainBatch, spec: FeatureSpec) -> Features:
+        """Hidden states of packed rows; a token sees its own document only. Detached, on the base's device."""
+        ids, documents = batch.input_ids.to(self.device), batch.document_ids.to(self.device)
+        mask = attention.document_mask(documents, self.dtype)
+        with tapped(self.model, spec.layers) as states:
+            out = self.model.model(
+                input_ids=ids, position_ids=batch.position_ids.to(self.device), attention_mask=mask, use_cache=False
+            )
+        layers = torch.cat([states[i] for i in spec.layers], -1) if spec.layers else None
+        return Features(final=out.last_hidden_state, layers=layers)
+
+    def _decoder(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: KVCache | RaggedCache,
+        spec: FeatureSpec = FINAL,
+        begun: BegunPass | None = None,
+    ) -> Tensor:
+        options = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        done = begun.layers if begun else 0
+        with tapped(self.model, [i for i in spec.layers if i > done or begun is None]) as states:
+            if begun is None:
+                out = self.model.model(input_ids=tokens, **options)
+            else:
+                if done not in self._last_layers:
+                    self._last_layers[done] = last_layers(self, done)
+                out = self._last_layers[done](inputs_embeds=begun.hidden, **options)
+                states[done] = begun.hidden
+        hidden: Tensor = out.last_hidden_state
+        return torch.cat([hidden, *(states[i] for i in spec.layers)], -1) if spec.layers else hidden

@@ -1,0 +1,267 @@
+"""Which base model a recipe names, where its weights come from, and which architectures are refused."""
+# A base's weights and tokenizer as transformers gives them: loaded, dequantised, or random.
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from drafthead.data.embedded.packages import smollm2_folder
+from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.data.utils.errors import UserError
+from drafthead.models.kernels import attention
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+GRAPHS = ("auto", "always", "never")
+ORIGIN = ("name", "revision", "gguf_file", "tokenizer", "max_context", "random", "seed", "shape", "dtype")
+"""Settings that find a base again; what a saved head may say about it."""
+ADAPTER = "adapter"
+"""Folder of a saved head that holds its base's adapter, where there is one: all that a head may say of adapters."""
+BROKEN = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
+"""What transformers and those it stands on raise for files that are missing, damaged or contradict each other."""
+EMBEDDED = "embedded:smollm2"
+"""The base that arrives inside a pinned package, for machines without hub access."""
+
+
+@dataclass(kw_only=True)
+class BaseConfig:
+    """The frozen base."""
+
+    name: str = ""
+    """Hub id, local folder, or ``embedded:smollm2``."""
+    revision: str | None = None
+    """Hub revision; None is the default branch."""
+    gguf_file: str | None = None
+    """A GGUF file of ``name`` to dequantise, when the weights are not safetensors."""
+    dtype: str = "auto"
+    """``auto`` is float32 on a CPU and bfloat16 on a GPU."""
+    max_context: int | None = None
+    """Positions to allow; None: the model's own limit. Sliding-window models need one within the window."""
+    prepack: bool = True
+    """Prepack the linear layers for skinny products on a CPU (models/linear.py)."""
+    graphs: str = "auto"
+    """Passes of fixed shapes, replayed as CUDA graphs: ``auto`` does so on a GPU, ``never`` runs every pass eagerly in
+    the shape it has, ``always`` fixes the shapes on a CPU too (slower: for tests)."""
+    trust_remote_code: bool = False
+    random: bool = False
+    """Random weights of ``shape`` instead of loading ``name``: for tests and ``debug=tiny``."""
+    seed: int = 0
+    """Seed of the random weights."""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """Transformers config of the base (``model_type`` and sizes): lets ``mode=plan`` and ``random`` work offline."""
+    tokenizer: str | None = None
+    """Another tokenizer than the base's: a hub id, a folder, or ``builtin:tiny`` (byte level, offline)."""
+    adapter: str | None = None
+    """A folder that peft saved (safetensors), merged into the weights at load. The base then is another one: corpora
+    and heads of the untouched base do not fit it."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"base.dtype must be one of {list(DTYPES)}, got {self.dtype!r}")
+        if self.graphs not in GRAPHS:
+            raise ValueError(f"base.graphs must be one of {list(GRAPHS)}, got {self.graphs!r}")
+        if self.max_context is not None and self.max_context < 16:
+            raise ValueError(f"base.max_context must be at least 16, got {self.max_context}")
+        if self.random and not self.shape:
+            raise ValueError("base.random needs base.shape (model_type and sizes); choose a base group that has one")
+
+    def origin(self) -> dict[str, Any]:
+        """The settings that find this base again: what a saved head remembers. Nothing about device or speed."""
+        only_random = ("random", "seed", "shape", "dtype")
+        kept = ORIGIN if self.random else [key for key in ORIGIN if key not in only_random]
+        # Only where there is one, so that corpora of bases without stay what they are.
+        adapter = {} if self.adapter is None else {"adapter": self.adapter}
+        return {key: getattr(self, key) for key in kept} | adapter
+
+    def transformers_config(self) -> PreTrainedConfig:
+        """The transformers config, from ``shape`` when given (no network), else from ``name``.
+
+        Raises:
+            UserError: an unknown model type, or a config that cannot be fetched.
+        """
+        if self.shape:
+            kwargs = dict(self.shape)
+            model_type = kwargs.pop("model_type", None)
+            try:
+                return AutoConfig.for_model(model_type, **kwargs)
+            except StrictDataclassError as error:
+                raise UserError(
+                    f"base.shape does not describe a model: {str(error).splitlines()[-1].strip()}"
+                ) from None
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"base.shape.model_type {model_type!r} is not known to transformers: {error}") from None
+        try:
+            return AutoConfig.from_pretrained(
+                self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
+            )
+        except BROKEN as error:
+            raise UserError(could_not_load(self.name, error)) from None
+
+    def load_tokenizer(self, folder: str) -> PreTrainedTokenizerBase:
+        """The tokenizer to use with the weights in ``folder`` (or of that hub id).
+
+        Raises:
+            UserError: there is none, or not all of it.
+        """
+        if self.tokenizer == "builtin:tiny":
+            return tiny_tokenizer()
+        options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+        if self.gguf_file and self.tokenizer is None:
+            options["gguf_file"] = self.gguf_file
+        try:
+            return AutoTokenizer.from_pretrained(self.tokenizer or folder, **options)
+        except BROKEN as error:
+            if self.tokenizer:
+                raise UserError(
+                    f"base.tokenizer={self.tokenizer} could not be loaded: {_first_line(error)} Name a folder with a "
+                    "tokenizer.json, or a Hub id"
+                ) from None
+            if Path(folder).is_dir():
+                raise UserError(
+                    f"no tokenizer in {folder}, or not all of its files; name one with base.tokenizer=... (a folder or "
+                    "a Hub id)"
+                ) from None
+            raise UserError(could_not_load(folder, error)) from None
+
+
+def could_not_load(name: str, error: Exception) -> str:
+    """One line that says why a base did not load and what to do."""
+    if isinstance(error, UserError):
+        return str(error)
+    if not name:
+        return "no base model is named; give a folder or a Hub id with base.name=..."
+    if Path(name).is_dir():
+        return (
+            f"the base model in {name} could not be loaded: {_first_line(error)} It must be a folder that "
+            "transformers' save_pretrained wrote (config.json and safetensors)"
+        )
+    if Path(name).exists() or Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        what = "that is a file" if Path(name).exists() else "there is no such folder"
+        return f"no base model at {name}: {what}; correct base.name, a folder or a Hub id (user/name)"
+    return (
+        f"base model {name!r} is no local folder and could not be fetched: {_first_line(error)} Give a local folder "
+        "(base.name=/path), log in with `hf auth login` if it is gated, or try the recipe offline with debug=tiny"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """A message's first line and, where that announces a list, what follows, as one sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    said = " ".join(lines) if lines[0].endswith(":") else lines[0]
+    return said if said.endswith(".") else f"{said}."
+
+
+def check_architecture(config: PreTrainedConfig, max_context: int | None) -> None:
+    """Refuse what cannot verify a token tree over a key/value cache.
+
+    Raises:
+        UserError: recurrent state, sliding windows shorter than the context, soft-capped attention.
+    """
+    kind = config.model_type
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    heads = getattr(config, "num_attention_heads", None)
+    recurrent = sorted(t for t in layer_types if "attention" not in t or "linear" in t)
+    if recurrent or heads is None or getattr(config, "is_encoder_decoder", False):
+        what = f"layers of type {recurrent}" if recurrent else "no decoder-only self-attention"
+        raise UserError(
+            f"{kind} models have {what}: rejected drafts cannot be taken back from a recurrent state; "
+            "use a base of the Llama, Mistral, Qwen2, Qwen3, Gemma or SmolLM families"
+        )
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UserError(
+            f"{kind} soft-caps its attention logits, which fused attention cannot do; choose one without (Gemma 1, say)"
+        )
+    if getattr(config, "kv_lora_rank", None):
+        raise UserError(
+            f"{kind} uses multi-head latent attention, whose cache layout is not supported; choose another base"
+        )
+    window = getattr(config, "sliding_window", None)
+    slides = any("sliding" in t or "chunked" in t for t in layer_types) or (not layer_types and window)
+    context = max_context or getattr(config, "max_position_embeddings", 0)
+    if slides and window and context > window:
+        raise UserError(
+            f"{kind} has sliding-window attention over {window} positions and a context of {context}: a tree across "
+            f"the window's edge would be masked wrongly; set base.max_context={window} or less"
+        )
+
+
+def load_weights(
+    config: BaseConfig, device: torch.device, progress: Callable[[str], None]
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """The stock model that ``config`` names, with our attention, on ``device``, and its tokenizer.
+
+    Args:
+        config: whose adapter is not merged here.
+        device: decides the dtype, too, where the config leaves it open.
+        progress: hears of slow first-time work.
+
+    Raises:
+        UserError: it cannot be found, it lacks weights, or its architecture is refused.
+    """
+    dtype = getattr(torch, config.dtype if config.dtype != "auto" else _default_dtype(device))
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    made = _random(config, dtype) if config.random else _stored(config, dtype, progress)
+    return made[0].to(device), made[1]
+
+
+def _random(config: BaseConfig, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerBase]:
+    settings = config.transformers_config()
+    check_architecture(settings, config.max_context)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation=attention.register())
+    return model, config.load_tokenizer(config.name)
+
+
+def _stored(
+    config: BaseConfig, dtype: torch.dtype, progress: Callable[[str], None]
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    folder = str(smollm2_folder(progress)) if config.name == EMBEDDED else config.name
+    options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    if config.gguf_file:
+        # Dequantised on load: a GGUF model that counts as quantised can neither be saved nor prepacked.
+        options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+    try:
+        tokenizer = config.load_tokenizer(folder)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention.register(), output_loading_info=True, **options
+        )
+    except torch.OutOfMemoryError:
+        raise  # the files are not to blame
+    except BROKEN as error:
+        raise UserError(could_not_load(config.name, error)) from None
+    if missing := sorted(found["missing_keys"]):
+        # transformers would go on with random numbers in their place.
+        raise UserError(
+            f"base model {config.name!r} lacks {len(missing)} weights, {missing[0]} for one; copy or download it again"
+        )
+    return model, tokenizer
+
+
+def _default_dtype(device: torch.device) -> str:
+    return "float32" if device.type == "cpu" else "bfloat16"

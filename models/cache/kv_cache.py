@@ -1,0 +1,272 @@
+"""Preallocated key/value caches under stock transformers modules: no reallocation per token.
+
+transformers' attention modules call ``update(key, value, layer_idx)`` and nothing else of a cache, so these
+classes offer that and what tree verification needs besides: several passes over one growing tree, keeping an accepted
+path, rolling back. ``KVCache`` is one row, written and read as slices; ``RaggedCache`` is rows of lengths of their own.
+
+Shape legend: B rows, R rows or 1, H key/value heads, C capacity, T new tokens, P pending and new nodes of a tree,
+E head width, L layers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafthead.data.utils.errors import UserError
+from drafthead.models.token_tree import TokenTree, TreeShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheShape:
+    """What a cache of one base must hold."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class KVCache:
+    """One row.
+
+    The last ``pending`` positions are a tree that is read but not committed: ``keep`` commits a path of it,
+    ``roll_back`` drops all of it, and both only move the accepted entries.
+    """
+
+    rows = 1
+
+    def __init__(self, shape: CacheShape, capacity: int) -> None:
+        self.keys = torch.zeros(
+            shape.layers, 1, shape.heads, capacity, shape.head_dim, dtype=shape.dtype, device=shape.device
+        )
+        self.values = torch.zeros_like(self.keys)
+        self.length = 0
+        self.pending = 0
+        self._start = self._end = 0
+
+    @property
+    def capacity(self) -> int:
+        """Positions that fit."""
+        return self.keys.shape[3]
+
+    def open(self, new: int) -> None:
+        """Begin a pass over ``new`` tokens, which go behind those pending.
+
+        Raises:
+            UserError: more positions than the capacity.
+        """
+        self._start = self.length + self.pending
+        self._end = self._start + new
+        check_capacity(self._end, self.capacity)
+        self.pending += new
+
+    def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Write the states of one layer; returns all states of the layer up to and with them (views)."""
+        self.keys[layer_idx, :, :, self._start : self._end] = key_BHTE
+        self.values[layer_idx, :, :, self._start : self._end] = value_BHTE
+        return self.keys[layer_idx, :, :, : self._end], self.values[layer_idx, :, :, : self._end]
+
+    def positions(self, depths: Tensor) -> Tensor:
+        """[R, T] depths in a tree or chain -> absolute positions [R, T]."""
+        return depths + self.length
+
+    def mask(self, ancestors_RTP: Tensor, dtype: torch.dtype) -> Tensor:
+        """Additive mask [R, 1, T, length + P]: the committed prefix, and of the pending and new nodes the ancestors."""
+        rows, new, nodes = ancestors_RTP.shape
+        mask = torch.zeros(rows, 1, new, self.length + nodes, dtype=dtype, device=ancestors_RTP.device)
+        mask[:, 0, :, self.length :].masked_fill_(~ancestors_RTP, -torch.inf)
+        return mask
+
+    def commit(self, counts: Tensor | None = None) -> None:
+        """Keep the pending chain, or its first ``counts`` ([1]) positions."""
+        self.length += self.pending if counts is None else int(counts)
+        self.pending = 0
+
+    def keep(self, nodes: Tensor, counts: Tensor) -> None:
+        """Commit of the pending nodes the path ``nodes[0, :counts[0]]`` ([1, P] int64, ascending); drop the others."""
+        kept = int(counts)
+        source = nodes[0, :kept] + self.length
+        # index_select copies before the write, so overlapping source and destination are safe.
+        for buffer in (self.keys, self.values):
+            buffer[:, :, :, self.length : self.length + kept] = buffer.index_select(3, source)
+        self.length += kept
+        self.pending = 0
+
+    def roll_back(self, length: int | None = None) -> None:
+        """Forget what is pending, and everything from position ``length`` on."""
+        self.length = self.length if length is None else length
+        self.pending = 0
+
+    def select(self, rows: list[int]) -> "KVCache":
+        """Itself: there is one row."""
+        return self
+
+    def first_layers(self, count: int) -> "KVCache":
+        """The first ``count`` layers as a cache of its own behind the same committed positions; shares memory."""
+        part = KVCache.__new__(KVCache)
+        part.keys, part.values = self.keys[:count], self.values[:count]
+        part.length, part.pending, part._start, part._end = self.length, 0, 0, 0
+        return part
+
+    def enlarged(self, shape: CacheShape, capacity: int) -> "KVCache":
+        """A copy with more room."""
+        copy = KVCache(shape, capacity)
+        copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
+        copy.length, copy.pending = self.length, self.pending
+        return copy
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Committed positions (transformers' name)."""
+        return self.length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Position of the next query (transformers' name)."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Keys that ``query_length`` new queries see, and their offset (transformers' name)."""
+        return self.length + query_length, 0
+
+
+class TreeMasks:
+    """``KVCache.mask`` of whole static trees, without writing a mask in every step."""
+
+    def __init__(self) -> None:
+        self._wide: dict[TokenTree, Tensor] = {}
+
+    def mask(self, tree: TokenTree, shape: TreeShape, cache: KVCache) -> Tensor:
+        """The mask of ``tree``, whose shape is ``shape``, behind what is committed in ``cache``."""
+        nodes = len(shape)
+        wide = self._wide.get(tree)
+        if wide is None or wide.shape[1] < cache.capacity + nodes:
+            # One buffer for every prefix length: the tree's block stands at the right end of a row of zeros, and a
+            # view from the right place has exactly `length` zeros before it.
+            wide = torch.zeros(nodes, cache.capacity + nodes, dtype=cache.keys.dtype, device=cache.keys.device)
+            wide[:, -nodes:].masked_fill_(~shape.ancestors[0], -torch.inf)
+            self._wide[tree] = wide
+        return wide[None, None, :, wide.shape[1] - nodes - cache.length :]
+
+
+class RaggedCache:
+    """Rows of lengths of their own: batched generation and batched speculative decoding.
+
+    Every row's new positions go behind that row's own; ``slot`` lends one row as a ``KVCache`` to read a prompt into.
+    What a row holds behind its length is of no account, so a pass may write padding there.
+    """
+
+    def __init__(self, shape: CacheShape, rows: int, capacity: int) -> None:
+        self.keys = torch.zeros(
+            shape.layers, rows, shape.heads, capacity, shape.head_dim, dtype=shape.dtype, device=shape.device
+        )
+        self.values = torch.zeros_like(self.keys)
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=shape.device)
+        self.pending = 0
+        self._reach = 0
+        self._written = torch.empty(0)
+
+    @property
+    def rows(self) -> int:
+        """Rows."""
+        return self.keys.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """Positions that fit in a row."""
+        return self.keys.shape[3]
+
+    def slot(self, row: int, length: int = 0) -> KVCache:
+        """Row ``row`` as a cache of its own with ``length`` positions already read; shares memory with this one."""
+        lent = KVCache.__new__(KVCache)
+        lent.keys = self.keys[:, row : row + 1]
+        lent.values = self.values[:, row : row + 1]
+        lent.length, lent.pending, lent._start, lent._end = length, 0, 0, 0
+        return lent
+
+    def select(self, rows: list[int]) -> "RaggedCache":
+        """A copy with these rows only, nothing pending."""
+        chosen = RaggedCache.__new__(RaggedCache)
+        chosen.keys, chosen.values = self.keys[:, rows], self.values[:, rows]
+        chosen.lengths = self.lengths[rows]
+        chosen.pending, chosen._reach, chosen._written = 0, 0, torch.empty(0)
+        return chosen
+
+    def first_layers(self, count: int) -> "RaggedCache":
+        """As ``KVCache.first_layers``."""
+        part = RaggedCache.__new__(RaggedCache)
+        part.keys, part.values, part.lengths = self.keys[:count], self.values[:count], self.lengths
+        part.pending, part._reach, part._written = 0, 0, torch.empty(0)
+        return part
+
+    def enlarged(self, shape: CacheShape, capacity: int) -> "RaggedCache":
+        """A copy with more room."""
+        copy = RaggedCache(shape, self.rows, capacity)
+        copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
+        copy.lengths, copy.pending = self.lengths, self.pending
+        return copy
+
+    def open(self, new: int) -> None:
+        """Begin a pass over ``new`` tokens a row, which go behind those pending.
+
+        Raises:
+            UserError: more positions than the capacity.
+        """
+        self._reach = int(self.lengths.max()) + self.pending + new
+        check_capacity(self._reach, self.capacity)
+        self._written = self.lengths[:, None] + torch.arange(
+            self.pending, self.pending + new, device=self.lengths.device
+        )
+        self.pending += new
+
+    def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Write every row's new states; returns the states up to the longest row."""
+        rows = torch.arange(self.rows, device=self._written.device)[:, None]
+        self.keys[layer_idx, rows, :, self._written] = key_BHTE.transpose(1, 2)
+        self.values[layer_idx, rows, :, self._written] = value_BHTE.transpose(1, 2)
+        return self.keys[layer_idx, :, :, : self._reach], self.values[layer_idx, :, :, : self._reach]
+
+    def positions(self, depths: Tensor) -> Tensor:
+        """[R, T] depths in a tree or chain -> absolute positions [B, T]."""
+        return depths + self.lengths[:, None]
+
+    def mask(self, ancestors_RTP: Tensor, dtype: torch.dtype) -> Tensor:
+        """Additive mask [B, 1, T, reach]: each row's prefix, and of its pending and new nodes the ancestors."""
+        new, nodes = ancestors_RTP.shape[1:]
+        offset = torch.arange(self._reach, device=self.lengths.device) - self.lengths[:, None]  # [B, reach]
+        inside = (offset >= 0) & (offset < nodes)
+        node = offset.clamp(0, nodes - 1)[:, None].expand(-1, new, -1)
+        seen = ancestors_RTP.expand(self.rows, -1, -1).gather(2, node) & inside[:, None]
+        seen |= (offset < 0)[:, None]
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        return mask.masked_fill_(~seen, -torch.inf)[:, None]
+
+    def commit(self, counts: Tensor | None = None) -> None:
+        """Keep every row's pending chain, or its first ``counts`` ([B]) positions."""
+        self.lengths = self.lengths + (self.pending if counts is None else counts)
+        self.pending = 0
+
+    def keep(self, nodes: Tensor, counts: Tensor) -> None:
+        """Commit of each row's pending nodes the path ``nodes[b, :counts[b]]`` ([B, P] int64, ascending)."""
+        rows = torch.arange(self.rows, device=nodes.device)[:, None]
+        source = nodes + self.lengths[:, None]
+        target = self.lengths[:, None] + torch.arange(nodes.shape[1], device=nodes.device)
+        for buffer in (self.keys, self.values):
+            buffer[:, rows, :, target] = buffer[:, rows, :, source]  # the right side is a copy
+        self.commit(counts)
+
+    def roll_back(self) -> None:
+        """Forget what is pending."""
+        self.pending = 0
+
+
+def check_capacity(needed: int, capacity: int) -> None:
+    """Refuse to write behind the end.
+
+    Raises:
+        UserError: ``needed`` exceeds ``capacity``.
+    """
+    if needed > capacity:
+        raise UserError(
+            f"the cache holds {capacity} positions but {needed} are needed; shorten the prompt or the answer"
+        )

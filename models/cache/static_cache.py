@@ -1,0 +1,284 @@
+"""A key/value cache that stays in place, and passes of fixed shapes over it: what a CUDA graph can replay.
+
+A pass attends over a window of fixed size, with a mask that the device makes from the committed length, which is on the
+device too. So one graph serves all trees of one number of nodes, for as long as the text fits the window. Memory and
+graphs belong to the model and are lent to one cache after the other.
+
+Shape legend: H key/value heads, S positions of a window, N tree nodes, P path, D width, E head width, L layers,
+V vocabulary.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafthead.models.cache.kv_cache import CacheShape, KVCache, check_capacity
+from drafthead.models.kernels.cuda_graphs import GraphBackend, Outputs, StaticCall
+from drafthead.models.token_tree import TokenTree, TreeShape
+
+SMALLEST, STEP = 256, 1024
+"""Windows double from the one to the other and grow by the other from there, so that few positions are read in vain."""
+LARGEST = 128
+"""Nodes up to which a pass has a fixed shape; above, launches cost little beside the work."""
+MOST_PASSES = 64
+"""Shapes that are kept for one memory."""
+SPARE = 2
+"""Memories that are kept for later caches."""
+
+
+def window_for(positions: int) -> int:
+    """Size of the smallest window that holds so many positions."""
+    size = SMALLEST
+    while size < min(positions, STEP):
+        size *= 2
+    return size if positions <= size else -(-positions // STEP) * STEP
+
+
+@dataclass
+class _Pass:
+    call: StaticCall
+    tree: TokenTree | None
+    """The static tree whose shape the call's inputs hold."""
+
+
+@dataclass(eq=False)
+class _Memory:
+    """Keys and values ([L, 1, H, S, E]), the committed length ([1] int64), and the passes captured over them."""
+
+    keys: Tensor
+    values: Tensor
+    length: Tensor
+    passes: dict[tuple[int, int, bool], _Pass] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, shape: CacheShape, size: int) -> "_Memory":
+        # Inference tensors could not be written outside inference mode.
+        with torch.inference_mode(False):
+            keys = torch.zeros(
+                shape.layers, 1, shape.heads, size, shape.head_dim, dtype=shape.dtype, device=shape.device
+            )
+            return cls(keys, torch.zeros_like(keys), torch.zeros(1, dtype=torch.int64, device=shape.device))
+
+    @property
+    def size(self) -> int:
+        return self.keys.shape[3]
+
+    def clear(self, size: int) -> None:
+        """Masked positions weigh nothing, but nothing times NaN is NaN."""
+        self.keys[:, :, :, :size].zero_()
+        self.values[:, :, :, :size].zero_()
+        self.length.zero_()
+
+
+class StaticModel:
+    """A decoder and its output head, run by passes of fixed shapes; lends out the caches to do so."""
+
+    def __init__(self, shape: CacheShape, decoder: Callable[..., Any], logits: Callable[[Tensor], Tensor]) -> None:
+        self.backend = GraphBackend(shape.device)
+        self._shape, self._decoder, self._logits = shape, decoder, logits
+        self._spare: list[_Memory] = []
+
+    def cache(self, capacity: int) -> "StaticKVCache":
+        """An empty cache for one row; its memory comes back when it is let go."""
+        size = window_for(capacity)
+        fitting = [memory for memory in self._spare if memory.size >= size]
+        if fitting:
+            memory = min(fitting, key=lambda m: m.size)
+            self._spare.remove(memory)
+            memory.clear(size)
+        else:
+            self._spare.clear()  # the new one serves whatever they would
+            memory = _Memory.of(self._shape, size)
+        cache = StaticKVCache(self, memory, capacity)
+        weakref.finalize(cache, _take_back, self._spare, memory).atexit = False
+        return cache
+
+    def prepare(self, memory: _Memory, size: int, with_logits: bool, inputs: tuple[Tensor, ...]) -> StaticCall:
+        """The pass over the first ``size`` positions of ``memory`` for inputs of these shapes."""
+        window = _Window(memory.keys[:, :, :, :size], memory.values[:, :, :, :size], memory.length)
+        logits = self._logits if with_logits else None
+        return self.backend.capture(partial(_static_pass, self._decoder, logits, window), *inputs)
+
+
+def _take_back(spare: list[_Memory], memory: _Memory) -> None:
+    spare.append(memory)
+    spare.sort(key=lambda m: m.size)
+    del spare[:-SPARE]
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The positions that a pass attends over."""
+
+    keys: Tensor
+    """[L, 1, H, S, E]."""
+    values: Tensor
+    length: Tensor
+    """[1] int64 committed positions."""
+
+
+class _Writer:
+    """The cache that attention modules see during a pass."""
+
+    def __init__(self, window: _Window, places: Tensor) -> None:
+        self._window, self._places = window, places
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Write the states of one layer; returns the layer's whole window."""
+        keys, values = self._window.keys[layer_idx], self._window.values[layer_idx]
+        keys.index_copy_(2, self._places, key)
+        values.index_copy_(2, self._places, value)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions of the window (transformers' name); how many are committed, the device alone knows."""
+        return self._window.keys.shape[3]
+
+
+def _static_pass(
+    decoder: Callable[..., Any],
+    logits: Callable[[Tensor], Tensor] | None,
+    window: _Window,
+    tokens: Tensor,
+    depths: Tensor,
+    ancestors: Tensor,
+) -> Outputs:
+    """Read a tree behind the committed positions: hidden states [1, N, D], and logits [1, N, V] if asked for.
+
+    Args:
+        decoder: embedding, layers and final norm.
+        logits: the output head.
+        window: where the states go and what is attended to.
+        tokens: [1, N] int64.
+        depths: [1, N] int64.
+        ancestors: [1, N, N] bool.
+    """
+    nodes, size = tokens.shape[1], window.keys.shape[3]
+    offset = torch.arange(size, device=tokens.device) - window.length  # [S], from the root's position
+    inside = (offset >= 0) & (offset < nodes)
+    seen = (ancestors[0].index_select(1, offset.clamp(0, nodes - 1)) & inside) | (offset < 0)
+    mask = torch.zeros(nodes, size, dtype=window.keys.dtype, device=tokens.device).masked_fill_(~seen, -torch.inf)
+    out = decoder(
+        input_ids=tokens,
+        position_ids=depths + window.length,
+        attention_mask=mask[None, None],
+        past_key_values=_Writer(window, torch.arange(nodes, device=tokens.device) + window.length),
+        use_cache=True,
+    )
+    hidden: Tensor = out.last_hidden_state
+    return (hidden,) if logits is None else (hidden, logits(hidden))
+
+
+class StaticKVCache(KVCache):
+    """One row whose committed length is on the device; besides all that a ``KVCache`` does it runs static passes.
+
+    Nothing is read back from the device in a step, but where the text may have outgrown its window: there, and when
+    ``length`` is asked for.
+    """
+
+    def __init__(self, model: StaticModel, memory: _Memory, capacity: int) -> None:
+        self.keys, self.values = memory.keys[:, :, :, :capacity], memory.values[:, :, :, :capacity]
+        self.pending = 0
+        self._start = self._end = 0
+        self._model, self._memory = model, memory
+        self._known: int | None = 0
+        self._bound = 0  # the length is at most this
+        self._size = 0  # of the window in use
+
+    @property
+    def length(self) -> int:
+        """Committed positions."""
+        if self._known is None:
+            self._known = self._bound = int(self._memory.length)
+        return self._known
+
+    @length.setter
+    def length(self, value: int) -> None:
+        self._memory.length.fill_(value)
+        self._known = self._bound = value
+        self._size = 0
+
+    def fits(self, nodes: int) -> bool:
+        """Whether a pass over so many new nodes can be a static one."""
+        return self.pending == 0 and self._bound > 0 and nodes <= LARGEST
+
+    def run(self, tokens: Tensor, shape: TreeShape, with_logits: bool = False) -> Outputs:
+        """Read a tree ([1, N] int64), whose states are pending then; N must fit.
+
+        Returns:
+            Hidden states [1, N, D], and if asked for logits [1, N, V].
+
+        Raises:
+            UserError: more positions than the capacity.
+        """
+        nodes = tokens.shape[1]
+        key = (nodes, self._window(nodes), with_logits)
+        self.pending = nodes
+        passes = self._memory.passes
+        found = passes.get(key)
+        if found is None:
+            if len(passes) >= MOST_PASSES:
+                del passes[next(iter(passes))]
+            inputs = tuple(tensor.to(tokens.device) for tensor in (tokens, shape.depths, shape.ancestors))
+            found = passes[key] = _Pass(self._model.prepare(self._memory, key[1], with_logits, inputs), shape.tree)
+        elif shape.tree is None or shape.tree != found.tree:
+            found.tree = shape.tree
+            return found.call(tokens, shape.depths, shape.ancestors)
+        return found.call(tokens, None, None)
+
+    def _window(self, new: int) -> int:
+        """Size of the window for so many new positions; looks up the true length only where the bound needs another."""
+        if window_for(self._bound + new) > self._size or self._bound + new > self.capacity:
+            check_capacity(self.length + new, self.capacity)
+            self._size = window_for(self._bound + new)
+        return self._size
+
+    def positions(self, depths: Tensor) -> Tensor:
+        """[1, T] depths in a tree or chain -> absolute positions [1, T], without waiting for the device."""
+        return depths + self._memory.length
+
+    def commit(self, counts: Tensor | None = None) -> None:
+        """Keep the pending chain, or its first ``counts`` ([1]) positions, without waiting for the device."""
+        if counts is None:
+            self._memory.length.add_(self.pending)
+            self._known = None if self._known is None else self._known + self.pending
+        else:
+            self._memory.length.add_(counts)
+            self._known = None
+        self._bound += self.pending
+        self.pending = 0
+
+    def keep(self, nodes: Tensor, counts: Tensor) -> None:
+        """As any cache's; the whole of ``nodes`` is copied, so that the shape does not depend on what was accepted."""
+        path = nodes[0, : self.pending]
+        if self.pending > 1:
+            # What is copied behind the path's end is as good as what was there: nothing reads it.
+            source = path + self._memory.length
+            target = torch.arange(len(path), device=path.device) + self._memory.length
+            for buffer in (self.keys, self.values):
+                buffer.index_copy_(3, target, buffer.index_select(3, source))
+        self.pending = len(path)
+        self.commit(counts)
+
+    def enlarged(self, shape: CacheShape, capacity: int) -> "StaticKVCache":
+        """A copy with more room."""
+        copy = self._model.cache(capacity)
+        copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
+        copy.length, copy.pending = self.length, self.pending
+        return copy
+
+    def roll_back(self, length: int | None = None) -> None:
+        if length is not None:
+            self.length = length
+        self.pending = 0
+
+
+@lru_cache(maxsize=LARGEST)
+def chain_shape(nodes: int) -> TreeShape:
+    """So many tokens, one after the other."""
+    return TokenTree.chain(nodes - 1).shape

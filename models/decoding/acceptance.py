@@ -1,0 +1,295 @@
+"""Acceptance rules: pure functions from a proposal, the target's laws and some chance to a verdict.
+
+``speculative`` is one walk from the root that covers, by how the trials were drawn: speculative sampling of a chain
+(Leviathan et al., 2211.17192), SpecInfer's multi-step sampling (2305.09781; trials with replacement: their random
+order is exchangeable with the order of drawing), Sequoia's (2402.12374; without replacement), EAGLE's (deterministic
+trials), and trees merged of several drafters. ``drafthead certify`` enumerates the law of what each rule commits.
+
+Shape legend: B rows, N tree nodes (root included), M nodes asked for, S trials at a node, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from drafthead.data.utils.errors import UserError
+from drafthead.models.decoding.contract import DynamicTree, Proposal, Siblings, Verdict
+from drafthead.models.decoding.random_source import Coins
+from drafthead.models.token_tree import NO_CHILD, TokenTree
+
+
+class Target(Protocol):
+    """The target's warped laws after nodes of the proposal."""
+
+    def __call__(self, nodes: Tensor, /) -> Tensor:
+        """[B, M] int64 nodes -> [B, M, V] probabilities."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceRule:
+    """Which rule, and its numbers."""
+
+    name: str = "exact"
+    """``exact`` and ``block`` keep the target's law; ``typical`` and ``lenient`` do not."""
+    epsilon: float = 0.09
+    """Of typical acceptance: a probability that is always enough."""
+    delta: float = 0.3
+    """Of typical acceptance: share of exp(-entropy) that is enough."""
+    lenience: float = 1.0
+    """Of lenient acceptance, in (0, 1]: accept with probability p / (lenience q); 1 is exact."""
+
+    def __post_init__(self) -> None:
+        if self.name not in ("exact", "block", "typical", "lenient"):
+            raise ValueError(f"rule.name must be exact, block, typical or lenient, got {self.name!r}")
+        for key in ("epsilon", "delta", "lenience"):
+            if not 0 < getattr(self, key) <= 1:
+                raise ValueError(f"rule.{key} must be in (0, 1], got {getattr(self, key)}")
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output's law is the target's."""
+        return self.name in ("exact", "block") or (self.name == "lenient" and self.lenience == 1)
+
+    def check(self, siblings: Siblings, tree: TokenTree | DynamicTree) -> None:
+        """Refuse what the rule cannot judge.
+
+        Raises:
+            UserError: block verification of a tree that branches.
+        """
+        is_chain = isinstance(tree, TokenTree) and tree.depth == len(tree) - 1
+        if self.name == "block" and not is_chain:
+            raise UserError(
+                "block verification judges a chain as a whole and cannot judge a tree that branches; use "
+                "tree=chain, or rule.name=exact"
+            )
+
+    def verify(self, proposal: Proposal, target: Target, coins: Coins, keep_laws: bool = False) -> Verdict:
+        """Judge ``proposal``; ``keep_laws`` asks for the target's laws of the committed tokens."""
+        if self.name == "block":
+            return block(proposal, target, coins, keep_laws=keep_laws)
+        if self.name == "typical":
+            return typical(proposal, target, coins, epsilon=self.epsilon, delta=self.delta)
+        lenience = self.lenience if self.name == "lenient" else 1.0
+        return speculative(proposal, target, coins, lenience=lenience, keep_laws=keep_laws)
+
+
+def greedy(proposal: Proposal, target_BN: Tensor) -> Verdict:
+    """Accept the longest path on which every draft is the target's own greedy choice. Lossless.
+
+    Exact for siblings of every kind, since the committed tokens are the target's whatever was drafted: a node is
+    accepted iff all nodes from the root to it equal the target's argmax at their parents; distinct siblings make
+    that path unique, and among equal ones the first is taken.
+
+    Args:
+        proposal: the drafted trees.
+        target_BN: [B, N] int64, the target's argmax after every node.
+    """
+    shape = proposal.shape
+    parents = shape.parents.expand(target_BN.shape)
+    matches = (proposal.tokens == target_BN.gather(1, parents.clamp(min=0))) & (parents >= 0)
+    matches[:, 0] = True
+    nodes, accepted, node = _longest(proposal, matches)
+    return Verdict(nodes=nodes, accepted=accepted, bonus=target_BN.gather(1, node[:, None])[:, 0])
+
+
+def _longest(proposal: Proposal, passes: Tensor, score: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The deepest node all of whose ancestors (itself included) pass; among equal ones the highest score, the first.
+
+    Returns:
+        nodes [B, 1 + depth] along its path padded with 0, its depth [B], the node [B].
+    """
+    shape = proposal.shape
+    rows, count = passes.shape
+    ancestors = shape.ancestors.expand(rows, count, count)
+    # A node survives when none of its ancestors fails: no Python loop over nodes or depths.
+    failures = (ancestors & ~passes[:, None, :]).any(-1)
+    reached = torch.where(failures, -1, shape.depths.expand(rows, count))
+    accepted, node = reached.max(1)
+    if score is not None:
+        node = torch.where(reached == accepted[:, None], score, -torch.inf).argmax(1)
+    on_path = ancestors.gather(1, node[:, None, None].expand(-1, 1, count))[:, 0]  # nodes are ordered along a path
+    place = torch.arange(count, device=passes.device)
+    width = min(shape.depth, count - 1) + 1
+    order = torch.where(on_path, place, count).sort(1).values[:, :width]
+    return order.masked_fill(order == count, 0), accepted, node
+
+
+def speculative(
+    proposal: Proposal, target: Target, coins: Coins, *, lenience: float = 1.0, keep_laws: bool = False
+) -> Verdict:
+    """Walk down from the root: try the children of a node in turn, and go to the first that is accepted.
+
+    A trial x drawn from q is accepted with probability min(1, p(x) / q(x)); after a rejection p becomes the
+    normalised positive part of p - q, or stays where that is empty. The bonus is drawn from what p is at the end.
+    Lossless with ``lenience`` 1; otherwise q counts as ``lenience * q`` and the output is not the target's.
+    """
+    shape = proposal.shape
+    tokens = proposal.tokens
+    rows = torch.arange(tokens.shape[0], device=tokens.device)
+    children = shape.children.expand(len(rows), -1, -1)
+    node = torch.zeros_like(rows)
+    active = torch.ones_like(rows, dtype=torch.bool)
+    law = target(node[:, None])[:, 0]
+    path, laws = [node], [law]
+    on_host = tokens.device.type == "cpu"  # there a look at the rows is free, and most walks end early
+    for _ in range(min(shape.depth, len(shape) - 1)):
+        moved, chosen = torch.zeros_like(active), node
+        for trial in range(children.shape[2]):
+            child = children[rows, node, trial]
+            live = active & ~moved & (child != NO_CHILD)
+            if on_host and not live.any():
+                break
+            token = tokens[rows, child]
+            q = _trial_law(proposal, node, trial, rows)
+            own = law[rows, token]
+            q_own = torch.ones_like(own) if q is None else _own_probability(q, rows, token)
+            accepted = coins.accept(own, q_own * lenience, live)
+            moved, chosen = moved | accepted, torch.where(accepted, child, chosen)
+            rejected = live & ~accepted
+            if not on_host or rejected.any():
+                law = torch.where(rejected[:, None], _residual(law, q, token), law)
+        active, node = moved, chosen
+        if on_host and not active.any():
+            break
+        law = torch.where(active[:, None], target(node[:, None])[:, 0], law)
+        path.append(torch.where(active, node, 0))
+        laws.append(torch.where(active[:, None], law, 0.0))
+    nodes = torch.stack(path, 1)
+    return Verdict(
+        nodes=nodes,
+        accepted=(nodes != 0).sum(1),
+        bonus=coins.draw(law[:, None])[:, 0],
+        laws=torch.stack(laws, 1) if keep_laws else None,
+    )
+
+
+@dataclass(frozen=True)
+class _TrialLaw:
+    """What a trial was drawn from: per row a distribution, or one token for certain."""
+
+    probabilities: Tensor
+    """[B, V]."""
+    certain: Tensor
+    """[B] bool: deterministic, whatever ``probabilities`` say."""
+
+
+def _trial_law(proposal: Proposal, node: Tensor, trial: int, rows: Tensor) -> _TrialLaw | None:
+    """The law of the ``trial``-th child of each row's node; None when all trials are deterministic."""
+    if proposal.laws is None or proposal.law_of is None:
+        return None
+    law_of = proposal.law_of.expand(len(rows), -1, -1)[rows, node]  # [B, S]
+    source = law_of[:, trial]
+    probabilities = proposal.laws[rows, source.clamp(min=0)]
+    if proposal.siblings is Siblings.WITHOUT_REPLACEMENT and trial:
+        children = proposal.shape.children.expand(len(rows), -1, -1)[rows, node]
+        for earlier in range(trial):
+            same = (law_of[:, earlier] == source) & (children[:, earlier] != NO_CHILD)
+            token = proposal.tokens[rows, children[:, earlier]]
+            left = torch.where(same, 0.0, probabilities[rows, token])
+            probabilities = probabilities.scatter(1, token[:, None], left[:, None])
+        probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return _TrialLaw(probabilities, source < 0)
+
+
+def _own_probability(q: _TrialLaw, rows: Tensor, token: Tensor) -> Tensor:
+    return torch.where(q.certain, 1.0, q.probabilities[rows, token])
+
+
+def _residual(law: Tensor, q: _TrialLaw | None, token: Tensor) -> Tensor:
+    """Normalised positive part of law - q; the law itself where that is empty (p equals q up to rounding)."""
+    without = law.scatter(1, token[:, None], 0.0)
+    left = without
+    if q is not None:
+        left = torch.where(q.certain[:, None], without, (law - q.probabilities).clamp(min=0))
+    total = left.sum(-1, keepdim=True)
+    return torch.where(total > 0, left / total, law)
+
+
+def block(proposal: Proposal, target: Target, coins: Coins, *, keep_laws: bool = False) -> Verdict:
+    """Block verification (Sun et al. 2024, 2403.10444) of chains: lossless, and accepts at least as much as token by
+    token.
+
+    With w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), the prefix of i drafts is kept with probability h_i = s_i / (s_i + 1
+    - w_i), where s_i is the mass of the positive part of w_i p_{i+1} - q_{i+1}; the whole chain with w. The longest
+    prefix that is kept counts, and what follows it is drawn from the positive part, or from p after the whole chain.
+    """
+    tokens = proposal.tokens
+    rows = torch.arange(tokens.shape[0], device=tokens.device)
+    children = proposal.shape.children.expand(len(rows), -1, -1)[..., 0]  # [B, N]: a chain has one child a node
+    node, accepted = torch.zeros_like(rows), torch.zeros_like(rows)
+    law = target(node[:, None])[:, 0]
+    weight = torch.ones_like(law[:, 0])
+    drafted = _chain_law(proposal, node, law)
+    path, laws, bonus = [node], [law], _after_prefix(law, weight, drafted)
+    for level in range(1, min(proposal.shape.depth, len(proposal.shape) - 1) + 1):
+        child = children[rows, node]
+        exists = child != NO_CHILD
+        token = tokens[rows, child]
+        ratio = weight * law[rows, token] / drafted[rows, token].clamp(min=torch.finfo(torch.float32).tiny)
+        weight = torch.where(exists, ratio.clamp(max=1), weight)
+        node = torch.where(exists, child, node)
+        law = target(node[:, None])[:, 0]
+        drafted = _chain_law(proposal, node, law)
+        ends = children[rows, node] == NO_CHILD
+        rest = (weight[:, None] * law - drafted).clamp(min=0).sum(-1)
+        kept = coins.accept(
+            torch.where(ends, weight, rest), torch.where(ends, torch.ones_like(weight), rest + 1 - weight), exists
+        )
+        accepted = torch.where(kept, level, accepted)
+        bonus = torch.where(kept[:, None], _after_prefix(law, weight, drafted), bonus)
+        path.append(torch.where(exists, node, 0))
+        laws.append(law)
+    within = torch.arange(len(path), device=tokens.device) <= accepted[:, None]
+    return Verdict(
+        nodes=torch.where(within, torch.stack(path, 1), 0),
+        accepted=accepted,
+        bonus=coins.draw(bonus[:, None])[:, 0],
+        laws=torch.where(within[..., None], torch.stack(laws, 1), 0.0) if keep_laws else None,
+    )
+
+
+def _chain_law(proposal: Proposal, node: Tensor, law: Tensor) -> Tensor:
+    """[B, V] what the only child of each row's node was drawn from, like ``law``; zeros where the chain ends."""
+    rows = torch.arange(len(node), device=node.device)
+    child = proposal.shape.children.expand(len(node), -1, -1)[rows, node, 0]
+    one_hot = torch.zeros_like(law).scatter_(1, proposal.tokens[rows, child][:, None], 1.0)
+    found = _trial_law(proposal, node, 0, rows)
+    drawn = one_hot if found is None else torch.where(found.certain[:, None], one_hot, found.probabilities)
+    return torch.where((child == NO_CHILD)[:, None], 0.0, drawn)
+
+
+def _after_prefix(law: Tensor, weight: Tensor, drafted: Tensor) -> Tensor:
+    """What follows a kept prefix: the normalised positive part of weight * p - q, or p where that is empty."""
+    left = (weight[:, None] * law - drafted).clamp(min=0)
+    total = left.sum(-1, keepdim=True)
+    return torch.where(total > 0, left / total, law)
+
+
+def typical(proposal: Proposal, target: Target, coins: Coins, *, epsilon: float = 0.09, delta: float = 0.3) -> Verdict:
+    """Typical acceptance (Medusa, 2401.10774): NOT lossless.
+
+    A draft passes when the target gives it more than min(epsilon, delta * exp(-entropy)), whatever the drafter gave
+    it. The longest path that passes counts, the likeliest of equal ones. The bonus is drawn from the tokens that would
+    have passed, the likeliest always among them. The reference code takes the likeliest; drawing stays nearer to p.
+    """
+    shape = proposal.shape
+    rows, count = proposal.tokens.shape
+    parents = shape.parents.expand(rows, count)
+    laws = target(torch.arange(count, device=parents.device).expand(rows, count))  # [B, N, V]
+    entropy = torch.special.entr(laws).sum(-1)
+    threshold = torch.clamp(delta * torch.exp(-entropy), max=epsilon)
+    above = parents.clamp(min=0)
+    own = laws.gather(1, above[..., None].expand(-1, -1, laws.shape[-1]))
+    own = own.gather(2, proposal.tokens[..., None])[..., 0]  # probability of each node after its parent
+    passes = (own > threshold.gather(1, above)) & (parents >= 0)
+    passes[:, 0] = True
+    surprise = torch.where(parents >= 0, own, 1.0).clamp(min=torch.finfo(torch.float32).tiny).log()
+    likelihood = (shape.ancestors.to(surprise.dtype) @ surprise[..., None])[..., 0].expand(rows, count)
+    nodes, accepted, node = _longest(proposal, passes, likelihood)
+    index = torch.arange(rows, device=node.device)
+    law = laws[index, node]
+    likely = (law > threshold[index, node][:, None]) | (law == law.max(-1, keepdim=True).values)
+    return Verdict(nodes=nodes, accepted=accepted, bonus=coins.draw((law * likely)[:, None])[:, 0])

@@ -1,0 +1,267 @@
+"""What the decoder needs of anything that drafts, with or without training.
+
+Shape legend: B rows, T tokens, D base width.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from drafthead.data.batch import Features, FeatureSpec
+from drafthead.models.base.base_model import BegunPass
+from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.decoding.random_source import Coins
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.token_tree import TokenTree, TreeShape
+
+
+class Siblings(Enum):
+    """How the children of a node were obtained; losslessness under sampling depends on it."""
+
+    DETERMINISTIC = "deterministic"
+    """A function of the prefix (top-k): verified with a one-hot draft distribution."""
+    WITH_REPLACEMENT = "with_replacement"
+    """Independent samples of q."""
+    WITHOUT_REPLACEMENT = "without_replacement"
+    """Samples of q, renormalised after each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Drafted token trees, one per row, ready to verify.
+
+    A trial is one candidate child with the law it was drawn from. Losslessness under sampling hangs on the laws, so
+    they belong to the trials and not to the nodes: in a tree merged of several drafters a node may be tried twice,
+    each time against another law.
+    """
+
+    tokens: Tensor
+    """[B, N] int64; column 0 is the root, the last committed token; padding holds any token."""
+    shape: TreeShape
+    siblings: Siblings
+    """How the trials that have a law were drawn. Trials without one are deterministic."""
+    laws: Tensor | None = None
+    """[B, Q, V] float: the drafter's distributions after warping, exactly those that were sampled; None: all trials
+    are deterministic."""
+    law_of: Tensor | None = None
+    """[R, N, S] int64: row of ``laws`` that the s-th trial at a node was drawn from, -1 for a deterministic one."""
+    confidence: Tensor | None = None
+    """[B, N] float: probability that the drafter gives a node after its parent, 1 for the root; None if unknown."""
+    begun: "BegunPass | None" = None
+    """What the drafter has already computed of the target's pass over these nodes."""
+
+    def __post_init__(self) -> None:
+        if (self.laws is None) != (self.law_of is None):
+            raise ValueError("a proposal needs both laws and law_of, or neither")
+        if self.laws is not None and self.siblings is Siblings.DETERMINISTIC:
+            raise ValueError("deterministic siblings have no law; say how the trials with a law were drawn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What verification accepted. The committed tokens of the step are the accepted drafts and the bonus."""
+
+    nodes: Tensor
+    """[B, 1 + D] int64: root and accepted nodes in order, padded with 0; D is at most the depth of the trees."""
+    accepted: Tensor
+    """[B] int64: accepted drafts, root excluded."""
+    bonus: Tensor
+    """[B] int64: the target's own token after the last accepted one."""
+    laws: Tensor | None = None
+    """[B, 1 + D, V] float: the target's laws after the accepted nodes, zeros behind them; None unless asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicTree:
+    """A tree chosen anew in every step from the drafter's own probabilities (EAGLE-2, 2406.16858)."""
+
+    nodes: int
+    """Nodes to verify, root included."""
+    width: int = 8
+    """Candidates of every expanded node, and nodes expanded on every level."""
+    depth: int = 16
+    """Drafts on the longest path; the drafter's own depth bounds it too."""
+
+    def __post_init__(self) -> None:
+        if self.nodes < 2 or self.width < 1 or self.depth < 1:
+            raise ValueError(
+                f"a dynamic tree needs nodes >= 2, width >= 1 and depth >= 1, got {self.nodes}, {self.width} and "
+                f"{self.depth}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveLength:
+    """Draft length by what was accepted: transformers' ``heuristic`` schedule of assisted generation.
+
+    It looks at the past only, so the output stays exact. It starts anew in every answer; in transformers it goes on
+    from prompt to prompt, and results depend on their order.
+    """
+
+    start: int = 5
+    """Levels of the first draft."""
+    grow: int = 2
+    """More after a step that accepted a whole path."""
+    shrink: int = 1
+    """Fewer after any other."""
+
+    def __post_init__(self) -> None:
+        if self.start < 1 or self.grow < 0 or self.shrink < 0:
+            raise ValueError(
+                f"an adaptive length needs start >= 1, grow >= 0 and shrink >= 0, got {self.start}, {self.grow} and "
+                f"{self.shrink}"
+            )
+
+    def next(self, length: int, drafted: int, accepted: int) -> int:
+        """Levels to draft after a step that drafted ``drafted`` and accepted ``accepted``; at least 1."""
+        if drafted == 0:
+            return length  # it says nothing of the drafter
+        return length + self.grow if accepted >= drafted else max(1, length - self.shrink)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPlan:
+    """What to draft in a step, and how."""
+
+    tree: TokenTree | DynamicTree
+    siblings: Siblings = Siblings.DETERMINISTIC
+    """Deterministic: the likeliest candidates. Otherwise a node gets as many samples as the tree gives it children."""
+    sampler: Sampler = Sampler(temperature=1.0)
+    """How the drafter's law is warped before siblings are sampled from it; any law keeps the output exact."""
+    stop_below: float = 0.0
+    """Kangaroo's threshold (2404.18911): a draft with less confidence is verified, but nothing is drafted after it.
+    For static trees with deterministic siblings."""
+    adaptive: AdaptiveLength | None = None
+    """Cut the tree to a length that follows what was accepted (one row only); None: always the whole tree."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.stop_below < 1:
+            raise ValueError(f"stop_below must be in [0, 1), got {self.stop_below}")
+        if isinstance(self.tree, DynamicTree) and self.siblings is not Siblings.DETERMINISTIC:
+            # Keeping the best of sampled nodes looks at the samples, which biases the output.
+            raise ValueError("a dynamic tree ranks nodes by their score: its siblings must be deterministic")
+        if self.stop_below > 0 and (self.siblings is not Siblings.DETERMINISTIC or isinstance(self.tree, DynamicTree)):
+            raise ValueError("stop_below is for static trees with deterministic siblings; leave one of them out")
+        if self.siblings is not Siblings.DETERMINISTIC and self.sampler.temperature == 0:
+            raise ValueError("siblings sampled at temperature 0 are all the same token; make them deterministic")
+        if self.sampler.repetition_penalty != 1:
+            raise ValueError("a drafter's law takes no repetition penalty; leave it to the target's sampler")
+
+    @property
+    def depth(self) -> int:
+        """Drafts on the longest path."""
+        return self.tree.depth
+
+    @property
+    def nodes(self) -> int:
+        """Most nodes of a tree, root included."""
+        return len(self.tree) if isinstance(self.tree, TokenTree) else self.tree.nodes
+
+    def at_most(self, depth: int) -> "DraftPlan":
+        """The same plan, no deeper than ``depth``."""
+        if depth >= self.depth:
+            return self
+        if isinstance(self.tree, TokenTree):
+            tree: TokenTree | DynamicTree = self.tree.cut(depth)
+        else:
+            tree = replace(self.tree, depth=depth) if depth else TokenTree.chain(0)
+        return replace(self, tree=tree)
+
+
+@dataclass
+class DraftState:
+    """What a drafter remembers of its rows between steps; subclasses add fields."""
+
+    def select(self, rows: list[int]) -> Self:
+        """The state of these rows only: tensors with a first axis of rows, lists, and what has a ``select`` itself."""
+        chosen: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor):
+                chosen[item.name] = value[rows]
+            elif isinstance(value, list):
+                chosen[item.name] = [value[row] for row in rows]
+            elif hasattr(value, "select"):
+                chosen[item.name] = value.select(rows)
+            else:
+                chosen[item.name] = value
+        return type(self)(**chosen)
+
+
+class Drafter(ABC):
+    """Drafts token trees after the last committed token of every row."""
+
+    tree: TokenTree | None = None
+    """The tree to draft by default, calibrated for it; None: a chain over all its positions."""
+    spec: FeatureSpec = FeatureSpec()
+    """Hidden states of the base that it reads besides the final one."""
+    stop_below: float = 0.0
+    """The confidence threshold to draft with by default (``DraftPlan.stop_below``)."""
+    begun_layers: int = 0
+    """Layers of the target's own pass that it does while drafting (early exit), in a session it is attached to."""
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """The most drafts on a path."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Ids that it may draft lie below; None: only ids that it has read."""
+        return None
+
+    @property
+    def made_for(self) -> str | None:
+        """Fingerprint of the only base that it drafts for; None: any."""
+        return None
+
+    @abstractmethod
+    def init_state(self, batch: int) -> DraftState:
+        """The state before anything is read."""
+
+    def spare_nodes(self, plan: "DraftPlan") -> int:
+        """Positions that drafting needs in the target's cache besides the nodes of ``plan``, where it writes there."""
+        return 0
+
+    def attach(self, state: DraftState, cache: KVCache | RaggedCache) -> DraftState:
+        """The same state over the target's own ``cache``, for a drafter that begins the target's pass itself.
+
+        Called when a session starts, and again when it goes on with fewer rows.
+        """
+        return state
+
+    @abstractmethod
+    def observe(
+        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+    ) -> DraftState:
+        """Take in committed tokens that the base has read: the prompt, then the root and accepted drafts of each step.
+
+        Args:
+            state: is left as it was; caches in it may be written behind their length.
+            tokens: [B, T] int64.
+            features: [B, T, ...] the base's hidden states that ``spec`` names; None from a source that has none.
+            counts: [B] int64, how many of the T tokens count in each row, at least 1; None: all.
+        """
+
+    @abstractmethod
+    def draft(self, state: DraftState, last: Tensor, plan: DraftPlan, coins: Coins | None = None) -> Proposal:
+        """Propose trees after ``last`` ([B] int64), which is committed and not yet read by the base.
+
+        Args:
+            state: never changes.
+            last: the root of every row.
+            plan: the shape; a drafter may return fewer nodes, but no deeper ones.
+            coins: chance for sampled siblings; a drafter needs none for deterministic ones.
+        """
+
+
+def last_of(values: Tensor, counts: Tensor | None) -> Tensor:
+    """The last entry that counts of every row: [B, T, ...] -> [B, ...]."""
+    if counts is None:
+        return values[:, -1]
+    rows = torch.arange(values.shape[0], device=values.device)
+    return values[rows, counts - 1]

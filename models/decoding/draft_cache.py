@@ -1,0 +1,277 @@
+"""What a draft model has read: a memory that drafting fills and that never decides what is drafted.
+
+A drafter's state is the committed tokens alone. The keys and values of what the model has read of them, drafts of
+earlier steps included, are kept here and shared by successive states: a draft first looks how far the memory agrees
+with the tokens committed since, keeps that much and reads the rest in one pass. So accepted drafts are not read twice,
+nothing lags behind after a full acceptance, and an old state drafts what it always did.
+
+Shape legend: B rows, T tokens, F frontier nodes, P pending nodes, W vocabulary.
+"""
+# The committed tokens of rows, for drafters that read tokens and not hidden states.
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.decoding.contract import DraftPlan, DraftState, last_of
+from drafthead.models.token_tree import TokenTree, TreeShape
+
+
+@dataclass
+class Committed(DraftState):
+    """What every row has committed, as a state of its own or a part of one. Never changed in place."""
+
+    tokens: Tensor
+    """[B, T] int64, left-aligned; behind a row's length anything. T is the longest row's length."""
+    lengths: Tensor
+    """[B] int64."""
+
+    @classmethod
+    def none(cls, rows: int) -> "Committed":
+        """Nothing yet."""
+        return cls(tokens=torch.zeros(rows, 0, dtype=torch.int64), lengths=torch.zeros(rows, dtype=torch.int64))
+
+    def append(self, tokens: Tensor, counts: Tensor | None = None) -> "Committed":
+        """With the first ``counts`` ([B], default all) of ``tokens`` ([B, T]) behind each row."""
+        rows, new = tokens.shape
+        known, lengths = self.tokens.to(tokens.device), self.lengths.to(tokens.device)
+        if counts is None:
+            counts = torch.full_like(lengths, new)
+        if rows == 1:
+            kept = tokens[:, : int(counts)]
+            return Committed(tokens=torch.cat([known, kept], 1), lengths=lengths + counts)
+        wider = torch.cat([known, torch.zeros_like(tokens)], 1)
+        # What does not count stands behind the row's new length, or is written over by the next tokens.
+        wider.scatter_(1, lengths[:, None] + torch.arange(new, device=tokens.device), tokens)
+        total = lengths + counts
+        return Committed(tokens=wider[:, : int(total.max())], lengths=total)
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest row."""
+        return self.tokens.shape[1]
+
+    def select(self, rows: list[int]) -> "Committed":
+        lengths = self.lengths[rows]
+        return Committed(tokens=self.tokens[rows, : int(lengths.max())], lengths=lengths)
+
+
+def common_prefix(left: Committed, right: Committed) -> Tensor:
+    """[B] int64: leading tokens in which the rows of both agree."""
+    width = min(left.longest, right.longest)
+    same = left.tokens[:, :width] == right.tokens[:, :width]
+    agreed = same.cumprod(1, dtype=torch.int32).sum(1)
+    return torch.minimum(agreed, torch.minimum(left.lengths, right.lengths))
+
+
+ROW_BY_ROW = 32
+"""Unread tokens from which every row is read by itself: the masks of a padded pass would cost more."""
+ROOM = 256
+"""Positions to begin with, behind a prompt; doubled when they run out."""
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Which pending nodes stand above each other, themselves included."""
+
+    ancestors: Tensor
+    """[B, P, P] bool."""
+
+    @classmethod
+    def none(cls, rows: int, device: torch.device) -> "Forest":
+        """No node yet."""
+        return cls(torch.zeros(rows, 0, 0, dtype=torch.bool, device=device))
+
+    def grown(self, rows: int, new: int, above: Tensor | None) -> "Forest":
+        """With ``new`` nodes more, each below the node ``above`` ([B, new] int64) or, with None, below none."""
+        pending, device = self.ancestors.shape[1], self.ancestors.device
+        ancestors = torch.zeros(rows, pending + new, pending + new, dtype=torch.bool, device=device)
+        ancestors[:, :pending, :pending] = self.ancestors
+        if above is not None:
+            ancestors[:, pending:, :pending] = self.ancestors.gather(1, above[..., None].expand(-1, -1, pending))
+        ancestors[:, pending:, pending:] |= torch.eye(new, dtype=torch.bool, device=device)
+        return Forest(ancestors)
+
+    def shape(self) -> TreeShape:
+        """As far as a pass over the nodes needs it."""
+        none = self.ancestors.new_zeros(1, 1, 1, dtype=torch.int64)
+        depths = self.ancestors.sum(-1) - 1
+        return TreeShape(parents=depths, depths=depths, ancestors=self.ancestors, children=none, depth=0)
+
+
+class DraftCache:
+    """Keys and values of one model for rows of a batch, and the tokens that they stand for."""
+
+    def __init__(self, model: BaseModel) -> None:
+        self.model = model
+        self._cache: KVCache | RaggedCache | None = None
+        self._read = Committed.none(0)
+        self._nodes = torch.zeros(0, 0, dtype=torch.int64)  # [B, P] tokens of pending nodes
+        self._forest = Forest.none(0, torch.device("cpu"))
+
+    def select(self, rows: list[int]) -> "DraftCache":
+        """These rows only, in memory of their own."""
+        if isinstance(self._cache, KVCache):
+            return self  # there is one row
+        chosen = DraftCache(self.model)
+        if self._cache is not None:
+            self._forget_nodes()
+            chosen._cache = self._cache.select(rows)
+            chosen._read = self._read.select(rows)
+            chosen._forget_nodes()
+        return chosen
+
+    @torch.inference_mode()
+    def read(self, text: Committed, room: int = 0) -> Tensor:
+        """Bring the memory to ``text``, with room for so many nodes behind it.
+
+        Returns:
+            The hidden state after every row's last token, [B, D].
+        """
+        self._make_room(text, room)
+        cache = self._cache
+        assert cache is not None
+        self._agree(text)
+        counts = text.lengths - self._read.lengths
+        start, longest = self._read.lengths, int(counts.max())
+        if isinstance(cache, RaggedCache) and longest > ROW_BY_ROW:
+            hidden = []
+            for row, (length, count) in enumerate(zip(start.tolist(), counts.tolist(), strict=True)):
+                lent = cache.slot(row, length)
+                unread = text.tokens[row : row + 1, length : length + count]
+                hidden.append(self.model.read(unread, lent)[:, -1])
+            last = torch.cat(hidden)
+            rewind(cache, text.lengths)
+        else:
+            places = start[:, None] + torch.arange(longest, device=start.device)
+            unread = text.tokens.gather(1, places.clamp(max=text.longest - 1))
+            last = last_of(self.model.read(unread, cache, counts), counts)
+        self._read = text
+        return last
+
+    @torch.inference_mode()
+    def grow(self, tokens: Tensor, above: Tensor | None) -> Tensor:
+        """Read one more level of nodes behind what is read.
+
+        Args:
+            tokens: [B, F] int64.
+            above: [B, F] int64 pending node above each, None: they stand behind the text.
+
+        Returns:
+            Hidden states [B, F, D].
+        """
+        cache = self._cache
+        assert cache is not None
+        rows, new = tokens.shape
+        if new == 1 and self._nodes.shape[1] == 0:
+            # A chain so far: the next text either goes on like this or is cut off by `_agree`.
+            hidden = self.model.read(tokens, cache)
+            self._read = self._read.append(tokens)
+            return hidden
+        self._nodes = torch.cat([self._nodes, tokens], 1)
+        self._forest = self._forest.grown(rows, new, above)
+        return self.model.verify(tokens, self._forest.shape(), cache)
+
+    def _make_room(self, text: Committed, room: int) -> None:
+        """A cache that holds the text and one step's nodes, made or enlarged."""
+        rows = len(text.lengths)
+        # A padded pass writes behind the shorter rows too, but never behind twice the unread tokens.
+        needed = text.longest + room + ROW_BY_ROW
+        if self._cache is not None and needed <= self._cache.capacity:
+            return
+        if self._cache is not None:
+            capacity = max(needed + ROOM, 2 * self._cache.capacity)
+            self._cache = self._cache.enlarged(self.model.cache_shape, capacity)
+        else:
+            capacity = needed + ROOM
+            self._cache = self.model.new_cache(capacity) if rows == 1 else self.model.new_slots(rows, capacity)
+            self._read = Committed(tokens=text.tokens[:, :0], lengths=torch.zeros_like(text.lengths))
+        self._forget_nodes()
+
+    def _agree(self, text: Committed) -> None:
+        """Cut what the text contradicts, and keep of the pending nodes the path that it follows.
+
+        The text's last token is always left to read, since drafting needs the hidden state after it.
+        """
+        cache = self._cache
+        assert cache is not None
+        rows = len(text.lengths)
+        agreed = torch.minimum(common_prefix(self._read, text), text.lengths - 1)
+        pending, ancestors = self._nodes.shape[1], self._forest.ancestors
+        if pending and bool((agreed == self._read.lengths).all()):
+            places = self._read.lengths[:, None] + ancestors.sum(-1) - 1
+            follows = self._nodes == text.tokens.gather(1, places.clamp(max=text.longest - 1))
+            follows &= places < text.lengths[:, None] - 1
+            depth = torch.where((ancestors & ~follows[:, None]).any(-1), 0, ancestors.sum(-1))
+            counts, node = depth.max(1)
+            path = ancestors[torch.arange(rows, device=node.device), node]
+            order = (~path).sort(dim=1, stable=True).indices[:, : max(1, int(counts.max()))]
+            # The rows beyond their own count repeat a kept entry's place, which nothing reads.
+            cache.keep(order, counts)
+            self._read = self._read.append(self._nodes.gather(1, order), counts)
+        else:
+            rewind(cache, agreed)
+            self._read = Committed(tokens=self._read.tokens[:, : int(agreed.max())], lengths=agreed)
+        self._forget_nodes()
+
+    def _forget_nodes(self) -> None:
+        if self._cache is not None:
+            self._cache.roll_back()
+        rows, device = len(self._read.lengths), self._read.lengths.device
+        self._nodes = torch.zeros(rows, 0, dtype=torch.int64, device=device)
+        self._forest = Forest.none(rows, device)
+
+
+@dataclass
+class TextState(DraftState):
+    """The state of a drafter that is a causal LM."""
+
+    text: Committed
+    cache: DraftCache
+
+    def append(self, tokens: Tensor, counts: Tensor | None) -> "TextState":
+        """The state with more committed tokens."""
+        state = TextState(text=self.text.append(tokens, counts), cache=self.cache)
+        if self.text.longest == 0:
+            # Reading the prompt belongs to the prefill, and not to the first step.
+            state.cache.read(state.text)
+        return state
+
+
+class CachedExpansion:
+    """Drafting in progress with a causal LM: every level is one pass over its nodes."""
+
+    def __init__(self, cache: DraftCache, text: Committed, plan: DraftPlan, logits: Callable[[Tensor], Tensor]) -> None:
+        """``text`` ends with the root; ``logits`` turns hidden states [B, F, D] into draft logits [B, F, W]."""
+        self._cache, self._logits = cache, logits
+        tree = plan.tree
+        self._hidden = cache.read(text, len(tree) if isinstance(tree, TokenTree) else tree.width * tree.depth)
+        self._first: int | None = None  # pending node where the frontier before starts; None: it is in the text
+        self._pending = 0
+
+    def root(self) -> Tensor:
+        """As ``Expansion.root``: [B, 1, W]."""
+        return self._logits(self._hidden[:, None])
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """As ``Expansion.grow``: [B, F] int64 each -> [B, F, W]."""
+        above = None if self._first is None else parents + self._first
+        in_text = tokens.shape[1] == 1 and self._pending == 0
+        hidden = self._cache.grow(tokens, above)
+        if not in_text:
+            self._first = self._pending
+            self._pending += tokens.shape[1]
+        return self._logits(hidden)
+
+
+def rewind(cache: KVCache | RaggedCache, lengths: Tensor) -> None:
+    """Forget all but the first ``lengths`` ([B] int64) positions of each row, and what is pending."""
+    if isinstance(cache, KVCache):
+        cache.roll_back(int(lengths))
+    else:
+        cache.roll_back()
+        cache.lengths = lengths

@@ -1,0 +1,79 @@
+"""``drafthead.generate``: one call from a prompt to a text."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from drafthead.data.text.chat import prompt_ids
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.contract import Drafter, DraftPlan
+from drafthead.models.decoding.loop import EXACT, GREEDY, OnTokens, decode
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.step_log import DecodeResult
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was generated."""
+
+    text: str
+    tokens: list[int]
+    mean_accepted_tokens: float
+    """Tokens committed a step, bonus included; 1 for plain decoding."""
+    tokens_per_second: float
+    log: DecodeResult
+    """Every step."""
+
+
+def generate(
+    base: BaseModel,
+    drafter: Drafter | None,
+    prompt: str | list[int] | Tensor,
+    *,
+    max_new_tokens: int = 256,
+    plan: DraftPlan | None = None,
+    sampler: Sampler = GREEDY,
+    rule: AcceptanceRule = EXACT,
+    seed: int = 0,
+    on_tokens: OnTokens | None = None,
+) -> Answer:
+    """Answer a prompt, by default greedily; with a drafter faster, and with the same law (greedily: the same).
+
+    Args:
+        base: the target (``drafthead.load_base``, or ``BaseModel.wrap`` around a loaded model).
+        drafter: a head attached to it, another drafter, or None for plain decoding.
+        prompt: a user's message (put into the chat template), or token ids ([T] or [1, T]) taken as they are.
+        max_new_tokens: at most so many.
+        plan: what to draft; by default the head's own calibrated tree.
+        sampler: temperature, top-p and so on; by default greedy.
+        rule: how drafts are accepted; by default exactly.
+        seed: of a sampled answer.
+        on_tokens: called with tokens as soon as they are final.
+
+    Raises:
+        UserError: an empty prompt, one beyond the context, no chat template, or a plan that the rule would bias.
+    """
+    if isinstance(prompt, str):
+        ids = prompt_ids(base.tokenizer, [{"role": "user", "content": prompt}])
+    else:
+        ids = prompt.flatten().tolist() if isinstance(prompt, Tensor) else list(prompt)
+    log = decode(
+        base,
+        drafter,
+        ids,
+        max_new_tokens=max_new_tokens,
+        plan=plan,
+        sampler=sampler,
+        rule=rule,
+        seed=seed,
+        on_tokens=on_tokens,
+    )
+    steps = len(log.steps)
+    return Answer(
+        text=base.tokenizer.decode(log.tokens, skip_special_tokens=True),
+        tokens=log.tokens,
+        mean_accepted_tokens=sum(s.committed for s in log.steps) / steps if steps else 1.0,
+        tokens_per_second=len(log.tokens) / log.total_s,
+        log=log,
+    )

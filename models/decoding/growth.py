@@ -1,0 +1,333 @@
+"""Trees grown from a drafter's next-token logits, level by level, once for all drafters that work stepwise.
+
+A stepwise drafter only says what may follow the nodes of a frontier. Which of them become children (the ranks of a
+static tree, samples, or the best of a dynamic tree) and where drafting stops is decided here, so that every head
+and draft model has every kind of tree.
+
+Shape legend: B rows, F frontier nodes, W draft vocabulary, V target vocabulary, N nodes.
+"""
+# Sampled siblings: the children of a node as draws of the drafter's law.
+# Static trees while they are drafted: their levels, and what is left of them where nodes are missing.
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from drafthead.models.decoding.contract import Drafter, DraftPlan, DraftState, DynamicTree, Proposal, Siblings
+from drafthead.models.decoding.random_source import Coins
+from drafthead.models.token_tree import TokenTree, TreeShape
+
+MISSING = -1
+"""A sibling that does not exist: the law has fewer tokens than children are wanted."""
+
+
+def draw_siblings(laws: Tensor, count: int, kind: Siblings, coins: Coins) -> Tensor:
+    """``count`` draws of every law: [B, F, W] -> [B, F, count] int64, ``MISSING`` where the law is used up.
+
+    With replacement the draws are independent (SpecInfer, 2305.09781); without, a token that was drawn is removed
+    and the rest renormalised (Sequoia, 2402.12374). Verification must know which.
+
+    Raises:
+        ValueError: siblings that are not drawn.
+    """
+    if kind is Siblings.DETERMINISTIC:
+        raise ValueError("deterministic siblings are ranked, not drawn")
+    if kind is Siblings.WITH_REPLACEMENT:
+        rows, parents, _ = laws.shape
+        repeated = laws[:, :, None].expand(-1, -1, count, -1).flatten(1, 2)
+        return coins.draw(repeated).view(rows, parents, count)
+    remaining, drawn = laws, []
+    for _ in range(count):
+        token = coins.draw(remaining)
+        exists = remaining.gather(-1, token[..., None])[..., 0] > 0
+        drawn.append(torch.where(exists, token, MISSING))
+        remaining = remaining.scatter(-1, token[..., None], 0.0)
+    return torch.stack(drawn, -1)
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of a static tree."""
+
+    nodes: Tensor
+    """[M] nodes on the level, in order."""
+    parents: Tensor
+    """[M] place of each one's parent in the frontier above."""
+    ranks: Tensor
+    """[M] which candidate (or sample) of its parent each one takes."""
+    width: int
+    """Candidates needed of a parent."""
+    inner: Tensor
+    """[F] those of ``nodes`` that have children, as places on this level: the next frontier."""
+    above: Tensor
+    """[F] their parents' places in the frontier above."""
+
+
+@lru_cache(maxsize=512)
+def levels_of(tree: TokenTree, device: torch.device, sampled: bool) -> tuple[Level, ...]:
+    """The levels of ``tree``; for samples, ranks count siblings instead of naming candidates."""
+    levels = []
+    frontier = [0]
+    for depth in range(1, tree.depth + 1):
+        nodes = [n for n, path in enumerate(tree.paths) if len(path) == depth]
+        parents = [frontier.index(tree.parents[n]) for n in nodes]
+        if sampled:
+            ranks = [parents[:place].count(parent) for place, parent in enumerate(parents)]
+        else:
+            ranks = [tree.ranks[n] for n in nodes]
+        inner = [place for place, n in enumerate(nodes) if n in tree.parents]
+
+        def tensor(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        levels.append(
+            Level(
+                nodes=tensor(nodes),
+                parents=tensor(parents),
+                ranks=tensor(ranks),
+                width=max(ranks) + 1,
+                inner=tensor(inner),
+                above=tensor([parents[place] for place in inner]),
+            )
+        )
+        frontier = [nodes[place] for place in inner]
+    return tuple(levels)
+
+
+def living(tree: TokenTree, tokens: Tensor, alive: Tensor, confidence: Tensor) -> Proposal:
+    """The nodes of a static tree that are alive in some row; in other rows they are padding."""
+    kept = alive.any(0).nonzero()[:, 0]
+    if len(kept) == len(tree) and bool(alive[:, : len(tree)].all()):
+        shape = tree.shape_on(tokens.device)
+        kept = torch.arange(len(tree), device=tokens.device)
+    else:
+        place = torch.zeros(alive.shape[1], dtype=torch.int64, device=tokens.device)
+        place[kept] = torch.arange(len(kept), device=tokens.device)
+        above = torch.tensor((0, *tree.parents[1:]), device=tokens.device)
+        parents = place[above[kept]].expand(tokens.shape[0], -1)
+        parents = torch.where(alive[:, kept], parents, -1)
+        parents[:, 0] = -1
+        shape = TreeShape.from_parents(parents)
+    return Proposal(
+        tokens=tokens[:, kept], shape=shape, siblings=Siblings.DETERMINISTIC, confidence=confidence[:, kept]
+    )
+
+
+def without_missing(tree: TokenTree, tokens: Tensor) -> TreeShape:
+    """The shape without samples that do not exist, and without what would follow them."""
+    shape = tree.shape_on(tokens.device)
+    missing = tokens < 0
+    if not missing.any():
+        return shape
+    parents = torch.tensor([tree.parents], device=tokens.device)
+    dead = (shape.ancestors & missing[:, None, :]).any(-1)
+    return TreeShape.from_parents(torch.where(dead, -1, parents), width=shape.children.shape[2])
+
+
+class Expansion(Protocol):
+    """One step's drafting in progress: gives logits for ever deeper nodes."""
+
+    def root(self) -> Tensor:
+        """Draft logits after the root, [B, 1, W]."""
+        ...
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Draft logits after the nodes of the next level.
+
+        Args:
+            tokens: [B, F] int64 target ids of the nodes to expand.
+            parents: [B, F] int64, each node's parent as its place in the frontier before.
+
+        Returns:
+            [B, F, W], or [B, 1, W] when all nodes of the level have the same law: then its candidates or samples are
+            found once and shared. Sharing samples between parents is exact, since a walk passes one of them only and
+            comes there by what happened on the levels above.
+        """
+        ...
+
+
+class StepwiseDrafter(Drafter):
+    """A drafter with next-token logits of its own."""
+
+    d2t: Tensor
+    """[W] int64: target id of every draft id."""
+
+    @abstractmethod
+    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> Expansion:
+        """Start drafting after ``last`` ([B])."""
+
+    def draft(self, state: DraftState, last: Tensor, plan: DraftPlan, coins: Coins | None = None) -> Proposal:
+        if plan.depth > self.depth:
+            raise ValueError(f"the tree is {plan.depth} deep, but the head drafts {self.depth} positions")
+        if plan.depth == 0:
+            return root_only(last)
+        with torch.inference_mode():
+            expansion = self.begin(state, last, plan)
+            if isinstance(plan.tree, DynamicTree):
+                proposal = grow_dynamic(expansion, last, plan.tree, self.d2t)
+            elif plan.siblings is Siblings.DETERMINISTIC:
+                proposal = grow_ranked(expansion, last, plan.tree, self.d2t, plan.stop_below)
+            elif coins is None:
+                raise ValueError("sampled siblings need coins")
+            else:
+                proposal = grow_sampled(expansion, last, plan, plan.tree, self.d2t, self.vocabulary, coins)
+            return self.finish(expansion, proposal)
+
+    def finish(self, expansion: Expansion, proposal: Proposal) -> Proposal:
+        """The proposal with what the drafter knows besides; by default as it is."""
+        return proposal
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """Size V of the target's vocabulary, over which laws are given."""
+
+
+def root_only(last: Tensor) -> Proposal:
+    """Nothing drafted: the target reads ``last`` ([B]) alone."""
+    shape = TokenTree.chain(0).shape_on(last.device)
+    return Proposal(tokens=last[:, None], shape=shape, siblings=Siblings.DETERMINISTIC)
+
+
+class Frontier(NamedTuple):
+    """The nodes that are expanded next."""
+
+    tokens: Tensor
+    """[B, F] target ids."""
+    parents: Tensor
+    """[B, F] each one's parent as its place in the frontier before."""
+
+
+def _logits_after(expansion: Expansion, frontier: Frontier | None) -> Tensor:
+    return expansion.root() if frontier is None else expansion.grow(frontier.tokens, frontier.parents)
+
+
+def grow_ranked(expansion: Expansion, last: Tensor, tree: TokenTree, d2t: Tensor, stop_below: float = 0.0) -> Proposal:
+    """A static tree: every node takes its parent's candidate of the node's rank.
+
+    With ``stop_below``, a node whose probability is lower is kept, but gets no children; drafting ends when no node
+    of any row goes on. Then the trees of the rows differ.
+    """
+    tokens = last.new_zeros(last.shape[0], len(tree))
+    tokens[:, 0] = last
+    confidence = torch.ones(tokens.shape, device=last.device)
+    goes_on = torch.ones(last.shape[0], 1, dtype=torch.bool, device=last.device)
+    alive = torch.zeros(tokens.shape, dtype=torch.bool, device=last.device)
+    alive[:, 0] = True
+    depth = 0
+    frontier: Frontier | None = None
+    for level in levels_of(tree, last.device, sampled=False):
+        depth += 1
+        logits = _logits_after(expansion, frontier).float()
+        width = min(level.width, logits.shape[-1])
+        values, candidates = logits.topk(width, dim=-1)
+        ranks = level.ranks.clamp(max=width - 1)
+        parents = level.parents.clamp(max=logits.shape[1] - 1)
+        drafted = d2t[candidates[:, parents, ranks]]
+        tokens[:, level.nodes] = drafted
+        if stop_below > 0:
+            mass = values - logits.logsumexp(-1, keepdim=True)
+            confidence[:, level.nodes] = mass[:, parents, ranks].exp()
+            alive[:, level.nodes] = goes_on[:, level.parents]
+            goes_on = goes_on[:, level.parents] & (confidence[:, level.nodes] >= stop_below)
+            goes_on = goes_on[:, level.inner]
+            if not goes_on.any():
+                break
+        frontier = Frontier(drafted[:, level.inner], level.above.expand(last.shape[0], -1))
+    if stop_below == 0:
+        return Proposal(tokens=tokens, shape=tree.shape_on(last.device), siblings=Siblings.DETERMINISTIC)
+    return living(tree.cut(depth), tokens, alive, confidence)
+
+
+def grow_sampled(
+    expansion: Expansion, last: Tensor, plan: DraftPlan, tree: TokenTree, d2t: Tensor, vocabulary: int, coins: Coins
+) -> Proposal:
+    """A static tree whose nodes' children are samples of the drafter's warped law; the laws go with the proposal.
+
+    Every parent's law is one row of ``laws``, in the order of the parents. A sample that does not exist (the law has
+    fewer tokens than children are wanted) becomes padding.
+    """
+    rows = last.shape[0]
+    tokens = last.new_zeros(rows, len(tree))
+    tokens[:, 0] = last
+    laws: list[Tensor] = []
+    identical = _is_identity(d2t, vocabulary)
+    frontier: Frontier | None = None
+    law_of = torch.zeros(len(tree), dtype=torch.int64, device=last.device)
+    parents_of_level, count = torch.zeros(1, dtype=torch.int64, device=last.device), 0
+    for level in levels_of(tree, last.device, sampled=True):
+        logits = _logits_after(expansion, frontier)
+        law = plan.sampler.laws(logits.flatten(0, 1)).view(logits.shape)
+        drawn = draw_siblings(law, level.width, plan.siblings, coins)
+        shared = law.shape[1] == 1
+        chosen = drawn[:, level.parents.clamp(max=law.shape[1] - 1), level.ranks]
+        chosen = torch.where(chosen >= 0, d2t[chosen.clamp(min=0)], -1)
+        tokens[:, level.nodes] = chosen
+        law_of[parents_of_level] = count if shared else torch.arange(count, count + law.shape[1], device=last.device)
+        count += law.shape[1]
+        if not identical:
+            law = law.new_zeros(*law.shape[:2], vocabulary).index_copy_(2, d2t, law)
+        laws.append(law)
+        frontier = Frontier(chosen[:, level.inner].clamp(min=0), level.above.expand(rows, -1))
+        parents_of_level = level.nodes[level.inner]
+    shape = tree.shape_on(last.device)
+    if plan.siblings is Siblings.WITHOUT_REPLACEMENT:
+        shape = without_missing(tree, tokens)
+    return Proposal(
+        tokens=tokens.clamp(min=0),
+        shape=shape,
+        siblings=plan.siblings,
+        laws=torch.cat(laws, 1),
+        law_of=law_of[None, :, None].expand(1, -1, shape.children.shape[2]),
+    )
+
+
+def _is_identity(d2t: Tensor, vocabulary: int) -> bool:
+    """Whether draft ids are target ids."""
+    return len(d2t) == vocabulary and bool((d2t == torch.arange(vocabulary, device=d2t.device)).all())
+
+
+def grow_dynamic(expansion: Expansion, last: Tensor, plan: DynamicTree, d2t: Tensor) -> Proposal:
+    """EAGLE-2's tree: expand the likeliest nodes of every level, then keep the likeliest of all that were scored.
+
+    A node's score is the product of the drafter's probabilities along its path, so every parent scores above its
+    children and the kept nodes form a tree. All rows get the same number of nodes.
+    """
+    rows, device = last.shape[0], last.device
+    scores: list[Tensor] = []
+    tokens: list[Tensor] = []
+    parents: list[Tensor] = []
+    frontier_score = torch.zeros(rows, 1, dtype=torch.float64, device=device)
+    frontier_node = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+    frontier: Frontier | None = None
+    count = 1
+    for _ in range(plan.depth):
+        logits = _logits_after(expansion, frontier).float()
+        width = min(plan.width, logits.shape[-1])
+        values, candidates = logits.topk(width, dim=-1)
+        # A certain child must still score below its parent, or the best nodes would be no tree.
+        values = (values - logits.logsumexp(-1, keepdim=True)).double().clamp(max=-1e-9) + frontier_score[..., None]
+        scores.append(values.flatten(1))
+        tokens.append(d2t[candidates].expand(values.shape).flatten(1))
+        parents.append(frontier_node.repeat_interleave(width, 1))
+        frontier_score, best = scores[-1].topk(min(plan.width, scores[-1].shape[1]), dim=1)
+        frontier = Frontier(tokens[-1].gather(1, best), best // width)
+        frontier_node = count + best
+        count += scores[-1].shape[1]
+    everything = torch.cat(scores, 1)
+    kept = everything.topk(min(plan.nodes - 1, count - 1), dim=1).indices.sort(1).values + 1  # parents come first
+    place = torch.zeros(rows, count, dtype=torch.int64, device=device)
+    place.scatter_(1, kept, torch.arange(1, kept.shape[1] + 1, device=device).expand(rows, -1))
+    root = last.new_zeros(rows, 1)
+    above_all = torch.cat([root, *parents], 1)
+    new_parents = place.gather(1, above_all.gather(1, kept))
+    return Proposal(
+        tokens=torch.cat([last[:, None], torch.cat(tokens, 1).gather(1, kept - 1)], 1),
+        shape=TreeShape.from_parents(torch.cat([root - 1, new_parents], 1)),
+        siblings=Siblings.DETERMINISTIC,
+        confidence=torch.cat([torch.ones(rows, 1, device=device), everything.gather(1, kept - 1).exp()], 1),
+    )

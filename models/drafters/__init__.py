@@ -1,0 +1,1 @@
+"""Drafters without training: prompt lookup, another model, early exit, combined and nested."""

@@ -1,0 +1,261 @@
+"""Several drafters at once: the union of their trees (SpecInfer's merge, 2305.09781).
+
+Nodes with the same tokens from the root on are one node, read once by the target. Their trials are not merged: a
+token that two drafters sampled is tried twice, each time against the law that it was drawn from, which keeps the
+output exact (dropping a trial, or keeping one law for both, does not). Trials stand in the order of the drafters,
+which looks at no sample. All rows are merged together by tensor operations, with a loop over depths.
+
+Shape legend: B rows, N nodes (root included), S trials at a node, M nodes of all drafters before merging.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from drafthead.data.batch import Features, FeatureSpec
+from drafthead.data.utils.errors import UserError
+from drafthead.models.decoding.contract import Drafter, DraftPlan, DraftState, DynamicTree, Proposal, Siblings
+from drafthead.models.decoding.random_source import Coins
+from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
+
+
+@dataclass
+class MergedState(DraftState):
+    """The drafters' states, in their order."""
+
+    parts: tuple[DraftState, ...]
+
+    def select(self, rows: list[int]) -> "MergedState":
+        return MergedState(parts=tuple(part.select(rows) for part in self.parts))
+
+
+class Merged(Drafter):
+    """Drafts the union of what ``drafters`` draft, each a tree of its own.
+
+    The plan's siblings, sampler and threshold hold for all drafters, the depth too; of a dynamic tree's nodes every
+    drafter gets an equal share. No drafter is attached to the target's cache: the target reads the union of the trees
+    whole, of which one that exits early would know its own part only.
+
+    Up to some size a pass of the target costs what one token does, and beyond it every node is paid for. ``nodes``
+    holds the union to that size: the other drafters draft first, and of the first one's tree come the likeliest nodes
+    that there is still room for. How many the others found is a function of the text, never of what is sampled next,
+    so the output stays exact. Rows of one batch share the room that the fullest of them leaves.
+    """
+
+    def __init__(
+        self, drafters: Sequence[Drafter], trees: Sequence[TokenTree] | None = None, nodes: int | None = None
+    ) -> None:
+        """Merge ``drafters``.
+
+        Args:
+            drafters: in the order in which their candidates are tried.
+            trees: one each; by default a drafter's own tree, or a chain over all its positions.
+            nodes: most nodes of the union, root included, as far as the first drafter's tree can give way; None: all.
+
+        Raises:
+            UserError: fewer than two drafters, not one tree each, or room for less than one draft.
+        """
+        if len(drafters) < 2:
+            raise UserError(f"a merged drafter needs at least two drafters, got {len(drafters)}")
+        self.drafters = tuple(drafters)
+        self.trees = tuple(trees) if trees else tuple(d.tree or TokenTree.chain(d.depth) for d in drafters)
+        if len(self.trees) != len(self.drafters):
+            raise UserError(f"{len(self.drafters)} merged drafters need as many trees, got {len(self.trees)}")
+        if nodes is not None and nodes < 2:
+            raise UserError(f"a merged tree of {nodes} nodes is wanted; the root and one draft are 2")
+        self.nodes = nodes
+        self.tree = side_by_side(self.trees)
+        self.spec = FeatureSpec(layers=tuple(dict.fromkeys(n for d in self.drafters for n in d.spec.layers)))
+
+    @property
+    def depth(self) -> int:
+        return max(drafter.depth for drafter in self.drafters)
+
+    @property
+    def vocab_size(self) -> int | None:
+        return max((d.vocab_size for d in self.drafters if d.vocab_size is not None), default=None)
+
+    def init_state(self, batch: int) -> MergedState:
+        return MergedState(parts=tuple(drafter.init_state(batch) for drafter in self.drafters))
+
+    def observe(
+        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+    ) -> MergedState:
+        assert isinstance(state, MergedState)
+        pairs = zip(self.drafters, state.parts, strict=True)
+        return MergedState(
+            parts=tuple(drafter.observe(part, tokens, self._own(drafter, features), counts) for drafter, part in pairs)
+        )
+
+    def _own(self, drafter: Drafter, features: Features | None) -> Features | None:
+        """What ``drafter`` reads of the features that all of them read."""
+        if features is None:
+            return None
+        places = [self.spec.layers.index(number) for number in drafter.spec.layers]
+        layers = torch.cat([features.layer(place) for place in places], -1) if places else None
+        return Features(final=features.final, layers=layers)
+
+    @torch.inference_mode()
+    def draft(self, state: DraftState, last: Tensor, plan: DraftPlan, coins: Coins | None = None) -> Proposal:
+        assert isinstance(state, MergedState)
+        (head, own, part), *others = zip(self.drafters, self._plans(plan), state.parts, strict=True)
+        found = [d.draft(its, last, wanted.at_most(d.depth), coins) for d, wanted, its in others]
+        if self.nodes is not None and isinstance(own.tree, TokenTree):
+            own = replace(own, tree=own.tree.first(self.nodes - sum(len(p.shape) - 1 for p in found)))
+        return merge([head.draft(part, last, own.at_most(head.depth), coins), *found])
+
+    def _plans(self, plan: DraftPlan) -> list[DraftPlan]:
+        if isinstance(plan.tree, DynamicTree):
+            share = 1 + (plan.nodes - 1) // len(self.drafters)
+            if share < 2:
+                raise UserError(f"{len(self.drafters)} merged drafters cannot share a tree of {plan.nodes} nodes")
+            return [replace(plan, tree=replace(plan.tree, nodes=share)) for _ in self.drafters]
+        trees = [tree.cut(plan.depth) for tree in self.trees]
+        needed = 1 + sum(len(tree) - 1 for tree in trees)
+        if plan.nodes < needed:
+            raise UserError(
+                f"the plan has room for {plan.nodes} nodes, but the merged drafters' trees have {needed}; plan their "
+                "own tree, or give the merged drafter smaller trees"
+            )
+        return [replace(plan, tree=tree) for tree in trees]
+
+
+def side_by_side(trees: Sequence[TokenTree]) -> TokenTree:
+    """All ``trees`` under one root, the ranks of each behind those of the one before: the largest union there is."""
+    paths: list[tuple[int, ...]] = []
+    offset = 0
+    for tree in trees:
+        paths += [(path[0] + offset, *path[1:]) for path in tree.paths[1:]]
+        offset = 1 + max((path[0] for path in paths), default=-1)
+    return TokenTree.from_paths(paths)
+
+
+def merge(proposals: Sequence[Proposal]) -> Proposal:
+    """The union of trees with one root.
+
+    A node is merged with that of an earlier drafter; of one that found nothing there is no trace. Equal samples of one
+    drafter stay apart: they may share what was sampled below them, and then trying both would try the same sample
+    twice.
+
+    Raises:
+        UserError: trials sampled with and without replacement, for which there is no rule.
+    """
+    proposals = [p for p in proposals if len(p.shape) > 1] or [proposals[0]]
+    if len(proposals) == 1:
+        return proposals[0]
+    kinds = {p.siblings for p in proposals if p.laws is not None}
+    if len(kinds) > 1:
+        raise UserError(
+            "merged drafters must sample alike, but some sample with and some without replacement; choose one kind"
+        )
+    table = _Table(proposals)
+    same = _same_node(table)
+    parents, tokens, place = _compact(table, same)
+    children, law_of = _trials(proposals, table, same, place, parents.shape[1])
+    shape = replace(TreeShape.from_parents(parents), children=children)
+    laws = [p.laws for p in proposals if p.laws is not None]
+    return Proposal(
+        tokens=tokens,
+        shape=shape,
+        siblings=kinds.pop() if kinds else Siblings.DETERMINISTIC,
+        laws=torch.cat(laws, 1) if laws else None,
+        law_of=law_of if laws else None,
+    )
+
+
+class _Table:
+    """The nodes of all proposals in one list: the root, then each drafter's nodes in turn."""
+
+    def __init__(self, proposals: Sequence[Proposal]) -> None:
+        rows = proposals[0].tokens.shape[0]
+        self.offsets = [0]  # a drafter's node n > 0 is node offset + n of the list
+        tokens, parents, owner = [proposals[0].tokens[:, :1]], [], [0]
+        for number, proposal in enumerate(proposals):
+            offset, count = self.offsets[-1], len(proposal.shape)
+            above = proposal.shape.parents[:, 1:].expand(rows, -1)
+            tokens.append(proposal.tokens[:, 1:])
+            parents.append(torch.where(above > 0, above + offset, above))
+            owner += [number] * (count - 1)
+            self.offsets.append(offset + count - 1)
+        self.tokens = torch.cat(tokens, 1)
+        device = self.tokens.device
+        self.parents = torch.cat([torch.full((rows, 1), -1, device=device), *parents], 1)
+        self.owner = torch.tensor(owner, device=device)
+        self.depths = torch.cat(
+            [torch.zeros(rows, 1, dtype=torch.int64, device=device)]
+            + [p.shape.depths[:, 1:].expand(rows, -1) for p in proposals],
+            1,
+        )
+
+        levels = sorted((int(p.shape.depths.max()) for p in proposals), reverse=True)
+        self.shared_depth = levels[1]
+        """Levels on which two drafters have nodes, so that some can be the same."""
+
+
+def _same_node(table: _Table) -> Tensor:
+    """[B, M] int64: the node that each one becomes, itself or one of an earlier drafter."""
+    rows, count = table.tokens.shape
+    device = table.tokens.device
+    index = torch.arange(count, device=device)
+    same = index.expand(rows, -1).contiguous()
+    earlier = index[:, None] > index
+    own = table.owner[:, None] == table.owner
+    alike = (table.tokens[:, :, None] == table.tokens[:, None]) & earlier
+    for depth in range(1, table.shared_depth + 1):
+        above = torch.where(table.parents >= 0, same.gather(1, table.parents.clamp(min=0)), -1)
+        on_level = (table.depths == depth) & (above >= 0)
+        twins = alike & (above[:, :, None] == above[:, None]) & on_level[:, :, None] & on_level[:, None]
+        repeated = (twins & own).any(-1)
+        # Only a node that is nobody's repetition can be met again: what repeats it goes its own way.
+        meets = twins & ~own & ~repeated[:, None] & ~repeated[..., None]
+        first = torch.where(meets.any(-1), meets.int().argmax(-1), index)
+        same = torch.where(on_level, first, same)
+    return same
+
+
+def _compact(table: _Table, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Merged nodes left out: parents [B, N], tokens [B, N], and for every node of the table its place, [B, M]."""
+    rows, count = same.shape
+    index = torch.arange(count, device=same.device)
+    living = (same == index) & (table.parents >= 0)
+    living[:, 0] = True
+    width = int(living.sum(1).max())
+    order = (~living).sort(dim=1, stable=True).indices[:, :width]
+    place = torch.zeros_like(same).scatter_(1, order, torch.arange(width, device=same.device).expand(rows, -1))
+    place = place.gather(1, same)
+    above = table.parents.gather(1, order)
+    parents = torch.where((above >= 0) & living.gather(1, order), place.gather(1, above.clamp(min=0)), -1)
+    return parents, table.tokens.gather(1, order), place
+
+
+def _trials(
+    proposals: Sequence[Proposal], table: _Table, same: Tensor, place: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """The children of every node with their laws, drafter by drafter: twice [B, N, S].
+
+    A drafter has one node at most in each merged one, so its trials keep columns of their own until gaps are closed.
+    """
+    rows, device = same.shape[0], same.device
+    children, law_of, laws = [], [], 0
+    for offset, proposal in zip(table.offsets, proposals, strict=False):
+        count, trials = len(proposal.shape), proposal.shape.children.shape[2]
+        nodes = torch.arange(count, device=device) + offset
+        nodes[0] = 0
+        known = proposal.shape.children.expand(rows, -1, -1)
+        to = place[:, nodes].gather(1, known.flatten(1)).view(known.shape).masked_fill(known == NO_CHILD, NO_CHILD)
+        law = torch.full_like(known, -1)
+        if proposal.law_of is not None and proposal.laws is not None:
+            law = torch.where(proposal.law_of >= 0, proposal.law_of + laws, -1).expand(known.shape)
+            laws += proposal.laws.shape[1]
+        # Padding is in the root's place and has no children: it must not overwrite the root's.
+        padding = (table.parents[:, nodes] < 0) & (nodes > 0)
+        at = torch.where(padding, width, place[:, nodes])[..., None].expand(known.shape)
+        room = torch.full((rows, width + 1, trials), NO_CHILD, device=device)
+        children.append(room.scatter(1, at, to)[:, :width])
+        law_of.append(room.scatter(1, at, law)[:, :width])
+    table_of_children, table_of_laws = torch.cat(children, 2), torch.cat(law_of, 2)
+    gaps = table_of_children == NO_CHILD
+    order = gaps.sort(dim=2, stable=True).indices[..., : max(1, int((~gaps).sum(2).max()))]
+    return table_of_children.gather(2, order), table_of_laws.gather(2, order)

@@ -1,0 +1,98 @@
+"""An independent causal LM as drafter: speculative sampling (2211.17192, 2302.01318) or assisted decoding.
+
+With a deterministic chain this is greedy assisted decoding, with sampled siblings vanilla speculative sampling, and a
+tree plan makes SpecInfer's, Sequoia's or EAGLE-2's trees of it. ``early_exit`` makes the first layers of the target
+itself such a drafter, without a weight of its own.
+
+Shape legend: B rows, T tokens.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from drafthead.data.batch import Features
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.layers import with_layers
+from drafthead.models.decoding.contract import DraftPlan, DraftState, Proposal
+from drafthead.models.decoding.draft_cache import CachedExpansion, Committed, DraftCache, TextState
+from drafthead.models.decoding.growth import StepwiseDrafter
+from drafthead.models.decoding.random_source import Coins
+
+
+class ModelDrafter(StepwiseDrafter):
+    """A smaller model with the target's tokenizer."""
+
+    def __init__(self, model: BaseModel, target: BaseModel | None = None, *, num_tokens: int = 5) -> None:
+        """Draft with ``model``.
+
+        Args:
+            model: on the target's device.
+            target: the model to draft for. Needed only where its vocabulary is padded to more ids than ``model`` has:
+                ids that ``model`` does not know are never drafted.
+            num_tokens: most drafts on a path, and the length of the default chain.
+
+        Raises:
+            UserError: ``model`` knows more ids than the target, or num_tokens below 1.
+        """
+        if num_tokens < 1:
+            raise UserError(f"a draft model needs num_tokens of at least 1, got {num_tokens}")
+        self.model = model
+        self._vocabulary = target.vocab_size if target is not None else model.vocab_size
+        if model.vocab_size > self._vocabulary:
+            raise UserError(
+                f"the draft model {model.name} has {model.vocab_size} ids but the target has {self._vocabulary}; use "
+                "one with the target's tokenizer"
+            )
+        self.d2t = torch.arange(model.vocab_size, device=model.device)
+        self._depth = num_tokens
+
+    @property
+    def depth(self) -> int:
+        return self._depth
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
+
+    @property
+    def vocab_size(self) -> int:
+        # Told of no target, its laws are as wide as its own vocabulary, and so must be the target's.
+        return self._vocabulary
+
+    def init_state(self, batch: int) -> TextState:
+        return TextState(text=Committed.none(batch), cache=DraftCache(self.model))
+
+    def observe(
+        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+    ) -> TextState:
+        assert isinstance(state, TextState)
+        return state.append(self._known(tokens), counts)
+
+    def draft(self, state: DraftState, last: Tensor, plan: DraftPlan, coins: Coins | None = None) -> Proposal:
+        assert isinstance(state, TextState)
+        room = self.model.max_context - state.text.longest - 1
+        return super().draft(state, last, plan.at_most(max(0, room)), coins)
+
+    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> CachedExpansion:
+        assert isinstance(state, TextState)
+        text = state.text.append(self._known(last[:, None]))
+        return CachedExpansion(state.cache, text, plan, self.model.logits)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Ids that only the target has become the draft model's last one: it has to read something in their place."""
+        return tokens if self._vocabulary == self.model.vocab_size else tokens.clamp(max=self.model.vocab_size - 1)
+
+
+def early_exit(base: BaseModel, layers: int, *, num_tokens: int = 5) -> ModelDrafter:
+    """The first ``layers`` layers of ``base`` with its final norm and output head, as a drafter for it.
+
+    Shares all weights; keeps keys and values of its own.
+
+    Raises:
+        UserError: not fewer layers than the base has, or none.
+    """
+    if not 1 <= layers < base.num_layers:
+        raise UserError(f"an early exit from {base.name} needs 1 to {base.num_layers - 1} layers, got {layers}")
+    stack = nn.ModuleList(list(base.model.model.layers)[:layers])
+    return ModelDrafter(with_layers(base, stack), num_tokens=num_tokens)

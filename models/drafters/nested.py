@@ -1,0 +1,259 @@
+"""Decoding as a drafter: a model in between drafts for the target, itself sped up by a drafter of its own.
+
+Every draft is a committed token of an inner session, so its law is exactly the inner model's, whatever the inner
+drafter does: the outer verification needs nothing else. Inner sessions may be nested again.
+
+Shape legend: B rows, T tokens, K drafts, V vocabulary.
+"""
+
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafthead.data.batch import Features
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.cache.kv_cache import KVCache
+from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.contract import Drafter, DraftPlan, DraftState, Proposal, Siblings
+from drafthead.models.decoding.draft_cache import Committed, common_prefix
+from drafthead.models.decoding.growth import root_only
+from drafthead.models.decoding.loop import check_drafter, default_plan
+from drafthead.models.decoding.random_source import Coins
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.step import Mark, Policy, Session
+from drafthead.models.token_tree import TokenTree
+
+ROOM = 256
+"""Positions to begin with, behind a prompt; doubled when they run out."""
+MARKS = 8
+"""Latest steps to remember: a session nested twice goes back several at a time."""
+SEED_BYTES = 8
+
+
+class Nested(Drafter):
+    """Chains drafted by speculative decoding of ``model``.
+
+    With deterministic siblings the inner session decodes greedily; with sampled ones it draws from ``plan.sampler``'s
+    laws, which go with the proposal. The drafts have no confidence: ``plan.stop_below`` means nothing here.
+    """
+
+    def __init__(
+        self,
+        model: BaseModel,
+        drafter: Drafter | None,
+        *,
+        num_tokens: int = 8,
+        plan: DraftPlan | None = None,
+        rule: AcceptanceRule | None = None,
+        target: BaseModel | None = None,
+    ) -> None:
+        """Nest the decoding of ``model``.
+
+        Args:
+            model: in between; on the target's device and with its tokenizer.
+            drafter: drafts for ``model``; None: ``model`` decodes plainly.
+            num_tokens: most drafts for the target, and the length of the default chain.
+            plan: the inner session's; by default the inner drafter's own tree, or a chain over its positions.
+            rule: the inner session's; by default exact.
+            target: the model to draft for. Needed only where its vocabulary is padded to more ids than ``model`` has.
+
+        Raises:
+            UserError: num_tokens below 1, a lossy rule, a vocabulary larger than the target's, or an inner rule that
+                cannot judge the inner plan.
+        """
+        if num_tokens < 1:
+            raise UserError(f"nested drafting needs num_tokens of at least 1, got {num_tokens}")
+        self.model, self.drafter = model, drafter
+        self.plan = plan or default_plan(drafter)
+        self.rule = rule or AcceptanceRule()
+        self._depth = num_tokens
+        self._vocabulary = target.vocab_size if target is not None else model.vocab_size
+        if not self.rule.lossless:
+            raise UserError(
+                f"the inner rule {self.rule.name} is lossy: its tokens do not have the law that they would be verified "
+                "with; use rule.name=exact inside"
+            )
+        if model.vocab_size > self._vocabulary:
+            raise UserError(
+                f"{model.name} has {model.vocab_size} ids but the target has {self._vocabulary}; use a model with the "
+                "target's tokenizer"
+            )
+        check_drafter(model, drafter, self.plan, self.rule)
+
+    @property
+    def depth(self) -> int:
+        return self._depth
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocabulary
+
+    def init_state(self, batch: int) -> "NestedState":
+        return NestedState(text=Committed.none(batch), inner=_Inner(self.model, self.drafter, self.plan, self.rule))
+
+    def observe(
+        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+    ) -> "NestedState":
+        assert isinstance(state, NestedState)
+        known = tokens.clamp(max=self.model.vocab_size - 1)  # padding ids of the target: it must read something
+        text = state.text.append(known, counts)
+        if state.text.longest == 0 and int(text.lengths.min()) > 1:
+            state.inner.begin(text)  # the prompt belongs to the prefill, and not to the first step
+        return NestedState(text=text, inner=state.inner)
+
+    @torch.inference_mode()
+    def draft(self, state: DraftState, last: Tensor, plan: DraftPlan, coins: Coins | None = None) -> Proposal:
+        """As any drafter.
+
+        Raises:
+            UserError: the plan's tree is not a chain.
+        """
+        assert isinstance(state, NestedState)
+        if not isinstance(plan.tree, TokenTree) or plan.depth != plan.nodes - 1:
+            raise UserError("nested drafting drafts chains; plan one, or merge it with a drafter of trees")
+        text = state.text.append(last.clamp(max=self.model.vocab_size - 1)[:, None])
+        depth = min(plan.depth, self.depth, self.model.max_context - text.longest)
+        if depth < 1:
+            return root_only(last)
+        sampled = plan.siblings is not Siblings.DETERMINISTIC
+        if sampled and coins is None:
+            raise ValueError("sampled siblings need coins")
+        policy = Policy(
+            plan=self.plan, sampler=plan.sampler if sampled else Sampler(), rule=self.rule, keep_laws=sampled
+        )
+        state.inner.bring_to(text, policy)
+        tokens, laws = state.inner.decode(depth, _seeds(last, coins))
+        law_of = None
+        if laws is not None:
+            laws = torch.nn.functional.pad(laws, (0, self._vocabulary - laws.shape[-1]))
+            law_of = torch.arange(depth + 1, device=last.device).clamp(max=depth - 1)[None, :, None]
+        return Proposal(
+            tokens=torch.cat([last[:, None], tokens], 1),
+            shape=plan.tree.cut(depth).shape_on(last.device),
+            siblings=plan.siblings,
+            laws=laws,
+            law_of=law_of,
+        )
+
+
+def _seeds(last: Tensor, coins: Coins | None) -> list[int]:
+    """Seeds of the inner session's numbers, drawn from the outer drafting's own: a row's depend on nothing else.
+
+    An inner session nested once more draws its seeds from these, so no two streams share numbers.
+    """
+    if coins is None:
+        return [0] * len(last)
+    drawn = coins.draw(torch.ones(len(last), SEED_BYTES, 256, device=last.device))
+    return [int.from_bytes(bytes(row), "little") for row in drawn.tolist()]
+
+
+@dataclass
+class NestedState(DraftState):
+    """Committed tokens, and the session shared by successive states."""
+
+    text: Committed
+    inner: "_Inner"
+
+
+def _leads_to(known: Committed, text: Committed) -> bool:
+    """Whether every row of ``text`` goes on from ``known`` by a token at least, or none goes on."""
+    new = text.lengths - known.lengths
+    goes_on = bool((new > 0).all()) or not bool(new.any())
+    return goes_on and bool((common_prefix(known, text) == known.lengths).all())
+
+
+class _Inner:
+    """A session that is brought to any text: by going back to where it was on the way there, and reading on."""
+
+    def __init__(self, model: BaseModel, drafter: Drafter | None, plan: DraftPlan, rule: AcceptanceRule) -> None:
+        self._model, self._drafter = model, drafter
+        self._policy = Policy(plan=plan, sampler=Sampler(), rule=rule)
+        self._session: Session | None = None
+        self._marks: list[tuple[Committed, Mark]] = []
+        self._capacity = 0
+
+    def select(self, rows: list[int]) -> "_Inner":
+        """These rows only, in memory of their own."""
+        if self._session is not None and isinstance(self._session.cache, KVCache):
+            return self  # there is one row
+        chosen = copy(self)
+        chosen._marks = []
+        if self._session is not None:
+            text, mark = self._marks[-1]
+            self._session.rewind(mark)
+            chosen._session = copy(self._session)
+            chosen._session.select(rows)
+            chosen._remember(text.select(rows))
+        return chosen
+
+    @torch.inference_mode()
+    def begin(self, text: Committed) -> None:
+        """Read ``text`` afresh, all but the last token of every row."""
+        rows = len(text.lengths)
+        needed = text.longest + ROOM + 2 * self._policy.plan.nodes
+        self._capacity = max(needed, 2 * self._capacity)
+        self._session = Session(self._model, self._drafter, self._policy, rows, self._capacity)
+        read = text.lengths - 1
+        prompts = [row[:length] for row, length in zip(text.tokens.tolist(), read.tolist(), strict=True)]
+        self._session.read_prompts(prompts, first=text.tokens.gather(1, read[:, None])[:, 0])
+        self._marks = []
+        self._remember(text)
+
+    def bring_to(self, text: Committed, policy: Policy) -> None:
+        """Stand where every row of ``text`` ends: its last token is the session's ``last``."""
+        penalised = policy.sampler.repetition_penalty != 1
+        fits = penalised == (self._policy.sampler.repetition_penalty != 1)
+        self._policy = policy
+        room = text.longest + ROOM // 2 + policy.plan.nodes
+        if self._session is None or not fits or room > self._capacity:
+            return self.begin(text)
+        self._session.policy = policy
+        while self._marks and not _leads_to(self._marks[-1][0], text):
+            self._marks.pop()
+        if not self._marks:
+            return self.begin(text)
+        known, mark = self._marks[-1]
+        self._session.rewind(mark)
+        new = text.lengths - known.lengths
+        if int(new.max()) > 0:
+            places = known.lengths[:, None] + torch.arange(int(new.max()), device=new.device)
+            self._session.follow(text.tokens.gather(1, places.clamp(max=text.longest - 1)), new)
+            self._remember(text)
+        return None
+
+    def _remember(self, text: Committed) -> None:
+        assert self._session is not None
+        self._marks.append((text, self._session.mark()))
+        del self._marks[1:-MARKS]  # the prompt's is kept: whatever comes, it need not be read again
+
+    def decode(self, count: int, seeds: list[int]) -> tuple[Tensor, Tensor | None]:
+        """The next ``count`` tokens of every row, [B, K], and their laws [B, K, V] where the policy keeps laws.
+
+        Steps go on until the slowest row has enough; what others decode beyond is dropped.
+        """
+        session = self._session
+        assert session is not None
+        rows = len(seeds)
+        filled = torch.zeros(rows, dtype=torch.int64, device=session.last.device)
+        # One column more takes what is dropped.
+        tokens = torch.zeros(rows, count + 1, dtype=torch.int64, device=filled.device)
+        laws: Tensor | None = None
+        while int(filled.min()) < count:
+            positions = (self._marks[-1][0].lengths + filled).tolist()
+            # Not what this row still needs: a draft length that depends on the others would change its numbers.
+            room = self._model.max_context - max(positions)
+            outcome = session.step(seeds, positions, max(0, min(count - 1, room)))
+            width = outcome.tokens.shape[1]
+            offsets = torch.arange(width, device=filled.device)
+            counted = offsets < outcome.counts[:, None]
+            places = torch.where(counted, filled[:, None] + offsets, count).clamp(max=count)
+            tokens.scatter_(1, places, outcome.tokens)
+            if (found := outcome.verdict.laws) is not None:
+                if laws is None:
+                    laws = found.new_zeros(rows, count + 1, found.shape[-1])
+                laws.scatter_(1, places[..., None].expand(-1, -1, found.shape[-1]), found[:, :width])
+            filled = filled + outcome.counts
+        return tokens[:, :count], None if laws is None else laws[:, :count]

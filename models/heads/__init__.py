@@ -1,0 +1,1 @@
+"""Draft heads, one file per head; `head_type` is the name of the file."""

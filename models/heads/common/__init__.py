@@ -1,0 +1,1 @@
+"""What all draft heads share: the contract, targets, losses, layers, saving and loading."""

@@ -1,0 +1,77 @@
+"""Heads whose one prediction serves every draft position: they read their own drafts like text.
+
+Position 1 predicts ``x_{t+2}`` from what was read up to ``x_{t+1}``; position k does the same k - 1 tokens later. So a
+token is one training target, and given the true tokens before it every position is the same prediction.
+
+Shape legend: B batch, T time, K draft positions, D width.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafthead.data.batch import Features, LossOutput, TrainBatch
+from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
+from drafthead.models.heads.common.losses import LossConfig, heads_loss, loss_output
+from drafthead.models.heads.common.targets import Reading, rank_of
+
+
+@dataclass(kw_only=True)
+class NextTokenConfig(DraftHeadConfig):
+    """Settings that all such heads have."""
+
+    num_tokens: int
+    """Most drafts on a path."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.num_tokens <= 16:
+            raise ValueError(f"head.num_tokens must be in [1, 16], got {self.num_tokens}")
+
+    @property
+    def depth(self) -> int:
+        return self.num_tokens
+
+    @property
+    def trained_positions(self) -> int:
+        return 1  # the same prediction serves all
+
+
+class NextTokenHead(DraftHead):
+    """A head that is a causal LM of some kind, with the base's output head or one of its own."""
+
+    @abstractmethod
+    def hidden_states(self, batch: TrainBatch, features: Features) -> Tensor:
+        """[B, T, D] what the projection reads after every token; a token sees its own document only."""
+
+    def output_head(self, k: int) -> OutputHead:
+        """The projection; the same for every draft position."""
+        return self.teacher
+
+    def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
+        reading = Reading.of(batch, 1)
+        targets = reading.targets(batch, features, self.t2d, self.teacher)
+        hidden = self.hidden_states(batch, features).flatten(0, 1)[reading.picked - 1]
+        loss_sum, stats = heads_loss(hidden[None], [self.output_head(0)], targets, config)
+        return loss_output(loss_sum, stats.expand(self.depth, -1), training=torch.is_grad_enabled())
+
+    @torch.no_grad()
+    def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:
+        """As any head, given the text's own tokens before x_{t+1+k}.
+
+        No approximation: the only node at depth k that can be accepted there stands below the text's own tokens.
+        """
+        hidden = self.hidden_states(batch, features)
+        next_ids, _ = batch.draft_targets(0)
+        found = rank_of(hidden.flatten(0, 1), self.output_head(0), self.t2d[next_ids].flatten(), top)
+        rank = found.view_as(next_ids)
+        ranks = torch.full((*next_ids.shape, self.depth), -1, dtype=torch.int64, device=rank.device)
+        for k in range(1, self.depth + 1):
+            _, valid = batch.draft_targets(k)
+            shifted = torch.full_like(rank, -1)
+            shifted[:, :-k] = rank[:, k:]  # from t + k the next token is x_{t+1+k}
+            ranks[..., k - 1] = torch.where(valid, shifted, -1)
+        return ranks

@@ -1,0 +1,291 @@
+"""The contract of every draft head, and how one is saved and loaded.
+
+A head is one file beside this one with a config dataclass and a ``DraftHead`` subclass, plus one YAML under
+``recipes/head/``. The training loop, the decoder and the evaluation know nothing else of it.
+
+Shape legend: B batch, T time, N tree nodes, D base width, V target vocabulary, W draft vocabulary.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, fields
+from importlib import import_module
+from inspect import isabstract
+from pathlib import Path
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from drafthead.data.batch import Features, LossOutput, TrainBatch
+from drafthead.data.utils.config import schema
+from drafthead.data.utils.errors import UserError, one_line
+from drafthead.data.utils.files import file_digest, inside, publish, storing, write_json
+from drafthead.models.base import adapter
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import ADAPTER
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.decoding.growth import StepwiseDrafter
+from drafthead.models.heads.common.files import (
+    FORMAT,
+    check_base,
+    check_settings,
+    draft_ids,
+    read_head_config,
+    read_threshold,
+    read_tree,
+    read_weights,
+    resolve_folder,
+)
+from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.kernels.linear import KeepsCopies
+from drafthead.models.token_tree import TokenTree
+
+PACKAGE = "drafthead.models."
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSize:
+    """Sizes of a head, known from its settings alone: what ``mode=plan`` adds up."""
+
+    parameters: int
+    """All parameters the head keeps, frozen ones that it shares with the base not counted."""
+    trainable: int
+    positions: int
+    """Draft positions K."""
+    draft_vocab_size: int
+    projections: int = 0
+    """Trainable parameters of the vocabulary projections, whose gradients the chunked loss makes itself."""
+    feature_layers: int = 0
+    """Hidden states of the base that it reads besides the final one."""
+    activations_per_token: int = 0
+    """Values a token keeps for the backward pass. Medusa with L blocks: ``K D (4 + 2 L)``."""
+    recomputable_per_token: int = 0
+    """Of these, what activation checkpointing computes again."""
+
+
+@dataclass(kw_only=True)
+class DraftHeadConfig(ABC):
+    """Settings of a head; a recipe names the subclass with ``_target_``."""
+
+    draft_vocab_size: int | None = None
+    """Ids the head can draft: the most frequent ones of the generated corpus; None drafts over the whole vocabulary."""
+    draft_dtype: str | None = None
+    """``bfloat16``: draft with copies of the weights in it, which are read in half the time. Verification does not see
+    them, so exact rules stay exact; drafts near a tie may differ. null: as trained, in float32."""
+
+    tunes_base: ClassVar[bool] = False
+    """Whether its heads can train the base along (``DraftHead.tune_base``)."""
+
+    def __post_init__(self) -> None:
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
+            raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
+        if self.draft_dtype not in (None, "bfloat16"):
+            raise ValueError(f"head.draft_dtype must be bfloat16 or null, got {self.draft_dtype!r}")
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """Draft positions K the head can fill."""
+
+    @property
+    def copy_dtype(self) -> torch.dtype | None:
+        """Of the copies that the head drafts with; None: of its weights."""
+        return torch.bfloat16 if self.draft_dtype else None
+
+    @property
+    def trained_positions(self) -> int:
+        """Draft positions with a term of their own in the loss: those that ``loss.depth_weights`` lists."""
+        return self.depth
+
+    def drafted_ids(self, vocab_size: int) -> int:
+        """Ids W that it drafts over, of a base that has ``vocab_size``."""
+        return min(self.draft_vocab_size or vocab_size, vocab_size)
+
+    def check_layers(self, num_layers: int) -> None:
+        """Refuse settings that a base with so many layers cannot serve.
+
+        Raises:
+            UserError: they name a layer that it has not.
+        """
+        return
+
+    @abstractmethod
+    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":
+        """The untrained head for ``base``; ``d2t`` ([W] int64) lists the draft vocabulary's target ids."""
+
+    @abstractmethod
+    def size(self, shape: ModelShape) -> HeadSize:
+        """Sizes on a base of that shape; no weights are made."""
+
+
+class DraftHead(KeepsCopies, StepwiseDrafter):
+    """A draft head, attached to the frozen base it drafts for."""
+
+    def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__()
+        self.config = config
+        self.base = base
+        self.base_identity = base.identity()
+        self.tree: TokenTree | None = None
+        """The tree calibrated for it; None until evaluation has chosen one."""
+        self.progress = 0.0
+        """Part of the phase that will be done after the current step, in (0, 1]; the loop sets it."""
+        ids = torch.arange(base.vocab_size) if d2t is None else d2t.to(torch.int64)
+        if len(ids) == 0 or int(ids.max()) >= base.vocab_size or int(ids.min()) < 0:
+            raise UserError(f"the draft vocabulary must hold ids in [0, {base.vocab_size}), got {ids.tolist()[:4]}...")
+        self.d2t: Tensor
+        self.register_buffer("d2t", ids.to(base.device))
+        t2d = torch.full((base.vocab_size,), -1, dtype=torch.int64)
+        t2d[ids] = torch.arange(len(ids))
+        self.t2d: Tensor
+        self.register_buffer("t2d", t2d.to(base.device), persistent=False)
+        self.teacher = base.head if d2t is None else base.head.rows(self.d2t)
+
+    @property
+    def depth(self) -> int:
+        """Draft positions K."""
+        return self.config.depth
+
+    @property
+    def vocabulary(self) -> int:
+        return self.base.vocab_size
+
+    @property
+    def made_for(self) -> str:
+        return self.base.fingerprint
+
+    @property
+    def vocab_size(self) -> int:
+        return self.base.vocab_size
+
+    @abstractmethod
+    def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
+        """Summed loss and metrics over the batch's trained tokens."""
+
+    @abstractmethod
+    def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:
+        """Rank of the true token among the candidates at every draft position, for tree calibration.
+
+        Returns:
+            [B, T, K] int64: 0 when the likeliest candidate for ``x_{t+1+k}`` is right, ``top`` when it is not
+            among the first ``top``, -1 where position k has no target.
+        """
+
+    def tune_base(self, now: bool) -> None:
+        """Make ready to train the base along; ``now`` says whether the next phase does.
+
+        Raises:
+            UserError: this head, or this base, cannot.
+        """
+        raise UserError(f"{type(self).__name__} cannot train its base; set phases.*.train_base=false")
+
+    def lr_factor(self, parameter: nn.Parameter) -> float:
+        """Learning rate of a parameter over the phase's."""
+        return 1.0
+
+    def decoders(self) -> list[nn.Module]:
+        """Stacks of frozen layers that training runs: the base's, and its trained twin where there is one."""
+        return [self.base.model.model]
+
+    def recomputable(self) -> list[tuple[nn.Module, str]]:
+        """Methods of modules, around attention, whose activations training may compute again instead of keeping."""
+        return []
+
+    # Saving and loading --------------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``config.json`` and ``model.safetensors`` (and ``tree.json`` once a tree is chosen)."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "format": FORMAT,
+            "head": f"{type(self.config).__module__}.{type(self.config).__qualname__}",
+            "settings": asdict(self.config),
+            "base": self.save_base(folder),
+            "draft_vocab": None if len(self.d2t) == len(self.t2d) else len(self.d2t),
+        }
+        with storing("the head", folder):
+            aside = folder / ".model.safetensors.tmp"
+            save_file({k: v.detach().contiguous().cpu() for k, v in self.saved_weights().items()}, aside)
+            config["weights_sha256"] = file_digest(aside)
+            publish(aside, folder / "model.safetensors")
+            write_json(folder / "config.json", config)
+        if self.tree is not None:
+            choices = [list(path) for path in self.tree.paths[1:]]
+            write_json(folder / "tree.json", {"choices": choices, "stop_below": self.stop_below})
+
+    def saved_weights(self) -> dict[str, Tensor]:
+        """What ``model.safetensors`` holds."""
+        return self.state_dict()
+
+    def save_base(self, folder: Path) -> dict[str, Any]:
+        """Write what the base is made with into the head's folder; returns the base's identity as seen from there."""
+        identity = self.base_identity
+        if self.base.config.adapter is None:
+            return identity
+        adapter.copy(Path(self.base.config.adapter), folder / ADAPTER)
+        return {**identity, "recipe": {**identity["recipe"], "adapter": ADAPTER}}
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, base: BaseModel, revision: str | None = None) -> Self:
+        """Load a head from a folder or a Hub repository and attach it to ``base``.
+
+        Raises:
+            UserError: nothing there, a damaged file, settings or a tree that do not fit, another base than the head's.
+        """
+        folder = resolve_folder(name, revision)
+        config = read_head_config(folder)
+        check_base(folder, config["base"], base)
+        settings = _config_class(folder, config["head"])
+        weights = read_weights(folder, config.get("weights_sha256"))
+        d2t = draft_ids(folder, config, weights, base.vocab_size)
+        chosen = _settings(folder, settings, config["settings"])
+        check_settings(folder, chosen, weights, base)
+        try:
+            head = chosen.build(base, d2t)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{folder}/config.json has bad settings ({error}); copy the head again") from None
+        try:
+            missing, unexpected = head.load_state_dict(weights, strict=False)
+        except RuntimeError as error:
+            wrong = str(error).splitlines()[-1].strip()
+            raise UserError(f"{folder}/model.safetensors does not fit its config: {wrong}") from None
+        if missing or unexpected:
+            raise UserError(
+                f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}"
+            )
+        if inside(folder, "tree.json").exists():
+            head.tree = read_tree(folder / "tree.json", head.depth)
+            head.stop_below = read_threshold(folder / "tree.json", head.stop_below)
+        if not isinstance(head, cls):
+            raise UserError(f"{folder} holds a {type(head).__name__}, not a {cls.__name__}")
+        return head.eval()
+
+
+def _settings(folder: Path, kind: type[DraftHeadConfig], found: dict[str, Any]) -> DraftHeadConfig:
+    """The settings of a saved head, with names, types and limits checked."""
+    known = {f.name for f in fields(kind)}
+    if unknown := sorted(set(found) - known):
+        raise UserError(f"{folder}/config.json has unknown settings {unknown}; known: {sorted(known)}")
+    if "${" in json.dumps(found):
+        raise UserError(f"{folder}/config.json has settings that refer to others (${{...}}); copy the head again")
+    try:
+        return cast(DraftHeadConfig, OmegaConf.to_object(OmegaConf.merge(schema(kind), found)))
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        raise UserError(f"{folder}/config.json has bad settings ({one_line(error)}); copy the head again") from None
+
+
+def _config_class(folder: Path, name: str) -> type[DraftHeadConfig]:
+    """The settings class a saved head names; only classes of this package, so a config cannot run foreign code."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(import_module(module), attribute) if module.startswith(PACKAGE) else None
+    except (ImportError, AttributeError, ValueError):
+        found = None
+    if not (isinstance(found, type) and issubclass(found, DraftHeadConfig)) or isabstract(found):
+        raise UserError(f"{folder}/config.json names head {name!r}, which is no head of this version under {PACKAGE}*")
+    return found

@@ -1,0 +1,177 @@
+"""The files of a saved head: where they are, and what is checked before a head is made of them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from drafthead.data.utils.errors import UserError, one_line
+from drafthead.data.utils.files import file_digest, inside, read_json
+from drafthead.data.utils.hub import fetch, refuse_pickles
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from drafthead.models.heads.common.contract import DraftHeadConfig
+
+FORMAT = 1
+SLACK = 10_000_000
+"""Parameters that a head may have besides twice those in its file: what it takes from the base, and no bomb."""
+MOST_NODES, MOST_RANKS = 4096, 1 << 16
+"""Of a tree that is read: more nodes than a pass could verify, more candidates than a head could offer."""
+
+
+def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
+    """A local folder as it is, a Hub repository downloaded.
+
+    Raises:
+        UserError: neither exists, or the repository holds weights only as pickles.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return path
+    if path.is_absolute() or str(name).count("/") != 1:
+        raise UserError(
+            f"no draft head at {name}: give a run's head folder (outputs/NAME/head) or a Hub repository (user/name)"
+        )
+    return fetch(str(name), revision)
+
+
+def read_head_config(folder: Path) -> dict[str, Any]:
+    """The checked ``config.json`` of a saved head (no weights are read).
+
+    Raises:
+        UserError: not a head of ours, or of a newer format.
+    """
+    config = read_json(inside(folder, "config.json"))
+    wanted = {"format", "head", "settings", "base", "draft_vocab"}
+    if not isinstance(config, dict) or not wanted <= set(config):
+        raise UserError(
+            f"{folder}/config.json is no drafthead config (it needs {sorted(wanted)}); is this a head folder?"
+        )
+    if config["format"] != FORMAT:
+        raise UserError(f"{folder} has format {config['format']}, this version reads {FORMAT}; update drafthead")
+    kinds = {"head": str, "settings": dict, "base": dict, "draft_vocab": int}
+    for key, kind in kinds.items():
+        if not isinstance(config[key], kind) and not (key == "draft_vocab" and config[key] is None):
+            raise UserError(
+                f"{folder}/config.json has a {type(config[key]).__name__} as {key}, expected a {kind.__name__}; copy "
+                "the head again"
+            )
+    return config
+
+
+def check_settings(folder: Path, config: "DraftHeadConfig", weights: dict[str, Tensor], base: BaseModel) -> None:
+    """Refuse settings that speak of far more parameters than the file has, before memory is taken for them.
+
+    Raises:
+        UserError: they do.
+    """
+    named = config.size(ModelShape.from_config(base.model.config)).parameters
+    stored = sum(tensor.numel() for tensor in weights.values())
+    if named > 2 * stored + SLACK:
+        raise UserError(
+            f"{folder}/model.safetensors does not fit its config: its settings name {named:,} parameters, the file has "
+            f"{stored:,}; copy the head again"
+        )
+
+
+def read_tree(path: Path, depth: int) -> TokenTree:
+    """The tree in a ``tree.json``.
+
+    Raises:
+        UserError: no such file, no tree in it, or one deeper than the ``depth`` positions that the head drafts.
+    """
+    content = read_json(inside(path.parent, path.name))
+    try:
+        choices = content["choices"]
+        if not all(isinstance(c, list) and all(type(rank) is int and rank < MOST_RANKS for rank in c) for c in choices):
+            raise ValueError(f"a path is a list of ranks, whole numbers below {MOST_RANKS}")
+        if len(choices) > MOST_NODES:
+            raise ValueError(f"it has {len(choices)} nodes, at most {MOST_NODES} are read")
+        tree = TokenTree.from_paths([tuple(c) for c in choices])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is no tree.json ({error}); it needs choices: a list of rank paths") from None
+    if tree.depth > depth:
+        raise UserError(
+            f"the tree in {path} is {tree.depth} deep, but the head drafts {depth} positions; give a shallower one"
+        )
+    return tree
+
+
+def read_threshold(path: Path, default: float) -> float:
+    """The confidence threshold in a ``tree.json``, ``default`` where it has none.
+
+    Raises:
+        UserError: it is no threshold.
+    """
+    content = read_json(inside(path.parent, path.name))
+    found = content.get("stop_below", default) if isinstance(content, dict) else content
+    if not isinstance(found, int | float) or not 0 <= found < 1:
+        raise UserError(f"{path} has stop_below={found!r}, which must be in [0, 1); correct it or choose a tree anew")
+    return float(found)
+
+
+def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a saved head.
+
+    Args:
+        folder: of the head.
+        checksum: the sha256 that the file must have; None for heads that state none.
+
+    Raises:
+        UserError: no file, a damaged one, or pickles alone.
+    """
+    path = inside(folder, "model.safetensors")
+    if not path.exists():
+        refuse_pickles(folder, [found.name for found in folder.iterdir()])
+    try:
+        if checksum is not None and file_digest(path) != checksum:
+            raise SafetensorError("it does not have the checksum that config.json states")
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read ({one_line(error)}); copy the head again") from None
+    broken = next((k for k, t in weights.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())), None)
+    if broken is not None:
+        raise UserError(f"{path} has numbers in {broken} that are not finite; copy the head again")
+    return weights
+
+
+def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], vocab_size: int) -> Tensor | None:
+    """[W] int64: the ids of a saved head's draft vocabulary; None when it drafts over the whole one.
+
+    Raises:
+        UserError: they are no ids, or not as many as the config says.
+    """
+    count = config["draft_vocab"]
+    if count is None:
+        return None
+    ids = weights.get("d2t")
+    if ids is None or ids.ndim != 1 or ids.dtype != torch.int64 or len(ids) != count or len(set(ids.tolist())) != count:
+        found = "no d2t" if ids is None else f"a d2t of {list(ids.shape)} {str(ids.dtype).removeprefix('torch.')}"
+        raise UserError(
+            f"{folder}/model.safetensors has {found}, expected the {count} different ids of the draft vocabulary; copy "
+            "the head again"
+        )
+    if count == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise UserError(f"the draft vocabulary in {folder} has ids outside [0, {vocab_size}); copy the head again")
+    return ids
+
+
+def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
+    """Compare the base that a head was ``trained`` for with ``base``.
+
+    Raises:
+        UserError: they differ.
+    """
+    actual = base.identity()
+    for key in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
+        if trained.get(key) != actual[key]:
+            raise UserError(
+                f"the head in {folder} was trained for {trained.get('name')} ({key} {trained.get(key)}), but the base "
+                f"is {actual['name']} ({key} {actual[key]}); name no base, and the head's own is loaded"
+            )

@@ -1,0 +1,170 @@
+"""Keys and values of a head's own attention layer, for the text and for the nodes that are being drafted.
+
+A layer that reads one input per position (Hydra++'s prefix layer, Kangaroo's adapter, EAGLE's layer) is run over the
+committed text once. Which inputs are still to be read belongs to a head's state, which never changes; the keys and
+values do not, and are shared by successive states: what drafting has read of the text is not read again.
+
+Shape legend: B rows, P unread positions, F frontier nodes, I input width, D width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
+from drafthead.models.decoding.contract import DraftState, last_of
+from drafthead.models.decoding.draft_cache import ROW_BY_ROW, Forest, rewind
+from drafthead.models.heads.common.attention_layer import Layer
+
+ROOM = 256
+"""Positions to begin with, behind what is read first; doubled when they run out."""
+
+
+class LayerMemory:
+    """Keys and values of one layer for rows of a batch."""
+
+    def __init__(self, layer: Layer, shape: CacheShape) -> None:
+        self.layer, self._shape = layer, shape
+        self._cache: KVCache | RaggedCache | None = None
+        self._forest = Forest.none(0, shape.device)
+        self._depth = self._width = 0  # of the nodes that are pending
+        self._up_to: LayerText | None = None
+        """The text that was read last, all of its unread positions included."""
+        self._last: Tensor | None = None
+        """What the layer put out after that text; None when it was read together with a root."""
+
+    def select(self, rows: list[int]) -> "LayerMemory":
+        """These rows only, in memory of their own."""
+        chosen = LayerMemory(self.layer, self._shape)
+        if self._cache is not None:
+            self._cache.roll_back()
+            chosen._cache = self._cache.select(rows)
+        return chosen
+
+    def read(self, text: "LayerText") -> Tensor:
+        """Read what ``text`` has not read yet; [B, D] after every row's last position."""
+        if self._up_to is not text or self._last is None:
+            self._last = self._read(text.unread, text.lengths, text.counts)
+            self._up_to = text
+        else:
+            assert self._cache is not None  # a root or nodes may stand behind the text
+            rewind(self._cache, text.lengths + text.counts)
+            self._forget_nodes(len(text.counts))
+        return self._last
+
+    def catch_up(self, text: "LayerText") -> None:
+        """Read what ``text`` has not read yet, if nobody has."""
+        if self._up_to is not text:
+            self.read(text)
+
+    def read_with(self, text: "LayerText", root: Tensor) -> Tensor:
+        """Read what ``text`` has not read yet, and ``root`` ([B, I]) behind it; [B, D] after the root.
+
+        The root belongs to the drafting, not to the text.
+        """
+        if self._up_to is text:
+            return self._read(root[:, None], text.lengths + text.counts, torch.ones_like(text.counts))
+        rows = torch.arange(len(root), device=root.device)
+        inputs = torch.cat([text.unread, torch.zeros_like(root)[:, None]], 1)
+        inputs[rows, text.counts] = root
+        self._up_to, self._last = text, None
+        return self._read(inputs, text.lengths, text.counts + 1)
+
+    def grow(self, inputs: Tensor, parents: Tensor) -> Tensor:
+        """Read one more level of nodes behind what was read last.
+
+        Args:
+            inputs: [B, F, I].
+            parents: [B, F] int64 each node's parent as its place on the level before.
+
+        Returns:
+            [B, F, D].
+        """
+        cache = self._cache
+        assert cache is not None
+        new, pending = inputs.shape[1], self._forest.ancestors.shape[1]
+        root = torch.zeros(1, 1, dtype=torch.int64, device=inputs.device)
+        self._make_room(cache.positions(root)[:, 0] + pending, new)
+        above = parents + (pending - self._width) if self._depth else None
+        self._forest = self._forest.grown(inputs.shape[0], new, above)
+        depths = torch.full((1, new), self._depth, device=inputs.device)
+        self._depth, self._width = self._depth + 1, new
+        return self._run(inputs, depths, self._forest.ancestors[:, -new:])
+
+    def _read(self, inputs: Tensor, start: Tensor, counts: Tensor) -> Tensor:
+        """Inputs [B, P, I], of which ``counts`` count, behind the first ``start`` positions; [B, D] after the last."""
+        rows, new = inputs.shape[:2]
+        cache = self._make_room(start, new)
+        self._forget_nodes(rows)
+        chain = torch.ones(1, new, new, dtype=torch.bool, device=inputs.device).tril_()
+        depths = torch.arange(new, device=inputs.device)[None]
+        if isinstance(cache, RaggedCache) and new > ROW_BY_ROW:
+            last = []
+            for row, (length, count) in enumerate(zip(start.tolist(), counts.tolist(), strict=True)):
+                lent, count = cache.slot(row, length), max(1, count)  # a row may have nothing to read yet
+                found = self._run(inputs[row : row + 1, :count], depths[:, :count], chain[:, :count, :count], lent)
+                last.append(found[:, -1])
+            rewind(cache, start + counts)
+            return torch.cat(last)
+        rewind(cache, start)
+        found = self._run(inputs, depths, chain)
+        cache.commit(counts)
+        return last_of(found, counts)
+
+    def _forget_nodes(self, rows: int) -> None:
+        self._forest, self._depth, self._width = Forest.none(rows, self._shape.device), 0, 0
+
+    def _run(
+        self, inputs: Tensor, depths: Tensor, ancestors: Tensor, cache: KVCache | RaggedCache | None = None
+    ) -> Tensor:
+        cache = cache or self._cache
+        assert cache is not None
+        positions = cache.positions(depths).expand(inputs.shape[0], -1)
+        cache.open(inputs.shape[1])
+        return self.layer(inputs, positions, cache.mask(ancestors, self._shape.dtype), cache)
+
+    def _make_room(self, start: Tensor, new: int) -> KVCache | RaggedCache:
+        """A cache that holds ``new`` positions behind ``start``, made or enlarged."""
+        needed, old = int(start.max()) + new, self._cache  # a padded pass writes behind the shorter rows too
+        if old is not None and old.capacity >= needed:
+            return old
+        capacity = needed + ROOM if old is None else 2 * needed
+        if old is None:
+            self._cache = (
+                KVCache(self._shape, capacity) if len(start) == 1 else RaggedCache(self._shape, len(start), capacity)
+            )
+        else:
+            self._cache = old.enlarged(self._shape, capacity)
+        return self._cache
+
+
+@dataclass
+class LayerText(DraftState):
+    """How far a layer has read for one state, and what it has still to read. Never changed in place."""
+
+    memory: LayerMemory
+    lengths: Tensor
+    """[B] int64 positions before the unread ones."""
+    unread: Tensor
+    """[B, P, I] inputs of the positions behind them; P may be 0."""
+    counts: Tensor
+    """[B] int64 how many of them count."""
+
+    @classmethod
+    def none(cls, memory: LayerMemory, rows: int, like: Tensor) -> "LayerText":
+        """Nothing yet; inputs will be as wide as ``like`` ([..., I]), of its dtype and on its device."""
+        zero = torch.zeros(rows, dtype=torch.int64, device=like.device)
+        return cls(memory=memory, lengths=zero, unread=like.new_zeros(rows, 0, like.shape[-1]), counts=zero)
+
+    def append(self, inputs: Tensor, counts: Tensor | None) -> "LayerText":
+        """With the inputs of more positions ([B, P, I]); those unread so far are read, if drafting has not done so."""
+        if counts is None:
+            counts = torch.full_like(self.lengths, inputs.shape[1])
+        first = self.unread.shape[1] == 0
+        if not first:
+            self.memory.catch_up(self)
+        state = LayerText(memory=self.memory, lengths=self.lengths + self.counts, unread=inputs, counts=counts)
+        if first and inputs.shape[1]:
+            self.memory.read(state)  # the prompt: belongs to the prefill, and not to the first step
+        return state

@@ -1,0 +1,335 @@
+"""Losses of draft heads, chunked so that a [tokens, vocabulary] matrix never exists whole.
+
+Shape legend: K draft positions, n target positions, D width, W draft vocabulary.
+"""
+# The terms of a draft head's loss on one chunk of targets: their weights, values and analytic gradients.
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafthead.data.batch import LossOutput
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.lm_head import OutputHead
+
+SHARPNESS = 3.0
+"""eta of the adaptive mixture, the best of the LK paper."""
+FLOOR = 1e-30
+"""Smallest alpha that is divided by; in float32 a sure teacher and a sure head that disagree have an alpha of 0."""
+STATS = ("accept", "ce", "count", "overlap", "known")
+"""Sums per draft position: top-1 hits, cross-entropies of in-vocabulary targets, targets, min(p, q) (nan in training,
+where it would cost two passes over the logits for a metric), and in-vocabulary targets."""
+TERMS = ("ce", "kl", "tv", "lk", "lk_adaptive")
+
+
+@dataclass(kw_only=True)
+class TermWeights:
+    """Weights of the terms of a loss.
+
+    q is the head's law and p the base's, both on the draft vocabulary, and ``alpha = sum_v min(p_v, q_v)`` at each
+    target. p is renormalised on that vocabulary, because the base's mass outside it would cost its whole projection.
+    So alpha is the acceptance rate of speculative sampling given that the base's token can be drafted. The true rate,
+    with p as it is, is at most that; q = p maximises both.
+    """
+
+    ce: float = 1.0
+    """Weight of the hard cross-entropy against the corpus token. Targets outside the draft vocabulary add nothing."""
+    kl: float = 0.0
+    """Weight of KL(p || q). This and the terms below train on all targets, also those outside the draft vocabulary."""
+    tv: float = 0.0
+    """Weight of the total variation 1 - alpha. Its gradient vanishes where alpha is small: not for a fresh head."""
+    lk: float = 0.0
+    """Weight of -log(alpha) (LK, 2602.23881): the gradient of ``tv`` divided by alpha, which does not vanish."""
+    lk_adaptive: float = 0.0
+    """Weight of s KL + (1 - s) TV with s = exp(-3 alpha) held constant (2602.23881). s is that of each target; the
+    authors' code takes the batch's mean alpha."""
+
+    def __post_init__(self) -> None:
+        for key in TERMS:
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ValueError(f"loss.{key} must be >= 0, got {getattr(self, key)}")
+        if not any(getattr(self, key) for key in TERMS):
+            raise ValueError(f"loss.{', loss.'.join(TERMS)} are all 0: nothing would be trained; set one of them")
+
+    @property
+    def reads_alpha(self) -> bool:
+        """Whether a term needs ``alpha``."""
+        return self.tv > 0 or self.lk > 0 or self.lk_adaptive > 0
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether a term compares with the base's distribution."""
+        return self.kl > 0 or self.reads_alpha
+
+
+@dataclass(frozen=True)
+class TeacherLaw:
+    """The base's distribution at a chunk of targets, on the draft vocabulary. Shared by all heads."""
+
+    probs: Tensor
+    """[c, W] float32 or wider, rows sum to 1."""
+    negative_entropy: Tensor
+    """[c] sum of p log p."""
+
+    @staticmethod
+    def of(head: OutputHead, hidden: Tensor) -> "TeacherLaw":
+        """The law of ``head`` (rows of the draft vocabulary) after ``hidden``, [c, D]."""
+        log_probs = _wide(head.logits(hidden.to(head.weight.dtype))).log_softmax(-1)
+        probs = log_probs.exp()
+        return TeacherLaw(probs, _row_dot(probs, log_probs))
+
+
+class LossChunk:
+    """One head's logits on a chunk: loss and analytic gradient in few passes, the last ones in place.
+
+    With q = softmax(logits), ``CE = lse - logit[target]`` and ``KL = sum p log p - sum p logit + lse`` have the
+    gradients ``q - onehot`` and ``q - p``. alpha grows with the logits of the ids that q gives less than p: with
+    ``short = q [q < p]``, alpha has the gradient ``short - q sum(short)``. All are linear in q, p, short and onehot,
+    so a row needs one factor for each. autograd would make about twice as many [c, W] matrices.
+    """
+
+    def __init__(self, head: OutputHead, product: Tensor, ids: Tensor, valid: Tensor) -> None:
+        self.head = head
+        self.logits = _wide(head.finish(product))
+        self.valid = valid.to(self.logits.dtype)
+        self.ids = ids.clamp(min=0)[:, None]
+        self.known = (valid & (ids >= 0)).to(self.logits.dtype)
+        self.true = self.logits.gather(1, self.ids)[:, 0]
+        self.largest = self.logits.amax(-1)
+        self.exponentials = (self.logits - self.largest[:, None]).exp_()
+        self.sums = self.exponentials.sum(-1)
+        self.lse = self.largest + self.sums.log()
+
+    def stats(self, teacher: "TeacherLaw | None") -> Tensor:
+        """The ``STATS`` of the chunk, [len(STATS)] float32."""
+        hits = (self.true >= self.largest) * self.known
+        overlap = self.logits.new_full((), torch.nan)
+        if teacher is not None:
+            q = self.exponentials / self.sums[:, None]
+            overlap = (torch.minimum(q, teacher.probs).sum(-1) * self.valid).sum()
+        ce = (self.lse - self.true) * self.known
+        return torch.stack([hits.sum(), ce.sum(), self.valid.sum(), overlap, self.known.sum()])
+
+    def loss_and_gradient(self, teacher: "TeacherLaw | None", config: TermWeights) -> tuple[Tensor, Tensor]:
+        """Summed loss without the position's weight, and its gradient by the product ([c, W], the logits' dtype)."""
+        on_target = config.ce * self.known
+        loss = (on_target * (self.lse - self.true)).sum()
+        on_q, on_p = on_target, config.kl * self.valid
+        short: Tensor | None = None
+        if config.reads_alpha and teacher is not None:
+            short, alpha = self._short_and_alpha(teacher)
+            share = torch.exp(-SHARPNESS * alpha)
+            variation = self.valid * (config.tv + config.lk_adaptive * (1 - share))
+            log_alpha = alpha.clamp(min=FLOOR).log()
+            loss = loss + (variation * (1 - alpha) - config.lk * self.valid * log_alpha).sum()
+            on_p = on_p + config.lk_adaptive * self.valid * share
+            on_short = variation + config.lk * self.valid / alpha.clamp(min=FLOOR)
+            on_q = on_q + on_short * short.sum(-1)
+            short.mul_(on_short[:, None])
+        law = teacher if config.kl > 0 or config.lk_adaptive > 0 else None
+        if law is not None:
+            kl = law.negative_entropy - _row_dot(law.probs, self.logits) + self.lse
+            loss = loss + (on_p * kl).sum()
+            on_q = on_q + on_p
+        gradient = self.exponentials.mul_((on_q / self.sums)[:, None])
+        if law is not None:
+            gradient.addcmul_(law.probs, on_p[:, None], value=-1)
+        if short is not None:
+            gradient.sub_(short)
+        gradient.scatter_add_(1, self.ids, -on_target[:, None])
+        return loss, self._through_finish(gradient)
+
+    def _short_and_alpha(self, teacher: "TeacherLaw") -> tuple[Tensor, Tensor]:
+        """``q [q < p]`` ([c, W]) and alpha ([c]). Leaves q in place of the exponentials, to keep one matrix fewer."""
+        q = self.exponentials.div_(self.sums[:, None])
+        self.sums = torch.ones_like(self.sums)
+        smaller = torch.minimum(q, teacher.probs)
+        alpha = smaller.sum(-1)
+        return smaller.mul_(q < teacher.probs), alpha
+
+    def _through_finish(self, gradient: Tensor) -> Tensor:
+        """Chain rule through scale and soft-cap."""
+        if self.head.softcap is not None:
+            gradient = gradient * (1 - (self.logits / self.head.softcap) ** 2)
+        return gradient * self.head.scale if self.head.scale != 1.0 else gradient
+
+
+def _wide(values: Tensor) -> Tensor:
+    """The values in float32, or in float64 when they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _row_dot(a: Tensor, b: Tensor) -> Tensor:
+    """[c] row-wise dot products, without a [c, W] product matrix."""
+    return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]
+
+
+CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
+"""Size of one chunk's float32 logits: within a CPU's last-level cache; large enough to fill a GPU. About three
+matrices of that size are alive at the peak."""
+
+
+@dataclass(kw_only=True)
+class LossConfig(TermWeights):
+    """What a phase minimises: ``sum_k w_k (ce CE_k + kl KL_k + tv TV_k + ...)``, over trained tokens."""
+
+    decay: float = 0.8
+    """Weight w_k of draft position k is ``decay ** k``, k from 1 (Medusa, 2401.10774)."""
+    depth_weights: list[float] | None = None
+    """The weights w_k themselves, one per draft position; null takes ``decay``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"loss.decay must be in (0, 1], got {self.decay}")
+        weights = self.depth_weights
+        if weights is not None and not (any(weights) and all(0 <= w < math.inf for w in weights)):
+            raise ValueError(f"loss.depth_weights must be >= 0 and not all 0, or null, got {list(weights)}")
+
+    def weights_of(self, depth: int) -> list[float]:
+        """The weight of each of ``depth`` draft positions.
+
+        Raises:
+            UserError: ``depth_weights`` has another number of them.
+        """
+        if self.depth_weights is None:
+            return [self.decay**k for k in range(1, depth + 1)]
+        if len(self.depth_weights) != depth:
+            raise UserError(
+                f"loss.depth_weights has {len(self.depth_weights)} weights, but the head is trained at {depth} draft "
+                f"positions; give {depth}, or null for decay ** k"
+            )
+        return list(self.depth_weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """What the K heads should predict at n target positions."""
+
+    ids: Tensor
+    """[n] int64 index in the draft vocabulary, -1 when the token is outside it."""
+    valid: Tensor
+    """[K, n] bool: head k is trained on (and measured at) this target."""
+    teacher_hidden: Tensor | None
+    """[n, D] the base's ``h`` one position before each target; None when nothing but ``ce`` is wanted."""
+    teacher: OutputHead | None
+    """The base's head over the draft vocabulary."""
+
+
+def chunk_rows(vocabulary: int, device: str) -> int:
+    """Target positions per chunk for a draft vocabulary of that size."""
+    return max(64, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
+
+
+def heads_loss(
+    hidden: Tensor, heads: Sequence[OutputHead], targets: Targets, config: LossConfig, rows: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """``sum_k w_k loss_k`` over n target positions, in chunks, with gradients for ``hidden`` and the weights.
+
+    The gradients are computed in the forward pass, chunk by chunk, so nothing of size [n, W] is kept: memory is
+    flat in n * W. The value and the gradients equal the plain form's (``tests/models/test_losses.py``).
+
+    Args:
+        hidden: [K, n, D] what each head's projection reads, aligned with the targets.
+        heads: K projections (the same object K times when shared).
+        targets: what to predict.
+        config: loss weights.
+        rows: positions per chunk; by default such that a chunk's logits take ``CHUNK_BYTES``.
+
+    Returns:
+        Scalar loss sum (float32, or float64 for a float64 head), and the ``STATS`` of each position,
+        [K, len(STATS)] float32.
+
+    Raises:
+        UserError: ``depth_weights`` of another length than K.
+        ValueError: a term needs the teacher, and ``targets`` has none.
+    """
+    if config.needs_teacher and (targets.teacher is None or targets.teacher_hidden is None):
+        raise ValueError("the loss compares with the base's distribution, but the targets have no teacher")
+    rows = rows or chunk_rows(heads[0].weight.shape[0], hidden.device.type)
+    weights = [h.weight if torch.is_grad_enabled() else h.weight.detach() for h in heads]
+    result: tuple[Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, heads, targets, config, rows, *weights
+    )
+    return result
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Forward computes value and gradients; backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        heads: Sequence[OutputHead],
+        targets: Targets,
+        config: LossConfig,
+        rows: int,
+        *weights: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        depth, n, _ = hidden.shape
+        grad_hidden = torch.zeros_like(hidden) if hidden.requires_grad else None
+        # Sums over many chunks: in bfloat16 the later ones would be lost beside the earlier ones.
+        wide = torch.promote_types(weights[0].dtype, torch.float32)
+        grad_weights = [torch.zeros_like(w, dtype=wide) if w.requires_grad else None for w in weights]
+        training = grad_hidden is not None or any(g is not None for g in grad_weights)
+        factors = config.weights_of(depth)
+        total = hidden.new_zeros((), dtype=wide)
+        stats = hidden.new_zeros((depth, len(STATS)), dtype=torch.float32)
+        for start in range(0, n, rows):
+            part = slice(start, min(n, start + rows))
+            teacher = _teacher_law(targets, part) if config.needs_teacher or not training else None
+            for k in range(depth):
+                h = hidden[k, part].to(weights[k].dtype)
+                chunk = LossChunk(heads[k], h @ weights[k].t(), targets.ids[part], targets.valid[k, part])
+                stats[k] += chunk.stats(None if training else teacher)
+                loss, gradient = chunk.loss_and_gradient(teacher, config)
+                total += factors[k] * loss
+                if training:
+                    gradient = (factors[k] * gradient).to(h.dtype)
+                    if grad_hidden is not None:
+                        grad_hidden[k, part] = (gradient @ weights[k]).to(grad_hidden.dtype)
+                    if (grad_weight := grad_weights[k]) is not None:
+                        if h.dtype == wide:
+                            grad_weight.addmm_(gradient.t(), h)
+                        else:
+                            grad_weight += gradient.t() @ h
+        ctx.grads = grad_hidden, grad_weights
+        ctx.mark_non_differentiable(stats)
+        return total, stats
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> Any:
+        grad_hidden, grad_weights = ctx.grads
+        scaled = [None if g is None else g.mul_(grad_total) for g in (grad_hidden, *grad_weights)]
+        return scaled[0], None, None, None, None, *scaled[1:]
+
+
+def _teacher_law(targets: Targets, part: slice) -> TeacherLaw | None:
+    """The base's law at a chunk of targets, shared by all heads; None where the targets name no teacher."""
+    if targets.teacher is None or targets.teacher_hidden is None:
+        return None
+    return TeacherLaw.of(targets.teacher, targets.teacher_hidden[part])
+
+
+_METRICS = (("loss", "ce", "known"), ("accept", "accept", "count"), ("overlap", "overlap", "count"))
+"""Name, what is summed, what it is divided by. A target outside the draft vocabulary has no cross-entropy."""
+
+
+def loss_output(loss_sum: Tensor, stats: Tensor, training: bool) -> LossOutput:
+    """Metrics per draft position from the ``STATS``: loss_k, accept_k (top-1 hits) and, outside training, overlap_k."""
+    column = dict(zip(STATS, stats.double().unbind(1), strict=True))
+    names, pairs = [], []
+    for k in range(stats.shape[0]):
+        for name, source, of in _METRICS:
+            if source == "overlap" and training:
+                continue
+            names.append(f"{name}_{k + 1}")
+            pairs.append(torch.stack([column[source][k], column[of][k]]))
+    return LossOutput(
+        loss_sum=loss_sum, tokens=stats[0, STATS.index("count")].long(), sums=torch.stack(pairs), names=tuple(names)
+    )

@@ -1,0 +1,147 @@
+"""Heads with a prediction of its own for every draft position: Medusa, Hydra, MLP speculators, EAGLE-3.
+
+Shape legend: B batch, T time, K draft positions, n picked targets, D width.
+"""
+# Heads that draft with a state per node: Hydra and MLP speculators.
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from drafthead.data.batch import Features, LossOutput, TrainBatch
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.decoding.contract import DraftPlan, DraftState, last_of
+from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
+from drafthead.models.heads.common.losses import LossConfig, heads_loss, loss_output
+from drafthead.models.heads.common.targets import Reading
+from drafthead.models.kernels.cuda_graphs import StaticCalls
+
+
+class PositionHead(DraftHead):
+    """A head that says what each position's projection reads; loss and ranks follow."""
+
+    @abstractmethod
+    def position_hidden(self, batch: TrainBatch, features: Features, reading: Reading) -> Tensor:
+        """[K, n, width] what the projection of every position reads for every target of ``reading``.
+
+        Where ``reading.valid`` is false, any finite values.
+        """
+
+    @abstractmethod
+    def output_head(self, k: int) -> OutputHead:
+        """The projection of draft position k (0-based)."""
+
+    def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
+        weights = config.weights_of(self.config.trained_positions)
+        depth = len(weights) if torch.is_grad_enabled() else self.depth  # deeper ones are only measured
+        config = replace(config, depth_weights=weights + [0.0] * (depth - len(weights)))
+        reading = Reading.of(batch, depth)
+        targets = reading.targets(batch, features, self.t2d, self.teacher)
+        hidden = self.position_hidden(batch, features, reading)
+        loss_sum, stats = heads_loss(hidden, [self.output_head(k) for k in range(depth)], targets, config)
+        return loss_output(loss_sum, stats, training=torch.is_grad_enabled())
+
+    @torch.no_grad()
+    def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:
+        reading = Reading.of(batch, self.depth)
+        hidden = self.position_hidden(batch, features, reading)
+        heads = [self.output_head(k) for k in range(self.depth)]
+        wanted = self.t2d[batch.input_ids.flatten()[reading.picked]]
+        return reading.ranks(wanted, hidden, heads, batch.input_ids.shape, top)
+
+
+@dataclass
+class HeadState(DraftState):
+    """What a :class:`LastStateHead` remembers of its rows between steps; subclasses add their own caches."""
+
+    hidden: Tensor
+    """[B, D] the base's ``h`` at the last position it has read; NaN before there is one."""
+
+
+class LastStateHead(PositionHead):
+    """A head that drafts from the base's last ``h``, by calls of fixed shapes where the base has graphs."""
+
+    def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__(config, base, d2t)
+        self._static = StaticCalls(base.device) if base.uses_graphs else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the head's weights."""
+        return next(self.parameters()).dtype
+
+    def forget_copies(self) -> None:
+        if self._static is not None:
+            self._static.clear()
+
+    def init_state(self, batch: int) -> HeadState:
+        return HeadState(hidden=self.teacher.weight.new_full((batch, self.teacher.weight.shape[1]), torch.nan))
+
+    def observe(
+        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+    ) -> HeadState:
+        assert features is not None
+        return HeadState(hidden=last_of(features.final, counts))
+
+
+States = tuple[Tensor, ...]
+"""What a node hands on to its children: tensors [..., width], [B, F, width] while drafting."""
+
+
+class RecurrentHead(LastStateHead):
+    """A head that says how a state begins, and what one more token makes of it."""
+
+    @abstractmethod
+    def first_states(self, hidden: Tensor) -> States:
+        """The state before any token is read, of the base's ``h``: [..., D]."""
+
+    @abstractmethod
+    def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
+        """Draft logits [B, F, W] of position k (0-based) and the states after it, for inference.
+
+        Args:
+            k: position.
+            states: of the parents, [B, F, ...].
+            tokens: [B, F] int64 target ids: the root for k = 0, then drafts.
+        """
+
+    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> "RecurrentExpansion":
+        assert isinstance(state, HeadState)
+        return RecurrentExpansion(self.advance, self.first_states(state.hidden[:, None].to(self.dtype)), last)
+
+    def advance(self, k: int, tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
+        """Logits and states of position k, of ``states`` [B, P, ...] above and ``parents`` [B, F], places there."""
+        if self._static is None:
+            return self._advance(k, tokens, parents, *states)
+        return self._static(k, partial(self._advance, k), tokens, parents, *states)
+
+    def _advance(self, k: int, tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
+        above = tuple(s.gather(1, parents[..., None].expand(-1, -1, s.shape[-1])) for s in states)
+        logits, below = self.read_token(k, above, tokens)
+        return (logits, *below)
+
+
+class RecurrentExpansion:
+    """Drafting in progress: the states of the level that was read last."""
+
+    def __init__(self, advance: Callable[..., States], states: States, last: Tensor) -> None:
+        """``advance`` as :meth:`RecurrentHead.advance`; ``states`` [B, 1, ...] before ``last`` ([B]) is read."""
+        self._advance, self._states, self._last = advance, states, last
+        self._position = 0
+
+    def root(self) -> Tensor:
+        """As ``Expansion.root``: [B, 1, W]."""
+        tokens = self._last[:, None]
+        return self.grow(tokens, torch.zeros_like(tokens))
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """As ``Expansion.grow``: [B, F] int64 each -> [B, F, W]."""
+        logits, *states = self._advance(self._position, tokens, parents, *self._states)
+        self._states = tuple(states)
+        self._position += 1
+        return logits

@@ -1,0 +1,94 @@
+"""Which tokens a head is trained to predict, and where it stands when it does: shared by all position-wise heads.
+
+Losses want predictions aligned with what they predict, so that the teacher's law at a token is computed once for all
+draft positions that predict it. Heads compute at the place they draft from. A ``Reading`` translates.
+
+Shape legend: B batch, T time, K draft positions, n picked targets, D width, W draft vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafthead.data.batch import Features, TrainBatch
+from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.heads.common.losses import Targets, chunk_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """The picked targets of a batch, and the flat (row * T + t) places that draft position k predicts them from."""
+
+    picked: Tensor
+    """[n] int64 flat place of each target ``x_{t+1+k}``."""
+    valid: Tensor
+    """[K, n] bool: position k is trained on this target."""
+    sources: Tensor
+    """[K, n] int64 flat place of ``t``, whose ``h_t`` position k starts from; 0 or nonsense where not valid."""
+
+    @classmethod
+    def of(cls, batch: TrainBatch, depth: int) -> "Reading":
+        """Every token of the batch that some of ``depth`` draft positions is trained to predict."""
+        rows, time = batch.input_ids.shape
+        valid = batch.loss_mask.new_zeros((depth, rows, time))
+        for k in range(1, depth + 1):
+            _, at_source = batch.draft_targets(k)
+            valid[k - 1, :, 1 + k :] = at_source[:, : -(1 + k)]
+        flat_valid = valid.flatten(1)
+        picked = flat_valid.any(0).nonzero()[:, 0]
+        offsets = torch.arange(2, depth + 2, device=picked.device)
+        sources = (picked[None] - offsets[:, None]).clamp_(min=0)
+        return cls(picked=picked, valid=flat_valid[:, picked], sources=sources)
+
+    def at_sources(self, values: Tensor) -> Tensor:
+        """Values [B, T, D] where each position starts: [K, n, D].
+
+        Zero where a position has no valid source: a feature there may be another document's, or NaN where none was
+        kept, and zero carries neither value nor gradient.
+        """
+        return torch.where(self.valid[..., None], values.flatten(0, 1)[self.sources], 0.0)
+
+    def tokens(self, input_ids: Tensor, ahead: int) -> Tensor:
+        """[K, n] int64: ``x_{t+ahead}`` as seen from each position's source t. Any token where not valid."""
+        flat = input_ids.flatten()
+        return flat[(self.sources + ahead).clamp(max=len(flat) - 1)]
+
+    def targets(self, batch: TrainBatch, features: Features | None, t2d: Tensor, teacher: OutputHead) -> Targets:
+        """What to predict; with the teacher's hidden states when features are given."""
+        final = None if features is None else features.final.flatten(0, 1)[self.picked - 1]
+        return Targets(
+            ids=t2d[batch.input_ids.flatten()[self.picked]],
+            valid=self.valid,
+            teacher_hidden=final,
+            teacher=None if features is None else teacher,
+        )
+
+    def ranks(self, wanted: Tensor, hidden: Tensor, heads: list[OutputHead], shape: torch.Size, top: int) -> Tensor:
+        """Rank of every target among the candidates, at its source: [B, T, K] int64 as ``DraftHead.candidate_ranks``.
+
+        Args:
+            wanted: [n] int64 draft ids of the targets, -1 outside the draft vocabulary.
+            hidden: [K, n, D] what the projections read.
+            heads: the K projections.
+            shape: (B, T).
+            top: rank of whatever is not among the first ``top``.
+        """
+        depth = len(heads)
+        ranks = torch.full((shape.numel(), depth), -1, dtype=torch.int64, device=wanted.device)
+        for k, head in enumerate(heads):
+            there = self.valid[k].nonzero()[:, 0]
+            ranks[self.sources[k, there], k] = rank_of(hidden[k, there], head, wanted[there], top)
+        return ranks.view(*shape, depth)
+
+
+def rank_of(hidden: Tensor, head: OutputHead, wanted: Tensor, top: int) -> Tensor:
+    """[n] int64: how many candidates are likelier than the wanted draft id, at most ``top``; ``top`` where it is -1."""
+    found = [wanted.new_zeros(0)]
+    size = chunk_rows(head.weight.shape[0], hidden.device.type)
+    for start in range(0, len(wanted), size):
+        part = slice(start, start + size)
+        logits = head.logits(hidden[part].to(head.weight.dtype)).float()
+        true = logits.gather(1, wanted[part].clamp(min=0)[:, None])
+        found.append((logits > true).sum(-1).clamp(max=top))
+    return torch.where(wanted >= 0, torch.cat(found), top)

@@ -1,0 +1,141 @@
+"""A small causal LM made of some of the base's own layers, trained to draft for it (vanilla speculative decoding).
+
+It reads tokens, not hidden states: the base's embedding, copies of a few decoder layers and of the final norm, which
+are trained, and the base's output head, frozen and shared, over the draft vocabulary. Copying layers and distilling
+from the base is how DistilBERT and Distil-Whisper start; as a draft model it needs no tokenizer and no weights from
+elsewhere. It drafts like any model (``models/draft_cache.py``).
+
+Shape legend: B batch, T time, D width, W draft vocabulary.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from drafthead.data.batch import Features, TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.layers import with_layers
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.decoding.contract import DraftPlan, DraftState
+from drafthead.models.decoding.draft_cache import CachedExpansion, Committed, DraftCache, TextState
+from drafthead.models.heads.common.autoregressive import NextTokenConfig, NextTokenHead
+from drafthead.models.heads.common.contract import HeadSize
+from drafthead.models.heads.common.lm_heads import Projections
+from drafthead.models.kernels.attention import document_mask
+from drafthead.models.kernels.fused import fresh_copy, fuse_modules
+from drafthead.models.kernels.linear import prepack_linears
+
+
+@dataclass(kw_only=True)
+class DraftLMConfig(NextTokenConfig):
+    """Settings of :class:`DraftLM`."""
+
+    num_tokens: int = 5
+    num_layers: int = 2
+    """Decoder layers."""
+    from_layers: list[int] | None = None
+    """Layers of the base to start from, in order; None: spread evenly from the first to the last."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.num_layers <= 16:
+            raise ValueError(f"head.num_layers must be in [1, 16], got {self.num_layers}")
+        if self.from_layers is not None and len(self.from_layers) != self.num_layers:
+            raise ValueError(
+                f"head.from_layers must name {self.num_layers} layers (head.num_layers), got {self.from_layers}"
+            )
+
+    def check_layers(self, num_layers: int) -> None:
+        if self.from_layers is not None and not all(0 <= source < num_layers for source in self.from_layers):
+            raise UserError(f"head.from_layers must be in [0, {num_layers}), got {list(self.from_layers)}")
+
+    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftLM":
+        return DraftLM(self, base, d2t)
+
+    def size(self, shape: ModelShape) -> HeadSize:
+        layers = self.num_layers * shape.layer_parameters() + shape.hidden_size
+        return HeadSize(
+            parameters=layers,
+            trainable=layers,
+            positions=self.num_tokens,
+            draft_vocab_size=self.drafted_ids(shape.vocab_size),
+            # Per layer two normed inputs, q, k, v before and after rotation, the attention's output, gate, up and
+            # their product (2.7 D each) with the activation; around it the embedding, the norm and its gradient.
+            activations_per_token=shape.hidden_size * (4 + 22 * self.num_layers),
+            recomputable_per_token=shape.hidden_size * 21 * self.num_layers,
+        )
+
+
+class DraftLM(NextTokenHead):
+    """A few decoder layers between the base's embedding and output head."""
+
+    config: DraftLMConfig
+
+    def __init__(self, config: DraftLMConfig, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__(config, base, d2t)
+        settings = base.model.config
+        sources = config.from_layers or _evenly(config.num_layers, base.num_layers)
+        config.check_layers(base.num_layers)
+        stock = base.model.model.layers
+        self.layers = nn.ModuleList(fresh_copy(stock[source], settings, n) for n, source in enumerate(sources))
+        self.norm = deepcopy(base.model.model.norm).float().requires_grad_(True)
+        self._trunk = with_layers(base, self.layers, self.norm, torch.float32)
+        self._reader: BaseModel | None = None
+        self._projections = Projections(self.teacher, 0, config.copy_dtype)
+
+    def recomputable(self) -> list[tuple[nn.Module, str]]:
+        return [(layer, "forward") for layer in self.layers]
+
+    def forget_copies(self) -> None:
+        self._reader = None
+
+    # Drafting ------------------------------------------------------------------------------------------------
+
+    def init_state(self, batch: int) -> TextState:
+        return TextState(text=Committed.none(batch), cache=DraftCache(self._inference_model()))
+
+    def observe(
+        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+    ) -> TextState:
+        assert isinstance(state, TextState)
+        return state.append(tokens, counts)
+
+    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> CachedExpansion:
+        assert isinstance(state, TextState)
+        text = state.text.append(last[:, None])
+        return CachedExpansion(state.cache, text, plan, lambda hidden: self._projections.logits(hidden, 0))
+
+    def _inference_model(self) -> BaseModel:
+        """The trunk, with layers fit for few rows where the base has such."""
+        if self._reader is None:
+            self._reader = self._trunk
+            if self.base.prepacked:
+                layers = deepcopy(self.layers).requires_grad_(False)
+                fuse_modules(layers, self.config.copy_dtype)
+                prepack_linears(layers, self.config.copy_dtype)
+                self._reader = with_layers(self.base, layers, self.norm, torch.float32)
+        return self._reader
+
+    # Training ------------------------------------------------------------------------------------------------
+
+    def hidden_states(self, batch: TrainBatch, features: Features) -> Tensor:
+        """[B, T, D] after the final norm, in the dtype that the layers compute in."""
+        decoder, dtype = self._trunk.model.model, next(self.parameters()).dtype
+        out = decoder(
+            inputs_embeds=decoder.get_input_embeddings()(batch.input_ids).to(dtype),
+            position_ids=batch.position_ids,
+            attention_mask=document_mask(batch.document_ids, dtype),
+            use_cache=False,
+        )
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+
+def _evenly(count: int, layers: int) -> list[int]:
+    """``count`` layers from the first to the last."""
+    if count == 1:
+        return [0]
+    return [round(n * (layers - 1) / (count - 1)) for n in range(count)]

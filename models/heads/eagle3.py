@@ -1,0 +1,436 @@
+"""EAGLE-3 (Li et al., 2503.01840): one decoder layer that drafts from the base's features and then from its own.
+
+The hidden states of three layers of the base are projected to one feature ``f_t``. The layer reads it together with
+the embedding of ``x_{t+1}`` and predicts ``x_{t+2}``; what it puts out takes the place of ``f_{t+1}``, which the base
+has not computed yet, for the next draft, and so on. Training goes through the same steps (the training-time test), so
+that the layer learns to read its own output. Drafts come from a projection of its own over a draft vocabulary.
+
+Differences from the reference code: losses are of trained tokens only (there, the mean runs over padding too), the
+head starts as about the base's next-token head instead of at random, attention stays inside a document, and the law
+to imitate is that of every target, also where the base's likeliest token cannot be drafted. Trees are those of any
+head; EAGLE-2's (2406.16858) are ``DynamicTree``.
+
+Shape legend: B batch, T time, S places that are drafted from, F frontier nodes, K draft positions, n picked targets,
+D width, W draft vocabulary.
+"""
+# EAGLE-3's decoder layer (2503.01840): unrolled over the training-time test, and packed for drafting.
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from drafthead.data.batch import NO_DOCUMENT, Features, FeatureSpec, TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.decoding.contract import DraftPlan, DraftState, last_of
+from drafthead.models.heads.common.attention_layer import HeadAttention, HeadMLP, HeadRMSNorm, norm_eps
+from drafthead.models.heads.common.contract import DraftHeadConfig, HeadSize
+from drafthead.models.heads.common.layer_cache import LayerMemory, LayerText
+from drafthead.models.heads.common.multi_position import PositionHead
+from drafthead.models.heads.common.targets import Reading
+from drafthead.models.kernels.attention import document_mask
+from drafthead.models.kernels.fused import FusedMLP, FusedRMSNorm
+from drafthead.models.kernels.linear import inference_linear
+
+
+class EagleLayer(nn.Module):
+    """Attention over [norm(embedding); norm(feature)], MLP, both added to the feature; names as in checkpoints."""
+
+    def __init__(self, base: BaseModel, inner: int | None) -> None:
+        """For ``base``, with an MLP of width ``inner`` or the base's.
+
+        Raises:
+            UserError: the base has no rotary embedding.
+        """
+        super().__init__()
+        width, eps, device = base.hidden_size, norm_eps(base), base.device
+        self.self_attn = HeadAttention(base, 2 * width)
+        # Only now: a base without rotary embedding may say nothing of its MLP.
+        self.mlp = HeadMLP(width, inner or base.model.config.intermediate_size, device)
+        self.input_layernorm = HeadRMSNorm(width, eps, device)
+        self.hidden_norm = HeadRMSNorm(width, eps, device)
+        self.post_attention_layernorm = HeadRMSNorm(width, eps, device)
+        for last in (self.self_attn.o_proj, self.mlp.down_proj):  # an untrained layer adds nothing to the feature
+            nn.init.zeros_(last.weight)
+
+    def unroll(
+        self,
+        feature: Tensor,
+        embedded: Callable[[int, Tensor], Tensor],
+        positions: Tensor,
+        mask: Tensor,
+        places: Tensor,
+        steps: int,
+        between: Callable[[Tensor], Tensor],
+    ) -> list[Tensor]:
+        """The training-time test: what the layer puts out when it drafts ``steps`` tokens from every place.
+
+        Step 0 is causal attention over the text. Step i reads the true token and the layer's own output of step
+        i - 1, one position later; besides the text up to its place it sees only the steps of its own place, which
+        are diagonals of keys and values.
+
+        Args:
+            feature: [B, T, D] of the text.
+            embedded: (i, places [B, S]) -> [B, S, D], embedding of the token that step i reads at these places.
+            positions: [B, T] int64.
+            mask: [B, 1, T, T] additive.
+            places: [B, S] int64 the positions to draft from; keys and values of the text are made for all T.
+            steps: at least 1.
+            between: [B, S, D] output of a step -> the feature that the next one reads.
+
+        Returns:
+            ``steps`` tensors [B, S, D].
+        """
+        rows = torch.arange(len(places), device=places.device)[:, None]
+        everywhere = torch.arange(feature.shape[1], device=places.device).expand(len(places), -1)
+        states = self.step_states(embedded(0, everywhere), feature, positions)
+        query, text_key, text_value = states
+        seen = mask[:, 0][rows, places][:, None]
+        query = query.transpose(1, 2)[rows, places].transpose(1, 2)
+        attended = self.self_attn.output(query, text_key, text_value, seen)
+        found = [self.behind(feature[rows, places], attended)]
+        own: list[tuple[Tensor, Tensor]] = []
+        for step in range(1, steps):
+            feature = between(found[-1])
+            query, key, value = self.step_states(embedded(step, places), feature, positions[rows, places] + step)
+            own.append((key, value))
+            keys, values = (torch.stack(part) for part in zip(*own, strict=True))
+            # Without recomputing its scores every step would keep a matrix of S times T for each head.
+            out: Tensor = checkpoint(attend_own, query, text_key, text_value, seen, keys, values, use_reentrant=False)
+            attended = self.self_attn.o_proj(out.transpose(1, 2).flatten(2))
+            found.append(self.behind(feature, attended))
+        return found
+
+    def step_states(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values ``HeadAttention.states`` of pairs [B, T, D] at ``positions`` [B, T]."""
+        return self.self_attn.states(
+            torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1), positions
+        )
+
+    def behind(self, feature: Tensor, attended: Tensor) -> Tensor:
+        """What a step puts out, of its feature and what attention adds to it: [B, S, D]."""
+        hidden = feature + attended
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+def attend_own(
+    query: Tensor, text_key: Tensor, text_value: Tensor, mask: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Attention to the text, and of every query to the drafted positions of its own place: [B, H, S, E].
+
+    Args:
+        query: [B, H, S, E].
+        text_key: [B, G, T, E].
+        text_value: [B, G, T, E].
+        mask: [B, 1, S, T] additive, of the text.
+        keys: [i, B, G, S, E]; query s sees the i keys at s.
+        values: [i, B, G, S, E].
+    """
+    groups, time = text_key.shape[1:3]
+    rows, heads, count, width = query.shape
+    query = query.reshape(rows, groups, -1, width) * width**-0.5  # [B, G, R * S, E]
+    grouped = (rows, groups, heads // groups, count)
+    to_text = (query @ text_key.transpose(2, 3)).view(*grouped, time) + mask[:, :, None]
+    to_own = torch.einsum("bgrse,ibgse->bgrsi", query.view(*grouped, width), keys)
+    weights = torch.cat([to_text, to_own], -1).float().softmax(-1).to(query.dtype)
+    out = (weights[..., :time].flatten(2, 3) @ text_value).view(*grouped, width)
+    out += torch.einsum("bgrsi,ibgse->bgrse", weights[..., time:], values)
+    return out.flatten(1, 2)
+
+
+class PackedEagleLayer:
+    """An ``EagleLayer`` for drafting: copies of its weights in few, large products. Inference only."""
+
+    def __init__(self, layer: EagleLayer, dtype: torch.dtype | None) -> None:
+        self._norms = FusedRMSNorm(layer.input_layernorm, layer.hidden_norm)
+        self._attention = layer.self_attn.inference(dtype)
+        self._post_norm = FusedRMSNorm(layer.post_attention_layernorm)
+        self._mlp = FusedMLP(layer.mlp, dtype)
+
+    def __call__(self, inputs: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
+        """[B, F, 2 D] embeddings and features, side by side -> [B, F, D]; ``cache`` is open for these F positions."""
+        batch, new, width = inputs.shape
+        halves = inputs.view(batch, new, 2, width // 2)
+        normed = self._norms(halves).view(batch, new, width)
+        hidden = halves[:, :, 1] + self._attention(normed, positions, mask, cache)
+        found: Tensor = hidden + self._mlp(self._post_norm(hidden))
+        return found
+
+
+def followed(documents: Tensor) -> Tensor:
+    """[B, T] bool: another token of the same document follows."""
+    found = torch.zeros_like(documents, dtype=torch.bool)
+    found[:, :-1] = (documents[:, :-1] == documents[:, 1:]) & (documents[:, :-1] != NO_DOCUMENT)
+    return found
+
+
+def drafting_places(reading: Reading, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Where any position drafts from: [B, S] places in the rows, and for every flat place its flat place in there."""
+    rows, time = ids.shape
+    used = torch.zeros(rows * time, dtype=torch.bool, device=ids.device)
+    used[reading.sources[reading.valid]] = True
+    used = used.view(rows, time)
+    most = int(used.sum(1).max())
+    places = used.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
+    slots = torch.zeros_like(used, dtype=torch.int64)
+    slots.scatter_(1, places, torch.arange(rows * most, device=ids.device).view(rows, most))
+    return places, slots.flatten()
+
+
+@dataclass(kw_only=True)
+class Eagle3Config(DraftHeadConfig):
+    """Settings of :class:`Eagle3Head`."""
+
+    num_tokens: int = 7
+    """Draft positions K: most drafts on a path."""
+    ttt_steps: int = 7
+    """Steps of the training-time test: how many of the K positions are trained. Deeper drafts read the layer's own
+    output more often than it was trained for."""
+    layers: list[int] | None = None
+    """Whose outputs (1 is the first layer) make the feature; null: 2, L // 2 and L - 3 of L layers, as published. An
+    empty list takes the final hidden state instead, which EAGLE-1 reads."""
+    own_lm_head: bool = True
+    """True: a projection of its own, which starts as the base's. False: the base's, frozen and shared."""
+    intermediate_size: int | None = None
+    """Inner width of the MLP; null: the base's."""
+    norm_before_fc: bool = False
+    """Norm the concatenated states before they are projected, as later checkpoints do."""
+    norm_output: bool = False
+    """A step reads the layer's output after the final norm, as later checkpoints do; published: before it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.num_tokens <= 16:
+            raise ValueError(f"head.num_tokens must be in [1, 16], got {self.num_tokens}")
+        if not 1 <= self.ttt_steps <= self.num_tokens:
+            raise ValueError(f"head.ttt_steps must be in [1, head.num_tokens={self.num_tokens}], got {self.ttt_steps}")
+        if self.intermediate_size is not None and self.intermediate_size < 1:
+            raise ValueError(f"head.intermediate_size must be at least 1 or null, got {self.intermediate_size}")
+
+    @property
+    def depth(self) -> int:
+        return self.num_tokens
+
+    @property
+    def trained_positions(self) -> int:
+        return self.ttt_steps
+
+    def check_layers(self, num_layers: int) -> None:
+        if self.layers is not None and not all(0 <= layer <= num_layers for layer in self.layers):
+            raise UserError(f"head.layers must be in [0, {num_layers}], got {list(self.layers)}")
+
+    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "Eagle3Head":
+        return Eagle3Head(self, base, d2t)
+
+    def size(self, shape: ModelShape) -> HeadSize:
+        hidden_size, vocabulary = shape.hidden_size, self.drafted_ids(shape.vocab_size)
+        sources = 3 if self.layers is None else max(1, len(self.layers))
+        layer = shape.attention_parameters(2 * hidden_size)
+        layer += 3 * (self.intermediate_size or shape.intermediate_size) * hidden_size
+        layer += sources * hidden_size**2 + (4 + sources * self.norm_before_fc) * hidden_size
+        projections = vocabulary * hidden_size if self.own_lm_head else 0
+        return HeadSize(
+            parameters=layer + projections,
+            trainable=layer + projections,
+            positions=self.num_tokens,
+            draft_vocab_size=vocabulary,
+            projections=projections,
+            feature_layers=sources if self.layers is None or self.layers else 0,
+            # Once the states and the feature; every step the normed inputs (2 D), q, k, v before and after rotation,
+            # attention's output and residual, gate, up, their product and activation (2.7 D each), norm and gradient.
+            activations_per_token=hidden_size * (2 * sources + 2 + 26 * self.ttt_steps),
+            # All but a step's inputs, its queries, keys and values, and what attention put out.
+            recomputable_per_token=18 * hidden_size * self.ttt_steps,
+        )
+
+
+@dataclass
+class EagleState(DraftState):
+    """What the layer has read, and the feature that waits for its token."""
+
+    text: LayerText
+    """Pairs of a feature ``f_t`` and the token ``x_{t+1}``."""
+    feature: Tensor
+    """[B, D] the feature of the last token that the base has read; NaN before there is one."""
+    started: bool = False
+    """Whether the base has read anything."""
+
+
+class Eagle3Head(PositionHead):
+    """EAGLE-3's fused features, decoder layer, final norm and projection; names of weights as in its checkpoints."""
+
+    config: Eagle3Config
+
+    def __init__(self, config: Eagle3Config, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__(config, base, d2t)
+        width, eps, device = base.hidden_size, norm_eps(base), base.device
+        layers = published_layers(base.num_layers) if config.layers is None else tuple(config.layers)
+        config.check_layers(base.num_layers)
+        self.spec = FeatureSpec(layers=layers)
+        sources = max(1, len(layers))
+        self.input_norm = HeadRMSNorm(sources * width, eps, device) if config.norm_before_fc else None
+        self.fc = nn.Linear(sources * width, width, bias=False, device=device)
+        self.midlayer = EagleLayer(base, config.intermediate_size)
+        self.norm = HeadRMSNorm(width, eps, device)
+        self.lm_head: nn.Linear | None = None
+        if config.own_lm_head:
+            self.lm_head = nn.Linear(width, len(self.d2t), bias=False, device="meta")
+            rows = self.teacher.weight.detach().float()
+            # Scaled here and not capped: checkpoints have no place for either.
+            self.lm_head.weight = nn.Parameter(rows * self.teacher.scale)
+        self._start_as_base(layers.index(max(layers)) if layers else None)
+        self._packed: _Packed | None = None
+
+    @torch.no_grad()
+    def _start_as_base(self, deepest: int | None) -> None:
+        """Begin with the base's prediction of the next token, as far as its deepest state that is read has it.
+
+        The layer starts as the identity, so the feature is that state, and the final norm as the base's.
+        """
+        width = self.base.hidden_size
+        self.fc.weight.zero_()
+        start = width * (deepest or 0)
+        self.fc.weight[:, start : start + width] = torch.eye(width)
+        # Gemma stores a norm's scale as its distance from one. The final state has been normed once already.
+        scale = self.base.model.model.norm(torch.ones_like(self.teacher.weight[0])).float()
+        self.norm.weight.copy_(scale.square().mean().sqrt() if deepest is None else scale)
+
+    def recomputable(self) -> list[tuple[nn.Module, str]]:
+        return [(self.midlayer, "step_states"), (self.midlayer, "behind")]
+
+    def forget_copies(self) -> None:
+        self._packed = None
+
+    def output_head(self, k: int) -> OutputHead:
+        return self.teacher if self.lm_head is None else OutputHead(weight=self.lm_head.weight)
+
+    def _read(self, features: Features) -> Tensor:
+        """[..., sources * D] the base's states that make the feature."""
+        return (features.final if features.layers is None else features.layers).to(self.fc.weight.dtype)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The base's embeddings, frozen: [...] -> [..., D]."""
+        return F.embedding(tokens, self.base.embedding).to(self.fc.weight.dtype)
+
+    # Drafting ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def init_state(self, batch: int) -> EagleState:
+        shape, weight = self.midlayer.self_attn.shape, self.fc.weight
+        memory = LayerMemory(self.packed().layer, shape.cache_shape(weight.dtype, weight.device))
+        feature = weight.new_full((batch, shape.width), torch.nan)
+        return EagleState(text=LayerText.none(memory, batch, weight.new_empty(2 * shape.width)), feature=feature)
+
+    @torch.inference_mode()
+    def observe(
+        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+    ) -> EagleState:
+        assert isinstance(state, EagleState) and features is not None
+        fused = self.packed().fuse(self._read(features))
+        before, paired = fused[:, :-1], counts
+        if state.started:
+            before = torch.cat([state.feature[:, None], before], 1)
+        else:  # nothing comes before the first token
+            tokens, paired = tokens[:, 1:], None if counts is None else counts - 1
+        text = state.text.append(torch.cat([self.embed(tokens), before], -1), paired)
+        return EagleState(text=text, feature=last_of(fused, counts), started=True)
+
+    @torch.inference_mode()
+    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> "_EagleExpansion":
+        assert isinstance(state, EagleState)
+        return _EagleExpansion(self, state, last)
+
+    def packed(self) -> "_Packed":
+        """The head in a form that drafts fast; made anew after training."""
+        if self._packed is None:
+            self._packed = _Packed(self)
+        return self._packed
+
+    # Training ------------------------------------------------------------------------------------------------
+
+    def position_hidden(self, batch: TrainBatch, features: Features, reading: Reading) -> Tensor:
+        steps, (_, time) = len(reading.valid), batch.input_ids.shape
+        if len(reading.picked) == 0:
+            return self.fc.weight.new_zeros(steps, 0, self.base.hidden_size)
+        read = self._read(features)
+        # Where no token of the document follows there is no pair, and the states may be NaN.
+        read = torch.where(followed(batch.document_ids)[..., None], read, 0.0)
+        feature: Tensor = self.fc(read if self.input_norm is None else self.input_norm(read))
+        places, slots = drafting_places(reading, batch.input_ids)
+        row_starts = torch.arange(len(places), device=places.device)[:, None] * time
+        flat = batch.input_ids.flatten()
+
+        def embedded(step: int, at: Tensor) -> Tensor:
+            return self.embed(flat[(row_starts + at + 1 + step).clamp(max=len(flat) - 1)])
+
+        mask = document_mask(batch.document_ids, feature.dtype)
+        found = self.midlayer.unroll(feature, embedded, batch.position_ids, mask, places, steps, self._feature)
+        return torch.stack(
+            [self.norm(out.flatten(0, 1)[slots[sources]]) for out, sources in zip(found, reading.sources, strict=True)]
+        )
+
+    def _feature(self, out: Tensor) -> Tensor:
+        """What the next step reads of a step's output."""
+        normed: Tensor = self.norm(out) if self.config.norm_output else out
+        return normed
+
+
+def published_layers(count: int) -> tuple[int, int, int]:
+    """The layers that EAGLE-3 reads of a base of ``count``: the inputs of the layers 2, L // 2 and L - 3 from 0.
+
+    The input of layer n counted from 0 is the output of the n-th layer, which is ``hidden_states[n]`` of transformers.
+    """
+    return min(2, count), count // 2, max(0, count - 3)
+
+
+class _Packed:
+    """Copies of a head's weights for drafting."""
+
+    def __init__(self, head: Eagle3Head) -> None:
+        dtype = head.config.copy_dtype
+        self.layer = PackedEagleLayer(head.midlayer, dtype)
+        self.input_norm = None if head.input_norm is None else FusedRMSNorm(head.input_norm)
+        self.norm = FusedRMSNorm(head.norm)
+        self._fc = inference_linear(head.fc.weight, dtype=dtype)
+        self._output = head.output_head(0)
+        self._lm_head = inference_linear(self._output.weight, dtype=dtype)
+
+    def fuse(self, read: Tensor) -> Tensor:
+        """[B, T, sources * D] -> [B, T, D] features."""
+        fused: Tensor = self._fc(read if self.input_norm is None else self.input_norm(read))
+        return fused
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[B, F, D] -> [B, F, W]."""
+        return self._output.finish(self._lm_head(normed.to(self._output.weight.dtype)))
+
+
+class _EagleExpansion:
+    """Every level reads its parents' outputs as features."""
+
+    def __init__(self, head: Eagle3Head, state: EagleState, last: Tensor) -> None:
+        self._head, self._state, self._last = head, state, last
+        self._above = torch.empty(0)  # [B, F, D] features of the frontier
+
+    def root(self) -> Tensor:
+        pair = torch.cat([self._head.embed(self._last), self._state.feature], -1)
+        return self._logits(self._state.text.memory.read_with(self._state.text, pair)[:, None])
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        rows = torch.arange(len(parents), device=parents.device)[:, None]
+        pairs = torch.cat([self._head.embed(tokens), self._above[rows, parents]], -1)
+        return self._logits(self._state.text.memory.grow(pairs, parents))
+
+    def _logits(self, out: Tensor) -> Tensor:
+        packed = self._head.packed()
+        normed = packed.norm(out)
+        self._above = normed if self._head.config.norm_output else out
+        return packed.logits(normed)

@@ -1,0 +1,271 @@
+"""Hydra heads (Ankner et al., 2402.05109): Medusa's heads made sequentially dependent, and Hydra++.
+
+Head k reads ``h_t`` and the base's embeddings of ``x_{t+1} .. x_{t+k}``, the tokens drafted so far, side by side; a
+first block brings them to the base's width, further residual blocks and a projection follow. Hydra++
+(``prefix_layer``) puts one decoder layer over all of the text's hidden states before them, which is run once per step
+over what was committed, with keys and values of its own.
+
+Differences from the reference code: embeddings are looked up at the tokens themselves, where there an embedding row is
+rolled and wraps around at its end; the blocks of a head are separate modules (there, all but the first are one); an
+untrained head is the base's next-token head, of Hydra++ up to a factor per token (there, its first block is random);
+and the projections can be the base's own, frozen, or cut to a draft vocabulary.
+
+Shape legend: B batch, T time, F frontier nodes, K heads, n picked targets, D width, W draft vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafthead.data.batch import Features, TrainBatch
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.decoding.contract import DraftPlan, DraftState
+from drafthead.models.heads.common.attention_layer import HeadAttention, HeadMLP, HeadRMSNorm, Layer, norm_eps
+from drafthead.models.heads.common.contract import DraftHeadConfig, HeadSize
+from drafthead.models.heads.common.layer_cache import LayerMemory, LayerText
+from drafthead.models.heads.common.lm_heads import Projections
+from drafthead.models.heads.common.multi_position import HeadState, RecurrentExpansion, RecurrentHead, States
+from drafthead.models.heads.common.targets import Reading
+from drafthead.models.heads.medusa import ResBlock
+from drafthead.models.kernels.attention import document_mask
+from drafthead.models.kernels.fused import FusedMLP, FusedRMSNorm
+from drafthead.models.kernels.linear import packed_twin
+
+
+@dataclass(kw_only=True)
+class HydraConfig(DraftHeadConfig):
+    """Settings of :class:`HydraHead`."""
+
+    num_heads: int = 4
+    """Draft positions K."""
+    num_layers: int = 1
+    """Blocks per head (Hydra++: 4)."""
+    prefix_layer: bool = False
+    """True: Hydra++, with a decoder layer over the base's hidden states."""
+    dropout: float = 0.0
+    """Before every block and projection, while training (Hydra++: 0.2)."""
+    own_projection: bool = True
+    """True: every head trains its own copy of the base's projection. False: all share the base's, frozen."""
+    projection_bias: bool = False
+    """True: own projections have a bias, as in the weights that the authors released."""
+    tie_blocks: bool = False
+    """True: the blocks behind a head's first are one, applied repeatedly, as in the reference code."""
+    unit_embeddings: bool = False
+    """True: embeddings are read at unit RMS (ours): learnt sooner where the base's are small."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.num_heads <= 16:
+            raise ValueError(f"head.num_heads must be in [1, 16], got {self.num_heads}")
+        if not 1 <= self.num_layers <= 8:
+            raise ValueError(f"head.num_layers must be in [1, 8], got {self.num_layers}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"head.dropout must be in [0, 1), got {self.dropout}")
+        if self.projection_bias and not self.own_projection:
+            raise ValueError("head.projection_bias needs head.own_projection: true; the base's projection has none")
+
+    @property
+    def depth(self) -> int:
+        return self.num_heads
+
+    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "HydraHead":
+        return HydraHead(self, base, d2t)
+
+    def size(self, shape: ModelShape) -> HeadSize:
+        heads, hidden_size, vocabulary = self.num_heads, shape.hidden_size, self.drafted_ids(shape.vocab_size)
+        further = min(self.num_layers - 1, 1) if self.tie_blocks else self.num_layers - 1
+        inputs = sum(k + 1 for k in range(1, heads + 1))  # widths that first blocks read, in D
+        blocks = 2 * (inputs * hidden_size + heads) * hidden_size + heads * further * (hidden_size + 1) * hidden_size
+        prefix = 0
+        if self.prefix_layer:  # attention, a gated MLP, three norms
+            prefix = shape.attention_parameters() + 3 * (shape.intermediate_size + 1) * hidden_size
+        projections = heads * vocabulary * (hidden_size + self.projection_bias) if self.own_projection else 0
+        return HeadSize(
+            parameters=blocks + prefix + projections,
+            trainable=blocks + prefix + projections,
+            positions=heads,
+            draft_vocab_size=vocabulary,
+            projections=projections,
+            # Per head: the masked state, the stacked output and its gradient; its embeddings and their side-by-side
+            # copy; per block both linear outputs, SiLU's and the sum.
+            activations_per_token=hidden_size
+            * (heads * (3 + 4 * self.num_layers) + 2 * inputs + 24 * self.prefix_layer),
+            recomputable_per_token=22 * hidden_size * self.prefix_layer,
+        )
+
+
+class FirstBlock(nn.Module):
+    """``R x + SiLU(W x + b)`` of D ``parts`` side by side; it begins as its first part."""
+
+    def __init__(self, width: int, parts: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(parts * width, width)
+        self.residual = nn.Linear(parts * width, width)
+        for linear in (self.linear, self.residual):
+            nn.init.zeros_(linear.weight)
+            nn.init.zeros_(linear.bias)
+        with torch.no_grad():
+            self.residual.weight[:, :width] = torch.eye(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., parts * D] -> [..., D]."""
+        return cast(Tensor, self.residual(x) + F.silu(self.linear(x)))
+
+
+class HydraBlocks(nn.ModuleList):
+    """The blocks of one head."""
+
+    def __init__(self, width: int, parts: int, config: HydraConfig) -> None:
+        further = min(config.num_layers - 1, 1) if config.tie_blocks else config.num_layers - 1
+        super().__init__([FirstBlock(width, parts), *(ResBlock(width) for _ in range(further))])
+        self._count, self._dropout = config.num_layers, config.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., parts * D] -> [..., D]."""
+        for place in range(self._count):
+            block = self[min(place, len(self) - 1)]
+            x = block(F.dropout(x, self._dropout, self.training))
+        return F.dropout(x, self._dropout, self.training)
+
+
+class PrefixLayer(nn.Module):
+    """A decoder layer and a final norm over the base's hidden states; names of its weights as in Llama checkpoints.
+
+    What it adds starts at zero, and its final norm's scale is that of the base's states, so it begins as the identity
+    up to a factor per token: what it norms has been normed by the base. The factor is 1 where the base's final norm has
+    one scale for all channels; on SmolLM2 it is 0.90 to 1.33, which costs an untrained head 0.064 nats.
+    """
+
+    def __init__(self, base: BaseModel) -> None:
+        super().__init__()
+        width, eps, device = base.hidden_size, norm_eps(base), base.device
+        self.input_layernorm = HeadRMSNorm(width, eps, device)
+        self.self_attn = HeadAttention(base)
+        self.post_attention_layernorm = HeadRMSNorm(width, eps, device)
+        self.mlp = HeadMLP(width, base.model.config.intermediate_size, device)
+        self.norm = HeadRMSNorm(width, eps, device)
+        nn.init.zeros_(self.self_attn.o_proj.weight)
+        nn.init.zeros_(self.mlp.down_proj.weight)
+        with torch.no_grad():
+            states = base.model.model.norm(torch.ones(1, width, dtype=base.dtype, device=device)).float()
+            self.norm.weight.fill_(states.square().mean().sqrt())
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]; ``positions`` [B, T], ``mask`` [B, 1, T, T] additive."""
+        x = x + self.self_attn(self.input_layernorm(x), positions, mask)
+        return cast(Tensor, self.norm(x + self.mlp(self.post_attention_layernorm(x))))
+
+    def inference(self, dtype: torch.dtype | None) -> Layer:
+        """The layer over a cache, with its weights packed as ``dtype`` where that is possible (a copy)."""
+        attention, mlp = self.self_attn.inference(dtype), FusedMLP(self.mlp, dtype)
+        norms = self.input_layernorm, self.post_attention_layernorm, self.norm
+        input_norm, post_norm, norm = (FusedRMSNorm(part) for part in norms)
+
+        def layer(x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
+            x = x + attention(input_norm(x), positions, mask, cache)
+            return cast(Tensor, norm(x + mlp(post_norm(x))))
+
+        return layer
+
+
+@dataclass
+class HydraState(HeadState):
+    """The state of Hydra++."""
+
+    text: LayerText
+    """What the prefix layer has read, and what it has still to read."""
+
+
+class HydraHead(RecurrentHead):
+    """K Hydra heads. A node's state is what the next head reads: ``h`` and the embeddings on the node's path."""
+
+    config: HydraConfig
+
+    def __init__(self, config: HydraConfig, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__(config, base, d2t)
+        self.prefix = PrefixLayer(base) if config.prefix_layer else None
+        self.blocks = nn.ModuleList(HydraBlocks(base.hidden_size, 2 + k, config) for k in range(config.num_heads)).to(
+            base.device
+        )
+        first = self.teacher
+        if config.projection_bias:
+            # The bias is one more column, whose input is 1.
+            first = replace(first, weight=F.pad(first.weight, (0, 1)))
+        self.projections = Projections(first, config.num_heads if config.own_projection else 0, config.copy_dtype)
+        self._packed: nn.ModuleList | None = None
+        self._prefix_layer: Layer | None = None
+
+    def recomputable(self) -> list[tuple[nn.Module, str]]:
+        return [] if self.prefix is None else [(self.prefix, "forward")]
+
+    def forget_copies(self) -> None:
+        self._packed = self._prefix_layer = None
+        super().forget_copies()
+
+    def output_head(self, k: int) -> OutputHead:
+        return self.projections.head(k)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """[...] int64 -> [..., D]: the base's embedding, frozen."""
+        embedded = F.embedding(tokens, self.base.embedding).to(self.dtype)
+        return F.rms_norm(embedded, embedded.shape[-1:]) if self.config.unit_embeddings else embedded
+
+    def _projected(self, x: Tensor) -> Tensor:
+        """What a projection reads of a head's output [..., D]."""
+        return F.pad(x, (0, 1), value=1.0) if self.config.projection_bias else x
+
+    # Drafting ------------------------------------------------------------------------------------------------
+
+    def init_state(self, batch: int) -> HeadState:
+        state = super().init_state(batch)
+        if self.prefix is None:
+            return state
+        if self._prefix_layer is None:
+            self._prefix_layer = self.prefix.inference(self.config.copy_dtype)
+        shape = self.prefix.self_attn.shape.cache_shape(self.dtype, self.base.device)
+        text = LayerText.none(LayerMemory(self._prefix_layer, shape), batch, self.prefix.norm.weight)
+        return HydraState(hidden=state.hidden, text=text)
+
+    def observe(
+        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+    ) -> HeadState:
+        seen = super().observe(state, tokens, features, counts)
+        if not isinstance(state, HydraState):
+            return seen
+        assert features is not None
+        with torch.inference_mode():
+            return HydraState(hidden=seen.hidden, text=state.text.append(features.final.to(self.dtype), counts))
+
+    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> RecurrentExpansion:
+        if isinstance(state, HydraState):
+            state = HeadState(hidden=state.text.memory.read(state.text))
+        return super().begin(state, last, plan)
+
+    def first_states(self, hidden: Tensor) -> States:
+        return (hidden,)
+
+    def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
+        if self._packed is None:
+            self._packed = packed_twin(self.blocks, self.config.copy_dtype)
+        x = torch.cat([states[0], self._embed(tokens)], -1)
+        return self.projections.logits(self._projected(self._packed[k](x)), k), (x,)
+
+    # Training ------------------------------------------------------------------------------------------------
+
+    def position_hidden(self, batch: TrainBatch, features: Features, reading: Reading) -> Tensor:
+        final = features.final.to(self.dtype)
+        if self.prefix is not None:
+            # A kept feature is missing (NaN) where nobody read; zero times NaN would reach what does not see it.
+            mask = document_mask(batch.document_ids, final.dtype)
+            final = self.prefix(final.nan_to_num(), batch.position_ids, mask)
+        hidden, found = reading.at_sources(final), []
+        for k, blocks in enumerate(self.blocks):
+            embedded = [self._embed(reading.tokens(batch.input_ids, j + 1)[k]) for j in range(k + 1)]
+            found.append(self._projected(blocks(torch.cat([hidden[k], *embedded], -1))))
+        return torch.stack(found)

@@ -1,0 +1,290 @@
+"""Kangaroo (Liu et al., 2404.18911): the target's first layers and a small adapter draft for it.
+
+The adapter is one attention layer without an MLP, ``norm(x + attention(norm(x)))``, over what leaves layer
+``exit_layer``; the base's output head, frozen, reads it. Drafting stops behind the first draft whose confidence is
+below ``threshold``, and the verification goes on from the exit states through the remaining layers only: the shallow
+layers are part of the target's own pass and share its cache (``models/shared_layers.py``).
+
+Beyond the paper: trees, batches of rows, sampling, a reduced draft vocabulary, and training on the base's own answers.
+
+Shape legend: B rows, T time, F frontier nodes, D width, W draft vocabulary.
+"""
+# Early exit inside the target's own pass: its first layers draft, and verification goes on from what they put out.
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from drafthead.data.batch import Features, FeatureSpec, TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel, BegunPass
+from drafthead.models.base.layers import first_layers
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.decoding.contract import DraftPlan, DraftState, DynamicTree, Proposal
+from drafthead.models.decoding.draft_cache import CachedExpansion, Committed, DraftCache, Forest, TextState
+from drafthead.models.decoding.growth import Expansion
+from drafthead.models.heads.common.attention_layer import HeadAttention, HeadRMSNorm, Layer, norm_eps
+from drafthead.models.heads.common.autoregressive import NextTokenConfig, NextTokenHead
+from drafthead.models.heads.common.contract import HeadSize
+from drafthead.models.heads.common.layer_cache import LayerMemory, LayerText
+from drafthead.models.heads.common.lm_heads import Projections
+from drafthead.models.kernels.attention import document_mask
+from drafthead.models.kernels.fused import FusedRMSNorm
+
+UNREAD = -1
+
+
+class SharedPass:
+    """One step's nodes in the first layers of the target."""
+
+    def __init__(self, first: BaseModel, cache: KVCache | RaggedCache) -> None:
+        """Begin behind what is committed in the target's ``cache``; ``first`` is the target cut to its first layers."""
+        self._model, self._cache = first, cache.first_layers(first.num_layers)
+        self._tokens: list[Tensor] = []
+        self._parents: list[Tensor] = []
+        self._hidden: list[Tensor] = []
+        self._forest: Forest | None = None
+        self._level = 0  # node where the level before starts
+
+    def root(self, last: Tensor) -> Tensor:
+        """Read the root ([B]): its exit state, [B, 1, D]."""
+        return self._read(last[:, None], None)
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Read one more level ([B, F]); ``parents`` are places on the level before. Exit states [B, F, D]."""
+        level, self._level = self._level, sum(t.shape[1] for t in self._tokens)
+        return self._read(tokens, parents + level)
+
+    def _read(self, tokens: Tensor, above: Tensor | None) -> Tensor:
+        rows, new = tokens.shape
+        forest = self._forest or Forest.none(rows, tokens.device)
+        self._forest = forest.grown(rows, new, above)
+        self._tokens.append(tokens)
+        self._parents.append(torch.full_like(tokens, UNREAD) if above is None else above)
+        self._hidden.append(self._model.verify(tokens, self._forest.shape(), self._cache))
+        return self._hidden[-1]
+
+    def finish(self, proposal: Proposal) -> BegunPass:
+        """Read the nodes of ``proposal`` that drafting has not read (its leaves), and put all in its order."""
+        places = self._match(proposal)
+        while bool((places == UNREAD).any()):
+            self._read_missing(proposal, places)
+        self._cache.keep(places, torch.full((len(places),), places.shape[1], device=places.device))
+        hidden = torch.cat(self._hidden, 1)
+        return BegunPass(
+            layers=self._model.num_layers,
+            hidden=hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1])),
+        )
+
+    def _match(self, proposal: Proposal) -> Tensor:
+        """Where each node was read, [B, N] int64; ``UNREAD`` where it was not.
+
+        A node is known by the tokens of its path: with the same ones, two nodes have the same state.
+        """
+        tokens, above = torch.cat(self._tokens, 1).tolist(), torch.cat(self._parents, 1).tolist()
+        wanted = proposal.tokens.tolist()
+        parents = proposal.shape.parents.expand_as(proposal.tokens).tolist()
+        places = []
+        for row in range(len(wanted)):
+            twin: list[int] = []  # the first node read with the same path
+            known: dict[tuple[int, int], int] = {}
+            for node, (a, t) in enumerate(zip(above[row], tokens[row], strict=True)):
+                twin.append(known.setdefault((a if a == UNREAD else twin[a], t), node))
+            found = [0]
+            for node in range(1, len(wanted[row])):
+                parent = parents[row][node]
+                if parent < 0:
+                    found.append(0)  # padding, which nothing looks at
+                elif found[parent] == UNREAD:
+                    found.append(UNREAD)
+                else:
+                    found.append(known.get((found[parent], wanted[row][node]), UNREAD))
+            places.append(found)
+        return torch.tensor(places, device=proposal.tokens.device)
+
+    def _read_missing(self, proposal: Proposal, places: Tensor) -> None:
+        """Read in one pass the unread nodes of all rows whose parents are read; sets their ``places``."""
+        parents = proposal.shape.parents.expand_as(proposal.tokens).clamp(min=0)
+        ready = (places == UNREAD) & (places.gather(1, parents) != UNREAD)
+        width = int(ready.sum(1).max())
+        # A row with fewer reads others again, which nothing looks at.
+        nodes = ready.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :width]
+        chosen = ready.gather(1, nodes)
+        above = places.gather(1, parents.gather(1, nodes)).clamp(min=0)
+        count = sum(t.shape[1] for t in self._tokens)
+        self._read(proposal.tokens.gather(1, nodes), above)
+        read = torch.arange(count, count + width, device=places.device).expand_as(nodes)
+        places.scatter_(1, nodes, torch.where(chosen, read, places.gather(1, nodes)))
+
+
+@dataclass(kw_only=True)
+class KangarooConfig(NextTokenConfig):
+    """Settings of :class:`KangarooHead`."""
+
+    exit_layer: int = 2
+    """Layers of the base that draft (the paper: 2 of 32 for 7B, 3 of 40 for 13B)."""
+    num_tokens: int = 6
+    threshold: float = 0.6
+    """Nothing is drafted behind a draft with less confidence, unless a plan says otherwise; 0 never stops."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.exit_layer < 1:
+            raise ValueError(f"head.exit_layer must be at least 1, got {self.exit_layer}")
+        if not 0 <= self.threshold < 1:
+            raise ValueError(f"head.threshold must be in [0, 1), got {self.threshold}")
+
+    def check_layers(self, num_layers: int) -> None:
+        if self.exit_layer >= num_layers:
+            raise UserError(f"head.exit_layer must be below the base's {num_layers} layers, got {self.exit_layer}")
+
+    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "KangarooHead":
+        return KangarooHead(self, base, d2t)
+
+    def size(self, shape: ModelShape) -> HeadSize:
+        adapter = shape.attention_parameters() + 2 * shape.hidden_size
+        return HeadSize(
+            parameters=adapter,
+            trainable=adapter,
+            positions=self.num_tokens,
+            draft_vocab_size=self.drafted_ids(shape.vocab_size),
+            feature_layers=1,
+            # Both norms, q, k, v before and after rotation, the attention's output, the sum, its gradient.
+            activations_per_token=12 * shape.hidden_size,
+            recomputable_per_token=7 * shape.hidden_size,
+        )
+
+
+class KangarooHead(NextTokenHead):
+    """An adapter over an exit state of the base."""
+
+    config: KangarooConfig
+
+    def __init__(self, config: KangarooConfig, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__(config, base, d2t)
+        config.check_layers(base.num_layers)
+        self.spec = FeatureSpec(layers=(config.exit_layer,))
+        self.stop_below = config.threshold
+        self.begun_layers = config.exit_layer
+        self.input_layernorm = HeadRMSNorm(base.hidden_size, norm_eps(base), base.device)
+        self.self_attn = HeadAttention(base)
+        self.norm = HeadRMSNorm(base.hidden_size, norm_eps(base), base.device)
+        self._first = first_layers(base, config.exit_layer)
+        self._projections = Projections(self.teacher, 0, config.copy_dtype)
+        self._layer: Layer | None = None
+
+    def recomputable(self) -> list[tuple[nn.Module, str]]:
+        return [(self.self_attn, "forward")]
+
+    def forget_copies(self) -> None:
+        self._layer = None
+
+    def hidden_states(self, batch: TrainBatch, features: Features) -> Tensor:
+        # A kept feature is missing (NaN) where no token was read: there it has no value and no gradient.
+        x = features.layer(0).to(self.norm.weight.dtype).nan_to_num()
+        mask = document_mask(batch.document_ids, x.dtype)
+        attended: Tensor = self.self_attn(self.input_layernorm(x), batch.position_ids, mask)
+        normed: Tensor = self.norm(x + attended)
+        return normed
+
+    # Drafting ------------------------------------------------------------------------------------------------
+
+    def _inference_layer(self) -> Layer:
+        """The adapter as one function over a cache, packed for few rows where that is possible."""
+        if self._layer is None:
+            attention = self.self_attn.inference(self.config.copy_dtype)
+            input_norm, norm = FusedRMSNorm(self.input_layernorm), FusedRMSNorm(self.norm)
+
+            def adapter(x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
+                x = x.float()
+                normed: Tensor = norm(x + attention(input_norm(x), positions, mask, cache))
+                return normed
+
+            self._layer = adapter
+        return self._layer
+
+    def init_state(self, batch: int) -> "KangarooState":
+        memory = LayerMemory(self._inference_layer(), self.self_attn.shape.cache_shape(torch.float32, self.base.device))
+        own = TextState(text=Committed.none(batch), cache=DraftCache(self._first))
+        return KangarooState(adapter=LayerText.none(memory, batch, self.norm.weight), own=own, target=None)
+
+    def attach(self, state: DraftState, cache: KVCache | RaggedCache) -> "KangarooState":
+        assert isinstance(state, KangarooState)
+        return KangarooState(adapter=state.adapter, own=None, target=cache)
+
+    def observe(
+        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+    ) -> "KangarooState":
+        assert isinstance(state, KangarooState) and features is not None
+        with torch.inference_mode():
+            return KangarooState(
+                adapter=state.adapter.append(features.layer(0), counts),
+                own=None if state.own is None else state.own.append(tokens, counts),
+                target=state.target,
+            )
+
+    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> "_KangarooExpansion":
+        assert isinstance(state, KangarooState)
+        shallow: Expansion
+        if state.own is None:
+            assert state.target is not None
+            shallow = _SharedExpansion(SharedPass(self._first, state.target), last)
+        else:
+            text = state.own.text.append(last[:, None])
+            shallow = CachedExpansion(state.own.cache, text, plan, lambda hidden: hidden)
+        return _KangarooExpansion(shallow, state.adapter, lambda hidden: self._projections.logits(hidden, 0))
+
+    def finish(self, expansion: Expansion, proposal: Proposal) -> Proposal:
+        assert isinstance(expansion, _KangarooExpansion)
+        if not isinstance(expansion.shallow, _SharedExpansion):
+            return proposal
+        return replace(proposal, begun=expansion.shallow.states.finish(proposal))
+
+    def spare_nodes(self, plan: DraftPlan) -> int:
+        # Expanded nodes of a dynamic tree need not be among those it keeps.
+        return plan.tree.width * plan.tree.depth + 1 if isinstance(plan.tree, DynamicTree) else 0
+
+
+@dataclass
+class KangarooState(DraftState):
+    """What the adapter has read, and where the shallow layers keep their states."""
+
+    adapter: LayerText
+    own: TextState | None
+    """Shallow states of its own: when led along a text without a target's cache."""
+    target: KVCache | RaggedCache | None
+    """The target's cache; None: none, or not attached again since rows were selected."""
+
+    def select(self, rows: list[int]) -> "KangarooState":
+        # ``attach`` follows wherever there is a target: its cache is selected by whom it belongs to.
+        own = None if self.own is None else self.own.select(rows)
+        return KangarooState(adapter=self.adapter.select(rows), own=own, target=None)
+
+
+class _SharedExpansion:
+    """Exit states out of the target's own pass, in the place of logits."""
+
+    def __init__(self, states: SharedPass, last: Tensor) -> None:
+        self.states, self._last = states, last
+
+    def root(self) -> Tensor:
+        return self.states.root(self._last)
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        return self.states.grow(tokens, parents)
+
+
+class _KangarooExpansion:
+    """Every level: the shallow layers, the adapter over their exit states, the output head."""
+
+    def __init__(self, shallow: Expansion, text: LayerText, logits: Callable[[Tensor], Tensor]) -> None:
+        self.shallow, self._text, self._logits = shallow, text, logits
+
+    def root(self) -> Tensor:
+        return self._logits(self._text.memory.read_with(self._text, self.shallow.root()[:, 0])[:, None])
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        return self._logits(self._text.memory.grow(self.shallow.grow(tokens, parents), parents))

@@ -1,0 +1,194 @@
+"""Medusa heads (Cai et al., 2401.10774): K independent heads over the base's last hidden state.
+
+Head k predicts ``x_{t+1+k}`` from ``h_t`` through residual blocks and a projection to the vocabulary. Both published
+variants: a projection of its own per head, initialised from the base's (the paper), or the base's own, frozen and
+shared (the later recipe). Differences from the reference code: the blocks of a head are separate modules (there, one
+module is repeated), their bias starts at zero like their weight, so that an untrained head is exactly the base's
+next-token head, and the projections can be cut to a draft vocabulary.
+
+``reads_last_token`` goes beyond the paper: at drafting time ``x_{t+1}`` is already committed, but a Medusa head has to
+guess it again from ``h_t``. With the option the first block of every head also reads its embedding, as the first Hydra
+head does (2402.05109); the heads stay independent of each other, so drafting still is one pass. ``docs/log.md`` has
+what it buys.
+
+Shape legend: B batch, T time, N tree nodes, K heads, n selected positions, D width, W draft vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafthead.data.batch import Features, TrainBatch
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.decoding.contract import DraftPlan, DraftState
+from drafthead.models.heads.common.contract import DraftHeadConfig, HeadSize
+from drafthead.models.heads.common.lm_heads import Projections, stack_logits
+from drafthead.models.heads.common.multi_position import HeadState, LastStateHead
+from drafthead.models.heads.common.targets import Reading
+
+
+@dataclass(kw_only=True)
+class MedusaConfig(DraftHeadConfig):
+    """Settings of :class:`MedusaHead`."""
+
+    num_heads: int = 5
+    """Draft positions K."""
+    num_layers: int = 1
+    """Residual blocks per head."""
+    own_projection: bool = True
+    """True: every head trains its own copy of the base's projection. False: all share the base's, frozen."""
+    tie_blocks: bool = False
+    """True: one block, applied ``num_layers`` times, as in the reference code and the weights it released."""
+    reads_last_token: bool = False
+    """True: heads also read the embedding of the last committed token (ours; not in the paper)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.num_heads <= 16:
+            raise ValueError(f"head.num_heads must be in [1, 16], got {self.num_heads}")
+        if self.tie_blocks and self.reads_last_token:
+            raise ValueError("head.tie_blocks and head.reads_last_token exclude each other: the first block is wider")
+        if not 1 <= self.num_layers <= 8:
+            raise ValueError(f"head.num_layers must be in [1, 8], got {self.num_layers}")
+
+    @property
+    def depth(self) -> int:
+        return self.num_heads
+
+    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "MedusaHead":
+        return MedusaHead(self, base, d2t)
+
+    def size(self, shape: ModelShape) -> HeadSize:
+        hidden_size, vocabulary = shape.hidden_size, self.drafted_ids(shape.vocab_size)
+        blocks = 1 if self.tie_blocks else self.num_layers
+        per_head = blocks * (hidden_size + 1) * hidden_size + self.reads_last_token * hidden_size**2
+        all_blocks = self.num_heads * per_head
+        projections = self.num_heads * vocabulary * hidden_size if self.own_projection else 0
+        return HeadSize(
+            parameters=all_blocks + projections,
+            trainable=all_blocks + projections,
+            positions=self.num_heads,
+            draft_vocab_size=vocabulary,
+            projections=projections,
+            # Per head: the gathered input, its masked copy, the stacked output and its gradient; per block: the
+            # linear's and SiLU's outputs.
+            activations_per_token=self.num_heads * hidden_size * (4 + 2 * self.num_layers),
+        )
+
+
+class ResBlock(nn.Module):
+    """``x + SiLU(W [x; condition] + b)`` with W and b starting at zero; the condition is optional."""
+
+    def __init__(self, width: int, conditioned: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * width if conditioned else width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        return x + F.silu(self.linear(x if condition is None else torch.cat([x, condition], -1)))
+
+
+class Blocks(nn.ModuleList):
+    """The residual blocks of one head; the first may be conditioned. Tied: one block, applied ``count`` times."""
+
+    def __init__(self, width: int, count: int, conditioned: bool = False, tied: bool = False) -> None:
+        super().__init__(ResBlock(width, conditioned and i == 0) for i in range(1 if tied else count))
+        self._order = [0] * count if tied else list(range(count))
+
+    def in_order(self) -> list["ResBlock"]:
+        """The blocks as they are applied."""
+        return [cast(ResBlock, self[place]) for place in self._order]
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        for i, block in enumerate(self.in_order()):
+            x = block(x, condition if i == 0 else None)
+        return x
+
+
+class MedusaHead(LastStateHead):
+    """K Medusa heads."""
+
+    config: MedusaConfig
+
+    def __init__(self, config: MedusaConfig, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__(config, base, d2t)
+        self.blocks = nn.ModuleList(
+            Blocks(base.hidden_size, config.num_layers, config.reads_last_token, config.tie_blocks)
+            for _ in range(config.num_heads)
+        ).to(base.device)
+        self.projections = Projections(
+            self.teacher, config.num_heads if config.own_projection else 0, config.copy_dtype
+        )
+        self._stacks: list[tuple[Tensor, Tensor]] | None = None
+
+    def forget_copies(self) -> None:
+        self._stacks = None
+        super().forget_copies()
+
+    def output_head(self, k: int) -> OutputHead:
+        return self.projections.head(k)
+
+    def _condition(self, last: Tensor) -> Tensor | None:
+        """What the heads know of the last committed token: its embedding at unit RMS, [...] -> [..., D]."""
+        if not self.config.reads_last_token:
+            return None
+        embedded = F.embedding(last, self.base.embedding).to(self.dtype)
+        return F.rms_norm(embedded, embedded.shape[-1:])
+
+    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> "_MedusaExpansion":
+        assert isinstance(state, HeadState)
+        if self._static is None:
+            return _MedusaExpansion(self.draft_logits(state.hidden, last, plan.depth))
+        depth = plan.depth
+        (logits,) = self._static(depth, lambda h, x: (self.draft_logits(h, x, depth),), state.hidden, last)
+        return _MedusaExpansion(logits)
+
+    @torch.inference_mode()
+    def draft_logits(self, hidden: Tensor, last: Tensor, depth: int) -> Tensor:
+        """Logits of the first ``depth`` heads: [B, D], [B] -> [B, depth, W]."""
+        x, condition = hidden.to(self.dtype), self._condition(last)
+        for layer, (weights, biases) in enumerate(self._stacked_blocks()):
+            read = x if layer or condition is None else torch.cat([x, condition], -1)
+            read = read.expand(depth, -1, -1) if layer == 0 else read
+            x = x + F.silu(torch.baddbmm(biases[:depth], read, weights[:depth]))
+        return stack_logits(self.projections, x.transpose(0, 1))
+
+    def _stacked_blocks(self) -> list[tuple[Tensor, Tensor]]:
+        """Per block the weights [K, in, D] and biases [K, 1, D] of all heads: drafting is then one product a block."""
+        if self._stacks is None:
+            layers = zip(*(cast(Blocks, blocks).in_order() for blocks in self.blocks), strict=True)
+            self._stacks = [
+                (
+                    torch.stack([block.linear.weight.detach().t() for block in blocks]),
+                    torch.stack([block.linear.bias.detach()[None] for block in blocks]),
+                )
+                for blocks in layers
+            ]
+        return self._stacks
+
+    def position_hidden(self, batch: TrainBatch, features: Features, reading: Reading) -> Tensor:
+        read = reading.at_sources(features.final).to(self.dtype)
+        condition = self._condition(reading.tokens(batch.input_ids, 1))
+        return torch.stack(
+            [blocks(read[k], None if condition is None else condition[k]) for k, blocks in enumerate(self.blocks)]
+        )
+
+
+class _MedusaExpansion:
+    """Independent heads: all nodes of a level have the law of that level's head."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._levels: Iterator[Tensor] = iter(logits.split(1, 1))  # type: ignore[no-untyped-call]
+
+    def root(self) -> Tensor:
+        return next(self._levels)
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        return next(self._levels)

@@ -1,0 +1,229 @@
+"""Medusa-2 (Cai et al., 2401.10774, section 2.2): Medusa heads and their base trained jointly.
+
+The base learns through LoRA adapters, so that its hidden states become ones that tell more of the tokens to come; a
+loss of its own keeps it what it was. In phases with ``train_base`` the loss is::
+
+    L = L_base + heads_weight * s(progress) * sum_k decay^k L_k
+
+over the tuned base's hidden states, where L_base is the cross-entropy of the corpus, or (self-distillation) KL(p || q)
+from the untouched base's law p to the tuned one's. The untouched base's hidden states are what every batch comes with,
+so its law costs no second pass. Phases before them train the heads on the base as it is, which is Medusa-1: heads that
+start from nothing would pull the base towards noise.
+
+Differences from the reference code: L_base is taken over the trained tokens alone (there, prompts and padding count
+too), and the base's own loss is computed in chunks like the heads'. A head that is saved holds the adapter beside its
+weights and names it; it is loaded with the adapter merged into the base, and decoding is exact for *that* base. What
+was lost against the untouched one is for ``eval/quality.py`` to say.
+
+Shape legend: B batch, T time, n trained positions, D width, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from drafthead.data.batch import Features, LossOutput, TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import ADAPTER
+from drafthead.models.base.lora import LM_HEAD, LoraSettings, TunedBase
+from drafthead.models.heads.common.losses import STATS, LossConfig, Targets, heads_loss
+from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+
+CROSS_ENTROPY, SELF_DISTILLATION = "ce", "self_distillation"
+BASE_LOSSES = {
+    CROSS_ENTROPY: LossConfig(ce=1.0, kl=0.0, decay=1.0),
+    SELF_DISTILLATION: LossConfig(ce=0.0, kl=1.0, decay=1.0),
+}
+HEAD_SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: done,
+    "sine": lambda done: math.sin(math.pi / 2 * done),
+}
+"""Factor of the heads' loss over the part of a phase that is done, 0 -> 1."""
+SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MERGED = "merged"
+"""Folder beside the heads that holds the tuned base as a whole model."""
+
+
+@dataclass(kw_only=True)
+class Medusa2Config(MedusaConfig):
+    """Settings of :class:`Medusa2Head`."""
+
+    lora_rank: int = 32
+    lora_alpha: float = 16.0
+    """An adapter adds ``lora_alpha / lora_rank * B A`` to its weight."""
+    lora_dropout: float = 0.05
+    """Of the adapters' inputs."""
+    lora_targets: list[str] = field(default_factory=lambda: list(SEVEN))
+    """Linear layers of every decoder layer that get an adapter."""
+    lora_lm_head: bool = False
+    """An adapter on the output head, too; not where it is tied to the embedding. Its own input has no dropout."""
+    base_loss: str = SELF_DISTILLATION
+    """What holds the base: ``ce`` (the corpus) or ``self_distillation`` (KL to the base with adapters off)."""
+    heads_weight: float = 0.2
+    """Weight of the heads' loss beside the base's (lambda_0 in the paper)."""
+    heads_schedule: str = "constant"
+    """Of that weight over the phase: ``constant``, ``linear`` or ``sine``, both from 0 to it."""
+    heads_lr_factor: float = 4.0
+    """The heads' learning rate over the adapters', which is the phase's, while both are trained."""
+    checkpointing: bool = False
+    """Compute the base's activations again in the backward pass instead of keeping them: less memory, slower."""
+    save_merged: bool = False
+    """Save the tuned base as a whole model, too: ``merged/`` beside the heads, for other programs."""
+
+    tunes_base: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora_lm_head and not self.own_projection:
+            raise ValueError(
+                "head.lora_lm_head=true needs head.own_projection=true: shared projections are the output head as it "
+                "was"
+            )
+        limits = (
+            ("lora_rank", 1 <= self.lora_rank <= 1024, "in [1, 1024]"),
+            ("lora_alpha", self.lora_alpha > 0, "above 0"),
+            ("lora_dropout", 0 <= self.lora_dropout < 1, "in [0, 1)"),
+            ("lora_targets", len(self.lora_targets) > 0, "at least one layer's name"),
+            ("base_loss", self.base_loss in BASE_LOSSES, f"one of {list(BASE_LOSSES)}"),
+            ("heads_weight", self.heads_weight >= 0, ">= 0"),
+            ("heads_schedule", self.heads_schedule in HEAD_SCHEDULES, f"one of {list(HEAD_SCHEDULES)}"),
+            ("heads_lr_factor", self.heads_lr_factor > 0, "above 0"),
+        )
+        for key, holds, limit in limits:
+            if not holds:
+                raise ValueError(f"head.{key} must be {limit}, got {getattr(self, key)!r}")
+
+    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "Medusa2Head":
+        return Medusa2Head(self, base, d2t)
+
+    def lora(self) -> LoraSettings:
+        """The adapters' settings."""
+        return LoraSettings(
+            rank=self.lora_rank,
+            alpha=self.lora_alpha,
+            dropout=self.lora_dropout,
+            targets=(*self.lora_targets, *([LM_HEAD] if self.lora_lm_head else [])),
+            checkpointing=self.checkpointing,
+        )
+
+
+class Medusa2Head(MedusaHead):
+    """Medusa heads whose base may be trained along."""
+
+    config: Medusa2Config
+
+    def __init__(self, config: Medusa2Config, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__(config, base, d2t)
+        self.adapter = nn.ParameterDict()
+        """The adapters' weights, once the base is to be trained; saved in checkpoints, not with the heads."""
+        self._tuned: TunedBase | None = None
+        self._joint = False
+
+    def tune_base(self, now: bool) -> None:
+        """As any head's; the first call makes the adapters, which add nothing yet.
+
+        Raises:
+            UserError: the base has an adapter already, or has no such layer to put one on.
+        """
+        if self._tuned is None:
+            if self.base.config.adapter is not None:
+                raise UserError(
+                    f"{self.base.name} already has the adapter {self.base.config.adapter}; save it as a whole model "
+                    "(peft's merge_and_unload) and name that as base.name to train another one on it"
+                )
+            self._tuned = TunedBase(self.base, self.config.lora())
+            self.adapter.update(self._tuned.parameters())
+        self._joint = now
+        for parameter in self.adapter.values():
+            parameter.requires_grad_(now)
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> "Medusa2Head":
+        """As any module's; the adapters' dropout is on only while they are trained."""
+        super().train(mode)
+        if self._tuned is not None:
+            self._tuned.train(mode and self._joint)
+        return self
+
+    def decoders(self) -> list[nn.Module]:
+        return super().decoders() + ([] if self._tuned is None else [self._tuned.model.model])
+
+    def lr_factor(self, parameter: nn.Parameter) -> float:
+        """``heads_lr_factor`` of the heads' parameters while adapters are trained with them, else 1."""
+        ours = any(parameter is other for other in self.adapter.values())
+        return 1.0 if ours or not self._joint else self.config.heads_lr_factor
+
+    def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
+        """In phases that train the base the sum of both losses, of the tuned base's own states; ``features`` are the
+        untouched base's. Further metrics: base_loss, heads_loss (without its weight), base_accept.
+        """
+        if not self._joint:
+            return super().loss(batch, features, config)
+        read = self._tuned_features(batch)
+        heads = super().loss(batch, read, config)
+        base_sum, stats = self._base_loss(batch, read, features)
+        weight = self.config.heads_weight * HEAD_SCHEDULES[self.config.heads_schedule](self.progress)
+        column = dict(zip(STATS, stats[0].double(), strict=True))
+        parts = {
+            "base_loss": (base_sum.detach(), column["count"]),
+            "heads_loss": (heads.loss_sum.detach(), heads.tokens),  # without the weight, which the schedule changes
+            "base_accept": (column["accept"], column["count"]),
+        }
+        return replace(
+            heads,
+            loss_sum=base_sum + weight * heads.loss_sum,
+            sums=torch.cat([heads.sums, torch.stack([torch.stack(pair).double() for pair in parts.values()])]),
+            names=(*heads.names, *parts),
+        )
+
+    @torch.no_grad()
+    def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:
+        return super().candidate_ranks(batch, self._tuned_features(batch) if self._joint else features, top)
+
+    def _tuned_features(self, batch: TrainBatch) -> Features:
+        """What the heads read while the base is trained; ``final`` carries gradients for the adapters."""
+        assert self._tuned is not None
+        if self._tuned.adapts_head:
+            # The law that the heads' loss may compare with. No gradient: the output head learns by the base's loss.
+            head = self._tuned.output_head()
+            self.teacher = replace(head, weight=head.weight.detach()).rows(self.d2t)
+        return Features(final=self._tuned.hidden_states(batch))
+
+    def _base_loss(self, batch: TrainBatch, read: Features, untouched: Features) -> tuple[Tensor, Tensor]:
+        """Sum over the trained tokens of the base's own loss, and its ``STATS`` [1, len(STATS)]."""
+        assert self._tuned is not None
+        next_ids, valid = batch.draft_targets(0)
+        distils = self.config.base_loss == SELF_DISTILLATION
+        targets = Targets(
+            ids=next_ids[valid],
+            valid=torch.ones_like(next_ids[valid], dtype=torch.bool)[None],
+            teacher_hidden=untouched.final[valid] if distils else None,
+            teacher=self.base.head if distils else None,
+        )
+        return heads_loss(
+            read.final[valid][None], [self._tuned.output_head()], targets, BASE_LOSSES[self.config.base_loss]
+        )
+
+    def saved_weights(self) -> dict[str, Tensor]:
+        """The heads alone: adapters are saved beside them by :meth:`save_base`."""
+        return {name: value for name, value in self.state_dict().items() if not name.startswith("adapter.")}
+
+    def save_base(self, folder: Path) -> dict[str, Any]:
+        """Write the adapter, and if asked for the tuned base as a whole model; returns the tuned base's identity."""
+        if self._tuned is None:
+            return super().save_base(folder)
+        fingerprint = self._tuned.save(folder / ADAPTER)
+        if self.config.save_merged:
+            whole = replace(self.base.config, adapter=str(folder / ADAPTER), prepack=False)
+            merged = BaseModel.load(whole, self.base.device)
+            merged.model.save_pretrained(folder / MERGED)
+            merged.tokenizer.save_pretrained(folder / MERGED)
+        identity = self.base_identity
+        return {**identity, "fingerprint": fingerprint, "recipe": {**identity["recipe"], "adapter": ADAPTER}}

@@ -1,0 +1,307 @@
+"""Multi-stage MLP speculators (Wertheimer et al., 2404.19124; the LSTM of Snowflake's Arctic): a small recurrent head.
+
+Position k mixes the state that position k - 1 left with the embedding of the token drafted last, and a projection of
+its own reads the result. ``cell: rnn`` is the published MLPSpeculator, tied and untied; ``cell: lstm`` the Arctic
+variant of the same interface. Beyond the papers: a reduced draft vocabulary (projections only: tokens that are read
+are target ids), targets that stay in their document, trees of every kind, and two ways to train less where data and
+cores are few: ``own_embedding: false`` reads the base's embedding through a trained matrix, and ``own_projection:
+false`` adds what the state says to ``h`` and leaves the rest to the base's frozen projection, so that an untrained
+head is the base's next-token head.
+
+Shape legend: B batch, T time, F frontier nodes, K draft positions, n picked targets, m places, D base width, E inner
+width, W draft vocabulary.
+"""
+# The recurrent cells of MLP speculators: what one more token makes of a state.
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafthead.data.batch import Features, TrainBatch
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.heads.common.contract import DraftHeadConfig, HeadSize
+from drafthead.models.heads.common.lm_heads import Projections
+from drafthead.models.heads.common.multi_position import RecurrentHead, States
+from drafthead.models.heads.common.targets import Reading
+from drafthead.models.kernels.linear import packed_twin
+
+NORM_EPS = 1e-6
+GATES = ("forget", "input", "output", "cell")
+CellState = tuple[Tensor, ...]
+"""The state [..., E] that projections read, then what else the cell remembers."""
+Embed = Callable[[], nn.Module]
+"""Makes one more embedding: a module from tokens [...] int64 to [..., E]."""
+
+
+class ScaledShiftedRMSNorm(nn.Module):
+    """Root-mean-square norm with a scale and a shift; no mean is taken off."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., E] -> [..., E]."""
+        return F.rms_norm(x, self.weight.shape, self.weight, NORM_EPS) + self.bias
+
+
+class BaseEmbedding(nn.Module):
+    """The base's own embedding, frozen, through a trained matrix (ours).
+
+    It is read at unit norm: what comes out starts as large as an embedding of one's own does.
+    """
+
+    def __init__(self, table: Tensor, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(table.shape[1], width, bias=False)
+        self._table = (table,)  # the base's: in a tuple, it is no part of this module
+
+    def _dtype(self) -> torch.dtype:
+        # A packed layer has no weight to ask; it is float32.
+        return self.linear.weight.dtype if isinstance(self.linear, nn.Linear) else torch.float32
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[...] int64 -> [..., E]."""
+        embedded = F.normalize(F.embedding(tokens, self._table[0]), dim=-1)
+        return cast(Tensor, self.linear(embedded.to(self._dtype())))
+
+
+def embedding_weight(positions: int, width: int) -> float:
+    """``e / s``: ``s = 0.5 ** (0.5 / K)``, ``e = sqrt((1 - s^2) E / 2)``."""
+    kept = 0.5 ** (0.5 / positions)
+    return float(math.sqrt((1 - kept**2) * width / 2) / kept)
+
+
+class RNNCells(nn.Module):
+    """``GELU(norm(P_k state + e/s E_k[x]))``; tied: all positions share everything but the first projection."""
+
+    def __init__(self, embed: Embed, hidden_size: int, width: int, positions: int, tied: bool) -> None:
+        super().__init__()
+        stages = 1 if tied else positions
+        self.emb = nn.ModuleList(embed() for _ in range(stages))
+        self.proj = nn.ModuleList(
+            nn.Linear(width if i else hidden_size, width, bias=False) for i in range(2 if tied else positions)
+        )
+        self.ln = nn.ModuleList(ScaledShiftedRMSNorm(width) for _ in range(stages))
+        self._weight = embedding_weight(positions, width)
+        _start(self, lambda shape: 1 / math.sqrt(width))
+
+    def first(self, hidden: Tensor) -> CellState:
+        """The state before any token is read, of [..., D]."""
+        return (hidden,)
+
+    def forward(self, k: int, state: CellState, tokens: Tensor) -> CellState:
+        """The state after position k (0-based) has read ``tokens`` ([...])."""
+        mixed = torch.add(_at(self.proj, k)(state[0]), _at(self.emb, k)(tokens), alpha=self._weight)
+        return (F.gelu(_at(self.ln, k)(mixed)),)
+
+
+class LSTMCells(nn.Module):
+    """Arctic's cell, shared by all positions but for the projections that read the base's state."""
+
+    def __init__(self, embed: Embed, hidden_size: int, width: int, positions: int, one_embedding: bool) -> None:
+        super().__init__()
+        self.emb = nn.ModuleDict({gate: embed() for gate in (GATES[:1] if one_embedding else GATES)})
+        self.proj = nn.ModuleDict(
+            {gate: nn.ModuleList(nn.Linear(size, width, bias=False) for size in (hidden_size, width)) for gate in GATES}
+        )
+        self.cell_ln, self.state_ln = ScaledShiftedRMSNorm(width), ScaledShiftedRMSNorm(width)
+        self._width, self._weight = width, embedding_weight(positions, width)
+        _start(self, lambda shape: 1 / math.sqrt(min(shape)))
+
+    def first(self, hidden: Tensor) -> CellState:
+        """The state and the cell before any token is read, of [..., D]."""
+        return hidden, hidden.new_zeros(*hidden.shape[:-1], self._width)
+
+    def forward(self, k: int, state: CellState, tokens: Tensor) -> CellState:
+        """The state and the cell after position k (0-based) has read ``tokens`` ([...])."""
+        read, cell = state
+        embedded = {gate: self.emb[gate](tokens) for gate in self.emb}
+        forget, admit, show, new = (
+            torch.add(
+                _at(cast(nn.ModuleList, self.proj[gate]), k)(read),
+                embedded.get(gate, embedded[GATES[0]]),
+                alpha=self._weight,
+            )
+            for gate in GATES
+        )
+        cell = cell * forget.sigmoid() + F.gelu(self.cell_ln(new)) * admit.sigmoid()
+        return F.gelu(self.state_ln(cell)) * show.sigmoid(), cell
+
+
+def _at(modules: nn.ModuleList, k: int) -> nn.Module:
+    """That of position k, or the last one there is."""
+    return modules[min(k, len(modules) - 1)]
+
+
+def _start(cells: nn.Module, deviation: Callable[[torch.Size], float]) -> None:
+    """Weights of embeddings and projections from a normal law, as the reference code does; norms start as ones."""
+    for module in cells.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, 0, deviation(module.weight.shape))
+
+
+@dataclass(kw_only=True)
+class MLPSpeculatorConfig(DraftHeadConfig):
+    """Settings of :class:`MLPSpeculatorHead`."""
+
+    n_predict: int = 3
+    """Draft positions K."""
+    inner_dim: int = 0
+    """Width E of the state; 0: the base's."""
+    tie_weights: bool = False
+    """True: all positions share embedding, norm and projections, but for the one that reads the base's state."""
+    scale_input: bool = False
+    """True: the base's state is read at an RMS of ``1 / sqrt(2)``."""
+    cell: str = "rnn"
+    """``rnn`` (IBM) or ``lstm`` (Arctic, which needs ``tie_weights``)."""
+    tie_lstm_embs: bool = False
+    """True: the gates of the LSTM share one embedding."""
+    own_embedding: bool = True
+    """False: the base's embedding, frozen, through a trained matrix (ours)."""
+    own_projection: bool = True
+    """False: the base's projection, frozen, of ``h`` and a trained matrix of the state (ours)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.n_predict <= 8:
+            raise ValueError(f"head.n_predict must be in [1, 8], got {self.n_predict}")
+        if self.inner_dim < 0:
+            raise ValueError(f"head.inner_dim must be positive, or 0 for the base's width, got {self.inner_dim}")
+        if self.cell not in ("rnn", "lstm"):
+            raise ValueError(f"head.cell must be rnn or lstm, got {self.cell!r}")
+        if self.cell == "lstm" and not self.tie_weights:
+            raise ValueError("head.cell: lstm needs head.tie_weights: true; its positions share their weights")
+        if self.tie_lstm_embs and self.cell != "lstm":
+            raise ValueError("head.tie_lstm_embs is for head.cell: lstm; leave it false")
+        if self.tie_weights and self.n_predict == 1:
+            raise ValueError("head.tie_weights needs head.n_predict of at least 2: one position has nothing to share")
+
+    @property
+    def depth(self) -> int:
+        return self.n_predict
+
+    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "MLPSpeculatorHead":
+        return MLPSpeculatorHead(self, base, d2t)
+
+    def size(self, shape: ModelShape) -> HeadSize:
+        hidden_size, vocabulary = shape.hidden_size, self.drafted_ids(shape.vocab_size)
+        width = self.inner_dim or hidden_size
+        stages = 1 if self.tie_weights else self.n_predict
+        embedding = (shape.vocab_size if self.own_embedding else hidden_size) * width
+        if self.cell == "lstm":
+            embeddings = embedding * (1 if self.tie_lstm_embs else 4)
+            cells = embeddings + 4 * (hidden_size + width) * width + 2 * 2 * width
+        else:
+            projected = hidden_size + width * (1 if self.tie_weights else self.n_predict - 1)
+            cells = stages * (embedding + 2 * width) + projected * width
+        projections = stages * width * vocabulary if self.own_projection else 0
+        outputs = 0 if self.own_projection else stages * width * hidden_size
+        return HeadSize(
+            parameters=cells + outputs + projections,
+            trainable=cells + outputs + projections,
+            positions=self.n_predict,
+            draft_vocab_size=vocabulary,
+            projections=projections,
+            # RNN: embedding, mixture, normed, activated, and the picked state with its gradient; LSTM: three of these
+            # a gate, and the cell's.
+            activations_per_token=self.n_predict * width * (6 if self.cell == "rnn" else 20),
+        )
+
+
+class MLPSpeculatorHead(RecurrentHead):
+    """K positions, each one step of a recurrent cell."""
+
+    config: MLPSpeculatorConfig
+
+    def __init__(self, config: MLPSpeculatorConfig, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__(config, base, d2t)
+        width, stages = config.inner_dim or base.hidden_size, 1 if config.tie_weights else config.n_predict
+
+        def embed() -> nn.Module:
+            return (
+                nn.Embedding(base.vocab_size, width) if config.own_embedding else BaseEmbedding(base.embedding, width)
+            )
+
+        self.cells: RNNCells | LSTMCells
+        with torch.device(base.device):
+            if config.cell == "lstm":
+                self.cells = LSTMCells(embed, base.hidden_size, width, config.n_predict, config.tie_lstm_embs)
+            else:
+                self.cells = RNNCells(embed, base.hidden_size, width, config.n_predict, config.tie_weights)
+            shared = 0 if config.own_projection else stages
+            self.outputs = nn.ModuleList(_zeros(width, base.hidden_size) for _ in range(shared))
+        if config.own_projection:
+            # Of a width of its own, so there is nothing to copy from the base.
+            blank = torch.zeros(1, 1, device=base.device).expand(len(self.d2t), width)
+            self.projections = Projections(OutputHead(weight=blank), stages, config.copy_dtype)
+            for weight in self.projections.weights:
+                nn.init.normal_(weight, 0, min(width, len(self.d2t) if config.cell == "lstm" else width) ** -0.5)
+        else:
+            self.projections = Projections(self.teacher, 0, config.copy_dtype)
+        self._packed: _Modules | None = None
+
+    def forget_copies(self) -> None:
+        self._packed = None
+        super().forget_copies()
+
+    def output_head(self, k: int) -> OutputHead:
+        return self.projections.head(k)
+
+    def first_states(self, hidden: Tensor) -> States:
+        if self.config.scale_input:
+            scaled = F.rms_norm(hidden, hidden.shape[-1:], eps=NORM_EPS) / 2**0.5
+        else:
+            scaled = hidden
+        states = self.cells.first(scaled)
+        return states if self.config.own_projection else (*states, hidden)
+
+    def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
+        if self._packed is None:
+            dtype = self.config.copy_dtype
+            self._packed = _Modules(packed_twin(self.cells, dtype), packed_twin(self.outputs, dtype))
+        states, read = _step(self._packed, k, states, tokens)
+        return self.projections.logits(read, k), states
+
+    def position_hidden(self, batch: TrainBatch, features: Features, reading: Reading) -> Tensor:
+        ids, hidden = batch.input_ids.flatten(), features.final.flatten(0, 1)
+        starts = torch.unique(reading.sources[reading.valid])  # [m]
+        place = torch.zeros_like(ids)
+        place[starts] = torch.arange(len(starts), device=ids.device)
+        modules = _Modules(self.cells, self.outputs)
+        states, found = self.first_states(hidden[starts].to(self.dtype)), []
+        for k in range(self.depth):
+            states, read = _step(modules, k, states, ids[(starts + k + 1).clamp(max=len(ids) - 1)])
+            found.append(read[place[reading.sources[k]]])
+        return torch.stack(found)
+
+
+class _Modules(NamedTuple):
+    cells: nn.Module
+    outputs: nn.ModuleList
+
+
+def _step(modules: _Modules, k: int, states: States, tokens: Tensor) -> tuple[States, Tensor]:
+    """The states after position k has read ``tokens``, and what its projection reads."""
+    if not len(modules.outputs):
+        states = modules.cells(k, states, tokens)
+        return states, states[0]
+    *state, hidden = states
+    states = (*modules.cells(k, tuple(state), tokens), hidden)
+    output = modules.outputs[min(k, len(modules.outputs) - 1)]
+    return states, hidden + output(states[0])
+
+
+def _zeros(inputs: int, outputs: int) -> nn.Linear:
+    """A linear layer without bias that begins as zero."""
+    linear = nn.Linear(inputs, outputs, bias=False)
+    nn.init.zeros_(linear.weight)
+    return linear

@@ -1,0 +1,1 @@
+"""The same arithmetic, faster: grouped attention, packed and fused linears, CUDA graphs."""

@@ -1,0 +1,240 @@
+"""Attention, MLP and norm of Llama-like layers with fewer, larger products and fewer steps between them, on a CPU.
+
+At one to eight rows a third of a forward pass of a small base is not weight reading but the many small operations
+and calls between the products. These modules take the place of the stock ones inside stock decoder layers, give
+the same results to float32 rounding, and are for inference only. Layers that heads train themselves draft with them
+too.
+
+Shape legend: B batch, T time, D width, H query heads, G key/value heads, E head width.
+"""
+# Stock weights of decoder layers, read back from the fused and prepacked modules that a base may run with.
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaMLP, GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP, MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
+
+from drafthead.models.kernels import attention
+from drafthead.models.kernels.linear import PrepackedLinear, can_prepack, is_skinny, joined_linear, pad_rows
+
+ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention, GemmaAttention)
+MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP, GemmaMLP)
+NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, GemmaRMSNorm)
+
+
+class FusedRMSNorm(nn.Module):
+    """RMSNorm in four operations, in float32 on a CPU: ``x * w * sqrt(D) / hypot(|x|, sqrt(D * eps))``.
+
+    ``F.rms_norm`` is the stock chain of a dozen operations there and gains nothing. Other devices have a kernel for it,
+    and lower precisions need its float32.
+    """
+
+    def __init__(self, *norms: Any) -> None:
+        """Of one norm, or of several of one width and epsilon, each for its part of the input's last axis but one."""
+        super().__init__()
+        # Gemma's stored weight is the distance from one.
+        weights = [1.0 + norm.weight if isinstance(norm, GemmaRMSNorm) else norm.weight for norm in norms]
+        weight = (torch.stack(weights) if len(norms) > 1 else weights[0]).detach()
+        self._width = weight.shape[-1]
+        self._eps: float = norms[0].variance_epsilon if hasattr(norms[0], "variance_epsilon") else norms[0].eps
+        self._by_length = weight.device.type == "cpu" and weight.dtype == torch.float32
+        self._weight = weight * self._width**0.5 if self._by_length else weight
+        self._floor = torch.tensor((self._width * self._eps) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D], of n norms [..., n, D] -> [..., n, D]."""
+        if not self._by_length:
+            return F.rms_norm(x, (self._width,), None, self._eps) * self._weight
+        length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        out: Tensor = (x * self._weight).div_(length.hypot_(self._floor))
+        return out
+
+
+class FusedMLP(nn.Module):
+    """``down(act(gate(x)) * up(x))`` with gate and up as one product; packed where that is possible."""
+
+    def __init__(self, mlp: Any, dtype: torch.dtype | None = None) -> None:
+        """Copy ``mlp``, its weights as ``dtype``; by default as they are."""
+        super().__init__()
+        self._gate_up = joined_linear([mlp.gate_proj, mlp.up_proj], dtype)
+        self._down = joined_linear([mlp.down_proj], dtype)
+        self._act = mlp.act_fn
+        self._packed = isinstance(self._gate_up, PrepackedLinear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        if self._packed and is_skinny(x):
+            # Once for both products.
+            return self.forward(pad_rows(x)).narrow(-2, 0, x.shape[-2])
+        gate, up = self._gate_up(x).chunk(2, -1)
+        out: Tensor = self._down(self._act(gate) * up)
+        return out
+
+
+class FusedAttention(nn.Module):
+    """Grouped-query attention with queries, keys and values as one product, and queries and keys rotated together."""
+
+    def __init__(self, stock: Any, dtype: torch.dtype | None = None) -> None:
+        """Copy ``stock``, its weights as ``dtype``; by default as they are."""
+        super().__init__()
+        self.layer_idx: int = stock.layer_idx
+        self.scaling: float = stock.scaling
+        self.head_dim: int = stock.head_dim
+        self._queries = stock.q_proj.out_features // self.head_dim
+        self._rotated = self._queries + stock.k_proj.out_features // self.head_dim
+        self._qkv = joined_linear([stock.q_proj, stock.k_proj, stock.v_proj], dtype)
+        self._out = joined_linear([stock.o_proj], dtype)
+        self._normed = hasattr(stock, "q_norm")
+        if self._normed:
+            self.q_norm, self.k_norm = FusedRMSNorm(stock.q_norm), FusedRMSNorm(stock.k_norm)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """[B, T, D] -> [B, T, D], and None where stock modules return attention weights."""
+        batch, time, _width = hidden_states.shape
+        states_BTHE = self._qkv(hidden_states).view(batch, time, -1, self.head_dim)
+        value = states_BTHE[:, :, self._rotated :].transpose(1, 2)
+        states_BTHE = states_BTHE[:, :, : self._rotated]
+        if self._normed:
+            query, key = states_BTHE[:, :, : self._queries], states_BTHE[:, :, self._queries :]
+            states_BTHE = torch.cat((self.q_norm(query), self.k_norm(key)), 2)
+        states_BHTE = rotate(states_BTHE, *position_embeddings).transpose(1, 2)
+        query, key = states_BHTE[:, : self._queries], states_BHTE[:, self._queries :]
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        out, _weights = attention.grouped_sdpa(self, query, key, value, attention_mask, scaling=self.scaling)
+        return self._out(out.reshape(batch, time, -1)), None
+
+
+def rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
+    """Rotary position embedding, first half of a head paired with its second half, as in transformers."""
+    first, second = x_BTHE.chunk(2, -1)
+    sin_first, sin_second = sin_BTE.unsqueeze(2).chunk(2, -1)
+    out = x_BTHE * cos_BTE.unsqueeze(2)
+    half = first.shape[-1]
+    # Not chunks: gradients do not pass through what is written into one of several views.
+    out.narrow(-1, 0, half).addcmul_(second, sin_first, value=-1)
+    out.narrow(-1, half, half).addcmul_(first, sin_second)
+    return out
+
+
+def _can_join(module: nn.Module, *names: str) -> bool:
+    """Whether these children are plain linear layers that can be prepacked as one: all with a bias, or none."""
+    children = [getattr(module, name) for name in names]
+    plain = all(type(child) is nn.Linear and can_prepack(child.weight) for child in children)
+    return plain and len({child.bias is None for child in children}) == 1
+
+
+def _fused(stock: Any, dtype: torch.dtype | None) -> nn.Module | None:
+    """The fused equivalent of one stock module, or None where there is none.
+
+    Exact classes only: a subclass may compute something else.
+    """
+    if type(stock) in NORMS and stock.weight.device.type == "cpu" and stock.weight.dtype == torch.float32:
+        return FusedRMSNorm(stock)
+    if type(stock) in MLPS and _can_join(stock, "gate_proj", "up_proj") and _can_join(stock, "down_proj"):
+        return FusedMLP(stock, dtype)
+    if (
+        type(stock) in ATTENTIONS
+        and stock.is_causal
+        and stock.config._attn_implementation == attention.NAME
+        and _can_join(stock, "q_proj", "k_proj", "v_proj")
+        and _can_join(stock, "o_proj")
+    ):
+        return FusedAttention(stock, dtype)
+    return None
+
+
+def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None) -> int:
+    """Replace stock attention, MLP and norm modules below ``module`` by fused ones, in place.
+
+    What has no equivalent here is left for ``prepack_linears``. The original weights are released. ``dtype``: of the
+    fused modules' weights; by default as they are.
+
+    Returns:
+        How many ``nn.Linear`` the fused modules have taken the place of.
+    """
+    replaced = 0
+    for name, child in list(module.named_children()):
+        fused = _fused(child, dtype)
+        if fused is None:
+            replaced += fuse_modules(child, dtype)
+        else:
+            replaced += sum(type(part) is nn.Linear for part in child.children())
+            setattr(module, name, fused)
+    return replaced
+
+
+def fresh_copy(layer: nn.Module, config: Any, layer_idx: int) -> nn.Module:
+    """A stock decoder layer with the weights of ``layer``, float32 and trainable.
+
+    Args:
+        layer: of a base, fused or not.
+        config: of the base.
+        layer_idx: its place in the new stack, by which caches know it.
+    """
+    device = next((p.device for p in layer.parameters()), torch.device("cpu"))  # packed layers are the CPU's
+    with torch.device(device):
+        stock: nn.Module = type(layer)(config, layer_idx=layer_idx)
+    copy_weights(layer, stock)
+    return stock.float().requires_grad_(True)
+
+
+def copy_weights(source: nn.Module, stock: Any) -> None:
+    """Give ``stock`` the weights of ``source``, which may be the fused form of it.
+
+    Raises:
+        RuntimeError: they are not of one kind.
+    """
+    if isinstance(source, PrepackedLinear):
+        _fill([stock], source)
+    elif isinstance(source, FusedMLP):
+        _fill([stock.gate_proj, stock.up_proj], source._gate_up)
+        _fill([stock.down_proj], source._down)
+    elif isinstance(source, FusedAttention):
+        _fill([stock.q_proj, stock.k_proj, stock.v_proj], source._qkv)
+        _fill([stock.o_proj], source._out)
+        if source._normed:
+            copy_weights(source.q_norm, stock.q_norm)
+            copy_weights(source.k_norm, stock.k_norm)
+    elif isinstance(source, FusedRMSNorm):
+        weight = source._weight / source._weight.shape[0] ** 0.5
+        _copy(stock.weight, weight - 1 if isinstance(stock, GemmaRMSNorm) else weight)
+    else:
+        for name, parameter in source.named_parameters(recurse=False):
+            _copy(getattr(stock, name), parameter)
+        for name, child in source.named_children():
+            copy_weights(child, getattr(stock, name))
+
+
+def _fill(linears: list[Any], packed: nn.Module) -> None:
+    """Split a packed layer's outputs over ``linears``, which it took the place of."""
+    assert isinstance(packed, PrepackedLinear)
+    identity = torch.eye(packed.in_features)
+    bias = torch.zeros(packed.out_features) if packed._bias is None else packed._bias
+    # The product with the identity is the weight, exactly, as long as no bias is added to it.
+    rows = packed._product(identity, packed._packed, None, "none", [], "").t()
+    start = 0
+    for linear in linears:
+        part = slice(start, start + linear.out_features)
+        _copy(linear.weight, rows[part])
+        if linear.bias is not None:
+            _copy(linear.bias, bias[part])
+        start = part.stop
+
+
+def _copy(target: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(value)

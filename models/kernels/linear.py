@@ -1,0 +1,172 @@
+"""Skinny products at memory speed: linear layers prepacked for few input rows on a CPU.
+
+Decoding and verifying multiply 1 to 64 rows by every weight of the base, so they should cost one read of the
+weights. ``F.linear`` picks a general GEMM there and pays about 1.7 times that from two rows on; oneDNN with
+weights reordered once into its blocked layout does not (``benchmarks/decode.py`` measures both).
+"""
+# Modules that keep their weights a second time in a form that drafts fast.
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Callable
+from copy import copy
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class KeepsCopies(nn.Module):
+    """A module whose copies are void once its weights may change (``train``, ``eval``) or move (``to``, ``float``)."""
+
+    def forget_copies(self) -> None:
+        """Drop copies of weights, and graphs that read them where they are; by default there are none."""
+
+    def train(self, mode: bool = True) -> Self:
+        """As any module's; the copies are forgotten."""
+        self.forget_copies()
+        super().train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.forget_copies()
+        moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return moved
+
+
+ROWS_HINT = 8
+"""Input rows that the packed layout is chosen for; every number from 2 on gives the same layout."""
+FULL_ROWS = 4
+"""oneDNN multiplies three or four rows faster than one or two."""
+PAD_FROM = 2**19
+"""Weights from which copying one or two rows up to ``FULL_ROWS`` costs less than it saves."""
+HUGE_PAGE = 2**21
+"""Bytes of a huge page."""
+MADV_COLLAPSE = 25
+"""Linux 6.1's advice to gather pages into huge ones now; the mmap module does not name it."""
+
+
+def pad_rows(x: Tensor) -> Tensor:
+    """[..., T, in] of one or two rows in all, repeated along T to ``FULL_ROWS``; the caller drops the copies."""
+    return torch.cat((x,) * (FULL_ROWS * x.shape[-1] // x.numel()), -2)
+
+
+def is_skinny(x: Tensor) -> bool:
+    """Whether ``x`` [..., T, in] has one or two rows in all."""
+    return x.ndim > 1 and 0 < x.numel() <= 2 * x.shape[-1]
+
+
+class PrepackedLinear(nn.Module):
+    """Inference-only CPU linear layer over oneDNN's blocked weight layout. No gradient passes through."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
+        """Pack float32 weights as ``dtype``: float32, or bfloat16, which rounds inputs and outputs too."""
+        super().__init__()
+        self._dtype = dtype
+        self.out_features, self.in_features = weight.shape
+        # Not buffers: an opaque oneDNN tensor cannot be saved, moved or cast.
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), ROWS_HINT)
+        _use_huge_pages(torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed))
+        self._bias = None if bias is None else bias.detach().to(dtype)
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._pads = weight.numel() >= PAD_FROM
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias``: [..., in] -> [..., out], float32."""
+        if self._pads and is_skinny(x):
+            return self.forward(pad_rows(x)).narrow(-2, 0, x.shape[-2])
+        product: Tensor = self._product(x.to(self._dtype), self._packed, self._bias, "none", [], "")
+        return product.to(x.dtype)
+
+
+def _use_huge_pages(address: int, size: int) -> None:
+    """Ask Linux to back this memory by huge pages: reading weights in 4 KiB pages costs a twentieth of a pass more.
+
+    Best effort: where the kernel declines, nothing changes. Neighbours on the same huge pages are included.
+    """
+    if sys.platform != "linux":
+        return
+    start = address // HUGE_PAGE * HUGE_PAGE
+    length = -(-(address + size - start) // HUGE_PAGE) * HUGE_PAGE
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for advice in (mmap.MADV_HUGEPAGE, MADV_COLLAPSE):
+        advise(start, length, advice)
+
+
+def can_prepack(weight: Tensor) -> bool:
+    """Whether oneDNN can prepack this weight here: a dense float32 matrix on a CPU built with oneDNN."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and weight.ndim == 2
+        and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    )
+
+
+class PlainLinear(nn.Module):
+    """Inference-only ``F.linear``, computed in the dtype of its weight."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self._weight, self._bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out], in the dtype of ``x``."""
+        return F.linear(x.to(self._weight.dtype), self._weight, self._bias).to(x.dtype)
+
+
+def inference_linear(weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+    """A layer with this weight, packed for few rows where that is possible. No gradient reaches the weight.
+
+    Args:
+        weight: [out, in].
+        bias: [out].
+        dtype: to compute in; by default the weight's own.
+    """
+    dtype = dtype or weight.dtype
+    if can_prepack(weight) and (dtype == torch.float32 or _packs_bfloat16()):
+        return PrepackedLinear(weight, bias, dtype)
+    return PlainLinear(weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
+
+
+def _packs_bfloat16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def joined_linear(linears: list[nn.Linear], dtype: torch.dtype | None = None) -> nn.Module:
+    """``inference_linear`` with the outputs of ``linears`` side by side; they share their input, and bias or none."""
+    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+    return inference_linear(torch.cat([linear.weight for linear in linears]), bias, dtype)
+
+
+def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None) -> int:
+    """Replace every ``nn.Linear`` below ``module`` by its prepacked form, in place; returns how many.
+
+    ``dtype``: to compute in; by default float32, as the weights are.
+
+    The original weights are released unless something else holds them (a tied embedding does).
+    """
+    replaced = 0
+    for name, child in list(module.named_children()):
+        if type(child) is nn.Linear and can_prepack(child.weight):
+            setattr(module, name, inference_linear(child.weight, child.bias, dtype))
+            replaced += 1
+        else:
+            replaced += prepack_linears(child, dtype)
+    return replaced
+
+
+def packed_twin(module: Any, dtype: torch.dtype | None = None) -> Any:
+    """``module`` for inference on few rows: shares all its weights, but has packed copies of its linear layers' ones.
+
+    The copies are of ``dtype``, by default of their own. It is in evaluation mode, and void once those weights change.
+    """
+    if type(module) is nn.Linear:
+        return inference_linear(module.weight, module.bias, dtype)
+    twin = copy(module)
+    twin.__dict__["_modules"] = {name: packed_twin(child, dtype) for name, child in module._modules.items()}
+    twin.__dict__["training"] = False
+    return twin

@@ -1,0 +1,1 @@
+"""What a run trains on: packed text, and the answers that the base gives."""

@@ -1,0 +1,227 @@
+"""Makes the phase-2 corpus: prompts, then an answer to each, by the processes of a run together."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from drafthead.data.answers.backend import Backend, Group, Prompt
+from drafthead.data.answers.server import ServerBackend
+from drafthead.data.answers.store import GenerationStore
+from drafthead.data.embedded import builtin_sets
+from drafthead.data.text.chat import Message, prompt_ids
+from drafthead.data.text.sources import load_prompts
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import (
+    MANIFEST_NAME,
+    exclusive,
+    read_json,
+    read_sealed_json,
+    require_space,
+    write_json,
+    write_sealed_json,
+)
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.corpus import BuiltInBackend, agreement, synthesise_prompts
+from drafthead.train.config import COMPLETE, GenerationsConfig
+
+Progress = Callable[[str, int, int], None]
+"""(what is being made, done, total)."""
+Say = Callable[[str], None]
+"""Receives lines for the user."""
+PROMPTS = "prompts.json"
+PROBES = 4
+
+
+def backend_of(base: BaseModel, config: GenerationsConfig, say: Say) -> Backend:
+    """What answers the prompts; ``say`` receives lines about faults that pass."""
+    if config.server.url is None:
+        return BuiltInBackend(
+            base,
+            config.sampler,
+            slots=config.slots,
+            keep_features=config.keep_features,
+            max_prompt_tokens=config.max_prompt_tokens,
+        )
+    return ServerBackend(
+        config.server,
+        config.sampler,
+        tokenizer=base.tokenizer,
+        eos_ids=base.eos_ids,
+        vocab_size=base.vocab_size,
+        base=base.name,
+        max_prompt_tokens=config.max_prompt_tokens,
+        agreement=lambda answers: agreement(base, answers),
+        say=say,
+    )
+
+
+class AnswerMaker:
+    """Completes the corpus of answers in ``folder``, on every process of ``group`` at once.
+
+    The first process holds the folder, chooses the prompts and checks the backend; then each one writes its shards.
+    """
+
+    def __init__(
+        self,
+        base: BaseModel,
+        config: GenerationsConfig,
+        seed: int,
+        folder: Path,
+        group: Group,
+        progress: Progress,
+        say: Say = lambda line: None,
+    ) -> None:
+        self.base, self.config, self.seed, self.folder = base, config, seed, folder
+        self.group, self.progress = group, progress
+        self.backend = backend_of(base, config, say)
+
+    def complete(self) -> GenerationStore:
+        """The corpus with an answer to every prompt.
+
+        Raises:
+            UserError: it was made by other settings, no prompt fits, the disk is too small, or the backend fails.
+        """
+        first = self.group.rank == 0
+        with exclusive(self.folder, self._waiting) if first else nullcontext():
+            if first:
+                self._prepare()
+            self.group.wait()
+            prompts, store = self._prompts(), self._open()
+            self.group.wait()  # all have opened the same shards before the first one writes
+            self._answer(prompts, store)
+            self.group.wait()
+            if first:
+                self._close()
+        return self._open()
+
+    def _waiting(self) -> None:
+        self.progress("waiting for another process that writes this corpus", 0, 1)
+
+    def _open(self) -> GenerationStore:
+        found = read_json(self.folder / MANIFEST_NAME) if (self.folder / MANIFEST_NAME).exists() else {}
+        recorded = found if isinstance(found, dict) else {}
+        self._check_kind(recorded)
+        made_by = {"base": self.base.identity(), "seed": self.seed, **self.config.manifest()}
+        return GenerationStore(self.folder, made_by | self.backend.identity(recorded))
+
+    def _check_kind(self, recorded: dict[str, Any]) -> None:
+        serves = self.config.server.url is not None
+        if recorded and ("server" in recorded) != serves:
+            kinds = ("a server", "the built-in decoding")
+            was, now = kinds if "server" in recorded else reversed(kinds)
+            remedy = "leave data.generations.server.url out" if serves else "set data.generations.server.url"
+            raise UserError(
+                f"{self.folder} was begun with {was}, and this run would go on with {now}; {remedy}, or choose another "
+                "data.folder"
+            )
+
+    def _prepare(self) -> None:
+        store = self._open()
+        fresh = not (self.folder / PROMPTS).exists()
+        if fresh:  # before the base writes prompts
+            self.backend.check(self._probes())
+        missing = [prompt for prompt in self._prompts() if prompt[0] not in store.done]
+        if not missing:
+            return
+        if not fresh:
+            self.backend.check(self._probes())
+        config = self.config
+        token_bytes = 4 + (2 * self.base.hidden_size if config.keep_features else 0)
+        tokens = sum(len(ids) + config.sampler.max_new_tokens for _, ids in missing)
+        purpose = "the answers with their features (keep_features)" if config.keep_features else "the answers"
+        require_space(self.folder, tokens * token_bytes, purpose)
+        store.remove_leftovers()
+
+    def _probes(self) -> list[Prompt]:
+        texts = list(builtin_sets.prompts("tiny"))[:PROBES]
+        found = [prompt_ids(self.base.tokenizer, [{"role": "user", "content": text}]) for text in texts]
+        return [(n, ids[: self.config.max_prompt_tokens]) for n, ids in enumerate(found)]
+
+    def _answer(self, prompts: list[Prompt], store: GenerationStore) -> None:
+        """This process's part of what is missing."""
+        done, total = len(store.done), len(prompts)
+        label = "generating answers" + (f" (process 1 of {self.group.size})" if self.group.size > 1 else "")
+
+        def heard() -> None:
+            nonlocal done
+            done += 1
+            self.progress(label, done, total)
+
+        if done < total:
+            self.progress(label, done, total)
+        first = store.next_shard
+        for place, answers in self.backend.shards(prompts, store.done, self.group, heard):
+            store.append_shard(answers, first + place)
+
+    def _close(self) -> None:
+        store = self._open()
+        if not store.done:
+            for name in (PROMPTS, MANIFEST_NAME):  # nothing was made, so nothing binds the next try
+                (self.folder / name).unlink(missing_ok=True)
+            raise UserError(
+                f"no answers were generated: none of the prompts fits data.generations.max_prompt_tokens="
+                f"{self.config.max_prompt_tokens}; raise it or add sources"
+            )
+        left = [number for number, _ in self._prompts() if number not in store.done]
+        if left:
+            raise UserError(
+                f"{len(left)} of the prompts have no answer in {self.folder}, {left[0]} for one; all processes must "
+                "see one data.folder: put it on a file system that the nodes share"
+            )
+        if not (self.folder / COMPLETE).exists():
+            write_json(self.folder / COMPLETE, {"answers": len(store.done)})
+
+    def _prompts(self) -> list[Prompt]:
+        """Numbered prompts as token ids, within the length limit; kept on disk so that a later run has the same."""
+        path = self.folder / PROMPTS
+        if not path.exists() and self.group.rank:
+            raise UserError(
+                f"process {self.group.rank} does not see {path}, which process 0 has written; put data.folder on a "
+                "file system that the nodes share"
+            )
+        if not path.exists():
+            write_sealed_json(path, self._messages())
+        found = read_json(path)  # a plain list in earlier versions
+        messages: list[list[Message]] = found if isinstance(found, list) else read_sealed_json(path)
+        if not _are_prompts(messages):
+            raise UserError(f"{path} holds no list of prompts; restore it, or remove {self.folder}")
+        numbered = enumerate(prompt_ids(self.base.tokenizer, m) for m in messages)
+        return [(n, ids) for n, ids in numbered if len(ids) <= self.config.max_prompt_tokens]
+
+    def _messages(self) -> list[list[Message]]:
+        config = self.config
+        found = load_prompts(config.sources, self.seed, config.prompts) if config.sources and config.prompts else []
+        if config.synthesised:
+            written = synthesise_prompts(
+                self.base,
+                self.backend,
+                config.synthesised,
+                self.seed,
+                config.slots,
+                self.progress,
+                config.max_prompt_tokens,
+            )
+            found = _interleave(found, [[{"role": "user", "content": text}] for text in written])
+        if not found:
+            raise UserError("data.generations names no prompts; set sources, or synthesised to a number")
+        return found
+
+
+def _are_prompts(found: Any) -> bool:
+    """Whether a JSON value is a list of conversations."""
+    return isinstance(found, list) and all(isinstance(m, list) and m and all(map(_is_turn, m)) for m in found)
+
+
+def _is_turn(found: Any) -> bool:
+    return isinstance(found, dict) and all(isinstance(found.get(key), str) for key in ("role", "content"))
+
+
+def _interleave(first: list[Any], second: list[Any]) -> list[Any]:
+    """Both lists spread evenly, so that any prefix has the same mixture."""
+    keyed = [
+        (i / max(1, len(part)), which, item)
+        for which, part in enumerate((first, second))
+        for i, item in enumerate(part)
+    ]
+    return [item for _, _, item in sorted(keyed, key=lambda entry: entry[:2])]

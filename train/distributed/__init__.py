@@ -1,0 +1,1 @@
+"""Several processes: sharding, the launcher's settings, signals, messages between processes."""

@@ -1,0 +1,139 @@
+"""One optimiser step: gradients of summed losses, divided once by the global count of trained tokens."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from drafthead.data.batch import Features, Ratio, TrainBatch
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.losses import LossConfig
+
+Judge = Callable[[float, float], str | None]
+"""(mean loss, gradient norm) of a step -> why its update must be skipped, None to do it."""
+Reduce = Callable[[Tensor], Tensor]
+"""Sum of a tensor over all processes."""
+Mark = Callable[[str], None]
+"""Hears that a part of a step is done: ``head`` after a backward pass, ``optimiser`` after the update."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, summed over micro-batches and processes; on the device until it is logged."""
+
+    loss_sum: Tensor
+    tokens: Tensor
+    sums: Tensor
+    names: tuple[str, ...]
+    grad_norm: Tensor
+    objection: str | None = None
+    """Why the update was skipped; None when it was done."""
+
+    def __add__(self, other: "StepResult") -> "StepResult":
+        return StepResult(
+            self.loss_sum + other.loss_sum,
+            self.tokens + other.tokens,
+            self.sums + other.sums,
+            self.names,
+            other.grad_norm,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Host values: ``loss`` a trained token, ``grad_norm`` of the latest step, and every named ratio."""
+        ratios = {n: Ratio(num, den).value for n, (num, den) in zip(self.names, self.sums.tolist(), strict=True)}
+        return {"loss": float(self.loss_sum / self.tokens), "grad_norm": float(self.grad_norm), **ratios}
+
+
+def train_step(
+    head: DraftHead,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Iterable[tuple[TrainBatch, Features]],
+    loss: LossConfig,
+    *,
+    lr: float,
+    clip_norm: float,
+    reduce: Reduce,
+    judge: Judge = lambda loss, grad_norm: None,
+    mark: Mark = lambda part: None,
+) -> StepResult:
+    """Accumulate, reduce, divide, clip, update. The one wait for the device is for the two numbers that are judged.
+
+    Args:
+        head: the head being trained.
+        optimizer: over its parameters; a group may have an ``lr_factor``.
+        micro_batches: this process's part of the step's batch.
+        loss: what to minimise.
+        lr: learning rate of this step.
+        clip_norm: largest norm of the mean loss's gradient; 0 is off.
+        reduce: sum over processes; sharded gradients are summed by their backward pass.
+        judge: is not asked about a step without trained tokens.
+        mark: for who measures the parts.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    parts = []
+    for batch, features in micro_batches:
+        out = head.loss(batch, features, loss)
+        if out.loss_sum.requires_grad:
+            torch.autograd.backward(out.loss_sum)
+        parts.append(out)
+        mark("head")
+    tokens = reduce(torch.stack([p.tokens for p in parts]).sum())
+    parameters = [p for p in head.parameters() if p.requires_grad]
+    for parameter in parameters:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = (gradient if isinstance(gradient, DTensor) else reduce(gradient)) / tokens.clamp(min=1)
+    norm = clip_gradients(parameters, clip_norm or torch.inf)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_factor", 1.0)
+    loss_sum = reduce(torch.stack([p.loss_sum.detach() for p in parts]).sum())
+    trained, mean, grad_norm = torch.stack([tokens, loss_sum / tokens, norm]).tolist()
+    objection = judge(mean, grad_norm) if trained else None
+    if objection is None:
+        optimizer.step()
+    mark("optimiser")
+    return StepResult(
+        loss_sum=loss_sum,
+        tokens=tokens,
+        sums=reduce(torch.stack([p.sums for p in parts]).sum(0)),
+        names=parts[0].names,
+        grad_norm=norm,
+        objection=objection,
+    )
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], most: float) -> Tensor:
+    """Scale the gradients to a norm of at most ``most``; returns the norm they had, over all of them.
+
+    Args:
+        parameters: with gradients; sharded and whole ones may be mixed.
+        most: ``inf`` measures only.
+    """
+    kinds = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (False, True)]
+    norms = []
+    for kind in filter(None, kinds):
+        norm = nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    for kind in filter(None, kinds):
+        nn.utils.clip_grads_with_norm_(kind, most, total)
+    return total
+
+
+@torch.no_grad()
+def evaluate_loss(
+    head: DraftHead, batches: Iterable[tuple[TrainBatch, Features]], loss: LossConfig
+) -> dict[str, float]:
+    """The training metrics on held-out batches, without an update."""
+    parts = [head.loss(batch, features, loss) for batch, features in batches]
+    total = StepResult(
+        torch.stack([p.loss_sum for p in parts]).sum(),
+        torch.stack([p.tokens for p in parts]).sum(),
+        torch.stack([p.sums for p in parts]).sum(0),
+        parts[0].names,
+        torch.zeros(()),
+    )
+    metrics = total.metrics()
+    del metrics["grad_norm"]
+    return metrics
