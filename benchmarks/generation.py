@@ -27,10 +27,10 @@ from drafthead.models.decoding.corpus import generate
 from drafthead.models.heads.common.loading import load_base
 
 
-def ours(base: BaseModel, prompts: list[list[int]], batch: int, max_new: int, keep_features: bool) -> int:
+def ours(base: BaseModel, prompts: list[list[int]], batch: int, max_new: int, keep_hidden_states: bool) -> int:
     """Answer all prompts; returns the answer tokens."""
     sampler = SamplerConfig(max_new_tokens=max_new)
-    answers = generate(base, list(enumerate(prompts)), sampler, slots=batch, keep_features=keep_features)
+    answers = generate(base, list(enumerate(prompts)), sampler, slots=batch, keep_hidden_states=keep_hidden_states)
     return sum(len(a.input_ids) - a.boundary for a in answers)
 
 
@@ -68,7 +68,7 @@ def main(given: list[str] | None = None) -> None:
     messages = load_prompts([source], seed=0, limit=arguments.prompts)
     prompts = [prompt_ids(base.tokenizer, m) for m in messages]
     ways = {
-        "drafthead": lambda p: ours(base, p, arguments.batch, arguments.max_new_tokens, keep_features=False),
+        "drafthead": lambda p: ours(base, p, arguments.batch, arguments.max_new_tokens, keep_hidden_states=False),
         "drafthead, keeping features": lambda p: ours(base, p, arguments.batch, arguments.max_new_tokens, True),
         "transformers generate": lambda p: transformers(base, p, arguments.batch, arguments.max_new_tokens),
     }

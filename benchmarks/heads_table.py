@@ -60,7 +60,7 @@ def groups_of(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
     """The runs that ``entries`` need, by name: one for all on the untouched base, one for each tuned base."""
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
-        groups.setdefault(entry.name if entry.run.tunes_base else SHARED, []).append(entry)
+        groups.setdefault(entry.name if entry.run.trains_base else SHARED, []).append(entry)
     return groups
 
 
@@ -100,7 +100,7 @@ def _measure_group(members: Sequence[Entry], config: EvalConfig, folder: Path, d
     write_json(folder / MEMBERS, known | named)
     base, head = load_base_and_head(first)
     sizes = [_size(head, first), *(_size(DraftHead.from_pretrained(path, base), path) for path in others)]
-    lookups = [] if members[0].run.tunes_base else [*LOOKUPS, WITH_LEAD]
+    lookups = [] if members[0].run.trains_base else [*LOOKUPS, WITH_LEAD]
     config = EvalConfig(**vars(config) | {"against": [*methods[1:], *lookups]})
     evaluate(base, head, config, folder, display.progress, plan=config.plan(head))
     newest = max(folder.glob("eval-log-*.jsonl"), key=lambda path: path.stat().st_mtime)

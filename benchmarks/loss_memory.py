@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from common import described, entry_point
 
 from drafthead.data.utils.files import write_json
-from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.common.losses import LossConfig, Targets, heads_loss
 
 
@@ -53,13 +53,13 @@ class PeakMemory:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def plain_step(hidden: torch.Tensor, heads: list[OutputHead], targets: Targets, config: LossConfig) -> float:
+def plain_step(hidden: torch.Tensor, heads: list[LMHead], targets: Targets, config: LossConfig) -> float:
     """Loss and gradients with whole matrices and autograd's graph, one head after the other.
 
     The strongest plain form: all heads in one graph would keep five times as much.
     """
-    assert targets.teacher is not None and targets.teacher_hidden is not None
-    probs = targets.teacher.logits(targets.teacher_hidden).float().softmax(-1)
+    assert targets.target_lm_head is not None and targets.teacher_hidden is not None
+    probs = targets.target_lm_head.logits(targets.teacher_hidden).float().softmax(-1)
     total = 0.0
     for k, head in enumerate(heads):
         logits = head.logits(hidden[k]).float()
@@ -71,7 +71,7 @@ def plain_step(hidden: torch.Tensor, heads: list[OutputHead], targets: Targets, 
     return total
 
 
-def chunked_step(hidden: torch.Tensor, heads: list[OutputHead], targets: Targets, config: LossConfig) -> float:
+def chunked_step(hidden: torch.Tensor, heads: list[LMHead], targets: Targets, config: LossConfig) -> float:
     """The same with the chunked loss."""
     value, _ = heads_loss(hidden, heads, targets, config)
     value.backward()
@@ -83,7 +83,7 @@ def measure(form: str, heads: int, vocabulary: int, tokens: int, width: int) -> 
     torch.manual_seed(0)
     weight = torch.randn(vocabulary, width)
     hidden = torch.randn(heads, tokens, width, requires_grad=True)
-    projections = [OutputHead(weight=weight.clone().requires_grad_()) for _ in range(heads)]
+    projections = [LMHead(weight=weight.clone().requires_grad_()) for _ in range(heads)]
     for head in projections:
         head.weight.grad = torch.zeros_like(head.weight)
     hidden.grad = torch.zeros_like(hidden)
@@ -91,7 +91,7 @@ def measure(form: str, heads: int, vocabulary: int, tokens: int, width: int) -> 
         ids=torch.randint(0, vocabulary, (tokens,)),
         valid=torch.ones(heads, tokens, dtype=torch.bool),
         teacher_hidden=torch.randn(tokens, width),
-        teacher=OutputHead(weight=weight),
+        target_lm_head=LMHead(weight=weight),
     )
     step = chunked_step if form == "chunked" else plain_step
     started = time.perf_counter()

@@ -92,7 +92,7 @@ def load_recipe(name: str, overrides: Sequence[str]) -> RunConfig:
             run = parse_run(compose("train", overrides=[f"recipe={name}", *overrides]))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(str(error).splitlines()[0]) from None
-    if run.tunes_base:
+    if run.trains_base:
         raise UserError(
             f"recipe {name} trains its base along, so the losses would not start from the same one; compare them with "
             "a recipe that does not"
@@ -179,7 +179,7 @@ def main(given: list[str] | None = None) -> None:
 
 def budget(run: RunConfig) -> str:
     """What every loss has: the phases' steps and positions a step."""
-    steps = (f"{n} {p.steps} x {p.accumulate * p.batch_rows * p.row_length}" for n, p in run.phases.items())
+    steps = (f"{n} {p.steps} x {p.accumulate * p.micro_batch_size * p.seq_len}" for n, p in run.phases.items())
     return f"steps x positions: {', '.join(steps)}"
 
 

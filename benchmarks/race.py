@@ -16,7 +16,7 @@ from drafthead.eval.timing.methods import PEER_FORMS, check_peers, methods
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import Drafter, DraftPlan
+from drafthead.models.decoding.contract import DraftConfig, Drafter
 from drafthead.models.decoding.step_log import DecodeResult
 
 HEAD = "head"
@@ -60,7 +60,7 @@ class Runners:
     stock: BaseModel | None
     """The same model without our modules; may be missing where ``specs`` has no "stock"."""
     drafter: Drafter
-    plan: DraftPlan
+    plan: DraftConfig
     specs: Sequence[str]
     """Names of ``PLAIN`` and peers of ``eval/methods.py``; the head runs always."""
     config: EvalConfig

@@ -91,18 +91,18 @@ class Bench:
         self.base = BaseModel.load(sharding.base_config(run.base), accelerator.device)
         rows = random_rows(self.phase, self.base.vocab_size)
         self.head = build_head(run, self.base)
-        if run.tunes_base:
-            self.head.tune_base(now=self.phase.train_base)
+        if run.trains_base:
+            self.head.train_base(now=self.phase.train_base)
         cache = random_cache(folder, rows, self.head) if self.phase.features == "cached" else None
         self.data = PhaseData(rows, self.base, self.head.spec, cache)
         sharding.place(self.head.train())
-        self.optimizer = build_optimizer(self.head.parameters(), self.phase.optim, self.head.lr_factor)
+        self.optimizer = build_optimizer(self.head.parameters(), self.phase.optim, self.head.lr_mult)
 
     def rows(self) -> Iterator[list[int]]:
         """Row numbers of one micro-batch after the other, without end."""
         numbers = cycle(range(len(self.data.rows)))
         while True:
-            yield list(islice(numbers, self.phase.batch_rows))
+            yield list(islice(numbers, self.phase.micro_batch_size))
 
     def step(self, batches: Iterator[tuple[TrainBatch, Features]], clock: Clock | None = None) -> StepResult:
         return train_step(
@@ -175,7 +175,7 @@ def operations_per_token(head: DraftHeadConfig, phase: PhaseConfig, shape: Model
     and the gradient of its input, for every trained draft position.
     """
     sizes = head.size(shape)
-    attention = phase.row_length * shape.num_heads * shape.head_dim
+    attention = phase.seq_len * shape.num_heads * shape.head_dim
     base = 2.0 * shape.num_layers * (shape.layer_parameters() + attention)
     shared = 0 if sizes.projections else head.trained_positions * sizes.draft_vocab_size * shape.hidden_size
     passes = (phase.features != "cached") + 2 * phase.train_base
@@ -205,7 +205,7 @@ def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, wa
         floor_s = bench.bare_forward(steps, warm)
         sharding.leave()
     settings = run.phases[phase]
-    tokens = settings.batch_rows * settings.row_length * settings.accumulate
+    tokens = settings.micro_batch_size * settings.seq_len * settings.accumulate
     shape, devices = ModelShape.from_config(bench.base.model.config), accelerator.num_processes
     operations, top = operations_per_token(run.head_config(), settings, shape), peak_operations(accelerator.device)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", devices))

@@ -47,8 +47,8 @@ class TrainBatch:
             targets[:, :-shift] = self.input_ids[:, shift:]
             same = self.document_ids[:, :-shift] == self.document_ids[:, shift:]
             # Documents are contiguous, so equal ends mean that everything between lies in it too.
-            inside = same & (self.document_ids[:, shift:] != NO_DOCUMENT)
-            valid[:, :-shift] = inside & self.loss_mask[:, shift:]
+            safe_join = same & (self.document_ids[:, shift:] != NO_DOCUMENT)
+            valid[:, :-shift] = safe_join & self.loss_mask[:, shift:]
         return targets, valid
 
     def to(self, device: torch.device | str) -> "TrainBatch":

@@ -11,7 +11,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import AdaptiveLength, Drafter, DraftPlan, DynamicTree, Siblings
+from drafthead.models.decoding.contract import AdaptiveLength, DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.common.files import read_tree
 from drafthead.models.token_tree import TokenTree
@@ -34,11 +34,11 @@ class EvalConfig:
     tree: str = "head"
     """``head`` (calibrated on held-out answers and this machine), ``chain``, ``chain:K``, ``expansion:1-1-3``
     (SpecInfer), ``dynamic:NODES`` or ``dynamic:NODES:WIDTH`` (EAGLE-2), or a path to a ``tree.json``."""
-    siblings: str = "deterministic"
+    draft_sampling: str = "deterministic"
     """``deterministic``, ``with_replacement`` or ``without_replacement``: how a node's children are drawn."""
     draft_temperature: float = 1.0
     """Of sampled siblings."""
-    stop_below: float | None = None
+    confidence_threshold: float | None = None
     """Nothing is drafted after a draft with less confidence (Kangaroo's threshold); 0: never stop; null: the head's own
     threshold where the plan has room for one."""
     length: str = "constant"
@@ -68,16 +68,16 @@ class EvalConfig:
             raise ValueError(
                 f"eval.merge_nodes must be at least 2 (the root and one draft) or null, got {self.merge_nodes}"
             )
-        known = [kind.value for kind in Siblings]
-        if self.siblings not in known:
-            raise ValueError(f"eval.siblings must be one of {', '.join(known)}, got {self.siblings!r}")
+        known = [kind.value for kind in DraftSampling]
+        if self.draft_sampling not in known:
+            raise ValueError(f"eval.siblings must be one of {', '.join(known)}, got {self.draft_sampling!r}")
         if self.length not in ("constant", "heuristic"):
             raise ValueError(f"eval.length must be constant or heuristic, got {self.length!r}")
         if self.draft_temperature <= 0:
             raise ValueError(f"eval.draft_temperature must be above 0, got {self.draft_temperature}")
         check_tree(self.tree)
 
-    def plan(self, drafter: Drafter) -> DraftPlan:
+    def plan(self, drafter: Drafter) -> DraftConfig:
         """What to draft with ``drafter``.
 
         Raises:
@@ -89,20 +89,20 @@ class EvalConfig:
                 f"tree {self.tree} is {tree.depth} deep, but the drafter drafts {drafter.depth} positions; choose a "
                 "shallower one"
             )
-        siblings, stop_below = Siblings(self.siblings), self.stop_below
-        if stop_below is None:
-            static = isinstance(tree, TokenTree) and siblings is Siblings.DETERMINISTIC
-            stop_below = drafter.stop_below if static else 0.0
+        draft_sampling, confidence_threshold = DraftSampling(self.draft_sampling), self.confidence_threshold
+        if confidence_threshold is None:
+            static = isinstance(tree, TokenTree) and draft_sampling is DraftSampling.TOP_K
+            confidence_threshold = drafter.confidence_threshold if static else 0.0
         try:
-            return DraftPlan(
+            return DraftConfig(
                 tree=tree,
-                siblings=siblings,
+                draft_sampling=draft_sampling,
                 sampler=Sampler(temperature=self.draft_temperature),
-                stop_below=stop_below,
+                confidence_threshold=confidence_threshold,
                 adaptive=AdaptiveLength(start=min(5, tree.depth)) if self.length == "heuristic" else None,
             )
         except ValueError as error:
-            raise UserError(f"{error} (tree={self.tree} siblings={self.siblings})") from None
+            raise UserError(f"{error} (tree={self.tree} siblings={self.draft_sampling})") from None
 
 
 def named_tree(name: str, drafter: Drafter) -> TokenTree | DynamicTree:

@@ -11,19 +11,19 @@ from drafthead.data.utils.files import write_json
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.lossless.check_lossless import total_variation
 from drafthead.eval.lossless.equality import Equality, compare_outputs, logit_margin, probe_tokens
-from drafthead.eval.metrics.summary import Known, method_names, summarise
+from drafthead.eval.metrics.summary import RunInfo, method_names, summarise
 from drafthead.eval.prompts.prompt import EvalPrompt, conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.report import write_report
-from drafthead.eval.timing.interleaved import Timing, run_interleaved
+from drafthead.eval.timing.interleaved import TimedResults, run_interleaved
 from drafthead.eval.timing.methods import methods
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.trees.calibrate import Calibration
 from drafthead.eval.trees.cost_model import StepCosts
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import Drafter, DraftPlan
+from drafthead.models.decoding.contract import DraftConfig, Drafter
 from drafthead.models.decoding.loop import check_ids
-from drafthead.models.decoding.step import Policy
+from drafthead.models.decoding.step import DecodeConfig
 from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.token_tree import TokenTree
 
@@ -37,7 +37,7 @@ def evaluate(
     folder: Path,
     progress: Progress,
     *,
-    plan: DraftPlan | None = None,
+    plan: DraftConfig | None = None,
     calibration: Calibration | None = None,
     costs: StepCosts | None = None,
     training_log: list[dict[str, Any]] | None = None,
@@ -53,7 +53,7 @@ def evaluate(
         UserError: an unknown suite, a tree deeper than the head, no prompt that could be decoded.
     """
     plan = plan or config.plan(drafter)
-    config.rule.check(plan.siblings, plan.tree)
+    config.rule.check(plan.draft_sampling, plan.tree)
     suite = load_suite(config.suite, config.limit, config.seed, config.tasks)
     ways = methods(base, drafter, plan, config)
     timing = run_interleaved(
@@ -68,9 +68,9 @@ def evaluate(
     _require_answers(timing)
     equalities: dict[str, list[Equality]] = {}
     if config.sampler.greedy:
-        policy = Policy(plan=plan, sampler=config.sampler, rule=config.rule)
+        policy = DecodeConfig(plan=plan, sampler=config.sampler, rule=config.rule)
         equalities = _equalities(base, drafter, policy, timing)
-    known = Known(
+    known = RunInfo(
         turns=timing.turns,
         retokenised=lambda tokens: _retokenised(base, tokens),
         costs=costs,
@@ -104,20 +104,20 @@ def _ask(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], max_new_
     return ids
 
 
-def _require_answers(timing: Timing) -> None:
+def _require_answers(timing: TimedResults) -> None:
     results = timing.results["speculative"]
     if all(isinstance(result, FailedDecode) for result in results):
         first = next((r.error for r in results if isinstance(r, FailedDecode)), "the suite is empty")
         raise UserError(f"none of {len(results)} prompts could be answered; the first: {first}")
 
 
-def _described(config: EvalConfig, plan: DraftPlan, timing: Timing) -> dict[str, Any]:
+def _described(config: EvalConfig, plan: DraftConfig, timing: TimedResults) -> dict[str, Any]:
     """What was run, beside the numbers."""
     # At temperature 0 every rule accepts the target's own choice and nothing else.
     lossless = config.rule.lossless or config.sampler.greedy
     rule: dict[str, Any] = {"name": config.rule.name, "lossless": lossless}
     if not lossless:
-        rule["total_variation"] = total_variation(config.rule, plan.siblings)
+        rule["total_variation"] = total_variation(config.rule, plan.draft_sampling)
     tree: dict[str, Any] = {"nodes": plan.nodes, "spec": config.tree}
     if isinstance(plan.tree, TokenTree):
         tree["choices"] = [list(path) for path in plan.tree.paths[1:]]
@@ -125,7 +125,7 @@ def _described(config: EvalConfig, plan: DraftPlan, timing: Timing) -> dict[str,
         "suite": config.suite,
         "max_new_tokens": config.max_new_tokens,
         "tree": tree,
-        "siblings": config.siblings,
+        "draft_sampling": config.draft_sampling,
         "sampler": vars(config.sampler),
         "rule": rule,
         "prompt_order": timing.order,
@@ -146,7 +146,9 @@ def _retokenised(base: BaseModel, tokens: list[int]) -> int:
     return len(base.tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def _equalities(base: BaseModel, drafter: Drafter, policy: Policy, timing: Timing) -> dict[str, list[Equality]]:
+def _equalities(
+    base: BaseModel, drafter: Drafter, policy: DecodeConfig, timing: TimedResults
+) -> dict[str, list[Equality]]:
     """Per method and turn, how its answer compares with our plain loop's."""
 
     def compared(name: str, number: int, result: DecodeResult) -> Equality:

@@ -16,7 +16,7 @@ from torch import Tensor
 from drafthead.data.batch import NO_DOCUMENT, Features, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
-from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 from drafthead.models.heads.common.contract import DraftHead
@@ -110,7 +110,7 @@ def small_head(base: BaseModel, folder: Path) -> Path:
 def drafted_logits(head: DraftHead, ids: list[int], features: Features, drafts: list[int]) -> Tensor:
     """[K, W] behind ``ids`` and the committed first of ``drafts``, and then behind the others of a given chain."""
     state = head.observe(head.init_state(1), torch.tensor([ids]), features)
-    expansion = head.begin(state, torch.tensor(drafts[:1]), DraftPlan(tree=TokenTree.chain(len(drafts))))
+    expansion = head.begin(state, torch.tensor(drafts[:1]), DraftConfig(tree=TokenTree.chain(len(drafts))))
     logits = [expansion.root()[0, 0]]
     for token in drafts[1:]:
         tokens = torch.tensor([[token]])
@@ -133,7 +133,7 @@ def small_base() -> BaseModel:
 def hidden_and_law(base: BaseModel, tokens: list[int], sampler: Sampler) -> tuple[Tensor, Tensor]:
     """The base's ``h`` [D] after ``tokens``, and the law [V] of the next one; by plain reading."""
     hidden = base.read(torch.tensor([tokens]), base.new_cache(len(tokens)))[0, -1:]
-    return hidden[0], sampler.laws(base.logits(hidden), torch.tensor([tokens]))[0].double()
+    return hidden[0], sampler.probs(base.logits(hidden), torch.tensor([tokens]))[0].double()
 
 
 def law_of_answers(base: BaseModel, prompt: Sequence[int], sampler: Sampler, length: int) -> Answers:
@@ -165,9 +165,9 @@ def p_value_of_answers(counts: Counter[tuple[int, ...]], expected: Answers) -> f
     return p_value(seen, wanted)
 
 
-def lookup(laws: Tensor) -> Callable[[Tensor], Tensor]:
+def lookup(probs: Tensor) -> Callable[[Tensor], Tensor]:
     """A target whose laws after all nodes are known: [B, N, V]."""
-    return lambda nodes: laws.gather(1, nodes[..., None].expand(-1, -1, laws.shape[-1]))
+    return lambda nodes: probs.gather(1, nodes[..., None].expand(-1, -1, probs.shape[-1]))
 
 
 @st.composite

@@ -13,7 +13,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
-from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
@@ -116,7 +116,7 @@ def test_a_head_drafts_for_a_base_in_bfloat16(tiny_base: TinyBase, own: bool) ->
     base = tiny_base()
     half = BaseModel.load(replace(base.config, dtype="bfloat16"))
     head = MedusaConfig(num_heads=2, own_projection=own, draft_vocab_size=100).build(half, torch.arange(100)).eval()
-    plan = DraftPlan(tree=TokenTree.from_paths([(0,), (1,), (0, 0)]))
+    plan = DraftConfig(tree=TokenTree.from_paths([(0,), (1,), (0, 0)]))
     assert len(drafthead.generate(half, head, [3, 4, 5], max_new_tokens=6, plan=plan).tokens) >= 1
 
 

@@ -87,9 +87,9 @@ def test_every_head_trains_on_the_same_data_with_cached_features(script: Load, t
     assert all(entry.run.data == found[0].run.data for entry in found)
     assert found[0].run.data.folder == "outputs/corpora/smollm2_large"
     assert [source.name for source in found[0].run.data.text.sources] == ["passages"]
-    assert found[0].run.data.generations.synthesised == 3000
+    assert found[0].run.data.generations.self_prompted == 3000
     assert {p.features for entry in found for p in entry.run.phases.values()} == {"cached"}
-    assert [entry.name for entry in found if entry.run.tunes_base] == ["medusa2"]
+    assert [entry.name for entry in found if entry.run.trains_base] == ["medusa2"]
     tiny = heads.open_entry("medusa", arguments(tmp_path, overrides=["debug=tiny", "phases.distill.optim.lr=1e-4"]))
     assert tiny.run.base.random and tiny.run.data.folder == str(tmp_path / "corpora")
     assert tiny.run.phases["distill"].optim.lr == 1e-4

@@ -113,10 +113,10 @@ def test_operations_by_hand(script: Load) -> None:
         tied=True,
     )
     head = MedusaConfig(num_heads=3, own_projection=False)
-    phase = PhaseConfig(corpus="text", row_length=16)
+    phase = PhaseConfig(corpus="text", seq_len=16)
     layer = 2 * (4 * 16 + 3 * 32 + 8 + 16 * 4)  # the last: 16 tokens, each over half of them, twice
     blocks, shared = 6 * 3 * (16 + 4), 4 * 3 * 10 * 4
     count = script("train_step").operations_per_token
     assert count(head, phase, shape) == layer + blocks + shared
-    cached = PhaseConfig(corpus="text", row_length=16, features="cached")
+    cached = PhaseConfig(corpus="text", seq_len=16, features="cached")
     assert count(head, cached, shape) == blocks + shared

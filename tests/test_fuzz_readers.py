@@ -36,7 +36,7 @@ from drafthead.data.utils.files import (
     write_sealed_json,
 )
 from drafthead.eval.prompts.files import read_jsonl
-from drafthead.eval.timing.result_log import Journal
+from drafthead.eval.timing.result_log import ResultLog
 from drafthead.eval.trees.texts import read_texts
 from drafthead.models.base import adapter
 from drafthead.models.base.base_model import BaseModel
@@ -48,7 +48,7 @@ from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
 from drafthead.train import pipeline
 from drafthead.train.config import GenerationsConfig
-from drafthead.train.corpora.answers import AnswerMaker
+from drafthead.train.corpora.answers import AnswerGenerator
 from drafthead.train.tracking import backends as sinks
 from drafthead.train.trainer.checkpoint import TrainState, capture_rng, load_latest, save_checkpoint
 
@@ -210,7 +210,7 @@ def read_stream(folder: Path) -> Any:
 
 def read_prompts(folder: Path) -> Any:
     config = GenerationsConfig(sources=[SourceConfig(kind="builtin", name="tiny")], prompts=5, max_prompt_tokens=400)
-    return AnswerMaker(base(), config, 0, folder, Group(), lambda *progress: None)._prompts()
+    return AnswerGenerator(base(), config, 0, folder, Group(), lambda *progress: None)._prompts()
 
 
 def make_run(folder: Path) -> None:
@@ -290,7 +290,7 @@ READERS = {
     "wandb run": Reader(make_tracked, read_run_id),
     "manifest": Reader(lambda folder: write_manifest(folder, MADE_BY), read_manifest, exact=False),
     "tree": Reader(
-        written("tree.json", '{"choices": [[0], [0, 0], [1]], "stop_below": 0.25}'),
+        written("tree.json", '{"choices": [[0], [0, 0], [1]], "confidence_threshold": 0.25}'),
         lambda folder: (read_tree(folder / "tree.json", 3), read_threshold(folder / "tree.json", 0.0)),
         exact=False,
     ),
@@ -306,7 +306,7 @@ READERS = {
     ),
     "journal": Reader(
         written("j.jsonl", 2 * (json.dumps(DECODED) + "\n")),
-        lambda f: ("k", "d") in Journal(f / "j.jsonl"),
+        lambda f: ("k", "d") in ResultLog(f / "j.jsonl"),
         exact=False,
     ),
     "jsonl source": Reader(written("a.jsonl", ROWS), source("jsonl", "a.jsonl"), exact=False),

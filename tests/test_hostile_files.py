@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import inside, read_json, read_sealed_json, write_json, write_sealed_json
+from drafthead.data.utils.files import read_json, read_sealed_json, safe_join, write_json, write_sealed_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.files import read_weights
@@ -127,22 +127,22 @@ def test_safetensors_headers(tmp_path: Path, header: dict[str, Any], length: int
 @pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", "..", "", ".", "a\0b"])
 def test_names_that_lead_out_of_a_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="which does not lie in it"):
-        inside(tmp_path, name)
+        safe_join(tmp_path, name)
 
 
 def test_links_that_lead_out_of_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "a").symlink_to("b")
-    assert inside(folder, "a") == folder / "a"
+    assert safe_join(folder, "a") == folder / "a"
     (folder / "out").symlink_to("../secret")
     (folder / "up").symlink_to("..")
     for name in ("out", "up/secret"):
         with pytest.raises(UserError, match="is a link to .*secret, outside its folder"):
-            inside(folder, name)
+            safe_join(folder, name)
     (folder / "circle").symlink_to("circle")
     with pytest.raises(UserError, match="cannot be followed"):
-        inside(folder, "circle")
+        safe_join(folder, "circle")
 
 
 def test_the_hubs_cache_links_to_its_blobs(tmp_path: Path) -> None:
@@ -152,18 +152,18 @@ def test_the_hubs_cache_links_to_its_blobs(tmp_path: Path) -> None:
     blobs.mkdir()
     (blobs / "abc").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/abc")
-    assert read_json(inside(snapshot, "config.json")) == {}
+    assert read_json(safe_join(snapshot, "config.json")) == {}
     shared = tmp_path / "blobs" / "de"
     shared.mkdir(parents=True)
     (shared / "def").write_text("{}")
     (blobs / "ghi").symlink_to("../../blobs/de/def")
     (snapshot / "generation_config.json").symlink_to("../../blobs/ghi")
-    assert read_json(inside(snapshot, "generation_config.json")) == {}
+    assert read_json(safe_join(snapshot, "generation_config.json")) == {}
     for name in ("models--user--other/blobs/abc", "secret"):
         (snapshot / "tree.json").unlink(missing_ok=True)
         (snapshot / "tree.json").symlink_to(f"../../../{name}")
         with pytest.raises(UserError, match="outside its folder"):
-            inside(snapshot, "tree.json")
+            safe_join(snapshot, "tree.json")
 
 
 @pytest.mark.parametrize("name", ["model.bin", "pytorch_model.bin", "head.pt", "model.pkl"])

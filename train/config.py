@@ -93,7 +93,7 @@ class OptimConfig:
 
 
 @dataclass(kw_only=True)
-class GuardConfig:
+class LossSpikeConfig:
     """Which updates are skipped, and how many may be."""
 
     spike: float = 5.0
@@ -203,7 +203,7 @@ class GenerationsConfig:
     """Prompts."""
     prompts: int = 1000
     """Prompts taken from the sources."""
-    synthesised: int = 0
+    self_prompted: int = 0
     """Prompts that the base writes itself, besides (it continues its chat template up to the user's turn)."""
     max_prompt_tokens: int = 128
     """Longer prompts are left out."""
@@ -212,17 +212,17 @@ class GenerationsConfig:
     """Answers generated at a time by the built-in decoding, on each process."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """A server that generates the answers instead (vLLM, SGLang, TGI)."""
-    keep_features: bool = True
+    keep_hidden_states: bool = True
     """Keep the hidden states that generation computes anyway; the distillation phase then needs no pass of the base.
     A server gives none."""
 
     def __post_init__(self) -> None:
-        for key, least in (("prompts", 0), ("synthesised", 0), ("max_prompt_tokens", 8), ("slots", 1)):
+        for key, least in (("prompts", 0), ("self_prompted", 0), ("max_prompt_tokens", 8), ("slots", 1)):
             if getattr(self, key) < least:
                 raise ValueError(f"data.generations.{key} must be at least {least}, got {getattr(self, key)}")
-        if self.server.url is not None and self.keep_features:
+        if self.server.url is not None and self.keep_hidden_states:
             raise ValueError(
-                "data.generations.keep_features must be false with a server, which gives no hidden states; the "
+                "data.generations.keep_hidden_states must be false with a server, which gives no hidden states; the "
                 "distillation phase then computes them"
             )
 
@@ -257,9 +257,9 @@ class PhaseConfig:
 
     corpus: str = MISSING
     """``text`` (causal-LM pretraining) or ``generations`` (distillation on the base's own answers)."""
-    row_length: int = 512
+    seq_len: int = 512
     """Tokens a packed row."""
-    batch_rows: int = 8
+    micro_batch_size: int = 8
     """Rows a process and micro-batch."""
     accumulate: int = 1
     """Micro-batches an optimiser step."""
@@ -283,7 +283,7 @@ class PhaseConfig:
             raise ValueError(f"phases.*.corpus must be one of {list(CORPORA)}, got {self.corpus!r}")
         if self.features not in FEATURES:
             raise ValueError(f"phases.*.features must be one of {list(FEATURES)}, got {self.features!r}")
-        for key, least in (("row_length", 16), ("batch_rows", 1), ("accumulate", 1), ("steps", 1)):
+        for key, least in (("seq_len", 16), ("micro_batch_size", 1), ("accumulate", 1), ("steps", 1)):
             if getattr(self, key) < least:
                 raise ValueError(f"phases.*.{key} must be at least {least}, got {getattr(self, key)}")
 
@@ -325,13 +325,13 @@ class RunConfig:
     """In order. Named, so that one value can be overridden: ``phases.distill.steps=500``."""
     shard: ShardConfig = field(default_factory=ShardConfig)
     """What is spread over several devices: ``shard=none``, ``head``, ``full`` or ``hybrid`` (docs/scale.md)."""
-    node_data: bool = False
+    per_node_data: bool = False
     """Every node makes and keeps corpora and caches of its own under ``data.folder``: for nodes without a common one.
     The run folder must be common in any case."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
+    guard: LossSpikeConfig = field(default_factory=LossSpikeConfig)
     """Which updates are skipped, and how many of them end the run."""
-    dead_after_s: float = 120.0
+    heartbeat_timeout_s: float = 120.0
     """Of several processes, one without a sign of life for this long counts as dead, and the others end."""
     log_every: int = 20
     """Optimiser steps between two console lines."""
@@ -359,22 +359,22 @@ class RunConfig:
             raise ValueError("no phase trains on generations, which acceptance and the tree are measured on; add one")
         if self.seed < 0:
             raise ValueError(f"seed must be >= 0, got {self.seed}")
-        if not 1 <= self.dead_after_s < float("inf"):
-            raise ValueError(f"dead_after_s must be at least 1, got {self.dead_after_s}")
+        if not 1 <= self.heartbeat_timeout_s < float("inf"):
+            raise ValueError(f"heartbeat_timeout_s must be at least 1, got {self.heartbeat_timeout_s}")
         if self.tree_search not in METHODS:
             raise ValueError(f"tree_search must be one of {', '.join(METHODS)}, got {self.tree_search!r}")
         if self.log_every < 1 or self.validate_every < 1:
             raise ValueError("log_every and validate_every must be at least 1")
 
     @property
-    def tunes_base(self) -> bool:
+    def trains_base(self) -> bool:
         """Whether a phase trains the base along."""
         return any(p.train_base for p in self.phases.values())
 
     @property
     def answer_row_length(self) -> int:
         """Tokens of the longest rows that answers are packed into."""
-        return max(p.row_length for p in self.phases.values() if p.corpus == "generations")
+        return max(p.seq_len for p in self.phases.values() if p.corpus == "generations")
 
     def head_config(self) -> DraftHeadConfig:
         """The checked settings of the head that the recipe names."""
@@ -405,12 +405,12 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     if answer > run.answer_row_length:
         raise UserError(
             f"data.generations makes rows of up to {answer} tokens (max_prompt_tokens + max_new_tokens), but phase "
-            f"rows hold {run.answer_row_length}; raise phases.*.row_length or lower them"
+            f"rows hold {run.answer_row_length}; raise phases.*.seq_len or lower them"
         )
     context = run.base.max_context or run.base.shape.get("max_position_embeddings")
-    longest = max(answer, *(p.row_length for p in run.phases.values()))
+    longest = max(answer, *(p.seq_len for p in run.phases.values()))
     if context is not None and longest > context:
-        raise UserError(f"rows of {longest} tokens exceed the base's context of {context}; lower phases.*.row_length")
+        raise UserError(f"rows of {longest} tokens exceed the base's context of {context}; lower phases.*.seq_len")
     return run
 
 
@@ -423,7 +423,7 @@ def _check_tuning(run: RunConfig) -> None:
         if run.gate != GateConfig():
             raise UserError("gate has limits, but no phase trains the base; set phases.*.train_base or leave gate out")
         return
-    if not head.tunes_base:
+    if not head.trains_base:
         raise UserError(
             f"phases.{tuning[0]}.train_base needs a head that trains its base, such as head=medusa2; "
             f"{type(head).__name__} cannot"
@@ -433,11 +433,11 @@ def _check_tuning(run: RunConfig) -> None:
             f"phases.{names[-1]} leaves the base as it is after phases.{tuning[0]} has changed it, so its heads would "
             "read another base than they are for; put phases with train_base last"
         )
-    lengths = {run.phases[name].row_length for name in tuning if run.phases[name].corpus == "text"}
+    lengths = {run.phases[name].seq_len for name in tuning if run.phases[name].corpus == "text"}
     if len(lengths) > 1:
         raise UserError(
             f"phases with train_base on text have rows of {sorted(lengths)} tokens: what is kept aside for the gate "
-            "would not be the same text; give them one row_length"
+            "would not be the same text; give them one seq_len"
         )
     if run.base.adapter is not None:
         raise UserError(
@@ -450,7 +450,7 @@ def _check_stream(run: RunConfig) -> None:
     """Refuse what needs the rows of text on disk where they are streamed."""
     if not run.data.text.stream:
         return
-    if run.tunes_base:
+    if run.trains_base:
         raise UserError("data.text.stream keeps no text aside for the gate of a trained base; leave it out")
     for name, phase in run.phases.items():
         if phase.corpus == "text" and phase.features == "cached":

@@ -28,7 +28,7 @@ BFLOAT16 = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class ShardLayout:
     """How a run's weights lie on its devices (``train/sharding.py``)."""
 
     mode: str = "none"
@@ -48,12 +48,12 @@ class Spread:
         return self.mode != "none" or self.compute_bytes < FLOAT32
 
 
-def spread_memory(
+def sharded_memory(
     memory: dict[str, int],
     shape: ModelShape,
     head: HeadSize,
     tokens: int,
-    spread: Spread,
+    spread: ShardLayout,
     *,
     base_bytes: int,
     twin: bool,
@@ -108,8 +108,8 @@ class PhasePlan:
     """One phase of the recipe."""
 
     name: str
-    row_length: int
-    batch_rows: int
+    seq_len: int
+    micro_batch_size: int
     """Rows a process and micro-batch."""
     accumulate: int
     steps: int
@@ -123,7 +123,7 @@ class PhasePlan:
 
     def tokens(self, devices: int) -> int:
         """Positions read over the phase: steps x accumulate x rows x row length x devices."""
-        return self.steps * self.accumulate * self.batch_rows * self.row_length * devices
+        return self.steps * self.accumulate * self.micro_batch_size * self.seq_len * devices
 
     def trained_tokens(self, devices: int) -> int:
         """Positions trained over the phase, an upper bound when rows are padded."""
@@ -137,7 +137,7 @@ class GenerationPlan:
     prompts: int
     max_prompt_tokens: int
     max_new_tokens: int
-    keep_features: bool = False
+    keep_hidden_states: bool = False
 
     def tokens(self) -> int:
         """Prompt and answer tokens, an upper bound: every prompt and answer as long as allowed."""
@@ -181,7 +181,7 @@ def plan(
     generations: GenerationPlan | None = None,
     *,
     lora: LoraSettings | None = None,
-    spread: Spread | None = None,
+    spread: ShardLayout | None = None,
     devices: int = 1,
     base_bytes: int = 2,
     device: str = "cuda",
@@ -206,14 +206,14 @@ def plan(
     if lora is None and any(phase.train_base for phase in phases):
         raise ValueError("a phase trains the base, but there are no adapters to train")
     adapters = 0 if lora is None else shape.adapter_parameters(lora)
-    spread = spread or Spread()
+    spread = spread or ShardLayout()
 
-    def memory(spread: Spread) -> dict[str, dict[str, int]]:
+    def memory(spread: ShardLayout) -> dict[str, dict[str, int]]:
         found = {}
         for p in phases:
             whole = _memory(shape, head, p, base_bytes, device)
-            tokens = p.batch_rows * p.row_length
-            parts = spread_memory(whole, shape, head, tokens, spread, base_bytes=base_bytes, twin=lora is not None)
+            tokens = p.micro_batch_size * p.seq_len
+            parts = sharded_memory(whole, shape, head, tokens, spread, base_bytes=base_bytes, twin=lora is not None)
             found[p.name] = _with_adapters(parts, shape, p, lora, base_bytes, device)
         return found
 
@@ -245,9 +245,9 @@ def _memory(shape: ModelShape, head: HeadSize, phase: PhasePlan, base_bytes: int
     - gradients in flight: those of the projections, which the loss makes in its forward pass: one set beside
       ``.grad``, two when micro-batches accumulate.
     """
-    tokens = phase.batch_rows * phase.row_length
+    tokens = phase.micro_batch_size * phase.seq_len
     features = tokens * shape.hidden_size * (1 + head.feature_layers) * base_bytes
-    mask = phase.batch_rows * phase.row_length**2 * (base_bytes + 1)
+    mask = phase.micro_batch_size * phase.seq_len**2 * (base_bytes + 1)
     rows = min(tokens, chunk_rows(head.draft_vocab_size, device))
     sets = 2 if phase.accumulate > 1 else 1
     return {
@@ -291,10 +291,10 @@ def _with_adapters(
     adapters = shape.adapter_parameters(lora)
     added = {"adapter weights": adapters * FLOAT32}
     if phase.train_base:
-        tokens, layers, wide = phase.batch_rows * phase.row_length, shape.num_layers, shape.hidden_size * base_bytes
+        tokens, layers, wide = phase.micro_batch_size * phase.seq_len, shape.num_layers, shape.hidden_size * base_bytes
         layer = shape.kept_bytes(lora, base_bytes)
         kept = layers * wide + layer if lora.checkpointing else layers * layer
-        mask = phase.batch_rows * phase.row_length**2 * (base_bytes + 1)
+        mask = phase.micro_batch_size * phase.seq_len**2 * (base_bytes + 1)
         head = shape.vocab_size * shape.hidden_size * (3 * base_bytes + FLOAT32) if LM_HEAD in lora.targets else 0
         rows = min(tokens, chunk_rows(shape.vocab_size, device))
         added |= {
@@ -317,7 +317,7 @@ def _disk(
     found: dict[str, int] = {}
     if generations is not None:
         found["generations"] = generations.tokens() * TOKEN_ID
-        if generations.keep_features:
+        if generations.keep_hidden_states:
             found["features of generations"] = generations.tokens() * shape.hidden_size * CACHED
     for phase in phases:
         if phase.cached_features:
@@ -370,7 +370,7 @@ def _table(*columns: str) -> Table:
 
 
 @runtime_checkable
-class TunesBase(Protocol):
+class TrainsBase(Protocol):
     """Settings of a head that can train the base along."""
 
     def lora(self) -> LoraSettings:
@@ -403,19 +403,19 @@ def plan_of(run: RunConfig, devices: int, per_node: int | None = None, device: s
     check_architecture(config, run.base.max_context)
     shape = ModelShape.from_config(config)
     corpus = run.data.generations
-    prompts = corpus.prompts + corpus.synthesised
+    prompts = corpus.prompts + corpus.self_prompted
     generations = GenerationPlan(
         prompts=prompts,
         max_prompt_tokens=corpus.max_prompt_tokens,
         max_new_tokens=corpus.sampler.max_new_tokens,
-        keep_features=corpus.keep_features,
+        keep_hidden_states=corpus.keep_hidden_states,
     )
     answers = corpus.sampler.max_new_tokens / (corpus.sampler.max_new_tokens + corpus.max_prompt_tokens)
     phases = [
         PhasePlan(
             name=name,
-            row_length=phase.row_length,
-            batch_rows=phase.batch_rows,
+            seq_len=phase.seq_len,
+            micro_batch_size=phase.micro_batch_size,
             accumulate=phase.accumulate,
             steps=phase.steps,
             trained_share=1.0 if phase.corpus == "text" else answers,
@@ -431,8 +431,8 @@ def plan_of(run: RunConfig, devices: int, per_node: int | None = None, device: s
         head.size(shape),
         phases,
         generations,
-        lora=head.lora() if run.tunes_base and isinstance(head, TunesBase) else None,
-        spread=Spread(
+        lora=head.lora() if run.trains_base and isinstance(head, TrainsBase) else None,
+        spread=ShardLayout(
             mode=shard.mode,
             shards=(per_node or devices) if shard.hybrid else devices,
             compute_bytes=PRECISIONS[shard.precision].itemsize,

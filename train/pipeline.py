@@ -67,11 +67,11 @@ def _run(run: RunConfig, resolved: str, launch: Launch) -> None:
         keeper.choose_final(head)
         save_training_plots(read_json_lines(folder / "metrics.jsonl"), folder / "plots")
         quality = None
-        if run.tunes_base:
+        if run.trains_base:
             with display.stage("the tuned base beside the untouched one"):
                 head = with_tuned_base(run, head, folder / "head")
                 quality = measure_quality(run, head.base, corpora, folder, display)
-        _finish(run, head, corpora, folder, display, tracker, quality, keeper.began_with)
+        _finish(run, head, corpora, folder, display, tracker, quality, keeper.initial_world_size)
         if quality is not None:
             check_gate(quality, folder)
         if run.push:
@@ -167,8 +167,8 @@ def _whole_again(
         corpora.base = BaseModel.load(run.base, head.base.device)
     d2t = weights["d2t"] if len(head.d2t) < len(head.t2d) else None
     found = run.head_config().build(corpora.base, d2t)
-    if run.tunes_base:
-        found.tune_base(now=False)
+    if run.trains_base:
+        found.train_base(now=False)
     found.load_state_dict(weights)
     return found
 
@@ -198,7 +198,7 @@ def _finish(
     display: Display,
     tracker: Tracker | None,
     quality: dict[str, Any] | None,
-    began_with: int,
+    initial_world_size: int,
 ) -> None:
     base = head.base
     head.eval()
@@ -209,7 +209,7 @@ def _finish(
         display.line(
             f"   {len(calibration.tree)} nodes: expect {calibration.expected_tokens:.2f} tokens a step, speedup "
             f"{calibration.expected_speedup:.2f}; {calibration.expected_tokens_largest:.2f} tokens with 64 nodes"
-            + (f" (without its threshold of {head.stop_below:g})" if head.stop_below else "")
+            + (f" (without its threshold of {head.confidence_threshold:g})" if head.confidence_threshold else "")
         )
     with display.stage(f"evaluation: {run.eval.suite}"):
         drafter, plan = merged(base, head, run.eval.plan(head), run.eval.merge, run.eval.merge_nodes)
@@ -224,7 +224,7 @@ def _finish(
             costs=costs,
             training_log=read_json_lines(folder / "metrics.jsonl"),
         )
-    write_card(run, head, corpora.generations().stats, evaluation, quality, folder, began_with)
+    write_card(run, head, corpora.generations().stats, evaluation, quality, folder, initial_world_size)
     display.console.print(console_table(evaluation))
     for line in console_lines(evaluation, read_json_lines(folder / "metrics.jsonl")):
         display.line(line)

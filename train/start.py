@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
-from drafthead.data.answers.backend import Group
+from drafthead.data.answers.backend import RankGroup
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
@@ -48,7 +48,7 @@ def launched(run: RunConfig) -> Iterator[Launch]:
     shard = follow_launcher(run.shard)
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[WAITING])
     check_accelerator(accelerator)
-    processes = Processes(run.dead_after_s)
+    processes = Processes(run.heartbeat_timeout_s)
     with processes.watched():
         yield Launch(accelerator, processes, Sharding(shard, accelerator.device), Display(accelerator.is_main_process))
 
@@ -77,7 +77,7 @@ def open_corpora(run: RunConfig, launch: Launch) -> Corpora:
     with display.stage(f"base model {run.base.name or 'random'}"):
         base = BaseModel.load(launch.sharding.base_config(run.base), launch.accelerator.device, display.line)
     run.head_config().check_layers(base.num_layers)  # before hours of generation
-    group = group_of(launch.accelerator, run.node_data)
+    group = group_of(launch.accelerator, run.per_node_data)
     corpora = Corpora(base, run.data, run.seed, display.progress, group, display.line)
     with display.stage("corpus: the base's own answers"):
         stats = corpora.generations().stats
@@ -85,9 +85,9 @@ def open_corpora(run: RunConfig, launch: Launch) -> Corpora:
     return corpora
 
 
-def group_of(accelerator: Accelerator, node_data: bool) -> Group:
-    """The processes that share a corpus: all that the launcher started, or with ``node_data`` those of a node."""
-    if not node_data:
-        return Group(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
+def group_of(accelerator: Accelerator, per_node_data: bool) -> RankGroup:
+    """The processes that share a corpus: all that the launcher started, or with ``per_node_data`` those of a node."""
+    if not per_node_data:
+        return RankGroup(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-    return Group(accelerator.local_process_index, local, accelerator.wait_for_everyone)
+    return RankGroup(accelerator.local_process_index, local, accelerator.wait_for_everyone)

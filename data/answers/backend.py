@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The processes that share a run, and which of them this is."""
 
     rank: int = 0
@@ -49,7 +49,7 @@ class Backend(Protocol):
         ...
 
     def shards(
-        self, prompts: Sequence[Prompt], done: Collection[int], group: Group, heard: Callable[[], None]
+        self, prompts: Sequence[Prompt], done: Collection[int], group: RankGroup, heard: Callable[[], None]
     ) -> Iterator[tuple[int, list[Generation]]]:
         """This process's answers as (place, generations) of one shard each; places differ over all processes.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import check_manifest, exclusive, inside, require_space, storing, write_manifest
+from drafthead.data.utils.files import check_manifest, disk_errors, exclusive, require_space, safe_join, write_manifest
 
 _DTYPES = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
 FORMAT = 2
@@ -29,7 +29,7 @@ class FeatureCache:
     def __init__(self, folder: Path, shape: tuple[int, int, int], dtype: str) -> None:
         """Map existing files; use ``create``."""
         self.folder = folder
-        self.rows, self.row_length, self.width = shape
+        self.rows, self.seq_len, self.width = shape
         self._name = dtype
         self._dtype = _DTYPES[dtype]
         stored = np.int32 if dtype == "float32" else np.int16
@@ -41,7 +41,7 @@ class FeatureCache:
 
     @classmethod
     def create(
-        cls, folder: Path, rows: int, row_length: int, width: int, dtype: str, manifest: dict[str, Any]
+        cls, folder: Path, rows: int, seq_len: int, width: int, dtype: str, manifest: dict[str, Any]
     ) -> "FeatureCache":
         """A cache for [R, T, D] values; one that exists with the same settings is opened with what it holds.
 
@@ -50,7 +50,7 @@ class FeatureCache:
         Args:
             folder: of the cache.
             rows: R >= 1.
-            row_length: T >= 1.
+            seq_len: T >= 1.
             width: D >= 1.
             dtype: ``float16``, ``bfloat16`` or ``float32``, as stored.
             manifest: what makes the features (base, revision, corpus; JSON values).
@@ -60,21 +60,19 @@ class FeatureCache:
         """
         if dtype not in _DTYPES:
             raise UserError(f"feature dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-        if min(rows, row_length, width) < 1:
-            raise UserError(
-                f"a feature cache needs sizes >= 1, got rows {rows}, row length {row_length}, width {width}"
-            )
-        sizes = {"rows": rows, "row_length": row_length, "width": width, "dtype": dtype}
+        if min(rows, seq_len, width) < 1:
+            raise UserError(f"a feature cache needs sizes >= 1, got rows {rows}, row length {seq_len}, width {width}")
+        sizes = {"rows": rows, "seq_len": seq_len, "width": width, "dtype": dtype}
         entries = {**manifest, "cache": {**sizes, "format": FORMAT}}
         with exclusive(folder):
             if not check_manifest(folder, entries, _REMEDY):
-                size = rows * row_length * width * _DTYPES[dtype].itemsize
+                size = rows * seq_len * width * _DTYPES[dtype].itemsize
                 require_space(folder, size + 4 * rows, "the feature cache")
-                with storing("the feature cache", folder):
+                with disk_errors("the feature cache", folder):
                     _reserve(folder / "features.bin", size)
                     _reserve(folder / "marks.bin", 4 * rows)
                     write_manifest(folder, entries)
-        return cls(folder, (rows, row_length, width), dtype)
+        return cls(folder, (rows, seq_len, width), dtype)
 
     def write(self, row_numbers: list[int], values: Tensor) -> None:
         """Store ``values`` [b, T, D] (any float dtype, any device) as the rows ``row_numbers``.
@@ -82,7 +80,7 @@ class FeatureCache:
         Raises:
             UserError: the values do not have the cache's sizes, or do not fit its dtype.
         """
-        want = (len(row_numbers), self.row_length, self.width)
+        want = (len(row_numbers), self.seq_len, self.width)
         if tuple(values.shape) != want:
             raise UserError(f"features are {list(values.shape)}, but {self.folder} takes {list(want)}; make it anew")
         self._check_rows(row_numbers)
@@ -131,7 +129,7 @@ class FeatureCache:
 
 
 def _map(folder: Path, name: str, dtype: type, shape: tuple[int, ...]) -> "np.memmap[Any, Any]":
-    path, size = inside(folder, name), int(np.prod(shape)) * np.dtype(dtype).itemsize
+    path, size = safe_join(folder, name), int(np.prod(shape)) * np.dtype(dtype).itemsize
     try:
         found = path.stat().st_size
         if found != size:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 
-from drafthead.data.answers.backend import Group, Prompt
+from drafthead.data.answers.backend import Prompt, RankGroup
 from drafthead.data.answers.store import Generation, SamplerConfig
 from drafthead.data.utils.errors import UserError
 
@@ -79,7 +79,7 @@ class ServerConfig:
 
 
 @dataclass(frozen=True)
-class Dialect:
+class ServerCapabilities:
     """What a server understands."""
 
     prompts: str
@@ -108,7 +108,7 @@ class Completions:
     ) -> None:
         self.tokenizer, self.eos_ids, self.vocab_size, self.sampler = tokenizer, eos_ids, vocab_size, sampler
 
-    def request(self, model: str, prompt: Prompt, dialect: Dialect) -> dict[str, Any]:
+    def request(self, model: str, prompt: Prompt, dialect: ServerCapabilities) -> dict[str, Any]:
         """The body of a completions request.
 
         Every sampling parameter is named: what is left out, servers take from the model's ``generation_config.json``.
@@ -142,7 +142,7 @@ class Completions:
             "return_token_ids": True,
         }
 
-    def read(self, payload: Any, prompt: Prompt, dialect: Dialect) -> Generation:
+    def read(self, payload: Any, prompt: Prompt, dialect: ServerCapabilities) -> Generation:
         """The answer in the body of a response.
 
         Raises:
@@ -474,15 +474,15 @@ class ServerBackend:
         vocab_size: int,
         base: str,
         max_prompt_tokens: int,
-        agreement: Callable[[list[Generation]], float],
+        greedy_match_rate: Callable[[list[Generation]], float],
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.config, self.sampler, self.base, self.agreement = config, sampler, base, agreement
+        self.config, self.sampler, self.base, self.greedy_match_rate = config, sampler, base, greedy_match_rate
         self.tokenizer, self.eos_ids, self.vocab_size = tokenizer, eos_ids, vocab_size
         self.say = say
         self.longest = max_prompt_tokens + sampler.max_new_tokens
         self._recorded: dict[str, Any] | None = None
-        self._found: tuple[str, Dialect] | None = None
+        self._found: tuple[str, ServerCapabilities] | None = None
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
         """The server's name of the base, and whether prompts and answers travel as token ids or as text."""
@@ -496,7 +496,7 @@ class ServerBackend:
         """Greedy answers to the prompts: each prompt must be read as it is, and the base must mostly agree."""
         greedy = SamplerConfig(max_new_tokens=min(PROBE_TOKENS, self.sampler.max_new_tokens))
         model, _ = self._known()
-        share = self.agreement(list(self._answers(prompts, greedy, compare_prompts=True)))
+        share = self.greedy_match_rate(list(self._answers(prompts, greedy, compare_prompts=True)))
         if share < self.config.min_agreement:
             raise UserError(
                 f"the base would choose {100 * share:.0f} % of the tokens that {model} at {self.config.root} answered, "
@@ -505,7 +505,7 @@ class ServerBackend:
             )
 
     def shards(
-        self, prompts: Sequence[Prompt], done: Collection[int], group: Group, heard: Callable[[], None]
+        self, prompts: Sequence[Prompt], done: Collection[int], group: RankGroup, heard: Callable[[], None]
     ) -> Iterator[tuple[int, list[Generation]]]:
         """All answers on the first process, in the order in which they come: one client keeps a server busy."""
         if group.rank:
@@ -531,7 +531,7 @@ class ServerBackend:
         """Answers by the number of their prompt: what is made of them must not depend on the server's haste."""
         yield from sorted(self._answers(prompts, sampler), key=lambda g: g.prompt_number)
 
-    def _known(self) -> tuple[str, Dialect]:
+    def _known(self) -> tuple[str, ServerCapabilities]:
         """The server's name of the base, and what the server understands; asked for once.
 
         Raises:
@@ -540,7 +540,7 @@ class ServerBackend:
         if self._found is None:
             model = check_server(self.config, self.base, self.longest)
             dialect = asyncio.run(self._dialect(model))
-            was = self._recorded and Dialect(self._recorded["prompts"], self._recorded["answers"])
+            was = self._recorded and ServerCapabilities(self._recorded["prompts"], self._recorded["answers"])
             if was and was != dialect:
                 raise UserError(
                     f"the corpus was begun with {was}, and {self.config.root} now gives {dialect}; go on with a "
@@ -549,15 +549,15 @@ class ServerBackend:
             self._found = model, dialect
         return self._found
 
-    async def _dialect(self, model: str) -> Dialect:
+    async def _dialect(self, model: str) -> ServerCapabilities:
         prompt = (0, list(self.tokenizer("Hello")["input_ids"]))
         completions = self._completions(replace(self.sampler, max_new_tokens=1))
         async with Server(self.config, self.say) as server:
 
-            async def understood(prompts: str) -> Dialect:
-                body = completions.request(model, prompt, Dialect(prompts, "ids"))
+            async def understood(prompts: str) -> ServerCapabilities:
+                body = completions.request(model, prompt, ServerCapabilities(prompts, "ids"))
                 given = await server.ask(body, gives_ids, "a first prompt")
-                return Dialect(prompts, "ids" if given else "text")
+                return ServerCapabilities(prompts, "ids" if given else "text")
 
             try:
                 return await understood("ids")
@@ -597,7 +597,7 @@ class ServerBackend:
         prompts: Sequence[Prompt],
         completions: Completions,
         model: str,
-        dialect: Dialect,
+        dialect: ServerCapabilities,
         compare_prompts: bool,
     ) -> AsyncGenerator[Generation, None]:
         waiting = iter(prompts)
@@ -634,7 +634,7 @@ async def _close(stream: AsyncGenerator[Generation, None]) -> None:
     await stream.aclose()
 
 
-def _check_prompt(read: int | None, sent: int, dialect: Dialect) -> None:
+def _check_prompt(read: int | None, sent: int, dialect: ServerCapabilities) -> None:
     if read is not None and read != sent:
         raise UserError(
             f"the server read {read} tokens of a prompt that has {sent} (sent as {dialect.prompts}); it has another "

@@ -23,12 +23,12 @@ from drafthead.data.text.chat import Document
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import (
     check_manifest,
+    disk_errors,
     file_digest,
-    inside,
     publish,
     read_manifest,
     require_space,
-    storing,
+    safe_join,
     write_manifest,
 )
 
@@ -141,7 +141,7 @@ class GenerationStore:
         for path in sorted(folder.glob("shard-*.parquet")):
             if (match := _SHARD.fullmatch(path.name)) is None:
                 raise UserError(f"{path} is not named as a shard is (shard-00012.parquet); rename or remove it")
-            self._add(int(match[1]), read_shard(inside(folder, path.name)))
+            self._add(int(match[1]), read_shard(safe_join(folder, path.name)))
 
     @property
     def done(self) -> set[int]:
@@ -180,7 +180,7 @@ class GenerationStore:
         size = sum(4 * len(g.input_ids) for g in generations) + (0 if features is None else features.nbytes)
         require_space(self.folder, 1_000_000 + size, "the next shard of generations")
         try:
-            with storing("the next shard of generations", self.folder):
+            with disk_errors("the next shard of generations", self.folder):
                 table = self._write(shard, generations, features)
         except UserError:
             self._discard(shard)  # it would keep the disk full
@@ -254,7 +254,7 @@ class GenerationStore:
         Raises:
             UserError: it has not.
         """
-        path = inside(self.folder, self._path(shard, "safetensors").name)
+        path = safe_join(self.folder, self._path(shard, "safetensors").name)
         try:
             stated = features_checksum(self._tables[shard])
             if stated and shard not in self._checked and file_digest(path) != stated:

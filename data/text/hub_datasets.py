@@ -35,7 +35,7 @@ def open_hub(source: "SourceConfig", stream: bool) -> Any:
     )
 
 
-def pinned(sources: Sequence["SourceConfig"], path: Path) -> list["SourceConfig"]:
+def resolve_revision(sources: Sequence["SourceConfig"], path: Path) -> list["SourceConfig"]:
     """The sources with each dataset of the Hub at one commit, so that a change there does not change a stream's rows.
 
     Args:

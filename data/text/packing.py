@@ -17,7 +17,7 @@ import torch
 from drafthead.data.batch import NO_DOCUMENT, TrainBatch
 from drafthead.data.text.chat import Document
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import file_digest, inside, publish, read_json, storing, write_json
+from drafthead.data.utils.files import disk_errors, file_digest, publish, read_json, safe_join, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,12 +53,12 @@ class PackedRow:
         self.space -= len(piece)
 
 
-def pack(documents: Iterable[Document], row_length: int, split: bool, folder: Path | None = None) -> datasets.Dataset:
-    """Lay documents into rows of ``row_length``.
+def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path | None = None) -> datasets.Dataset:
+    """Lay documents into rows of ``seq_len``.
 
     Args:
         documents: empty ones are left out.
-        row_length: T >= 16.
+        seq_len: T >= 16.
         split: True cuts a document that does not fit into consecutive pieces of at least ``MIN_PIECE`` tokens;
             each piece has its own document id and positions from 0, and rows are full but for a few tokens.
             False keeps documents whole and lays each where it fits best; a longer one loses its end, and how
@@ -71,22 +71,22 @@ def pack(documents: Iterable[Document], row_length: int, split: bool, folder: Pa
         id ``NO_DOCUMENT`` and is not trained.
 
     Raises:
-        UserError: ``row_length`` is too short, or there is no document.
+        UserError: ``seq_len`` is too short, or there is no document.
     """
-    if row_length < 2 * MIN_PIECE:
-        raise UserError(f"row length must be >= {2 * MIN_PIECE}, got {row_length}")
-    rows = split_rows(documents, row_length) if split else _whole_rows(documents, row_length)
+    if seq_len < 2 * MIN_PIECE:
+        raise UserError(f"row length must be >= {2 * MIN_PIECE}, got {seq_len}")
+    rows = split_rows(documents, seq_len) if split else _whole_rows(documents, seq_len)
     if folder is None:
         sink = pa.BufferOutputStream()
-        _write_rows(sink, rows, row_length)
+        _write_rows(sink, rows, seq_len)
         dataset = datasets.Dataset.from_buffer(sink.getvalue())
     else:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / _FILE
         aside = path.with_suffix(".tmp")
-        with storing("the packed rows", folder):
+        with disk_errors("the packed rows", folder):
             with pa.OSFile(str(aside), "wb") as sink:
-                _write_rows(sink, rows, row_length)
+                _write_rows(sink, rows, seq_len)
             write_json(folder / _CHECKSUM, {"sha256": file_digest(aside)})
             publish(aside, path)
         dataset = open_packed(folder)
@@ -106,12 +106,12 @@ def open_packed(folder: Path) -> datasets.Dataset:
     Raises:
         UserError: there is nothing, or not what was written.
     """
-    path = inside(folder, _FILE)
+    path = safe_join(folder, _FILE)
     again = f"remove {folder}, and its rows are packed again"
     if not path.exists():
         raise UserError(f"{path} is missing; {again}")
     try:
-        if read_json(inside(folder, _CHECKSUM)) != {"sha256": file_digest(path)}:
+        if read_json(safe_join(folder, _CHECKSUM)) != {"sha256": file_digest(path)}:
             raise UserError(f"{path} does not have the checksum in {_CHECKSUM}: it is damaged; {again}")
         return datasets.Dataset.from_file(str(path))
     except (OSError, pa.ArrowException) as error:
@@ -144,9 +144,9 @@ def collate(dataset: datasets.Dataset, row_numbers: list[int]) -> TrainBatch:
     )
 
 
-def collate_rows(rows: list[PackedRow], row_length: int) -> TrainBatch:
+def collate_rows(rows: list[PackedRow], seq_len: int) -> TrainBatch:
     """Rows that are in no dataset as one batch [B, T]."""
-    ids, positions, documents, mask = map(torch.from_numpy, _arrays(rows, row_length))
+    ids, positions, documents, mask = map(torch.from_numpy, _arrays(rows, seq_len))
     return TrainBatch(
         input_ids=ids.long(),
         position_ids=positions.long(),
@@ -189,16 +189,16 @@ def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield batch
 
 
-def split_rows(documents: Iterable[Document], row_length: int) -> Iterator[PackedRow]:
+def split_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedRow]:
     """The rows of ``pack`` with ``split``, one by one."""
-    row = PackedRow(row_length)
+    row = PackedRow(seq_len)
     for number, document in enumerate(documents):
         start = 0
         while start < len(document):
             take = _cut(len(document) - start, row.space)
             if not take:
                 yield row
-                row = PackedRow(row_length)
+                row = PackedRow(seq_len)
                 continue
             row.add(_piece(number, document, start, take))
             start += take
@@ -214,12 +214,12 @@ def _cut(rest: int, space: int) -> int:
     return take if take >= MIN_PIECE else 0
 
 
-def _whole_rows(documents: Iterable[Document], row_length: int) -> Iterator[PackedRow]:
+def _whole_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedRow]:
     """Best fit among a bounded number of open rows: few gaps, and memory that does not grow with the corpus."""
     rows: list[PackedRow] = []
     total = shortened = 0
     for number, document in enumerate(documents):
-        length = min(len(document), row_length)
+        length = min(len(document), seq_len)
         if not length:
             continue
         total += 1
@@ -232,7 +232,7 @@ def _whole_rows(documents: Iterable[Document], row_length: int) -> Iterator[Pack
                 fullest = min(rows, key=lambda r: r.space)
                 rows.remove(fullest)
                 yield fullest
-            row = PackedRow(row_length)
+            row = PackedRow(seq_len)
             rows.append(row)
         row.add(_piece(number, document, 0, length))
         if not row.space:
@@ -240,7 +240,7 @@ def _whole_rows(documents: Iterable[Document], row_length: int) -> Iterator[Pack
             yield row
     yield from rows
     if shortened:
-        _log.warning("%d of %d documents are longer than %d tokens and lost their ends", shortened, total, row_length)
+        _log.warning("%d of %d documents are longer than %d tokens and lost their ends", shortened, total, seq_len)
 
 
 def _piece(number: int, document: Document, start: int, length: int) -> _Piece:
@@ -248,25 +248,25 @@ def _piece(number: int, document: Document, start: int, length: int) -> _Piece:
     return _Piece(number, start, Document(document.input_ids[start:end], document.loss_mask[start:end]))
 
 
-def _write_rows(sink: pa.NativeFile, rows: Iterator[PackedRow], row_length: int) -> None:
-    numbers = pa.list_(pa.int32(), row_length)
+def _write_rows(sink: pa.NativeFile, rows: Iterator[PackedRow], seq_len: int) -> None:
+    numbers = pa.list_(pa.int32(), seq_len)
     schema = pa.schema(
         [
             ("input_ids", numbers),
             ("position_ids", numbers),
             ("document_ids", numbers),
-            ("loss_mask", pa.list_(pa.bool_(), row_length)),
+            ("loss_mask", pa.list_(pa.bool_(), seq_len)),
             ("pieces", pa.list_(pa.list_(pa.int64(), 4))),
         ]
     )
     with pa.ipc.new_stream(sink, schema) as writer:
         for some in _batched(rows, _ROWS_A_WRITE):
-            writer.write_batch(_record_batch(some, row_length, schema))
+            writer.write_batch(_record_batch(some, seq_len, schema))
 
 
-def _record_batch(rows: list[PackedRow], row_length: int, schema: pa.Schema) -> pa.RecordBatch:
+def _record_batch(rows: list[PackedRow], seq_len: int, schema: pa.Schema) -> pa.RecordBatch:
     columns = [
-        pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), row_length) for column in _arrays(rows, row_length)
+        pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), seq_len) for column in _arrays(rows, seq_len)
     ]
     pieces: list[list[list[int]]] = []
     for row in rows:
@@ -278,9 +278,9 @@ def _record_batch(rows: list[PackedRow], row_length: int, schema: pa.Schema) -> 
     return pa.RecordBatch.from_arrays([*columns, pa.array(pieces, type=schema.field("pieces").type)], schema=schema)
 
 
-def _arrays(rows: list[PackedRow], row_length: int) -> tuple[npt.NDArray[Any], ...]:
+def _arrays(rows: list[PackedRow], seq_len: int) -> tuple[npt.NDArray[Any], ...]:
     """Ids, positions, document ids and mask, each [R, T]."""
-    shape = (len(rows), row_length)
+    shape = (len(rows), seq_len)
     ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     numbers, mask = np.full(shape, NO_DOCUMENT, np.int32), np.zeros(shape, np.bool_)
     for r, row in enumerate(rows):

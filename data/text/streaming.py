@@ -159,7 +159,7 @@ class StreamedRows:
     Args:
         sources: of the texts.
         tokenizer: of the base.
-        row_length: T.
+        seq_len: T.
         seed: of the shuffles.
         lanes: parts of the sources; decides, like ``turn``, which row has which number.
         turn: consecutive rows of a lane.
@@ -174,7 +174,7 @@ class StreamedRows:
         self,
         sources: Sequence[SourceConfig],
         tokenizer: "PreTrainedTokenizerBase",
-        row_length: int,
+        seq_len: int,
         *,
         seed: int,
         lanes: int,
@@ -183,10 +183,10 @@ class StreamedRows:
         workers: int,
     ) -> None:
         self.turn, self.lanes = turn, lanes
-        self.row_length = row_length
+        self.seq_len = seq_len
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix="rows")
         self._lanes = [
-            _Lane(Mixture(sources, n, lanes), tokenizer, row_length, (seed, n), folder / f"lane-{n:03}.json")
+            _Lane(Mixture(sources, n, lanes), tokenizer, seq_len, (seed, n), folder / f"lane-{n:03}.json")
             for n in range(lanes)
         ]
         self._windows: dict[tuple[int, int], Future[list[PackedRow]]] = {}
@@ -197,7 +197,7 @@ class StreamedRows:
         Raises:
             UserError: a source cannot be read.
         """
-        return collate_rows([self._row(number) for number in numbers], self.row_length)
+        return collate_rows([self._row(number) for number in numbers], self.seq_len)
 
     def _row(self, number: int) -> PackedRow:
         turn, place = divmod(number, self.turn)
@@ -219,9 +219,9 @@ class _Lane:
     """Makes the windows of one lane, in any order; fast in theirs."""
 
     def __init__(
-        self, texts: Mixture, tokenizer: "PreTrainedTokenizerBase", row_length: int, seed: tuple[int, int], path: Path
+        self, texts: Mixture, tokenizer: "PreTrainedTokenizerBase", seq_len: int, seed: tuple[int, int], path: Path
     ) -> None:
-        self.texts, self.tokenizer, self.row_length, self.seed, self.path = texts, tokenizer, row_length, seed, path
+        self.texts, self.tokenizer, self.seq_len, self.seed, self.path = texts, tokenizer, seq_len, seed, path
         self._lock = threading.Lock()
         self._positions: dict[int, State] = {0: texts.state()}
         self._next = 0
@@ -250,7 +250,7 @@ class _Lane:
         self._next = window
 
     def _make(self) -> list[PackedRow]:
-        rows = list(islice(split_rows(self._documents(), self.row_length), WINDOW))
+        rows = list(islice(split_rows(self._documents(), self.seq_len), WINDOW))
         self._next += 1
         if self._next not in self._positions:
             self._positions[self._next] = self.texts.state()

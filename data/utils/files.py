@@ -65,7 +65,7 @@ def fsync(path: Path) -> None:
 
 
 @contextmanager
-def storing(what: str, folder: Path) -> Iterator[None]:
+def disk_errors(what: str, folder: Path) -> Iterator[None]:
     """Around the writing of ``what`` into ``folder``.
 
     Raises:
@@ -134,7 +134,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def inside(folder: Path, name: str) -> Path:
+def safe_join(folder: Path, name: str) -> Path:
     """The path of ``name`` in ``folder``, which may be somebody else's work: it must not lead out of the folder.
 
     Args:
@@ -222,7 +222,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: there is none, or it is not a JSON object.
     """
-    entries = read_json(inside(folder, MANIFEST_NAME))
+    entries = read_json(safe_join(folder, MANIFEST_NAME))
     if not isinstance(entries, dict):
         raise UserError(
             f"{folder / MANIFEST_NAME} holds a {type(entries).__name__}, expected an object; remove the folder"

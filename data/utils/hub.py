@@ -18,7 +18,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported la
 )
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import inside
+from drafthead.data.utils.files import safe_join
 
 PICKLES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".pickle")
 """Files that can run code when they are loaded; none is ever downloaded or read."""
@@ -135,7 +135,7 @@ def _upload(folder: Path, repo: str, private: bool) -> str:
     # One commit, so that whoever downloads meanwhile gets one head or the other.
     api.create_commit(
         url.repo_id,
-        [CommitOperationAdd(name, _content(inside(folder, name), url.repo_id)) for name in names]
+        [CommitOperationAdd(name, _content(safe_join(folder, name), url.repo_id)) for name in names]
         + [CommitOperationDelete(name) for name in sorted(set(there) - set(names))],
         commit_message="Upload a draft head with drafthead",
     )

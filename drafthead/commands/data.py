@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from drafthead.data.utils.config import one_line_errors, run_main, say
 from drafthead.train.config import RunConfig, parse_run, preflight
 from drafthead.train.distributed import signals
-from drafthead.train.distributed.launcher import writers_first
+from drafthead.train.distributed.launcher import main_process_first
 from drafthead.train.start import Launch, launched, open_corpora
 
 if not __package__:  # run as a file: look in the checkout, not in data/
@@ -34,9 +34,9 @@ def build(run: RunConfig, launch: Launch) -> None:
     for name, phase in run.phases.items():
         if phase.corpus == "text" and not run.data.text.stream:
             with display.stage(f"corpus: text of phase {name}"):
-                with writers_first(launch.accelerator, run.node_data):
-                    rows = corpora.text_rows(phase.row_length)
-            display.line(f"   {len(rows)} rows of {phase.row_length} tokens")
+                with main_process_first(launch.accelerator, run.per_node_data):
+                    rows = corpora.text_rows(phase.seq_len)
+            display.line(f"   {len(rows)} rows of {phase.seq_len} tokens")
     display.line(f"corpora: {run.data.folder}")
 
 

@@ -17,7 +17,7 @@ from drafthead.eval.report.tables import console_lines, console_table, markdown_
 from drafthead.eval.timing.methods import check_drafters, check_peers, is_drafter, make_drafter, merged
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import Drafter, DraftPlan
+from drafthead.models.decoding.contract import DraftConfig, Drafter
 from drafthead.models.heads.common.loading import default_device, load_base_and_head
 
 if not __package__:  # run as a file: look in the checkout, not in eval/
@@ -35,7 +35,7 @@ def _main(cfg: DictConfig) -> None:
     with display.stage(f"head {config.head}"):
         base, drafter, plan = _load(config)
         drafter, plan = merged(base, drafter, plan, config.merge, config.merge_nodes)
-    config.rule.check(plan.siblings, plan.tree)
+    config.rule.check(plan.draft_sampling, plan.tree)
     default = Path(config.head).parent if Path(config.head).is_dir() else Path("outputs") / suite_label(config.head)
     folder = Path(config.out) if config.out else default / f"eval-{suite_label(config.suite)}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def _main(cfg: DictConfig) -> None:
     display.line(f"report: {folder / 'report.html'}   for a model card: {folder / 'results.md'}")
 
 
-def _load(config: EvalRunConfig) -> tuple[BaseModel, Drafter, DraftPlan]:
+def _load(config: EvalRunConfig) -> tuple[BaseModel, Drafter, DraftConfig]:
     """The base, what drafts for it, and the plan."""
     if not is_drafter(config.head):
         base, head = load_base_and_head(config.head, config.base)

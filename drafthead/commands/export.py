@@ -100,7 +100,7 @@ def _export(config: ExportConfig) -> None:
             wanted.export(head, aside, dtype, config.base_name)
             if head.tree is not None:  # engines ignore it; an import takes it
                 choices = [list(path) for path in head.tree.paths[1:]]
-                write_json(aside / "tree.json", {"choices": choices, "stop_below": head.stop_below})
+                write_json(aside / "tree.json", {"choices": choices, "confidence_threshold": head.confidence_threshold})
         with display.stage("gate: read back and replay"):
             texts = texts or _plain_answers(base, config)
             estimate = training_estimate(config.head)

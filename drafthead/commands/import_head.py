@@ -80,7 +80,7 @@ def _import(config: ImportConfig) -> None:
             head = found.attach(artefact, base)
             if (folder / "tree.json").exists():
                 head.tree = read_tree(folder / "tree.json", head.depth)
-                head.stop_below = read_threshold(folder / "tree.json", head.stop_below)
+                head.confidence_threshold = read_threshold(folder / "tree.json", head.confidence_threshold)
             head.save_pretrained(aside)
         if out.exists():
             out.rmdir()

@@ -17,7 +17,7 @@ from drafthead.eval.trees.texts import Text, _check_free, plain_answers, read_te
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import Siblings
+from drafthead.models.decoding.contract import DraftSampling
 from drafthead.models.decoding.loop import check_ids, default_plan
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.common.contract import DraftHead
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--temperature", type=float, default=0.0, help="of the target; default 0, greedy")
     found.add_argument("--nodes", type=_numbers, default=[6, 16, 64], help="tree sizes, root included: 6,16,64")
     found.add_argument("--chain", type=_numbers, default=[1, 2, 3], help="draft lengths of chains: 1,2,3")
-    found.add_argument("--siblings", choices=[s.value for s in Siblings], default=Siblings.DETERMINISTIC.value)
+    found.add_argument("--siblings", choices=[s.value for s in DraftSampling], default=DraftSampling.TOP_K.value)
     found.add_argument("--draft-temperature", type=float, default=1.0, help="of sampled siblings; default 1")
     found.add_argument(
         "--rule", choices=["exact", "block"], default="exact", help="block: block verification of chains"
@@ -93,7 +93,7 @@ def _replay(arguments: argparse.Namespace) -> None:
     if arguments.save:
         write_texts(arguments.save, texts)
     plan = ChancePlan(
-        siblings=Siblings(arguments.siblings),
+        draft_sampling=DraftSampling(arguments.draft_sampling),
         sampler=Sampler(temperature=arguments.draft_temperature),
         width=1 if arguments.rule == "block" else 10,
         rule=AcceptanceRule(name=arguments.rule),
@@ -104,8 +104,8 @@ def _replay(arguments: argparse.Namespace) -> None:
     with display.stage("step costs on this machine"):
         machine = Machine(measure_costs(base, head))
     sizes = [] if arguments.rule == "block" else arguments.nodes
-    found = rows(answers, machine, arguments.chain, sizes, plan.siblings, arguments.seed)
-    if head.stop_below and plan.siblings is Siblings.DETERMINISTIC and plan.rule.name == "exact":
+    found = rows(answers, machine, arguments.chain, sizes, plan.draft_sampling, arguments.seed)
+    if head.confidence_threshold and plan.draft_sampling is DraftSampling.TOP_K and plan.rule.name == "exact":
         with display.stage("the head's own plan, drafted at every position for its threshold"):
             found.append(own_row(base, head, texts, Sampler(temperature=arguments.temperature), arguments.seed))
     display.console.print(table(found, arguments))
@@ -115,7 +115,7 @@ def own_row(base: BaseModel, head: DraftHead, texts: Sequence[Text], sampler: Sa
     """The head's own tree with its threshold, which the other rows know nothing of: they replay whole trees."""
     own = default_plan(head)
     replayed = replay_texts(base, head, texts, own, sampler, seed=seed)
-    return Row(f"own, threshold {own.stop_below:g}", own.nodes, own.depth, replayed, None)
+    return Row(f"own, threshold {own.confidence_threshold:g}", own.nodes, own.depth, replayed, None)
 
 
 def rows(
@@ -123,7 +123,7 @@ def rows(
     machine: Machine,
     lengths: Sequence[int],
     sizes: Sequence[int],
-    siblings: Siblings,
+    draft_sampling: DraftSampling,
     seed: int = 0,
 ) -> list[Row]:
     """Chains of these lengths, and the best trees of these sizes, each measured on answers it was not searched on."""
@@ -140,7 +140,7 @@ def rows(
     if sizes and min(sizes) < 2:
         raise UserError(f"a tree of {min(sizes)} nodes is wanted; the root and one draft are 2")
     # Sampled siblings are trials in order, which only Sequoia's program keeps to.
-    method = "search" if siblings is Siblings.DETERMINISTIC else "sequoia"
+    method = "search" if draft_sampling is DraftSampling.TOP_K else "sequoia"
     for size, replayed in zip(sizes, cross_fitted(answers, sizes, method, seed) if sizes else [], strict=True):
         seconds = machine.costs.step(size, depth)
         speedup = replayed.mean_accepted_tokens * plain / seconds
@@ -150,7 +150,7 @@ def rows(
 
 def table(found: Sequence[Row], arguments: argparse.Namespace) -> Table:
     """The rows as printed."""
-    title = f"replay of plain answers, {arguments.siblings.replace('_', ' ')} siblings, rule {arguments.rule}"
+    title = f"replay of plain answers, {arguments.draft_sampling.replace('_', ' ')} siblings, rule {arguments.rule}"
     shown = Table("draft", "nodes", "tokens a step", "95 %", "predicted speedup", title=title)
     for row in found:
         low_high = row.replay.interval

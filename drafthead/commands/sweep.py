@@ -29,7 +29,7 @@ from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
-from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.heads.common.contract import DraftHead
@@ -58,11 +58,11 @@ class Candidate:
         shape = f"chain:{self.drafts}" if self.drafts else "tree"
         return f"{self.folder} {shape} {self.threshold:g}"
 
-    def plan(self) -> DraftPlan:
+    def plan(self) -> DraftConfig:
         """What it drafts."""
         tree = TokenTree.chain(self.drafts) if self.drafts else self.head.tree
         assert tree is not None
-        return DraftPlan(tree=tree, stop_below=self.threshold)
+        return DraftConfig(tree=tree, confidence_threshold=self.threshold)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -127,7 +127,7 @@ def _sweep(arguments: argparse.Namespace) -> None:
     record |= {"best": best["name"], "hardware": hardware(), "versions": versions()}
     record["default_before"] = {
         "choices": None if winner.head.tree is None else [list(path) for path in winner.head.tree.paths[1:]],
-        "stop_below": winner.head.stop_below,
+        "confidence_threshold": winner.head.confidence_threshold,
     }
     if arguments.dry:
         display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; nothing was changed (--dry)")
@@ -136,7 +136,7 @@ def _sweep(arguments: argparse.Namespace) -> None:
     if changed:
         if winner.drafts:
             winner.head.tree = TokenTree.chain(winner.drafts)
-        winner.head.stop_below = winner.threshold
+        winner.head.confidence_threshold = winner.threshold
         winner.head.save_pretrained(winner.folder)
     write_json(Path(winner.folder) / "sweep.json", record | {"changed": changed})
     draw(rows, Path(winner.folder) / "sweep.png")
@@ -174,7 +174,9 @@ def candidates_of(heads: dict[str, DraftHead], drafts: list[int], thresholds: li
         )
     found = []
     for folder, head in heads.items():
-        default = Candidate(folder, head, 0 if head.tree is not None else head.depth, head.stop_below, default=True)
+        default = Candidate(
+            folder, head, 0 if head.tree is not None else head.depth, head.confidence_threshold, default=True
+        )
         found.append(default)
         for length, threshold in product(drafts, thresholds):
             possible = head.tree is not None if length == 0 else length <= head.depth

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from drafthead.eval.lossless.tabular_lm import Draft, MergedDraft, PrefixTable, TableDraft
+from drafthead.eval.lossless.tabular_lm import CombinedTableDraft, Draft, TableDraft, TabularLM
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import DraftPlan, DynamicTree, Proposal, Siblings
+from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree, Proposal
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import merge
 from drafthead.models.token_tree import TokenTree
@@ -33,9 +33,9 @@ SAMPLERS = (
 )
 OTHER_DRAFT_SAMPLERS = ((Sampler(temperature=1.0, top_p=0.8), RAW), (RAW, Sampler(temperature=0.7, top_k=2)))
 """The target's and another of the drafter: the law of the drafts may be any."""
-DETERMINISTIC, WITH, WITHOUT = Siblings.DETERMINISTIC, Siblings.WITH_REPLACEMENT, Siblings.WITHOUT_REPLACEMENT
+TOP_K, WITH, WITHOUT = DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT
 SAMPLED = (WITH, WITHOUT)
-EVERY = (DETERMINISTIC, *SAMPLED)
+EVERY = (TOP_K, *SAMPLED)
 TARGET_SPREAD, DRAFT_SPREAD = 1.5, 1.5
 """Deviations of the target's logits, and of the drafter's from them."""
 
@@ -50,7 +50,7 @@ class Part:
     draft_vocabulary: int | None = None
     deterministic: bool = False
     """Whatever the other drafters do."""
-    stop_below: float = 0.0
+    confidence_threshold: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,25 +60,25 @@ class Shape:
     name: str
     vocabulary: int
     parts: tuple[Part, ...]
-    kinds: tuple[Siblings, ...] = EVERY
+    kinds: tuple[DraftSampling, ...] = EVERY
 
     @property
     def depth(self) -> int:
         """Drafts on the longest path."""
         return max(part.tree.depth for part in self.parts)
 
-    def draft(self, siblings: Siblings, sampler: Sampler | None, target: PrefixTable, seed: int) -> Draft:
+    def draft(self, draft_sampling: DraftSampling, sampler: Sampler | None, target: TabularLM, seed: int) -> Draft:
         """Drafting of this shape from tables near ``target``; ``sampler`` is the drafters'."""
         drafts: list[Draft] = []
         for number, part in enumerate(self.parts):
-            plan = DraftPlan(tree=part.tree, stop_below=part.stop_below)
+            plan = DraftConfig(tree=part.tree, confidence_threshold=part.confidence_threshold)
             if sampler is not None and not part.deterministic:
-                plan = replace(plan, siblings=siblings, sampler=sampler)
+                plan = replace(plan, draft_sampling=draft_sampling, sampler=sampler)
             table = target.near(seed + number, DRAFT_SPREAD)
             drafts.append(
                 TableDraft(table=table, plan=plan, shared=part.shared, draft_vocabulary=part.draft_vocabulary)
             )
-        return drafts[0] if len(drafts) == 1 else MergedDraft(tuple(drafts))
+        return drafts[0] if len(drafts) == 1 else CombinedTableDraft(tuple(drafts))
 
 
 CHAIN_1, CHAIN_2, CHAIN_3 = (Part(tree=TokenTree.chain(k)) for k in (1, 2, 3))
@@ -89,14 +89,14 @@ SHAPES = (
     *CHAINS,
     Shape("<3>", 8, (Part(tree=TokenTree.expansion([3])),)),
     Shape("<2,2>", 4, (TREE_22,)),
-    Shape("<3,1,2>", 3, (TREE_312,), (DETERMINISTIC, WITHOUT)),
+    Shape("<3,1,2>", 3, (TREE_312,), (TOP_K, WITHOUT)),
     Shape("<3,1,2>", 2, (TREE_312,)),
     Shape("unbalanced, 6 drafts", 4, (UNBALANCED,)),
     Shape("<2,2>, a law per level", 6, (replace(TREE_22, shared=True),)),
     Shape("<3,1,2>, a law per level", 4, (replace(TREE_312, shared=True),)),
     Shape("<2,2>, drafts 3 of the ids", 5, (replace(TREE_22, draft_vocabulary=3),)),
-    Shape("chain 3, stops below 0.4", 6, (replace(CHAIN_3, stop_below=0.4),), (DETERMINISTIC,)),
-    Shape("dynamic, 7 nodes", 6, (Part(tree=DynamicTree(nodes=7, width=2, depth=3)),), (DETERMINISTIC,)),
+    Shape("chain 3, stops below 0.4", 6, (replace(CHAIN_3, confidence_threshold=0.4),), (TOP_K,)),
+    Shape("dynamic, 7 nodes", 6, (Part(tree=DynamicTree(nodes=7, width=2, depth=3)),), (TOP_K,)),
     Shape("chain 1 + chain 1", 8, (CHAIN_1, CHAIN_1)),
     Shape("chain 2 + chain 2", 4, (CHAIN_2, CHAIN_2)),
     Shape("<2,1> + chain 2", 3, (TREE_21, CHAIN_2)),
@@ -112,7 +112,7 @@ class Case:
     """One row to enumerate."""
 
     rule: AcceptanceRule
-    siblings: Siblings
+    draft_sampling: DraftSampling
     shape: Shape
     sampler: Sampler
     draft_sampler: Sampler | None
@@ -120,10 +120,10 @@ class Case:
     by_argmax: bool = False
     """Judged by the target's greedy choices, as a session does where it can."""
 
-    def tables(self, seed: int) -> tuple[PrefixTable, Draft]:
+    def tables(self, seed: int) -> tuple[TabularLM, Draft]:
         """A random target and its drafter."""
-        target = PrefixTable.random(self.shape.vocabulary, self.shape.depth, seed, TARGET_SPREAD)
-        return target, self.shape.draft(self.siblings, self.draft_sampler, target, seed + 1)
+        target = TabularLM.random(self.shape.vocabulary, self.shape.depth, seed, TARGET_SPREAD)
+        return target, self.shape.draft(self.draft_sampling, self.draft_sampler, target, seed + 1)
 
 
 def cases() -> Iterator[Case]:
@@ -133,32 +133,34 @@ def cases() -> Iterator[Case]:
             yield from _with_samplers(EXACT, kind, shape)
             yield Case(
                 rule=EXACT,
-                siblings=kind,
+                draft_sampling=kind,
                 shape=shape,
                 sampler=Sampler(),
                 draft_sampler=_draft_sampler(kind, Sampler()),
                 by_argmax=True,
             )
     for shape in CHAINS:
-        for kind in (DETERMINISTIC, WITH):  # one child is drawn alike with and without replacement
+        for kind in (TOP_K, WITH):  # one child is drawn alike with and without replacement
             yield from _with_samplers(BLOCK, kind, shape)
     for rule in LOSSY:
         for shape in (CHAINS[0], CHAINS[2], SHAPES[4]):
             for kind in EVERY:
-                yield Case(rule=rule, siblings=kind, shape=shape, sampler=RAW, draft_sampler=_draft_sampler(kind, RAW))
+                yield Case(
+                    rule=rule, draft_sampling=kind, shape=shape, sampler=RAW, draft_sampler=_draft_sampler(kind, RAW)
+                )
 
 
-def _with_samplers(rule: AcceptanceRule, kind: Siblings, shape: Shape) -> Iterator[Case]:
+def _with_samplers(rule: AcceptanceRule, kind: DraftSampling, shape: Shape) -> Iterator[Case]:
     pairs = [(sampler, _draft_sampler(kind, sampler)) for sampler in SAMPLERS]
-    if kind is not DETERMINISTIC:
+    if kind is not TOP_K:
         pairs += OTHER_DRAFT_SAMPLERS
     for sampler, drafts in pairs:
-        yield Case(rule=rule, siblings=kind, shape=shape, sampler=sampler, draft_sampler=drafts)
+        yield Case(rule=rule, draft_sampling=kind, shape=shape, sampler=sampler, draft_sampler=drafts)
 
 
-def _draft_sampler(kind: Siblings, sampler: Sampler) -> Sampler | None:
+def _draft_sampler(kind: DraftSampling, sampler: Sampler) -> Sampler | None:
     """The target's own where a drafter can have it."""
-    if kind is DETERMINISTIC:
+    if kind is TOP_K:
         return None
     return RAW if sampler.greedy else replace(sampler, repetition_penalty=1.0)
 
@@ -168,7 +170,7 @@ class Refusal:
     """What would be biased, and so cannot be built."""
 
     rule: str
-    siblings: str
+    draft_sampling: str
     shape: str
     build: Callable[[], object]
 
@@ -178,14 +180,14 @@ def _argmax_with_a_law() -> Proposal:
     return Proposal(
         tokens=torch.zeros(1, 2, dtype=torch.int64),
         shape=TokenTree.chain(1).shape,
-        siblings=DETERMINISTIC,
-        laws=torch.full((1, 1, 4), 0.25),
-        law_of=torch.zeros(1, 2, 1, dtype=torch.int64),
+        draft_sampling=TOP_K,
+        probs=torch.full((1, 1, 4), 0.25),
+        prob_index=torch.zeros(1, 2, 1, dtype=torch.int64),
     )
 
 
 def _two_kinds() -> Proposal:
-    target = PrefixTable.random(4, 1, 0)
+    target = TabularLM.random(4, 1, 0)
     drafts = [CHAINS[0].draft(kind, RAW, target, 0) for kind in SAMPLED]
     return merge([draft(torch.zeros(1, dtype=torch.int64), _Likeliest()) for draft in drafts])
 
@@ -194,8 +196,8 @@ class _Likeliest:
     def accept(self, p: torch.Tensor, q: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
         return active
 
-    def draw(self, laws: torch.Tensor) -> torch.Tensor:
-        return laws.argmax(-1)
+    def draw(self, probs: torch.Tensor) -> torch.Tensor:
+        return probs.argmax(-1)
 
 
 def refusals() -> tuple[Refusal, ...]:
@@ -204,10 +206,13 @@ def refusals() -> tuple[Refusal, ...]:
     return (
         Refusal("exact", "deterministic, with a law", "chain 1", _argmax_with_a_law),
         Refusal(
-            "exact", "sampled at temperature 0", "<2,2>", lambda: DraftPlan(tree=tree, siblings=WITH, sampler=greedy)
+            "exact",
+            "sampled at temperature 0",
+            "<2,2>",
+            lambda: DraftConfig(tree=tree, draft_sampling=WITH, sampler=greedy),
         ),
-        Refusal("exact", "sampled", "dynamic", lambda: DraftPlan(tree=dynamic, siblings=WITH)),
+        Refusal("exact", "sampled", "dynamic", lambda: DraftConfig(tree=dynamic, draft_sampling=WITH)),
         Refusal("exact", "with and without replacement", "chain 1 + chain 1", _two_kinds),
         Refusal("block", "sampled", "<2,2>", lambda: BLOCK.check(WITH, tree)),
-        Refusal("block", "deterministic", "dynamic", lambda: BLOCK.check(DETERMINISTIC, dynamic)),
+        Refusal("block", "deterministic", "dynamic", lambda: BLOCK.check(TOP_K, dynamic)),
     )

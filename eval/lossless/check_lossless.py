@@ -23,9 +23,9 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.eval.lossless.cases import LOSSY, RAW, Case, Refusal, cases, refusals
 from drafthead.eval.lossless.enumerate import committed, distance
-from drafthead.eval.lossless.tabular_lm import PrefixTable, TableDraft
+from drafthead.eval.lossless.tabular_lm import TableDraft, TabularLM
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import DraftPlan, Siblings
+from drafthead.models.decoding.contract import DraftConfig, DraftSampling
 from drafthead.models.token_tree import TokenTree
 
 EXACT_BELOW = 1e-9
@@ -48,7 +48,7 @@ class Labels:
     """What a line of the certificate is about."""
 
     rule: str
-    siblings: str
+    draft_sampling: str
     sampler: str
     shape: str
 
@@ -70,7 +70,7 @@ class Row(Labels):
 
 
 @lru_cache(maxsize=64)
-def total_variation(rule: AcceptanceRule, siblings: Siblings = Siblings.DETERMINISTIC) -> float:
+def total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = DraftSampling.TOP_K) -> float:
     """How far ``rule`` moves the law of a token: the mean total variation over random targets with drafters near them.
 
     Exact for each of 64 fixed pairs over 8 tokens, with a chain of one draft; 0 for a lossless rule. A synthetic
@@ -80,10 +80,10 @@ def total_variation(rule: AcceptanceRule, siblings: Siblings = Siblings.DETERMIN
         return 0.0
     total = 0.0
     for seed in range(PAIRS):
-        target = PrefixTable.random(8, 1, seed)
-        plan = DraftPlan(tree=TokenTree.chain(1), siblings=siblings, sampler=RAW)
+        target = TabularLM.random(8, 1, seed)
+        plan = DraftConfig(tree=TokenTree.chain(1), draft_sampling=draft_sampling, sampler=RAW)
         draft = TableDraft(table=target.near(PAIRS + seed, 0.5), plan=plan)
-        total += distance(committed(draft, target, RAW, rule, 1), target.laws(RAW), length=1)
+        total += distance(committed(draft, target, RAW, rule, 1), target.probs(RAW), length=1)
     return total / PAIRS
 
 
@@ -91,7 +91,7 @@ def certified(case: Case, seed: int) -> Row:
     """Enumerate ``case`` on the random target and drafter of ``seed``."""
     target, draft = case.tables(seed)
     found = committed(draft, target, case.sampler, case.rule, case.shape.depth, by_argmax=case.by_argmax)
-    apart = distance(found, target.laws(case.sampler))
+    apart = distance(found, target.probs(case.sampler))
     exact = "exact" if apart < EXACT_BELOW else "FAILED"
     return Row(
         **asdict(_labels(case)),
@@ -140,13 +140,13 @@ def certificate(only: str = "", progress: Callable[[int, int], None] | None = No
 
 def _labels(case: Case | Refusal) -> Labels:
     if isinstance(case, Refusal):
-        return Labels(rule=case.rule, siblings=case.siblings, sampler="any", shape=case.shape)
+        return Labels(rule=case.rule, draft_sampling=case.draft_sampling, sampler="any", shape=case.shape)
     sampler = _named(case.sampler, "temperature")
     if case.draft_sampler is not None and case.draft_sampler != case.sampler:
         sampler += f"; drafts {_named(case.draft_sampler, 'temperature')}"
     return Labels(
         rule="greedy" if case.by_argmax else _named(case.rule, "name"),
-        siblings=case.siblings.value.replace("_", " "),
+        draft_sampling=case.draft_sampling.value.replace("_", " "),
         sampler=sampler,
         shape=case.shape.name,
     )
@@ -166,7 +166,7 @@ def _named(settings: Any, always: str) -> str:
 def worst_samplers(rows: Sequence[Row]) -> list[Row]:
     """The worst row of each rule, siblings and shape, with all of their outcomes."""
     found = []
-    for _, group in groupby(rows, lambda row: (row.rule, row.siblings, row.shape, row.vocabulary)):
+    for _, group in groupby(rows, lambda row: (row.rule, row.draft_sampling, row.shape, row.vocabulary)):
         alike = list(group)
         worst = max(alike, key=lambda row: (row.verdict == "FAILED", row.total_variation or 0.0))
         several = worst.sampler if len(alike) == 1 or worst.verdict == "FAILED" else f"{len(alike)} samplers"
@@ -177,7 +177,7 @@ def worst_samplers(rows: Sequence[Row]) -> list[Row]:
 def table(rows: Sequence[Row]) -> Table:
     """The rows as printed."""
     shown = Table(title="the law of what is committed, against the target's own")
-    for heading in ("rule", "siblings", "sampler", "shape"):
+    for heading in ("rule", "draft_sampling", "sampler", "shape"):
         shown.add_column(heading, overflow="fold")
     for heading in ("vocabulary", "outcomes", "total variation"):
         shown.add_column(heading, justify="right")
@@ -186,7 +186,7 @@ def table(rows: Sequence[Row]) -> Table:
         style = {"FAILED": "[bold red]", "lossy": "[yellow]"}.get(row.verdict, "[default]")
         enumerated = row.total_variation is not None
         shown.add_row(
-            *(row.rule, row.siblings, row.sampler, row.shape),
+            *(row.rule, row.draft_sampling, row.sampler, row.shape),
             str(row.vocabulary) if enumerated else "",
             f"{row.outcomes:,}" if enumerated else "",
             f"{row.total_variation:.1e}" if row.verdict == "exact" else _plain(row.total_variation),
@@ -242,7 +242,7 @@ def main() -> None:
     display.console.print(table(rows if arguments.each else worst_samplers(rows)))
     for row in rows:
         if row.reason:
-            display.line(f"refused, {row.rule}, {row.siblings}, {row.shape}: {row.reason}")
+            display.line(f"refused, {row.rule}, {row.draft_sampling}, {row.shape}: {row.reason}")
     display.line(summary(rows))
     for rule in LOSSY:
         mean = total_variation(rule)

@@ -1,6 +1,7 @@
 """The exact law of what a step commits: the decoder's own functions, run once for every way that chance can fall.
 
-``Script`` stands in for the random numbers. Every row of the batch is one sequence of choices (which token is drawn,
+``EnumeratedRng`` stands in for the random numbers. Every row of the batch is one sequence of choices (which token is
+drawn,
 whether a trial is accepted) and knows its probability; a choice that a row's script does not name falls on the
 likeliest option, and for each other possible one a new script is put down. Runs go on until no script is left.
 Then every sequence of choices was visited once, whatever the functions under test ask for and in whatever order.
@@ -14,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from drafthead.eval.lossless.tabular_lm import ROOT_TOKEN, Draft, PrefixTable
+from drafthead.eval.lossless.tabular_lm import ROOT_TOKEN, Draft, TabularLM
 from drafthead.models.decoding.acceptance import AcceptanceRule, greedy
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step import TargetLaws
+from drafthead.models.decoding.step import TargetProbs
 
 ROWS = 1 << 15
 """Scripts in one run."""
@@ -25,8 +26,8 @@ MOST_CHOICES = 32
 """Longest script: samples and trials of a step."""
 
 
-class Script:
-    """``Coins`` whose every choice is written down, or is the likeliest where the script ends."""
+class EnumeratedRng:
+    """``RandomSource`` whose every choice is written down, or is the likeliest where the script ends."""
 
     def __init__(self, choices: Tensor, lengths: Tensor) -> None:
         """[B, MOST_CHOICES] int8 choices, of which the first [B] int64 ``lengths`` are given."""
@@ -38,18 +39,20 @@ class Script:
         """Choices and lengths of the scripts still to be run."""
 
     def accept(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
-        """As ``Coins.accept``, all [B]: a choice of two, of chance ``min(1, p / q)``, in rows that are ``active``."""
+        """As ``RandomSource.accept``, all [B]: a choice of two, of chance ``min(1, p / q)``, in rows that are
+        ``active``.
+        """
         # u * q < p for a uniform u, which p = 0 never passes, and q = 0 always else.
         chance = torch.where(p > 0, p / q.clamp(min=torch.finfo(torch.float64).tiny), 0.0).clamp(max=1.0)
         return active & (self._choose(torch.stack([1 - chance, chance], -1), active) == 1)
 
-    def draw(self, laws: Tensor) -> Tensor:
-        """As ``Coins.draw``, [B, C, V] -> [B, C] int64: a choice of V per sample."""
+    def draw(self, probs: Tensor) -> Tensor:
+        """As ``RandomSource.draw``, [B, C, V] -> [B, C] int64: a choice of V per sample."""
         drawn = []
-        for law in laws.unbind(1):
-            mass = law.sum(-1, keepdim=True)
+        for dist in probs.unbind(1):
+            mass = dist.sum(-1, keepdim=True)
             # Nothing is left to draw: any token will do, but it is no choice.
-            drawn.append(self._choose(law / mass.clamp(min=torch.finfo(torch.float64).tiny), mass[:, 0] > 0))
+            drawn.append(self._choose(dist / mass.clamp(min=torch.finfo(torch.float64).tiny), mass[:, 0] > 0))
         return torch.stack(drawn, 1)
 
     def _choose(self, chances: Tensor, active: Tensor) -> Tensor:
@@ -74,9 +77,9 @@ class Script:
 
 
 class Verification:
-    """``Coins`` of the verification: trials from the script, the bonus as its law."""
+    """``RandomSource`` of the verification: trials from the script, the bonus as its law."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: EnumeratedRng) -> None:
         self._script = script
         self.bonus: Tensor | None = None
         """[B, V] normalised law of the bonus."""
@@ -85,14 +88,14 @@ class Verification:
         """The script's trial."""
         return self._script.accept(p, q, active)
 
-    def draw(self, laws: Tensor) -> Tensor:
+    def draw(self, probs: Tensor) -> Tensor:
         """Keeps the law of the bonus, [B, 1, V], for which any token stands: the likeliest, [B, 1] int64."""
-        self.bonus = laws[:, 0] / laws[:, 0].sum(-1, keepdim=True)
-        return laws.argmax(-1)
+        self.bonus = probs[:, 0] / probs[:, 0].sum(-1, keepdim=True)
+        return probs.argmax(-1)
 
 
 @dataclass
-class Committed:
+class CommittedProbs:
     """Masses of what a step commits."""
 
     vocabulary: int
@@ -116,23 +119,23 @@ class Committed:
                 # A row that has ended is not looked at again.
                 sequence = (sequence * self.vocabulary + paths[:, length]) % self.by_length[length].numel()
 
-    def completed(self, laws: Tensor) -> Tensor:
-        """[V**(depth + 1)] law of depth + 1 tokens, those that are missing drawn from ``laws`` ([prefixes, V])."""
+    def completed(self, probs: Tensor) -> Tensor:
+        """[V**(depth + 1)] law of depth + 1 tokens, those that are missing drawn from ``probs`` ([prefixes, V])."""
         total = self.by_length[0]
         for n, masses in enumerate(self.by_length[1:], start=1):
-            total = _extended(total, laws, n, self.vocabulary) + masses
+            total = _extended(total, probs, n, self.vocabulary) + masses
         return total
 
 
-def _extended(masses: Tensor, laws: Tensor, length: int, vocabulary: int) -> Tensor:
+def _extended(masses: Tensor, probs: Tensor, length: int, vocabulary: int) -> Tensor:
     first = sum(vocabulary**level for level in range(length))  # the prefixes of one length stand together, in order
-    return (masses[:, None] * laws[first : first + len(masses)]).flatten()
+    return (masses[:, None] * probs[first : first + len(masses)]).flatten()
 
 
 @torch.inference_mode()
 def committed(
-    draft: Draft, target: PrefixTable, sampler: Sampler, rule: AcceptanceRule, depth: int, by_argmax: bool = False
-) -> Committed:
+    draft: Draft, target: TabularLM, sampler: Sampler, rule: AcceptanceRule, depth: int, by_argmax: bool = False
+) -> CommittedProbs:
     """Masses of what one step commits.
 
     Args:
@@ -143,31 +146,36 @@ def committed(
         depth: drafts on the longest path.
         by_argmax: judge by the target's greedy choices, as a session does where there is neither chance nor law.
     """
-    found = Committed(target.vocabulary, depth)
+    found = CommittedProbs(target.vocabulary, depth)
     waiting = [(torch.zeros(1, MOST_CHOICES, dtype=torch.int8), torch.zeros(1, dtype=torch.int64))]
     while waiting:
         choices, lengths = (torch.cat(parts) for parts in zip(*waiting, strict=True))
         waiting = []
         for some, given in zip(choices.split(ROWS), lengths.split(ROWS), strict=True):  # type: ignore[no-untyped-call]
-            script = Script(some, given)
+            script = EnumeratedRng(some, given)
             _step(script, draft, target, sampler, None if by_argmax else rule, found)
             waiting += script.others
     return found
 
 
 def _step(
-    script: Script, draft: Draft, target: PrefixTable, sampler: Sampler, rule: AcceptanceRule | None, found: Committed
+    script: EnumeratedRng,
+    draft: Draft,
+    target: TabularLM,
+    sampler: Sampler,
+    rule: AcceptanceRule | None,
+    found: CommittedProbs,
 ) -> None:
     rows = len(script.weights)
     proposal = draft(torch.full((rows,), ROOT_TOKEN), script)
     logits = target.logits[target.of_nodes(proposal)]
-    coins = Verification(script)
+    rng = Verification(script)
     if rule is None:
         verdict = greedy(proposal, logits.argmax(-1))
     else:
         context = torch.full((rows, 1), ROOT_TOKEN) if sampler.repetition_penalty != 1 else None
-        verdict = rule.verify(proposal, TargetLaws(logits, sampler, context, proposal), coins)
-    bonus = coins.bonus
+        verdict = rule.verify(proposal, TargetProbs(logits, sampler, context, proposal), rng)
+    bonus = rng.bonus
     if bonus is None:
         bonus = torch.nn.functional.one_hot(verdict.bonus, target.vocabulary).double()
     path = proposal.tokens.gather(1, verdict.nodes)[:, 1:]
@@ -175,7 +183,7 @@ def _step(
     found.add(path, verdict.accepted, bonus, script.weights)
 
 
-def distance(found: Committed, laws: Tensor, length: int | None = None) -> float:
+def distance(found: CommittedProbs, probs: Tensor, length: int | None = None) -> float:
     """Total variation between what was committed, completed by the target, and the target's own law.
 
     Args:
@@ -183,10 +191,10 @@ def distance(found: Committed, laws: Tensor, length: int | None = None) -> float
         laws: [prefixes, V] the target's.
         length: compare this many first tokens; by default depth + 1, all that a step can commit.
     """
-    own = laws[0]
+    own = probs[0]
     for n in range(1, found.depth + 1):
-        own = _extended(own, laws, n, found.vocabulary)
-    difference = found.completed(laws) - own
+        own = _extended(own, probs, n, found.vocabulary)
+    difference = found.completed(probs) - own
     if length is not None:
         difference = difference.view(found.vocabulary**length, -1).sum(1)
     return float(difference.abs().sum() / 2)

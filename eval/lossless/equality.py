@@ -14,8 +14,8 @@ import torch
 
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import Drafter
-from drafthead.models.decoding.random_source import VERIFY, RowCoins
-from drafthead.models.decoding.step import Policy, Session
+from drafthead.models.decoding.random_source import VERIFY, PerRowRng
+from drafthead.models.decoding.step import DecodeConfig, DecodeState
 from drafthead.models.decoding.step_log import DecodeResult
 
 
@@ -37,7 +37,7 @@ def logit_margin(base: BaseModel, ids: list[int], plain: list[int], other: list[
 
 @torch.inference_mode()
 def probe_tokens(
-    base: BaseModel, drafter: Drafter, policy: Policy, ids: list[int], result: DecodeResult, position: int
+    base: BaseModel, drafter: Drafter, policy: DecodeConfig, ids: list[int], result: DecodeResult, position: int
 ) -> tuple[int | None, int | None]:
     """The target's choice at answer position ``position``, computed again in two ways.
 
@@ -50,8 +50,8 @@ def probe_tokens(
     if step is None or step.position < 1:
         return fresh, None
     before = ids + result.tokens[: step.position - 1]
-    session = Session(base, drafter, policy, 1, len(before) + policy.plan.nodes + 1)
-    session.read_prompts([before], RowCoins([0], [0], VERIFY, base.device))
+    session = DecodeState(base, drafter, policy, 1, len(before) + policy.plan.nodes + 1)
+    session.read_prompts([before], PerRowRng([0], [0], VERIFY, base.device))
     session.last = torch.tensor([result.tokens[step.position - 1]], device=base.device)
     outcome = session.step([0], [step.position])
     committed = outcome.tokens[0, : int(outcome.counts[0])].tolist()

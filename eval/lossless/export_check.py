@@ -20,7 +20,7 @@ from drafthead.eval.trees.simulate import replay
 from drafthead.eval.trees.simulate_texts import ChancePlan, text_chances
 from drafthead.eval.trees.texts import Text, positions, read_features
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.token_tree import TokenTree
@@ -134,7 +134,7 @@ def training_estimate(head: str | Path) -> float | None:
 @torch.inference_mode()
 def _logits_along(base: BaseModel, head: DraftHead, text: Text) -> Tensor:
     """The draft logits [n, K, W] at the first places of a text, after the text's own tokens."""
-    plan = DraftPlan(tree=TokenTree.chain(head.depth))
+    plan = DraftConfig(tree=TokenTree.chain(head.depth))
     found = []
     for _, state, last, t in positions(head, [text], read_features(base, head, [text]), base.device):
         if t == POSITIONS:

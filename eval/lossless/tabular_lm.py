@@ -11,19 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafthead.models.decoding.contract import DraftPlan, DynamicTree, Proposal, Siblings
+from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree, Proposal
 from drafthead.models.decoding.growth import grow_dynamic, grow_ranked, grow_sampled
-from drafthead.models.decoding.random_source import Coins
+from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import merge
 
 ROOT_TOKEN = 0
 """The last committed token, which every prefix follows."""
-Draft = Callable[[Tensor, Coins], Proposal]
+Draft = Callable[[Tensor, RandomSource], Proposal]
 """From the roots ([B] int64) and chance to the drafted trees."""
 
 
-class PrefixTable:
+class TabularLM:
     """Next-token logits as a table over prefixes, each a number: 0, then ``V * prefix + 1 + token``."""
 
     def __init__(self, logits: Tensor, vocabulary: int | None = None) -> None:
@@ -32,17 +32,17 @@ class PrefixTable:
         self.vocabulary = vocabulary or logits.shape[1]
 
     @classmethod
-    def random(cls, vocabulary: int, depth: int, seed: int, spread: float = 1.5) -> "PrefixTable":
+    def random(cls, vocabulary: int, depth: int, seed: int, spread: float = 1.5) -> "TabularLM":
         """A table for prefixes of at most ``depth`` tokens; logits are normal with deviation ``spread``."""
         generator = torch.Generator().manual_seed(seed)
         count = sum(vocabulary**level for level in range(depth + 1))
         return cls(spread * torch.randn(count, vocabulary, dtype=torch.float64, generator=generator))
 
-    def near(self, seed: int, spread: float) -> "PrefixTable":
+    def near(self, seed: int, spread: float) -> "TabularLM":
         """A table that differs by noise of deviation ``spread``: a drafter that has learnt."""
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(self.logits.shape, dtype=torch.float64, generator=generator)
-        return PrefixTable(self.logits + spread * noise)
+        return TabularLM(self.logits + spread * noise)
 
     def after(self, prefixes: Tensor, tokens: Tensor) -> Tensor:
         """The number of each prefix longer by a token; 0 where the table has no such prefix."""
@@ -59,7 +59,7 @@ class PrefixTable:
             prefixes = torch.where(proposal.shape.depths.expand(tokens.shape) == depth, longer, prefixes)
         return prefixes
 
-    def laws(self, sampler: Sampler) -> Tensor:
+    def probs(self, sampler: Sampler) -> Tensor:
         """[prefixes, V] what ``sampler`` draws from after each prefix, itself preceded by the root."""
         paths: list[list[int]] = [[ROOT_TOKEN]]
         while len(paths) < len(self.logits):
@@ -67,13 +67,13 @@ class PrefixTable:
             paths.append([*paths[parent], token])
         width = max(map(len, paths))
         context = torch.tensor([path + path[:1] * (width - len(path)) for path in paths])
-        return sampler.laws(self.logits, context)
+        return sampler.probs(self.logits, context)
 
 
 class _ByPrefix:
     """Every node has a law of its own, as those of a model that has read the path."""
 
-    def __init__(self, table: PrefixTable, rows: int) -> None:
+    def __init__(self, table: TabularLM, rows: int) -> None:
         self._table = table
         self._prefixes = torch.zeros(rows, 1, dtype=torch.int64)
 
@@ -88,7 +88,7 @@ class _ByPrefix:
 class _ByLevel:
     """All nodes of a level share a law and its samples, as those of Medusa's heads."""
 
-    def __init__(self, table: PrefixTable, rows: int) -> None:
+    def __init__(self, table: TabularLM, rows: int) -> None:
         self._table, self._rows, self._level = table, rows, 0
 
     def root(self) -> Tensor:
@@ -103,22 +103,22 @@ class _ByLevel:
 class TableDraft:
     """Drafting from a table, by the functions of ``models/tree_growth.py``."""
 
-    table: PrefixTable
-    plan: DraftPlan
+    table: TabularLM
+    plan: DraftConfig
     shared: bool = False
     """All nodes of a level share their candidates or samples."""
     draft_vocabulary: int | None = None
     """Draft so many ids only, the last of the vocabulary backwards; None: all."""
 
-    def __call__(self, last: Tensor, coins: Coins) -> Proposal:
+    def __call__(self, last: Tensor, rng: RandomSource) -> Proposal:
         """Draft after ``last`` ([B])."""
         expansion = (_ByLevel if self.shared else _ByPrefix)(self._drafted, len(last))
         plan, ids = self.plan, self._ids
         if isinstance(plan.tree, DynamicTree):
             return grow_dynamic(expansion, last, plan.tree, ids)
-        if plan.siblings is Siblings.DETERMINISTIC:
-            return grow_ranked(expansion, last, plan.tree, ids, plan.stop_below)
-        return grow_sampled(expansion, last, plan, plan.tree, ids, self.table.vocabulary, coins)
+        if plan.draft_sampling is DraftSampling.TOP_K:
+            return grow_ranked(expansion, last, plan.tree, ids, plan.confidence_threshold)
+        return grow_sampled(expansion, last, plan, plan.tree, ids, self.table.vocabulary, rng)
 
     @property
     def _ids(self) -> Tensor:
@@ -128,16 +128,16 @@ class TableDraft:
         return vocabulary - 1 - torch.arange(self.draft_vocabulary)
 
     @property
-    def _drafted(self) -> PrefixTable:
-        return PrefixTable(self.table.logits[:, self._ids], self.table.vocabulary)
+    def _drafted(self) -> TabularLM:
+        return TabularLM(self.table.logits[:, self._ids], self.table.vocabulary)
 
 
 @dataclass(frozen=True)
-class MergedDraft:
+class CombinedTableDraft:
     """The union of what several drafters draft."""
 
     parts: tuple[Draft, ...]
 
-    def __call__(self, last: Tensor, coins: Coins) -> Proposal:
+    def __call__(self, last: Tensor, rng: RandomSource) -> Proposal:
         """Draft after ``last`` ([B])."""
-        return merge([part(last, coins) for part in self.parts])
+        return merge([part(last, rng) for part in self.parts])

@@ -44,7 +44,7 @@ class Fidelity:
     tokens: int
     untouched_perplexity: float
     tuned_perplexity: float
-    agreement: float
+    greedy_match_rate: float
     """Share of tokens at which both have the same top-1."""
     kl: float
     """Nats a token from the untouched law to the tuned one."""
@@ -79,7 +79,7 @@ def compare_bases(untouched: BaseModel, tuned: BaseModel, batches: Iterable[Trai
         tokens=int(tokens),
         untouched_perplexity=exp(before_nll / tokens),
         tuned_perplexity=exp(after_nll / tokens),
-        agreement=agreed / tokens,
+        greedy_match_rate=agreed / tokens,
         kl=kl / tokens,
     )
 
@@ -87,7 +87,7 @@ def compare_bases(untouched: BaseModel, tuned: BaseModel, batches: Iterable[Trai
 def _sums(untouched_nV: Tensor, tuned_nV: Tensor, wanted_n: Tensor) -> Tensor:
     """[5] float64: tokens, both negative log-likelihoods, agreements, KL."""
     before, after = untouched_nV.float().log_softmax(-1), tuned_nV.float().log_softmax(-1)
-    nll = [-law.gather(1, wanted_n[:, None]).double().sum() for law in (before, after)]
+    nll = [-dist.gather(1, wanted_n[:, None]).double().sum() for dist in (before, after)]
     agreed = (before.argmax(-1) == after.argmax(-1)).double().sum()
     kl = (before.exp() * (before - after)).double().sum()
     return torch.stack([agreed.new_tensor(len(wanted_n)), *nll, agreed, kl])
@@ -108,8 +108,8 @@ def judge(found: dict[str, Fidelity], limits: GateConfig) -> dict[str, Any]:
                 f"perplexity on {kind} went from {fidelity.untouched_perplexity:.3f} to "
                 f"{fidelity.tuned_perplexity:.3f}, a ratio of {fidelity.perplexity_ratio:.4f} (limit {ratio:g})"
             )
-        if least is not None and not fidelity.agreement >= least:
-            failures.append(f"greedy agreement on {kind} is {fidelity.agreement:.4f} (limit {least:g})")
+        if least is not None and not fidelity.greedy_match_rate >= least:
+            failures.append(f"greedy agreement on {kind} is {fidelity.greedy_match_rate:.4f} (limit {least:g})")
     held_out = {kind: {**asdict(f), "perplexity_ratio": f.perplexity_ratio} for kind, f in found.items()}
     return {"passed": not failures, "failures": failures, "limits": asdict(limits), "held_out": held_out}
 
@@ -118,9 +118,9 @@ def verdict(quality: dict[str, Any]) -> str:
     """What the gate says to ``quality.json``: passed and its limits, or which of them failed, or that it has none."""
     if quality["failures"]:
         return f"gate failed: {'; '.join(quality['failures'])}"
-    ratio, agreement = quality["limits"]["max_perplexity_ratio"], quality["limits"]["min_agreement"]
+    ratio, greedy_match_rate = quality["limits"]["max_perplexity_ratio"], quality["limits"]["min_agreement"]
     limits = [] if ratio is None else [f"ratio at most {ratio:g}"]
-    limits += [] if agreement is None else [f"same top-1 at least {100 * agreement:g} %"]
+    limits += [] if greedy_match_rate is None else [f"same top-1 at least {100 * greedy_match_rate:g} %"]
     return f"gate passed (limits: {', '.join(limits)})" if limits else "no gate: the recipe sets no limit"
 
 
@@ -160,6 +160,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['untouched_perplexity']:.3f}",
         f"{row['tuned_perplexity']:.3f}",
         f"{row['perplexity_ratio']:.4f}",
-        f"{100 * row['agreement']:.2f} %",
+        f"{100 * row['greedy_match_rate']:.2f} %",
         f"{row['kl']:.4f}",
     ]

@@ -28,7 +28,7 @@ Results = Mapping[str, Sequence[DecodeResult]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class RunInfo:
     """What besides the results makes a summary richer; every part may be missing."""
 
     turns: Sequence[int] | None = None
@@ -49,7 +49,7 @@ def summarise(
     prompts: Sequence[EvalPrompt],
     results: Results,
     equalities: Mapping[str, Sequence[Equality]] | Sequence[Equality],
-    known: Known | None = None,
+    known: RunInfo | None = None,
 ) -> dict[str, Any]:
     """Everything ``eval.json`` holds; plain JSON values, None where nothing was measured.
 
@@ -69,7 +69,7 @@ def summarise(
     Raises:
         ValueError: no baseline or no method among the results.
     """
-    known = known or Known()
+    known = known or RunInfo()
     methods, plain_names = method_names(results), _plain_names(results)
     headline = methods[0]
     by_method = equalities if isinstance(equalities, Mapping) else {headline: equalities}
@@ -134,7 +134,7 @@ def _group(
     results: dict[str, list[DecodeResult]],
     equalities: dict[str, list[Equality]],
     members: list[int],
-    known: Known,
+    known: RunInfo,
 ) -> dict[str, Any]:
     """The numbers of the answers ``members``; results and equalities are already those."""
     speeds = {name: _number(metrics.tokens_per_second(results[name]).value) for name in BASELINES if name in results}
@@ -151,7 +151,7 @@ def _group(
 
 
 def _numbers(
-    results: dict[str, list[DecodeResult]], name: str, fastest: str, known: Known, questions: list[tuple[str, int]]
+    results: dict[str, list[DecodeResult]], name: str, fastest: str, known: RunInfo, questions: list[tuple[str, int]]
 ) -> dict[str, Any]:
     method = results[name]
     intervals = {base: speedup_interval(results[base], method, questions) for base in BASELINES if base in results}
@@ -173,7 +173,7 @@ def _numbers(
 
 
 def _every_metric(
-    results: dict[str, list[DecodeResult]], methods: list[str], known: Known, questions: list[tuple[str, int]]
+    results: dict[str, list[DecodeResult]], methods: list[str], known: RunInfo, questions: list[tuple[str, int]]
 ) -> dict[str, Any]:
     speeds = {name: metrics.tokens_per_second(results[name]).value for name in BASELINES if name in results}
     plain = results[max(speeds, key=lambda name: speeds[name] if math.isfinite(speeds[name]) else 0.0)]
@@ -183,7 +183,7 @@ def _every_metric(
     }
 
 
-def _explained(plain: list[DecodeResult], method: list[DecodeResult], known: Known) -> dict[str, Any] | None:
+def _explained(plain: list[DecodeResult], method: list[DecodeResult], known: RunInfo) -> dict[str, Any] | None:
     found = explain(plain, method, known.costs, order=known.order, draft_s=known.draft_s)
     return None if found is None else found.to_json()
 
@@ -211,11 +211,11 @@ def _question(prompt: EvalPrompt) -> tuple[str, int]:
     return prompt.task, prompt.number
 
 
-def _failure(prompts: Sequence[EvalPrompt], at: int, known: Known, message: str) -> dict[str, Any]:
+def _failure(prompts: Sequence[EvalPrompt], at: int, known: RunInfo, message: str) -> dict[str, Any]:
     return _place(prompts, at, known) | {"task": prompts[at].task, "message": message}
 
 
-def _place(prompts: Sequence[EvalPrompt], at: int, known: Known) -> dict[str, int]:
+def _place(prompts: Sequence[EvalPrompt], at: int, known: RunInfo) -> dict[str, int]:
     """Which prompt the result ``at`` is of, and which turn, where there are several."""
     turn = known.turns[at] if known.turns is not None else 0
     return {"prompt": prompts[at].number} | ({"turn": turn} if prompts[at].turns > 1 else {})

@@ -68,7 +68,7 @@ def rule_line(evaluation: dict[str, Any]) -> str | None:
         told = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in kept.items())
         parts.append(f"sampler: {told}" if parts else f"Sampler: {told}")
     if tree := evaluation.get("tree", {}).get("spec"):
-        parts.append(f"tree: {tree}, {evaluation['tree']['nodes']} nodes, {evaluation['siblings']} siblings")
+        parts.append(f"tree: {tree}, {evaluation['tree']['nodes']} nodes, {evaluation['draft_sampling']} siblings")
     return "; ".join(parts) or None
 
 

@@ -10,17 +10,17 @@ import numpy as np
 
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
-from drafthead.eval.timing.result_log import FailedDecode, Journal, prompt_key
+from drafthead.eval.timing.result_log import FailedDecode, ResultLog, prompt_key
 from drafthead.models.decoding.step_log import DecodeResult
 
 Decoder = Callable[[list[int]], DecodeResult]
 """Decodes an answer to prompt ids. Its times must include the device's work: synchronise before stopping a clock."""
-Ask = Callable[[EvalPrompt, list[list[int]]], list[int]]
+PromptBuilder = Callable[[EvalPrompt, list[list[int]]], list[int]]
 """Token ids of a prompt's next turn after answers to its earlier ones; ``UserError`` when it cannot be asked."""
 
 
 @dataclass(frozen=True)
-class Timing:
+class TimedResults:
     """Every turn of every prompt, answered in every way. Lists run over the turns, in the suite's order."""
 
     prompts: list[EvalPrompt]
@@ -38,14 +38,14 @@ class Timing:
 
 def run_interleaved(
     prompts: Sequence[EvalPrompt],
-    ask: Ask,
+    ask: PromptBuilder,
     decoders: dict[str, Decoder],
     log: Path | None,
     seed: int,
     on_progress: Callable[[int, int], None],
     reference: str = "drafthead",
     made_of: Mapping[str, str] | None = None,
-) -> Timing:
+) -> TimedResults:
     """Decode every turn with every decoder, one after the other, so that a drift of the machine hits all alike.
 
     Prompts run in a random order, decoders in a random order within each turn. Every decoder answers the first
@@ -69,7 +69,9 @@ def run_interleaved(
     """
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
-    rounds = _Rounds(decoders, Journal(log, made_of or {}), sum(prompt.turns for prompt in prompts), seed, on_progress)
+    rounds = _Rounds(
+        decoders, ResultLog(log, made_of or {}), sum(prompt.turns for prompt in prompts), seed, on_progress
+    )
     asked: dict[tuple[int, int], tuple[list[int], list[DecodeResult]]] = {}
     for place in order:
         prompt = prompts[place]
@@ -84,7 +86,7 @@ def run_interleaved(
             if isinstance(answer, FailedDecode):
                 lost = failed(f"the turn before it failed: {answer.error}")
     keys = sorted(asked)
-    return Timing(
+    return TimedResults(
         prompts=[prompts[place] for place, _ in keys],
         turns=[turn for _, turn in keys],
         ids=[asked[key][0] for key in keys],
@@ -100,7 +102,7 @@ class _Rounds:
     def __init__(
         self,
         decoders: dict[str, Decoder],
-        journal: Journal,
+        journal: ResultLog,
         turns: int,
         seed: int,
         on_progress: Callable[[int, int], None],
@@ -135,7 +137,7 @@ class _Rounds:
         self._on_progress(self._done, self._total)
 
 
-def _ask(ask: Ask, prompt: EvalPrompt, answers: list[list[int]]) -> tuple[list[int], FailedDecode | None]:
+def _ask(ask: PromptBuilder, prompt: EvalPrompt, answers: list[list[int]]) -> tuple[list[int], FailedDecode | None]:
     try:
         return ask(prompt, answers), None
     except UserError as error:

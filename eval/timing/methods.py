@@ -13,9 +13,9 @@ from drafthead.eval.trees.calibrate import measured_with
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import Drafter, DraftPlan, Siblings
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling
 from drafthead.models.decoding.loop import EXACT, decode, default_plan
-from drafthead.models.drafters.combined import Merged, side_by_side
+from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.common.contract import DraftHead
@@ -91,8 +91,8 @@ def make_drafter(spec: str, base: BaseModel) -> Drafter:
 
 
 def merged(
-    base: BaseModel, drafter: Drafter, plan: DraftPlan, specs: list[str], nodes: int | None = None
-) -> tuple[Drafter, DraftPlan]:
+    base: BaseModel, drafter: Drafter, plan: DraftConfig, specs: list[str], nodes: int | None = None
+) -> tuple[Drafter, DraftConfig]:
     """``drafter`` with others whose drafts join its own in trees of ``nodes`` nodes, by default as many as its own has.
 
     The head's tree was sized for this machine, and a union that outgrows it pays for every node: of 36 Spec-Bench-like
@@ -108,7 +108,7 @@ def merged(
         raise UserError("trees are merged with a static tree of the head; set tree=head, chain:K or expansion:...")
     others = [make_drafter(spec, base) for spec in specs]
     trees = [plan.tree, *(other.tree or TokenTree.chain(other.depth) for other in others)]
-    return Merged([drafter, *others], trees, nodes or plan.nodes), replace(plan, tree=side_by_side(trees))
+    return CombinedDrafter([drafter, *others], trees, nodes or plan.nodes), replace(plan, tree=union(trees))
 
 
 class Method(NamedTuple):
@@ -119,7 +119,7 @@ class Method(NamedTuple):
     """Hash of what it drafts with where that may change under one name: weights and trees."""
 
 
-def methods(base: BaseModel, drafter: Drafter, plan: DraftPlan, config: EvalConfig) -> dict[str, Method]:
+def methods(base: BaseModel, drafter: Drafter, plan: DraftConfig, config: EvalConfig) -> dict[str, Method]:
     """Both plain baselines, the speculative decoder and the peers, under the names that the summary expects."""
     new, sampler = config.max_new_tokens, config.sampler
     found = {
@@ -134,7 +134,7 @@ def methods(base: BaseModel, drafter: Drafter, plan: DraftPlan, config: EvalConf
     return found
 
 
-def made_of(base: BaseModel, drafter: Drafter, plan: DraftPlan) -> str:
+def made_of(base: BaseModel, drafter: Drafter, plan: DraftConfig) -> str:
     """Hash of what drafts: weights, plan, the base, this machine and these versions."""
     return hashlib.sha256(repr((_weights(base, drafter), plan)).encode()).hexdigest()[:8]
 
@@ -142,7 +142,7 @@ def made_of(base: BaseModel, drafter: Drafter, plan: DraftPlan) -> str:
 def _weights(base: BaseModel, drafter: Drafter) -> str:
     if isinstance(drafter, DraftHead):
         return measured_with(drafter)
-    if isinstance(drafter, Merged):
+    if isinstance(drafter, CombinedDrafter):
         return f"{drafter.nodes} nodes: " + " + ".join(_weights(base, part) for part in drafter.drafters)
     model = drafter.model.identity() if isinstance(drafter, ModelDrafter) else None
     return repr((type(drafter).__name__, drafter.depth, model, base.identity(), hardware(), versions()))
@@ -155,7 +155,7 @@ def _seed(config: EvalConfig, ids: list[int]) -> int:
 
 
 def _drafted(
-    base: BaseModel, drafter: Drafter, plan: DraftPlan, config: EvalConfig, rule: AcceptanceRule = EXACT
+    base: BaseModel, drafter: Drafter, plan: DraftConfig, config: EvalConfig, rule: AcceptanceRule = EXACT
 ) -> Method:
     """Speculative decoding."""
     return Method(
@@ -173,7 +173,7 @@ def _drafted(
     )
 
 
-def _peer(base: BaseModel, head: Drafter, head_plan: DraftPlan, spec: str, config: EvalConfig) -> Method:
+def _peer(base: BaseModel, head: Drafter, head_plan: DraftConfig, spec: str, config: EvalConfig) -> Method:
     if spec.startswith(WITH_HEAD):
         drafter, plan = merged(base, head, head_plan, [spec.removeprefix(WITH_HEAD)], config.merge_nodes)
         return _drafted(base, drafter, plan, config)
@@ -187,8 +187,8 @@ def _peer(base: BaseModel, head: Drafter, head_plan: DraftPlan, spec: str, confi
         return found._replace(made_of=assistant.fingerprint)
     drafter = make_drafter(spec, base)
     plan = default_plan(drafter)
-    if head_plan.siblings is not Siblings.DETERMINISTIC:  # a peer may draft as the head does
-        plan = replace(plan, siblings=head_plan.siblings, sampler=head_plan.sampler)
+    if head_plan.draft_sampling is not DraftSampling.TOP_K:  # a peer may draft as the head does
+        plan = replace(plan, draft_sampling=head_plan.draft_sampling, sampler=head_plan.sampler)
     return _drafted(base, drafter, plan, config)
 
 

@@ -29,7 +29,7 @@ def prompt_key(prompt: EvalPrompt, ids: list[int], turn: int = 0) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
-class Journal:
+class ResultLog:
     """Results by (prompt key, decoder name), one JSON line each; of two lines with one key the later counts.
 
     A decoder's name tells apart all that one log may hold: method, batch size, sampler. Any text will do.

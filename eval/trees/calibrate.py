@@ -116,11 +116,11 @@ def answer_ranks(head: DraftHead, batch: TrainBatch, features: Features) -> list
         documents, counts = torch.unique_consecutive(batch.document_ids[row].cpu(), return_counts=True)
         start = 0
         for document, length in zip(documents.tolist(), counts.tolist(), strict=True):
-            inside = slice(start, start + length)
+            safe_join = slice(start, start + length)
             start += length
-            found = ranks[row, inside].numpy()
+            found = ranks[row, safe_join].numpy()
             drafted = np.flatnonzero(found[:, 0] >= 0)
-            trained = np.flatnonzero(batch.loss_mask[row, inside].cpu().numpy())
+            trained = np.flatnonzero(batch.loss_mask[row, safe_join].cpu().numpy())
             first = max(0, int(trained[0]) - 1) if len(trained) else length
             if document >= 0 and len(drafted) and first <= drafted[-1]:
                 answers.append(found[first : drafted[-1] + 1])

@@ -10,9 +10,9 @@ from typing import Any, Self
 import torch
 
 from drafthead.data.batch import Features
-from drafthead.models.base.base_model import BaseModel, BegunPass
+from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.cache.kv_cache import KVCache
-from drafthead.models.decoding.contract import Drafter, DraftPlan
+from drafthead.models.decoding.contract import DraftConfig, Drafter
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.loop import decode
 from drafthead.models.token_tree import TokenTree
@@ -99,9 +99,9 @@ def measure_costs(
     state = drafter.observe(state, ids, Features.split(base.read(ids, cache, spec=drafter.spec), base.hidden_size))
     # Level by level only what grows trees level by level; of a merged or nested drafter its own tree.
     depths = range(1, min(drafter.depth, DEEPEST) + 1) if isinstance(drafter, StepwiseDrafter) else ()
-    plans = {d: DraftPlan(tree=TokenTree.chain(d)) for d in depths}
+    plans = {d: DraftConfig(tree=TokenTree.chain(d)) for d in depths}
     tree = TokenTree.from_paths([(r,) for r in range(4)] + [(0,) * d for d in depths]) if depths else drafter.tree
-    whole = DraftPlan(tree=tree or TokenTree.chain(drafter.depth))
+    whole = DraftConfig(tree=tree or TokenTree.chain(drafter.depth))
     parts: dict[tuple[str, int], Callable[[], object]] = {
         **{("verify", n): partial(_verify, base, ids[:, :n], cache, drafter) for n in sizes},
         **{("draft", d): partial(drafter.draft, state, ids[:, -1], plan) for d, plan in plans.items()},
@@ -127,12 +127,12 @@ def measure_costs(
 def _verify(base: BaseModel, ids: torch.Tensor, cache: KVCache, drafter: Drafter) -> torch.Tensor:
     # A star: every drafted token a child of the root. Cost depends on the number of nodes, not on the shape.
     tree = TokenTree.from_paths([(r,) for r in range(ids.shape[1] - 1)])
-    begun = None
-    if drafter.begun_layers:
+    partial_forward = None
+    if drafter.early_exit_layers:
         states = torch.zeros(1, ids.shape[1], base.hidden_size, dtype=base.dtype, device=base.device)
-        begun = BegunPass(layers=drafter.begun_layers, hidden=states)
+        partial_forward = PartialForward(layers=drafter.early_exit_layers, hidden=states)
     shape = tree.shape_on(base.device)
-    tokens: torch.Tensor = base.verify_logits(ids, shape, cache, drafter.spec, begun)[1].argmax(-1)
+    tokens: torch.Tensor = base.verify_logits(ids, shape, cache, drafter.spec, partial_forward)[1].argmax(-1)
     cache.roll_back()
     return tokens
 

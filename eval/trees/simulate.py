@@ -22,12 +22,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from drafthead.models.decoding.contract import Siblings
+from drafthead.models.decoding.contract import DraftSampling
 from drafthead.models.token_tree import TokenTree
 
 
-def trial_chances(
-    target: Tensor, draft: Tensor, tokens: Tensor, siblings: Siblings, width: int, generator: torch.Generator
+def candidate_accept_probs(
+    target: Tensor, draft: Tensor, tokens: Tensor, draft_sampling: DraftSampling, width: int, generator: torch.Generator
 ) -> Tensor:
     """P(the committed ``tokens`` were accepted as trial s | they were committed): [n, V], [n, V], [n] -> [n, width].
 
@@ -43,24 +43,24 @@ def trial_chances(
         target: the target's laws after warping.
         draft: laws that the siblings are drawn from; the committed path's.
         tokens: the text's token at each node.
-        siblings: how the siblings are drawn, not deterministic.
+        draft_sampling: how the siblings are drawn, not deterministic.
         width: trials.
         generator: for rejected tokens without replacement.
     """
-    law, trial = target.double(), draft.double()
+    dist, trial = target.double(), draft.double()
     at = tokens[:, None]
     left = torch.ones(len(tokens), dtype=torch.float64, device=tokens.device)
     chances = []
     for s in range(width):
-        p, q = law.gather(1, at)[:, 0], trial.gather(1, at)[:, 0]
+        p, q = dist.gather(1, at)[:, 0], trial.gather(1, at)[:, 0]
         # A token of probability 0 (rounding moved it across a warper's cut) counts as the law's only one.
         hazard = torch.where(p > 0, (q / p.clamp(min=torch.finfo(p.dtype).tiny)).clamp(max=1.0), q)
         chances.append(left * hazard)
         left = left * (1.0 - hazard)
         if s + 1 < width:
-            excess = (trial - law).clamp(min=0)
-            law = _normalised((law - trial).clamp(min=0), law)
-            if siblings is Siblings.WITHOUT_REPLACEMENT:
+            excess = (trial - dist).clamp(min=0)
+            dist = _normalised((dist - trial).clamp(min=0), dist)
+            if draft_sampling is DraftSampling.WITHOUT_REPLACEMENT:
                 possible = excess.sum(-1, keepdim=True) > 0
                 rejected = torch.where(possible, excess, 1.0).multinomial(1, generator=generator)
                 trial = trial.scatter(1, rejected, 0.0)
@@ -94,8 +94,8 @@ def rank_chances(logits: Tensor, tokens: Tensor, d2t: Tensor, width: int) -> Ten
     match = d2t[None, :] == tokens[:, None]
     true = torch.where(match, logits, -torch.inf).amax(-1, keepdim=True)
     rank = (logits > true).sum(-1)
-    inside = match.any(-1) & (rank < width)
-    found[inside, rank[inside]] = 1.0
+    safe_join = match.any(-1) & (rank < width)
+    found[safe_join, rank[safe_join]] = 1.0
     return found
 
 
@@ -207,9 +207,9 @@ def replay_ends(answers: Sequence[Ends], seed: int = 0) -> Replay:
 def _bootstrap(tokens: npt.NDArray[np.int64], steps: npt.NDArray[np.float64], seed: int) -> tuple[float, float] | None:
     if len(tokens) < 2 or not steps.any():
         return None
-    picked = np.random.default_rng(seed).integers(0, len(tokens), (RESAMPLES, len(tokens)))
-    drawn = steps[picked].sum(1)
-    low, high = np.percentile(tokens[picked].sum(1)[drawn > 0] / drawn[drawn > 0], (2.5, 97.5))
+    target_idx = np.random.default_rng(seed).integers(0, len(tokens), (RESAMPLES, len(tokens)))
+    drawn = steps[target_idx].sum(1)
+    low, high = np.percentile(tokens[target_idx].sum(1)[drawn > 0] / drawn[drawn > 0], (2.5, 97.5))
     return float(low), float(high)
 
 

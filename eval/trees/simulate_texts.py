@@ -20,16 +20,16 @@ from drafthead.eval.trees.simulate import (
     Replay,
     block_chances,
     by_trial,
+    candidate_accept_probs,
     ends_of,
     rank_chances,
     replay,
     replay_ends,
-    trial_chances,
 )
-from drafthead.eval.trees.texts import BUDGET, Surprise, Text, batches, positions, read_features, target_laws
+from drafthead.eval.trees.texts import BUDGET, LikelihoodCheck, Text, batches, positions, read_features, target_probs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import Drafter, DraftPlan, DraftState, Proposal, Siblings
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, Proposal
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import TokenTree
@@ -41,7 +41,7 @@ EXACT = AcceptanceRule()
 class ChancePlan:
     """What the chances of a whole family of trees depend on."""
 
-    siblings: Siblings = Siblings.DETERMINISTIC
+    draft_sampling: DraftSampling = DraftSampling.TOP_K
     sampler: Sampler = Sampler(temperature=1.0)
     """How the drafter's law is warped; deterministic siblings do not depend on it."""
     depth: int | None = None
@@ -57,7 +57,7 @@ def replay_texts(
     base: BaseModel,
     drafter: Drafter,
     texts: Sequence[Text],
-    plan: DraftPlan,
+    plan: DraftConfig,
     sampler: Sampler,
     rule: AcceptanceRule = EXACT,
     seed: int = 0,
@@ -80,13 +80,18 @@ def replay_texts(
         UserError: a lossy rule, a plan that cannot be replayed, texts that are no samples of the target's law.
     """
     plan = plan.at_most(drafter.depth)
-    rule.check(plan.siblings, plan.tree)
+    rule.check(plan.draft_sampling, plan.tree)
     _check_lossless(rule)
-    if plan.siblings is Siblings.DETERMINISTIC:
+    if plan.draft_sampling is DraftSampling.TOP_K:
         return replay_ends(drafted_ends(base, drafter, texts, plan, sampler), seed)
     assert isinstance(plan.tree, TokenTree)  # a plan has no other tree of samples
     wanted = ChancePlan(
-        siblings=plan.siblings, sampler=plan.sampler, depth=plan.depth, width=_width(plan), rule=rule, seed=seed
+        draft_sampling=plan.draft_sampling,
+        sampler=plan.sampler,
+        depth=plan.depth,
+        width=_width(plan),
+        rule=rule,
+        seed=seed,
     )
     return replay(text_chances(base, drafter, texts, sampler, wanted), by_trial(plan.tree), seed)
 
@@ -113,7 +118,7 @@ def text_chances(
     depth = min(plan.depth or drafter.depth, drafter.depth)
     reader = _ChanceReader(base, drafter, sampler, plan, torch.Generator(base.device).manual_seed(plan.seed))
     found: list[Chances] = []
-    surprise = Surprise(sampler)
+    surprise = LikelihoodCheck(sampler)
     for batch in batches(texts, BUDGET // (depth * base.vocab_size)):
         tables = [np.full((text.positions, depth, plan.width), np.nan) for text in batch]
         features = read_features(base, drafter, batch)
@@ -131,13 +136,13 @@ def text_chances(
 
 @torch.inference_mode()
 def drafted_ends(
-    base: BaseModel, drafter: Drafter, texts: Sequence[Text], plan: DraftPlan, sampler: Sampler
+    base: BaseModel, drafter: Drafter, texts: Sequence[Text], plan: DraftConfig, sampler: Sampler
 ) -> list[Ends]:
     """Per text with a step [T, D+1]: how many drafts of a deterministic ``plan`` agree with the text.
 
     Deterministic drafts are accepted exactly when the target's own sample is among them, and the text is that sample.
     """
-    found, surprise = [], Surprise(sampler)
+    found, surprise = [], LikelihoodCheck(sampler)
     for batch in batches(texts, BUDGET // (plan.depth * base.vocab_size + 1)):
         accepted = [np.zeros(text.positions, dtype=np.int64) for text in batch]
         features = read_features(base, drafter, batch)
@@ -189,36 +194,36 @@ class _ChanceReader:
         places = [(i, k, at) for i, k, at in places if at < len(texts[i].ids)]
         tokens = torch.tensor([texts[i].ids[at] for i, _, at in places], device=self.base.device)
         draft = torch.stack([logits[k][i] for i, k, _ in places])
-        if self.plan.siblings is Siblings.DETERMINISTIC:
+        if self.plan.draft_sampling is DraftSampling.TOP_K:
             found = rank_chances(draft, tokens, self.drafter.d2t, self.plan.width)
         else:
             states = torch.stack([hidden[i][at - 1] for i, _, at in places])
-            p = target_laws(self.base, states, [texts[i].ids[:at] for i, _, at in places], self.sampler)
-            q = _over_vocabulary(self.plan.sampler.laws(draft), self.drafter.d2t, self.base.vocab_size)
+            p = target_probs(self.base, states, [texts[i].ids[:at] for i, _, at in places], self.sampler)
+            q = _over_vocabulary(self.plan.sampler.probs(draft), self.drafter.d2t, self.base.vocab_size)
             found = self._sampled(p, q, tokens, [i for i, _, _ in places])
         lengths = [min(len(logits), text.positions - t) for text in texts]
         return [part.cpu().numpy() for part in found.split(lengths)]  # type: ignore[no-untyped-call]
 
     def _sampled(self, p: Tensor, q: Tensor, tokens: Tensor, rows: list[int]) -> Tensor:
         if self.plan.rule.name != "block":
-            return trial_chances(p, q, tokens, self.plan.siblings, self.plan.width, self.generator)
+            return candidate_accept_probs(p, q, tokens, self.plan.draft_sampling, self.plan.width, self.generator)
         at_p, at_q = p.gather(1, tokens[:, None])[:, 0], q.gather(1, tokens[:, None])[:, 0]
         of = torch.tensor(rows, device=p.device)
         parts = [block_chances(at_p[of == row][None], at_q[of == row][None])[0] for row in sorted(set(rows))]
         return torch.cat(parts)[:, None]
 
 
-def _over_vocabulary(law: Tensor, d2t: Tensor, vocabulary: int) -> Tensor:
-    if law.shape[1] == vocabulary:
-        return law
-    return law.new_zeros(len(law), vocabulary).index_copy_(1, d2t, law)
+def _over_vocabulary(dist: Tensor, d2t: Tensor, vocabulary: int) -> Tensor:
+    if dist.shape[1] == vocabulary:
+        return dist
+    return dist.new_zeros(len(dist), vocabulary).index_copy_(1, d2t, dist)
 
 
 def _forced_logits(
     drafter: StepwiseDrafter, state: DraftState, last: Tensor, texts: list[Text], t: int, depth: int
 ) -> list[Tensor]:
     """Per draft position the drafter's logits [B, W] after the text's own tokens."""
-    expansion = drafter.begin(state, last, DraftPlan(tree=TokenTree.chain(depth)))
+    expansion = drafter.begin(state, last, DraftConfig(tree=TokenTree.chain(depth)))
     logits = [expansion.root()[:, 0].float()]
     for k in range(1, depth):
         # Behind a text's end its last token stands in: nothing reads what follows.
@@ -228,7 +233,7 @@ def _forced_logits(
     return logits
 
 
-def _width(plan: DraftPlan) -> int:
+def _width(plan: DraftConfig) -> int:
     tree = plan.tree
     return max((tree.parents.count(n) for n in range(len(tree))), default=0) if isinstance(tree, TokenTree) else 1
 

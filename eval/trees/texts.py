@@ -43,13 +43,13 @@ class Text(NamedTuple):
         return max(0, len(self.ids) - self.boundary - 1)
 
 
-def target_laws(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sampler: Sampler) -> Tensor:
+def target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sampler: Sampler) -> Tensor:
     """The target's warped laws after hidden states [n, D] with the tokens before each: [n, V]."""
     logits = base.logits(hidden)
     if sampler.repetition_penalty == 1.0:
-        return sampler.laws(logits)
+        return sampler.probs(logits)
     each = [
-        sampler.laws(row[None], torch.tensor([context], device=row.device))
+        sampler.probs(row[None], torch.tensor([context], device=row.device))
         for row, context in zip(logits, contexts, strict=True)
     ]
     return torch.cat(each)
@@ -120,7 +120,7 @@ def batches(texts: Sequence[Text], size: int) -> Iterator[list[Text]]:
         yield whole[start : start + size]
 
 
-class Surprise:
+class LikelihoodCheck:
     """Whether texts can be samples of the target's law: their surprise against the entropy that it should average."""
 
     def __init__(self, sampler: Sampler) -> None:
@@ -135,15 +135,15 @@ class Surprise:
             for start in range(text.boundary, len(text.ids), size):
                 places = range(start, min(start + size, len(text.ids)))
                 hidden = feature.final[0, places.start - 1 : places.stop - 1]
-                laws = target_laws(base, hidden, [text.ids[:at] for at in places], self.sampler).double()
-                self.add(laws, torch.tensor([text.ids[at] for at in places], device=base.device))
+                probs = target_probs(base, hidden, [text.ids[:at] for at in places], self.sampler).double()
+                self.add(probs, torch.tensor([text.ids[at] for at in places], device=base.device))
 
-    def add(self, laws: Tensor, tokens: Tensor) -> None:
+    def add(self, probs: Tensor, tokens: Tensor) -> None:
         """Laws [n, V] and the tokens [n] that should be samples of them."""
-        surprise = -laws.clamp(min=torch.finfo(laws.dtype).tiny).log()
-        possible = laws.gather(1, tokens[:, None])[:, 0] > 0
-        mean = (laws * surprise).sum(-1)
-        spread = (laws * (surprise - mean[:, None]) ** 2).sum(-1)
+        surprise = -probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
+        possible = probs.gather(1, tokens[:, None])[:, 0] > 0
+        mean = (probs * surprise).sum(-1)
+        spread = (probs * (surprise - mean[:, None]) ** 2).sum(-1)
         self.tokens += len(tokens)
         self.impossible += int((~possible).sum())
         self.excess += float((surprise.gather(1, tokens[:, None])[:, 0] - mean)[possible].sum())

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import inside, publish, read_json, write_json
+from drafthead.data.utils.files import publish, read_json, safe_join, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SCALES = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
@@ -103,7 +103,7 @@ def quiet() -> Iterator[None]:
 def _check(folder: Path) -> set[str]:
     """Names of the tensors of an adapter."""
     for name in (CONFIG, WEIGHTS):
-        if not inside(folder, name).is_file():
+        if not safe_join(folder, name).is_file():
             raise UserError(
                 f"no adapter in {folder}: it has no {name}; base.adapter needs a folder that peft saved, with "
                 "safe_serialization"

@@ -14,8 +14,8 @@ from drafthead.data.batch import Features, FeatureSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base import adapter
 from drafthead.models.base.config import BaseConfig, check_architecture, load_weights
-from drafthead.models.base.layers import attention_sizes, last_layers, llama_like, tapped
-from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.base.layers import attention_sizes, capture_hidden_states, last_layers, llama_like
+from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache, TreeMasks
 from drafthead.models.cache.static_cache import StaticKVCache, StaticModel, chain_shape
 from drafthead.models.kernels import attention
@@ -25,7 +25,7 @@ from drafthead.models.token_tree import TreeShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class BegunPass:
+class PartialForward:
     """The first layers of the target's pass over a proposal, done while drafting (early exit).
 
     Their keys and values lie in the target's cache already, behind what is committed and in the order of the nodes.
@@ -57,7 +57,7 @@ class BaseModel:
         lm_head = model.get_output_embeddings()
         if lm_head is None or lm_head.bias is not None:
             raise UserError(f"{settings.model_type} has no bias-free output head; draft heads are initialised from one")
-        self.head = OutputHead(
+        self.head = LMHead(
             weight=lm_head.weight.detach(),
             scale=1.0 / getattr(settings, "logits_scaling", 1.0) if settings.model_type == "granite" else 1.0,
             softcap=getattr(settings, "final_logit_softcapping", None),
@@ -195,15 +195,16 @@ class BaseModel:
         shape: TreeShape,
         cache: KVCache | RaggedCache,
         spec: FeatureSpec = FINAL,
-        begun: BegunPass | None = None,
+        partial_forward: PartialForward | None = None,
     ) -> Tensor:
         """One pass over the last N nodes of token trees after the committed prefixes; returns their ``h`` [B, N, D].
 
         Nodes before those N have been read by earlier calls. All states stay pending in ``cache`` until
-        ``cache.keep`` or ``cache.roll_back``. ``spec`` as in :meth:`read`; with ``begun`` the first layers are done.
+        ``cache.keep`` or ``cache.roll_back``. ``spec`` as in :meth:`read`; with ``partial_forward`` the first layers
+        are done.
         """
         new = tokens_BN.shape[1]
-        eager = begun is not None or bool(spec.layers)
+        eager = partial_forward is not None or bool(spec.layers)
         if isinstance(cache, StaticKVCache) and cache.fits(new) and new == len(shape) and not eager:
             return cache.run(tokens_BN, shape)[0]
         positions = cache.positions(shape.depths[:, -new:])
@@ -212,7 +213,7 @@ class BaseModel:
             mask = self._tree_masks.mask(shape.tree, shape, cache)
         else:
             mask = cache.mask(shape.ancestors[:, -new:], self.dtype)
-        return self._decoder(tokens_BN, positions, mask, cache, spec, begun)
+        return self._decoder(tokens_BN, positions, mask, cache, spec, partial_forward)
 
     @torch.inference_mode()
     def verify_logits(
@@ -221,15 +222,15 @@ class BaseModel:
         shape: TreeShape,
         cache: KVCache | RaggedCache,
         spec: FeatureSpec = FINAL,
-        begun: BegunPass | None = None,
+        partial_forward: PartialForward | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``verify`` and the logits after every node [B, N, V], by one graph where there are graphs."""
-        eager = begun is not None or bool(spec.layers)
+        eager = partial_forward is not None or bool(spec.layers)
         if isinstance(cache, StaticKVCache) and cache.fits(len(shape)) and tokens_BN.shape[1] == len(shape):
             if not eager:
                 hidden, logits = cache.run(tokens_BN, shape, with_logits=True)
                 return hidden, logits
-        hidden = self.verify(tokens_BN, shape, cache, spec, begun)
+        hidden = self.verify(tokens_BN, shape, cache, spec, partial_forward)
         return hidden, self.logits(hidden[..., : self.hidden_size])
 
     def synchronise(self) -> None:
@@ -246,7 +247,7 @@ class BaseModel:
         """Hidden states of packed rows; a token sees its own document only. Detached, on the base's device."""
         ids, documents = batch.input_ids.to(self.device), batch.document_ids.to(self.device)
         mask = attention.document_mask(documents, self.dtype)
-        with tapped(self.model, spec.layers) as states:
+        with capture_hidden_states(self.model, spec.layers) as states:
             out = self.model.model(
                 input_ids=ids, position_ids=batch.position_ids.to(self.device), attention_mask=mask, use_cache=False
             )
@@ -260,17 +261,19 @@ class BaseModel:
         mask: Tensor | None,
         cache: KVCache | RaggedCache,
         spec: FeatureSpec = FINAL,
-        begun: BegunPass | None = None,
+        partial_forward: PartialForward | None = None,
     ) -> Tensor:
         options = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
-        done = begun.layers if begun else 0
-        with tapped(self.model, [i for i in spec.layers if i > done or begun is None]) as states:
-            if begun is None:
+        done = partial_forward.layers if partial_forward else 0
+        with capture_hidden_states(
+            self.model, [i for i in spec.layers if i > done or partial_forward is None]
+        ) as states:
+            if partial_forward is None:
                 out = self.model.model(input_ids=tokens, **options)
             else:
                 if done not in self._last_layers:
                     self._last_layers[done] = last_layers(self, done)
-                out = self._last_layers[done](inputs_embeds=begun.hidden, **options)
-                states[done] = begun.hidden
+                out = self._last_layers[done](inputs_embeds=partial_forward.hidden, **options)
+                states[done] = partial_forward.hidden
         hidden: Tensor = out.last_hidden_state
         return torch.cat([hidden, *(states[i] for i in spec.layers)], -1) if spec.layers else hidden

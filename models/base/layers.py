@@ -112,7 +112,7 @@ def last_layers(base: "BaseModel", skipped: int) -> Any:
 
 
 @contextmanager
-def tapped(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Collects what leaves these layers (1 is the first, 0 the embedding) while ``model`` runs."""
     states: dict[int, Tensor] = {}
 

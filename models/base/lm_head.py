@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputHead:
+class LMHead:
     """The base's own next-token head, or a slice of its rows: logits = softcap(scale * h @ weight.T)."""
 
     weight: Tensor
@@ -15,9 +15,9 @@ class OutputHead:
     scale: float = 1.0
     softcap: float | None = None
 
-    def rows(self, ids: Tensor) -> "OutputHead":
+    def rows(self, ids: Tensor) -> "LMHead":
         """The head over the draft vocabulary ``ids`` ([W] int64)."""
-        return OutputHead(weight=self.weight[ids].contiguous(), scale=self.scale, softcap=self.softcap)
+        return LMHead(weight=self.weight[ids].contiguous(), scale=self.scale, softcap=self.softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""

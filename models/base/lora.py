@@ -19,7 +19,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.base import adapter
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
-from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.base.lm_head import LMHead
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import fresh_copy
 
@@ -43,7 +43,7 @@ class LoraSettings:
     """Compute every layer's activations again in the backward pass instead of keeping them."""
 
 
-class TunedBase:
+class LoraBase:
     """A base with adapters that are trained; no ``nn.Module``, so a head that holds one does not own its weights."""
 
     def __init__(self, base: BaseModel, settings: LoraSettings) -> None:
@@ -105,14 +105,14 @@ class TunedBase:
         """Whether the output head has an adapter."""
         return not isinstance(self.model.get_output_embeddings(), nn.Linear)
 
-    def output_head(self) -> OutputHead:
+    def output_head(self) -> LMHead:
         """The tuned output head over the whole vocabulary, with gradients for its adapter if it has one."""
         head = self.base.head
         if not self.adapts_head:
             return head
         # One [V, D] sum a step; the loss over it is chunked, which a product per adapter would not allow.
         change = self.model.get_output_embeddings().get_delta_weight(NAME)
-        return OutputHead(weight=head.weight + change.to(head.weight.dtype), scale=head.scale, softcap=head.softcap)
+        return LMHead(weight=head.weight + change.to(head.weight.dtype), scale=head.scale, softcap=head.softcap)
 
     def save(self, folder: Path) -> str:
         """Write the adapter in peft's format; returns the fingerprint of the base with it merged."""

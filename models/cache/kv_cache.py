@@ -234,9 +234,9 @@ class RaggedCache:
         """Additive mask [B, 1, T, reach]: each row's prefix, and of its pending and new nodes the ancestors."""
         new, nodes = ancestors_RTP.shape[1:]
         offset = torch.arange(self._reach, device=self.lengths.device) - self.lengths[:, None]  # [B, reach]
-        inside = (offset >= 0) & (offset < nodes)
+        safe_join = (offset >= 0) & (offset < nodes)
         node = offset.clamp(0, nodes - 1)[:, None].expand(-1, new, -1)
-        seen = ancestors_RTP.expand(self.rows, -1, -1).gather(2, node) & inside[:, None]
+        seen = ancestors_RTP.expand(self.rows, -1, -1).gather(2, node) & safe_join[:, None]
         seen |= (offset < 0)[:, None]
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         return mask.masked_fill_(~seen, -torch.inf)[:, None]

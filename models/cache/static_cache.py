@@ -160,8 +160,8 @@ def _static_pass(
     """
     nodes, size = tokens.shape[1], window.keys.shape[3]
     offset = torch.arange(size, device=tokens.device) - window.length  # [S], from the root's position
-    inside = (offset >= 0) & (offset < nodes)
-    seen = (ancestors[0].index_select(1, offset.clamp(0, nodes - 1)) & inside) | (offset < 0)
+    safe_join = (offset >= 0) & (offset < nodes)
+    seen = (ancestors[0].index_select(1, offset.clamp(0, nodes - 1)) & safe_join) | (offset < 0)
     mask = torch.zeros(nodes, size, dtype=window.keys.dtype, device=tokens.device).masked_fill_(~seen, -torch.inf)
     out = decoder(
         input_ids=tokens,

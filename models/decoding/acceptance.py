@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.contract import DynamicTree, Proposal, Siblings, Verdict
-from drafthead.models.decoding.random_source import Coins
+from drafthead.models.decoding.contract import Acceptance, DraftSampling, DynamicTree, Proposal
+from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import NO_CHILD, TokenTree
 
 
@@ -53,7 +53,7 @@ class AcceptanceRule:
         """Whether the output's law is the target's."""
         return self.name in ("exact", "block") or (self.name == "lenient" and self.lenience == 1)
 
-    def check(self, siblings: Siblings, tree: TokenTree | DynamicTree) -> None:
+    def check(self, draft_sampling: DraftSampling, tree: TokenTree | DynamicTree) -> None:
         """Refuse what the rule cannot judge.
 
         Raises:
@@ -66,17 +66,17 @@ class AcceptanceRule:
                 "tree=chain, or rule.name=exact"
             )
 
-    def verify(self, proposal: Proposal, target: Target, coins: Coins, keep_laws: bool = False) -> Verdict:
-        """Judge ``proposal``; ``keep_laws`` asks for the target's laws of the committed tokens."""
+    def verify(self, proposal: Proposal, target: Target, rng: RandomSource, return_probs: bool = False) -> Acceptance:
+        """Judge ``proposal``; ``return_probs`` asks for the target's laws of the committed tokens."""
         if self.name == "block":
-            return block(proposal, target, coins, keep_laws=keep_laws)
+            return block(proposal, target, rng, return_probs=return_probs)
         if self.name == "typical":
-            return typical(proposal, target, coins, epsilon=self.epsilon, delta=self.delta)
+            return typical(proposal, target, rng, epsilon=self.epsilon, delta=self.delta)
         lenience = self.lenience if self.name == "lenient" else 1.0
-        return speculative(proposal, target, coins, lenience=lenience, keep_laws=keep_laws)
+        return speculative(proposal, target, rng, lenience=lenience, return_probs=return_probs)
 
 
-def greedy(proposal: Proposal, target_BN: Tensor) -> Verdict:
+def greedy(proposal: Proposal, target_BN: Tensor) -> Acceptance:
     """Accept the longest path on which every draft is the target's own greedy choice. Lossless.
 
     Exact for siblings of every kind, since the committed tokens are the target's whatever was drafted: a node is
@@ -92,7 +92,7 @@ def greedy(proposal: Proposal, target_BN: Tensor) -> Verdict:
     matches = (proposal.tokens == target_BN.gather(1, parents.clamp(min=0))) & (parents >= 0)
     matches[:, 0] = True
     nodes, accepted, node = _longest(proposal, matches)
-    return Verdict(nodes=nodes, accepted=accepted, bonus=target_BN.gather(1, node[:, None])[:, 0])
+    return Acceptance(nodes=nodes, accepted=accepted, bonus=target_BN.gather(1, node[:, None])[:, 0])
 
 
 def _longest(proposal: Proposal, passes: Tensor, score: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,8 +118,8 @@ def _longest(proposal: Proposal, passes: Tensor, score: Tensor | None = None) ->
 
 
 def speculative(
-    proposal: Proposal, target: Target, coins: Coins, *, lenience: float = 1.0, keep_laws: bool = False
-) -> Verdict:
+    proposal: Proposal, target: Target, rng: RandomSource, *, lenience: float = 1.0, return_probs: bool = False
+) -> Acceptance:
     """Walk down from the root: try the children of a node in turn, and go to the first that is accepted.
 
     A trial x drawn from q is accepted with probability min(1, p(x) / q(x)); after a rejection p becomes the
@@ -132,8 +132,8 @@ def speculative(
     children = shape.children.expand(len(rows), -1, -1)
     node = torch.zeros_like(rows)
     active = torch.ones_like(rows, dtype=torch.bool)
-    law = target(node[:, None])[:, 0]
-    path, laws = [node], [law]
+    dist = target(node[:, None])[:, 0]
+    path, probs = [node], [dist]
     on_host = tokens.device.type == "cpu"  # there a look at the rows is free, and most walks end early
     for _ in range(min(shape.depth, len(shape) - 1)):
         moved, chosen = torch.zeros_like(active), node
@@ -143,31 +143,31 @@ def speculative(
             if on_host and not live.any():
                 break
             token = tokens[rows, child]
-            q = _trial_law(proposal, node, trial, rows)
-            own = law[rows, token]
+            q = _candidate_probs(proposal, node, trial, rows)
+            own = dist[rows, token]
             q_own = torch.ones_like(own) if q is None else _own_probability(q, rows, token)
-            accepted = coins.accept(own, q_own * lenience, live)
+            accepted = rng.accept(own, q_own * lenience, live)
             moved, chosen = moved | accepted, torch.where(accepted, child, chosen)
             rejected = live & ~accepted
             if not on_host or rejected.any():
-                law = torch.where(rejected[:, None], _residual(law, q, token), law)
+                dist = torch.where(rejected[:, None], _residual(dist, q, token), dist)
         active, node = moved, chosen
         if on_host and not active.any():
             break
-        law = torch.where(active[:, None], target(node[:, None])[:, 0], law)
+        dist = torch.where(active[:, None], target(node[:, None])[:, 0], dist)
         path.append(torch.where(active, node, 0))
-        laws.append(torch.where(active[:, None], law, 0.0))
+        probs.append(torch.where(active[:, None], dist, 0.0))
     nodes = torch.stack(path, 1)
-    return Verdict(
+    return Acceptance(
         nodes=nodes,
         accepted=(nodes != 0).sum(1),
-        bonus=coins.draw(law[:, None])[:, 0],
-        laws=torch.stack(laws, 1) if keep_laws else None,
+        bonus=rng.draw(dist[:, None])[:, 0],
+        probs=torch.stack(probs, 1) if return_probs else None,
     )
 
 
 @dataclass(frozen=True)
-class _TrialLaw:
+class _CandidateProbs:
     """What a trial was drawn from: per row a distribution, or one token for certain."""
 
     probabilities: Tensor
@@ -176,39 +176,39 @@ class _TrialLaw:
     """[B] bool: deterministic, whatever ``probabilities`` say."""
 
 
-def _trial_law(proposal: Proposal, node: Tensor, trial: int, rows: Tensor) -> _TrialLaw | None:
+def _candidate_probs(proposal: Proposal, node: Tensor, trial: int, rows: Tensor) -> _CandidateProbs | None:
     """The law of the ``trial``-th child of each row's node; None when all trials are deterministic."""
-    if proposal.laws is None or proposal.law_of is None:
+    if proposal.probs is None or proposal.prob_index is None:
         return None
-    law_of = proposal.law_of.expand(len(rows), -1, -1)[rows, node]  # [B, S]
-    source = law_of[:, trial]
-    probabilities = proposal.laws[rows, source.clamp(min=0)]
-    if proposal.siblings is Siblings.WITHOUT_REPLACEMENT and trial:
+    prob_index = proposal.prob_index.expand(len(rows), -1, -1)[rows, node]  # [B, S]
+    source = prob_index[:, trial]
+    probabilities = proposal.probs[rows, source.clamp(min=0)]
+    if proposal.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT and trial:
         children = proposal.shape.children.expand(len(rows), -1, -1)[rows, node]
         for earlier in range(trial):
-            same = (law_of[:, earlier] == source) & (children[:, earlier] != NO_CHILD)
+            same = (prob_index[:, earlier] == source) & (children[:, earlier] != NO_CHILD)
             token = proposal.tokens[rows, children[:, earlier]]
             left = torch.where(same, 0.0, probabilities[rows, token])
             probabilities = probabilities.scatter(1, token[:, None], left[:, None])
         probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    return _TrialLaw(probabilities, source < 0)
+    return _CandidateProbs(probabilities, source < 0)
 
 
-def _own_probability(q: _TrialLaw, rows: Tensor, token: Tensor) -> Tensor:
+def _own_probability(q: _CandidateProbs, rows: Tensor, token: Tensor) -> Tensor:
     return torch.where(q.certain, 1.0, q.probabilities[rows, token])
 
 
-def _residual(law: Tensor, q: _TrialLaw | None, token: Tensor) -> Tensor:
+def _residual(dist: Tensor, q: _CandidateProbs | None, token: Tensor) -> Tensor:
     """Normalised positive part of law - q; the law itself where that is empty (p equals q up to rounding)."""
-    without = law.scatter(1, token[:, None], 0.0)
+    without = dist.scatter(1, token[:, None], 0.0)
     left = without
     if q is not None:
-        left = torch.where(q.certain[:, None], without, (law - q.probabilities).clamp(min=0))
+        left = torch.where(q.certain[:, None], without, (dist - q.probabilities).clamp(min=0))
     total = left.sum(-1, keepdim=True)
-    return torch.where(total > 0, left / total, law)
+    return torch.where(total > 0, left / total, dist)
 
 
-def block(proposal: Proposal, target: Target, coins: Coins, *, keep_laws: bool = False) -> Verdict:
+def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs: bool = False) -> Acceptance:
     """Block verification (Sun et al. 2024, 2403.10444) of chains: lossless, and accepts at least as much as token by
     token.
 
@@ -220,55 +220,57 @@ def block(proposal: Proposal, target: Target, coins: Coins, *, keep_laws: bool =
     rows = torch.arange(tokens.shape[0], device=tokens.device)
     children = proposal.shape.children.expand(len(rows), -1, -1)[..., 0]  # [B, N]: a chain has one child a node
     node, accepted = torch.zeros_like(rows), torch.zeros_like(rows)
-    law = target(node[:, None])[:, 0]
-    weight = torch.ones_like(law[:, 0])
-    drafted = _chain_law(proposal, node, law)
-    path, laws, bonus = [node], [law], _after_prefix(law, weight, drafted)
+    dist = target(node[:, None])[:, 0]
+    weight = torch.ones_like(dist[:, 0])
+    drafted = _chain_law(proposal, node, dist)
+    path, probs, bonus = [node], [dist], _after_prefix(dist, weight, drafted)
     for level in range(1, min(proposal.shape.depth, len(proposal.shape) - 1) + 1):
         child = children[rows, node]
         exists = child != NO_CHILD
         token = tokens[rows, child]
-        ratio = weight * law[rows, token] / drafted[rows, token].clamp(min=torch.finfo(torch.float32).tiny)
+        ratio = weight * dist[rows, token] / drafted[rows, token].clamp(min=torch.finfo(torch.float32).tiny)
         weight = torch.where(exists, ratio.clamp(max=1), weight)
         node = torch.where(exists, child, node)
-        law = target(node[:, None])[:, 0]
-        drafted = _chain_law(proposal, node, law)
+        dist = target(node[:, None])[:, 0]
+        drafted = _chain_law(proposal, node, dist)
         ends = children[rows, node] == NO_CHILD
-        rest = (weight[:, None] * law - drafted).clamp(min=0).sum(-1)
-        kept = coins.accept(
+        rest = (weight[:, None] * dist - drafted).clamp(min=0).sum(-1)
+        kept = rng.accept(
             torch.where(ends, weight, rest), torch.where(ends, torch.ones_like(weight), rest + 1 - weight), exists
         )
         accepted = torch.where(kept, level, accepted)
-        bonus = torch.where(kept[:, None], _after_prefix(law, weight, drafted), bonus)
+        bonus = torch.where(kept[:, None], _after_prefix(dist, weight, drafted), bonus)
         path.append(torch.where(exists, node, 0))
-        laws.append(law)
+        probs.append(dist)
     within = torch.arange(len(path), device=tokens.device) <= accepted[:, None]
-    return Verdict(
+    return Acceptance(
         nodes=torch.where(within, torch.stack(path, 1), 0),
         accepted=accepted,
-        bonus=coins.draw(bonus[:, None])[:, 0],
-        laws=torch.where(within[..., None], torch.stack(laws, 1), 0.0) if keep_laws else None,
+        bonus=rng.draw(bonus[:, None])[:, 0],
+        probs=torch.where(within[..., None], torch.stack(probs, 1), 0.0) if return_probs else None,
     )
 
 
-def _chain_law(proposal: Proposal, node: Tensor, law: Tensor) -> Tensor:
-    """[B, V] what the only child of each row's node was drawn from, like ``law``; zeros where the chain ends."""
+def _chain_law(proposal: Proposal, node: Tensor, dist: Tensor) -> Tensor:
+    """[B, V] what the only child of each row's node was drawn from, like ``dist``; zeros where the chain ends."""
     rows = torch.arange(len(node), device=node.device)
     child = proposal.shape.children.expand(len(node), -1, -1)[rows, node, 0]
-    one_hot = torch.zeros_like(law).scatter_(1, proposal.tokens[rows, child][:, None], 1.0)
-    found = _trial_law(proposal, node, 0, rows)
+    one_hot = torch.zeros_like(dist).scatter_(1, proposal.tokens[rows, child][:, None], 1.0)
+    found = _candidate_probs(proposal, node, 0, rows)
     drawn = one_hot if found is None else torch.where(found.certain[:, None], one_hot, found.probabilities)
     return torch.where((child == NO_CHILD)[:, None], 0.0, drawn)
 
 
-def _after_prefix(law: Tensor, weight: Tensor, drafted: Tensor) -> Tensor:
+def _after_prefix(dist: Tensor, weight: Tensor, drafted: Tensor) -> Tensor:
     """What follows a kept prefix: the normalised positive part of weight * p - q, or p where that is empty."""
-    left = (weight[:, None] * law - drafted).clamp(min=0)
+    left = (weight[:, None] * dist - drafted).clamp(min=0)
     total = left.sum(-1, keepdim=True)
-    return torch.where(total > 0, left / total, law)
+    return torch.where(total > 0, left / total, dist)
 
 
-def typical(proposal: Proposal, target: Target, coins: Coins, *, epsilon: float = 0.09, delta: float = 0.3) -> Verdict:
+def typical(
+    proposal: Proposal, target: Target, rng: RandomSource, *, epsilon: float = 0.09, delta: float = 0.3
+) -> Acceptance:
     """Typical acceptance (Medusa, 2401.10774): NOT lossless.
 
     A draft passes when the target gives it more than min(epsilon, delta * exp(-entropy)), whatever the drafter gave
@@ -278,11 +280,11 @@ def typical(proposal: Proposal, target: Target, coins: Coins, *, epsilon: float 
     shape = proposal.shape
     rows, count = proposal.tokens.shape
     parents = shape.parents.expand(rows, count)
-    laws = target(torch.arange(count, device=parents.device).expand(rows, count))  # [B, N, V]
-    entropy = torch.special.entr(laws).sum(-1)
+    probs = target(torch.arange(count, device=parents.device).expand(rows, count))  # [B, N, V]
+    entropy = torch.special.entr(probs).sum(-1)
     threshold = torch.clamp(delta * torch.exp(-entropy), max=epsilon)
     above = parents.clamp(min=0)
-    own = laws.gather(1, above[..., None].expand(-1, -1, laws.shape[-1]))
+    own = probs.gather(1, above[..., None].expand(-1, -1, probs.shape[-1]))
     own = own.gather(2, proposal.tokens[..., None])[..., 0]  # probability of each node after its parent
     passes = (own > threshold.gather(1, above)) & (parents >= 0)
     passes[:, 0] = True
@@ -290,6 +292,6 @@ def typical(proposal: Proposal, target: Target, coins: Coins, *, epsilon: float 
     likelihood = (shape.ancestors.to(surprise.dtype) @ surprise[..., None])[..., 0].expand(rows, count)
     nodes, accepted, node = _longest(proposal, passes, likelihood)
     index = torch.arange(rows, device=node.device)
-    law = laws[index, node]
-    likely = (law > threshold[index, node][:, None]) | (law == law.max(-1, keepdim=True).values)
-    return Verdict(nodes=nodes, accepted=accepted, bonus=coins.draw((law * likely)[:, None])[:, 0])
+    dist = probs[index, node]
+    likely = (dist > threshold[index, node][:, None]) | (dist == dist.max(-1, keepdim=True).values)
+    return Acceptance(nodes=nodes, accepted=accepted, bonus=rng.draw((dist * likely)[:, None])[:, 0])

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import Features, FeatureSpec
-from drafthead.models.base.base_model import BegunPass
+from drafthead.models.base.base_model import PartialForward
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.random_source import Coins
+from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 
-class Siblings(Enum):
+class DraftSampling(Enum):
     """How the children of a node were obtained; losslessness under sampling depends on it."""
 
-    DETERMINISTIC = "deterministic"
+    TOP_K = "deterministic"
     """A function of the prefix (top-k): verified with a one-hot draft distribution."""
     WITH_REPLACEMENT = "with_replacement"
     """Independent samples of q."""
@@ -42,27 +42,27 @@ class Proposal:
     tokens: Tensor
     """[B, N] int64; column 0 is the root, the last committed token; padding holds any token."""
     shape: TreeShape
-    siblings: Siblings
+    draft_sampling: DraftSampling
     """How the trials that have a law were drawn. Trials without one are deterministic."""
-    laws: Tensor | None = None
+    probs: Tensor | None = None
     """[B, Q, V] float: the drafter's distributions after warping, exactly those that were sampled; None: all trials
     are deterministic."""
-    law_of: Tensor | None = None
-    """[R, N, S] int64: row of ``laws`` that the s-th trial at a node was drawn from, -1 for a deterministic one."""
+    prob_index: Tensor | None = None
+    """[R, N, S] int64: row of ``probs`` that the s-th trial at a node was drawn from, -1 for a deterministic one."""
     confidence: Tensor | None = None
     """[B, N] float: probability that the drafter gives a node after its parent, 1 for the root; None if unknown."""
-    begun: "BegunPass | None" = None
+    partial_forward: "PartialForward | None" = None
     """What the drafter has already computed of the target's pass over these nodes."""
 
     def __post_init__(self) -> None:
-        if (self.laws is None) != (self.law_of is None):
-            raise ValueError("a proposal needs both laws and law_of, or neither")
-        if self.laws is not None and self.siblings is Siblings.DETERMINISTIC:
+        if (self.probs is None) != (self.prob_index is None):
+            raise ValueError("a proposal needs both laws and prob_index, or neither")
+        if self.probs is not None and self.draft_sampling is DraftSampling.TOP_K:
             raise ValueError("deterministic siblings have no law; say how the trials with a law were drawn")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Acceptance:
     """What verification accepted. The committed tokens of the step are the accepted drafts and the bonus."""
 
     nodes: Tensor
@@ -71,7 +71,7 @@ class Verdict:
     """[B] int64: accepted drafts, root excluded."""
     bonus: Tensor
     """[B] int64: the target's own token after the last accepted one."""
-    laws: Tensor | None = None
+    probs: Tensor | None = None
     """[B, 1 + D, V] float: the target's laws after the accepted nodes, zeros behind them; None unless asked for."""
 
 
@@ -124,29 +124,33 @@ class AdaptiveLength:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftPlan:
+class DraftConfig:
     """What to draft in a step, and how."""
 
     tree: TokenTree | DynamicTree
-    siblings: Siblings = Siblings.DETERMINISTIC
+    draft_sampling: DraftSampling = DraftSampling.TOP_K
     """Deterministic: the likeliest candidates. Otherwise a node gets as many samples as the tree gives it children."""
     sampler: Sampler = Sampler(temperature=1.0)
     """How the drafter's law is warped before siblings are sampled from it; any law keeps the output exact."""
-    stop_below: float = 0.0
+    confidence_threshold: float = 0.0
     """Kangaroo's threshold (2404.18911): a draft with less confidence is verified, but nothing is drafted after it.
     For static trees with deterministic siblings."""
     adaptive: AdaptiveLength | None = None
     """Cut the tree to a length that follows what was accepted (one row only); None: always the whole tree."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.stop_below < 1:
-            raise ValueError(f"stop_below must be in [0, 1), got {self.stop_below}")
-        if isinstance(self.tree, DynamicTree) and self.siblings is not Siblings.DETERMINISTIC:
+        if not 0 <= self.confidence_threshold < 1:
+            raise ValueError(f"confidence_threshold must be in [0, 1), got {self.confidence_threshold}")
+        if isinstance(self.tree, DynamicTree) and self.draft_sampling is not DraftSampling.TOP_K:
             # Keeping the best of sampled nodes looks at the samples, which biases the output.
             raise ValueError("a dynamic tree ranks nodes by their score: its siblings must be deterministic")
-        if self.stop_below > 0 and (self.siblings is not Siblings.DETERMINISTIC or isinstance(self.tree, DynamicTree)):
-            raise ValueError("stop_below is for static trees with deterministic siblings; leave one of them out")
-        if self.siblings is not Siblings.DETERMINISTIC and self.sampler.temperature == 0:
+        if self.confidence_threshold > 0 and (
+            self.draft_sampling is not DraftSampling.TOP_K or isinstance(self.tree, DynamicTree)
+        ):
+            raise ValueError(
+                "confidence_threshold is for static trees with deterministic siblings; leave one of them out"
+            )
+        if self.draft_sampling is not DraftSampling.TOP_K and self.sampler.temperature == 0:
             raise ValueError("siblings sampled at temperature 0 are all the same token; make them deterministic")
         if self.sampler.repetition_penalty != 1:
             raise ValueError("a drafter's law takes no repetition penalty; leave it to the target's sampler")
@@ -161,7 +165,7 @@ class DraftPlan:
         """Most nodes of a tree, root included."""
         return len(self.tree) if isinstance(self.tree, TokenTree) else self.tree.nodes
 
-    def at_most(self, depth: int) -> "DraftPlan":
+    def at_most(self, depth: int) -> "DraftConfig":
         """The same plan, no deeper than ``depth``."""
         if depth >= self.depth:
             return self
@@ -199,9 +203,9 @@ class Drafter(ABC):
     """The tree to draft by default, calibrated for it; None: a chain over all its positions."""
     spec: FeatureSpec = FeatureSpec()
     """Hidden states of the base that it reads besides the final one."""
-    stop_below: float = 0.0
-    """The confidence threshold to draft with by default (``DraftPlan.stop_below``)."""
-    begun_layers: int = 0
+    confidence_threshold: float = 0.0
+    """The confidence threshold to draft with by default (``DraftConfig.confidence_threshold``)."""
+    early_exit_layers: int = 0
     """Layers of the target's own pass that it does while drafting (early exit), in a session it is attached to."""
 
     @property
@@ -215,7 +219,7 @@ class Drafter(ABC):
         return None
 
     @property
-    def made_for(self) -> str | None:
+    def base_fingerprint(self) -> str | None:
         """Fingerprint of the only base that it drafts for; None: any."""
         return None
 
@@ -223,7 +227,7 @@ class Drafter(ABC):
     def init_state(self, batch: int) -> DraftState:
         """The state before anything is read."""
 
-    def spare_nodes(self, plan: "DraftPlan") -> int:
+    def extra_cache_slots(self, plan: "DraftConfig") -> int:
         """Positions that drafting needs in the target's cache besides the nodes of ``plan``, where it writes there."""
         return 0
 
@@ -248,7 +252,7 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def draft(self, state: DraftState, last: Tensor, plan: DraftPlan, coins: Coins | None = None) -> Proposal:
+    def draft(self, state: DraftState, last: Tensor, plan: DraftConfig, rng: RandomSource | None = None) -> Proposal:
         """Propose trees after ``last`` ([B] int64), which is committed and not yet read by the base.
 
         Args:

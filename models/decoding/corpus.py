@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafthead.data.answers.backend import Backend, Group, Prompt
+from drafthead.data.answers.backend import Backend, Prompt, RankGroup
 from drafthead.data.answers.store import Generation, SamplerConfig
 from drafthead.data.batch import Ratio
 from drafthead.data.utils.errors import UserError
@@ -24,7 +24,7 @@ from drafthead.models.cache.kv_cache import RaggedCache
 
 
 @torch.inference_mode()
-def agreement(base: BaseModel, answers: Iterable[Generation]) -> float:
+def greedy_match_rate(base: BaseModel, answers: Iterable[Generation]) -> float:
     """Share of the answers' tokens, in [0, 1], that are the base's likeliest after the tokens before them.
 
     Of greedy answers by the same weights all are, but for ties and rounding (bfloat16, a quantised server).
@@ -61,7 +61,7 @@ def generate(
     sampler: SamplerConfig,
     *,
     slots: int,
-    keep_features: bool = False,
+    keep_hidden_states: bool = False,
     max_prompt_tokens: int = 512,
 ) -> Iterator[Generation]:
     """Answers in the order in which they finish.
@@ -71,7 +71,7 @@ def generate(
         prompts: (number, token ids); a prompt longer than ``max_prompt_tokens`` is skipped. The number seeds its row.
         sampler: temperature 0 is greedy.
         slots: rows decoded at a time.
-        keep_features: hand over ``h`` as float16, [len(input_ids) - 1, D]: the last token is never read.
+        keep_hidden_states: hand over ``h`` as float16, [len(input_ids) - 1, D]: the last token is never read.
         max_prompt_tokens: with ``sampler.max_new_tokens`` the capacity of a row.
 
     Raises:
@@ -92,13 +92,13 @@ def generate(
                 logits = shared.read_prompt(row, cache, slot)
                 last[slot] = _choose(logits[None], [row], sampler)[0]
                 rows[slot] = row
-                yield from _collect(row, int(last[slot]), rows, slot, sampler, eos, keep_features)
+                yield from _collect(row, int(last[slot]), rows, slot, sampler, eos, keep_hidden_states)
         if len(rows) > 1 and not waiting:
             rows, last, cache = _shrink(rows, last, cache)
         if any(rows):
             hidden = base.read(last[:, None], cache)[:, 0]
             last = _choose(base.logits(hidden), rows, sampler)
-            kept = hidden.half() if keep_features else None
+            kept = hidden.half() if keep_hidden_states else None
             for slot, token in enumerate(last.tolist()):
                 current = rows[slot]
                 if current is None:
@@ -106,7 +106,7 @@ def generate(
                     continue
                 if kept is not None:
                     current.hidden.append(kept[slot : slot + 1])
-                yield from _collect(current, token, rows, slot, sampler, eos, keep_features)
+                yield from _collect(current, token, rows, slot, sampler, eos, keep_hidden_states)
 
 
 class BuiltInBackend:
@@ -118,10 +118,10 @@ class BuiltInBackend:
     """
 
     def __init__(
-        self, base: BaseModel, sampler: SamplerConfig, *, slots: int, keep_features: bool, max_prompt_tokens: int
+        self, base: BaseModel, sampler: SamplerConfig, *, slots: int, keep_hidden_states: bool, max_prompt_tokens: int
     ) -> None:
         self.base, self.sampler, self.slots = base, sampler, slots
-        self.keep_features, self.max_prompt_tokens = keep_features, max_prompt_tokens
+        self.keep_hidden_states, self.max_prompt_tokens = keep_hidden_states, max_prompt_tokens
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
         """The dtype of the base."""
@@ -132,7 +132,7 @@ class BuiltInBackend:
         check_context(self.base, self.max_prompt_tokens, self.sampler)
 
     def shards(
-        self, prompts: Sequence[Prompt], done: Collection[int], group: Group, heard: Callable[[], None]
+        self, prompts: Sequence[Prompt], done: Collection[int], group: RankGroup, heard: Callable[[], None]
     ) -> Iterator[tuple[int, list[Generation]]]:
         """This process's blocks, dealt in turn."""
         size = BLOCK * self.slots
@@ -145,7 +145,7 @@ class BuiltInBackend:
                 block,
                 self.sampler,
                 slots=self.slots,
-                keep_features=self.keep_features,
+                keep_hidden_states=self.keep_hidden_states,
                 max_prompt_tokens=self.max_prompt_tokens,
             ):
                 answers.append(answer)
@@ -180,7 +180,7 @@ def _collect(
     slot: int,
     sampler: SamplerConfig,
     eos: frozenset[int],
-    keep_features: bool,
+    keep_hidden_states: bool,
 ) -> Iterator[Generation]:
     """Add the row's next token; when that ends the answer, free the slot and hand the answer over."""
     row.answer.append(token)
@@ -192,7 +192,7 @@ def _collect(
             input_ids=torch.tensor(row.prompt + row.answer, dtype=torch.int32).numpy(),
             boundary=len(row.prompt),
             finished=finished,
-            features=torch.cat(row.hidden).cpu().numpy() if keep_features else None,
+            features=torch.cat(row.hidden).cpu().numpy() if keep_hidden_states else None,
         )
 
 
@@ -265,8 +265,8 @@ def _choose(logits: Tensor, rows: list["_Row | None"], sampler: SamplerConfig) -
         _sample(p, c, row.generator, sampler.top_p) if row else 0
         for p, c, row in zip(probs, cumulative, rows, strict=True)
     ]
-    picked = torch.tensor(chosen)
-    return (picked if ids is None else ids.gather(1, picked[:, None])[:, 0]).to(logits.device)
+    target_idx = torch.tensor(chosen)
+    return (target_idx if ids is None else ids.gather(1, target_idx[:, None])[:, 0]).to(logits.device)
 
 
 def _sample(probs: Tensor, cumulative: Tensor, generator: torch.Generator | None, top_p: float) -> int:
@@ -291,7 +291,7 @@ YIELD = 0.6
 """Share of attempts expected to end within the limit and be new."""
 
 
-def synthesise_prompts(
+def self_prompted_prompts(
     base: BaseModel,
     backend: Backend,
     wanted: int,
@@ -322,7 +322,7 @@ def synthesise_prompts(
                 break
         if attempt > 20 * wanted + 200:
             raise UserError(
-                f"the base ended only {len(found)} of {attempt} prompts it began; set data.generations.synthesised=0 "
+                f"the base ended only {len(found)} of {attempt} prompts it began; set data.generations.self_prompted=0 "
                 "and name prompt sources"
             )
     return list(found)[:wanted]

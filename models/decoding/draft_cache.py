@@ -17,12 +17,12 @@ from torch import Tensor
 
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftPlan, DraftState, last_of
+from drafthead.models.decoding.contract import DraftConfig, DraftState, last_of
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 
 @dataclass
-class Committed(DraftState):
+class TokenBuffer(DraftState):
     """What every row has committed, as a state of its own or a part of one. Never changed in place."""
 
     tokens: Tensor
@@ -31,11 +31,11 @@ class Committed(DraftState):
     """[B] int64."""
 
     @classmethod
-    def none(cls, rows: int) -> "Committed":
+    def none(cls, rows: int) -> "TokenBuffer":
         """Nothing yet."""
         return cls(tokens=torch.zeros(rows, 0, dtype=torch.int64), lengths=torch.zeros(rows, dtype=torch.int64))
 
-    def append(self, tokens: Tensor, counts: Tensor | None = None) -> "Committed":
+    def append(self, tokens: Tensor, counts: Tensor | None = None) -> "TokenBuffer":
         """With the first ``counts`` ([B], default all) of ``tokens`` ([B, T]) behind each row."""
         rows, new = tokens.shape
         known, lengths = self.tokens.to(tokens.device), self.lengths.to(tokens.device)
@@ -43,24 +43,24 @@ class Committed(DraftState):
             counts = torch.full_like(lengths, new)
         if rows == 1:
             kept = tokens[:, : int(counts)]
-            return Committed(tokens=torch.cat([known, kept], 1), lengths=lengths + counts)
+            return TokenBuffer(tokens=torch.cat([known, kept], 1), lengths=lengths + counts)
         wider = torch.cat([known, torch.zeros_like(tokens)], 1)
         # What does not count stands behind the row's new length, or is written over by the next tokens.
         wider.scatter_(1, lengths[:, None] + torch.arange(new, device=tokens.device), tokens)
         total = lengths + counts
-        return Committed(tokens=wider[:, : int(total.max())], lengths=total)
+        return TokenBuffer(tokens=wider[:, : int(total.max())], lengths=total)
 
     @property
     def longest(self) -> int:
         """Length of the longest row."""
         return self.tokens.shape[1]
 
-    def select(self, rows: list[int]) -> "Committed":
+    def select(self, rows: list[int]) -> "TokenBuffer":
         lengths = self.lengths[rows]
-        return Committed(tokens=self.tokens[rows, : int(lengths.max())], lengths=lengths)
+        return TokenBuffer(tokens=self.tokens[rows, : int(lengths.max())], lengths=lengths)
 
 
-def common_prefix(left: Committed, right: Committed) -> Tensor:
+def common_prefix(left: TokenBuffer, right: TokenBuffer) -> Tensor:
     """[B] int64: leading tokens in which the rows of both agree."""
     width = min(left.longest, right.longest)
     same = left.tokens[:, :width] == right.tokens[:, :width]
@@ -75,18 +75,18 @@ ROOM = 256
 
 
 @dataclass(frozen=True)
-class Forest:
+class PendingNodes:
     """Which pending nodes stand above each other, themselves included."""
 
     ancestors: Tensor
     """[B, P, P] bool."""
 
     @classmethod
-    def none(cls, rows: int, device: torch.device) -> "Forest":
+    def none(cls, rows: int, device: torch.device) -> "PendingNodes":
         """No node yet."""
         return cls(torch.zeros(rows, 0, 0, dtype=torch.bool, device=device))
 
-    def grown(self, rows: int, new: int, above: Tensor | None) -> "Forest":
+    def grown(self, rows: int, new: int, above: Tensor | None) -> "PendingNodes":
         """With ``new`` nodes more, each below the node ``above`` ([B, new] int64) or, with None, below none."""
         pending, device = self.ancestors.shape[1], self.ancestors.device
         ancestors = torch.zeros(rows, pending + new, pending + new, dtype=torch.bool, device=device)
@@ -94,7 +94,7 @@ class Forest:
         if above is not None:
             ancestors[:, pending:, :pending] = self.ancestors.gather(1, above[..., None].expand(-1, -1, pending))
         ancestors[:, pending:, pending:] |= torch.eye(new, dtype=torch.bool, device=device)
-        return Forest(ancestors)
+        return PendingNodes(ancestors)
 
     def shape(self) -> TreeShape:
         """As far as a pass over the nodes needs it."""
@@ -109,9 +109,9 @@ class DraftCache:
     def __init__(self, model: BaseModel) -> None:
         self.model = model
         self._cache: KVCache | RaggedCache | None = None
-        self._read = Committed.none(0)
+        self._read = TokenBuffer.none(0)
         self._nodes = torch.zeros(0, 0, dtype=torch.int64)  # [B, P] tokens of pending nodes
-        self._forest = Forest.none(0, torch.device("cpu"))
+        self._forest = PendingNodes.none(0, torch.device("cpu"))
 
     def select(self, rows: list[int]) -> "DraftCache":
         """These rows only, in memory of their own."""
@@ -126,7 +126,7 @@ class DraftCache:
         return chosen
 
     @torch.inference_mode()
-    def read(self, text: Committed, room: int = 0) -> Tensor:
+    def read(self, text: TokenBuffer, room: int = 0) -> Tensor:
         """Bring the memory to ``text``, with room for so many nodes behind it.
 
         Returns:
@@ -176,7 +176,7 @@ class DraftCache:
         self._forest = self._forest.grown(rows, new, above)
         return self.model.verify(tokens, self._forest.shape(), cache)
 
-    def _make_room(self, text: Committed, room: int) -> None:
+    def _make_room(self, text: TokenBuffer, room: int) -> None:
         """A cache that holds the text and one step's nodes, made or enlarged."""
         rows = len(text.lengths)
         # A padded pass writes behind the shorter rows too, but never behind twice the unread tokens.
@@ -189,10 +189,10 @@ class DraftCache:
         else:
             capacity = needed + ROOM
             self._cache = self.model.new_cache(capacity) if rows == 1 else self.model.new_slots(rows, capacity)
-            self._read = Committed(tokens=text.tokens[:, :0], lengths=torch.zeros_like(text.lengths))
+            self._read = TokenBuffer(tokens=text.tokens[:, :0], lengths=torch.zeros_like(text.lengths))
         self._forget_nodes()
 
-    def _agree(self, text: Committed) -> None:
+    def _agree(self, text: TokenBuffer) -> None:
         """Cut what the text contradicts, and keep of the pending nodes the path that it follows.
 
         The text's last token is always left to read, since drafting needs the hidden state after it.
@@ -215,7 +215,7 @@ class DraftCache:
             self._read = self._read.append(self._nodes.gather(1, order), counts)
         else:
             rewind(cache, agreed)
-            self._read = Committed(tokens=self._read.tokens[:, : int(agreed.max())], lengths=agreed)
+            self._read = TokenBuffer(tokens=self._read.tokens[:, : int(agreed.max())], lengths=agreed)
         self._forget_nodes()
 
     def _forget_nodes(self) -> None:
@@ -223,29 +223,31 @@ class DraftCache:
             self._cache.roll_back()
         rows, device = len(self._read.lengths), self._read.lengths.device
         self._nodes = torch.zeros(rows, 0, dtype=torch.int64, device=device)
-        self._forest = Forest.none(rows, device)
+        self._forest = PendingNodes.none(rows, device)
 
 
 @dataclass
-class TextState(DraftState):
+class PendingTokens(DraftState):
     """The state of a drafter that is a causal LM."""
 
-    text: Committed
+    text: TokenBuffer
     cache: DraftCache
 
-    def append(self, tokens: Tensor, counts: Tensor | None) -> "TextState":
+    def append(self, tokens: Tensor, counts: Tensor | None) -> "PendingTokens":
         """The state with more committed tokens."""
-        state = TextState(text=self.text.append(tokens, counts), cache=self.cache)
+        state = PendingTokens(text=self.text.append(tokens, counts), cache=self.cache)
         if self.text.longest == 0:
             # Reading the prompt belongs to the prefill, and not to the first step.
             state.cache.read(state.text)
         return state
 
 
-class CachedExpansion:
+class CachedDraftPass:
     """Drafting in progress with a causal LM: every level is one pass over its nodes."""
 
-    def __init__(self, cache: DraftCache, text: Committed, plan: DraftPlan, logits: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, cache: DraftCache, text: TokenBuffer, plan: DraftConfig, logits: Callable[[Tensor], Tensor]
+    ) -> None:
         """``text`` ends with the root; ``logits`` turns hidden states [B, F, D] into draft logits [B, F, W]."""
         self._cache, self._logits = cache, logits
         tree = plan.tree
@@ -254,11 +256,11 @@ class CachedExpansion:
         self._pending = 0
 
     def root(self) -> Tensor:
-        """As ``Expansion.root``: [B, 1, W]."""
+        """As ``DraftPass.root``: [B, 1, W]."""
         return self._logits(self._hidden[:, None])
 
     def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """As ``Expansion.grow``: [B, F] int64 each -> [B, F, W]."""
+        """As ``DraftPass.grow``: [B, F] int64 each -> [B, F, W]."""
         above = None if self._first is None else parents + self._first
         in_text = tokens.shape[1] == 1 and self._pending == 0
         hidden = self._cache.grow(tokens, above)

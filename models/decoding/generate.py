@@ -7,7 +7,7 @@ from torch import Tensor
 from drafthead.data.text.chat import prompt_ids
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import Drafter, DraftPlan
+from drafthead.models.decoding.contract import DraftConfig, Drafter
 from drafthead.models.decoding.loop import EXACT, GREEDY, OnTokens, decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step_log import DecodeResult
@@ -32,7 +32,7 @@ def generate(
     prompt: str | list[int] | Tensor,
     *,
     max_new_tokens: int = 256,
-    plan: DraftPlan | None = None,
+    plan: DraftConfig | None = None,
     sampler: Sampler = GREEDY,
     rule: AcceptanceRule = EXACT,
     seed: int = 0,

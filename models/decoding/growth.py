@@ -17,15 +17,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from drafthead.models.decoding.contract import Drafter, DraftPlan, DraftState, DynamicTree, Proposal, Siblings
-from drafthead.models.decoding.random_source import Coins
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, DynamicTree, Proposal
+from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 MISSING = -1
 """A sibling that does not exist: the law has fewer tokens than children are wanted."""
 
 
-def draw_siblings(laws: Tensor, count: int, kind: Siblings, coins: Coins) -> Tensor:
+def draw_candidates(probs: Tensor, count: int, kind: DraftSampling, rng: RandomSource) -> Tensor:
     """``count`` draws of every law: [B, F, W] -> [B, F, count] int64, ``MISSING`` where the law is used up.
 
     With replacement the draws are independent (SpecInfer, 2305.09781); without, a token that was drawn is removed
@@ -34,15 +34,15 @@ def draw_siblings(laws: Tensor, count: int, kind: Siblings, coins: Coins) -> Ten
     Raises:
         ValueError: siblings that are not drawn.
     """
-    if kind is Siblings.DETERMINISTIC:
+    if kind is DraftSampling.TOP_K:
         raise ValueError("deterministic siblings are ranked, not drawn")
-    if kind is Siblings.WITH_REPLACEMENT:
-        rows, parents, _ = laws.shape
-        repeated = laws[:, :, None].expand(-1, -1, count, -1).flatten(1, 2)
-        return coins.draw(repeated).view(rows, parents, count)
-    remaining, drawn = laws, []
+    if kind is DraftSampling.WITH_REPLACEMENT:
+        rows, parents, _ = probs.shape
+        repeated = probs[:, :, None].expand(-1, -1, count, -1).flatten(1, 2)
+        return rng.draw(repeated).view(rows, parents, count)
+    remaining, drawn = probs, []
     for _ in range(count):
-        token = coins.draw(remaining)
+        token = rng.draw(remaining)
         exists = remaining.gather(-1, token[..., None])[..., 0] > 0
         drawn.append(torch.where(exists, token, MISSING))
         remaining = remaining.scatter(-1, token[..., None], 0.0)
@@ -113,7 +113,7 @@ def living(tree: TokenTree, tokens: Tensor, alive: Tensor, confidence: Tensor) -
         parents[:, 0] = -1
         shape = TreeShape.from_parents(parents)
     return Proposal(
-        tokens=tokens[:, kept], shape=shape, siblings=Siblings.DETERMINISTIC, confidence=confidence[:, kept]
+        tokens=tokens[:, kept], shape=shape, draft_sampling=DraftSampling.TOP_K, confidence=confidence[:, kept]
     )
 
 
@@ -128,7 +128,7 @@ def without_missing(tree: TokenTree, tokens: Tensor) -> TreeShape:
     return TreeShape.from_parents(torch.where(dead, -1, parents), width=shape.children.shape[2])
 
 
-class Expansion(Protocol):
+class DraftPass(Protocol):
     """One step's drafting in progress: gives logits for ever deeper nodes."""
 
     def root(self) -> Tensor:
@@ -157,10 +157,10 @@ class StepwiseDrafter(Drafter):
     """[W] int64: target id of every draft id."""
 
     @abstractmethod
-    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> Expansion:
+    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> DraftPass:
         """Start drafting after ``last`` ([B])."""
 
-    def draft(self, state: DraftState, last: Tensor, plan: DraftPlan, coins: Coins | None = None) -> Proposal:
+    def draft(self, state: DraftState, last: Tensor, plan: DraftConfig, rng: RandomSource | None = None) -> Proposal:
         if plan.depth > self.depth:
             raise ValueError(f"the tree is {plan.depth} deep, but the head drafts {self.depth} positions")
         if plan.depth == 0:
@@ -169,15 +169,15 @@ class StepwiseDrafter(Drafter):
             expansion = self.begin(state, last, plan)
             if isinstance(plan.tree, DynamicTree):
                 proposal = grow_dynamic(expansion, last, plan.tree, self.d2t)
-            elif plan.siblings is Siblings.DETERMINISTIC:
-                proposal = grow_ranked(expansion, last, plan.tree, self.d2t, plan.stop_below)
-            elif coins is None:
+            elif plan.draft_sampling is DraftSampling.TOP_K:
+                proposal = grow_ranked(expansion, last, plan.tree, self.d2t, plan.confidence_threshold)
+            elif rng is None:
                 raise ValueError("sampled siblings need coins")
             else:
-                proposal = grow_sampled(expansion, last, plan, plan.tree, self.d2t, self.vocabulary, coins)
+                proposal = grow_sampled(expansion, last, plan, plan.tree, self.d2t, self.vocabulary, rng)
             return self.finish(expansion, proposal)
 
-    def finish(self, expansion: Expansion, proposal: Proposal) -> Proposal:
+    def finish(self, expansion: DraftPass, proposal: Proposal) -> Proposal:
         """The proposal with what the drafter knows besides; by default as it is."""
         return proposal
 
@@ -190,7 +190,7 @@ class StepwiseDrafter(Drafter):
 def root_only(last: Tensor) -> Proposal:
     """Nothing drafted: the target reads ``last`` ([B]) alone."""
     shape = TokenTree.chain(0).shape_on(last.device)
-    return Proposal(tokens=last[:, None], shape=shape, siblings=Siblings.DETERMINISTIC)
+    return Proposal(tokens=last[:, None], shape=shape, draft_sampling=DraftSampling.TOP_K)
 
 
 class Frontier(NamedTuple):
@@ -202,14 +202,17 @@ class Frontier(NamedTuple):
     """[B, F] each one's parent as its place in the frontier before."""
 
 
-def _logits_after(expansion: Expansion, frontier: Frontier | None) -> Tensor:
+def _logits_after(expansion: DraftPass, frontier: Frontier | None) -> Tensor:
     return expansion.root() if frontier is None else expansion.grow(frontier.tokens, frontier.parents)
 
 
-def grow_ranked(expansion: Expansion, last: Tensor, tree: TokenTree, d2t: Tensor, stop_below: float = 0.0) -> Proposal:
+def grow_ranked(
+    expansion: DraftPass, last: Tensor, tree: TokenTree, d2t: Tensor, confidence_threshold: float = 0.0
+) -> Proposal:
     """A static tree: every node takes its parent's candidate of the node's rank.
 
-    With ``stop_below``, a node whose probability is lower is kept, but gets no children; drafting ends when no node
+    With ``confidence_threshold``, a node whose probability is lower is kept, but gets no children; drafting ends when
+    no node
     of any row goes on. Then the trees of the rows differ.
     """
     tokens = last.new_zeros(last.shape[0], len(tree))
@@ -229,60 +232,68 @@ def grow_ranked(expansion: Expansion, last: Tensor, tree: TokenTree, d2t: Tensor
         parents = level.parents.clamp(max=logits.shape[1] - 1)
         drafted = d2t[candidates[:, parents, ranks]]
         tokens[:, level.nodes] = drafted
-        if stop_below > 0:
+        if confidence_threshold > 0:
             mass = values - logits.logsumexp(-1, keepdim=True)
             confidence[:, level.nodes] = mass[:, parents, ranks].exp()
             alive[:, level.nodes] = goes_on[:, level.parents]
-            goes_on = goes_on[:, level.parents] & (confidence[:, level.nodes] >= stop_below)
+            goes_on = goes_on[:, level.parents] & (confidence[:, level.nodes] >= confidence_threshold)
             goes_on = goes_on[:, level.inner]
             if not goes_on.any():
                 break
         frontier = Frontier(drafted[:, level.inner], level.above.expand(last.shape[0], -1))
-    if stop_below == 0:
-        return Proposal(tokens=tokens, shape=tree.shape_on(last.device), siblings=Siblings.DETERMINISTIC)
+    if confidence_threshold == 0:
+        return Proposal(tokens=tokens, shape=tree.shape_on(last.device), draft_sampling=DraftSampling.TOP_K)
     return living(tree.cut(depth), tokens, alive, confidence)
 
 
 def grow_sampled(
-    expansion: Expansion, last: Tensor, plan: DraftPlan, tree: TokenTree, d2t: Tensor, vocabulary: int, coins: Coins
+    expansion: DraftPass,
+    last: Tensor,
+    plan: DraftConfig,
+    tree: TokenTree,
+    d2t: Tensor,
+    vocabulary: int,
+    rng: RandomSource,
 ) -> Proposal:
     """A static tree whose nodes' children are samples of the drafter's warped law; the laws go with the proposal.
 
-    Every parent's law is one row of ``laws``, in the order of the parents. A sample that does not exist (the law has
+    Every parent's law is one row of ``probs``, in the order of the parents. A sample that does not exist (the law has
     fewer tokens than children are wanted) becomes padding.
     """
     rows = last.shape[0]
     tokens = last.new_zeros(rows, len(tree))
     tokens[:, 0] = last
-    laws: list[Tensor] = []
+    probs: list[Tensor] = []
     identical = _is_identity(d2t, vocabulary)
     frontier: Frontier | None = None
-    law_of = torch.zeros(len(tree), dtype=torch.int64, device=last.device)
+    prob_index = torch.zeros(len(tree), dtype=torch.int64, device=last.device)
     parents_of_level, count = torch.zeros(1, dtype=torch.int64, device=last.device), 0
     for level in levels_of(tree, last.device, sampled=True):
         logits = _logits_after(expansion, frontier)
-        law = plan.sampler.laws(logits.flatten(0, 1)).view(logits.shape)
-        drawn = draw_siblings(law, level.width, plan.siblings, coins)
-        shared = law.shape[1] == 1
-        chosen = drawn[:, level.parents.clamp(max=law.shape[1] - 1), level.ranks]
+        dist = plan.sampler.probs(logits.flatten(0, 1)).view(logits.shape)
+        drawn = draw_candidates(dist, level.width, plan.draft_sampling, rng)
+        shared = dist.shape[1] == 1
+        chosen = drawn[:, level.parents.clamp(max=dist.shape[1] - 1), level.ranks]
         chosen = torch.where(chosen >= 0, d2t[chosen.clamp(min=0)], -1)
         tokens[:, level.nodes] = chosen
-        law_of[parents_of_level] = count if shared else torch.arange(count, count + law.shape[1], device=last.device)
-        count += law.shape[1]
+        prob_index[parents_of_level] = (
+            count if shared else torch.arange(count, count + dist.shape[1], device=last.device)
+        )
+        count += dist.shape[1]
         if not identical:
-            law = law.new_zeros(*law.shape[:2], vocabulary).index_copy_(2, d2t, law)
-        laws.append(law)
+            dist = dist.new_zeros(*dist.shape[:2], vocabulary).index_copy_(2, d2t, dist)
+        probs.append(dist)
         frontier = Frontier(chosen[:, level.inner].clamp(min=0), level.above.expand(rows, -1))
         parents_of_level = level.nodes[level.inner]
     shape = tree.shape_on(last.device)
-    if plan.siblings is Siblings.WITHOUT_REPLACEMENT:
+    if plan.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT:
         shape = without_missing(tree, tokens)
     return Proposal(
         tokens=tokens.clamp(min=0),
         shape=shape,
-        siblings=plan.siblings,
-        laws=torch.cat(laws, 1),
-        law_of=law_of[None, :, None].expand(1, -1, shape.children.shape[2]),
+        draft_sampling=plan.draft_sampling,
+        probs=torch.cat(probs, 1),
+        prob_index=prob_index[None, :, None].expand(1, -1, shape.children.shape[2]),
     )
 
 
@@ -291,7 +302,7 @@ def _is_identity(d2t: Tensor, vocabulary: int) -> bool:
     return len(d2t) == vocabulary and bool((d2t == torch.arange(vocabulary, device=d2t.device)).all())
 
 
-def grow_dynamic(expansion: Expansion, last: Tensor, plan: DynamicTree, d2t: Tensor) -> Proposal:
+def grow_dynamic(expansion: DraftPass, last: Tensor, plan: DynamicTree, d2t: Tensor) -> Proposal:
     """EAGLE-2's tree: expand the likeliest nodes of every level, then keep the likeliest of all that were scored.
 
     A node's score is the product of the drafter's probabilities along its path, so every parent scores above its
@@ -328,6 +339,6 @@ def grow_dynamic(expansion: Expansion, last: Tensor, plan: DynamicTree, d2t: Ten
     return Proposal(
         tokens=torch.cat([last[:, None], torch.cat(tokens, 1).gather(1, kept - 1)], 1),
         shape=TreeShape.from_parents(torch.cat([root - 1, new_parents], 1)),
-        siblings=Siblings.DETERMINISTIC,
+        draft_sampling=DraftSampling.TOP_K,
         confidence=torch.cat([torch.ones(rows, 1, device=device), everything.gather(1, kept - 1).exp()], 1),
     )

@@ -15,10 +15,10 @@ import torch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import Drafter, DraftPlan, DynamicTree, Siblings
-from drafthead.models.decoding.random_source import VERIFY, RowCoins
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DynamicTree
+from drafthead.models.decoding.random_source import VERIFY, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step import ROOT_ONLY, Outcome, Policy, Session
+from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig, DecodeState, StepOutput
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 from drafthead.models.token_tree import TokenTree
 
@@ -59,11 +59,13 @@ GREEDY = Sampler()
 EXACT = AcceptanceRule()
 
 
-def default_plan(drafter: Drafter | None) -> DraftPlan:
+def default_plan(drafter: Drafter | None) -> DraftConfig:
     """The drafter's calibrated tree, else a chain over all its positions; without a drafter only the root."""
     if drafter is None:
         return ROOT_ONLY
-    return DraftPlan(tree=drafter.tree or TokenTree.chain(drafter.depth), stop_below=drafter.stop_below)
+    return DraftConfig(
+        tree=drafter.tree or TokenTree.chain(drafter.depth), confidence_threshold=drafter.confidence_threshold
+    )
 
 
 def decode(
@@ -72,7 +74,7 @@ def decode(
     input_ids: list[int],
     *,
     max_new_tokens: int,
-    plan: DraftPlan | None = None,
+    plan: DraftConfig | None = None,
     sampler: Sampler = GREEDY,
     rule: AcceptanceRule = EXACT,
     seed: int = 0,
@@ -118,7 +120,7 @@ def decode_batch(
     prompts: Sequence[list[int]],
     *,
     max_new_tokens: int,
-    plan: DraftPlan | None = None,
+    plan: DraftConfig | None = None,
     sampler: Sampler = GREEDY,
     rule: AcceptanceRule = EXACT,
     seeds: Sequence[int] | None = None,
@@ -144,8 +146,8 @@ def decode_batch(
     eos = frozenset() if ignore_eos else base.eos_ids
     started = perf_counter()  # allocating the cache is part of decoding, as it is in transformers' generate
     capacity = max(map(len, prompts)) + max_new_tokens + plan.nodes
-    session = Session(base, drafter, Policy(plan=plan, sampler=sampler, rule=rule), len(prompts), capacity)
-    first = session.read_prompts(list(prompts), RowCoins(seeds, [0] * len(prompts), VERIFY, base.device)).tolist()
+    session = DecodeState(base, drafter, DecodeConfig(plan=plan, sampler=sampler, rule=rule), len(prompts), capacity)
+    first = session.read_prompts(list(prompts), PerRowRng(seeds, [0] * len(prompts), VERIFY, base.device)).tolist()
     prefill_s = perf_counter() - started
     length = plan.adaptive.start if plan.adaptive else 0
     rows = [
@@ -169,7 +171,7 @@ def _check_batch(
     base: BaseModel,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
-    plan: DraftPlan,
+    plan: DraftConfig,
     seeds: Sequence[int],
     listeners: Sequence[OnTokens | None],
 ) -> None:
@@ -219,7 +221,7 @@ class _Row:
         return len(kept)
 
 
-def _step(session: Session, rows: list[_Row], limit: int, eos: frozenset[int], started: float) -> None:
+def _step(session: DecodeState, rows: list[_Row], limit: int, eos: frozenset[int], started: float) -> None:
     began = perf_counter()
     positions = [len(row.answer) for row in rows]
     outcome = session.step([row.seed for row in rows], positions, _depth_limit(session, rows, limit))
@@ -248,7 +250,7 @@ def _step(session: Session, rows: list[_Row], limit: int, eos: frozenset[int], s
             row.length = min(session.policy.plan.depth, adaptive.next(row.length, depths[n], counts[n] - 1))
 
 
-def _depth_limit(session: Session, rows: list[_Row], limit: int) -> int:
+def _depth_limit(session: DecodeState, rows: list[_Row], limit: int) -> int:
     """Levels that positions allow: no draft stands behind the base's context, and at greedy decoding, where it cannot
     change a token, none behind the end of every answer."""
     longest = max(row.prompt_length + len(row.answer) for row in rows)
@@ -260,7 +262,7 @@ def _depth_limit(session: Session, rows: list[_Row], limit: int) -> int:
     return max(0, depth)
 
 
-def _offered(outcome: Outcome, rows: int) -> tuple[list[int], list[int]]:
+def _offered(outcome: StepOutput, rows: int) -> tuple[list[int], list[int]]:
     """Nodes drafted and longest path, per row."""
     shape = outcome.proposal.shape
     if shape.tree is not None:
@@ -278,7 +280,7 @@ def cut(tokens: list[int], room: int, eos: frozenset[int]) -> list[int]:
     return kept
 
 
-def check_drafter(base: BaseModel, drafter: Drafter | None, plan: DraftPlan, rule: AcceptanceRule) -> None:
+def check_drafter(base: BaseModel, drafter: Drafter | None, plan: DraftConfig, rule: AcceptanceRule) -> None:
     """Refuse a drafter, a plan and a rule that do not go together.
 
     Raises:
@@ -291,15 +293,15 @@ def check_drafter(base: BaseModel, drafter: Drafter | None, plan: DraftPlan, rul
             f"the drafter's vocabulary has {drafter.vocab_size} ids but {base.name} has {base.vocab_size}; use a "
             "drafter with the base's tokenizer"
         )
-    if plan.siblings is not Siblings.DETERMINISTIC and drafter.vocab_size not in (None, base.vocab_size):
+    if plan.draft_sampling is not DraftSampling.TOP_K and drafter.vocab_size not in (None, base.vocab_size):
         raise UserError(
             f"the drafter's laws are over {drafter.vocab_size} ids but {base.name} has {base.vocab_size}; tell the "
             "drafter its target"
         )
-    if drafter.made_for is not None and drafter.made_for != base.fingerprint:
+    if drafter.base_fingerprint is not None and drafter.base_fingerprint != base.fingerprint:
         raise UserError(f"the draft head was loaded for another base than {base.name}; attach it to this one")
     if isinstance(plan.tree, TokenTree) and plan.depth > drafter.depth:
         raise UserError(
             f"the tree is {plan.depth} deep, but the drafter drafts {drafter.depth} positions; choose a shallower one"
         )
-    rule.check(plan.siblings, plan.tree)
+    rule.check(plan.draft_sampling, plan.tree)

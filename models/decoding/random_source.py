@@ -1,7 +1,7 @@
 """Where sampled drafting and sampled verification get their chance from.
 
 A rule asks for an accept/reject decision or for a sample of a law, and nothing else, so the same rule runs with
-random numbers (``RowCoins``) and under exact enumeration (``eval/certify.py``).
+random numbers (``PerRowRng``) and under exact enumeration (``eval/certify.py``).
 
 Shape legend: B rows, V vocabulary, C samples per row.
 """
@@ -16,19 +16,19 @@ DRAFT, VERIFY = 0, 1
 """Streams of random numbers: drafting must not move what verification draws."""
 
 
-class Coins(Protocol):
+class RandomSource(Protocol):
     """Decisions and samples for a batch of rows."""
 
     def accept(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
         """Accept with probability min(1, p / q); p, q [B] float, active [B] bool. [B] bool, false where inactive."""
         ...
 
-    def draw(self, laws: Tensor) -> Tensor:
+    def draw(self, probs: Tensor) -> Tensor:
         """One sample of each of [B, C, V] laws, which need not be normalised: [B, C] int64. Of a law of zeros any."""
         ...
 
 
-class RowCoins:
+class PerRowRng:
     """Random numbers of one step, from a generator per row.
 
     A row's numbers depend on its seed, its position and the stream only: not on its neighbours, and not on how many
@@ -64,11 +64,11 @@ class RowCoins:
         self._asked += 1
         return active & (u * q < p)
 
-    def draw(self, laws: Tensor) -> Tensor:
+    def draw(self, probs: Tensor) -> Tensor:
         """Inverse of the cumulative law, in float64; a token of probability 0 is never drawn, but from an empty law."""
-        _, count, vocabulary = laws.shape
+        _, count, vocabulary = probs.shape
         points = self._uniform(self._samplers, count)
-        cumulative = laws.double().cumsum(-1)
+        cumulative = probs.double().cumsum(-1)
         total = cumulative[..., -1:]
         # u is at most 1 - 2**-53, so the product is below the total, and the token found has a probability.
         drawn: Tensor = torch.searchsorted(cumulative, points[..., None] * total, right=True)[..., 0]

@@ -63,7 +63,7 @@ class Sampler:
         """The argmax of the logits themselves."""
         return self.greedy and self.repetition_penalty == 1
 
-    def laws(self, logits: Tensor, context: Tensor | None = None) -> Tensor:
+    def probs(self, logits: Tensor, context: Tensor | None = None) -> Tensor:
         """The distributions that a next token is drawn from.
 
         Args:

@@ -15,35 +15,35 @@ from drafthead.data.batch import Features, FeatureSpec
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.acceptance import AcceptanceRule, greedy
-from drafthead.models.decoding.contract import Drafter, DraftPlan, DraftState, Proposal, Siblings, Verdict
+from drafthead.models.decoding.contract import Acceptance, DraftConfig, Drafter, DraftSampling, DraftState, Proposal
 from drafthead.models.decoding.draft_cache import rewind
 from drafthead.models.decoding.growth import root_only
-from drafthead.models.decoding.random_source import DRAFT, VERIFY, Coins, RowCoins
+from drafthead.models.decoding.random_source import DRAFT, VERIFY, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import TokenTree
 
-ROOT_ONLY = DraftPlan(tree=TokenTree.chain(0))
+ROOT_ONLY = DraftConfig(tree=TokenTree.chain(0))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class DecodeConfig:
     """How a session drafts, draws and accepts; the same for all of its rows."""
 
-    plan: DraftPlan
+    plan: DraftConfig
     sampler: Sampler
     """The law of the output. Temperature 0 is greedy decoding."""
     rule: AcceptanceRule
-    keep_laws: bool = False
+    return_probs: bool = False
     """Hand over the target's laws of the committed tokens, for a session that drafts for another."""
 
     @property
     def by_argmax(self) -> bool:
         """The target's own choices decide, without any law."""
-        return self.sampler.plain_greedy and self.rule.name == "exact" and not self.keep_laws
+        return self.sampler.plain_greedy and self.rule.name == "exact" and not self.return_probs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StepOutput:
     """One step of every row."""
 
     tokens: Tensor
@@ -51,7 +51,7 @@ class Outcome:
     counts: Tensor
     """[B] int64: how many of them count, at least 1."""
     proposal: Proposal
-    verdict: Verdict
+    verdict: Acceptance
     entropy: Tensor
     """[B] nats of the target's unwarped law of the first token."""
     draft_s: float
@@ -59,7 +59,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class Snapshot:
     """Where a session stood. What its caches hold up to there stays as it is."""
 
     lengths: Tensor
@@ -70,12 +70,14 @@ class Mark:
     context_lengths: Tensor
 
 
-class Session:
+class DecodeState:
     """Rows in the making: the base's cache, the drafter's state, and each row's last token, not yet read."""
 
-    def __init__(self, base: BaseModel, drafter: Drafter | None, policy: Policy, rows: int, capacity: int) -> None:
+    def __init__(
+        self, base: BaseModel, drafter: Drafter | None, policy: DecodeConfig, rows: int, capacity: int
+    ) -> None:
         self.base, self.drafter, self.policy = base, drafter, policy
-        capacity += drafter.spare_nodes(policy.plan) if drafter else 0
+        capacity += drafter.extra_cache_slots(policy.plan) if drafter else 0
         self.cache: KVCache | RaggedCache = base.new_cache(capacity) if rows == 1 else base.new_slots(rows, capacity)
         self.spec = drafter.spec if drafter else FeatureSpec()
         self.state: DraftState | None = drafter.attach(drafter.init_state(rows), self.cache) if drafter else None
@@ -85,7 +87,9 @@ class Session:
         if policy.sampler.repetition_penalty != 1:
             self._context = torch.zeros(rows, capacity, dtype=torch.int64, device=base.device)
 
-    def read_prompts(self, prompts: list[list[int]], coins: Coins | None = None, first: Tensor | None = None) -> Tensor:
+    def read_prompts(
+        self, prompts: list[list[int]], rng: RandomSource | None = None, first: Tensor | None = None
+    ) -> Tensor:
         """Prefill every row by itself; returns the first answer token of each ([B]).
 
         Args:
@@ -108,18 +112,18 @@ class Session:
             self._remember(tokens, counts)
         padded = torch.nn.utils.rnn.pad_sequence(hidden, batch_first=True)
         self._observe(tokens, padded, counts)
-        self.last = self._first_token(torch.stack([h[-1] for h in hidden]), coins) if first is None else first
+        self.last = self._first_token(torch.stack([h[-1] for h in hidden]), rng) if first is None else first
         self._remember(self.last[:, None], torch.ones_like(counts))
         return self.last
 
-    def _first_token(self, hidden: Tensor, coins: Coins | None) -> Tensor:
+    def _first_token(self, hidden: Tensor, rng: RandomSource | None) -> Tensor:
         logits, sampler = self.base.logits(hidden[:, : self.base.hidden_size]), self.policy.sampler
         if sampler.plain_greedy:
             return logits.argmax(-1)
-        assert coins is not None
-        return coins.draw(sampler.laws(logits, self._context)[:, None])[:, 0]
+        assert rng is not None
+        return rng.draw(sampler.probs(logits, self._context)[:, None])[:, 0]
 
-    def step(self, seeds: list[int], positions: list[int], depth: int | None = None) -> Outcome:
+    def step(self, seeds: list[int], positions: list[int], depth: int | None = None) -> StepOutput:
         """Draft, verify and commit in the caches. The caller sets ``last`` (see :meth:`follow`).
 
         Args:
@@ -132,23 +136,25 @@ class Session:
         if self.drafter is None or self.state is None or plan.depth == 0:
             proposal = root_only(self.last)
         else:
-            sampled = plan.siblings is not Siblings.DETERMINISTIC
-            coins = RowCoins(seeds, positions, DRAFT, self.base.device) if sampled else None
-            proposal = self.drafter.draft(self.state, self.last, plan, coins)
+            sampled = plan.draft_sampling is not DraftSampling.TOP_K
+            rng = PerRowRng(seeds, positions, DRAFT, self.base.device) if sampled else None
+            proposal = self.drafter.draft(self.state, self.last, plan, rng)
         self.base.synchronise()
         drafted = perf_counter()
-        hidden, logits = self.base.verify_logits(proposal.tokens, proposal.shape, self.cache, self.spec, proposal.begun)
+        hidden, logits = self.base.verify_logits(
+            proposal.tokens, proposal.shape, self.cache, self.spec, proposal.partial_forward
+        )
         choices = logits.argmax(-1) if self.policy.by_argmax else None
         self.base.synchronise()
         verified = perf_counter()
         if choices is not None:
             verdict = greedy(proposal, choices)
         else:
-            target = TargetLaws(logits, self.policy.sampler, self._context, proposal)
-            coins = RowCoins(seeds, positions, VERIFY, self.base.device)
-            verdict = self.policy.rule.verify(proposal, target, coins, keep_laws=self.policy.keep_laws)
+            target = TargetProbs(logits, self.policy.sampler, self._context, proposal)
+            rng = PerRowRng(seeds, positions, VERIFY, self.base.device)
+            verdict = self.policy.rule.verify(proposal, target, rng, return_probs=self.policy.return_probs)
         tokens, counts = self._commit(proposal, verdict, hidden)
-        return Outcome(
+        return StepOutput(
             tokens=tokens,
             counts=counts,
             proposal=proposal,
@@ -158,7 +164,7 @@ class Session:
             verify_s=verified - drafted,
         )
 
-    def _commit(self, proposal: Proposal, verdict: Verdict, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _commit(self, proposal: Proposal, verdict: Acceptance, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the accepted path in the caches; returns the committed tokens and their counts."""
         nodes, counts = verdict.nodes, verdict.accepted + 1
         path = proposal.tokens.gather(1, nodes)
@@ -183,9 +189,9 @@ class Session:
         self._remember(tokens, counts)
         self.last = tokens.gather(1, counts[:, None] - 1)[:, 0]
 
-    def mark(self) -> "Mark":
+    def mark(self) -> "Snapshot":
         """Where the session stands, to come back to."""
-        return Mark(
+        return Snapshot(
             lengths=self.cache.positions(torch.zeros(1, 1, dtype=torch.int64, device=self.base.device))[:, 0],
             state=self.state,
             last=self.last,
@@ -193,7 +199,7 @@ class Session:
             context_lengths=self._context_lengths,
         )
 
-    def rewind(self, mark: "Mark") -> None:
+    def rewind(self, mark: "Snapshot") -> None:
         """Go back to a mark of this session; marks made since are void."""
         rewind(self.cache, mark.lengths)
         self.state, self.last = mark.state, mark.last
@@ -225,7 +231,7 @@ class Session:
         self._context_lengths = self._context_lengths[rows]
 
 
-class TargetLaws:
+class TargetProbs:
     """The target's warped law after any node of the step's trees."""
 
     def __init__(self, logits: Tensor, sampler: Sampler, context: Tensor | None, proposal: Proposal) -> None:
@@ -241,7 +247,7 @@ class TargetLaws:
             seen = ancestors.expand(len(rows), -1, -1)[rows, nodes]
             path = torch.where(seen, tokens, tokens[..., :1])
             context = torch.cat([context[:, None].expand(-1, nodes.shape[1], -1), path], 2).flatten(0, 1)
-        return self._sampler.laws(logits.flatten(0, 1), context).view(logits.shape)
+        return self._sampler.probs(logits.flatten(0, 1), context).view(logits.shape)
 
 
 def _entropy(logits: Tensor) -> Tensor:

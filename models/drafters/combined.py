@@ -16,22 +16,22 @@ from torch import Tensor
 
 from drafthead.data.batch import Features, FeatureSpec
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.contract import Drafter, DraftPlan, DraftState, DynamicTree, Proposal, Siblings
-from drafthead.models.decoding.random_source import Coins
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, DynamicTree, Proposal
+from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
 
 
 @dataclass
-class MergedState(DraftState):
+class CombinedState(DraftState):
     """The drafters' states, in their order."""
 
     parts: tuple[DraftState, ...]
 
-    def select(self, rows: list[int]) -> "MergedState":
-        return MergedState(parts=tuple(part.select(rows) for part in self.parts))
+    def select(self, rows: list[int]) -> "CombinedState":
+        return CombinedState(parts=tuple(part.select(rows) for part in self.parts))
 
 
-class Merged(Drafter):
+class CombinedDrafter(Drafter):
     """Drafts the union of what ``drafters`` draft, each a tree of its own.
 
     The plan's siblings, sampler and threshold hold for all drafters, the depth too; of a dynamic tree's nodes every
@@ -66,7 +66,7 @@ class Merged(Drafter):
         if nodes is not None and nodes < 2:
             raise UserError(f"a merged tree of {nodes} nodes is wanted; the root and one draft are 2")
         self.nodes = nodes
-        self.tree = side_by_side(self.trees)
+        self.tree = union(self.trees)
         self.spec = FeatureSpec(layers=tuple(dict.fromkeys(n for d in self.drafters for n in d.spec.layers)))
 
     @property
@@ -77,15 +77,15 @@ class Merged(Drafter):
     def vocab_size(self) -> int | None:
         return max((d.vocab_size for d in self.drafters if d.vocab_size is not None), default=None)
 
-    def init_state(self, batch: int) -> MergedState:
-        return MergedState(parts=tuple(drafter.init_state(batch) for drafter in self.drafters))
+    def init_state(self, batch: int) -> CombinedState:
+        return CombinedState(parts=tuple(drafter.init_state(batch) for drafter in self.drafters))
 
     def observe(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
-    ) -> MergedState:
-        assert isinstance(state, MergedState)
+    ) -> CombinedState:
+        assert isinstance(state, CombinedState)
         pairs = zip(self.drafters, state.parts, strict=True)
-        return MergedState(
+        return CombinedState(
             parts=tuple(drafter.observe(part, tokens, self._own(drafter, features), counts) for drafter, part in pairs)
         )
 
@@ -98,15 +98,15 @@ class Merged(Drafter):
         return Features(final=features.final, layers=layers)
 
     @torch.inference_mode()
-    def draft(self, state: DraftState, last: Tensor, plan: DraftPlan, coins: Coins | None = None) -> Proposal:
-        assert isinstance(state, MergedState)
+    def draft(self, state: DraftState, last: Tensor, plan: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+        assert isinstance(state, CombinedState)
         (head, own, part), *others = zip(self.drafters, self._plans(plan), state.parts, strict=True)
-        found = [d.draft(its, last, wanted.at_most(d.depth), coins) for d, wanted, its in others]
+        found = [d.draft(its, last, wanted.at_most(d.depth), rng) for d, wanted, its in others]
         if self.nodes is not None and isinstance(own.tree, TokenTree):
             own = replace(own, tree=own.tree.first(self.nodes - sum(len(p.shape) - 1 for p in found)))
-        return merge([head.draft(part, last, own.at_most(head.depth), coins), *found])
+        return merge([head.draft(part, last, own.at_most(head.depth), rng), *found])
 
-    def _plans(self, plan: DraftPlan) -> list[DraftPlan]:
+    def _plans(self, plan: DraftConfig) -> list[DraftConfig]:
         if isinstance(plan.tree, DynamicTree):
             share = 1 + (plan.nodes - 1) // len(self.drafters)
             if share < 2:
@@ -122,7 +122,7 @@ class Merged(Drafter):
         return [replace(plan, tree=tree) for tree in trees]
 
 
-def side_by_side(trees: Sequence[TokenTree]) -> TokenTree:
+def union(trees: Sequence[TokenTree]) -> TokenTree:
     """All ``trees`` under one root, the ranks of each behind those of the one before: the largest union there is."""
     paths: list[tuple[int, ...]] = []
     offset = 0
@@ -145,7 +145,7 @@ def merge(proposals: Sequence[Proposal]) -> Proposal:
     proposals = [p for p in proposals if len(p.shape) > 1] or [proposals[0]]
     if len(proposals) == 1:
         return proposals[0]
-    kinds = {p.siblings for p in proposals if p.laws is not None}
+    kinds = {p.draft_sampling for p in proposals if p.probs is not None}
     if len(kinds) > 1:
         raise UserError(
             "merged drafters must sample alike, but some sample with and some without replacement; choose one kind"
@@ -153,15 +153,15 @@ def merge(proposals: Sequence[Proposal]) -> Proposal:
     table = _Table(proposals)
     same = _same_node(table)
     parents, tokens, place = _compact(table, same)
-    children, law_of = _trials(proposals, table, same, place, parents.shape[1])
+    children, prob_index = _trials(proposals, table, same, place, parents.shape[1])
     shape = replace(TreeShape.from_parents(parents), children=children)
-    laws = [p.laws for p in proposals if p.laws is not None]
+    probs = [p.probs for p in proposals if p.probs is not None]
     return Proposal(
         tokens=tokens,
         shape=shape,
-        siblings=kinds.pop() if kinds else Siblings.DETERMINISTIC,
-        laws=torch.cat(laws, 1) if laws else None,
-        law_of=law_of if laws else None,
+        draft_sampling=kinds.pop() if kinds else DraftSampling.TOP_K,
+        probs=torch.cat(probs, 1) if probs else None,
+        prob_index=prob_index if probs else None,
     )
 
 
@@ -238,24 +238,24 @@ def _trials(
     A drafter has one node at most in each merged one, so its trials keep columns of their own until gaps are closed.
     """
     rows, device = same.shape[0], same.device
-    children, law_of, laws = [], [], 0
+    children, prob_index, probs = [], [], 0
     for offset, proposal in zip(table.offsets, proposals, strict=False):
         count, trials = len(proposal.shape), proposal.shape.children.shape[2]
         nodes = torch.arange(count, device=device) + offset
         nodes[0] = 0
         known = proposal.shape.children.expand(rows, -1, -1)
         to = place[:, nodes].gather(1, known.flatten(1)).view(known.shape).masked_fill(known == NO_CHILD, NO_CHILD)
-        law = torch.full_like(known, -1)
-        if proposal.law_of is not None and proposal.laws is not None:
-            law = torch.where(proposal.law_of >= 0, proposal.law_of + laws, -1).expand(known.shape)
-            laws += proposal.laws.shape[1]
+        dist = torch.full_like(known, -1)
+        if proposal.prob_index is not None and proposal.probs is not None:
+            dist = torch.where(proposal.prob_index >= 0, proposal.prob_index + probs, -1).expand(known.shape)
+            probs += proposal.probs.shape[1]
         # Padding is in the root's place and has no children: it must not overwrite the root's.
         padding = (table.parents[:, nodes] < 0) & (nodes > 0)
         at = torch.where(padding, width, place[:, nodes])[..., None].expand(known.shape)
         room = torch.full((rows, width + 1, trials), NO_CHILD, device=device)
         children.append(room.scatter(1, at, to)[:, :width])
-        law_of.append(room.scatter(1, at, law)[:, :width])
-    table_of_children, table_of_laws = torch.cat(children, 2), torch.cat(law_of, 2)
+        prob_index.append(room.scatter(1, at, dist)[:, :width])
+    table_of_children, table_of_laws = torch.cat(children, 2), torch.cat(prob_index, 2)
     gaps = table_of_children == NO_CHILD
     order = gaps.sort(dim=2, stable=True).indices[..., : max(1, int((~gaps).sum(2).max()))]
     return table_of_children.gather(2, order), table_of_laws.gather(2, order)

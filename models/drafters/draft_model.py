@@ -14,10 +14,10 @@ from drafthead.data.batch import Features
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
-from drafthead.models.decoding.contract import DraftPlan, DraftState, Proposal
-from drafthead.models.decoding.draft_cache import CachedExpansion, Committed, DraftCache, TextState
+from drafthead.models.decoding.contract import DraftConfig, DraftState, Proposal
+from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingTokens, TokenBuffer
 from drafthead.models.decoding.growth import StepwiseDrafter
-from drafthead.models.decoding.random_source import Coins
+from drafthead.models.decoding.random_source import RandomSource
 
 
 class ModelDrafter(StepwiseDrafter):
@@ -60,24 +60,24 @@ class ModelDrafter(StepwiseDrafter):
         # Told of no target, its laws are as wide as its own vocabulary, and so must be the target's.
         return self._vocabulary
 
-    def init_state(self, batch: int) -> TextState:
-        return TextState(text=Committed.none(batch), cache=DraftCache(self.model))
+    def init_state(self, batch: int) -> PendingTokens:
+        return PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self.model))
 
     def observe(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
-    ) -> TextState:
-        assert isinstance(state, TextState)
+    ) -> PendingTokens:
+        assert isinstance(state, PendingTokens)
         return state.append(self._known(tokens), counts)
 
-    def draft(self, state: DraftState, last: Tensor, plan: DraftPlan, coins: Coins | None = None) -> Proposal:
-        assert isinstance(state, TextState)
+    def draft(self, state: DraftState, last: Tensor, plan: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+        assert isinstance(state, PendingTokens)
         room = self.model.max_context - state.text.longest - 1
-        return super().draft(state, last, plan.at_most(max(0, room)), coins)
+        return super().draft(state, last, plan.at_most(max(0, room)), rng)
 
-    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> CachedExpansion:
-        assert isinstance(state, TextState)
+    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> CachedDraftPass:
+        assert isinstance(state, PendingTokens)
         text = state.text.append(self._known(last[:, None]))
-        return CachedExpansion(state.cache, text, plan, self.model.logits)
+        return CachedDraftPass(state.cache, text, plan, self.model.logits)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Ids that only the target has become the draft model's last one: it has to read something in their place."""

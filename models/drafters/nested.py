@@ -17,13 +17,13 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import Drafter, DraftPlan, DraftState, Proposal, Siblings
-from drafthead.models.decoding.draft_cache import Committed, common_prefix
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, Proposal
+from drafthead.models.decoding.draft_cache import TokenBuffer, common_prefix
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.loop import check_drafter, default_plan
-from drafthead.models.decoding.random_source import Coins
+from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step import Mark, Policy, Session
+from drafthead.models.decoding.step import DecodeConfig, DecodeState, Snapshot
 from drafthead.models.token_tree import TokenTree
 
 ROOM = 256
@@ -37,7 +37,7 @@ class Nested(Drafter):
     """Chains drafted by speculative decoding of ``model``.
 
     With deterministic siblings the inner session decodes greedily; with sampled ones it draws from ``plan.sampler``'s
-    laws, which go with the proposal. The drafts have no confidence: ``plan.stop_below`` means nothing here.
+    laws, which go with the proposal. The drafts have no confidence: ``plan.confidence_threshold`` means nothing here.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Nested(Drafter):
         drafter: Drafter | None,
         *,
         num_tokens: int = 8,
-        plan: DraftPlan | None = None,
+        plan: DraftConfig | None = None,
         rule: AcceptanceRule | None = None,
         target: BaseModel | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class Nested(Drafter):
         return self._vocabulary
 
     def init_state(self, batch: int) -> "NestedState":
-        return NestedState(text=Committed.none(batch), inner=_Inner(self.model, self.drafter, self.plan, self.rule))
+        return NestedState(text=TokenBuffer.none(batch), inner=_Inner(self.model, self.drafter, self.plan, self.rule))
 
     def observe(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
@@ -105,7 +105,7 @@ class Nested(Drafter):
         return NestedState(text=text, inner=state.inner)
 
     @torch.inference_mode()
-    def draft(self, state: DraftState, last: Tensor, plan: DraftPlan, coins: Coins | None = None) -> Proposal:
+    def draft(self, state: DraftState, last: Tensor, plan: DraftConfig, rng: RandomSource | None = None) -> Proposal:
         """As any drafter.
 
         Raises:
@@ -118,35 +118,35 @@ class Nested(Drafter):
         depth = min(plan.depth, self.depth, self.model.max_context - text.longest)
         if depth < 1:
             return root_only(last)
-        sampled = plan.siblings is not Siblings.DETERMINISTIC
-        if sampled and coins is None:
+        sampled = plan.draft_sampling is not DraftSampling.TOP_K
+        if sampled and rng is None:
             raise ValueError("sampled siblings need coins")
-        policy = Policy(
-            plan=self.plan, sampler=plan.sampler if sampled else Sampler(), rule=self.rule, keep_laws=sampled
+        policy = DecodeConfig(
+            plan=self.plan, sampler=plan.sampler if sampled else Sampler(), rule=self.rule, return_probs=sampled
         )
         state.inner.bring_to(text, policy)
-        tokens, laws = state.inner.decode(depth, _seeds(last, coins))
-        law_of = None
-        if laws is not None:
-            laws = torch.nn.functional.pad(laws, (0, self._vocabulary - laws.shape[-1]))
-            law_of = torch.arange(depth + 1, device=last.device).clamp(max=depth - 1)[None, :, None]
+        tokens, probs = state.inner.decode(depth, _seeds(last, rng))
+        prob_index = None
+        if probs is not None:
+            probs = torch.nn.functional.pad(probs, (0, self._vocabulary - probs.shape[-1]))
+            prob_index = torch.arange(depth + 1, device=last.device).clamp(max=depth - 1)[None, :, None]
         return Proposal(
             tokens=torch.cat([last[:, None], tokens], 1),
             shape=plan.tree.cut(depth).shape_on(last.device),
-            siblings=plan.siblings,
-            laws=laws,
-            law_of=law_of,
+            draft_sampling=plan.draft_sampling,
+            probs=probs,
+            prob_index=prob_index,
         )
 
 
-def _seeds(last: Tensor, coins: Coins | None) -> list[int]:
+def _seeds(last: Tensor, rng: RandomSource | None) -> list[int]:
     """Seeds of the inner session's numbers, drawn from the outer drafting's own: a row's depend on nothing else.
 
     An inner session nested once more draws its seeds from these, so no two streams share numbers.
     """
-    if coins is None:
+    if rng is None:
         return [0] * len(last)
-    drawn = coins.draw(torch.ones(len(last), SEED_BYTES, 256, device=last.device))
+    drawn = rng.draw(torch.ones(len(last), SEED_BYTES, 256, device=last.device))
     return [int.from_bytes(bytes(row), "little") for row in drawn.tolist()]
 
 
@@ -154,11 +154,11 @@ def _seeds(last: Tensor, coins: Coins | None) -> list[int]:
 class NestedState(DraftState):
     """Committed tokens, and the session shared by successive states."""
 
-    text: Committed
+    text: TokenBuffer
     inner: "_Inner"
 
 
-def _leads_to(known: Committed, text: Committed) -> bool:
+def _leads_to(known: TokenBuffer, text: TokenBuffer) -> bool:
     """Whether every row of ``text`` goes on from ``known`` by a token at least, or none goes on."""
     new = text.lengths - known.lengths
     goes_on = bool((new > 0).all()) or not bool(new.any())
@@ -168,11 +168,11 @@ def _leads_to(known: Committed, text: Committed) -> bool:
 class _Inner:
     """A session that is brought to any text: by going back to where it was on the way there, and reading on."""
 
-    def __init__(self, model: BaseModel, drafter: Drafter | None, plan: DraftPlan, rule: AcceptanceRule) -> None:
+    def __init__(self, model: BaseModel, drafter: Drafter | None, plan: DraftConfig, rule: AcceptanceRule) -> None:
         self._model, self._drafter = model, drafter
-        self._policy = Policy(plan=plan, sampler=Sampler(), rule=rule)
-        self._session: Session | None = None
-        self._marks: list[tuple[Committed, Mark]] = []
+        self._policy = DecodeConfig(plan=plan, sampler=Sampler(), rule=rule)
+        self._session: DecodeState | None = None
+        self._marks: list[tuple[TokenBuffer, Snapshot]] = []
         self._capacity = 0
 
     def select(self, rows: list[int]) -> "_Inner":
@@ -190,19 +190,19 @@ class _Inner:
         return chosen
 
     @torch.inference_mode()
-    def begin(self, text: Committed) -> None:
+    def begin(self, text: TokenBuffer) -> None:
         """Read ``text`` afresh, all but the last token of every row."""
         rows = len(text.lengths)
         needed = text.longest + ROOM + 2 * self._policy.plan.nodes
         self._capacity = max(needed, 2 * self._capacity)
-        self._session = Session(self._model, self._drafter, self._policy, rows, self._capacity)
+        self._session = DecodeState(self._model, self._drafter, self._policy, rows, self._capacity)
         read = text.lengths - 1
         prompts = [row[:length] for row, length in zip(text.tokens.tolist(), read.tolist(), strict=True)]
         self._session.read_prompts(prompts, first=text.tokens.gather(1, read[:, None])[:, 0])
         self._marks = []
         self._remember(text)
 
-    def bring_to(self, text: Committed, policy: Policy) -> None:
+    def bring_to(self, text: TokenBuffer, policy: DecodeConfig) -> None:
         """Stand where every row of ``text`` ends: its last token is the session's ``last``."""
         penalised = policy.sampler.repetition_penalty != 1
         fits = penalised == (self._policy.sampler.repetition_penalty != 1)
@@ -224,7 +224,7 @@ class _Inner:
             self._remember(text)
         return None
 
-    def _remember(self, text: Committed) -> None:
+    def _remember(self, text: TokenBuffer) -> None:
         assert self._session is not None
         self._marks.append((text, self._session.mark()))
         del self._marks[1:-MARKS]  # the prompt's is kept: whatever comes, it need not be read again
@@ -240,7 +240,7 @@ class _Inner:
         filled = torch.zeros(rows, dtype=torch.int64, device=session.last.device)
         # One column more takes what is dropped.
         tokens = torch.zeros(rows, count + 1, dtype=torch.int64, device=filled.device)
-        laws: Tensor | None = None
+        probs: Tensor | None = None
         while int(filled.min()) < count:
             positions = (self._marks[-1][0].lengths + filled).tolist()
             # Not what this row still needs: a draft length that depends on the others would change its numbers.
@@ -251,9 +251,9 @@ class _Inner:
             counted = offsets < outcome.counts[:, None]
             places = torch.where(counted, filled[:, None] + offsets, count).clamp(max=count)
             tokens.scatter_(1, places, outcome.tokens)
-            if (found := outcome.verdict.laws) is not None:
-                if laws is None:
-                    laws = found.new_zeros(rows, count + 1, found.shape[-1])
-                laws.scatter_(1, places[..., None].expand(-1, -1, found.shape[-1]), found[:, :width])
+            if (found := outcome.verdict.probs) is not None:
+                if probs is None:
+                    probs = found.new_zeros(rows, count + 1, found.shape[-1])
+                probs.scatter_(1, places[..., None].expand(-1, -1, found.shape[-1]), found[:, :width])
             filled = filled + outcome.counts
-        return tokens[:, :count], None if laws is None else laws[:, :count]
+        return tokens[:, :count], None if probs is None else probs[:, :count]

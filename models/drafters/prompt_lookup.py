@@ -14,10 +14,10 @@ from torch import Tensor
 
 from drafthead.data.batch import Features
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.contract import Drafter, DraftPlan, DraftState, Proposal, Siblings
-from drafthead.models.decoding.draft_cache import Committed
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, Proposal
+from drafthead.models.decoding.draft_cache import TokenBuffer
 from drafthead.models.decoding.growth import root_only
-from drafthead.models.decoding.random_source import Coins
+from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 
@@ -25,7 +25,8 @@ class PromptLookup(Drafter):
     """The longest n-grams that end a row, looked up in its own prompt and answer.
 
     Its drafts are a function of the prefix, so they are verified with a one-hot law whatever siblings the plan wants.
-    They have no confidence: ``plan.stop_below`` means nothing here, and of ``plan.tree`` only depth and number of nodes
+    They have no confidence: ``plan.confidence_threshold`` means nothing here, and of ``plan.tree`` only depth and
+    number of nodes
     do.
     """
 
@@ -54,18 +55,18 @@ class PromptLookup(Drafter):
     def depth(self) -> int:
         return self._depth
 
-    def init_state(self, batch: int) -> Committed:
-        return Committed.none(batch)
+    def init_state(self, batch: int) -> TokenBuffer:
+        return TokenBuffer.none(batch)
 
     def observe(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
-    ) -> Committed:
-        assert isinstance(state, Committed)
+    ) -> TokenBuffer:
+        assert isinstance(state, TokenBuffer)
         return state.append(tokens, counts)
 
     @torch.inference_mode()
-    def draft(self, state: DraftState, last: Tensor, plan: DraftPlan, coins: Coins | None = None) -> Proposal:
-        assert isinstance(state, Committed)
+    def draft(self, state: DraftState, last: Tensor, plan: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+        assert isinstance(state, TokenBuffer)
         depth = min(plan.depth, self.depth)
         if depth == 0 or plan.nodes == 1:
             return root_only(last)
@@ -82,11 +83,11 @@ class PromptLookup(Drafter):
             return Proposal(
                 tokens=torch.cat([last[:, None], found[:, 0, :count]], 1),
                 shape=_chain(count).shape_on(last.device),
-                siblings=Siblings.DETERMINISTIC,
+                draft_sampling=DraftSampling.TOP_K,
             )
         return _tree(last, found, valid, plan.nodes)
 
-    def _find(self, text: Committed) -> tuple[Tensor, Tensor]:
+    def _find(self, text: TokenBuffer) -> tuple[Tensor, Tensor]:
         """The best matches of every row: where their continuations start, and how many tokens match (0: none). [B, M]
 
         One pass of a few tensor operations over the text for each length of n-gram.
@@ -133,5 +134,5 @@ def _tree(last: Tensor, found: Tensor, valid: Tensor, nodes: int) -> Proposal:
     return Proposal(
         tokens=torch.cat([last[:, None], found.flatten(1).gather(1, order)], 1),
         shape=TreeShape.from_parents(torch.cat([root, above], 1)),
-        siblings=Siblings.DETERMINISTIC,
+        draft_sampling=DraftSampling.TOP_K,
     )

@@ -42,7 +42,7 @@ def recognise(config: dict[str, Any], source: str) -> Format:
         UserError: none is recognised.
     """
     for found in FORMATS.values():
-        if found.recognises(config):
+        if found.matches(config):
             return found
     raise UserError(
         f"{source}/config.json looks like none of the formats {', '.join(FORMATS)} (model_type "

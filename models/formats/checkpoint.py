@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import inside, read_json, require_space, write_json
+from drafthead.data.utils.files import read_json, require_space, safe_join, write_json
 from drafthead.data.utils.hub import refuse_pickles
 
 CONFIG = "config.json"
@@ -19,7 +19,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Artefact:
+class PublishedCheckpoint:
     """The content of a published folder."""
 
     config: dict[str, Any]
@@ -44,12 +44,12 @@ class Artefact:
             )
         return found
 
-    def with_notes(self, *notes: str, **changes: Any) -> "Artefact":
+    def with_notes(self, *notes: str, **changes: Any) -> "PublishedCheckpoint":
         """A repaired copy that says what was done."""
         return replace(self, notes=(*self.notes, *notes), **changes)
 
 
-def write_artefact(artefact: Artefact, folder: Path, weights_file: str) -> None:
+def write_artefact(artefact: PublishedCheckpoint, folder: Path, weights_file: str) -> None:
     """Write ``config.json`` and the tensors into ``folder``.
 
     Raises:
@@ -62,20 +62,20 @@ def write_artefact(artefact: Artefact, folder: Path, weights_file: str) -> None:
     write_json(folder / CONFIG, artefact.config)
 
 
-def read_artefact(folder: Path, weights_file: str) -> Artefact:
+def read_artefact(folder: Path, weights_file: str) -> PublishedCheckpoint:
     """Read a published folder; weights may be sharded (``WEIGHTS.index.json``).
 
     Raises:
         UserError: a missing or damaged file; weights that are only there as a pickle.
     """
-    config = read_json(inside(folder, CONFIG))
+    config = read_json(safe_join(folder, CONFIG))
     if not isinstance(config, dict):
         raise UserError(f"{folder}/{CONFIG} holds a {type(config).__name__}, expected an object; copy it again")
-    return Artefact(config=config, tensors=_read_tensors(folder, weights_file), source=str(folder))
+    return PublishedCheckpoint(config=config, tensors=_read_tensors(folder, weights_file), source=str(folder))
 
 
 def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
-    index = inside(folder, f"{weights_file}.index.json")
+    index = safe_join(folder, f"{weights_file}.index.json")
     if (folder / weights_file).is_file():
         files = [weights_file]
     elif index.is_file():
@@ -89,7 +89,7 @@ def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in files:
         try:
-            tensors |= load_file(inside(folder, name))
+            tensors |= load_file(safe_join(folder, name))
         except (OSError, SafetensorError) as error:
             raise UserError(f"{folder / name} cannot be read ({one_line(error)}); copy it again") from None
     return tensors

@@ -1,6 +1,7 @@
 """What a published format is: which head it holds, how it is written and read, and who loads it.
 
-``layout`` is the contract with the engine: every tensor that its loader asks for, with its shape, from the config
+``expected_shapes`` is the contract with the engine: every tensor that its loader asks for, with its shape, from the
+config
 alone. ``check`` compares a folder with it in both directions, because engines skip what they do not know (a misnamed
 tensor would stay at its initial value without a word) and some also skip what they miss.
 """
@@ -19,12 +20,12 @@ from drafthead.data.embedded.packages import SMOLLM2_NAME
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import EMBEDDED
-from drafthead.models.formats.checkpoint import Artefact, cast, read_artefact, write_artefact
+from drafthead.models.formats.checkpoint import PublishedCheckpoint, cast, read_artefact, write_artefact
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
 
 
 @dataclass(frozen=True)
-class Obstacle:
+class Unsupported:
     """Something that a head does and a format cannot say."""
 
     found: str
@@ -33,20 +34,20 @@ class Obstacle:
     """Settings that avoid it."""
 
 
-def adapter_obstacles(head: DraftHead) -> list[Obstacle]:
+def unsupported_adapter(head: DraftHead) -> list[Unsupported]:
     """A base with an adapter merged into it: its name, by which engines download it, would find another one."""
     adapter = head.base.config.adapter
     if adapter is None:
         return []
     return [
-        Obstacle(
+        Unsupported(
             f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load",
             "publish the base as a whole model, which head.save_merged=true writes, and name it: base_name=user/repo",
         )
     ]
 
 
-def vocabulary_obstacles(head: DraftHead, instead: str = "") -> list[Obstacle]:
+def unsupported_vocabulary(head: DraftHead, instead: str = "") -> list[Unsupported]:
     """A draft vocabulary where the format has none: rows for the other ids would need values that nobody trained.
 
     Args:
@@ -56,7 +57,7 @@ def vocabulary_obstacles(head: DraftHead, instead: str = "") -> list[Obstacle]:
     if len(head.d2t) == head.base.vocab_size:
         return []
     return [
-        Obstacle(
+        Unsupported(
             f"it drafts over {len(head.d2t)} of {head.base.vocab_size} ids, and the format has no draft vocabulary",
             " or ".join(filter(None, ["head.draft_vocab_size=null", instead])),
         )
@@ -93,15 +94,15 @@ class Format(ABC):
     """What is read of a ``config.json``, so what an import may override."""
 
     @abstractmethod
-    def pack(self, head: Any) -> Artefact:
-        """Config and tensors of a trained head of class ``self.head`` without :meth:`obstacles`."""
+    def pack(self, head: Any) -> PublishedCheckpoint:
+        """Config and tensors of a trained head of class ``self.head`` without :meth:`unsupported`."""
 
-    def obstacles(self, head: Any) -> list[Obstacle]:
+    def unsupported(self, head: Any) -> list[Unsupported]:
         """Everything that the head does and the format cannot say."""
         return []
 
     @abstractmethod
-    def layout(self, artefact: Artefact) -> dict[str, Shape]:
+    def expected_shapes(self, artefact: PublishedCheckpoint) -> dict[str, Shape]:
         """Names and shapes of all tensors that the engine's loader asks for.
 
         Raises:
@@ -109,11 +110,11 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def recognises(self, config: dict[str, Any]) -> bool:
+    def matches(self, config: dict[str, Any]) -> bool:
         """True for a ``config.json`` that looks like this format (for imports that do not say which it is)."""
 
     @abstractmethod
-    def settings(self, artefact: Artefact) -> DraftHeadConfig:
+    def settings(self, artefact: PublishedCheckpoint) -> DraftHeadConfig:
         """The head's settings, of a checked artefact.
 
         Raises:
@@ -121,26 +122,27 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def fill(self, head: Any, artefact: Artefact) -> None:
+    def load_weights(self, head: Any, artefact: PublishedCheckpoint) -> None:
         """Copy the tensors into a freshly built head.
 
         Raises:
             UserError: a tensor of another shape, or one that shows that the head was made for another base.
         """
 
-    def repaired(self, artefact: Artefact) -> Artefact:
-        """Without the known defects of published files and with the names of ``layout``; notes say what was changed.
+    def normalize(self, artefact: PublishedCheckpoint) -> PublishedCheckpoint:
+        """Without the known defects of published files and with the names of ``expected_shapes``; notes say what was
+        changed.
 
         Raises:
             UserError: a variant that no head here is.
         """
         return artefact
 
-    def sizes(self, artefact: Artefact) -> dict[str, int]:
+    def sizes(self, artefact: PublishedCheckpoint) -> dict[str, int]:
         """``hidden_size`` and ``vocab_size`` of the base that the artefact was made for."""
         return {key: artefact.integer(key) for key in ("hidden_size", "vocab_size")}
 
-    def vocabulary(self, artefact: Artefact) -> Tensor | None:
+    def vocabulary(self, artefact: PublishedCheckpoint) -> Tensor | None:
         """The draft vocabulary's target ids [W] int64; None for the whole vocabulary."""
         return None
 
@@ -156,7 +158,7 @@ class Format(ABC):
 
     def export(
         self, head: DraftHead, folder: Path, dtype: torch.dtype | None = None, base_name: str | None = None
-    ) -> Artefact:
+    ) -> PublishedCheckpoint:
         """Write ``head`` into ``folder`` and return what was written.
 
         Args:
@@ -169,9 +171,9 @@ class Format(ABC):
             UserError: another head than the format holds, or one that it cannot express; not enough space.
         """
         self.require_head(head)
-        obstacles = [*self.obstacles(head), *(adapter_obstacles(head) if base_name is None else [])]
-        if obstacles:
-            listed = "; ".join(f"{obstacle.found} ({obstacle.instead})" for obstacle in obstacles)
+        unsupported = [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]
+        if unsupported:
+            listed = "; ".join(f"{obstacle.found} ({obstacle.instead})" for obstacle in unsupported)
             raise UserError(f"the format {self.name} cannot hold this head: {listed}")
         packed = self.pack(head)
         tensors = cast(packed.tensors, dtype)
@@ -201,7 +203,7 @@ class Format(ABC):
             "head folder itself"
         )
 
-    def read(self, folder: Path, config: dict[str, Any] | None = None) -> Artefact:
+    def read(self, folder: Path, config: dict[str, Any] | None = None) -> PublishedCheckpoint:
         """The repaired and checked content of a published folder; ``config`` overrides keys of its ``config.json``.
 
         Raises:
@@ -215,7 +217,7 @@ class Format(ABC):
                 f"{', '.join(sorted(self.config_keys))}"
             )
         found = read_artefact(folder, self.weights_file)
-        artefact = self.repaired(replace(found, config={**found.config, **(config or {})}))
+        artefact = self.normalize(replace(found, config={**found.config, **(config or {})}))
         self.check(artefact)
         return artefact
 
@@ -227,7 +229,7 @@ class Format(ABC):
         """
         return self.attach(self.read(folder), base)
 
-    def attach(self, artefact: Artefact, base: BaseModel) -> DraftHead:
+    def attach(self, artefact: PublishedCheckpoint, base: BaseModel) -> DraftHead:
         """A checked artefact as a head of ``base``.
 
         Raises:
@@ -247,16 +249,16 @@ class Format(ABC):
         except ValueError as error:
             raise UserError(f"{artefact.source} holds a head that drafthead does not have: {error}") from None
         with torch.no_grad():
-            self.fill(head, artefact)
+            self.load_weights(head, artefact)
         return head.eval()
 
-    def check(self, artefact: Artefact) -> None:
-        """Compare names and shapes with ``layout``.
+    def check(self, artefact: PublishedCheckpoint) -> None:
+        """Compare names and shapes with ``expected_shapes``.
 
         Raises:
             UserError: something is missing, unknown or of another shape.
         """
-        wanted, found = self.layout(artefact), {k: tuple(v.shape) for k, v in artefact.tensors.items()}
+        wanted, found = self.expected_shapes(artefact), {k: tuple(v.shape) for k, v in artefact.tensors.items()}
         missing, unknown = sorted(wanted.keys() - found), sorted(found.keys() - wanted)
         wrong = [f"{k} is {found[k]}, not {s}" for k, s in wanted.items() if k in found and found[k] != s]
         if missing or unknown or wrong:
@@ -267,7 +269,7 @@ class Format(ABC):
             )
 
 
-def assign(parameters: Mapping[str, Tensor], artefact: Artefact) -> None:
+def assign(parameters: Mapping[str, Tensor], artefact: PublishedCheckpoint) -> None:
     """Copy tensors into a head's parameters of the same names; shapes must be equal, so that nothing is broadcast.
 
     Raises:
@@ -290,7 +292,7 @@ def _some(names: list[str]) -> str:
 def published_name(base: BaseModel) -> str:
     """The base's name as others know it: what engines download the base by.
 
-    The name of a base with an adapter merged into it would find another base: see ``models/formats/obstacles.py``.
+    The name of a base with an adapter merged into it would find another base: see ``models/formats/unsupported.py``.
     """
     return SMOLLM2_NAME if base.name == EMBEDDED else base.name
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.formats.checkpoint import Artefact
-from drafthead.models.formats.contract import Engine, Format, Obstacle, Shape, assign
+from drafthead.models.formats.checkpoint import PublishedCheckpoint
+from drafthead.models.formats.contract import Engine, Format, Shape, Unsupported, assign
 from drafthead.models.formats.tensors import (
     CONFIG_KEYS,
     attention_layout,
@@ -63,7 +63,7 @@ class Eagle3Format(Format):
         "ttt_steps",
     }
 
-    def pack(self, head: Eagle3Head) -> Artefact:
+    def pack(self, head: Eagle3Head) -> PublishedCheckpoint:
         base, settings = head.base, head.config
         output = head.output_head(0)
         config = {
@@ -83,20 +83,20 @@ class Eagle3Format(Format):
             tensors["lm_head.weight"] = output.weight * output.scale
         tensors["d2t"] = head.d2t - torch.arange(len(head.d2t), device=head.d2t.device)
         tensors["t2d"] = head.t2d >= 0
-        return Artefact(config, tensors)
+        return PublishedCheckpoint(config, tensors)
 
-    def obstacles(self, head: Eagle3Head) -> list[Obstacle]:
+    def unsupported(self, head: Eagle3Head) -> list[Unsupported]:
         found, agreed = [], list(published_layers(head.base.num_layers))
         if list(head.spec.layers) != agreed:
             found.append(
-                Obstacle(
+                Unsupported(
                     f"it reads the layers {list(head.spec.layers)}, and engines agree on {agreed} alone",
                     "head.layers=null",
                 )
             )
-        if head.lm_head is None and head.teacher.softcap is not None:
+        if head.lm_head is None and head.target_lm_head.softcap is not None:
             found.append(
-                Obstacle(
+                Unsupported(
                     f"{head.base.name} caps its logits, and the format does not cap those of the base's projection",
                     "head.own_lm_head=true",
                 )
@@ -112,7 +112,7 @@ class Eagle3Format(Format):
         said += " ".join(f"head.{key}=false" for key in later)
         return tuple(replace(e, support=said, current=False) if e.name == "SGLang" else e for e in self.engines)
 
-    def layout(self, artefact: Artefact) -> dict[str, Shape]:
+    def expected_shapes(self, artefact: PublishedCheckpoint) -> dict[str, Shape]:
         width, inner = artefact.integer("hidden_size"), artefact.integer("intermediate_size")
         rows, sources = artefact.integer("draft_vocab_size"), 3 * artefact.integer("target_hidden_size")
         wanted: dict[str, Shape] = {
@@ -133,10 +133,10 @@ class Eagle3Format(Format):
             wanted["embed_tokens.weight"] = (artefact.integer("vocab_size"), width)
         return wanted
 
-    def recognises(self, config: dict[str, Any]) -> bool:
+    def matches(self, config: dict[str, Any]) -> bool:
         return bool(set(config.get("architectures") or []) & set(ARCHITECTURES))
 
-    def repaired(self, artefact: Artefact) -> Artefact:
+    def normalize(self, artefact: PublishedCheckpoint) -> PublishedCheckpoint:
         """With the names of the first checkpoints, what the config leaves out, and ``t2d`` as ``d2t`` implies it."""
         names = {name: name.removeprefix("model.").replace("layers.0.", "midlayer.") for name in artefact.tensors}
         tensors = {names[name]: value for name, value in artefact.tensors.items() if "rotary_emb" not in name}
@@ -155,7 +155,7 @@ class Eagle3Format(Format):
             tensors["t2d"] = marks
         return artefact.with_notes(config=config, tensors=tensors)
 
-    def settings(self, artefact: Artefact) -> Eagle3Config:
+    def settings(self, artefact: PublishedCheckpoint) -> Eagle3Config:
         found, default = artefact.config, Eagle3Config()
         for key in ("norm_before_residual", "fc_norm"):
             if found.get(key):
@@ -172,11 +172,11 @@ class Eagle3Format(Format):
             draft_vocab_size=artefact.integer("draft_vocab_size") if reduced else None,
         )
 
-    def vocabulary(self, artefact: Artefact) -> Tensor | None:
+    def vocabulary(self, artefact: PublishedCheckpoint) -> Tensor | None:
         reduced = artefact.integer("draft_vocab_size") < artefact.integer("vocab_size")
         return _targets(artefact.tensors["d2t"]) if reduced else None
 
-    def fill(self, head: Eagle3Head, artefact: Artefact) -> None:
+    def load_weights(self, head: Eagle3Head, artefact: PublishedCheckpoint) -> None:
         require_same_layer(artefact, head.base)
         _require_known_layers(artefact, head)
         embedding = artefact.tensors.get("embed_tokens.weight")
@@ -205,7 +205,7 @@ def _parameters(head: Eagle3Head) -> dict[str, Tensor]:
     return tensors
 
 
-def _require_known_layers(artefact: Artefact, head: Eagle3Head) -> None:
+def _require_known_layers(artefact: PublishedCheckpoint, head: Eagle3Head) -> None:
     said = _eagle_config(artefact).get(LAYER_IDS) or artefact.config.get(LAYER_IDS)
     usual = list(published_layers(head.base.num_layers))
     # vLLM's way to count, and SGLang's, which adds one.
@@ -216,7 +216,7 @@ def _require_known_layers(artefact: Artefact, head: Eagle3Head) -> None:
         )
 
 
-def _eagle_config(artefact: Artefact) -> dict[str, Any]:
+def _eagle_config(artefact: PublishedCheckpoint) -> dict[str, Any]:
     found = artefact.config.get("eagle_config")
     return found if isinstance(found, dict) else {}
 

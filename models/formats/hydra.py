@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.formats.checkpoint import Artefact
-from drafthead.models.formats.contract import Engine, Format, Obstacle, Shape, assign, vocabulary_obstacles
+from drafthead.models.formats.checkpoint import PublishedCheckpoint
+from drafthead.models.formats.contract import Engine, Format, Shape, Unsupported, assign, unsupported_vocabulary
 from drafthead.models.formats.tensors import attention_tensors, rows_of, tied
 from drafthead.models.heads.hydra import HydraBlocks, HydraConfig, HydraHead, PrefixLayer
 
@@ -45,18 +45,18 @@ class HydraFormat(Format):
         {"hydra_num_heads", "hydra_num_layers", "hydra_head_arch", "grounded_heads", "dropout_rate"}
     )
 
-    def obstacles(self, head: HydraHead) -> list[Obstacle]:
-        found = vocabulary_obstacles(head)
+    def unsupported(self, head: HydraHead) -> list[Unsupported]:
+        found = unsupported_vocabulary(head)
         if head.config.unit_embeddings:
             what = "it reads embeddings of unit length, and the format reads them as they are"
-            found.append(Obstacle(what, "head.unit_embeddings=false"))
-        if head.teacher.scale != 1.0 or head.teacher.softcap is not None:
+            found.append(Unsupported(what, "head.unit_embeddings=false"))
+        if head.target_lm_head.scale != 1.0 or head.target_lm_head.softcap is not None:
             what = f"{head.base.name} scales or caps its logits, and the format does not"
-            found.append(Obstacle(what, "another base; no setting avoids it"))
+            found.append(Unsupported(what, "another base; no setting avoids it"))
         return found
 
-    def pack(self, head: HydraHead) -> Artefact:
-        settings, teacher = head.config, head.teacher
+    def pack(self, head: HydraHead) -> PublishedCheckpoint:
+        settings, target_lm_head = head.config, head.target_lm_head
         config = {
             "hydra_num_heads": head.depth,
             "hydra_num_layers": settings.num_layers,
@@ -68,11 +68,11 @@ class HydraFormat(Format):
         for k in range(head.depth):
             name = _projection(k, settings.prefix_layer)
             # The format has projections of each head's own, with a bias.
-            tensors.setdefault(f"{name}.weight", teacher.weight)
-            tensors.setdefault(f"{name}.bias", torch.zeros_like(teacher.weight[:, 0]))
-        return Artefact(config, tensors)
+            tensors.setdefault(f"{name}.weight", target_lm_head.weight)
+            tensors.setdefault(f"{name}.bias", torch.zeros_like(target_lm_head.weight[:, 0]))
+        return PublishedCheckpoint(config, tensors)
 
-    def layout(self, artefact: Artefact) -> dict[str, Shape]:
+    def expected_shapes(self, artefact: PublishedCheckpoint) -> dict[str, Shape]:
         heads, layers = artefact.integer("hydra_num_heads"), artefact.integer("hydra_num_layers")
         prefixed = _is_prefixed(artefact.config)
         width, vocabulary = (_rows(artefact, f"{of(0, prefixed)}.weight") for of in (_first_block, _projection))
@@ -90,10 +90,10 @@ class HydraFormat(Format):
             wanted |= _prefix_layout(artefact, width)
         return wanted
 
-    def recognises(self, config: dict[str, Any]) -> bool:
+    def matches(self, config: dict[str, Any]) -> bool:
         return "hydra_num_heads" in config
 
-    def repaired(self, artefact: Artefact) -> Artefact:
+    def normalize(self, artefact: PublishedCheckpoint) -> PublishedCheckpoint:
         """With one naming of both variants, without what the base has, and without biases that are all zero.
 
         Raises:
@@ -118,13 +118,13 @@ class HydraFormat(Format):
             tensors = {name: value for name, value in tensors.items() if name not in biases}
         return artefact.with_notes(tensors=tensors)
 
-    def sizes(self, artefact: Artefact) -> dict[str, int]:
+    def sizes(self, artefact: PublishedCheckpoint) -> dict[str, int]:
         return {
             "hidden_size": _rows(artefact, f"{_first_block(0, _is_prefixed(artefact.config))}.weight"),
             "vocab_size": _rows(artefact, f"{_projection(0, _is_prefixed(artefact.config))}.weight"),
         }
 
-    def settings(self, artefact: Artefact) -> HydraConfig:
+    def settings(self, artefact: PublishedCheckpoint) -> HydraConfig:
         config, layers = artefact.config, artefact.integer("hydra_num_layers")
         heads, prefixed = artefact.integer("hydra_num_heads"), _is_prefixed(artefact.config)
         # The first block has a shape of its own.
@@ -138,7 +138,7 @@ class HydraFormat(Format):
             tie_blocks=tied(artefact.tensors, repeated),
         )
 
-    def fill(self, head: HydraHead, artefact: Artefact) -> None:
+    def load_weights(self, head: HydraHead, artefact: PublishedCheckpoint) -> None:
         assign(_named(head), artefact)
 
 
@@ -170,7 +170,7 @@ def _named_prefix(prefix: PrefixLayer) -> dict[str, Tensor]:
     }
 
 
-def _prefix_layout(artefact: Artefact, width: int) -> dict[str, Shape]:
+def _prefix_layout(artefact: PublishedCheckpoint, width: int) -> dict[str, Shape]:
     """The config says nothing of the layer's sizes: they are the base's, and compared with it when it is attached."""
     layer = f"{PREFIX}layers.0."
     queries, keys = (
@@ -226,5 +226,5 @@ def _in_order(tensors: dict[str, Tensor], prefixed: bool) -> dict[str, Tensor]:
     return {renamed(name): value for name, value in tensors.items()}
 
 
-def _rows(artefact: Artefact, name: str) -> int:
+def _rows(artefact: PublishedCheckpoint, name: str) -> int:
     return rows_of(artefact, name, "Hydra")

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from drafthead.models.formats.checkpoint import Artefact
-from drafthead.models.formats.contract import Engine, Format, Obstacle, Shape, assign, vocabulary_obstacles
+from drafthead.models.formats.checkpoint import PublishedCheckpoint
+from drafthead.models.formats.contract import Engine, Format, Shape, Unsupported, assign, unsupported_vocabulary
 from drafthead.models.formats.tensors import (
     CONFIG_KEYS,
     attention_layout,
@@ -36,32 +36,32 @@ class KangarooFormat(Format):
     )
     config_keys = CONFIG_KEYS | {"exit_layer", "num_tokens", "threshold"}
 
-    def obstacles(self, head: KangarooHead) -> list[Obstacle]:
-        return vocabulary_obstacles(head)
+    def unsupported(self, head: KangarooHead) -> list[Unsupported]:
+        return unsupported_vocabulary(head)
 
-    def pack(self, head: KangarooHead) -> Artefact:
+    def pack(self, head: KangarooHead) -> PublishedCheckpoint:
         config = {
             **layer_config(head.base),
             "exit_layer": head.config.exit_layer,
             "num_tokens": head.config.num_tokens,
-            "threshold": head.stop_below,
+            "threshold": head.confidence_threshold,
         }
-        return Artefact(config, _tensors(head))
+        return PublishedCheckpoint(config, _tensors(head))
 
-    def layout(self, artefact: Artefact) -> dict[str, Shape]:
+    def expected_shapes(self, artefact: PublishedCheckpoint) -> dict[str, Shape]:
         width = artefact.integer("hidden_size")
         norms: dict[str, Shape] = {"layers.0.input_layernorm.weight": (width,), "norm.weight": (width,)}
         return norms | attention_layout(artefact, ATTENTION, width)
 
-    def recognises(self, config: dict[str, Any]) -> bool:
+    def matches(self, config: dict[str, Any]) -> bool:
         return "exit_layer" in config and config.get("num_hidden_layers") == 1
 
-    def repaired(self, artefact: Artefact) -> Artefact:
+    def normalize(self, artefact: PublishedCheckpoint) -> PublishedCheckpoint:
         """Without the frequencies of the rotary embedding, which the base has."""
         kept = {k: v for k, v in artefact.tensors.items() if not k.endswith("rotary_emb.inv_freq")}
         return artefact.with_notes(tensors=kept)
 
-    def settings(self, artefact: Artefact) -> KangarooConfig:
+    def settings(self, artefact: PublishedCheckpoint) -> KangarooConfig:
         default = KangarooConfig()
         return KangarooConfig(
             exit_layer=artefact.integer("exit_layer"),
@@ -69,7 +69,7 @@ class KangarooFormat(Format):
             threshold=artefact.config.get("threshold", default.threshold),
         )
 
-    def fill(self, head: KangarooHead, artefact: Artefact) -> None:
+    def load_weights(self, head: KangarooHead, artefact: PublishedCheckpoint) -> None:
         require_same_layer(artefact, head.base)
         assign(_tensors(head), artefact)
 

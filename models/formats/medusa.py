@@ -16,8 +16,16 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.formats.checkpoint import Artefact
-from drafthead.models.formats.contract import BASE_NAME, Engine, Format, Obstacle, Shape, assign, vocabulary_obstacles
+from drafthead.models.formats.checkpoint import PublishedCheckpoint
+from drafthead.models.formats.contract import (
+    BASE_NAME,
+    Engine,
+    Format,
+    Shape,
+    Unsupported,
+    assign,
+    unsupported_vocabulary,
+)
 from drafthead.models.formats.tensors import rows_of, tied
 from drafthead.models.heads.medusa import Blocks, MedusaConfig, MedusaHead, ResBlock
 
@@ -40,23 +48,23 @@ class MedusaFormat(Format):
     )
     config_keys = frozenset({"medusa_num_heads", "medusa_num_layers"})
 
-    def obstacles(self, head: MedusaHead) -> list[Obstacle]:
+    def unsupported(self, head: MedusaHead) -> list[Unsupported]:
         return [
-            *last_token_obstacles(head),
-            *vocabulary_obstacles(head, "to=vllm_medusa"),
+            *unsupported_last_token(head),
+            *unsupported_vocabulary(head, "to=vllm_medusa"),
             *_scaled_logits(head),
         ]
 
-    def pack(self, head: MedusaHead) -> Artefact:
+    def pack(self, head: MedusaHead) -> PublishedCheckpoint:
         own = head.config.own_projection
         config = {
             "medusa_num_heads": head.depth,
             "medusa_num_layers": head.config.num_layers,
             "version": "1" if own else "2",
         }
-        return Artefact(config, _named(head))
+        return PublishedCheckpoint(config, _named(head))
 
-    def layout(self, artefact: Artefact) -> dict[str, Shape]:
+    def expected_shapes(self, artefact: PublishedCheckpoint) -> dict[str, Shape]:
         heads, layers = artefact.integer("medusa_num_heads"), artefact.integer("medusa_num_layers")
         width = rows_of(artefact, "0.0.linear.weight", "Medusa")
         own = f"0.{layers}.weight"
@@ -70,10 +78,10 @@ class MedusaFormat(Format):
                 wanted[f"{k}.{layers}.weight"] = (vocabulary, width)
         return wanted
 
-    def recognises(self, config: dict[str, Any]) -> bool:
+    def matches(self, config: dict[str, Any]) -> bool:
         return "medusa_num_heads" in config
 
-    def repaired(self, artefact: Artefact) -> Artefact:
+    def normalize(self, artefact: PublishedCheckpoint) -> PublishedCheckpoint:
         """Without the base and the prefixes of a whole saved model; heads and blocks are counted in the weights."""
         tensors = _without_prefix(artefact.tensors)
         if len(tensors) != len(artefact.tensors):
@@ -93,12 +101,12 @@ class MedusaFormat(Format):
                 artefact = artefact.with_notes(note, config={**artefact.config, key: count})
         return artefact
 
-    def sizes(self, artefact: Artefact) -> dict[str, int]:
+    def sizes(self, artefact: PublishedCheckpoint) -> dict[str, int]:
         found = {"hidden_size": rows_of(artefact, "0.0.linear.weight", "Medusa")}
         own = f"0.{artefact.integer('medusa_num_layers')}.weight"
         return found | ({"vocab_size": rows_of(artefact, own, "Medusa")} if own in artefact.tensors else {})
 
-    def settings(self, artefact: Artefact) -> MedusaConfig:
+    def settings(self, artefact: PublishedCheckpoint) -> MedusaConfig:
         heads, layers = artefact.integer("medusa_num_heads"), artefact.integer("medusa_num_layers")
         return MedusaConfig(
             num_heads=heads,
@@ -107,7 +115,7 @@ class MedusaFormat(Format):
             tie_blocks=tied(artefact.tensors, ([f"{k}.{j}.linear" for j in range(layers)] for k in range(heads))),
         )
 
-    def fill(self, head: MedusaHead, artefact: Artefact) -> None:
+    def load_weights(self, head: MedusaHead, artefact: PublishedCheckpoint) -> None:
         for obstacle in _scaled_logits(head):
             raise UserError(f"{artefact.source}: {obstacle.found}; name the base that it was trained for")
         assign(_named(head), artefact)
@@ -129,18 +137,18 @@ class TgiMedusaFormat(MedusaFormat):
         Engine("SGLang", "never"),
     )
 
-    def obstacles(self, head: MedusaHead) -> list[Obstacle]:
-        found = super().obstacles(head)
+    def unsupported(self, head: MedusaHead) -> list[Unsupported]:
+        found = super().unsupported(head)
         if not head.config.own_projection and head.config.num_layers != 1:
             layers = head.config.num_layers
             what = f"it has {layers} blocks a head and the base's projection, with which TGI has exactly 1 block"
-            found.append(Obstacle(what, "head.own_projection=true or head.num_layers=1"))
+            found.append(Unsupported(what, "head.own_projection=true or head.num_layers=1"))
         return found
 
-    def recognises(self, config: dict[str, Any]) -> bool:
+    def matches(self, config: dict[str, Any]) -> bool:
         return False  # as an import it is the other one
 
-    def check(self, artefact: Artefact) -> None:
+    def check(self, artefact: PublishedCheckpoint) -> None:
         """As any format's, and what TGI asks of a config.
 
         Raises:
@@ -170,19 +178,19 @@ def blocks_of(head: MedusaHead, k: int) -> list[ResBlock]:
     return cast(Blocks, head.blocks[k]).in_order()
 
 
-def last_token_obstacles(head: MedusaHead) -> list[Obstacle]:
+def unsupported_last_token(head: MedusaHead) -> list[Unsupported]:
     """Heads that read more than the base's hidden state, which no Medusa format has."""
     if not head.config.reads_last_token:
         return []
     what = "its heads read the last token's embedding, and those of the format do not"
-    return [Obstacle(what, "head.reads_last_token=false")]
+    return [Unsupported(what, "head.reads_last_token=false")]
 
 
-def _scaled_logits(head: MedusaHead) -> list[Obstacle]:
-    if not head.config.own_projection or (head.teacher.scale == 1.0 and head.teacher.softcap is None):
+def _scaled_logits(head: MedusaHead) -> list[Unsupported]:
+    if not head.config.own_projection or (head.target_lm_head.scale == 1.0 and head.target_lm_head.softcap is None):
         return []
     what = f"{head.base.name} scales or caps its logits, and the format does not those of a head's own projection"
-    return [Obstacle(what, "head.own_projection=false")]
+    return [Unsupported(what, "head.own_projection=false")]
 
 
 def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -220,18 +228,18 @@ class VllmMedusaFormat(Format):
         }
     )
 
-    def obstacles(self, head: MedusaHead) -> list[Obstacle]:
-        found = last_token_obstacles(head)
-        if head.teacher.softcap is not None:
+    def unsupported(self, head: MedusaHead) -> list[Unsupported]:
+        found = unsupported_last_token(head)
+        if head.target_lm_head.softcap is not None:
             what = f"{head.base.name} caps its logits, and the format does not"
-            found.append(Obstacle(what, "another base; no setting avoids it"))
+            found.append(Unsupported(what, "another base; no setting avoids it"))
         return found
 
-    def pack(self, head: MedusaHead) -> Artefact:
+    def pack(self, head: MedusaHead) -> PublishedCheckpoint:
         own, reduced = head.config.own_projection, len(head.d2t) != head.base.vocab_size
         tensors = _named_by_vllm(head)
         if not own:
-            tensors["lm_heads.0.weight"] = head.teacher.weight
+            tensors["lm_heads.0.weight"] = head.target_lm_head.weight
         if reduced:
             tensors["token_map"] = head.d2t
         config = {
@@ -244,11 +252,11 @@ class VllmMedusaFormat(Format):
             "num_hidden_layers": head.config.num_layers,
             "medusa_fc_bias": True,  # its default drops the biases without a word
             "original_lm_head": not own,
-            "logit_scale": head.teacher.scale,
+            "logit_scale": head.target_lm_head.scale,
         }
-        return Artefact(config, tensors)
+        return PublishedCheckpoint(config, tensors)
 
-    def layout(self, artefact: Artefact) -> dict[str, Shape]:
+    def expected_shapes(self, artefact: PublishedCheckpoint) -> dict[str, Shape]:
         heads, layers = artefact.integer("num_heads"), artefact.integer("num_hidden_layers")
         width, rows = artefact.integer("hidden_size"), artefact.integer("truncated_vocab_size")
         wanted: dict[str, Shape] = {}
@@ -263,10 +271,10 @@ class VllmMedusaFormat(Format):
             wanted["token_map"] = (rows,)
         return wanted
 
-    def recognises(self, config: dict[str, Any]) -> bool:
+    def matches(self, config: dict[str, Any]) -> bool:
         return config.get("model_type") == "medusa" and "medusa_num_heads" not in config
 
-    def repaired(self, artefact: Artefact) -> Artefact:
+    def normalize(self, artefact: PublishedCheckpoint) -> PublishedCheckpoint:
         """With vLLM's names of keys and tensors; of projections over all ids the rows of ``token_map``."""
         config = dict(artefact.config)
         for key in [k for k in config if "num" in k]:  # as vLLM's config class does
@@ -284,7 +292,7 @@ class VllmMedusaFormat(Format):
             }
         return artefact.with_notes(config=config, tensors=tensors)
 
-    def settings(self, artefact: Artefact) -> MedusaConfig:
+    def settings(self, artefact: PublishedCheckpoint) -> MedusaConfig:
         heads, layers = artefact.integer("num_heads"), artefact.integer("num_hidden_layers")
         reduced = artefact.integer("truncated_vocab_size") < artefact.integer("vocab_size")
         blocks = ([f"blocks.{k}.layers.{j}" for j in range(layers)] for k in range(heads))
@@ -296,16 +304,17 @@ class VllmMedusaFormat(Format):
             draft_vocab_size=artefact.integer("truncated_vocab_size") if reduced else None,
         )
 
-    def vocabulary(self, artefact: Artefact) -> Tensor | None:
+    def vocabulary(self, artefact: PublishedCheckpoint) -> Tensor | None:
         token_map = artefact.tensors.get("token_map")
         return None if token_map is None else token_map.long()
 
-    def fill(self, head: MedusaHead, artefact: Artefact) -> None:
+    def load_weights(self, head: MedusaHead, artefact: PublishedCheckpoint) -> None:
         scale = artefact.config.get("logit_scale", 1.0)
-        if scale != head.teacher.scale or head.teacher.softcap is not None:
+        if scale != head.target_lm_head.scale or head.target_lm_head.softcap is not None:
             raise UserError(
-                f"{artefact.source} scales its logits by {scale}, {head.base.name} by {head.teacher.scale} (soft-cap "
-                f"{head.teacher.softcap}); name the base that it was trained for"
+                f"{artefact.source} scales its logits by {scale}, {head.base.name} by {head.target_lm_head.scale} "
+                f"(soft-cap "
+                f"{head.target_lm_head.softcap}); name the base that it was trained for"
             )
         biases = {
             f"blocks.{k}.layers.{j}.bias": torch.zeros(head.base.hidden_size)
@@ -331,7 +340,7 @@ def _named_by_vllm(head: MedusaHead) -> dict[str, Tensor]:
 
 def _require_the_bases(weight: Tensor, head: MedusaHead, source: str) -> None:
     """A shared projection is the base's here; what was rounded to bfloat16 is still the same one."""
-    own = head.teacher.weight
+    own = head.target_lm_head.weight
     if not torch.allclose(weight.to(own), own, rtol=2**-7, atol=1e-6):
         raise UserError(
             f"{source} shares one projection that is not {head.base.name}'s own; name the base that it was trained for"

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.formats.checkpoint import Artefact
-from drafthead.models.formats.contract import Engine, Format, Obstacle, Shape, assign, vocabulary_obstacles
+from drafthead.models.formats.checkpoint import PublishedCheckpoint
+from drafthead.models.formats.contract import Engine, Format, Shape, Unsupported, assign, unsupported_vocabulary
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig, MLPSpeculatorHead, RNNCells
 
 PREFIX = "speculator."
@@ -55,7 +55,7 @@ class MLPSpeculatorFormat(Format):
         }
     )
 
-    def pack(self, head: MLPSpeculatorHead) -> Artefact:
+    def pack(self, head: MLPSpeculatorHead) -> PublishedCheckpoint:
         settings = head.config
         cells = cast(RNNCells, head.cells)
         config = {
@@ -71,9 +71,9 @@ class MLPSpeculatorFormat(Format):
             "tie_weights": settings.tie_weights,
             "scale_input": settings.scale_input,
         }
-        return Artefact(config, _named(head))
+        return PublishedCheckpoint(config, _named(head))
 
-    def obstacles(self, head: MLPSpeculatorHead) -> list[Obstacle]:
+    def unsupported(self, head: MLPSpeculatorHead) -> list[Unsupported]:
         settings = head.config
         ours = {
             "it has LSTM cells, and the format IBM's own": ("head.cell=rnn", settings.cell != "rnn"),
@@ -86,8 +86,8 @@ class MLPSpeculatorFormat(Format):
                 not settings.own_projection,
             ),
         }
-        found = [Obstacle(what, instead) for what, (instead, is_used) in ours.items() if is_used]
-        return found + vocabulary_obstacles(head)
+        found = [Unsupported(what, instead) for what, (instead, is_used) in ours.items() if is_used]
+        return found + unsupported_vocabulary(head)
 
     def engines_for(self, head: MLPSpeculatorHead) -> tuple[Engine, ...]:
         if head.config.tie_weights:
@@ -95,7 +95,7 @@ class MLPSpeculatorFormat(Format):
         said = "fails with untied weights; train with head.tie_weights=true"
         return tuple(replace(e, support=said, current=False) if e.name == "TGI" else e for e in self.engines)
 
-    def layout(self, artefact: Artefact) -> dict[str, Shape]:
+    def expected_shapes(self, artefact: PublishedCheckpoint) -> dict[str, Shape]:
         positions, width = artefact.integer("n_predict"), artefact.integer("inner_dim")
         hidden, vocabulary = artefact.integer("emb_dim"), artefact.integer("vocab_size")
         tied = bool(artefact.config.get("tie_weights"))
@@ -108,10 +108,10 @@ class MLPSpeculatorFormat(Format):
                 wanted[f"{PREFIX}ln.{i}.weight"] = wanted[f"{PREFIX}ln.{i}.bias"] = (width,)
         return wanted
 
-    def recognises(self, config: dict[str, Any]) -> bool:
+    def matches(self, config: dict[str, Any]) -> bool:
         return config.get("model_type") == "mlp_speculator"
 
-    def repaired(self, artefact: Artefact) -> Artefact:
+    def normalize(self, artefact: PublishedCheckpoint) -> PublishedCheckpoint:
         """With prefixed names and an inner width; tied files without their copies.
 
         Raises:
@@ -129,10 +129,10 @@ class MLPSpeculatorFormat(Format):
             artefact = artefact.with_notes(said + ": not used here")
         return artefact.with_notes(config=config, tensors=tensors)
 
-    def sizes(self, artefact: Artefact) -> dict[str, int]:
+    def sizes(self, artefact: PublishedCheckpoint) -> dict[str, int]:
         return {"hidden_size": artefact.integer("emb_dim"), "vocab_size": artefact.integer("vocab_size")}
 
-    def settings(self, artefact: Artefact) -> MLPSpeculatorConfig:
+    def settings(self, artefact: PublishedCheckpoint) -> MLPSpeculatorConfig:
         architectures = artefact.config.get("architectures")
         if architectures and "MLPSpeculatorPreTrainedModel" not in architectures:
             raise UserError(f"{artefact.source} is a {architectures}: only MLPSpeculatorPreTrainedModel is read")
@@ -143,7 +143,7 @@ class MLPSpeculatorFormat(Format):
             scale_input=bool(artefact.config.get("scale_input")),
         )
 
-    def fill(self, head: MLPSpeculatorHead, artefact: Artefact) -> None:
+    def load_weights(self, head: MLPSpeculatorHead, artefact: PublishedCheckpoint) -> None:
         assign(_named(head), artefact)
 
 

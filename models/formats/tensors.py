@@ -10,12 +10,12 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.formats.checkpoint import Artefact
+from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.contract import Shape
 from drafthead.models.heads.common.attention_layer import AttentionShape, HeadAttention, norm_eps
 
 
-def rows_of(artefact: Artefact, name: str, heads: str) -> int:
+def rows_of(artefact: PublishedCheckpoint, name: str, heads: str) -> int:
     """Rows of a tensor; ``heads`` says whose it is.
 
     Raises:
@@ -79,7 +79,7 @@ def layer_config(base: BaseModel) -> dict[str, Any]:
     }
 
 
-def require_same_layer(artefact: Artefact, base: BaseModel) -> None:
+def require_same_layer(artefact: PublishedCheckpoint, base: BaseModel) -> None:
     """Refuse a layer whose attention would be another one beside this base, which lends its rotary embedding.
 
     Raises:
@@ -107,7 +107,7 @@ def require_same_layer(artefact: Artefact, base: BaseModel) -> None:
             )
 
 
-def attention_layout(artefact: Artefact, prefix: str, input_width: int) -> dict[str, Shape]:
+def attention_layout(artefact: PublishedCheckpoint, prefix: str, input_width: int) -> dict[str, Shape]:
     """Names and shapes of the layer's attention."""
     heads, width = artefact.integer("num_attention_heads"), artefact.integer("hidden_size")
     head_dim = artefact.config.get("head_dim") or width // heads

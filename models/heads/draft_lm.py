@@ -19,18 +19,18 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
 from drafthead.models.base.shape import ModelShape
-from drafthead.models.decoding.contract import DraftPlan, DraftState
-from drafthead.models.decoding.draft_cache import CachedExpansion, Committed, DraftCache, TextState
-from drafthead.models.heads.common.autoregressive import NextTokenConfig, NextTokenHead
+from drafthead.models.decoding.contract import DraftConfig, DraftState
+from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingTokens, TokenBuffer
+from drafthead.models.heads.common.autoregressive import AutoregressiveConfig, AutoregressiveHead
 from drafthead.models.heads.common.contract import HeadSize
-from drafthead.models.heads.common.lm_heads import Projections
+from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import fresh_copy, fuse_modules
 from drafthead.models.kernels.linear import prepack_linears
 
 
 @dataclass(kw_only=True)
-class DraftLMConfig(NextTokenConfig):
+class DraftLMConfig(AutoregressiveConfig):
     """Settings of :class:`DraftLM`."""
 
     num_tokens: int = 5
@@ -69,7 +69,7 @@ class DraftLMConfig(NextTokenConfig):
         )
 
 
-class DraftLM(NextTokenHead):
+class DraftLM(AutoregressiveHead):
     """A few decoder layers between the base's embedding and output head."""
 
     config: DraftLMConfig
@@ -84,29 +84,29 @@ class DraftLM(NextTokenHead):
         self.norm = deepcopy(base.model.model.norm).float().requires_grad_(True)
         self._trunk = with_layers(base, self.layers, self.norm, torch.float32)
         self._reader: BaseModel | None = None
-        self._projections = Projections(self.teacher, 0, config.copy_dtype)
+        self._projections = DraftLMHeads(self.target_lm_head, 0, config.copy_dtype)
 
-    def recomputable(self) -> list[tuple[nn.Module, str]]:
+    def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [(layer, "forward") for layer in self.layers]
 
-    def forget_copies(self) -> None:
+    def invalidate(self) -> None:
         self._reader = None
 
     # Drafting ------------------------------------------------------------------------------------------------
 
-    def init_state(self, batch: int) -> TextState:
-        return TextState(text=Committed.none(batch), cache=DraftCache(self._inference_model()))
+    def init_state(self, batch: int) -> PendingTokens:
+        return PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self._inference_model()))
 
     def observe(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
-    ) -> TextState:
-        assert isinstance(state, TextState)
+    ) -> PendingTokens:
+        assert isinstance(state, PendingTokens)
         return state.append(tokens, counts)
 
-    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> CachedExpansion:
-        assert isinstance(state, TextState)
+    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> CachedDraftPass:
+        assert isinstance(state, PendingTokens)
         text = state.text.append(last[:, None])
-        return CachedExpansion(state.cache, text, plan, lambda hidden: self._projections.logits(hidden, 0))
+        return CachedDraftPass(state.cache, text, plan, lambda hidden: self._projections.logits(hidden, 0))
 
     def _inference_model(self) -> BaseModel:
         """The trunk, with layers fit for few rows where the base has such."""

@@ -26,15 +26,15 @@ from torch.utils.checkpoint import checkpoint
 from drafthead.data.batch import NO_DOCUMENT, Features, FeatureSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftPlan, DraftState, last_of
+from drafthead.models.decoding.contract import DraftConfig, DraftState, last_of
 from drafthead.models.heads.common.attention_layer import HeadAttention, HeadMLP, HeadRMSNorm, norm_eps
 from drafthead.models.heads.common.contract import DraftHeadConfig, HeadSize
-from drafthead.models.heads.common.layer_cache import LayerMemory, LayerText
-from drafthead.models.heads.common.multi_position import PositionHead
-from drafthead.models.heads.common.targets import Reading
+from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
+from drafthead.models.heads.common.multi_position import MultiPositionHead
+from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import FusedMLP, FusedRMSNorm
 from drafthead.models.kernels.linear import inference_linear
@@ -172,7 +172,7 @@ def followed(documents: Tensor) -> Tensor:
     return found
 
 
-def drafting_places(reading: Reading, ids: Tensor) -> tuple[Tensor, Tensor]:
+def drafting_places(reading: DraftTargets, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Where any position drafts from: [B, S] places in the rows, and for every flat place its flat place in there."""
     rows, time = ids.shape
     used = torch.zeros(rows * time, dtype=torch.bool, device=ids.device)
@@ -256,7 +256,7 @@ class Eagle3Config(DraftHeadConfig):
 class EagleState(DraftState):
     """What the layer has read, and the feature that waits for its token."""
 
-    text: LayerText
+    text: PendingInputs
     """Pairs of a feature ``f_t`` and the token ``x_{t+1}``."""
     feature: Tensor
     """[B, D] the feature of the last token that the base has read; NaN before there is one."""
@@ -264,7 +264,7 @@ class EagleState(DraftState):
     """Whether the base has read anything."""
 
 
-class Eagle3Head(PositionHead):
+class Eagle3Head(MultiPositionHead):
     """EAGLE-3's fused features, decoder layer, final norm and projection; names of weights as in its checkpoints."""
 
     config: Eagle3Config
@@ -283,9 +283,9 @@ class Eagle3Head(PositionHead):
         self.lm_head: nn.Linear | None = None
         if config.own_lm_head:
             self.lm_head = nn.Linear(width, len(self.d2t), bias=False, device="meta")
-            rows = self.teacher.weight.detach().float()
+            rows = self.target_lm_head.weight.detach().float()
             # Scaled here and not capped: checkpoints have no place for either.
-            self.lm_head.weight = nn.Parameter(rows * self.teacher.scale)
+            self.lm_head.weight = nn.Parameter(rows * self.target_lm_head.scale)
         self._start_as_base(layers.index(max(layers)) if layers else None)
         self._packed: _Packed | None = None
 
@@ -300,17 +300,17 @@ class Eagle3Head(PositionHead):
         start = width * (deepest or 0)
         self.fc.weight[:, start : start + width] = torch.eye(width)
         # Gemma stores a norm's scale as its distance from one. The final state has been normed once already.
-        scale = self.base.model.model.norm(torch.ones_like(self.teacher.weight[0])).float()
+        scale = self.base.model.model.norm(torch.ones_like(self.target_lm_head.weight[0])).float()
         self.norm.weight.copy_(scale.square().mean().sqrt() if deepest is None else scale)
 
-    def recomputable(self) -> list[tuple[nn.Module, str]]:
+    def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [(self.midlayer, "step_states"), (self.midlayer, "behind")]
 
-    def forget_copies(self) -> None:
+    def invalidate(self) -> None:
         self._packed = None
 
-    def output_head(self, k: int) -> OutputHead:
-        return self.teacher if self.lm_head is None else OutputHead(weight=self.lm_head.weight)
+    def output_head(self, k: int) -> LMHead:
+        return self.target_lm_head if self.lm_head is None else LMHead(weight=self.lm_head.weight)
 
     def _read(self, features: Features) -> Tensor:
         """[..., sources * D] the base's states that make the feature."""
@@ -325,9 +325,9 @@ class Eagle3Head(PositionHead):
     @torch.inference_mode()
     def init_state(self, batch: int) -> EagleState:
         shape, weight = self.midlayer.self_attn.shape, self.fc.weight
-        memory = LayerMemory(self.packed().layer, shape.cache_shape(weight.dtype, weight.device))
+        memory = LayerKVCache(self.packed().layer, shape.cache_shape(weight.dtype, weight.device))
         feature = weight.new_full((batch, shape.width), torch.nan)
-        return EagleState(text=LayerText.none(memory, batch, weight.new_empty(2 * shape.width)), feature=feature)
+        return EagleState(text=PendingInputs.none(memory, batch, weight.new_empty(2 * shape.width)), feature=feature)
 
     @torch.inference_mode()
     def observe(
@@ -344,9 +344,9 @@ class Eagle3Head(PositionHead):
         return EagleState(text=text, feature=last_of(fused, counts), started=True)
 
     @torch.inference_mode()
-    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> "_EagleExpansion":
+    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> "_EagleDraftPass":
         assert isinstance(state, EagleState)
-        return _EagleExpansion(self, state, last)
+        return _EagleDraftPass(self, state, last)
 
     def packed(self) -> "_Packed":
         """The head in a form that drafts fast; made anew after training."""
@@ -356,9 +356,9 @@ class Eagle3Head(PositionHead):
 
     # Training ------------------------------------------------------------------------------------------------
 
-    def position_hidden(self, batch: TrainBatch, features: Features, reading: Reading) -> Tensor:
+    def position_hidden(self, batch: TrainBatch, features: Features, reading: DraftTargets) -> Tensor:
         steps, (_, time) = len(reading.valid), batch.input_ids.shape
-        if len(reading.picked) == 0:
+        if len(reading.target_idx) == 0:
             return self.fc.weight.new_zeros(steps, 0, self.base.hidden_size)
         read = self._read(features)
         # Where no token of the document follows there is no pair, and the states may be NaN.
@@ -413,7 +413,7 @@ class _Packed:
         return self._output.finish(self._lm_head(normed.to(self._output.weight.dtype)))
 
 
-class _EagleExpansion:
+class _EagleDraftPass:
     """Every level reads its parents' outputs as features."""
 
     def __init__(self, head: Eagle3Head, state: EagleState, last: Tensor) -> None:

@@ -22,20 +22,20 @@ from torch import Tensor, nn
 
 from drafthead.data.batch import Features, TrainBatch
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftPlan, DraftState
+from drafthead.models.decoding.contract import DraftConfig, DraftState
 from drafthead.models.heads.common.attention_layer import HeadAttention, HeadMLP, HeadRMSNorm, Layer, norm_eps
 from drafthead.models.heads.common.contract import DraftHeadConfig, HeadSize
-from drafthead.models.heads.common.layer_cache import LayerMemory, LayerText
-from drafthead.models.heads.common.lm_heads import Projections
-from drafthead.models.heads.common.multi_position import HeadState, RecurrentExpansion, RecurrentHead, States
-from drafthead.models.heads.common.targets import Reading
+from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
+from drafthead.models.heads.common.lm_heads import DraftLMHeads
+from drafthead.models.heads.common.multi_position import HeadState, RecurrentDraftPass, RecurrentHead, States
+from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import FusedMLP, FusedRMSNorm
-from drafthead.models.kernels.linear import packed_twin
+from drafthead.models.kernels.linear import inference_copy
 
 
 @dataclass(kw_only=True)
@@ -178,7 +178,7 @@ class PrefixLayer(nn.Module):
 class HydraState(HeadState):
     """The state of Hydra++."""
 
-    text: LayerText
+    text: PendingInputs
     """What the prefix layer has read, and what it has still to read."""
 
 
@@ -193,22 +193,22 @@ class HydraHead(RecurrentHead):
         self.blocks = nn.ModuleList(HydraBlocks(base.hidden_size, 2 + k, config) for k in range(config.num_heads)).to(
             base.device
         )
-        first = self.teacher
+        first = self.target_lm_head
         if config.projection_bias:
             # The bias is one more column, whose input is 1.
             first = replace(first, weight=F.pad(first.weight, (0, 1)))
-        self.projections = Projections(first, config.num_heads if config.own_projection else 0, config.copy_dtype)
+        self.projections = DraftLMHeads(first, config.num_heads if config.own_projection else 0, config.copy_dtype)
         self._packed: nn.ModuleList | None = None
         self._prefix_layer: Layer | None = None
 
-    def recomputable(self) -> list[tuple[nn.Module, str]]:
+    def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [] if self.prefix is None else [(self.prefix, "forward")]
 
-    def forget_copies(self) -> None:
+    def invalidate(self) -> None:
         self._packed = self._prefix_layer = None
-        super().forget_copies()
+        super().invalidate()
 
-    def output_head(self, k: int) -> OutputHead:
+    def output_head(self, k: int) -> LMHead:
         return self.projections.head(k)
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class HydraHead(RecurrentHead):
         if self._prefix_layer is None:
             self._prefix_layer = self.prefix.inference(self.config.copy_dtype)
         shape = self.prefix.self_attn.shape.cache_shape(self.dtype, self.base.device)
-        text = LayerText.none(LayerMemory(self._prefix_layer, shape), batch, self.prefix.norm.weight)
+        text = PendingInputs.none(LayerKVCache(self._prefix_layer, shape), batch, self.prefix.norm.weight)
         return HydraState(hidden=state.hidden, text=text)
 
     def observe(
@@ -242,7 +242,7 @@ class HydraHead(RecurrentHead):
         with torch.inference_mode():
             return HydraState(hidden=seen.hidden, text=state.text.append(features.final.to(self.dtype), counts))
 
-    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> RecurrentExpansion:
+    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> RecurrentDraftPass:
         if isinstance(state, HydraState):
             state = HeadState(hidden=state.text.memory.read(state.text))
         return super().begin(state, last, plan)
@@ -252,13 +252,13 @@ class HydraHead(RecurrentHead):
 
     def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
         if self._packed is None:
-            self._packed = packed_twin(self.blocks, self.config.copy_dtype)
+            self._packed = inference_copy(self.blocks, self.config.copy_dtype)
         x = torch.cat([states[0], self._embed(tokens)], -1)
         return self.projections.logits(self._projected(self._packed[k](x)), k), (x,)
 
     # Training ------------------------------------------------------------------------------------------------
 
-    def position_hidden(self, batch: TrainBatch, features: Features, reading: Reading) -> Tensor:
+    def position_hidden(self, batch: TrainBatch, features: Features, reading: DraftTargets) -> Tensor:
         final = features.final.to(self.dtype)
         if self.prefix is not None:
             # A kept feature is missing (NaN) where nobody read; zero times NaN would reach what does not see it.

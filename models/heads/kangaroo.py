@@ -19,18 +19,18 @@ from torch import Tensor, nn
 
 from drafthead.data.batch import Features, FeatureSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
-from drafthead.models.base.base_model import BaseModel, BegunPass
+from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.base.layers import first_layers
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftPlan, DraftState, DynamicTree, Proposal
-from drafthead.models.decoding.draft_cache import CachedExpansion, Committed, DraftCache, Forest, TextState
-from drafthead.models.decoding.growth import Expansion
+from drafthead.models.decoding.contract import DraftConfig, DraftState, DynamicTree, Proposal
+from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingNodes, PendingTokens, TokenBuffer
+from drafthead.models.decoding.growth import DraftPass
 from drafthead.models.heads.common.attention_layer import HeadAttention, HeadRMSNorm, Layer, norm_eps
-from drafthead.models.heads.common.autoregressive import NextTokenConfig, NextTokenHead
+from drafthead.models.heads.common.autoregressive import AutoregressiveConfig, AutoregressiveHead
 from drafthead.models.heads.common.contract import HeadSize
-from drafthead.models.heads.common.layer_cache import LayerMemory, LayerText
-from drafthead.models.heads.common.lm_heads import Projections
+from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
+from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import FusedRMSNorm
 
@@ -46,7 +46,7 @@ class SharedPass:
         self._tokens: list[Tensor] = []
         self._parents: list[Tensor] = []
         self._hidden: list[Tensor] = []
-        self._forest: Forest | None = None
+        self._forest: PendingNodes | None = None
         self._level = 0  # node where the level before starts
 
     def root(self, last: Tensor) -> Tensor:
@@ -60,21 +60,21 @@ class SharedPass:
 
     def _read(self, tokens: Tensor, above: Tensor | None) -> Tensor:
         rows, new = tokens.shape
-        forest = self._forest or Forest.none(rows, tokens.device)
+        forest = self._forest or PendingNodes.none(rows, tokens.device)
         self._forest = forest.grown(rows, new, above)
         self._tokens.append(tokens)
         self._parents.append(torch.full_like(tokens, UNREAD) if above is None else above)
         self._hidden.append(self._model.verify(tokens, self._forest.shape(), self._cache))
         return self._hidden[-1]
 
-    def finish(self, proposal: Proposal) -> BegunPass:
+    def finish(self, proposal: Proposal) -> PartialForward:
         """Read the nodes of ``proposal`` that drafting has not read (its leaves), and put all in its order."""
         places = self._match(proposal)
         while bool((places == UNREAD).any()):
             self._read_missing(proposal, places)
         self._cache.keep(places, torch.full((len(places),), places.shape[1], device=places.device))
         hidden = torch.cat(self._hidden, 1)
-        return BegunPass(
+        return PartialForward(
             layers=self._model.num_layers,
             hidden=hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1])),
         )
@@ -121,7 +121,7 @@ class SharedPass:
 
 
 @dataclass(kw_only=True)
-class KangarooConfig(NextTokenConfig):
+class KangarooConfig(AutoregressiveConfig):
     """Settings of :class:`KangarooHead`."""
 
     exit_layer: int = 2
@@ -158,7 +158,7 @@ class KangarooConfig(NextTokenConfig):
         )
 
 
-class KangarooHead(NextTokenHead):
+class KangarooHead(AutoregressiveHead):
     """An adapter over an exit state of the base."""
 
     config: KangarooConfig
@@ -167,19 +167,19 @@ class KangarooHead(NextTokenHead):
         super().__init__(config, base, d2t)
         config.check_layers(base.num_layers)
         self.spec = FeatureSpec(layers=(config.exit_layer,))
-        self.stop_below = config.threshold
-        self.begun_layers = config.exit_layer
+        self.confidence_threshold = config.threshold
+        self.early_exit_layers = config.exit_layer
         self.input_layernorm = HeadRMSNorm(base.hidden_size, norm_eps(base), base.device)
         self.self_attn = HeadAttention(base)
         self.norm = HeadRMSNorm(base.hidden_size, norm_eps(base), base.device)
         self._first = first_layers(base, config.exit_layer)
-        self._projections = Projections(self.teacher, 0, config.copy_dtype)
+        self._projections = DraftLMHeads(self.target_lm_head, 0, config.copy_dtype)
         self._layer: Layer | None = None
 
-    def recomputable(self) -> list[tuple[nn.Module, str]]:
+    def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [(self.self_attn, "forward")]
 
-    def forget_copies(self) -> None:
+    def invalidate(self) -> None:
         self._layer = None
 
     def hidden_states(self, batch: TrainBatch, features: Features) -> Tensor:
@@ -207,9 +207,11 @@ class KangarooHead(NextTokenHead):
         return self._layer
 
     def init_state(self, batch: int) -> "KangarooState":
-        memory = LayerMemory(self._inference_layer(), self.self_attn.shape.cache_shape(torch.float32, self.base.device))
-        own = TextState(text=Committed.none(batch), cache=DraftCache(self._first))
-        return KangarooState(adapter=LayerText.none(memory, batch, self.norm.weight), own=own, target=None)
+        memory = LayerKVCache(
+            self._inference_layer(), self.self_attn.shape.cache_shape(torch.float32, self.base.device)
+        )
+        own = PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self._first))
+        return KangarooState(adapter=PendingInputs.none(memory, batch, self.norm.weight), own=own, target=None)
 
     def attach(self, state: DraftState, cache: KVCache | RaggedCache) -> "KangarooState":
         assert isinstance(state, KangarooState)
@@ -226,24 +228,24 @@ class KangarooHead(NextTokenHead):
                 target=state.target,
             )
 
-    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> "_KangarooExpansion":
+    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> "_KangarooDraftPass":
         assert isinstance(state, KangarooState)
-        shallow: Expansion
+        shallow: DraftPass
         if state.own is None:
             assert state.target is not None
-            shallow = _SharedExpansion(SharedPass(self._first, state.target), last)
+            shallow = _SharedDraftPass(SharedPass(self._first, state.target), last)
         else:
             text = state.own.text.append(last[:, None])
-            shallow = CachedExpansion(state.own.cache, text, plan, lambda hidden: hidden)
-        return _KangarooExpansion(shallow, state.adapter, lambda hidden: self._projections.logits(hidden, 0))
+            shallow = CachedDraftPass(state.own.cache, text, plan, lambda hidden: hidden)
+        return _KangarooDraftPass(shallow, state.adapter, lambda hidden: self._projections.logits(hidden, 0))
 
-    def finish(self, expansion: Expansion, proposal: Proposal) -> Proposal:
-        assert isinstance(expansion, _KangarooExpansion)
-        if not isinstance(expansion.shallow, _SharedExpansion):
+    def finish(self, expansion: DraftPass, proposal: Proposal) -> Proposal:
+        assert isinstance(expansion, _KangarooDraftPass)
+        if not isinstance(expansion.shallow, _SharedDraftPass):
             return proposal
-        return replace(proposal, begun=expansion.shallow.states.finish(proposal))
+        return replace(proposal, partial_forward=expansion.shallow.states.finish(proposal))
 
-    def spare_nodes(self, plan: DraftPlan) -> int:
+    def extra_cache_slots(self, plan: DraftConfig) -> int:
         # Expanded nodes of a dynamic tree need not be among those it keeps.
         return plan.tree.width * plan.tree.depth + 1 if isinstance(plan.tree, DynamicTree) else 0
 
@@ -252,8 +254,8 @@ class KangarooHead(NextTokenHead):
 class KangarooState(DraftState):
     """What the adapter has read, and where the shallow layers keep their states."""
 
-    adapter: LayerText
-    own: TextState | None
+    adapter: PendingInputs
+    own: PendingTokens | None
     """Shallow states of its own: when led along a text without a target's cache."""
     target: KVCache | RaggedCache | None
     """The target's cache; None: none, or not attached again since rows were selected."""
@@ -264,7 +266,7 @@ class KangarooState(DraftState):
         return KangarooState(adapter=self.adapter.select(rows), own=own, target=None)
 
 
-class _SharedExpansion:
+class _SharedDraftPass:
     """Exit states out of the target's own pass, in the place of logits."""
 
     def __init__(self, states: SharedPass, last: Tensor) -> None:
@@ -277,10 +279,10 @@ class _SharedExpansion:
         return self.states.grow(tokens, parents)
 
 
-class _KangarooExpansion:
+class _KangarooDraftPass:
     """Every level: the shallow layers, the adapter over their exit states, the output head."""
 
-    def __init__(self, shallow: Expansion, text: LayerText, logits: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, shallow: DraftPass, text: PendingInputs, logits: Callable[[Tensor], Tensor]) -> None:
         self.shallow, self._text, self._logits = shallow, text, logits
 
     def root(self) -> Tensor:

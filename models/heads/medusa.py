@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from drafthead.data.batch import Features, TrainBatch
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.shape import ModelShape
-from drafthead.models.decoding.contract import DraftPlan, DraftState
+from drafthead.models.decoding.contract import DraftConfig, DraftState
 from drafthead.models.heads.common.contract import DraftHeadConfig, HeadSize
-from drafthead.models.heads.common.lm_heads import Projections, stack_logits
+from drafthead.models.heads.common.lm_heads import DraftLMHeads, stack_logits
 from drafthead.models.heads.common.multi_position import HeadState, LastStateHead
-from drafthead.models.heads.common.targets import Reading
+from drafthead.models.heads.common.targets import DraftTargets
 
 
 @dataclass(kw_only=True)
@@ -123,16 +123,16 @@ class MedusaHead(LastStateHead):
             Blocks(base.hidden_size, config.num_layers, config.reads_last_token, config.tie_blocks)
             for _ in range(config.num_heads)
         ).to(base.device)
-        self.projections = Projections(
-            self.teacher, config.num_heads if config.own_projection else 0, config.copy_dtype
+        self.projections = DraftLMHeads(
+            self.target_lm_head, config.num_heads if config.own_projection else 0, config.copy_dtype
         )
         self._stacks: list[tuple[Tensor, Tensor]] | None = None
 
-    def forget_copies(self) -> None:
+    def invalidate(self) -> None:
         self._stacks = None
-        super().forget_copies()
+        super().invalidate()
 
-    def output_head(self, k: int) -> OutputHead:
+    def output_head(self, k: int) -> LMHead:
         return self.projections.head(k)
 
     def _condition(self, last: Tensor) -> Tensor | None:
@@ -142,13 +142,13 @@ class MedusaHead(LastStateHead):
         embedded = F.embedding(last, self.base.embedding).to(self.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:])
 
-    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> "_MedusaExpansion":
+    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> "_MedusaDraftPass":
         assert isinstance(state, HeadState)
         if self._static is None:
-            return _MedusaExpansion(self.draft_logits(state.hidden, last, plan.depth))
+            return _MedusaDraftPass(self.draft_logits(state.hidden, last, plan.depth))
         depth = plan.depth
         (logits,) = self._static(depth, lambda h, x: (self.draft_logits(h, x, depth),), state.hidden, last)
-        return _MedusaExpansion(logits)
+        return _MedusaDraftPass(logits)
 
     @torch.inference_mode()
     def draft_logits(self, hidden: Tensor, last: Tensor, depth: int) -> Tensor:
@@ -173,7 +173,7 @@ class MedusaHead(LastStateHead):
             ]
         return self._stacks
 
-    def position_hidden(self, batch: TrainBatch, features: Features, reading: Reading) -> Tensor:
+    def position_hidden(self, batch: TrainBatch, features: Features, reading: DraftTargets) -> Tensor:
         read = reading.at_sources(features.final).to(self.dtype)
         condition = self._condition(reading.tokens(batch.input_ids, 1))
         return torch.stack(
@@ -181,7 +181,7 @@ class MedusaHead(LastStateHead):
         )
 
 
-class _MedusaExpansion:
+class _MedusaDraftPass:
     """Independent heads: all nodes of a level have the law of that level's head."""
 
     def __init__(self, logits: Tensor) -> None:

@@ -31,7 +31,7 @@ from drafthead.data.batch import Features, LossOutput, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import ADAPTER
-from drafthead.models.base.lora import LM_HEAD, LoraSettings, TunedBase
+from drafthead.models.base.lora import LM_HEAD, LoraBase, LoraSettings
 from drafthead.models.heads.common.losses import STATS, LossConfig, Targets, heads_loss
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 
@@ -77,7 +77,7 @@ class Medusa2Config(MedusaConfig):
     save_merged: bool = False
     """Save the tuned base as a whole model, too: ``merged/`` beside the heads, for other programs."""
 
-    tunes_base: ClassVar[bool] = True
+    trains_base: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,10 +123,10 @@ class Medusa2Head(MedusaHead):
         super().__init__(config, base, d2t)
         self.adapter = nn.ParameterDict()
         """The adapters' weights, once the base is to be trained; saved in checkpoints, not with the heads."""
-        self._tuned: TunedBase | None = None
+        self._tuned: LoraBase | None = None
         self._joint = False
 
-    def tune_base(self, now: bool) -> None:
+    def train_base(self, now: bool) -> None:
         """As any head's; the first call makes the adapters, which add nothing yet.
 
         Raises:
@@ -138,7 +138,7 @@ class Medusa2Head(MedusaHead):
                     f"{self.base.name} already has the adapter {self.base.config.adapter}; save it as a whole model "
                     "(peft's merge_and_unload) and name that as base.name to train another one on it"
                 )
-            self._tuned = TunedBase(self.base, self.config.lora())
+            self._tuned = LoraBase(self.base, self.config.lora())
             self.adapter.update(self._tuned.parameters())
         self._joint = now
         for parameter in self.adapter.values():
@@ -155,7 +155,7 @@ class Medusa2Head(MedusaHead):
     def decoders(self) -> list[nn.Module]:
         return super().decoders() + ([] if self._tuned is None else [self._tuned.model.model])
 
-    def lr_factor(self, parameter: nn.Parameter) -> float:
+    def lr_mult(self, parameter: nn.Parameter) -> float:
         """``heads_lr_factor`` of the heads' parameters while adapters are trained with them, else 1."""
         ours = any(parameter is other for other in self.adapter.values())
         return 1.0 if ours or not self._joint else self.config.heads_lr_factor
@@ -193,7 +193,7 @@ class Medusa2Head(MedusaHead):
         if self._tuned.adapts_head:
             # The law that the heads' loss may compare with. No gradient: the output head learns by the base's loss.
             head = self._tuned.output_head()
-            self.teacher = replace(head, weight=head.weight.detach()).rows(self.d2t)
+            self.target_lm_head = replace(head, weight=head.weight.detach()).rows(self.d2t)
         return Features(final=self._tuned.hidden_states(batch))
 
     def _base_loss(self, batch: TrainBatch, read: Features, untouched: Features) -> tuple[Tensor, Tensor]:
@@ -205,7 +205,7 @@ class Medusa2Head(MedusaHead):
             ids=next_ids[valid],
             valid=torch.ones_like(next_ids[valid], dtype=torch.bool)[None],
             teacher_hidden=untouched.final[valid] if distils else None,
-            teacher=self.base.head if distils else None,
+            target_lm_head=self.base.head if distils else None,
         )
         return heads_loss(
             read.final[valid][None], [self._tuned.output_head()], targets, BASE_LOSSES[self.config.base_loss]

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from drafthead.data.batch import Features, TrainBatch
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.heads.common.contract import DraftHeadConfig, HeadSize
-from drafthead.models.heads.common.lm_heads import Projections
+from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.heads.common.multi_position import RecurrentHead, States
-from drafthead.models.heads.common.targets import Reading
-from drafthead.models.kernels.linear import packed_twin
+from drafthead.models.heads.common.targets import DraftTargets
+from drafthead.models.kernels.linear import inference_copy
 
 NORM_EPS = 1e-6
 GATES = ("forget", "input", "output", "cell")
@@ -242,18 +242,18 @@ class MLPSpeculatorHead(RecurrentHead):
         if config.own_projection:
             # Of a width of its own, so there is nothing to copy from the base.
             blank = torch.zeros(1, 1, device=base.device).expand(len(self.d2t), width)
-            self.projections = Projections(OutputHead(weight=blank), stages, config.copy_dtype)
+            self.projections = DraftLMHeads(LMHead(weight=blank), stages, config.copy_dtype)
             for weight in self.projections.weights:
                 nn.init.normal_(weight, 0, min(width, len(self.d2t) if config.cell == "lstm" else width) ** -0.5)
         else:
-            self.projections = Projections(self.teacher, 0, config.copy_dtype)
+            self.projections = DraftLMHeads(self.target_lm_head, 0, config.copy_dtype)
         self._packed: _Modules | None = None
 
-    def forget_copies(self) -> None:
+    def invalidate(self) -> None:
         self._packed = None
-        super().forget_copies()
+        super().invalidate()
 
-    def output_head(self, k: int) -> OutputHead:
+    def output_head(self, k: int) -> LMHead:
         return self.projections.head(k)
 
     def first_states(self, hidden: Tensor) -> States:
@@ -267,11 +267,11 @@ class MLPSpeculatorHead(RecurrentHead):
     def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
         if self._packed is None:
             dtype = self.config.copy_dtype
-            self._packed = _Modules(packed_twin(self.cells, dtype), packed_twin(self.outputs, dtype))
+            self._packed = _Modules(inference_copy(self.cells, dtype), inference_copy(self.outputs, dtype))
         states, read = _step(self._packed, k, states, tokens)
         return self.projections.logits(read, k), states
 
-    def position_hidden(self, batch: TrainBatch, features: Features, reading: Reading) -> Tensor:
+    def position_hidden(self, batch: TrainBatch, features: Features, reading: DraftTargets) -> Tensor:
         ids, hidden = batch.input_ids.flatten(), features.final.flatten(0, 1)
         starts = torch.unique(reading.sources[reading.valid])  # [m]
         place = torch.zeros_like(ids)

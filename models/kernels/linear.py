@@ -18,20 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class KeepsCopies(nn.Module):
+class InferenceWeights(nn.Module):
     """A module whose copies are void once its weights may change (``train``, ``eval``) or move (``to``, ``float``)."""
 
-    def forget_copies(self) -> None:
+    def invalidate(self) -> None:
         """Drop copies of weights, and graphs that read them where they are; by default there are none."""
 
     def train(self, mode: bool = True) -> Self:
         """As any module's; the copies are forgotten."""
-        self.forget_copies()
+        self.invalidate()
         super().train(mode)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.forget_copies()
+        self.invalidate()
         moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return moved
 
@@ -159,7 +159,7 @@ def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None) -> int:
     return replaced
 
 
-def packed_twin(module: Any, dtype: torch.dtype | None = None) -> Any:
+def inference_copy(module: Any, dtype: torch.dtype | None = None) -> Any:
     """``module`` for inference on few rows: shares all its weights, but has packed copies of its linear layers' ones.
 
     The copies are of ``dtype``, by default of their own. It is in evaluation mode, and void once those weights change.
@@ -167,6 +167,6 @@ def packed_twin(module: Any, dtype: torch.dtype | None = None) -> Any:
     if type(module) is nn.Linear:
         return inference_linear(module.weight, module.bias, dtype)
     twin = copy(module)
-    twin.__dict__["_modules"] = {name: packed_twin(child, dtype) for name, child in module._modules.items()}
+    twin.__dict__["_modules"] = {name: inference_copy(child, dtype) for name, child in module._modules.items()}
     twin.__dict__["training"] = False
     return twin

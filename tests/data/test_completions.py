@@ -8,7 +8,7 @@ import pytest
 
 from drafthead.data.answers.server import (
     Completions,
-    Dialect,
+    ServerCapabilities,
     ServerConfig,
     TemporaryError,
     said_by,
@@ -21,7 +21,7 @@ from drafthead.data.utils.errors import UserError
 
 TOKENIZER = tiny_tokenizer()
 EOS, OTHER_EOS = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id
-IDS, TEXT = Dialect("ids", "ids"), Dialect("text", "text")
+IDS, TEXT = ServerCapabilities("ids", "ids"), ServerCapabilities("text", "text")
 PROMPT = (7, [65, 66, 67])
 
 
@@ -29,7 +29,9 @@ def completions(**sampler: Any) -> Completions:
     return Completions(TOKENIZER, frozenset({EOS, OTHER_EOS}), 259, SamplerConfig(**{"max_new_tokens": 4, **sampler}))
 
 
-def read(choice: dict[str, Any], dialect: Dialect = IDS, usage: Any = None, **sampler: Any) -> tuple[list[int], bool]:
+def read(
+    choice: dict[str, Any], dialect: ServerCapabilities = IDS, usage: Any = None, **sampler: Any
+) -> tuple[list[int], bool]:
     payload = {"choices": [choice], "usage": usage}
     found = completions(**sampler).read(payload, PROMPT, dialect)
     assert found.prompt_number == 7 and found.boundary == 3 and found.input_ids[:3].tolist() == [65, 66, 67]

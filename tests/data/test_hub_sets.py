@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drafthead.data.text import hub_datasets as hub_sets
-from drafthead.data.text.hub_datasets import open_hub, pinned
+from drafthead.data.text.hub_datasets import open_hub, resolve_revision
 from drafthead.data.text.sources import SourceConfig, iter_documents
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_sealed_json
@@ -45,14 +45,14 @@ def test_a_dataset_stays_at_the_commit_of_the_start(hub: Hub, tmp_path: Path) ->
     local = [SourceConfig(kind="hf", name=str(folder)), SourceConfig(kind="jsonl", name="x")]
     tagged = SourceConfig(kind="hf", name="org/tagged", revision="v1")
     sources, path = [SET, fixed, *local, tagged], tmp_path / "commits.json"
-    first = pinned(sources, path)
+    first = resolve_revision(sources, path)
     assert [source.revision for source in first] == [OLD, "c" * 40, None, None, OLD]
     assert [source.name for source in first] == [source.name for source in sources]
     assert hub.asked == [("org/set", None), ("org/tagged", "v1")] and SET.revision is None
     hub.commit = NEW
-    assert pinned(sources, path) == first
+    assert resolve_revision(sources, path) == first
     hub.up = False
-    assert pinned(sources, path) == first
+    assert resolve_revision(sources, path) == first
     assert len(hub.asked) == 2, "asked again"
 
 
@@ -61,7 +61,7 @@ def test_a_commit_that_nobody_tells(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"does not say which commit of dataset 'org/set' \(revision main\) .*no route to"
     ):
-        pinned([SET], tmp_path / "commits.json")
+        resolve_revision([SET], tmp_path / "commits.json")
     assert not (tmp_path / "commits.json").exists(), "another try asks again"
 
 
@@ -69,12 +69,12 @@ def test_a_commit_that_nobody_tells(hub: Hub, tmp_path: Path) -> None:
 def test_kept_commits_are_checked(hub: Hub, tmp_path: Path, content: Any) -> None:
     write_sealed_json(tmp_path / "commits.json", content)
     with pytest.raises(UserError, match="commits.json holds no commits of 1 sources; remove the folder"):
-        pinned([SET], tmp_path / "commits.json")
-    pinned([SET], tmp_path / "other.json")
+        resolve_revision([SET], tmp_path / "commits.json")
+    resolve_revision([SET], tmp_path / "other.json")
     text = (tmp_path / "other.json").read_text().replace("aaa", "aab")
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(UserError, match="other.json is damaged"):
-        pinned([SET], tmp_path / "other.json")
+        resolve_revision([SET], tmp_path / "other.json")
 
 
 def test_the_hub_is_asked_for_commit_and_files(monkeypatch: pytest.MonkeyPatch) -> None:

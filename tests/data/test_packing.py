@@ -26,12 +26,12 @@ def numbered(lengths: list[int]) -> list[Document]:
 
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.integers(16, 33), st.booleans())
-def test_nothing_lost_repeated_or_crossed(lengths: list[int], row_length: int, split: bool) -> None:
+def test_nothing_lost_repeated_or_crossed(lengths: list[int], seq_len: int, split: bool) -> None:
     documents = numbered(lengths)
-    dataset = pack(documents, row_length, split)
+    dataset = pack(documents, seq_len, split)
     batch = collate(dataset, list(range(len(dataset))))
     real = batch.document_ids != NO_DOCUMENT
-    kept = [d.input_ids if split else d.input_ids[:row_length] for d in documents]
+    kept = [d.input_ids if split else d.input_ids[:seq_len] for d in documents]
     assert sorted(batch.input_ids[real].tolist()) == np.concatenate(kept).tolist()
     assert not batch.loss_mask[~real].any() and not batch.input_ids[~real].any()
     for r, pieces in enumerate(dataset["pieces"]):
@@ -48,9 +48,9 @@ def test_nothing_lost_repeated_or_crossed(lengths: list[int], row_length: int, s
 
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.integers(16, 33), st.booleans(), st.integers(0, 4))
-def test_targets_stay_in_their_document(lengths: list[int], row_length: int, split: bool, depth: int) -> None:
+def test_targets_stay_in_their_document(lengths: list[int], seq_len: int, split: bool, depth: int) -> None:
     documents = numbered(lengths)
-    dataset = pack(documents, row_length, split)
+    dataset = pack(documents, seq_len, split)
     batch = collate(dataset, list(range(len(dataset))))
     owner = {int(token): number for number, d in enumerate(documents) for token in d.input_ids}
     targets, valid = batch.draft_targets(depth)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drafthead.data.answers import server as server_client
-from drafthead.data.answers.backend import Group
+from drafthead.data.answers.backend import RankGroup
 from drafthead.data.answers.server import SHARD_ROWS, ServerBackend, ServerConfig, check_server
 from drafthead.data.answers.store import Generation, SamplerConfig
 from drafthead.data.embedded.tiny import tiny_tokenizer
@@ -38,7 +38,9 @@ def server(completions_server: Callable[..., Any], monkeypatch: pytest.MonkeyPat
     return completions_server(answer, TOKENIZER, frozenset({EOS}))
 
 
-def backend(server: Any, sampler: SamplerConfig = SAMPLER, agreement: float = 1.0, **settings: Any) -> ServerBackend:
+def backend(
+    server: Any, sampler: SamplerConfig = SAMPLER, greedy_match_rate: float = 1.0, **settings: Any
+) -> ServerBackend:
     return ServerBackend(
         ServerConfig(url=server.url, **{"concurrency": 16, **settings}),
         sampler,
@@ -47,12 +49,12 @@ def backend(server: Any, sampler: SamplerConfig = SAMPLER, agreement: float = 1.
         vocab_size=259,
         base="tiny",
         max_prompt_tokens=40,
-        agreement=lambda answers: agreement,
+        greedy_match_rate=lambda answers: greedy_match_rate,
     )
 
 
 def collect(made: ServerBackend, done: frozenset[int] = frozenset()) -> list[Generation]:
-    shards = list(made.shards(PROMPTS, done, Group(), lambda: None))
+    shards = list(made.shards(PROMPTS, done, RankGroup(), lambda: None))
     assert [place for place, _ in shards] == list(range(len(shards)))
     assert all(len(rows) == SHARD_ROWS for _, rows in shards[:-1])
     return [row for _, rows in shards for row in rows]
@@ -89,7 +91,7 @@ def test_what_is_done_is_not_asked_again(server: Any) -> None:
     rows = collect(made, done=frozenset(range(0, 70, 2)))
     assert sorted(row.prompt_number for row in rows) == list(range(1, 70, 2))
     assert len(server.bodies) - before == 35
-    assert not list(made.shards(PROMPTS, frozenset(), Group(1, 2), lambda: None)), "one process asks"
+    assert not list(made.shards(PROMPTS, frozenset(), RankGroup(1, 2), lambda: None)), "one process asks"
 
 
 @pytest.mark.parametrize("fault", TEMPORARY)
@@ -148,7 +150,7 @@ def test_final_errors_end_the_run_at_once_and_lose_nothing(server: Any, fault: s
     server.fault = lambda number, body: fault if number == 50 else None
     rows: list[Generation] = []
     with pytest.raises(UserError, match=says):
-        for _, shard in backend(server).shards(PROMPTS, frozenset(), Group(), lambda: None):
+        for _, shard in backend(server).shards(PROMPTS, frozenset(), RankGroup(), lambda: None):
             rows += shard
     # One went to find out what it understands; those under way beside the refused one may have been dropped.
     assert 50 - 1 - 16 <= len({row.prompt_number for row in rows}) == len(rows)
@@ -204,10 +206,10 @@ def test_a_corpus_goes_on_with_the_dialect_it_was_begun_with(server: Any) -> Non
 
 
 def test_another_model_is_noticed(server: Any) -> None:
-    backend(server, agreement=0.8).check(PROMPTS[:4])
+    backend(server, greedy_match_rate=0.8).check(PROMPTS[:4])
     assert all(body["temperature"] == 0 for body in server.bodies[1:])
     with pytest.raises(UserError, match="would choose 79 % of the tokens that base at .* expected 80 % or more"):
-        backend(server, agreement=0.79).check(PROMPTS[:4])
+        backend(server, greedy_match_rate=0.79).check(PROMPTS[:4])
 
 
 def test_prompts_that_are_read_otherwise(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

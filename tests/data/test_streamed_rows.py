@@ -46,8 +46,10 @@ def test_batches_are_packed_rows(source: SourceConfig, tmp_path: Path) -> None:
     batch = rows(source, tmp_path).batch(list(range(40)))
     assert batch.loss_mask.float().mean() > 0.95 and bool((batch.document_ids[batch.loss_mask] >= 0).all())
     starts = (batch.position_ids == 0) & batch.loss_mask
-    begun = ["".join(map(chr, row[place : place + 5])) for row, place in zip(*_places(batch, starts), strict=True)]
-    assert sum(text.startswith("text") for text in begun) > 0.5 * len(begun)
+    partial_forward = [
+        "".join(map(chr, row[place : place + 5])) for row, place in zip(*_places(batch, starts), strict=True)
+    ]
+    assert sum(text.startswith("text") for text in partial_forward) > 0.5 * len(partial_forward)
     for row in range(40):
         documents = batch.document_ids[row][batch.loss_mask[row]].tolist()
         assert sorted(documents, key=documents.index) == documents

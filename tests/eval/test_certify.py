@@ -15,18 +15,18 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.lossless import check_lossless as certify
 from drafthead.eval.lossless.cases import SHAPES, Case, cases
-from drafthead.eval.lossless.enumerate import Committed, committed, distance
-from drafthead.eval.lossless.tabular_lm import Draft, MergedDraft, PrefixTable, TableDraft
+from drafthead.eval.lossless.enumerate import CommittedProbs, committed, distance
+from drafthead.eval.lossless.tabular_lm import CombinedTableDraft, Draft, TableDraft, TabularLM
 from drafthead.models.decoding import acceptance as verify
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import DraftPlan, Proposal, Siblings
-from drafthead.models.decoding.random_source import Coins
+from drafthead.models.decoding.contract import DraftConfig, DraftSampling, Proposal
+from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import NO_CHILD, TokenTree
 
 RAW = Sampler(temperature=1.0)
 EXACT = AcceptanceRule()
-WITH, WITHOUT = Siblings.WITH_REPLACEMENT, Siblings.WITHOUT_REPLACEMENT
+WITH, WITHOUT = DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT
 LARGE = {"unbalanced, 6 drafts", "<3,1,2>", "<3,1,2>, a law per level", "<2,1>, a law per level, + <2,1>"}
 """Shapes whose every outcome is left to the full certificate."""
 
@@ -53,7 +53,7 @@ def test_exact_rules_keep_the_law(number: int) -> None:
 def test_the_subset_leaves_nothing_out() -> None:
     """Rules, kinds and samplers all occur in it."""
     every, chosen = [case for case in cases() if case.rule.lossless], SMALL
-    for key in ("rule", "siblings", "sampler", "draft_sampler", "by_argmax"):
+    for key in ("rule", "draft_sampling", "sampler", "draft_sampler", "by_argmax"):
         assert {getattr(case, key) for case in chosen} == {getattr(case, key) for case in every}
     assert {case.shape.name for case in chosen} | LARGE == {shape.name for shape in SHAPES}
 
@@ -66,13 +66,15 @@ def test_the_whole_certificate() -> None:
 
 
 def tampered(draft: Draft, change: Callable[[Proposal], Proposal]) -> Draft:
-    return lambda last, coins: change(draft(last, coins))
+    return lambda last, rng: change(draft(last, rng))
 
 
-def static(widths: list[int], siblings: Siblings, seed: int, vocabulary: int = 5) -> tuple[PrefixTable, TableDraft]:
+def static(
+    widths: list[int], draft_sampling: DraftSampling, seed: int, vocabulary: int = 5
+) -> tuple[TabularLM, TableDraft]:
     tree = TokenTree.expansion(widths)
-    target = PrefixTable.random(vocabulary, tree.depth, seed)
-    plan = DraftPlan(tree=tree, siblings=siblings, sampler=RAW)
+    target = TabularLM.random(vocabulary, tree.depth, seed)
+    plan = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=RAW)
     return target, TableDraft(table=target.near(seed + 1, 1.5), plan=plan)
 
 
@@ -94,8 +96,8 @@ def duplicates_dropped(proposal: Proposal) -> Proposal:
 
 def by_score(proposal: Proposal, kept: int = 3) -> Proposal:
     """Trials of the root in the order of q."""
-    assert proposal.laws is not None
-    scores = proposal.laws[:, 0].gather(1, trial_tokens(proposal)[:, 0])
+    assert proposal.probs is not None
+    scores = proposal.probs[:, 0].gather(1, trial_tokens(proposal)[:, 0])
     children = proposal.shape.children.expand(len(scores), -1, -1).clone()
     children[:, 0] = children[:, 0].gather(1, scores.argsort(1, descending=True))
     children[:, 0, kept:] = NO_CHILD
@@ -103,17 +105,17 @@ def by_score(proposal: Proposal, kept: int = 3) -> Proposal:
 
 
 def softened(proposal: Proposal) -> Proposal:
-    assert proposal.laws is not None
-    return replace(proposal, laws=(proposal.laws**0.7) / (proposal.laws**0.7).sum(-1, keepdim=True))
+    assert proposal.probs is not None
+    return replace(proposal, probs=(proposal.probs**0.7) / (proposal.probs**0.7).sum(-1, keepdim=True))
 
 
 def one_law(proposal: Proposal) -> Proposal:
-    assert proposal.law_of is not None
-    return replace(proposal, law_of=proposal.law_of.clamp(max=0))
+    assert proposal.prob_index is not None
+    return replace(proposal, prob_index=proposal.prob_index.clamp(max=0))
 
 
-SAMPLED_BUGS: dict[str, tuple[Siblings, Callable[[Proposal], Proposal], float]] = {
-    "without replacement, not renormalised": (WITHOUT, lambda p: replace(p, siblings=WITH), 0.02),
+SAMPLED_BUGS: dict[str, tuple[DraftSampling, Callable[[Proposal], Proposal], float]] = {
+    "without replacement, not renormalised": (WITHOUT, lambda p: replace(p, draft_sampling=WITH), 0.02),
     "a repeated trial dropped": (WITH, duplicates_dropped, 0.005),
     "tried in the order of q": (WITH, by_score, 0.02),
     "the best two of three by q": (WITH, lambda p: by_score(p, 2), 0.02),
@@ -127,8 +129,8 @@ def test_planted_bias_of_sampled_siblings_is_seen(bug: str) -> None:
     found: list[float] = []
     for seed in range(0, 30, 3):
         target, draft = static([3], kind, seed)
-        assert distance(committed(draft, target, RAW, EXACT, 1), target.laws(RAW)) < 1e-12
-        found.append(distance(committed(tampered(draft, change), target, RAW, EXACT, 1), target.laws(RAW)))
+        assert distance(committed(draft, target, RAW, EXACT, 1), target.probs(RAW)) < 1e-12
+        found.append(distance(committed(tampered(draft, change), target, RAW, EXACT, 1), target.probs(RAW)))
     assert np.mean(found) > at_least, "bias goes unnoticed"
 
 
@@ -138,86 +140,88 @@ def test_planted_bias_of_merged_trees_is_seen(change: Callable[[Proposal], Propo
     for seed in range(0, 30, 3):
         target, first = static([1], WITH, seed)
         other = replace(first, table=target.near(seed + 2, 1.5))
-        merged = MergedDraft((first, other))
-        assert distance(committed(merged, target, RAW, EXACT, 1), target.laws(RAW)) < 1e-12
-        found.append(distance(committed(tampered(merged, change), target, RAW, EXACT, 1), target.laws(RAW)))
+        merged = CombinedTableDraft((first, other))
+        assert distance(committed(merged, target, RAW, EXACT, 1), target.probs(RAW)) < 1e-12
+        found.append(distance(committed(tampered(merged, change), target, RAW, EXACT, 1), target.probs(RAW)))
     assert np.mean(found) > 0.003
 
 
 def test_argmax_drafts_tested_with_their_softmax_are_seen() -> None:
     found = []
     for seed in range(0, 30, 3):
-        target, draft = static([1], Siblings.DETERMINISTIC, seed)
+        target, draft = static([1], DraftSampling.TOP_K, seed)
 
-        def softmax(proposal: Proposal, table: PrefixTable = draft.table) -> Proposal:
+        def softmax(proposal: Proposal, table: TabularLM = draft.table) -> Proposal:
             rows = len(proposal.tokens)
-            laws = table.logits[:1].softmax(-1).expand(rows, 1, -1)
-            return replace(proposal, siblings=WITH, laws=laws, law_of=torch.zeros(1, 2, 1, dtype=torch.int64))
+            probs = table.logits[:1].softmax(-1).expand(rows, 1, -1)
+            return replace(
+                proposal, draft_sampling=WITH, probs=probs, prob_index=torch.zeros(1, 2, 1, dtype=torch.int64)
+            )
 
-        found.append(distance(committed(tampered(draft, softmax), target, RAW, EXACT, 1), target.laws(RAW)))
+        found.append(distance(committed(tampered(draft, softmax), target, RAW, EXACT, 1), target.probs(RAW)))
     assert np.mean(found) > 0.1
 
 
 def test_a_bonus_from_the_law_instead_of_the_residual_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "_residual", lambda law, q, token: law)
-    for siblings in (Siblings.DETERMINISTIC, WITH):
-        target, draft = static([2, 1], siblings, 3)
-        assert distance(committed(draft, target, RAW, EXACT, 2), target.laws(RAW)) > 0.02
+    monkeypatch.setattr(verify, "_residual", lambda dist, q, token: dist)
+    for draft_sampling in (DraftSampling.TOP_K, WITH):
+        target, draft = static([2, 1], draft_sampling, 3)
+        assert distance(committed(draft, target, RAW, EXACT, 2), target.probs(RAW)) > 0.02
 
 
 def trials_by_hand(p: np.ndarray, trials: list[tuple[int, np.ndarray]]) -> np.ndarray:
     """Law of the first token when these (token, q) are tried in turn: multi-step sampling in a few lines."""
-    out, left, law = np.zeros(len(p)), 1.0, p
+    out, left, dist = np.zeros(len(p)), 1.0, p
     for token, q in trials:
-        chance = min(1.0, law[token] / q[token])
+        chance = min(1.0, dist[token] / q[token])
         out[token] += left * chance
         left *= 1 - chance
-        rest = np.clip(law - q, 0, None)
-        law = rest / rest.sum() if rest.sum() > 0 else law
-    return out + left * law
+        rest = np.clip(dist - q, 0, None)
+        dist = rest / rest.sum() if rest.sum() > 0 else dist
+    return out + left * dist
 
 
 @pytest.mark.parametrize("renormalised", [True, False])
 def test_enumeration_equals_sums_by_hand(renormalised: bool) -> None:
     """The exact rule and a biased one, three siblings without replacement, against a loop over permutations."""
     target, draft = static([3], WITHOUT, 11)
-    p = target.laws(RAW)[0].numpy()
+    p = target.probs(RAW)[0].numpy()
     q = draft.table.logits[0].softmax(-1).numpy()
     expected = np.zeros(len(p))
     for tokens in permutations(range(len(p)), 3):
         chance, left, trials = 1.0, q.copy(), []
         for token in tokens:
-            law = left / left.sum()
-            chance *= law[token]
-            trials.append((token, law if renormalised else q))
+            dist = left / left.sum()
+            chance *= dist[token]
+            trials.append((token, dist if renormalised else q))
             left[token] = 0
         expected += chance * trials_by_hand(p, trials)
     kind = WITHOUT if renormalised else WITH
-    found = committed(tampered(draft, lambda x: replace(x, siblings=kind)), target, RAW, EXACT, 1)
-    ours = found.completed(target.laws(RAW)).view(len(p), -1).sum(1).numpy()
+    found = committed(tampered(draft, lambda x: replace(x, draft_sampling=kind)), target, RAW, EXACT, 1)
+    ours = found.completed(target.probs(RAW)).view(len(p), -1).sum(1).numpy()
     np.testing.assert_allclose(ours, expected, atol=1e-14)
     assert (np.abs(ours - p).sum() / 2 < 1e-12) == renormalised
 
 
 def test_every_outcome_is_visited_once() -> None:
     """Two independent samples of five tokens, then a decision each: 25 * 4 outcomes where all are possible."""
-    visited: Committed = committed(_twice, PrefixTable(torch.zeros(6, 5, dtype=torch.float64)), RAW, EXACT, 1)
+    visited: CommittedProbs = committed(_twice, TabularLM(torch.zeros(6, 5, dtype=torch.float64)), RAW, EXACT, 1)
     assert visited.outcomes == 25 * 3  # accepted first, accepted second, neither
     assert float(sum(masses.sum() for masses in visited.by_length)) == pytest.approx(1, abs=1e-14)
 
 
-def _twice(last: Tensor, coins: Coins) -> Proposal:
-    law = torch.tensor([0.4, 0.3, 0.1, 0.1, 0.1], dtype=torch.float64).expand(len(last), 1, -1)
-    drawn = coins.draw(law.expand(-1, 2, -1))
+def _twice(last: Tensor, rng: RandomSource) -> Proposal:
+    dist = torch.tensor([0.4, 0.3, 0.1, 0.1, 0.1], dtype=torch.float64).expand(len(last), 1, -1)
+    drawn = rng.draw(dist.expand(-1, 2, -1))
     # Laws above the uniform target's everywhere: no trial is certain to pass.
     certain = torch.ones(len(last), 1, 5, dtype=torch.float64) * 2
     shape = TokenTree.expansion([2]).shape
     return Proposal(
         tokens=torch.cat([last[:, None], drawn], 1),
         shape=shape,
-        siblings=WITH,
-        laws=certain,
-        law_of=torch.zeros_like(shape.children),
+        draft_sampling=WITH,
+        probs=certain,
+        prob_index=torch.zeros_like(shape.children),
     )
 
 
@@ -254,7 +258,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 
 
 def test_command_fails_with_a_biased_rule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(verify, "_residual", lambda law, q, token: law)
+    monkeypatch.setattr(verify, "_residual", lambda dist, q, token: dist)
     run(monkeypatch, "--only", "block")  # has a residual of its own
     with pytest.raises(SystemExit) as stopped:
         run(monkeypatch, "--only", "<3>")

@@ -11,8 +11,8 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig, EvalRunConfig
 from drafthead.eval.timing.methods import check_peers, is_drafter, make_drafter, merged
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DynamicTree, Siblings
-from drafthead.models.drafters.combined import Merged
+from drafthead.models.decoding.contract import DraftSampling, DynamicTree
+from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
 from drafthead.train import config as train_config
@@ -69,9 +69,11 @@ def test_a_chain_deeper_than_the_head(head: MedusaHead) -> None:
 
 
 def test_pruned_trees_of_samples_are_refused(head: MedusaHead) -> None:
-    with pytest.raises(UserError, match=r"ranks nodes by their score.*tree=dynamic:8 siblings=with_replacement"):
-        EvalConfig(tree="dynamic:8", siblings="with_replacement").plan(head)
-    assert EvalConfig(siblings="without_replacement").plan(head).siblings is Siblings.WITHOUT_REPLACEMENT
+    with pytest.raises(UserError, match=r"ranks nodes by their score.*tree=dynamic:8 draft_sampling=with_replacement"):
+        EvalConfig(tree="dynamic:8", draft_sampling="with_replacement").plan(head)
+    assert (
+        EvalConfig(draft_sampling="without_replacement").plan(head).draft_sampling is DraftSampling.WITHOUT_REPLACEMENT
+    )
 
 
 def test_peers(tiny_base: Callable[..., BaseModel]) -> None:
@@ -90,9 +92,9 @@ def test_peers(tiny_base: Callable[..., BaseModel]) -> None:
 def test_a_merged_tree_holds_both(head: MedusaHead) -> None:
     union, plan = merged(head.base, head, EvalConfig(tree="chain:2").plan(head), ["prompt_lookup:4"])
     assert (union.depth, plan.depth, plan.nodes) == (4, 4, 7)
-    assert isinstance(union, Merged) and union.nodes == 3, "as many as the head's own"
+    assert isinstance(union, CombinedDrafter) and union.nodes == 3, "as many as the head's own"
     union, _ = merged(head.base, head, EvalConfig().plan(head), ["prompt_lookup:4"], nodes=9)
-    assert isinstance(union, Merged) and union.nodes == 9
+    assert isinstance(union, CombinedDrafter) and union.nodes == 9
     with pytest.raises(ValueError, match="merge_nodes must be at least 2"):
         EvalConfig(merge_nodes=1)
     with pytest.raises(UserError, match="merged with a static tree"):

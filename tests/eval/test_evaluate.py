@@ -48,7 +48,7 @@ def test_what_is_measured_is_known_by_more_than_its_name(tiny_base: TinyBase, tm
     base = tiny_base()
     head = KangarooConfig(exit_layer=1, num_tokens=3).build(base)
     assert resumed(tmp_path, head if change == "threshold" else early_exit(base, 1), base) == [0, 2]
-    head.stop_below = 0.1
+    head.confidence_threshold = 0.1
     other = head if change == "threshold" else early_exit(base, 2)
     assert resumed(tmp_path, other, base) == [0, 2]
     assert resumed(tmp_path, other, base) == [2, 2]

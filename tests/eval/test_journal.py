@@ -8,7 +8,7 @@ import pytest
 
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
-from drafthead.eval.timing.result_log import FailedDecode, Journal, prompt_key
+from drafthead.eval.timing.result_log import FailedDecode, ResultLog, prompt_key
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 
 PROMPT = EvalPrompt("chat", 3, [{"role": "user", "content": "A"}], ("B",))
@@ -38,10 +38,10 @@ def no_constant(name: str) -> None:
 
 def test_entropy_survives_and_what_was_not_measured_is_null(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    Journal(path).add("k", "d", PROMPT, result(0.1 + 0.2, math.nan, math.inf))
+    ResultLog(path).add("k", "d", PROMPT, result(0.1 + 0.2, math.nan, math.inf))
     row = json.loads(path.read_text(), parse_constant=no_constant)
     assert [s["entropy"] for s in row["result"]["steps"]] == [0.1 + 0.2, None, None]
-    steps = Journal(path)["k", "d"].steps
+    steps = ResultLog(path)["k", "d"].steps
     assert steps[0] == step(0.1 + 0.2)
     assert math.isnan(steps[1].entropy) and math.isnan(steps[2].entropy)
 
@@ -51,7 +51,7 @@ def test_a_log_without_entropy_is_read(tmp_path: Path) -> None:
     old = {k: v for k, v in vars(step()).items() if k != "entropy"}
     kept = {"tokens": [1], "steps": [old], "prefill_s": 0.1, "total_s": 0.2}
     path.write_text(json.dumps({"key": "k", "task": "t", "prompt": 0, "decoder": "d", "result": kept}) + "\n")
-    found = Journal(path)["k", "d"].steps[0]
+    found = ResultLog(path)["k", "d"].steps[0]
     assert math.isnan(found.entropy) and found.total_s == 0.4
 
 
@@ -59,19 +59,19 @@ def test_a_decoder_that_was_made_of_something_else_is_not_read(tmp_path: Path) -
     path = tmp_path / "log.jsonl"
 
     def decoded(mark: str) -> bool:
-        log = Journal(path, {"head:a": mark})
+        log = ResultLog(path, {"head:a": mark})
         assert ("k", "plain") in log or not path.exists()
         return ("k", "head:a") in log
 
     def decode(mark: str) -> None:
         for name in ("plain", "head:a"):
-            Journal(path, {"head:a": mark}).add("k", name, PROMPT, result())
+            ResultLog(path, {"head:a": mark}).add("k", name, PROMPT, result())
 
     decode("first")
     assert decoded("first") and not decoded("second")
     decode("second")
     assert decoded("second") and not decoded("first"), "the plain answer beside it is a later process's"
-    assert ("k", "head:a") not in Journal(path)
+    assert ("k", "head:a") not in ResultLog(path)
 
 
 def test_keys_tell_turns_prompts_and_ids_apart() -> None:
@@ -83,7 +83,7 @@ def test_keys_tell_turns_prompts_and_ids_apart() -> None:
 
 def test_turns_and_batches_continue(tmp_path: Path) -> None:
     path = tmp_path / "run" / "log.jsonl"
-    first = Journal(path)
+    first = ResultLog(path)
     names = ("medusa", "medusa, batch 4", "früh \u2028 aus")
     for turn in (0, 1):
         for n, name in enumerate(names):
@@ -91,7 +91,7 @@ def test_turns_and_batches_continue(tmp_path: Path) -> None:
     lines = path.read_text().split("\n")
     assert [json.loads(line)["turn"] for line in lines[:-1]] == [0, 0, 0, 1, 1, 1]
     path.write_text("\n".join(lines[:-2]) + "\n" + lines[-2][:40])  # killed inside the last line
-    again = Journal(path)
+    again = ResultLog(path)
     for turn in (0, 1):
         for n, name in enumerate(names):
             key = prompt_key(PROMPT, [1], turn)
@@ -101,14 +101,14 @@ def test_turns_and_batches_continue(tmp_path: Path) -> None:
                 assert again[key, name] == result(float(n + 10 * turn))
     key = prompt_key(PROMPT, [1], 1)
     again.add(key, names[2], PROMPT, result(99.0), 1)
-    assert Journal(path)[key, names[2]] == result(99.0)
+    assert ResultLog(path)[key, names[2]] == result(99.0)
 
 
 def test_failures_are_noted_but_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    journal = Journal(path)
+    journal = ResultLog(path)
     journal.add("k", "d", PROMPT, FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error="too long"), 1)
-    assert ("k", "d") in journal and ("k", "d") not in Journal(path)
+    assert ("k", "d") in journal and ("k", "d") not in ResultLog(path)
     assert json.loads(path.read_text()) == {
         "key": "k", "task": "chat", "prompt": 3, "turn": 1, "decoder": "d", "error": "too long",
     }  # fmt: skip
@@ -116,7 +116,7 @@ def test_failures_are_noted_but_tried_again(tmp_path: Path) -> None:
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    Journal(path).add("k", "d", PROMPT, result())
+    ResultLog(path).add("k", "d", PROMPT, result())
     path.write_text(path.read_text() + '{"key": "k", "decoder": "d", "result": {"steps": [3]}}\n')
     with pytest.raises(UserError, match=r"log.jsonl line 2 is no decoding .*remove the file"):
-        Journal(path)
+        ResultLog(path)

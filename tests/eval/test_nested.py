@@ -12,12 +12,12 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import Drafter, DraftPlan, Siblings
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling
 from drafthead.models.decoding.loop import decode, decode_batch
-from drafthead.models.decoding.random_source import DRAFT, RowCoins
+from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters import nested
-from drafthead.models.drafters.combined import Merged
+from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.nested import Nested
 from drafthead.models.drafters.prompt_lookup import PromptLookup
@@ -27,11 +27,11 @@ TinyBase = Callable[..., BaseModel]
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
 CHAIN = TokenTree.chain(3)
 SAMPLER = Sampler(temperature=1.0, top_k=3)
-WITH, WITHOUT = Siblings.WITH_REPLACEMENT, Siblings.WITHOUT_REPLACEMENT
+WITH, WITHOUT = DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT
 
 
-def sampled(tree: TokenTree, siblings: Siblings = WITH) -> DraftPlan:
-    return DraftPlan(tree=tree, siblings=siblings, sampler=SAMPLER)
+def sampled(tree: TokenTree, draft_sampling: DraftSampling = WITH) -> DraftConfig:
+    return DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=SAMPLER)
 
 
 def two_deep(model: BaseModel, base: BaseModel) -> Nested:
@@ -59,7 +59,7 @@ def test_greedy_text_is_plain_text(tiny_base: TinyBase, make: Callable[[BaseMode
 
 
 @pytest.mark.parametrize("plan", [None, sampled(TokenTree.chain(4))], ids=["greedy", "sampled"])
-def test_the_target_itself_is_always_right(tiny_base: TinyBase, plan: DraftPlan | None) -> None:
+def test_the_target_itself_is_always_right(tiny_base: TinyBase, plan: DraftConfig | None) -> None:
     """Also when sampling: q equals p, so every draft is accepted."""
     base = tiny_base()
     drafter = Nested(base, early_exit(base, 2), num_tokens=4, plan=plan)
@@ -81,20 +81,20 @@ def test_states_stay_as_they_were(tiny_base: TinyBase, rows: int) -> None:
     drafter = Nested(tiny_base(), early_exit(tiny_base(), 2), num_tokens=3, plan=sampled(TokenTree.chain(2)))
     plan, last, counts = sampled(CHAIN), torch.arange(rows) + 50, torch.tensor([6, 2, 4][:rows])
 
-    def coins() -> RowCoins:
-        return RowCoins([7] * rows, [9] * rows, DRAFT, last.device)
+    def rng() -> PerRowRng:
+        return PerRowRng([7] * rows, [9] * rows, DRAFT, last.device)
 
     def afresh(state: nested.NestedState) -> Tensor:
         text = state.text
         read = drafter.observe(drafter.init_state(rows), text.tokens, None, text.lengths)
-        return drafter.draft(read, last, plan, coins()).tokens
+        return drafter.draft(read, last, plan, rng()).tokens
 
     old = drafter.observe(drafter.init_state(rows), torch.arange(rows * 6).view(rows, 6), None, counts)
-    first = drafter.draft(old, last, plan, coins())
+    first = drafter.draft(old, last, plan, rng())
     new = drafter.observe(old, first.tokens[:, :3], None, torch.tensor([3, 1, 2][:rows]))
     for state in (old, new, old, new):
-        assert torch.equal(drafter.draft(state, last, plan, coins()).tokens, afresh(state))
-    part = drafter.draft(new.select([rows - 1]), last[-1:], plan, RowCoins([7], [9], DRAFT, last.device))
+        assert torch.equal(drafter.draft(state, last, plan, rng()).tokens, afresh(state))
+    part = drafter.draft(new.select([rows - 1]), last[-1:], plan, PerRowRng([7], [9], DRAFT, last.device))
     assert torch.equal(part.tokens, afresh(new)[-1:])
 
 
@@ -116,10 +116,10 @@ def test_seeds_inside_are_those_of_row_and_step(tiny_base: TinyBase) -> None:
     found = [
         seed
         for position in (3, 4)
-        for seed in nested._seeds(last, RowCoins([1, 2], [position] * 2, DRAFT, torch.device("cpu")))
+        for seed in nested._seeds(last, PerRowRng([1, 2], [position] * 2, DRAFT, torch.device("cpu")))
     ]
     assert len(set(found)) == 4 and min(found) > 2**40
-    assert nested._seeds(last[:1], RowCoins([2], [4], DRAFT, torch.device("cpu"))) == found[3:]
+    assert nested._seeds(last[:1], PerRowRng([2], [4], DRAFT, torch.device("cpu"))) == found[3:]
 
 
 def law_of_text(base: BaseModel, prompt: list[int], length: int) -> dict[tuple[int, ...], float]:
@@ -130,18 +130,18 @@ def law_of_text(base: BaseModel, prompt: list[int], length: int) -> dict[tuple[i
         for path, probability in known.items():
             tokens = torch.tensor([[*prompt, *path]])
             hidden = base.read(tokens, base.new_cache(tokens.shape[1]))[:, -1]
-            law = SAMPLER.laws(base.logits(hidden))[0]
-            for token in law.nonzero()[:, 0].tolist():
-                longer[*path, token] = probability * float(law[token])
+            dist = SAMPLER.probs(base.logits(hidden))[0]
+            for token in dist.nonzero()[:, 0].tolist():
+                longer[*path, token] = probability * float(dist[token])
         known = longer
     return known
 
 
-DRAFTERS: dict[str, tuple[Callable[[BaseModel, BaseModel], Drafter], DraftPlan]] = {
+DRAFTERS: dict[str, tuple[Callable[[BaseModel, BaseModel], Drafter], DraftConfig]] = {
     "model": (lambda base, other: ModelDrafter(other), sampled(CHAIN)),
     "model, tree": (lambda base, other: ModelDrafter(other), sampled(TokenTree.expansion([2, 2]), WITHOUT)),
     "merged": (
-        lambda base, other: Merged(
+        lambda base, other: CombinedDrafter(
             [early_exit(base, 1), ModelDrafter(other), PromptLookup(2)],
             [TokenTree.chain(3), TokenTree.expansion([2, 2]), TokenTree.chain(2)],
         ),
@@ -162,18 +162,18 @@ def test_sampled_text_has_the_targets_law(tiny_base: TinyBase, name: str) -> Non
     make, plan = DRAFTERS[name]
     drafter = make(base, related(base))
     prompt = [5, 6, 7, 5, 6]
-    law = law_of_text(base, prompt, 4)
+    dist = law_of_text(base, prompt, 4)
     results = decode_batch(
         base, drafter, [prompt] * rows, max_new_tokens=4, plan=plan, sampler=SAMPLER, ignore_eos=True
     )
     steps = [step for r in results for step in r.steps if r.steps]
     assert 0.1 < sum(step.accepted for step in steps) / len(steps), "drafts must be accepted for the test to say much"
-    counts = dict.fromkeys(law, 0)
+    counts = dict.fromkeys(dist, 0)
     for r in results:
         counts[tuple(r.tokens)] += 1  # a KeyError is a text of probability 0
-    frequent = [path for path in law if law[path] * rows >= 5]
-    cells = [(counts[path], law[path] * rows) for path in frequent]
-    rest = 1.0 - sum(law[path] for path in frequent)
+    frequent = [path for path in dist if dist[path] * rows >= 5]
+    cells = [(counts[path], dist[path] * rows) for path in frequent]
+    rest = 1.0 - sum(dist[path] for path in frequent)
     cells.append((rows - sum(count for count, _ in cells), max(rest, 1e-9) * rows))
     chi_square = sum((count - wanted) ** 2 / wanted for count, wanted in cells)
     freedom = len(cells) - 1
@@ -190,6 +190,6 @@ def test_refusals(tiny_base: TinyBase) -> None:
     with pytest.raises(UserError, match="the inner rule typical is lossy"):
         Nested(base, None, rule=AcceptanceRule(name="typical"))
     with pytest.raises(UserError, match="nested drafting drafts chains"):
-        decode(base, Nested(base, None), [1, 2], max_new_tokens=8, plan=DraftPlan(tree=TokenTree.expansion([2])))
+        decode(base, Nested(base, None), [1, 2], max_new_tokens=8, plan=DraftConfig(tree=TokenTree.expansion([2])))
     with pytest.raises(UserError, match="block verification"):
         Nested(base, PromptLookup(2, matches=2), rule=AcceptanceRule(name="block"))

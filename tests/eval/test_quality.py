@@ -40,23 +40,23 @@ def test_it_is_what_plain_loops_find(tiny_base: TinyBase, monkeypatch: pytest.Mo
     nll, agreed, kl, tokens = [0.0, 0.0], 0, 0.0, 0
     for start in (20, 60):
         for document in (list(range(start, start + 9)), list(range(start + 9, start + 15))):
-            laws = [b.model(torch.tensor([document])).logits[0].log_softmax(-1) for b in (untouched, tuned)]
+            probs = [b.model(torch.tensor([document])).logits[0].log_softmax(-1) for b in (untouched, tuned)]
             for t in range(FIRST_TRAINED - 1, len(document) - 1):
                 tokens += 1
-                for which, law in enumerate(laws):
-                    nll[which] -= law[t, document[t + 1]].item()
-                agreed += int(laws[0][t].argmax() == laws[1][t].argmax())
-                kl += (laws[0][t].exp() * (laws[0][t] - laws[1][t])).sum().item()
+                for which, dist in enumerate(probs):
+                    nll[which] -= dist[t, document[t + 1]].item()
+                agreed += int(probs[0][t].argmax() == probs[1][t].argmax())
+                kl += (probs[0][t].exp() * (probs[0][t] - probs[1][t])).sum().item()
     assert found.tokens == tokens == 18
     assert found.untouched_perplexity == pytest.approx(math.exp(nll[0] / tokens), rel=1e-4)
     assert found.tuned_perplexity == pytest.approx(math.exp(nll[1] / tokens), rel=1e-4)
-    assert found.agreement == pytest.approx(agreed / tokens)
+    assert found.greedy_match_rate == pytest.approx(agreed / tokens)
     assert found.kl == pytest.approx(kl / tokens, rel=1e-4)
 
 
 def test_a_base_beside_itself(tiny_base: TinyBase) -> None:
     found = compare_bases(tiny_base(), tiny_base(), [batch(20)])
-    assert (found.perplexity_ratio, found.agreement, found.kl) == (1.0, 1.0, 0.0)
+    assert (found.perplexity_ratio, found.greedy_match_rate, found.kl) == (1.0, 1.0, 0.0)
 
 
 def test_nothing_held_out_is_said(tiny_base: TinyBase) -> None:
@@ -65,8 +65,8 @@ def test_nothing_held_out_is_said(tiny_base: TinyBase) -> None:
 
 
 FOUND = {
-    "text": Fidelity(tokens=1000, untouched_perplexity=20.0, tuned_perplexity=21.0, agreement=0.93, kl=0.02),
-    "answers": Fidelity(tokens=500, untouched_perplexity=2.0, tuned_perplexity=2.0, agreement=0.99, kl=0.01),
+    "text": Fidelity(tokens=1000, untouched_perplexity=20.0, tuned_perplexity=21.0, greedy_match_rate=0.93, kl=0.02),
+    "answers": Fidelity(tokens=500, untouched_perplexity=2.0, tuned_perplexity=2.0, greedy_match_rate=0.99, kl=0.01),
 }
 
 
@@ -88,7 +88,7 @@ def test_the_gate(limits: GateConfig, failures: list[str]) -> None:
 
 
 def test_what_is_not_a_number_does_not_pass() -> None:
-    nan = Fidelity(tokens=9, untouched_perplexity=2.0, tuned_perplexity=math.nan, agreement=math.nan, kl=0.0)
+    nan = Fidelity(tokens=9, untouched_perplexity=2.0, tuned_perplexity=math.nan, greedy_match_rate=math.nan, kl=0.0)
     assert len(judge({"text": nan}, GateConfig(max_perplexity_ratio=1.1, min_agreement=0.9))["failures"]) == 2
 
 

@@ -14,6 +14,7 @@ from hypothesis.extra.numpy import arrays
 from drafthead.eval.trees.simulate import (
     block_chances,
     by_trial,
+    candidate_accept_probs,
     chances_of,
     ends,
     ends_of,
@@ -21,10 +22,9 @@ from drafthead.eval.trees.simulate import (
     rank_chances,
     replay,
     replay_ends,
-    trial_chances,
     visits,
 )
-from drafthead.models.decoding.contract import Siblings
+from drafthead.models.decoding.contract import DraftSampling
 from drafthead.models.token_tree import TokenTree
 from support import token_trees
 
@@ -82,18 +82,18 @@ def test_sampled_siblings_are_trials_in_order() -> None:
 
 
 @cache
-def law(kind: str, context: Context, k: int = 0) -> np.ndarray:
+def dist(kind: str, context: Context, k: int = 0) -> np.ndarray:
     """The target's law after a context, or an independent head's for its k-th draft."""
     seed = [ord(kind[0]), k, len(context), *context]
     return np.random.default_rng(seed).dirichlet([0.8] * V)
 
 
-def outcomes(root: Context, tree: TokenTree, siblings: Siblings) -> Iterator[tuple[Context, float]]:
+def outcomes(root: Context, tree: TokenTree, draft_sampling: DraftSampling) -> Iterator[tuple[Context, float]]:
     """Every (committed tokens, probability) of one step: the walk of the multi-step rule, trial by trial."""
 
     def walk(node: int, path: Context, mass: float) -> Iterator[tuple[Context, float]]:
         children = [n for n, parent in enumerate(tree.parents) if parent == node]
-        yield from trial(children, path, law("target", root + path), law("draft", root, len(path)), mass)
+        yield from trial(children, path, dist("target", root + path), dist("draft", root, len(path)), mass)
 
     def trial(children: list[int], path: Context, p: np.ndarray, q: np.ndarray, mass: float) -> Iterator:
         if not children:
@@ -103,7 +103,7 @@ def outcomes(root: Context, tree: TokenTree, siblings: Siblings) -> Iterator[tup
             yield from walk(children[0], (*path, x), mass * min(p[x], q[x]))
         rejected = np.maximum(q - p, 0)
         residual = np.maximum(p - q, 0) / max(np.maximum(p - q, 0).sum(), 1e-300)
-        if siblings is Siblings.WITH_REPLACEMENT:
+        if draft_sampling is DraftSampling.WITH_REPLACEMENT:
             yield from trial(children[1:], path, residual, q, mass * rejected.sum())
             return
         for x in range(V):
@@ -113,64 +113,68 @@ def outcomes(root: Context, tree: TokenTree, siblings: Siblings) -> Iterator[tup
     yield from walk(0, (), 1.0)
 
 
-def decoding_steps(context: Context, tree: TokenTree, siblings: Siblings) -> float:
+def decoding_steps(context: Context, tree: TokenTree, draft_sampling: DraftSampling) -> float:
     """Expected steps of decoding up to ``LENGTH`` tokens, by enumeration."""
     if len(context) >= LENGTH:
         return 0.0
     following: dict[Context, float] = {}
-    for tokens, mass in outcomes(context, tree, siblings):
+    for tokens, mass in outcomes(context, tree, draft_sampling):
         after = (context + tokens)[:LENGTH]
         following[after] = following.get(after, 0.0) + mass
     assert sum(following.values()) == pytest.approx(1.0)
-    return 1.0 + sum(mass * decoding_steps(after, tree, siblings) for after, mass in following.items() if mass > 0)
+    return 1.0 + sum(
+        mass * decoding_steps(after, tree, draft_sampling) for after, mass in following.items() if mass > 0
+    )
 
 
-def text_table(text: Context, siblings: Siblings, width: int, repeats: int) -> np.ndarray:
+def text_table(text: Context, draft_sampling: DraftSampling, width: int, repeats: int) -> np.ndarray:
     """The chances along a text, averaged over the draws of rejected tokens."""
     table = np.full((LENGTH, DEPTH, width), np.nan)
     for t in range(LENGTH):
         for k in range(min(DEPTH, LENGTH - t)):
-            table[t, k] = text_chance(text[: t + k + 1], t, siblings, width, repeats)
+            table[t, k] = text_chance(text[: t + k + 1], t, draft_sampling, width, repeats)
     return table
 
 
 @cache
-def text_chance(text: Context, root: int, siblings: Siblings, width: int, repeats: int) -> np.ndarray:
-    p, q = law("target", text[:-1]), law("draft", text[:root], len(text) - 1 - root)
+def text_chance(text: Context, root: int, draft_sampling: DraftSampling, width: int, repeats: int) -> np.ndarray:
+    p, q = dist("target", text[:-1]), dist("draft", text[:root], len(text) - 1 - root)
     rows = [torch.from_numpy(a).expand(repeats, -1) for a in (p, q)]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.full((repeats,), text[-1])
-    return trial_chances(*rows, tokens, siblings, width, generator).mean(0).numpy()
+    return candidate_accept_probs(*rows, tokens, draft_sampling, width, generator).mean(0).numpy()
 
 
 @pytest.mark.parametrize(
-    ("siblings", "tree"),
+    ("draft_sampling", "tree"),
     [
-        (Siblings.WITH_REPLACEMENT, TokenTree.chain(2)),
-        (Siblings.WITH_REPLACEMENT, TokenTree.expansion([3, 2])),
-        (Siblings.WITH_REPLACEMENT, TokenTree.from_paths([(0,), (1,), (1, 0), (1, 1)])),
-        (Siblings.WITHOUT_REPLACEMENT, TokenTree.chain(2)),
-        (Siblings.WITHOUT_REPLACEMENT, TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1)])),
+        (DraftSampling.WITH_REPLACEMENT, TokenTree.chain(2)),
+        (DraftSampling.WITH_REPLACEMENT, TokenTree.expansion([3, 2])),
+        (DraftSampling.WITH_REPLACEMENT, TokenTree.from_paths([(0,), (1,), (1, 0), (1, 1)])),
+        (DraftSampling.WITHOUT_REPLACEMENT, TokenTree.chain(2)),
+        (DraftSampling.WITHOUT_REPLACEMENT, TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1)])),
     ],
     ids=["chain", "iid", "iid uneven", "chain without", "without"],
 )
-def test_replay_expects_the_steps_of_real_decoding(siblings: Siblings, tree: TokenTree) -> None:
+def test_replay_expects_the_steps_of_real_decoding(draft_sampling: DraftSampling, tree: TokenTree) -> None:
     """Averaged over the target's own texts, replay is decoding: steps, path by path, with heads that do not see it."""
-    replacing = siblings is Siblings.WITH_REPLACEMENT
+    replacing = draft_sampling is DraftSampling.WITH_REPLACEMENT
     width = max(tree.parents.count(n) for n in range(len(tree)))
     expected = 0.0
     for text in product(range(V), repeat=LENGTH):
-        probability = float(np.prod([law("target", text[:i])[x] for i, x in enumerate(text)]))
-        table = text_table(text, siblings, width, repeats=1 if replacing or width == 1 else 4000)
+        probability = float(np.prod([dist("target", text[:i])[x] for i, x in enumerate(text)]))
+        table = text_table(text, draft_sampling, width, repeats=1 if replacing or width == 1 else 4000)
         expected += probability * float(expected_steps([ends(table, tree)])[0])
     tolerance = 1e-9 if replacing or width == 1 else 5e-3  # rejected tokens are drawn
-    assert expected == pytest.approx(decoding_steps((), tree, siblings), abs=tolerance)
+    assert expected == pytest.approx(decoding_steps((), tree, draft_sampling), abs=tolerance)
 
 
 def test_one_trial_is_accepted_as_often_as_the_laws_overlap() -> None:
     generator = torch.Generator().manual_seed(0)
     p, q = torch.rand(2, 6, generator=generator, dtype=torch.float64).softmax(-1)
-    chances = trial_chances(p.expand(6, -1), q.expand(6, -1), torch.arange(6), Siblings.WITH_REPLACEMENT, 3, generator)
+    chances = candidate_accept_probs(
+        p.expand(6, -1), q.expand(6, -1), torch.arange(6), DraftSampling.WITH_REPLACEMENT, 3, generator
+    )
     assert float(p @ chances[:, 0]) == pytest.approx(float(torch.minimum(p, q).sum()))
     assert (chances.sum(-1) <= 1 + 1e-12).all()
 
@@ -180,28 +184,29 @@ def test_all_tokens_sampled_without_replacement_are_all_there_are() -> None:
     generator = torch.Generator().manual_seed(1)
     p, q = torch.rand(2, 500, 4, generator=generator, dtype=torch.float64).softmax(-1)
     tokens = p.multinomial(1, generator=generator)[:, 0]
-    chances = trial_chances(p, q, tokens, Siblings.WITHOUT_REPLACEMENT, 5, generator)
+    chances = candidate_accept_probs(p, q, tokens, DraftSampling.WITHOUT_REPLACEMENT, 5, generator)
     assert torch.allclose(chances.sum(-1), torch.ones(500, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("siblings", [Siblings.WITH_REPLACEMENT, Siblings.WITHOUT_REPLACEMENT])
-def test_equal_and_greedy_laws(siblings: Siblings) -> None:
+@pytest.mark.parametrize("draft_sampling", [DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT])
+def test_equal_and_greedy_laws(draft_sampling: DraftSampling) -> None:
     """Where the laws are the same every draft is accepted; a greedy target accepts what the draft samples of it."""
     generator = torch.Generator().manual_seed(0)
     q = torch.rand(1, 4, generator=generator).softmax(-1)
     assert torch.allclose(
-        trial_chances(q, q, torch.tensor([2]), siblings, 2, generator), torch.tensor([[1.0, 0.0]]).double()
+        candidate_accept_probs(q, q, torch.tensor([2]), draft_sampling, 2, generator),
+        torch.tensor([[1.0, 0.0]]).double(),
     )
     greedy = torch.tensor([[0.0, 0.0, 1.0, 0.0]])
-    chance = trial_chances(greedy, q, torch.tensor([2]), siblings, 1, generator)
+    chance = candidate_accept_probs(greedy, q, torch.tensor([2]), draft_sampling, 1, generator)
     assert float(chance) == pytest.approx(float(q[0, 2]))
 
 
 def test_block_verification_accepts_the_running_minimum() -> None:
     """Against the definition on drafted prefixes, for every text: P(text, k drafts accepted) = q(x..) a_k(x..)."""
     for text in product(range(V), repeat=3):
-        p = np.array([law("target", text[:i])[x] for i, x in enumerate(text)])
-        q = np.array([law("draft", (), i)[x] for i, x in enumerate(text)])
+        p = np.array([dist("target", text[:i])[x] for i, x in enumerate(text)])
+        q = np.array([dist("draft", (), i)[x] for i, x in enumerate(text)])
         chain = block_chances(torch.tensor(p)[None], torch.tensor(q)[None])[0].numpy().cumprod()
         accept = 1.0
         for k in range(3):
@@ -215,17 +220,17 @@ def test_block_verification_against_enumeration() -> None:
     """Sun et al.'s algorithm on every draft block of 2: how often at least k drafts of it are accepted."""
     at_least = np.zeros(3)
     for block in product(range(V), repeat=2):
-        drafted = law("draft", (), 0)[block[0]] * law("draft", (), 1)[block[1]]
-        first = min(1.0, law("target", ())[block[0]] / law("draft", (), 0)[block[0]])
-        second = min(1.0, first * law("target", block[:1])[block[1]] / law("draft", (), 1)[block[1]])
-        excess = np.maximum(first * law("target", block[:1]) - law("draft", (), 1), 0).sum()
+        drafted = dist("draft", (), 0)[block[0]] * dist("draft", (), 1)[block[1]]
+        first = min(1.0, dist("target", ())[block[0]] / dist("draft", (), 0)[block[0]])
+        second = min(1.0, first * dist("target", block[:1])[block[1]] / dist("draft", (), 1)[block[1]])
+        excess = np.maximum(first * dist("target", block[:1]) - dist("draft", (), 1), 0).sum()
         stop_here = excess / (excess + 1 - first) if first < 1 else 1.0
         at_least[2] += drafted * second
         at_least[1] += drafted * (second + (1 - second) * stop_here)
     replayed = np.zeros(3)
     for text in product(range(V), repeat=2):
-        p = torch.tensor([[law("target", text[:i])[x] for i, x in enumerate(text)]])
-        q = torch.tensor([[law("draft", (), i)[x] for i, x in enumerate(text)]])
+        p = torch.tensor([[dist("target", text[:i])[x] for i, x in enumerate(text)]])
+        q = torch.tensor([[dist("draft", (), i)[x] for i, x in enumerate(text)]])
         replayed[1:] += float(p.prod()) * block_chances(p, q)[0].numpy().cumprod()
     assert replayed[1:] == pytest.approx(at_least[1:])
 

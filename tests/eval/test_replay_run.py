@@ -14,7 +14,7 @@ from drafthead.eval.trees.cost_model import StepCosts
 from drafthead.eval.trees.simulate import chances_of
 from drafthead.eval.trees.texts import Text, plain_answers, read_texts, write_texts
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import Siblings
+from drafthead.models.decoding.contract import DraftSampling
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.medusa import MedusaConfig
@@ -24,9 +24,9 @@ COSTS = StepCosts(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.
 ANSWERS = [chances_of(np.random.default_rng(s).integers(0, 4, size=(50, 3)), 4) for s in range(6)]
 
 
-@pytest.mark.parametrize("siblings", [Siblings.DETERMINISTIC, Siblings.WITH_REPLACEMENT])
-def test_rows_are_chains_and_trees(siblings: Siblings) -> None:
-    found = rows(ANSWERS, Machine(COSTS), [1, 3], [4, 16], siblings)
+@pytest.mark.parametrize("draft_sampling", [DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT])
+def test_rows_are_chains_and_trees(draft_sampling: DraftSampling) -> None:
+    found = rows(ANSWERS, Machine(COSTS), [1, 3], [4, 16], draft_sampling)
     assert [(r.name, r.nodes, r.depth) for r in found] == [
         ("chain of 1", 2, 1),
         ("chain of 3", 4, 3),
@@ -41,9 +41,9 @@ def test_rows_are_chains_and_trees(siblings: Siblings) -> None:
 
 def test_what_the_head_does_not_draft_is_refused() -> None:
     with pytest.raises(UserError, match="a chain of 4 drafts is wanted, but the head drafts 1 to 3 positions"):
-        rows(ANSWERS, Machine(COSTS), [4], [], Siblings.DETERMINISTIC)
+        rows(ANSWERS, Machine(COSTS), [4], [], DraftSampling.TOP_K)
     with pytest.raises(UserError, match="a tree of 1 nodes is wanted"):
-        rows(ANSWERS, Machine(COSTS), [], [1, 5], Siblings.DETERMINISTIC)
+        rows(ANSWERS, Machine(COSTS), [], [1, 5], DraftSampling.TOP_K)
 
 
 def test_texts_are_read_back(tmp_path: Path) -> None:
@@ -106,12 +106,12 @@ def test_a_head_with_a_threshold_has_a_row_of_its_own(
     texts = [Text([5, 6, 7, *decode(base, None, [5, 6, 7], max_new_tokens=12, ignore_eos=True).tokens], 3)]
     head = MedusaConfig(num_heads=2).build(base).eval()
     plain = own_row(base, head, texts, Sampler())
-    head.stop_below = 0.999
+    head.confidence_threshold = 0.999
     row = own_row(base, head, texts, Sampler())
     assert row.speedup is None and row.replay.mean_accepted_tokens < plain.replay.mean_accepted_tokens
     write_texts(tmp_path / "t.jsonl", texts)
     for threshold in (0.0, 0.25):
-        head.stop_below, head.tree = threshold, TokenTree.chain(2)
+        head.confidence_threshold, head.tree = threshold, TokenTree.chain(2)
         head.save_pretrained(tmp_path / "head")
         given = ["--head", str(tmp_path / "head"), "--texts", str(tmp_path / "t.jsonl"), "--nodes", "3", "--chain", "1"]
         monkeypatch.setattr(sys, "argv", ["drafthead replay", *given])

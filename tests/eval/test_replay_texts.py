@@ -22,7 +22,7 @@ from drafthead.eval.trees.simulate_texts import ChancePlan, text_chances
 from drafthead.eval.trees.texts import Text
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import Drafter, DraftPlan, DraftState, DynamicTree, Siblings
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, DynamicTree
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
@@ -99,14 +99,14 @@ def test_a_deterministic_plan_is_the_tree_on_ranks(base: BaseModel, sampler: Sam
     """Drafting for real at every position, against chances of the whole family."""
     head, texts = fitted(base), answered(base, sampler.temperature, 25)
     whole = text_chances(base, head, texts, sampler, ChancePlan())
-    found = replay_texts.replay_texts(base, head, texts, DraftPlan(tree=TREE), sampler)
+    found = replay_texts.replay_texts(base, head, texts, DraftConfig(tree=TREE), sampler)
     assert found == replay(whole, TREE) and found.steps < found.tokens
 
 
 def test_a_dynamic_tree_of_all_candidates_is_the_expansion(base: BaseModel) -> None:
     head, texts = fitted(base), answered(base, 0.0, 25)
-    dynamic = DraftPlan(tree=DynamicTree(nodes=13, width=3, depth=2))
-    static = DraftPlan(tree=TokenTree.expansion([3, 3]))
+    dynamic = DraftConfig(tree=DynamicTree(nodes=13, width=3, depth=2))
+    static = DraftConfig(tree=TokenTree.expansion([3, 3]))
     assert replay_texts.replay_texts(base, head, texts, dynamic, GREEDY) == replay_texts.replay_texts(
         base, head, texts, static, GREEDY
     )
@@ -120,7 +120,7 @@ def warmed(logits: Tensor, temperature: float) -> Tensor:
 def test_a_chain_of_samples_is_the_ratio_of_laws(base: BaseModel) -> None:
     """min(1, q(x) / p(x)) from the model's own logits and the heads' modules, at every position and draft."""
     head, texts = fitted(base), answered(base, 0.7, 12, copies=2)
-    plan = ChancePlan(siblings=Siblings.WITH_REPLACEMENT, sampler=Sampler(temperature=1.3), width=1)
+    plan = ChancePlan(draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=1.3), width=1)
     found = text_chances(base, head, texts, WARM, plan)
     for text, chances in zip(texts, found, strict=True):
         ids = torch.tensor([text.ids])
@@ -140,7 +140,7 @@ def test_a_chain_of_samples_is_the_ratio_of_laws(base: BaseModel) -> None:
 
 def test_chances_do_not_depend_on_the_batch(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     head, texts = fitted(base), answered(base, 0.7, 8, copies=2)
-    plan = ChancePlan(siblings=Siblings.WITH_REPLACEMENT, width=3)
+    plan = ChancePlan(draft_sampling=DraftSampling.WITH_REPLACEMENT, width=3)
     together = text_chances(base, head, texts, WARM, plan)
     monkeypatch.setattr(replay_texts, "BUDGET", 1)
     monkeypatch.setattr(text_pass, "BUDGET", 1000)
@@ -151,17 +151,17 @@ def test_chances_do_not_depend_on_the_batch(base: BaseModel, monkeypatch: pytest
 def test_a_draft_vocabulary_misses_the_tokens_outside_it(base: BaseModel) -> None:
     texts = answered(base, 0.7, 20)
     head = MedusaConfig(num_heads=2, draft_vocab_size=100).build(base, torch.arange(100)).eval()
-    for siblings in Siblings:
-        plan = ChancePlan(siblings=siblings, width=2)
+    for draft_sampling in DraftSampling:
+        plan = ChancePlan(draft_sampling=draft_sampling, width=2)
         for text, chances in zip(texts, text_chances(base, head, texts, WARM, plan), strict=True):
             outside = np.array(text.ids[text.boundary + 1 :]) >= 100
             assert outside.any() and (chances[outside, 0] == 0).all()
-            assert siblings is Siblings.DETERMINISTIC or (chances[~outside, 0, 0] > 0).all()
+            assert draft_sampling is DraftSampling.TOP_K or (chances[~outside, 0, 0] > 0).all()
 
 
 def test_more_trials_and_deeper_trees_accept_more(base: BaseModel) -> None:
     head, texts = fitted(base), answered(base, 0.7, 30)
-    plan = ChancePlan(siblings=Siblings.WITHOUT_REPLACEMENT, width=3)
+    plan = ChancePlan(draft_sampling=DraftSampling.WITHOUT_REPLACEMENT, width=3)
     found = text_chances(base, head, texts, WARM, plan)
     means = [replay(found, TokenTree.expansion(w)).mean_accepted_tokens for w in ([1], [2], [3], [3, 2], [3, 2, 2])]
     assert means == sorted(means) and means[0] > 1.0 and means[-1] > means[0]
@@ -169,14 +169,14 @@ def test_more_trials_and_deeper_trees_accept_more(base: BaseModel) -> None:
 
 def test_what_cannot_be_replayed_is_refused(base: BaseModel) -> None:
     head, texts = fitted(base), answered(base, 0.0, 20)
-    chain = DraftPlan(tree=TokenTree.chain(2))
-    sampled = {"siblings": Siblings.WITH_REPLACEMENT}
+    chain = DraftConfig(tree=TokenTree.chain(2))
+    sampled = {"draft_sampling": DraftSampling.WITH_REPLACEMENT}
     run = replay_texts.replay_texts
     with pytest.raises(UserError, match="'typical' cannot be replayed: it is lossy, so the text depends on"):
         run(base, head, texts, chain, GREEDY, rule=AcceptanceRule(name="typical"))
     block = AcceptanceRule(name="block")
     with pytest.raises(UserError, match="block verification judges a chain as a whole"):
-        run(base, head, texts, DraftPlan(tree=TREE, **sampled), WARM, rule=block)
+        run(base, head, texts, DraftConfig(tree=TREE, **sampled), WARM, rule=block)
     with pytest.raises(UserError, match="block verification is for chains; set width to 1"):
         text_chances(base, head, texts, WARM, ChancePlan(rule=block, **sampled))
     with pytest.raises(UserError, match="no text has two answer tokens"):
@@ -187,7 +187,7 @@ def test_what_cannot_be_replayed_is_refused(base: BaseModel) -> None:
 def test_texts_of_another_temperature_are_refused(base: BaseModel, made: float, sampler: Sampler) -> None:
     texts = answered(base, made, 40, copies=4)
     with pytest.raises(UserError, match="are no samples of the target at"):
-        replay_texts.replay_texts(base, fitted(base), texts, DraftPlan(tree=TokenTree.chain(1)), sampler)
+        replay_texts.replay_texts(base, fitted(base), texts, DraftConfig(tree=TokenTree.chain(1)), sampler)
 
 
 def test_a_drafter_without_laws_is_named(base: BaseModel) -> None:
@@ -224,7 +224,7 @@ class Shadow(StepwiseDrafter):
         lengths = counts.tolist() if counts is not None else [tokens.shape[1]] * len(tokens)
         return ShadowState([r + t[:n].tolist() for r, t, n in zip(state.read, tokens, lengths, strict=True)])
 
-    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> "ShadowExpansion":
+    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> "ShadowExpansion":
         assert isinstance(state, ShadowState)
         return ShadowExpansion(self, [[[*row, int(token)]] for row, token in zip(state.read, last, strict=True)])
 
@@ -249,7 +249,7 @@ class ShadowExpansion:
 def test_a_drafter_that_sees_its_path_is_led_along_the_text(base: BaseModel) -> None:
     """Shadow's law before a token is the same from wherever the step started."""
     drafter, texts = Shadow(base), answered(base, 0.7, 6)
-    plan = ChancePlan(siblings=Siblings.WITH_REPLACEMENT, sampler=Sampler(temperature=0.9), width=1)
+    plan = ChancePlan(draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=0.9), width=1)
     for text, chances in zip(texts, text_chances(base, drafter, texts, WARM, plan), strict=True):
         logits = base.model(torch.tensor([text.ids])).logits[0]
         p, q = warmed(logits, 0.7), warmed(logits + drafter.shift, 0.9)
@@ -260,7 +260,7 @@ def test_a_drafter_that_sees_its_path_is_led_along_the_text(base: BaseModel) -> 
                 assert chances[t, k, 0] == pytest.approx(min(1.0, float(q[at - 1, x] / p[at - 1, x])), rel=1e-3)
 
 
-def decoded(base: BaseModel, plan: DraftPlan, rule: AcceptanceRule, new: int, seeds: int) -> list[DecodeResult]:
+def decoded(base: BaseModel, plan: DraftConfig, rule: AcceptanceRule, new: int, seeds: int) -> list[DecodeResult]:
     return [
         decode(
             base, Shadow(base), prompt, max_new_tokens=new, plan=plan, sampler=WARM, rule=rule, seed=s, ignore_eos=True
@@ -271,11 +271,11 @@ def decoded(base: BaseModel, plan: DraftPlan, rule: AcceptanceRule, new: int, se
 
 
 CASES = {
-    "deterministic": (Siblings.DETERMINISTIC, TREE, "exact"),
-    "chain": (Siblings.WITH_REPLACEMENT, TokenTree.chain(3), "exact"),
-    "block": (Siblings.WITH_REPLACEMENT, TokenTree.chain(3), "block"),
-    "iid": (Siblings.WITH_REPLACEMENT, TokenTree.expansion([3, 2]), "exact"),
-    "without": (Siblings.WITHOUT_REPLACEMENT, TREE, "exact"),
+    "deterministic": (DraftSampling.TOP_K, TREE, "exact"),
+    "chain": (DraftSampling.WITH_REPLACEMENT, TokenTree.chain(3), "exact"),
+    "block": (DraftSampling.WITH_REPLACEMENT, TokenTree.chain(3), "block"),
+    "iid": (DraftSampling.WITH_REPLACEMENT, TokenTree.expansion([3, 2]), "exact"),
+    "without": (DraftSampling.WITHOUT_REPLACEMENT, TREE, "exact"),
 }
 
 
@@ -284,8 +284,8 @@ CASES = {
 )
 def test_sampled_decoding_takes_the_replayed_steps(base: BaseModel, case: str) -> None:
     """Decoding's own texts, replayed: what is left is the chance of acceptance, and it averages out."""
-    siblings, tree, name = CASES[case]
-    plan = DraftPlan(tree=tree, siblings=siblings, sampler=Sampler(temperature=0.9))
+    draft_sampling, tree, name = CASES[case]
+    plan = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=Sampler(temperature=0.9))
     rule, seeds = AcceptanceRule(name=name), 3
     results = decoded(base, plan, rule, 16, seeds)
     prompts = [prompt for prompt in PROMPTS for _ in range(seeds)]
@@ -294,10 +294,12 @@ def test_sampled_decoding_takes_the_replayed_steps(base: BaseModel, case: str) -
     steps = np.array([len(result.steps) for result in results], dtype=float)
     assert found.tokens == sum(s.committed for result in results for s in result.steps)
     assert found.tokens / found.steps > 1.05, "nothing accepted proves nothing"
-    if siblings is Siblings.DETERMINISTIC:
+    if draft_sampling is DraftSampling.TOP_K:
         assert found.steps == pytest.approx(steps.sum())
         return
-    wanted = ChancePlan(siblings=siblings, sampler=plan.sampler, width=1 if name == "block" else 3, rule=rule, seed=1)
+    wanted = ChancePlan(
+        draft_sampling=draft_sampling, sampler=plan.sampler, width=1 if name == "block" else 3, rule=rule, seed=1
+    )
     chances = text_chances(base, Shadow(base), texts, WARM, wanted)
     expected = expected_steps([ends(a, by_trial(tree)) for a in chances])
     assert (np.abs(expected - steps) > 1e-6).any(), "chance takes part"
@@ -309,8 +311,8 @@ def test_sampled_decoding_takes_the_replayed_steps(base: BaseModel, case: str) -
 @pytest.mark.parametrize("case", CASES)
 def test_replay_of_other_texts_predicts_decoding(base: BaseModel, case: str) -> None:
     """Plain answers of their own, and decoding's mean: they differ by no more than the two intervals together."""
-    siblings, tree, name = CASES[case]
-    plan = DraftPlan(tree=tree, siblings=siblings, sampler=Sampler(temperature=0.9))
+    draft_sampling, tree, name = CASES[case]
+    plan = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=Sampler(temperature=0.9))
     rule, new = AcceptanceRule(name=name), 24
     results = decoded(base, plan, rule, new, 20)
     # The plain answers must be as long as the decoded ones.
@@ -334,7 +336,7 @@ def _taken(result: DecodeResult, new: int) -> np.ndarray:
 def test_greedy_decoding_takes_exactly_the_replayed_steps(base: BaseModel) -> None:
     head = fitted(base)
     for prompt in PROMPTS:
-        for plan in (DraftPlan(tree=TREE), DraftPlan(tree=TREE, stop_below=0.2)):
+        for plan in (DraftConfig(tree=TREE), DraftConfig(tree=TREE, confidence_threshold=0.2)):
             real = decode(base, head, prompt, max_new_tokens=30, plan=plan, ignore_eos=True)
             found = replay_texts.replay_texts(base, head, [Text(prompt + real.tokens, len(prompt))], plan, GREEDY)
             assert found.steps == len(real.steps)

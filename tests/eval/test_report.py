@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from drafthead.eval.lossless.equality import Diagnosis, Equality
-from drafthead.eval.metrics.summary import Known, summarise
+from drafthead.eval.metrics.summary import RunInfo, summarise
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.report import plots, report, tables
 from drafthead.eval.report import plots as run_plots
@@ -189,7 +189,7 @@ def compared() -> dict[str, Any]:
         [EvalPrompt("math", n, []) for n in range(3)],
         results,
         {"speculative": [Equality(True)] * 3, "prompt_lookup": [Equality(True), fault, Equality(True)]},
-        Known(retokenised=len),
+        RunInfo(retokenised=len),
     )
     found["rule"] = {"name": "typical", "lossless": False, "total_variation": 0.3127}
     found["sampler"] = {"temperature": 1.0, "top_k": 0, "top_p": 0.9, "eta": 0.0}

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import DraftPlan, Siblings
+from drafthead.models.decoding.contract import DraftConfig, DraftSampling
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step_log import DecodeResult
-from drafthead.models.drafters.combined import Merged, side_by_side
+from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
@@ -21,10 +21,12 @@ from support import hidden_and_law, law_of_answers, p_value_of_answers, small_ba
 
 PROMPTS = [[5, 6, 7], [250], [9, 10, 11, 12, 13, 14, 15], [100, 40]]
 KINDS = {
-    "deterministic": DraftPlan(tree=TokenTree.expansion([2, 2])),
-    "with replacement": DraftPlan(tree=TokenTree.expansion([2, 2]), siblings=Siblings.WITH_REPLACEMENT),
-    "without replacement": DraftPlan(tree=TokenTree.expansion([2, 2]), siblings=Siblings.WITHOUT_REPLACEMENT),
-    "block": DraftPlan(tree=TokenTree.chain(2), siblings=Siblings.WITH_REPLACEMENT),
+    "deterministic": DraftConfig(tree=TokenTree.expansion([2, 2])),
+    "with replacement": DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITH_REPLACEMENT),
+    "without replacement": DraftConfig(
+        tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT
+    ),
+    "block": DraftConfig(tree=TokenTree.chain(2), draft_sampling=DraftSampling.WITH_REPLACEMENT),
 }
 LENGTH = 3
 SAMPLER = Sampler(temperature=1.0, top_k=3)
@@ -33,7 +35,7 @@ ONE_IN = 1e-4
 
 
 @cache
-def law(prompt: tuple[int, ...], sampler: Sampler) -> dict[tuple[int, ...], float]:
+def dist(prompt: tuple[int, ...], sampler: Sampler) -> dict[tuple[int, ...], float]:
     return law_of_answers(small_base(), prompt, sampler, LENGTH)
 
 
@@ -45,7 +47,7 @@ def fitted_head() -> MedusaHead:
         for prompt, k in product(PROMPTS, range(2)):
             hidden = hidden_and_law(small_base(), prompt, SAMPLER)[0]
             chances: defaultdict[int, float] = defaultdict(float)
-            for answer, chance in law(tuple(prompt), SAMPLER).items():
+            for answer, chance in dist(tuple(prompt), SAMPLER).items():
                 chances[answer[k + 1]] += chance
             most = max(chances.values())
             for token, chance in chances.items():
@@ -84,26 +86,26 @@ def test_law_in_a_batch_of_four(kind: str) -> None:
     assert 0.2 * len(steps) < accepted < 0.85 * len(steps), "drafts must be accepted and rejected"
     for number, prompt in enumerate(PROMPTS):
         counts = Counter(tuple(result.tokens) for result in results[number :: len(PROMPTS)])
-        assert p_value_of_answers(counts, law(tuple(prompt), SAMPLER)) > ONE_IN, prompt
+        assert p_value_of_answers(counts, dist(tuple(prompt), SAMPLER)) > ONE_IN, prompt
 
 
 def test_law_of_a_single_row() -> None:
     counts = Counter(tuple(result.tokens) for result in answers("without replacement", list(range(160)), 1))
-    assert p_value_of_answers(counts, law(tuple(PROMPTS[0]), SAMPLER)) > ONE_IN
+    assert p_value_of_answers(counts, dist(tuple(PROMPTS[0]), SAMPLER)) > ONE_IN
 
 
 def test_law_of_a_union_whose_first_tree_gives_way() -> None:
     """Two drafters that sample, and room for less than both trees."""
-    plan = DraftPlan(tree=TokenTree.expansion([2, 2]), siblings=Siblings.WITHOUT_REPLACEMENT)
+    plan = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     trees = [TokenTree.expansion([2, 2]), TokenTree.chain(2)]
-    union = Merged([fitted_head(), ModelDrafter(small_base(), small_base(), num_tokens=2)], trees, nodes=5)
+    union = CombinedDrafter([fitted_head(), ModelDrafter(small_base(), small_base(), num_tokens=2)], trees, nodes=5)
     results = [
         decode(
             small_base(),
             union,
             PROMPTS[0],
             max_new_tokens=LENGTH,
-            plan=replace(plan, tree=side_by_side(trees)),
+            plan=replace(plan, tree=union(trees)),
             sampler=SAMPLER,
             seed=seed,
             ignore_eos=True,
@@ -111,16 +113,16 @@ def test_law_of_a_union_whose_first_tree_gives_way() -> None:
         for seed in range(200)
     ]
     counts = Counter(tuple(result.tokens) for result in results)
-    assert p_value_of_answers(counts, law(tuple(PROMPTS[0]), SAMPLER)) > ONE_IN
+    assert p_value_of_answers(counts, dist(tuple(PROMPTS[0]), SAMPLER)) > ONE_IN
 
 
 def test_the_tests_would_see_another_law() -> None:
     """As many plain samples, at another temperature."""
-    other = law(tuple(PROMPTS[0]), Sampler(temperature=0.6, top_k=3))
+    other = dist(tuple(PROMPTS[0]), Sampler(temperature=0.6, top_k=3))
     generator = torch.Generator().manual_seed(0)
     drawn = torch.tensor(list(other.values())).multinomial(160, replacement=True, generator=generator)
     counts = Counter(list(other)[i] for i in drawn.tolist())
-    assert p_value_of_answers(counts, law(tuple(PROMPTS[0]), SAMPLER)) < ONE_IN < p_value_of_answers(counts, other)
+    assert p_value_of_answers(counts, dist(tuple(PROMPTS[0]), SAMPLER)) < ONE_IN < p_value_of_answers(counts, other)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,7 +162,7 @@ def test_greedy_with_a_repetition_penalty_equals_generate(penalty: float, drafte
             head if drafted else None,
             prompt,
             max_new_tokens=16,
-            plan=DraftPlan(tree=TokenTree.expansion([8, 4])) if drafted else None,
+            plan=DraftConfig(tree=TokenTree.expansion([8, 4])) if drafted else None,
             sampler=Sampler(repetition_penalty=penalty),
             ignore_eos=True,
         )

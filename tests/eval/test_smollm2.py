@@ -6,10 +6,10 @@ from functools import cache
 import pytest
 
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import Drafter, DraftPlan, DynamicTree, Siblings
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.drafters.combined import Merged
+from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.draft_model import early_exit
 from drafthead.models.drafters.nested import Nested
 from drafthead.models.drafters.prompt_lookup import PromptLookup
@@ -51,10 +51,10 @@ def test_greedy_text_is_plain_text_alone_and_in_a_batch(kind: str) -> None:
         "dynamic": untrained_head(),
         "lookup": PromptLookup(num_tokens=3),
         "early exit": exit_model,
-        "merged": Merged([untrained_head(), PromptLookup(num_tokens=3)]),
+        "merged": CombinedDrafter([untrained_head(), PromptLookup(num_tokens=3)]),
         "nested": Nested(exit_model.model, PromptLookup(num_tokens=3), num_tokens=3),
     }
-    plan = DraftPlan(tree=DynamicTree(nodes=6, width=3, depth=2)) if kind == "dynamic" else None
+    plan = DraftConfig(tree=DynamicTree(nodes=6, width=3, depth=2)) if kind == "dynamic" else None
     plain = [decode(base(), None, ids, max_new_tokens=24, ignore_eos=True).tokens for ids in prompts()]
     batch = decode_batch(base(), drafters[kind], prompts(), max_new_tokens=24, plan=plan, ignore_eos=True)
     alone = decode(base(), drafters[kind], prompts()[0], max_new_tokens=24, plan=plan, ignore_eos=True)
@@ -64,14 +64,14 @@ def test_greedy_text_is_plain_text_alone_and_in_a_batch(kind: str) -> None:
 
 
 @cache
-def law(prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+def dist(prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
     return law_of_answers(base(), prompt, SAMPLER, length=3)
 
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_sampled_answers_follow_the_law_of_the_base(batch: int) -> None:
     prompt = prompts()[0]
-    plan = DraftPlan(tree=TokenTree.expansion([2, 1]), siblings=Siblings.WITHOUT_REPLACEMENT)
+    plan = DraftConfig(tree=TokenTree.expansion([2, 1]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = 0
     for start in range(0, SAMPLES, batch):
@@ -90,4 +90,4 @@ def test_sampled_answers_follow_the_law_of_the_base(batch: int) -> None:
             counts[tuple(result.tokens)] += 1
             accepted += sum(step.accepted for step in result.steps)
     assert accepted > 0, "drafts must be accepted for the test to say something"
-    assert p_value_of_answers(counts, law(tuple(prompt))) > 1e-4
+    assert p_value_of_answers(counts, dist(tuple(prompt))) > 1e-4

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from drafthead.eval.lossless.equality import Diagnosis, Equality
-from drafthead.eval.metrics.summary import Known, fastest_baseline, method_names, speedup_of, summarise
+from drafthead.eval.metrics.summary import RunInfo, fastest_baseline, method_names, speedup_of, summarise
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.result_log import FailedDecode
 from support import steady_answer
@@ -119,7 +119,7 @@ def test_the_turns_of_a_conversation_are_one_spec_bench_question() -> None:
     chat = EvalPrompt("chat", 3, [], later_turns=("And then?",))
     results = {name: [steady_answer(9, 1.0), steady_answer(17, 4.0)] for name in NAMES}
     different = Equality(same=False, position=2, tokens=(1, 2), margin=3.0, diagnosis=Diagnosis.CACHE)
-    known = Known(retokenised=len, turns=[0, 1])
+    known = RunInfo(retokenised=len, turns=[0, 1])
     summary = summarise([chat, chat], results, [SAME, different], known)
     assert summary["overall"]["spec_bench"]["tokens_per_second"] == pytest.approx(26 / 5.0)
     assert summary["metrics"]["speculative"]["spec_bench_tokens_per_second"] == pytest.approx(26 / 5.0)

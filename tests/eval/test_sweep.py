@@ -55,11 +55,11 @@ def test_the_fastest_is_kept(tiny_base: TinyBase, tmp_path: Path, monkeypatch: p
     best = record["rows"][0]
     assert str(found.parent) == best["head"] and (found.parent / "sweep.png").stat().st_size > 5000
     winner = DraftHead.from_pretrained(found.parent, base)
-    assert winner.stop_below == best["threshold"] < 0.9
-    assert record["default_before"] == {"choices": [[0], [1], [0, 0]], "stop_below": 0.9}
+    assert winner.confidence_threshold == best["threshold"] < 0.9
+    assert record["default_before"] == {"choices": [[0], [1], [0, 0]], "confidence_threshold": 0.9}
     assert winner.tree is not None and (winner.tree.depth == 3 if best["drafts"] else len(winner.tree) == 4)
     (other,) = set(folders) - {best["head"]}
-    assert DraftHead.from_pretrained(other, base).stop_below == 0.9
+    assert DraftHead.from_pretrained(other, base).confidence_threshold == 0.9
 
 
 def test_what_is_within_the_noise_changes_no_default() -> None:

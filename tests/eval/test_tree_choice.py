@@ -16,8 +16,8 @@ COSTS = StepCosts(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.
 def independent_ranks(positions: int, seed: int = 0) -> np.ndarray:
     """Ranks whose law depends on the draft position only."""
     generator = np.random.default_rng(seed)
-    laws = [[0.5, 0.2, 0.1, 0.2], [0.4, 0.2, 0.1, 0.3], [0.3, 0.1, 0.1, 0.5]]
-    drawn = np.stack([generator.choice(4, p=law, size=positions) for law in laws], 1)
+    probs = [[0.5, 0.2, 0.1, 0.2], [0.4, 0.2, 0.1, 0.3], [0.3, 0.1, 0.1, 0.5]]
+    drawn = np.stack([generator.choice(4, p=dist, size=positions) for dist in probs], 1)
     drawn[drawn == 3] = calibrate.WIDTH
     for k in range(3):
         drawn[positions - k :, k] = -1

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.decoding.acceptance import AcceptanceRule, block, greedy, speculative, typical
-from drafthead.models.decoding.contract import DynamicTree, Proposal, Siblings, Verdict
-from drafthead.models.decoding.random_source import VERIFY, RowCoins
+from drafthead.models.decoding.contract import Acceptance, DraftSampling, DynamicTree, Proposal
+from drafthead.models.decoding.random_source import VERIFY, PerRowRng
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
 from support import lookup
 
 V = 5
-DET, IID, DISTINCT = Siblings.DETERMINISTIC, Siblings.WITH_REPLACEMENT, Siblings.WITHOUT_REPLACEMENT
+DET, IID, DISTINCT = DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT
 
 
 class Dice:
@@ -41,20 +41,20 @@ class Dice:
         self.chances.append(torch.where(p < q, p / q, (p > 0).double()))
         return active & (u * q < p)
 
-    def draw(self, laws: Tensor) -> Tensor:
-        self.bonus = laws[:, 0] / laws[:, 0].sum(-1, keepdim=True)
-        return laws.argmax(-1)
+    def draw(self, probs: Tensor) -> Tensor:
+        self.bonus = probs[:, 0] / probs[:, 0].sum(-1, keepdim=True)
+        return probs.argmax(-1)
 
 
 def laws_for(rows: int, nodes: int, chance: torch.Generator, sparse: bool = True) -> Tensor:
-    law = torch.rand(rows, nodes, V, dtype=torch.float64, generator=chance) ** 3
+    dist = torch.rand(rows, nodes, V, dtype=torch.float64, generator=chance) ** 3
     if sparse:  # some tokens impossible, as after truncation
-        law *= torch.rand(law.shape, generator=chance) < 0.7
-        law[..., 0] += 1e-3
-    return law / law.sum(-1, keepdim=True)
+        dist *= torch.rand(dist.shape, generator=chance) < 0.7
+        dist[..., 0] += 1e-3
+    return dist / dist.sum(-1, keepdim=True)
 
 
-def random_proposal(seed: int, rows: int, nodes: int, siblings: Siblings) -> tuple[Proposal, Tensor]:
+def random_proposal(seed: int, rows: int, nodes: int, draft_sampling: DraftSampling) -> tuple[Proposal, Tensor]:
     """Ragged trees with padding and nodes that are tried twice, and the target's laws [B, N, V]."""
     chance = torch.Generator().manual_seed(seed)
     parents = torch.full((rows, nodes), -1)
@@ -66,11 +66,11 @@ def random_proposal(seed: int, rows: int, nodes: int, siblings: Siblings) -> tup
     shape = TreeShape.from_parents(parents)
     tokens = torch.randint(V, (rows, nodes), generator=chance)
     target = laws_for(rows, nodes, chance)
-    if siblings is DET:
-        return Proposal(tokens=tokens, shape=shape, siblings=DET), target
+    if draft_sampling is DET:
+        return Proposal(tokens=tokens, shape=shape, draft_sampling=DET), target
     drafts = laws_for(rows, 2 * nodes, chance, sparse=False)
     children = shape.children
-    if siblings is IID:  # a merged tree may try a node twice
+    if draft_sampling is IID:  # a merged tree may try a node twice
         children = torch.cat(
             [children, torch.where(torch.rand(children.shape, generator=chance) < 0.3, children, 0)], 2
         )
@@ -84,11 +84,15 @@ def random_proposal(seed: int, rows: int, nodes: int, siblings: Siblings) -> tup
                 free = [t for t in range(V) if t not in taken]
                 if int(tokens[row, node]) in taken and free:
                     tokens[row, node] = free[0]
-    law_of = 2 * torch.arange(nodes)[None, :, None] + torch.randint(2, children.shape, generator=chance)
+    prob_index = 2 * torch.arange(nodes)[None, :, None] + torch.randint(2, children.shape, generator=chance)
     deterministic = torch.rand(children.shape, generator=chance) < 0.2
-    law_of = torch.where(deterministic, -1, law_of)
+    prob_index = torch.where(deterministic, -1, prob_index)
     proposal = Proposal(
-        tokens=tokens, shape=replace(shape, children=children), siblings=siblings, laws=drafts, law_of=law_of
+        tokens=tokens,
+        shape=replace(shape, children=children),
+        draft_sampling=draft_sampling,
+        probs=drafts,
+        prob_index=prob_index,
     )
     return proposal, target
 
@@ -107,13 +111,13 @@ def by_hand(proposal: Proposal, target: Tensor, uniforms: list[float], row: int)
                 continue
             token = tokens[child]
             source = -1
-            if proposal.law_of is not None:
-                source = int(proposal.law_of[row if len(proposal.law_of) > 1 else 0, node, trial])
-            if source < 0 or proposal.laws is None:
+            if proposal.prob_index is not None:
+                source = int(proposal.prob_index[row if len(proposal.prob_index) > 1 else 0, node, trial])
+            if source < 0 or proposal.probs is None:
                 q = [float(t == token) for t in range(V)]
             else:
-                q = proposal.laws[row, source].tolist()
-                if proposal.siblings is DISTINCT:
+                q = proposal.probs[row, source].tolist()
+                if proposal.draft_sampling is DISTINCT:
                     q = [0.0 if (source, t) in tried else v for t, v in enumerate(q)]
                     q = [v / sum(q) for v in q]
             tried.append((source, token))
@@ -129,28 +133,28 @@ def by_hand(proposal: Proposal, target: Tensor, uniforms: list[float], row: int)
 
 @given(st.integers(0, 10_000), st.integers(2, 9), st.sampled_from([DET, IID, DISTINCT]))
 @settings(max_examples=80, deadline=None)
-def test_the_walk_is_that_of_plain_python(seed: int, nodes: int, siblings: Siblings) -> None:
+def test_the_walk_is_that_of_plain_python(seed: int, nodes: int, draft_sampling: DraftSampling) -> None:
     rows = 16
-    proposal, target = random_proposal(seed, rows, nodes, siblings)
+    proposal, target = random_proposal(seed, rows, nodes, draft_sampling)
     uniforms = torch.rand(64, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
-    coins = Dice(uniforms)
-    verdict = speculative(proposal, lookup(target), coins, keep_laws=True)
+    rng = Dice(uniforms)
+    verdict = speculative(proposal, lookup(target), rng, return_probs=True)
     for row in range(rows):
         path, bonus = by_hand(proposal, target, uniforms, row)
         assert int(verdict.accepted[row]) == len(path) - 1
         padded = path + [0] * (verdict.nodes.shape[1] - len(path))
         assert verdict.nodes[row].tolist() == padded
-        torch.testing.assert_close(coins.bonus[row], torch.tensor(bonus, dtype=torch.float64))
-        assert verdict.laws is not None
-        torch.testing.assert_close(verdict.laws[row, : len(path)], target[row, path])
-        assert (verdict.laws[row, len(path) :] == 0).all()
+        torch.testing.assert_close(rng.bonus[row], torch.tensor(bonus, dtype=torch.float64))
+        assert verdict.probs is not None
+        torch.testing.assert_close(verdict.probs[row, : len(path)], target[row, path])
+        assert (verdict.probs[row, len(path) :] == 0).all()
 
 
-@pytest.mark.parametrize("siblings", [DET, IID, DISTINCT])
-def test_a_row_is_judged_alike_alone_and_in_a_batch(siblings: Siblings) -> None:
-    proposal, target = random_proposal(3, 6, 9, siblings)
+@pytest.mark.parametrize("draft_sampling", [DET, IID, DISTINCT])
+def test_a_row_is_judged_alike_alone_and_in_a_batch(draft_sampling: DraftSampling) -> None:
+    proposal, target = random_proposal(3, 6, 9, draft_sampling)
     cpu = torch.device("cpu")
-    among = speculative(proposal, lookup(target), RowCoins(list(range(6)), [2] * 6, VERIFY, cpu))
+    among = speculative(proposal, lookup(target), PerRowRng(list(range(6)), [2] * 6, VERIFY, cpu))
     for row in range(6):
         shape = proposal.shape
         fields = {k: getattr(shape, k)[row : row + 1] for k in ("parents", "depths", "ancestors", "children")}
@@ -158,74 +162,76 @@ def test_a_row_is_judged_alike_alone_and_in_a_batch(siblings: Siblings) -> None:
             proposal,
             tokens=proposal.tokens[row : row + 1],
             shape=replace(shape, **fields),
-            laws=None if proposal.laws is None else proposal.laws[row : row + 1],
-            law_of=None if proposal.law_of is None else proposal.law_of[row : row + 1],
+            probs=None if proposal.probs is None else proposal.probs[row : row + 1],
+            prob_index=None if proposal.prob_index is None else proposal.prob_index[row : row + 1],
         )
-        alone = speculative(one, lookup(target[row : row + 1]), RowCoins([row], [2], VERIFY, cpu))
+        alone = speculative(one, lookup(target[row : row + 1]), PerRowRng([row], [2], VERIFY, cpu))
         count = int(among.accepted[row])
         assert alone.nodes[0, : count + 1].tolist() == among.nodes[row, : count + 1].tolist()
         assert int(alone.accepted[0]) == count and int(alone.bonus[0]) == int(among.bonus[row])
 
 
-def chain(tokens: Tensor, laws: Tensor | None) -> Proposal:
+def chain(tokens: Tensor, probs: Tensor | None) -> Proposal:
     """[B, K] drafts of one chain, [B, K, V] laws."""
     shape = TokenTree.chain(tokens.shape[1]).shape
     root = tokens.new_zeros(len(tokens), 1)
-    law_of = None if laws is None else torch.arange(tokens.shape[1] + 1)[None, :, None].clamp(max=laws.shape[1] - 1)
+    prob_index = (
+        None if probs is None else torch.arange(tokens.shape[1] + 1)[None, :, None].clamp(max=probs.shape[1] - 1)
+    )
     return Proposal(
         tokens=torch.cat([root, tokens], 1),
         shape=shape,
-        siblings=DET if laws is None else IID,
-        laws=laws,
-        law_of=law_of,
+        draft_sampling=DET if probs is None else IID,
+        probs=probs,
+        prob_index=prob_index,
     )
 
 
 @pytest.mark.parametrize("rule", [speculative, block])
 @given(st.integers(0, 10_000))
 @settings(max_examples=40, deadline=None)
-def test_a_chain_of_one_is_accepted_with_the_overlap(rule: Callable[..., Verdict], seed: int) -> None:
+def test_a_chain_of_one_is_accepted_with_the_overlap(rule: Callable[..., Acceptance], seed: int) -> None:
     """Leviathan's beta: sum over tokens of q(x) min(1, p(x) / q(x)) = sum of min(p, q)."""
     chance = torch.Generator().manual_seed(seed)
     p, q = laws_for(1, 2, chance), laws_for(1, 1, chance)
     every = torch.arange(V)[:, None]
-    coins = Dice([0.5] * 8)
-    rule(chain(every, q.expand(V, -1, -1)), lookup(p.expand(V, -1, -1)), coins)
-    accepted = (q[0, 0] * coins.chances[0]).sum()
+    rng = Dice([0.5] * 8)
+    rule(chain(every, q.expand(V, -1, -1)), lookup(p.expand(V, -1, -1)), rng)
+    accepted = (q[0, 0] * rng.chances[0]).sum()
     torch.testing.assert_close(accepted, torch.minimum(p[0, 0], q[0, 0]).sum())
 
 
 @pytest.mark.parametrize("rule", [speculative, block])
-def test_an_empty_residual_falls_back_to_the_target(rule: Callable[..., Verdict]) -> None:
+def test_an_empty_residual_falls_back_to_the_target(rule: Callable[..., Acceptance]) -> None:
     """Equal laws are rejected by rounding only; then p is right, and 0 / 0 is not."""
 
     class Never(Dice):
         def accept(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
             return torch.zeros_like(active)
 
-    law = laws_for(1, 1, torch.Generator().manual_seed(0))
-    coins = Never([])
-    rule(chain(torch.tensor([[0]]), law), lookup(law.expand(1, 2, -1)), coins)
-    torch.testing.assert_close(coins.bonus, law[0])
+    dist = laws_for(1, 1, torch.Generator().manual_seed(0))
+    rng = Never([])
+    rule(chain(torch.tensor([[0]]), dist), lookup(dist.expand(1, 2, -1)), rng)
+    torch.testing.assert_close(rng.bonus, dist[0])
 
 
 @pytest.mark.parametrize("rule", [speculative, block])
 @pytest.mark.parametrize("sampled", [True, False])
-def test_the_smallest_number_accepts_no_impossible_token(rule: Callable[..., Verdict], sampled: bool) -> None:
+def test_the_smallest_number_accepts_no_impossible_token(rule: Callable[..., Acceptance], sampled: bool) -> None:
     p = torch.tensor([[[0.0, 0.5, 0.5, 0.0, 0.0]]]).double().expand(1, 2, -1)
     q = torch.tensor([[[0.9, 0.1, 0.0, 0.0, 0.0]]]).double() if sampled else None
-    coins = Dice([0.0] * 4)
-    verdict = rule(chain(torch.tensor([[0]]), q), lookup(p), coins)
-    assert verdict.accepted.tolist() == [0] and coins.bonus[0, 0] == 0
+    rng = Dice([0.0] * 4)
+    verdict = rule(chain(torch.tensor([[0]]), q), lookup(p), rng)
+    assert verdict.accepted.tolist() == [0] and rng.bonus[0, 0] == 0
 
 
 def test_lenience_accepts_more() -> None:
     p = torch.tensor([[[0.2, 0.8, 0.0, 0.0, 0.0]]]).double().expand(1, 2, -1)
     q = torch.tensor([[[0.8, 0.2, 0.0, 0.0, 0.0]]]).double()
     for lenience, chance in ((1.0, 0.25), (0.5, 0.5), (0.1, 1.0)):
-        coins = Dice([0.5] * 4)
-        speculative(chain(torch.tensor([[0]]), q), lookup(p), coins, lenience=lenience)
-        torch.testing.assert_close(coins.chances[0], torch.tensor([chance], dtype=torch.float64))
+        rng = Dice([0.5] * 4)
+        speculative(chain(torch.tensor([[0]]), q), lookup(p), rng, lenience=lenience)
+        torch.testing.assert_close(rng.chances[0], torch.tensor([chance], dtype=torch.float64))
 
 
 @given(st.integers(0, 10_000), st.integers(1, 12))
@@ -253,7 +259,7 @@ def test_greedy_takes_one_shape_for_all_rows() -> None:
     tree = TokenTree.expansion([2, 1])  # nodes 1, 2 under the root, 3 under 1, 4 under 2
     tokens = torch.tensor([[0, 1, 2, 3, 4], [0, 2, 1, 4, 3]])
     verdict = greedy(
-        Proposal(tokens=tokens, shape=tree.shape, siblings=DET),
+        Proposal(tokens=tokens, shape=tree.shape, draft_sampling=DET),
         torch.tensor([[1, 3, 0, 2, 0], [1, 0, 3, 0, 4]]),
     )
     assert verdict.nodes.tolist() == [[0, 1, 3], [0, 2, 4]]
@@ -263,20 +269,20 @@ def test_greedy_takes_one_shape_for_all_rows() -> None:
 def typical_by_hand(
     proposal: Proposal, target: Tensor, row: int, epsilon: float, delta: float
 ) -> tuple[list[int], list]:
-    def threshold(law: list[float]) -> float:
-        entropy = -sum(v * math.log(v) for v in law if v > 0)
+    def threshold(dist: list[float]) -> float:
+        entropy = -sum(v * math.log(v) for v in dist if v > 0)
         return min(epsilon, delta * math.exp(-entropy))
 
-    laws = target[row].tolist()
+    probs = target[row].tolist()
     paths, scores = {0: [0]}, {0: 0.0}
     for node in range(1, proposal.tokens.shape[1]):
         above = int(proposal.shape.parents[row, node])
-        own = laws[above][int(proposal.tokens[row, node])]
-        if above in paths and own > threshold(laws[above]):
+        own = probs[above][int(proposal.tokens[row, node])]
+        if above in paths and own > threshold(probs[above]):
             paths[node], scores[node] = [*paths[above], node], scores[above] + math.log(own)
     best = max(paths, key=lambda node: (len(paths[node]), scores[node]))
-    law, cut = laws[best], threshold(laws[best])
-    kept = [v if v > cut or v == max(law) else 0.0 for v in law]
+    dist, cut = probs[best], threshold(probs[best])
+    kept = [v if v > cut or v == max(dist) else 0.0 for v in dist]
     return paths[best], [v / sum(kept) for v in kept]
 
 
@@ -285,13 +291,13 @@ def typical_by_hand(
 def test_typical_acceptance_is_that_of_plain_python(seed: int, nodes: int, numbers: tuple[float, float]) -> None:
     rows, (epsilon, delta) = 3, numbers
     proposal, target = random_proposal(seed, rows, nodes, DET)
-    coins = Dice([])
-    verdict = typical(proposal, lookup(target), coins, epsilon=epsilon, delta=delta)
+    rng = Dice([])
+    verdict = typical(proposal, lookup(target), rng, epsilon=epsilon, delta=delta)
     for row in range(rows):
         path, bonus = typical_by_hand(proposal, target, row, epsilon, delta)
         count = int(verdict.accepted[row])
         assert verdict.nodes[row, : count + 1].tolist() == path
-        torch.testing.assert_close(coins.bonus[row], torch.tensor(bonus, dtype=torch.float64))
+        torch.testing.assert_close(rng.bonus[row], torch.tensor(bonus, dtype=torch.float64))
 
 
 @given(st.integers(0, 10_000), st.integers(1, 4))
@@ -306,9 +312,9 @@ def test_block_keeps_at_least_what_token_by_token_keeps(seed: int, depth: int) -
     for rule in (speculative, block):
         total = torch.zeros((), dtype=torch.float64)
         for script in range(1 << depth):
-            coins = Scripted(script, depth)
-            verdict = rule(chain(drafts, q.expand(len(drafts), -1, -1)), lookup(p.expand(len(drafts), -1, -1)), coins)
-            total += (weight * coins.chance(len(drafts)) * verdict.accepted).sum()
+            rng = Scripted(script, depth)
+            verdict = rule(chain(drafts, q.expand(len(drafts), -1, -1)), lookup(p.expand(len(drafts), -1, -1)), rng)
+            total += (weight * rng.chance(len(drafts)) * verdict.accepted).sum()
         means.append(float(total))
     assert means[1] >= means[0] - 1e-12
     alpha = torch.minimum(p[0, :depth], q[0]).sum(-1)
@@ -374,10 +380,10 @@ def test_block_takes_chains() -> None:
 @pytest.mark.parametrize("name", ["exact", "block", "typical", "lenient"])
 def test_nothing_drafted(name: str) -> None:
     """The root alone: the bonus comes from the target's law."""
-    law = laws_for(2, 1, torch.Generator().manual_seed(1), sparse=False)
-    proposal = Proposal(tokens=torch.zeros(2, 1, dtype=torch.int64), shape=TokenTree.chain(0).shape, siblings=DET)
-    coins = Dice([])
-    verdict = AcceptanceRule(name=name).verify(proposal, lookup(law), coins)
+    dist = laws_for(2, 1, torch.Generator().manual_seed(1), sparse=False)
+    proposal = Proposal(tokens=torch.zeros(2, 1, dtype=torch.int64), shape=TokenTree.chain(0).shape, draft_sampling=DET)
+    rng = Dice([])
+    verdict = AcceptanceRule(name=name).verify(proposal, lookup(dist), rng)
     assert verdict.nodes.tolist() == [[0], [0]] and verdict.accepted.tolist() == [0, 0]
     if name != "typical":
-        torch.testing.assert_close(coins.bonus, law[:, 0])
+        torch.testing.assert_close(rng.bonus, dist[:, 0])

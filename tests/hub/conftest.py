@@ -243,8 +243,10 @@ class Handler(BaseHTTPRequestHandler):
     def info(self, body: bytes, name: str, revision: str | None = None) -> None:
         if found := self.found(name, revision or "main"):
             oid, files = found
-            siblings = [{"rfilename": path} for path in files]
-            self.answer({"id": name, "sha": oid, "private": self.hub.repos[name].private, "siblings": siblings})
+            draft_sampling = [{"rfilename": path} for path in files]
+            self.answer(
+                {"id": name, "sha": oid, "private": self.hub.repos[name].private, "draft_sampling": draft_sampling}
+            )
 
     def tree(self, body: bytes, name: str, revision: str) -> None:
         if found := self.found(name, revision):

@@ -81,7 +81,7 @@ def test_a_head_comes_back_as_it_was(
 def test_a_tuned_base_comes_back_with_its_adapter(hub: Any, tiny_base: TinyBase, tmp_path: Path) -> None:
     base, folder = tiny_base(), tmp_path / "head"
     head = Medusa2Config(num_heads=2, lora_rank=4, lora_dropout=0.0).build(base)
-    head.tune_base(now=True)
+    head.train_base(now=True)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter += 0.05 * torch.randn_like(parameter)

@@ -86,7 +86,8 @@ def check_card(card: ModelCard, evaluation: dict[str, Any], head: DraftHead, fol
     assert "CPU cores" in found["speedup", "overall"].metric_args["hardware"]
     for line in (
         'head = drafthead.load_head("team/medusa")',
-        f"revision not fixed, read in float32 |\n| fingerprint of the base | `{head.made_for}`; drafthead refuses",
+        "revision not fixed, read in float32 |\n"
+        f"| fingerprint of the base | `{head.base_fingerprint}`; drafthead refuses",
         "| pretrain | text | 10 | 1,024 | 0.002, cosine, 10 steps of linear warm-up |",
         "| distill | the base's answers | 10 | 1,024 | 0.002, cosine, 20 steps of linear warm-up |",
         "stdlib_tiny",

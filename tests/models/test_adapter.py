@@ -13,7 +13,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_json
 from drafthead.models.base.adapter import CONFIG, WEIGHTS
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.lora import LoraSettings, TunedBase
+from drafthead.models.base.lora import LoraBase, LoraSettings
 
 TinyBase = Callable[..., BaseModel]
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -35,7 +35,7 @@ def settings(*more: str, checkpointing: bool = False) -> LoraSettings:
     return LoraSettings(rank=4, alpha=8, dropout=0.0, targets=(*SEVEN, *more), checkpointing=checkpointing)
 
 
-def nudge(tuned: TunedBase, size: float = 0.1) -> TunedBase:
+def nudge(tuned: LoraBase, size: float = 0.1) -> LoraBase:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in tuned.parameters().values():
@@ -49,7 +49,7 @@ def unpacked(base: BaseModel) -> BaseModel:
 
 @pytest.fixture
 def saved(tiny_base: TinyBase, tmp_path: Path) -> Path:
-    nudge(TunedBase(tiny_base(), settings())).save(tmp_path)
+    nudge(LoraBase(tiny_base(), settings())).save(tmp_path)
     return tmp_path
 
 
@@ -57,7 +57,7 @@ def saved(tiny_base: TinyBase, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("prepack", [True, False])
 def test_the_twin_is_the_base_until_it_is_tuned(tiny_base: TinyBase, model_type: str, prepack: bool) -> None:
     base = tiny_base(model_type) if prepack else unpacked(tiny_base(model_type))
-    tuned, batch = TunedBase(base, settings()), two_documents()
+    tuned, batch = LoraBase(base, settings()), two_documents()
     before = base.features(batch, FeatureSpec()).final
     torch.testing.assert_close(tuned.hidden_states(batch), before, rtol=1e-4, atol=1e-4)
     nudge(tuned)
@@ -67,7 +67,7 @@ def test_the_twin_is_the_base_until_it_is_tuned(tiny_base: TinyBase, model_type:
 
 def test_weights_that_are_not_packed_are_shared(tiny_base: TinyBase) -> None:
     base = unpacked(tiny_base())
-    tuned = TunedBase(base, settings())
+    tuned = LoraBase(base, settings())
     ours = {p.data_ptr() for p in base.model.parameters()}
     frozen = [p for name, p in tuned.model.named_parameters() if "lora_" not in name]
     assert frozen and all(p.data_ptr() in ours and not p.requires_grad for p in frozen)
@@ -77,7 +77,7 @@ def test_recomputed_activations_give_the_same_gradients(tiny_base: TinyBase) -> 
     found = []
     for checkpointing in (False, True):
         torch.manual_seed(0)
-        tuned = nudge(TunedBase(tiny_base(), settings(checkpointing=checkpointing)))
+        tuned = nudge(LoraBase(tiny_base(), settings(checkpointing=checkpointing)))
         tuned.train(True)
         assert tuned.model.model.layers[0].gradient_checkpointing == checkpointing
         tuned.hidden_states(two_documents()).square().sum().backward()
@@ -89,7 +89,7 @@ def test_recomputed_activations_give_the_same_gradients(tiny_base: TinyBase) -> 
 @pytest.mark.parametrize("more", [(), ("lm_head",)])
 def test_merged_at_load_it_is_the_tuned_twin(tiny_base: TinyBase, tmp_path: Path, more: tuple[str, ...]) -> None:
     base, batch = tiny_base(), two_documents()
-    tuned = nudge(TunedBase(base, settings(*more)))
+    tuned = nudge(LoraBase(base, settings(*more)))
     fingerprint = tuned.save(tmp_path)
     merged = BaseModel.load(replace(base.config, adapter=str(tmp_path)))
     assert merged.prepacked == base.prepacked
@@ -181,9 +181,9 @@ def test_what_is_no_adapter_of_the_base(
 
 def test_layers_that_the_base_has_not(tiny_base: TinyBase) -> None:
     with pytest.raises(UserError, match="has no linear layer 'c_attn' to put an adapter on; it has .*q_proj"):
-        TunedBase(tiny_base(), settings("c_attn"))
+        LoraBase(tiny_base(), settings("c_attn"))
 
 
 def test_an_output_head_tied_to_the_embedding_gets_no_adapter(tiny_base: TinyBase) -> None:
     with pytest.raises(UserError, match="shares its output head with its embedding"):
-        TunedBase(tiny_base("gemma"), settings("lm_head"))
+        LoraBase(tiny_base("gemma"), settings("lm_head"))

@@ -50,7 +50,7 @@ def test_batched_generation_equals_decoding_each_prompt(tiny_base: TinyBase) -> 
         (n, [1, 2, 3, *torch.randint(5, 250, (3 + 5 * (n % 4),), generator=generator).tolist()]) for n in range(11)
     ]
     sampler = SamplerConfig(max_new_tokens=20)
-    answers = list(generate(base, prompts, sampler, slots=3, keep_features=True, max_prompt_tokens=40))
+    answers = list(generate(base, prompts, sampler, slots=3, keep_hidden_states=True, max_prompt_tokens=40))
     assert sorted(a.prompt_number for a in answers) == list(range(11))
     for answer in answers:
         prompt = prompts[answer.prompt_number][1]

@@ -5,17 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafthead.models.decoding.random_source import _BLOCK, DRAFT, VERIFY, RowCoins
+from drafthead.models.decoding.random_source import _BLOCK, DRAFT, VERIFY, PerRowRng
 from support import p_value
 
 CPU = torch.device("cpu")
 
 
-def coins(seeds: list[int], positions: list[int] | None = None, stream: int = VERIFY) -> RowCoins:
-    return RowCoins(seeds, positions or [0] * len(seeds), stream, CPU)
+def rng(seeds: list[int], positions: list[int] | None = None, stream: int = VERIFY) -> PerRowRng:
+    return PerRowRng(seeds, positions or [0] * len(seeds), stream, CPU)
 
 
-def ask(source: RowCoins, rows: int, times: int, active: torch.Tensor | None = None) -> torch.Tensor:
+def ask(source: PerRowRng, rows: int, times: int, active: torch.Tensor | None = None) -> torch.Tensor:
     """[times, rows] decisions at one half."""
     half = torch.full((rows,), 0.5)
     everywhere = torch.ones(rows, dtype=torch.bool)
@@ -24,12 +24,12 @@ def ask(source: RowCoins, rows: int, times: int, active: torch.Tensor | None = N
 
 def test_decisions_and_samples_follow_their_laws() -> None:
     rows = 4000
-    accepted = coins(list(range(rows))).accept(
+    accepted = rng(list(range(rows))).accept(
         torch.full((rows,), 0.3), torch.full((rows,), 0.4), torch.ones(rows).bool()
     )
     assert abs(float(accepted.float().mean()) - 0.75) < 0.03
     law = torch.tensor([0.5, 0.0, 2.0, 1.5])  # not normalised
-    drawn = coins(list(range(rows))).draw(law.expand(rows, 2, 4))
+    drawn = rng(list(range(rows))).draw(law.expand(rows, 2, 4))
     for column in drawn.T:
         counts = torch.bincount(column, minlength=4)
         assert counts[1] == 0
@@ -42,7 +42,7 @@ PROBABILITIES = st.floats(0, 1, width=32, allow_subnormal=False)
 
 @given(p=PROBABILITIES, q=PROBABILITIES, seed=st.integers(0, 2**40))
 def test_nothing_accepts_the_impossible_or_rejects_the_certain(p: float, q: float, seed: int) -> None:
-    accepted = coins([seed]).accept(torch.tensor([p]), torch.tensor([q]), torch.tensor([True]))
+    accepted = rng([seed]).accept(torch.tensor([p]), torch.tensor([q]), torch.tensor([True]))
     if p == 0:
         assert not accepted
     elif p >= q:
@@ -51,7 +51,7 @@ def test_nothing_accepts_the_impossible_or_rejects_the_certain(p: float, q: floa
 
 def test_a_number_of_zero_does_not_accept_probability_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """The generator may return 0 exactly: ``u * q <= p`` would then accept a token that the target never emits."""
-    source = coins([0, 0])
+    source = rng([0, 0])
     monkeypatch.setattr(source, "_uniform", lambda generators, count: torch.zeros(2, count, dtype=torch.float64))
     everywhere = torch.tensor([True, True])
     assert source.accept(torch.tensor([0.0, 1e-30]), torch.tensor([0.5, 0.5]), everywhere).tolist() == [False, True]
@@ -59,7 +59,7 @@ def test_a_number_of_zero_does_not_accept_probability_zero(monkeypatch: pytest.M
 
 
 def test_the_largest_number_draws_the_last_possible_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = coins([0])
+    source = rng([0])
     largest = torch.nextafter(torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
     monkeypatch.setattr(source, "_uniform", lambda generators, count: largest[None].expand(1, count))
     law = torch.tensor([[[0.1, 0.2, 0.3, 0.0]]]) / 3
@@ -67,7 +67,7 @@ def test_the_largest_number_draws_the_last_possible_token(monkeypatch: pytest.Mo
 
 
 def test_a_law_of_zeros_names_some_token() -> None:
-    assert 0 <= coins([0]).draw(torch.zeros(1, 1, 5)).item() < 5
+    assert 0 <= rng([0]).draw(torch.zeros(1, 1, 5)).item() < 5
 
 
 @settings(max_examples=30, deadline=None)
@@ -76,7 +76,7 @@ def test_a_row_does_not_depend_on_its_neighbours(data: st.DataObject) -> None:
     """Neither on who they are nor on how many trials they make."""
     seeds = data.draw(st.lists(st.integers(-(2**40), 2**63), min_size=2, max_size=4))
     row = data.draw(st.integers(0, len(seeds) - 1))
-    together, alone = coins(seeds), coins([seeds[row]])
+    together, alone = rng(seeds), rng([seeds[row]])
     law = torch.rand(1, 3, 20)
     for _ in range(data.draw(st.integers(1, 12))):
         active = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(seeds), max_size=len(seeds))))
@@ -87,8 +87,8 @@ def test_a_row_does_not_depend_on_its_neighbours(data: st.DataObject) -> None:
 
 def test_more_numbers_than_one_block() -> None:
     times = 3 * _BLOCK + 5
-    found = ask(coins([1, 2]), 2, times)
-    assert found[:, 0].tolist() == ask(coins([1]), 1, times)[:, 0].tolist()
+    found = ask(rng([1, 2]), 2, times)
+    assert found[:, 0].tolist() == ask(rng([1]), 1, times)[:, 0].tolist()
     for part in found[:, 0].split(_BLOCK):  # type: ignore[no-untyped-call]
         assert 0 < part.float().mean() < 1, "a block of equal decisions"
     assert found[:_BLOCK, 0].tolist() != found[_BLOCK : 2 * _BLOCK, 0].tolist()
@@ -96,7 +96,7 @@ def test_more_numbers_than_one_block() -> None:
 
 def test_seed_position_and_stream_each_matter() -> None:
     def numbers(seed: int, position: int, stream: int) -> tuple[bool, ...]:
-        return tuple(ask(coins([seed], [position], stream), 1, 60)[:, 0].tolist())
+        return tuple(ask(rng([seed], [position], stream), 1, 60)[:, 0].tolist())
 
     found = {numbers(s, p, stream) for s in (0, 1, -1) for p in (0, 1, 2) for stream in (DRAFT, VERIFY)}
     assert len(found) == 18
@@ -104,17 +104,17 @@ def test_seed_position_and_stream_each_matter() -> None:
 
 
 def test_a_sample_does_not_depend_on_the_trials_before_it() -> None:
-    law, busy = torch.rand(1, 1, 1000), coins([7])
+    law, busy = torch.rand(1, 1, 1000), rng([7])
     ask(busy, 1, 5)
-    assert busy.draw(law).item() == coins([7]).draw(law).item()
+    assert busy.draw(law).item() == rng([7]).draw(law).item()
 
 
 def test_decisions_and_samples_are_independent() -> None:
     """A bonus drawn with the number that rejected a draft would not have the residual's law."""
     rows = 1000
-    both = coins(list(range(rows)))
+    both = rng(list(range(rows)))
     halves = torch.full((rows, 1, 2), 0.5)
     decided, sampled = ask(both, rows, 1)[0], both.draw(halves)[:, 0] == 0
-    drafted = coins(list(range(rows)), stream=DRAFT).draw(halves)[:, 0] == 0
+    drafted = rng(list(range(rows)), stream=DRAFT).draw(halves)[:, 0] == 0
     for one, other in ((decided, sampled), (decided, drafted), (sampled, drafted)):
         assert 0.42 < float((one == other).float().mean()) < 0.58

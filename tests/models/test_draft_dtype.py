@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drafthead.data.batch import Features
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
 from drafthead.models.heads.draft_lm import DraftLMConfig
@@ -50,7 +50,7 @@ def first_logits(head: DraftHead) -> Tensor:
     base, ids = head.base, torch.tensor([random_ids(7)])
     hidden = base.read(ids, base.new_cache(16), spec=head.spec)
     state = head.observe(head.init_state(1), ids, Features.split(hidden, base.hidden_size))
-    expansion = head.begin(state, ids[:, -1], DraftPlan(tree=TokenTree.chain(2)))
+    expansion = head.begin(state, ids[:, -1], DraftConfig(tree=TokenTree.chain(2)))
     first = expansion.root()
     return torch.cat([first, expansion.grow(torch.tensor([[5]]), torch.tensor([[0]]))], 1)
 
@@ -70,7 +70,7 @@ def test_greedy_text_is_plain_text(name: str, tiny_base: TinyBase) -> None:
     base = tiny_base()
     _, head = two_of(CONFIGS[name], base)
     plain = decode(base, None, random_ids(9), max_new_tokens=20).tokens
-    plan = DraftPlan(tree=TokenTree.expansion([3, 2]))
+    plan = DraftConfig(tree=TokenTree.expansion([3, 2]))
     assert decode(base, head, random_ids(9), max_new_tokens=20, plan=plan).tokens == plain
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from drafthead.data.batch import FeatureSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.draft_lm import DraftLM, DraftLMConfig
@@ -29,7 +29,7 @@ def reference_loss(head: DraftLM, base: BaseModel, data: TrainBatch) -> tuple[fl
         document = data.input_ids[:, start:end]
         trunk = head._trunk.model
         with torch.no_grad():
-            logits = head.teacher.logits(trunk.model(input_ids=document, use_cache=False).last_hidden_state)[0]
+            logits = head.target_lm_head.logits(trunk.model(input_ids=document, use_cache=False).last_hidden_state)[0]
         for t in range(document.shape[1] - 2):
             total -= float(logits[t + 1].log_softmax(-1)[document[0, t + 2]])
             count += 1
@@ -120,7 +120,7 @@ def test_ranks_are_those_of_decoding(tiny_base: TinyBase) -> None:
 def test_greedy_text_is_plain_text(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = DraftLMConfig(num_layers=2, num_tokens=4).build(base, torch.arange(0, 300, 2)).eval()
-    plan = DraftPlan(tree=TokenTree.expansion([3, 2, 1]))
+    plan = DraftConfig(tree=TokenTree.expansion([3, 2, 1]))
     plain = [decode(base, None, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS]
     single = [decode(base, head, p, max_new_tokens=30, plan=plan, ignore_eos=True) for p in PROMPTS]
     both = decode_batch(base, head, PROMPTS, max_new_tokens=30, plan=plan, ignore_eos=True)

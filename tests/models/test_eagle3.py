@@ -10,7 +10,7 @@ from torch import Tensor
 from drafthead.data.batch import Features, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head, published_layers
 from drafthead.models.token_tree import TokenTree
@@ -64,7 +64,7 @@ def reference(head: Eagle3Head, base: BaseModel, ids: list[int], steps: int) -> 
             normed = rms(hidden, "midlayer.post_attention_layernorm")
             out = hidden + mlp["down"] @ (F.silu(mlp["gate"] @ normed) * (mlp["up"] @ normed))
             normed = rms(out, "norm")
-            logits[i, t] = weights["lm_head.weight"] @ normed if head.lm_head else head.teacher.weight @ normed
+            logits[i, t] = weights["lm_head.weight"] @ normed if head.lm_head else head.target_lm_head.weight @ normed
             feature = normed if head.config.norm_output else out
     return logits
 
@@ -180,7 +180,7 @@ def test_heads_learn_a_base_that_counts(tiny_base: TinyBase) -> None:
     assert [ratios[f"accept_{k}"].value for k in (1, 2, 3)] == [1.0, 1.0, 1.0]
     ids = torch.arange(20, 31)[None]
     state = head.observe(head.init_state(1), ids, Features.split(directions[ids], base.hidden_size))
-    proposal = head.draft(state, torch.tensor([31]), DraftPlan(tree=TokenTree.chain(3)))
+    proposal = head.draft(state, torch.tensor([31]), DraftConfig(tree=TokenTree.chain(3)))
     assert proposal.tokens.tolist() == [[31, 32, 33, 34]]
 
 

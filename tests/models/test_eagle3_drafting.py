@@ -11,10 +11,10 @@ from torch import Tensor
 
 from drafthead.data.batch import Features
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftPlan, DynamicTree, Siblings
+from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.heads.common.targets import Reading
+from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.heads.eagle3 import Eagle3Head
 from drafthead.models.token_tree import TokenTree
 from support import (
@@ -32,16 +32,16 @@ TinyBase = Callable[..., BaseModel]
 ARCHITECTURES = ["llama", "mistral", "qwen2", "gemma"]
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 90))]
 PLANS = {
-    "chain": DraftPlan(tree=TokenTree.chain(4)),
-    "tree": DraftPlan(tree=TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 3)])),
-    "dynamic": DraftPlan(tree=DynamicTree(nodes=9, width=4, depth=3)),
+    "chain": DraftConfig(tree=TokenTree.chain(4)),
+    "tree": DraftConfig(tree=TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 3)])),
+    "dynamic": DraftConfig(tree=DynamicTree(nodes=9, width=4, depth=3)),
 }
 
 
 def text_logits(head: Eagle3Head, base: BaseModel, ids: list[int]) -> Tensor:
     """[K, T, W] draft logits of the training path, every position at the place it drafts from."""
     batch = row_of([ids])
-    reading = Reading.of(batch, head.depth)
+    reading = DraftTargets.of(batch, head.depth)
     hidden = head.position_hidden(batch, base.features(batch, head.spec), reading)
     found = torch.full((head.depth, len(ids), len(head.d2t)), torch.nan)
     for k in range(head.depth):
@@ -132,9 +132,9 @@ def test_sampled_text_has_the_law_of_plain_sampling() -> None:
     """Chi-square over all answers of three tokens, in ragged batches; siblings drawn without replacement."""
     base, sampler, prompts = small_base(), Sampler(temperature=1.0, top_k=3), [[5, 6, 7], [250]]
     expected = [law_of_answers(base, prompt, sampler, 3) for prompt in prompts]
-    likely = [p + list(max(law, key=law.__getitem__)) for p, law in zip(prompts, expected, strict=True)]
+    likely = [p + list(max(dist, key=dist.__getitem__)) for p, dist in zip(prompts, expected, strict=True)]
     head = fitted(eagle3_head(base, num_tokens=2, ttt_steps=2), row_of(likely), 6, lr=5e-3)
-    plan = DraftPlan(tree=TokenTree.expansion([2, 2]), siblings=Siblings.WITHOUT_REPLACEMENT)
+    plan = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     counts, accepted, steps = [Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()], 0, 0
     for seed in range(0, 480, 8):
         seeds = list(range(seed, seed + 8))
@@ -145,8 +145,8 @@ def test_sampled_text_has_the_law_of_plain_sampling() -> None:
             counts[number % 2][tuple(result.tokens)] += 1
             accepted, steps = accepted + sum(s.accepted for s in result.steps), steps + len(result.steps)
     assert 0.1 * steps < accepted < 0.9 * steps, "drafts must be accepted and rejected"
-    for seen, law in zip(counts, expected, strict=True):
-        assert seen.total() == 240 and p_value_of_answers(seen, law) > 1e-4
+    for seen, dist in zip(counts, expected, strict=True):
+        assert seen.total() == 240 and p_value_of_answers(seen, dist) > 1e-4
 
 
 @pytest.mark.parametrize("variant", EAGLE3_VARIANTS)

@@ -14,7 +14,7 @@ from drafthead.data.batch import FeatureSpec, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.common.attention_layer import HeadMLP, HeadRMSNorm
 from drafthead.models.heads.common.contract import DraftHeadConfig
-from drafthead.models.heads.common.layer_cache import LayerMemory, LayerText
+from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
@@ -176,9 +176,9 @@ def test_heads_draft_with_them(tiny_base: TinyBase, config: DraftHeadConfig, pro
             return func(*args, **(kwargs or {}))
 
     state = head.init_state(1)
-    memory: LayerMemory = (getattr(state, "text", None) or getattr(state, "adapter")).memory  # noqa: B009
+    memory: LayerKVCache = (getattr(state, "text", None) or getattr(state, "adapter")).memory  # noqa: B009
     width = base.hidden_size * (2 if isinstance(config, Eagle3Config) else 1)
-    text = LayerText.none(memory, 1, torch.empty(width))
+    text = PendingInputs.none(memory, 1, torch.empty(width))
     with torch.inference_mode(), Record():
         text.append(torch.randn(1, 3, width), None)
     assert sum("_linear_pointwise" in call for call in calls) == products

@@ -21,10 +21,10 @@ from drafthead.models.base.config import BaseConfig
 from drafthead.models.cache import static_cache
 from drafthead.models.cache.kv_cache import CacheShape
 from drafthead.models.cache.static_cache import SMALLEST, STEP, StaticKVCache, StaticModel, window_for
-from drafthead.models.decoding.contract import DraftPlan, DynamicTree
+from drafthead.models.decoding.contract import DraftConfig, DynamicTree
 from drafthead.models.decoding.loop import EXACT, decode
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step import Policy, Session
+from drafthead.models.decoding.step import DecodeConfig, DecodeState
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
@@ -136,13 +136,13 @@ def compare(found: list[Tensor]) -> None:
     torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
 
 
-def drafters(base: BaseModel) -> dict[str, tuple[Any, DraftPlan | None]]:
+def drafters(base: BaseModel) -> dict[str, tuple[Any, DraftConfig | None]]:
     return {
         "plain": (None, None),
-        "medusa": (medusa(base), DraftPlan(tree=SMALL)),
-        "dynamic": (medusa(base), DraftPlan(tree=DynamicTree(depth=3, width=2, nodes=6))),
+        "medusa": (medusa(base), DraftConfig(tree=SMALL)),
+        "dynamic": (medusa(base), DraftConfig(tree=DynamicTree(depth=3, width=2, nodes=6))),
         "early exit": (early_exit(base, 1), None),
-        "draft model": (ModelDrafter(base, num_tokens=3), DraftPlan(tree=TokenTree.expansion([2, 1]))),
+        "draft model": (ModelDrafter(base, num_tokens=3), DraftConfig(tree=TokenTree.expansion([2, 1]))),
         "prompt lookup": (PromptLookup(), None),
     }
 
@@ -182,7 +182,7 @@ def test_a_step_never_waits_for_the_device(bases: tuple[BaseModel, BaseModel]) -
     """Not the passes, which could not be captured then, and in a greedy session nothing else in a step either."""
     base = bases[1]
     head = medusa(base)
-    session = Session(base, head, Policy(plan=DraftPlan(tree=SMALL), sampler=Sampler(), rule=EXACT), 1, 100)
+    session = DecodeState(base, head, DecodeConfig(plan=DraftConfig(tree=SMALL), sampler=Sampler(), rule=EXACT), 1, 100)
     session.read_prompts([PROMPT])
     cache = session.cache
     assert isinstance(cache, StaticKVCache)

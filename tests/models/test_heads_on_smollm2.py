@@ -8,7 +8,7 @@ import torch
 from hydra import compose, initialize_config_module
 
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftPlan, DynamicTree, Siblings
+from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.common.contract import DraftHead
@@ -25,10 +25,10 @@ TEXTS = (
 )
 NEW = 24
 PLANS = {
-    "chain": DraftPlan(tree=TokenTree.chain(2)),
-    "tree": DraftPlan(tree=TokenTree.expansion([3, 2])),
-    "unsure": DraftPlan(tree=TokenTree.expansion([3, 2]), stop_below=0.3),
-    "dynamic": DraftPlan(tree=DynamicTree(nodes=6, width=3, depth=2)),
+    "chain": DraftConfig(tree=TokenTree.chain(2)),
+    "tree": DraftConfig(tree=TokenTree.expansion([3, 2])),
+    "unsure": DraftConfig(tree=TokenTree.expansion([3, 2]), confidence_threshold=0.3),
+    "dynamic": DraftConfig(tree=DynamicTree(nodes=6, width=3, depth=2)),
 }
 
 
@@ -64,7 +64,7 @@ def head_of(recipe: str) -> DraftHead:
 def test_greedy_text_is_plain_text(recipe: str, tmp_path: Path) -> None:
     head, target = head_of(recipe), base()
     if recipe == "medusa2":
-        head.tune_base(now=True)
+        head.train_base(now=True)
         with torch.no_grad():
             for parameter in head.parameters():
                 parameter += 0.05 * torch.randn_like(parameter) * parameter.requires_grad
@@ -87,7 +87,7 @@ def test_greedy_text_is_plain_text(recipe: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", ["hydra_pp", "kangaroo", "eagle3"])
 def test_a_seed_gives_the_same_sampled_text_in_any_batch(recipe: str) -> None:
     head, sampler = head_of(recipe), Sampler(temperature=0.8)
-    plan = DraftPlan(tree=TokenTree.expansion([2, 1]), siblings=Siblings.WITHOUT_REPLACEMENT)
+    plan = DraftConfig(tree=TokenTree.expansion([2, 1]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     seeds = [3, 4, 5]
     batch = decode_batch(
         base(), head, prompts(), max_new_tokens=NEW, plan=plan, sampler=sampler, seeds=seeds, ignore_eos=True

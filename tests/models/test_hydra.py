@@ -11,9 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from drafthead.data.batch import Features, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.shape import ModelShape
-from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.heads.common.losses import LossConfig
-from drafthead.models.heads.common.targets import Reading
+from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.heads.hydra import HydraConfig, HydraHead
 from drafthead.models.token_tree import TokenTree
 from support import randomised, row_of
@@ -99,7 +99,7 @@ def test_untrained_head_is_the_base_next_token_head(tiny_base: TinyBase, archite
     head = HydraConfig(num_heads=3, **VARIANTS[variant]).build(base).eval()  # type: ignore[arg-type]
     batch = row_of([list(range(20, 40))])
     features = base.features(batch, head.spec)
-    reading = Reading.of(batch, 3)
+    reading = DraftTargets.of(batch, 3)
     hidden = head.position_hidden(batch, features, reading)
     for k in range(3):
         there = reading.valid[k]
@@ -135,7 +135,7 @@ def test_nothing_wraps_around_and_nothing_leaks(tiny_base: TinyBase) -> None:
     documents = [list(range(20, 30)), list(range(50, 60))]
     batch = row_of(documents)
     final = base.features(batch, head.spec).final
-    reading = Reading.of(batch, 2)
+    reading = DraftTargets.of(batch, 2)
     plain = head.position_hidden(batch, Features(final=final), reading)
     for place in range(20):
         ids, states = batch.input_ids.clone(), final.clone()
@@ -143,7 +143,7 @@ def test_nothing_wraps_around_and_nothing_leaks(tiny_base: TinyBase) -> None:
         states[0, place] += 1.0
         changed = head.position_hidden(TrainBatch(**{**vars(batch), "input_ids": ids}), Features(final=states), reading)
         for k in range(2):
-            target = reading.picked
+            target = reading.target_idx
             start = torch.where(target < 10, 0, 10)
             # Head k reads the tokens up to the one before its target, of its document; and the states up to its source.
             tokens = (place > reading.sources[k]) & (place < target)
@@ -163,7 +163,7 @@ def test_dropout_only_in_training(tiny_base: TinyBase) -> None:
 
     assert len({loss() for _ in range(3)}) == 3
     state = head.observe(head.init_state(1), batch.input_ids[:, :3], Features(final=features.final[:, :3]))
-    drafts = [head.draft(state, torch.tensor([7]), DraftPlan(tree=TokenTree.expansion([8, 4]))) for _ in range(2)]
+    drafts = [head.draft(state, torch.tensor([7]), DraftConfig(tree=TokenTree.expansion([8, 4]))) for _ in range(2)]
     assert torch.equal(drafts[0].tokens, drafts[1].tokens)
     head.eval()
     assert len({loss() for _ in range(3)}) == 1

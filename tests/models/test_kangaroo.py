@@ -12,11 +12,11 @@ from torch import Tensor
 from drafthead.data.batch import Features
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftPlan, DynamicTree, Siblings
+from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch, default_plan
-from drafthead.models.decoding.random_source import DRAFT, RowCoins
+from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.drafters.combined import Merged
+from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
@@ -26,11 +26,11 @@ from support import random_ids, randomised, row_of
 TinyBase = Callable[..., BaseModel]
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
 PLANS = {
-    "chain": DraftPlan(tree=TokenTree.chain(4)),
-    "tree": DraftPlan(tree=TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 3)])),
-    "wide": DraftPlan(tree=TokenTree.expansion([8, 4])),
-    "stops": DraftPlan(tree=TokenTree.expansion([4, 2, 1]), stop_below=0.05),
-    "dynamic": DraftPlan(tree=DynamicTree(nodes=9, width=4, depth=3)),
+    "chain": DraftConfig(tree=TokenTree.chain(4)),
+    "tree": DraftConfig(tree=TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 3)])),
+    "wide": DraftConfig(tree=TokenTree.expansion([8, 4])),
+    "stops": DraftConfig(tree=TokenTree.expansion([4, 2, 1]), confidence_threshold=0.05),
+    "dynamic": DraftConfig(tree=DynamicTree(nodes=9, width=4, depth=3)),
 }
 
 
@@ -66,7 +66,7 @@ def reference(head: KangarooHead, base: BaseModel, ids: Tensor) -> Tensor:
             scores = torch.stack([query @ rotate(k[s, g], s) for s in range(t + 1)]) / size**0.5
             parts.append(scores.softmax(0) @ v[: t + 1, g])
         out.append(x[t] + head.self_attn.o_proj(torch.cat(parts)))
-    return head.teacher.logits(rms(torch.stack(out), head.norm.weight))
+    return head.target_lm_head.logits(rms(torch.stack(out), head.norm.weight))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
@@ -118,14 +118,16 @@ def test_verification_goes_on_from_the_exit_states(tiny_base: TinyBase, plan: st
     base = tiny_base()
     head = adapter(base)
     prompts, shared = torch.tensor([[3, 4, 5, 6], [9, 8, 7, 6], [1, 2, 1, 2]])[:rows], []
-    for begun in (True, False):
+    for partial_forward in (True, False):
         cache = base.new_cache(64) if rows == 1 else base.new_slots(rows, 64)
         state = head.attach(head.init_state(rows), cache)
         hidden = base.read(prompts, cache, spec=head.spec)
         state = head.observe(state, prompts, Features.split(hidden, base.hidden_size))
         proposal = head.draft(state, torch.arange(30, 30 + rows), PLANS[plan])
-        assert proposal.begun is not None and proposal.begun.layers == 2
-        found = base.verify(proposal.tokens, proposal.shape, cache, head.spec, proposal.begun if begun else None)
+        assert proposal.partial_forward is not None and proposal.partial_forward.layers == 2
+        found = base.verify(
+            proposal.tokens, proposal.shape, cache, head.spec, proposal.partial_forward if partial_forward else None
+        )
         real = (proposal.shape.parents.expand(rows, -1) >= 0) | (torch.arange(found.shape[1]) == 0)
         cache.roll_back()
         shared.append((found[real], cache.keys[:, :, :, 4 : 4 + found.shape[1]].clone(), proposal.tokens))
@@ -181,9 +183,9 @@ def test_threshold_is_the_default_and_stops_drafting(tiny_base: TinyBase, tmp_pa
     head = adapter(base, threshold=0.3)
     head.save_pretrained(tmp_path)
     loaded = KangarooHead.from_pretrained(tmp_path, base)
-    assert default_plan(loaded).stop_below == 0.3
+    assert default_plan(loaded).confidence_threshold == 0.3
     depths = [s.depth for s in decode(base, loaded, PROMPTS[2], max_new_tokens=30, ignore_eos=True).steps]
-    never = DraftPlan(tree=TokenTree.chain(4))
+    never = DraftConfig(tree=TokenTree.chain(4))
     full = [s.depth for s in decode(base, loaded, PROMPTS[2], max_new_tokens=30, plan=never, ignore_eos=True).steps]
     assert min(depths[:-1]) >= 1 and sum(depths) / len(depths) < sum(full) / len(full)
 
@@ -191,46 +193,56 @@ def test_threshold_is_the_default_and_stops_drafting(tiny_base: TinyBase, tmp_pa
 def test_merged_with_prompt_lookup(tiny_base: TinyBase) -> None:
     """The other drafter's nodes were not begun: the whole pass reads all of them."""
     base = tiny_base()
-    drafter = Merged([adapter(base), PromptLookup(num_tokens=3)])
-    wide = DraftPlan(tree=DynamicTree(nodes=7, width=8, depth=4))  # expands more nodes than it keeps
+    drafter = CombinedDrafter([adapter(base), PromptLookup(num_tokens=3)])
+    wide = DraftConfig(tree=DynamicTree(nodes=7, width=8, depth=4))  # expands more nodes than it keeps
     for ids in PROMPTS:
         plain = decode(base, None, ids, max_new_tokens=14, ignore_eos=True).tokens
-        plan = DraftPlan(tree=drafter.tree or TokenTree.chain(1))
+        plan = DraftConfig(tree=drafter.tree or TokenTree.chain(1))
         assert decode(base, drafter, ids, max_new_tokens=14, plan=plan, ignore_eos=True).tokens == plain
         assert decode(base, drafter, ids, max_new_tokens=14, plan=wide, ignore_eos=True).tokens == plain
 
 
-@pytest.mark.parametrize("siblings", [Siblings.WITH_REPLACEMENT, Siblings.WITHOUT_REPLACEMENT])
+@pytest.mark.parametrize("draft_sampling", [DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_sampled_siblings_that_are_equal_are_one_state(tiny_base: TinyBase, siblings: Siblings, rows: int) -> None:
+def test_sampled_siblings_that_are_equal_are_one_state(
+    tiny_base: TinyBase, draft_sampling: DraftSampling, rows: int
+) -> None:
     """A sample drawn twice is two nodes of the tree, and what follows the second was drafted behind it."""
     base = tiny_base()
     head, prompts = adapter(base), torch.tensor([[3, 4, 5, 6], [9, 8, 7, 6], [1, 2, 1, 2]])[:rows]
-    plan = DraftPlan(tree=TokenTree.expansion([3, 2, 1]), siblings=siblings, sampler=Sampler(temperature=0.3))
+    plan = DraftConfig(
+        tree=TokenTree.expansion([3, 2, 1]), draft_sampling=draft_sampling, sampler=Sampler(temperature=0.3)
+    )
     equal = 0
     for seed in range(10):
         found = []
-        for begun in (True, False):
+        for partial_forward in (True, False):
             cache = base.new_cache(64) if rows == 1 else base.new_slots(rows, 64)
             hidden = base.read(prompts, cache, spec=head.spec)
             state = head.attach(head.init_state(rows), cache)
             state = head.observe(state, prompts, Features.split(hidden, base.hidden_size))
-            coins = RowCoins([seed + n for n in range(rows)], [4] * rows, DRAFT, base.device)
-            proposal = head.draft(state, torch.arange(30, 30 + rows), plan, coins)
+            rng = PerRowRng([seed + n for n in range(rows)], [4] * rows, DRAFT, base.device)
+            proposal = head.draft(state, torch.arange(30, 30 + rows), plan, rng)
             found.append(
-                base.verify(proposal.tokens, proposal.shape, cache, head.spec, proposal.begun if begun else None)
+                base.verify(
+                    proposal.tokens,
+                    proposal.shape,
+                    cache,
+                    head.spec,
+                    proposal.partial_forward if partial_forward else None,
+                )
             )
         real = (proposal.shape.parents.expand(rows, -1) >= 0) | (torch.arange(proposal.tokens.shape[1]) == 0)
         torch.testing.assert_close(found[0][real], found[1][real], rtol=1e-4, atol=1e-4)
         first = proposal.tokens[:, 1:4]
         equal += int((first[:, :1] == first[:, 1:]).any())
-    assert equal > 0 or siblings is Siblings.WITHOUT_REPLACEMENT
+    assert equal > 0 or draft_sampling is DraftSampling.WITHOUT_REPLACEMENT
 
 
 def test_sampled_text_does_not_depend_on_the_batch(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = adapter(base)
-    plan = DraftPlan(tree=TokenTree.expansion([3, 2]), siblings=Siblings.WITHOUT_REPLACEMENT)
+    plan = DraftConfig(tree=TokenTree.expansion([3, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     sampler = Sampler(temperature=1.0)
     together = decode_batch(base, head, PROMPTS, max_new_tokens=12, plan=plan, sampler=sampler, seeds=[1, 2, 3])
     for prompt, seed, result in zip(PROMPTS, [1, 2, 3], together, strict=True):

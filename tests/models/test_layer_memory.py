@@ -9,7 +9,7 @@ from torch import Tensor
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.draft_cache import ROW_BY_ROW
 from drafthead.models.heads.common.attention_layer import HeadAttention
-from drafthead.models.heads.common.layer_cache import ROOM, LayerMemory, LayerText
+from drafthead.models.heads.common.layer_cache import ROOM, LayerKVCache, PendingInputs
 
 TinyBase = Callable[..., BaseModel]
 STEPS = {
@@ -29,8 +29,8 @@ class Reader:
         self.attention = HeadAttention(base).requires_grad_(False)
         self.inputs = torch.randn(rows, time, 32, generator=torch.Generator().manual_seed(1))
         shape = self.attention.shape.cache_shape(torch.float32, torch.device("cpu"))
-        self.memory = LayerMemory(self.attention.inference(), shape)
-        self.text = LayerText.none(self.memory, rows, self.inputs)
+        self.memory = LayerKVCache(self.attention.inference(), shape)
+        self.text = PendingInputs.none(self.memory, rows, self.inputs)
         self.done = torch.zeros(rows, dtype=torch.int64)
 
     def append(self, counts: list[int]) -> None:

@@ -7,10 +7,10 @@ import torch
 
 from drafthead.data.batch import FeatureSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
-from drafthead.models.base.base_model import BaseModel, BegunPass
+from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.layers import attention_sizes
-from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.drafters.draft_model import early_exit
 from drafthead.models.heads.common.contract import DraftHeadConfig
@@ -78,7 +78,7 @@ def test_greedy_equals_plain_decoding(name: str, graphs: str, base: BaseModel) -
     d2t = torch.arange(0, 300, 3) if config.draft_vocab_size else None
     head = randomised(config.build(base, d2t), 0.05).eval()
     plain = [decode(base, None, ids, max_new_tokens=14, ignore_eos=True).tokens for ids in PROMPTS]
-    for plan in (DraftPlan(tree=TokenTree.chain(3)), DraftPlan(tree=TREE)):
+    for plan in (DraftConfig(tree=TokenTree.chain(3)), DraftConfig(tree=TREE)):
         alone = [decode(base, head, ids, max_new_tokens=14, plan=plan, ignore_eos=True) for ids in PROMPTS]
         assert [r.tokens for r in alone] == plain
         together = decode_batch(base, head, PROMPTS, max_new_tokens=14, plan=plan, ignore_eos=True)
@@ -111,8 +111,10 @@ def test_parts_of_the_stack(base: BaseModel) -> None:
     ids = torch.tensor([PROMPTS[2]])
     with torch.inference_mode():
         states = base.model(ids, output_hidden_states=True).hidden_states
-        begun = BegunPass(layers=2, hidden=states[2])
-        hidden = base.verify(ids, TokenTree.chain(ids.shape[1] - 1).shape, base.new_cache(40), begun=begun)
+        partial_forward = PartialForward(layers=2, hidden=states[2])
+        hidden = base.verify(
+            ids, TokenTree.chain(ids.shape[1] - 1).shape, base.new_cache(40), partial_forward=partial_forward
+        )
         torch.testing.assert_close(hidden, states[-1], rtol=1e-4, atol=1e-5)
 
 

@@ -13,8 +13,16 @@ from torch import Tensor
 
 from drafthead.data.utils.config import parse
 from drafthead.data.utils.errors import UserError
-from drafthead.models.base.lm_head import OutputHead
-from drafthead.models.heads.common.losses import FLOOR, STATS, LossChunk, LossConfig, Targets, TeacherLaw, heads_loss
+from drafthead.models.base.lm_head import LMHead
+from drafthead.models.heads.common.losses import (
+    FLOOR,
+    STATS,
+    LossChunk,
+    LossConfig,
+    TargetDistribution,
+    Targets,
+    heads_loss,
+)
 
 K, N, D, W = 3, 37, 16, 50
 EXACT = 1e-11
@@ -41,7 +49,7 @@ CASES = {
 
 def make(
     shared: bool = False, softcap: float | None = None, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, list[OutputHead], Targets]:
+) -> tuple[Tensor, list[LMHead], Targets]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -49,18 +57,18 @@ def make(
 
     hidden = (normal(K, N, D) * 2).requires_grad_()
     weights = [normal(W, D).requires_grad_() for _ in range(1 if shared else K)]
-    heads = [OutputHead(weight=weights[0 if shared else k], scale=0.5, softcap=softcap) for k in range(K)]
+    heads = [LMHead(weight=weights[0 if shared else k], scale=0.5, softcap=softcap) for k in range(K)]
     ids = torch.randint(-1, W, (N,), generator=generator)
     ids[::5] = -1
     valid = torch.rand(K, N, generator=generator) < 0.7
-    teacher = OutputHead(weight=normal(W, D), scale=0.5, softcap=softcap)
-    return hidden, heads, Targets(ids=ids, valid=valid, teacher_hidden=normal(N, D) * 2, teacher=teacher)
+    target_lm_head = LMHead(weight=normal(W, D), scale=0.5, softcap=softcap)
+    return hidden, heads, Targets(ids=ids, valid=valid, teacher_hidden=normal(N, D) * 2, target_lm_head=target_lm_head)
 
 
-def plain(hidden: Tensor, heads: list[OutputHead], targets: Targets, config: LossConfig) -> Tensor:
+def plain(hidden: Tensor, heads: list[LMHead], targets: Targets, config: LossConfig) -> Tensor:
     """Independent few-line reference: whole matrices, torch's own losses, a loop over positions."""
-    assert targets.teacher is not None and targets.teacher_hidden is not None
-    p = targets.teacher.logits(targets.teacher_hidden).softmax(-1)
+    assert targets.target_lm_head is not None and targets.teacher_hidden is not None
+    p = targets.target_lm_head.logits(targets.teacher_hidden).softmax(-1)
     total = hidden.new_zeros(())
     for k in range(K):
         weight = config.decay ** (k + 1) if config.depth_weights is None else config.depth_weights[k]
@@ -80,14 +88,14 @@ def plain(hidden: Tensor, heads: list[OutputHead], targets: Targets, config: Los
 
 
 def values_and_gradients(
-    form: Callable[..., Tensor], hidden: Tensor, heads: list[OutputHead], *others: object
+    form: Callable[..., Tensor], hidden: Tensor, heads: list[LMHead], *others: object
 ) -> list[Tensor]:
     value = form(hidden, heads, *others)
     leaves = [hidden, *{id(h.weight): h.weight for h in heads}.values()]
     return [value.detach(), *torch.autograd.grad(2 * value, leaves)]
 
 
-def chunked(hidden: Tensor, heads: list[OutputHead], targets: Targets, config: LossConfig, rows: int) -> Tensor:
+def chunked(hidden: Tensor, heads: list[LMHead], targets: Targets, config: LossConfig, rows: int) -> Tensor:
     return heads_loss(hidden, heads, targets, config, rows)[0]
 
 
@@ -137,8 +145,8 @@ def test_overlap_is_the_sampled_acceptance(name: str) -> None:
     with torch.no_grad():
         value, stats = heads_loss(hidden, heads, targets, CASES[name], 8)
         torch.testing.assert_close(value, plain(hidden, heads, targets, CASES[name]), rtol=EXACT, atol=0)
-    assert targets.teacher is not None and targets.teacher_hidden is not None
-    p = targets.teacher.logits(targets.teacher_hidden).softmax(-1)
+    assert targets.target_lm_head is not None and targets.teacher_hidden is not None
+    p = targets.target_lm_head.logits(targets.teacher_hidden).softmax(-1)
     q = heads[1].logits(hidden[1]).softmax(-1)
     wanted = (torch.minimum(p, q).sum(-1) * targets.valid[1]).sum().detach()
     assert float(stats[1, STATS.index("overlap")]) == pytest.approx(float(wanted), rel=1e-5)
@@ -151,7 +159,7 @@ def test_no_pass_over_the_teacher_for_cross_entropy(monkeypatch: pytest.MonkeyPa
     hidden, heads, targets = make()
     monkeypatch.setattr(LossChunk, "_short_and_alpha", refuse)
     heads_loss(hidden, heads, targets, CASES["ce and kl"], 8)
-    monkeypatch.setattr(TeacherLaw, "of", refuse)
+    monkeypatch.setattr(TargetDistribution, "of", refuse)
     heads_loss(hidden, heads, targets, LossConfig(), 8)
 
 
@@ -160,9 +168,9 @@ logit_rows = st.lists(st.floats(-60, 60, width=32), min_size=5, max_size=5).map(
 
 def term(q_logits: Tensor, p_logits: Tensor, config: LossConfig) -> tuple[float, Tensor, float]:
     """Value, gradient and alpha of one target."""
-    law = TeacherLaw.of(OutputHead(weight=torch.eye(5)), p_logits)
-    chunk = LossChunk(OutputHead(weight=torch.eye(5)), q_logits, torch.tensor([-1]), torch.tensor([True]))
-    loss, gradient = chunk.loss_and_gradient(law, config)
+    dist = TargetDistribution.of(LMHead(weight=torch.eye(5)), p_logits)
+    chunk = LossChunk(LMHead(weight=torch.eye(5)), q_logits, torch.tensor([-1]), torch.tensor([True]))
+    loss, gradient = chunk.loss_and_gradient(dist, config)
     alpha = torch.minimum(q_logits.softmax(-1), p_logits.softmax(-1)).sum()
     return float(loss), gradient, float(alpha)
 
@@ -238,7 +246,7 @@ def test_depth_weights_must_fit_the_head() -> None:
 
 def test_a_missing_teacher_is_our_bug() -> None:
     hidden, heads, targets = make()
-    blind = replace(targets, teacher=None, teacher_hidden=None)
+    blind = replace(targets, target_lm_head=None, teacher_hidden=None)
     heads_loss(hidden, heads, blind, LossConfig())
     for name in ("kl", "tv", "lk", "lk_adaptive"):
         with pytest.raises(ValueError, match="the targets have no teacher"):
@@ -260,9 +268,9 @@ def test_bfloat16_sums_over_chunks_in_float32() -> None:
         ids=torch.zeros(count, dtype=torch.int64),
         valid=torch.ones(1, count, dtype=torch.bool),
         teacher_hidden=None,
-        teacher=None,
+        target_lm_head=None,
     )
-    loss, _ = heads_loss(hidden, [OutputHead(weight=weight)], targets, LossConfig(decay=1.0), rows=1)
+    loss, _ = heads_loss(hidden, [LMHead(weight=weight)], targets, LossConfig(decay=1.0), rows=1)
     loss.backward()
     assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
     assert torch.equal(weight.grad.float(), torch.tensor([[-0.5], [0.5]]).expand(2, 4) * count)

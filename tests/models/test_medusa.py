@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from drafthead.data.batch import Features, FeatureSpec
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
@@ -99,7 +99,7 @@ def test_heads_learn_a_base_that_counts(tiny_base: TinyBase) -> None:
     ratios = head.loss(batch, features, LossConfig()).ratios()
     assert [ratios[f"accept_{k}"].value for k in (1, 2, 3)] == [1.0, 1.0, 1.0]
     state = head.observe(head.init_state(1), torch.tensor([[30]]), Features(final=directions[None, 30:31]))
-    proposal = head.draft(state, torch.tensor([31]), DraftPlan(tree=TokenTree.chain(3)))
+    proposal = head.draft(state, torch.tensor([31]), DraftConfig(tree=TokenTree.chain(3)))
     assert proposal.tokens.tolist() == [[31, 32, 33, 34]]
 
 

@@ -16,7 +16,7 @@ from drafthead.data.batch import Features, FeatureSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftPlan
+from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.loading import load_base_and_head
@@ -42,7 +42,7 @@ def tuned_head(base: BaseModel, size: float = 0.05, **settings: Any) -> Medusa2H
     """A head in its joint phase whose weights, adapters included, are not where they start."""
     defaults = {"num_heads": 2, "lora_rank": 4, "lora_alpha": 8.0, "lora_dropout": 0.0}
     head = Medusa2Config(**{**defaults, **settings}).build(base)
-    head.tune_base(now=True)
+    head.train_base(now=True)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -128,7 +128,7 @@ def test_both_parts_of_the_loss_are_metrics(tiny_base: TinyBase) -> None:
 def test_with_adapters_that_add_nothing_the_base_term_is_zero(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = Medusa2Config(num_heads=2).build(base)
-    head.tune_base(now=True)
+    head.train_base(now=True)
     ratios = head.loss(batch(), base.features(batch(), FeatureSpec()), LossConfig()).ratios()
     assert ratios["base_loss"].value == pytest.approx(0.0, abs=1e-4)
 
@@ -138,13 +138,13 @@ def test_before_its_joint_phase_it_is_medusa_1(tiny_base: TinyBase) -> None:
     features = base.features(batch(), FeatureSpec())
     plain = MedusaConfig(num_heads=2).build(base)
     head = Medusa2Config(num_heads=2).build(base)
-    head.tune_base(now=False)
+    head.train_base(now=False)
     head.load_state_dict({**head.state_dict(), **plain.state_dict()})
     out, wanted = head.loss(batch(), features, LossConfig()), plain.loss(batch(), features, LossConfig())
     assert out.names == wanted.names and out.loss_sum.item() == wanted.loss_sum.item()
     out.loss_sum.backward()
     assert all(p.grad is None and not p.requires_grad for p in head.adapter.values())
-    assert {head.lr_factor(p) for p in head.parameters()} == {1.0}
+    assert {head.lr_mult(p) for p in head.parameters()} == {1.0}
 
 
 def test_the_base_gets_no_gradient_and_stays_what_it_is(tiny_base: TinyBase) -> None:
@@ -152,7 +152,7 @@ def test_the_base_gets_no_gradient_and_stays_what_it_is(tiny_base: TinyBase) -> 
     before = {name: value.clone() for name, value in base.model.state_dict().items()}
     head = tuned_head(base)
     features = base.features(batch(), FeatureSpec())
-    optimizer = build_optimizer(head.parameters(), OptimConfig(lr=0.01), head.lr_factor)
+    optimizer = build_optimizer(head.parameters(), OptimConfig(lr=0.01), head.lr_mult)
     for _ in range(3):
         optimizer.zero_grad()
         head.loss(batch(), features, LossConfig()).loss_sum.backward()
@@ -164,11 +164,11 @@ def test_the_base_gets_no_gradient_and_stays_what_it_is(tiny_base: TinyBase) -> 
 
 def test_heads_learn_faster_than_adapters(tiny_base: TinyBase) -> None:
     head = tuned_head(tiny_base(), heads_lr_factor=4.0)
-    groups = build_optimizer(head.parameters(), OptimConfig(lr=0.01, weight_decay=0.1), head.lr_factor).param_groups
+    groups = build_optimizer(head.parameters(), OptimConfig(lr=0.01, weight_decay=0.1), head.lr_mult).param_groups
     adapters = {id(p) for p in head.adapter.values()}
     assert sum(len(group["params"]) for group in groups) == len(list(head.parameters()))
     for group in groups:
-        assert {id(p) in adapters for p in group["params"]} == {group["lr_factor"] == 1.0}
+        assert {id(p) in adapters for p in group["params"]} == {group["lr_mult"] == 1.0}
 
 
 def test_dropout_only_while_the_base_is_trained(tiny_base: TinyBase) -> None:
@@ -182,7 +182,7 @@ def test_dropout_only_while_the_base_is_trained(tiny_base: TinyBase) -> None:
     assert loss() == loss()
     head.train()
     assert loss() != loss()
-    head.tune_base(now=False)
+    head.train_base(now=False)
     assert loss() == loss()
 
 
@@ -252,7 +252,7 @@ def test_greedy_text_is_the_tuned_bases_own(tiny_base: TinyBase, model_type: str
     plain = decode(tuned, None, prompt, max_new_tokens=24).tokens
     assert plain != decode(base, None, prompt, max_new_tokens=24).tokens
     for tree in (TokenTree.chain(2), TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)])):
-        found = decode(tuned, loaded, prompt, max_new_tokens=24, plan=DraftPlan(tree=tree))
+        found = decode(tuned, loaded, prompt, max_new_tokens=24, plan=DraftConfig(tree=tree))
         assert found.tokens == plain
 
 
@@ -260,12 +260,12 @@ def test_a_second_adapter_is_refused(tiny_base: TinyBase, tmp_path: Path) -> Non
     tuned_head(tiny_base()).save_pretrained(tmp_path)
     tuned, head = load_base_and_head(tmp_path)
     with pytest.raises(UserError, match="already has the adapter .*merge_and_unload"):
-        head.tune_base(now=True)
+        head.train_base(now=True)
 
 
 def test_other_heads_say_that_they_cannot(tiny_base: TinyBase) -> None:
     with pytest.raises(UserError, match="MedusaHead cannot train its base"):
-        MedusaConfig().build(tiny_base()).tune_base(now=True)
+        MedusaConfig().build(tiny_base()).train_base(now=True)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftPlan, DynamicTree, Proposal, Siblings
+from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree, Proposal
 from drafthead.models.decoding.loop import decode, decode_batch
-from drafthead.models.drafters.combined import Merged, merge, side_by_side
+from drafthead.models.drafters.combined import CombinedDrafter, merge, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
@@ -44,13 +44,13 @@ def proposal(rows: list[list[Path]], sampled: bool) -> Proposal:
         for node, path in enumerate(paths[1:], start=1):
             tokens[row, node], parents[row, node] = path[-1], paths.index(path[:-1])
     shape = TreeShape.from_parents(parents)
-    law_of = torch.arange(width)[None, :, None].expand(1, -1, shape.children.shape[2])
+    prob_index = torch.arange(width)[None, :, None].expand(1, -1, shape.children.shape[2])
     return Proposal(
         tokens=tokens,
         shape=shape,
-        siblings=Siblings.WITH_REPLACEMENT if sampled else Siblings.DETERMINISTIC,
-        laws=torch.rand(len(rows), width, VOCABULARY) if sampled else None,
-        law_of=law_of if sampled else None,
+        draft_sampling=DraftSampling.WITH_REPLACEMENT if sampled else DraftSampling.TOP_K,
+        probs=torch.rand(len(rows), width, VOCABULARY) if sampled else None,
+        prob_index=prob_index if sampled else None,
     )
 
 
@@ -65,11 +65,11 @@ def trials(found: Proposal, row: int) -> Trials:
             paths[node] = (*paths[parents[node]], tokens[node])
     assert len(set(paths.values())) == len(paths)
     children = shape.children.expand(len(found.tokens), -1, -1)[row].tolist()
-    laws = torch.full_like(shape.children, -1) if found.law_of is None else found.law_of
-    law_rows = laws.expand(len(found.tokens), *shape.children.shape[1:])[row].tolist()
+    probs = torch.full_like(shape.children, -1) if found.prob_index is None else found.prob_index
+    law_rows = probs.expand(len(found.tokens), *shape.children.shape[1:])[row].tolist()
     assert all(NO_CHILD not in tried[: len(tried) - tried.count(NO_CHILD)] for tried in children), "a gap"
     return {
-        path: [(paths[c], law) for c, law in zip(children[node], law_rows[node], strict=True) if c != NO_CHILD]
+        path: [(paths[c], dist) for c, dist in zip(children[node], law_rows[node], strict=True) if c != NO_CHILD]
         for node, path in paths.items()
     }
 
@@ -85,14 +85,14 @@ def test_union_keeps_every_trial_and_its_law(data: st.DataObject, kinds: list[bo
         offset = 0
         for part in parts:
             for path, tried in trials(part, row).items():
-                shifted = [(child, law + offset if law >= 0 else -1) for child, law in tried]
+                shifted = [(child, dist + offset if dist >= 0 else -1) for child, dist in tried]
                 wanted.setdefault(path, []).extend(shifted)
-            offset += 0 if part.laws is None else part.laws.shape[1]
+            offset += 0 if part.probs is None else part.probs.shape[1]
         assert trials(merged, row) == wanted
-    laws = [part.laws for part in parts if part.laws is not None]
-    assert (merged.laws is None) == (not laws)
-    if merged.laws is not None:
-        assert torch.equal(merged.laws, torch.cat(laws, 1))
+    probs = [part.probs for part in parts if part.probs is not None]
+    assert (merged.probs is None) == (not probs)
+    if merged.probs is not None:
+        assert torch.equal(merged.probs, torch.cat(probs, 1))
 
 
 def test_equal_samples_of_one_drafter_stay_apart() -> None:
@@ -107,18 +107,18 @@ def test_equal_samples_of_one_drafter_stay_apart() -> None:
 
 def test_two_kinds_of_samples_are_refused() -> None:
     with_replacement = proposal([[(), (1,)]], sampled=True)
-    other = Proposal(**{**vars(with_replacement), "siblings": Siblings.WITHOUT_REPLACEMENT})
+    other = Proposal(**{**vars(with_replacement), "draft_sampling": DraftSampling.WITHOUT_REPLACEMENT})
     with pytest.raises(UserError, match="must sample alike"):
         merge([with_replacement, other])
 
 
 @pytest.mark.parametrize(
-    "plan", [None, DraftPlan(tree=DynamicTree(nodes=13, width=3, depth=4))], ids=["own", "dynamic"]
+    "plan", [None, DraftConfig(tree=DynamicTree(nodes=13, width=3, depth=4))], ids=["own", "dynamic"]
 )
-def test_greedy_text_is_plain_text(tiny_base: TinyBase, plan: DraftPlan | None) -> None:
+def test_greedy_text_is_plain_text(tiny_base: TinyBase, plan: DraftConfig | None) -> None:
     base = tiny_base()
     model = early_exit(base, 2, num_tokens=3)
-    merged = Merged([model, PromptLookup(4, matches=2)], [TokenTree.expansion([2, 2]), TokenTree.chain(4)])
+    merged = CombinedDrafter([model, PromptLookup(4, matches=2)], [TokenTree.expansion([2, 2]), TokenTree.chain(4)])
     plain = [decode(base, None, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS]
     single = [decode(base, merged, p, max_new_tokens=30, plan=plan, ignore_eos=True) for p in PROMPTS]
     batch = decode_batch(base, merged, PROMPTS, max_new_tokens=30, plan=plan, ignore_eos=True)
@@ -131,14 +131,14 @@ def test_greedy_text_is_plain_text(tiny_base: TinyBase, plan: DraftPlan | None) 
 def test_a_small_union_gives_the_likeliest_nodes_of_the_first(tiny_base: TinyBase, room: int) -> None:
     base = tiny_base()
     model, look_up, own = early_exit(base, 2, num_tokens=2), PromptLookup(3), TokenTree.expansion([3, 2])
-    merged = Merged([model, look_up], [own, TokenTree.chain(3)], nodes=room)
-    plan = DraftPlan(tree=cast(TokenTree, merged.tree))
+    merged = CombinedDrafter([model, look_up], [own, TokenTree.chain(3)], nodes=room)
+    plan = DraftConfig(tree=cast(TokenTree, merged.tree))
     state = merged.observe(merged.init_state(1), torch.tensor([[1, 2, 3, 4, 5, 2]]), None)
     found = merged.draft(state, torch.tensor([3]), plan)  # 2, 3 came before, and 4, 5, 2 behind it
     copied = {(4,), (4, 5), (4, 5, 2)}
     paths = set(trials(found, 0)) - {()}
     assert copied <= paths and len(found.shape) <= max(room, 4)
-    alone = Merged([model, PromptLookup(3)], [own.first(max(1, room - 3)), TokenTree.chain(3)]).draft(
+    alone = CombinedDrafter([model, PromptLookup(3)], [own.first(max(1, room - 3)), TokenTree.chain(3)]).draft(
         state, last=torch.tensor([3]), plan=plan
     )
     assert paths == set(trials(alone, 0)) - {()}
@@ -154,7 +154,7 @@ def test_small_unions_are_greedy_text_too(tiny_base: TinyBase) -> None:
     )
     plain = [decode(base, None, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS]
     for room in (2, 3, 5, 8):
-        merged = Merged(drafters, trees, nodes=room)
+        merged = CombinedDrafter(drafters, trees, nodes=room)
         assert [decode(base, merged, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS] == plain
         batch = decode_batch(base, merged, PROMPTS, max_new_tokens=30, ignore_eos=True)
         assert [result.tokens for result in batch] == plain
@@ -162,14 +162,14 @@ def test_small_unions_are_greedy_text_too(tiny_base: TinyBase) -> None:
 
 def test_the_target_in_it_is_always_right(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    merged = Merged([early_exit(base, 1, num_tokens=2), ModelDrafter(base, num_tokens=4), PromptLookup(3)])
+    merged = CombinedDrafter([early_exit(base, 1, num_tokens=2), ModelDrafter(base, num_tokens=4), PromptLookup(3)])
     result = decode(base, merged, PROMPTS[0], max_new_tokens=31, ignore_eos=True)
     assert [step.accepted for step in result.steps] == [4] * 6
 
 
 def test_states_stay_as_they_were(tiny_base: TinyBase) -> None:
-    merged = Merged([early_exit(tiny_base(), 2), PromptLookup()])
-    plan = DraftPlan(tree=cast(TokenTree, merged.tree))
+    merged = CombinedDrafter([early_exit(tiny_base(), 2), PromptLookup()])
+    plan = DraftConfig(tree=cast(TokenTree, merged.tree))
     state = merged.observe(merged.init_state(2), torch.tensor([[1, 2, 3, 1, 2]] * 2), None)
     last = torch.tensor([3, 3])
     before = merged.draft(state, last, plan).tokens
@@ -180,11 +180,11 @@ def test_states_stay_as_they_were(tiny_base: TinyBase) -> None:
 
 
 def test_refusals(tiny_base: TinyBase) -> None:
-    merged = Merged([PromptLookup(3), PromptLookup(2)])
-    assert merged.tree == side_by_side([TokenTree.chain(3), TokenTree.chain(2)]) and len(merged.tree) == 6
+    merged = CombinedDrafter([PromptLookup(3), PromptLookup(2)])
+    assert merged.tree == union([TokenTree.chain(3), TokenTree.chain(2)]) and len(merged.tree) == 6
     with pytest.raises(UserError, match="room for 4 nodes, but the merged drafters' trees have 6"):
-        decode(tiny_base(), merged, [1, 2], max_new_tokens=8, plan=DraftPlan(tree=TokenTree.chain(3)))
+        decode(tiny_base(), merged, [1, 2], max_new_tokens=8, plan=DraftConfig(tree=TokenTree.chain(3)))
     with pytest.raises(UserError, match="at least two drafters, got 1"):
-        Merged([PromptLookup()])
+        CombinedDrafter([PromptLookup()])
     with pytest.raises(UserError, match="a merged tree of 1 nodes is wanted"):
-        Merged([PromptLookup(), PromptLookup()], nodes=1)
+        CombinedDrafter([PromptLookup(), PromptLookup()], nodes=1)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.heads.common.losses import LossConfig
-from drafthead.models.heads.common.targets import Reading
+from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.heads.mlp_speculator import (
     MLPSpeculatorConfig,
     MLPSpeculatorHead,
@@ -156,7 +156,7 @@ def test_untrained_head_on_the_base_is_its_next_token_head(tiny_base: TinyBase) 
     head = MLPSpeculatorConfig(n_predict=2, inner_dim=16, own_projection=False).build(base)
     batch = row_of([list(range(20, 32))])
     features = base.features(batch, head.spec)
-    reading = Reading.of(batch, 2)
+    reading = DraftTargets.of(batch, 2)
     hidden = head.position_hidden(batch, features, reading)
     wanted = features.final[0][reading.sources[0]]
     torch.testing.assert_close(hidden[0][reading.valid[0]], wanted[reading.valid[0]])

@@ -9,7 +9,7 @@ import torch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding import draft_cache
-from drafthead.models.decoding.contract import AdaptiveLength, DraftPlan, DraftState, DynamicTree, Proposal
+from drafthead.models.decoding.contract import AdaptiveLength, DraftConfig, DraftState, DynamicTree, Proposal
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.token_tree import TokenTree
@@ -17,16 +17,16 @@ from drafthead.models.token_tree import TokenTree
 TinyBase = Callable[..., BaseModel]
 PROMPTS = [[5, 6, 7, 5, 6, 7], [9], list(range(40, 90))]
 PLANS = {
-    "chain": DraftPlan(tree=TokenTree.chain(5)),
-    "expansion": DraftPlan(tree=TokenTree.expansion([2, 1, 2, 1])),
-    "dynamic": DraftPlan(tree=DynamicTree(nodes=12, width=3, depth=4)),
-    "confident": DraftPlan(tree=TokenTree.chain(5), stop_below=0.3),
+    "chain": DraftConfig(tree=TokenTree.chain(5)),
+    "expansion": DraftConfig(tree=TokenTree.expansion([2, 1, 2, 1])),
+    "dynamic": DraftConfig(tree=DynamicTree(nodes=12, width=3, depth=4)),
+    "confident": DraftConfig(tree=TokenTree.chain(5), confidence_threshold=0.3),
 }
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 @pytest.mark.parametrize("architecture", ["llama", "gemma"])
-def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, plan: DraftPlan) -> None:
+def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, plan: DraftConfig) -> None:
     base = tiny_base(architecture)
     drafter = early_exit(base, 2)
     plain = [decode(base, None, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS]
@@ -69,19 +69,19 @@ def test_accepted_drafts_are_not_read_again(tiny_base: TinyBase, monkeypatch: py
     last = torch.full((rows,), 7)
     reads = Counted(drafter.model, monkeypatch)
     for tree in (TokenTree.chain(3), TokenTree.expansion([2, 2, 1])):
-        drafted = drafter.draft(state, last, DraftPlan(tree=tree)).tokens
+        drafted = drafter.draft(state, last, DraftConfig(tree=tree)).tokens
         path = [0]
         while tree.parents.count(path[-1]):
             path.append(tree.parents.index(path[-1]))
         reads.passes.clear()
         state = drafter.observe(state, drafted[:, path], None)
-        drafter.draft(state, torch.full((rows,), base.vocab_size - 1), DraftPlan(tree=TokenTree.chain(3)))
+        drafter.draft(state, torch.full((rows,), base.vocab_size - 1), DraftConfig(tree=TokenTree.chain(3)))
         assert reads.passes == [2, 1, 1]
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 @pytest.mark.parametrize("rows", [1, 3])
-def test_states_stay_as_they_were(tiny_base: TinyBase, plan: DraftPlan, rows: int) -> None:
+def test_states_stay_as_they_were(tiny_base: TinyBase, plan: DraftConfig, rows: int) -> None:
     """Whatever other states drafted meanwhile, and whatever of it the shared memory kept."""
     drafter = early_exit(tiny_base(), 2)
     prompt, counts = torch.arange(rows * 6).view(rows, 6), torch.tensor([6, 2, 4][:rows])
@@ -135,7 +135,7 @@ def test_drafts_only_ids_that_the_model_knows(tiny_base: TinyBase) -> None:
 def test_adaptive_length(tiny_base: TinyBase) -> None:
     """+2 after a full acceptance, -1 otherwise, within the tree; one prompt at a time."""
     base = tiny_base()
-    plan = DraftPlan(tree=TokenTree.chain(6), adaptive=AdaptiveLength(start=2))
+    plan = DraftConfig(tree=TokenTree.chain(6), adaptive=AdaptiveLength(start=2))
     right = decode(base, ModelDrafter(base, num_tokens=6), PROMPTS[0], max_new_tokens=30, plan=plan, ignore_eos=True)
     assert [step.depth for step in right.steps][:4] == [2, 4, 6, 6]
     plain = decode(base, None, PROMPTS[0], max_new_tokens=30, ignore_eos=True)

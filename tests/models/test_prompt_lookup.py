@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftPlan, DraftState, Proposal
+from drafthead.models.decoding.contract import DraftConfig, DraftState, Proposal
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.token_tree import TokenTree
@@ -29,10 +29,10 @@ def observe(drafter: PromptLookup, texts: list[list[int]]) -> DraftState:
     return drafter.observe(state, rest, None, halves[1])
 
 
-def draft(drafter: PromptLookup, texts: list[list[int]], plan: DraftPlan | None = None) -> Proposal:
+def draft(drafter: PromptLookup, texts: list[list[int]], plan: DraftConfig | None = None) -> Proposal:
     assert drafter.tree is not None
     last = torch.tensor([text[-1] for text in texts])
-    return drafter.draft(observe(drafter, texts), last, plan or DraftPlan(tree=drafter.tree))
+    return drafter.draft(observe(drafter, texts), last, plan or DraftConfig(tree=drafter.tree))
 
 
 def paths(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
@@ -74,7 +74,7 @@ def test_several_matches_share_their_prefix() -> None:
 def test_no_more_nodes_than_planned() -> None:
     """The cache has room for the plan's nodes only; the best match comes first."""
     text = [1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2]
-    proposal = draft(PromptLookup(2, 2, matches=2, newest=False), [text], DraftPlan(tree=TokenTree.chain(2)))
+    proposal = draft(PromptLookup(2, 2, matches=2, newest=False), [text], DraftConfig(tree=TokenTree.chain(2)))
     assert paths(proposal, 0) == {(3,), (3, 4)} and proposal.tokens.shape == (1, 3)
     assert draft(PromptLookup(), [[1, 2, 3]]).tokens.tolist() == [[3]]
 
@@ -82,7 +82,7 @@ def test_no_more_nodes_than_planned() -> None:
 def test_states_stay_as_they_were() -> None:
     drafter = PromptLookup(3)
     state = observe(drafter, [[1, 2, 3, 1, 2], [4, 4, 4]])
-    last, plan = torch.tensor([2, 4]), DraftPlan(tree=TokenTree.chain(3))
+    last, plan = torch.tensor([2, 4]), DraftConfig(tree=TokenTree.chain(3))
     before = drafter.draft(state, last, plan).tokens
     drafter.observe(state, torch.tensor([[2, 9], [4, 9]]), None, torch.tensor([2, 1]))
     assert torch.equal(drafter.draft(state, last, plan).tokens, before)

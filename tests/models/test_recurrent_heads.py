@@ -10,13 +10,13 @@ import torch
 from drafthead.data.batch import Features
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
-from drafthead.models.decoding.contract import DraftPlan, DynamicTree, Siblings
+from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.common.multi_position import RecurrentHead
-from drafthead.models.heads.common.targets import Reading
+from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from drafthead.models.token_tree import TokenTree
@@ -34,10 +34,10 @@ CONFIGS: dict[str, Callable[..., DraftHeadConfig]] = {
 }
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
 PLANS = {
-    "chain": DraftPlan(tree=TokenTree.chain(3)),
-    "tree": DraftPlan(tree=TokenTree.expansion([3, 2, 1])),
-    "dynamic": DraftPlan(tree=DynamicTree(width=3, depth=3, nodes=9)),
-    "stops": DraftPlan(tree=TokenTree.expansion([2, 2, 1]), stop_below=0.3),
+    "chain": DraftConfig(tree=TokenTree.chain(3)),
+    "tree": DraftConfig(tree=TokenTree.expansion([3, 2, 1])),
+    "dynamic": DraftConfig(tree=DynamicTree(width=3, depth=3, nodes=9)),
+    "stops": DraftConfig(tree=TokenTree.expansion([2, 2, 1]), confidence_threshold=0.3),
 }
 
 
@@ -52,7 +52,7 @@ def test_drafting_along_a_text_is_what_training_computes(tiny_base: TinyBase, ki
     texts = [torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (12, 9)]
     batch = rows_of(texts)
     features = base.features(batch, head.spec)
-    reading = Reading.of(batch, 3)
+    reading = DraftTargets.of(batch, 3)
     hidden = head.position_hidden(batch, features, reading)
     trained = [head.output_head(k).logits(hidden[k]) for k in range(3)]
     seen = 0
@@ -206,10 +206,10 @@ def test_law_of_sampled_answers(kind: str) -> None:
     """Trees of siblings sampled without replacement, in a batch of two prompts: the law of plain sampling."""
     base = small_base()
     prompts = [[9, 10, 11, 12, 13, 14, 15], [250]]
-    laws = [law_of_answers(base, prompt, SAMPLER, LENGTH) for prompt in prompts]
-    texts = [[*p, *answer] for p, found in zip(prompts, laws, strict=True) for answer in found]
+    probs = [law_of_answers(base, prompt, SAMPLER, LENGTH) for prompt in prompts]
+    texts = [[*p, *answer] for p, found in zip(prompts, probs, strict=True) for answer in found]
     head = fitted(CONFIGS[kind]().build(base), rows_of(texts), 12)
-    plan = DraftPlan(tree=TokenTree.expansion([2, 2]), siblings=Siblings.WITHOUT_REPLACEMENT)
+    plan = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     results = decode_batch(
         base,
         head,
@@ -223,5 +223,5 @@ def test_law_of_sampled_answers(kind: str) -> None:
     steps = [step for result in results for step in result.steps]
     accepted = sum(step.accepted for step in steps) / sum(step.depth for step in steps)
     assert 0.1 < accepted < 0.9, "drafts must be accepted and rejected"
-    for row, expected in enumerate(laws):
+    for row, expected in enumerate(probs):
         assert p_value_of_answers(Counter(tuple(r.tokens) for r in results[row::2]), expected) > 1e-4

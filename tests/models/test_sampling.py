@@ -45,8 +45,8 @@ def laws_of_generate(model: GenerationMixin, sampler: Sampler, logits: torch.Ten
         repetition_penalty=sampler.repetition_penalty,
     )
     processors = model._get_logits_processor(config, input_ids_seq_length=ids.shape[1], device="cpu")
-    laws: torch.Tensor = processors(ids, logits.clone()).softmax(-1)
-    return laws
+    probs: torch.Tensor = processors(ids, logits.clone()).softmax(-1)
+    return probs
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -55,7 +55,7 @@ def test_laws_are_those_of_generate(model: GenerationMixin, name: str) -> None:
     logits = 3 * torch.randn(6, VOCABULARY, generator=generator)
     ids = torch.randint(0, VOCABULARY, (6, 9), generator=generator)
     before = logits.clone()
-    found = SETTINGS[name].laws(logits, ids)
+    found = SETTINGS[name].probs(logits, ids)
     torch.testing.assert_close(found, laws_of_generate(model, SETTINGS[name], logits, ids), rtol=0, atol=0)
     assert logits.equal(before), "the logits are the caller's"
     torch.testing.assert_close(found.sum(-1), torch.ones(6))
@@ -71,15 +71,15 @@ def test_shorter_contexts_are_padded_by_repeating(lengths: list[int], seed: int)
     logits = torch.randn(len(lengths), VOCABULARY, generator=generator)
     rows = [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
     padded = torch.stack([torch.cat([row, row[:1].expand(8 - len(row))]) for row in rows])
-    together = sampler.laws(logits, padded)
+    together = sampler.probs(logits, padded)
     for number, row in enumerate(rows):
-        torch.testing.assert_close(together[number], sampler.laws(logits[number, None], row[None])[0])
+        torch.testing.assert_close(together[number], sampler.probs(logits[number, None], row[None])[0])
 
 
 def test_temperature_0_is_the_argmax_exactly() -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0, 2.0], [float("-inf"), -1.0, -2.0, -3.0]])
-    assert Sampler().laws(logits).tolist() == [[0, 1, 0, 0], [0, 1, 0, 0]], "the first of equal ones, as argmax does"
-    penalised = Sampler(repetition_penalty=2.0).laws(logits, torch.tensor([[1], [1]]))
+    assert Sampler().probs(logits).tolist() == [[0, 1, 0, 0], [0, 1, 0, 0]], "the first of equal ones, as argmax does"
+    penalised = Sampler(repetition_penalty=2.0).probs(logits, torch.tensor([[1], [1]]))
     assert penalised.argmax(-1).tolist() == [2, 1]
     assert Sampler().greedy and Sampler().plain_greedy
     assert Sampler(repetition_penalty=2.0).greedy and not Sampler(repetition_penalty=2.0).plain_greedy
@@ -89,13 +89,13 @@ def test_temperature_0_is_the_argmax_exactly() -> None:
 def test_dtypes() -> None:
     logits = torch.randn(2, 8)
     sampler = Sampler(temperature=0.9, top_p=0.9, eta=0.01)
-    assert sampler.laws(logits.bfloat16()).dtype is torch.float32
-    assert sampler.laws(logits.double()).dtype is torch.float64
+    assert sampler.probs(logits.bfloat16()).dtype is torch.float32
+    assert sampler.probs(logits.double()).dtype is torch.float64
 
 
 def test_a_penalty_needs_the_context() -> None:
     with pytest.raises(ValueError, match="a repetition penalty needs the tokens so far"):
-        Sampler(repetition_penalty=1.1).laws(torch.randn(1, 8))
+        Sampler(repetition_penalty=1.1).probs(torch.randn(1, 8))
 
 
 def test_equal_settings_are_one_key() -> None:
@@ -125,6 +125,6 @@ def test_processors_made_in_inference_mode_serve_outside() -> None:
     sampler = Sampler(temperature=0.91, eta=0.0123)
     logits = torch.randn(2, 20, requires_grad=True)
     with torch.inference_mode():
-        sampler.laws(logits)
-    sampler.laws(logits).square().sum().backward()  # type: ignore[no-untyped-call]
+        sampler.probs(logits)
+    sampler.probs(logits).square().sum().backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None and logits.grad.isfinite().all()

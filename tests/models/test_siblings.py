@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 import torch
 
-from drafthead.models.decoding.contract import Siblings
-from drafthead.models.decoding.growth import MISSING, draw_siblings
-from drafthead.models.decoding.random_source import DRAFT, RowCoins
+from drafthead.models.decoding.contract import DraftSampling
+from drafthead.models.decoding.growth import MISSING, draw_candidates
+from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from support import p_value
 
 CPU = torch.device("cpu")
@@ -15,23 +15,23 @@ LAW = torch.tensor([0.4, 0.0, 0.35, 0.25])
 ROWS = 4000
 
 
-def drawn(laws: torch.Tensor, count: int, kind: Siblings) -> torch.Tensor:
-    rows = laws.shape[0]
-    return draw_siblings(laws, count, kind, RowCoins(list(range(rows)), [0] * rows, DRAFT, CPU))
+def drawn(probs: torch.Tensor, count: int, kind: DraftSampling) -> torch.Tensor:
+    rows = probs.shape[0]
+    return draw_candidates(probs, count, kind, PerRowRng(list(range(rows)), [0] * rows, DRAFT, CPU))
 
 
-def joint(kind: Siblings) -> dict[tuple[int, ...], float]:
+def joint(kind: DraftSampling) -> dict[tuple[int, ...], float]:
     """Law of two siblings."""
     found: dict[tuple[int, ...], float] = {}
     for first, second in product(range(4), repeat=2):
-        left = 1.0 - LAW[first].item() * (kind is Siblings.WITHOUT_REPLACEMENT)
-        allowed = kind is Siblings.WITH_REPLACEMENT or first != second
+        left = 1.0 - LAW[first].item() * (kind is DraftSampling.WITHOUT_REPLACEMENT)
+        allowed = kind is DraftSampling.WITH_REPLACEMENT or first != second
         found[first, second] = allowed * LAW[first].item() * LAW[second].item() / left
     return found
 
 
-@pytest.mark.parametrize("kind", [Siblings.WITH_REPLACEMENT, Siblings.WITHOUT_REPLACEMENT])
-def test_two_siblings_have_their_joint_law(kind: Siblings) -> None:
+@pytest.mark.parametrize("kind", [DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT])
+def test_two_siblings_have_their_joint_law(kind: DraftSampling) -> None:
     found = drawn(LAW.expand(ROWS, 1, 4), 2, kind)[:, 0]
     expected = joint(kind)
     assert sum(expected.values()) == pytest.approx(1)
@@ -42,13 +42,13 @@ def test_two_siblings_have_their_joint_law(kind: Siblings) -> None:
 
 
 def test_every_parent_has_its_own_samples() -> None:
-    laws = torch.eye(5)[None, [3, 1]].expand(2, -1, -1)
-    assert drawn(laws, 2, Siblings.WITH_REPLACEMENT).tolist() == [[[3, 3], [1, 1]]] * 2
+    probs = torch.eye(5)[None, [3, 1]].expand(2, -1, -1)
+    assert drawn(probs, 2, DraftSampling.WITH_REPLACEMENT).tolist() == [[[3, 3], [1, 1]]] * 2
 
 
 def test_siblings_that_the_law_has_not_are_missing() -> None:
-    laws = torch.stack([LAW, torch.eye(4)[2], torch.full((4,), 0.25)])[None]
-    found = drawn(laws, 5, Siblings.WITHOUT_REPLACEMENT)[0]
+    probs = torch.stack([LAW, torch.eye(4)[2], torch.full((4,), 0.25)])[None]
+    found = drawn(probs, 5, DraftSampling.WITHOUT_REPLACEMENT)[0]
     assert sorted(found[0].tolist()) == [MISSING, MISSING, 0, 2, 3] and found[0, 3:].tolist() == [MISSING] * 2
     assert found[1].tolist() == [2, *[MISSING] * 4]
     assert sorted(found[2].tolist()) == [MISSING, 0, 1, 2, 3]
@@ -56,4 +56,4 @@ def test_siblings_that_the_law_has_not_are_missing() -> None:
 
 def test_ranked_siblings_are_not_drawn() -> None:
     with pytest.raises(ValueError, match="deterministic siblings are ranked, not drawn"):
-        drawn(LAW[None, None], 1, Siblings.DETERMINISTIC)
+        drawn(LAW[None, None], 1, DraftSampling.TOP_K)

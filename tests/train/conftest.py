@@ -26,8 +26,8 @@ OPTIONS = (
     "data.generations.slots=2",
     "data.generations.max_prompt_tokens=240",
     "data.generations.sampler.max_new_tokens=16",
-    "phases.pretrain.row_length=256",
-    "phases.distill.row_length=256",
+    "phases.pretrain.seq_len=256",
+    "phases.distill.seq_len=256",
 )
 STEPS = 20
 

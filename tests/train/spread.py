@@ -123,7 +123,7 @@ def build_head(case: Case, prepack: bool = False) -> DraftHead:
         for parameter in head.parameters():  # blocks start at zero, where many gradients are zero
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     if case.train_base:
-        head.tune_base(now=True)
+        head.train_base(now=True)
         for parameter in head.adapter.values():  # type: ignore[union-attr, operator]
             parameter.data.add_(torch.randn_like(parameter), alpha=0.02)
     return head.train()
@@ -178,7 +178,7 @@ def one_process(name: str, saved: dict[str, Any] | None = None) -> dict[str, Any
     head = build_head(case)
     if saved is not None:
         head.load_state_dict(saved["weights"])
-    optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_factor)
+    optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_mult)
     if saved is not None:
         load_optimizer(optimizer, saved["optimizer"])
     numbers = range(STEPS) if saved is None else range(STEPS - 1, STEPS)
@@ -201,14 +201,14 @@ def spread(name: str, rank: int) -> dict[str, Any]:
 
     head, sharding = begin()
     sharding.place(head)
-    optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_factor)
+    optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_mult)
     metrics = steps(case, head, optimizer, range(STEPS - 1), [rank], reduce)
     saved = {"weights": whole(head.state_dict(), keep=True), "optimizer": whole(optimizer.state_dict(), keep=True)}
 
     head, sharding = begin()
     head.load_state_dict(saved["weights"])
     sharding.place(head)
-    optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_factor)
+    optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_mult)
     load_optimizer(optimizer, saved["optimizer"])
     head.eval()
     validated = evaluate_loss(head, micro_batches(case, head, 0, [1 if case.empty == 0 else 0]), case.loss)

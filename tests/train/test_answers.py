@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_module
 
-from drafthead.data.answers.backend import Group
+from drafthead.data.answers.backend import RankGroup
 from drafthead.data.answers.server import ServerConfig
 from drafthead.data.answers.store import GenerationStore, SamplerConfig
 from drafthead.data.text.sources import SourceConfig
@@ -23,12 +23,12 @@ from drafthead.data.utils.files import write_json, write_sealed_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import generate
 from drafthead.train.config import GenerationsConfig, parse_run
-from drafthead.train.corpora.answers import AnswerMaker
+from drafthead.train.corpora.answers import AnswerGenerator
 
 CONFIG = GenerationsConfig(
     sources=[SourceConfig(kind="builtin", name="tiny")],
     prompts=24,
-    synthesised=3,
+    self_prompted=3,
     max_prompt_tokens=400,
     sampler=SamplerConfig(max_new_tokens=8),
     slots=2,
@@ -37,11 +37,11 @@ Row = tuple[int, list[int], int, bool, bytes]
 TinyBase = Callable[..., BaseModel]
 
 
-ALONE = Group()
+ALONE = RankGroup()
 
 
-def make(base: BaseModel, config: GenerationsConfig, folder: Path, group: Group = ALONE) -> GenerationStore:
-    return AnswerMaker(base, config, 0, folder, group, lambda *_: None).complete()
+def make(base: BaseModel, config: GenerationsConfig, folder: Path, group: RankGroup = ALONE) -> GenerationStore:
+    return AnswerGenerator(base, config, 0, folder, group, lambda *_: None).complete()
 
 
 def rows_of(store: GenerationStore) -> list[Row]:
@@ -76,7 +76,7 @@ def served(base: BaseModel, server: Callable[..., Any], **options: Any) -> Any:
 
 
 def with_server(server: Any, **settings: Any) -> GenerationsConfig:
-    return replace(CONFIG, keep_features=False, server=ServerConfig(url=server.url, concurrency=4, **settings))
+    return replace(CONFIG, keep_hidden_states=False, server=ServerConfig(url=server.url, concurrency=4, **settings))
 
 
 def together(base: BaseModel, folder: Path, waits: list[Callable[[], None]]) -> list[list[Row]]:
@@ -84,7 +84,7 @@ def together(base: BaseModel, folder: Path, waits: list[Callable[[], None]]) -> 
     found = dict[int, list[Row]]()
 
     def work(rank: int, wait: Callable[[], None]) -> None:
-        found[rank] = rows_of(make(base, CONFIG, folder, Group(rank, len(waits), wait)))
+        found[rank] = rows_of(make(base, CONFIG, folder, RankGroup(rank, len(waits), wait)))
 
     threads = [threading.Thread(target=work, args=entry) for entry in enumerate(waits)]
     for thread in threads:
@@ -123,9 +123,9 @@ def test_a_late_process_does_not_take_the_blocks_of_another(base: BaseModel, tmp
 
 def test_processes_without_a_common_folder(base: BaseModel, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="process 1 does not see .*prompts.json, .*file system that the nodes share"):
-        make(base, CONFIG, tmp_path / "of another node", Group(1, 2))
+        make(base, CONFIG, tmp_path / "of another node", RankGroup(1, 2))
     with pytest.raises(UserError, match=r"of the prompts have no answer in .*, 4 for one; all processes must see"):
-        make(base, CONFIG, tmp_path / "of the first", Group(0, 2))
+        make(base, CONFIG, tmp_path / "of the first", RankGroup(0, 2))
 
 
 def test_a_corpus_begun_by_two_is_ended_by_one(base: BaseModel, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_corpus_begun_by_two_is_ended_by_one(base: BaseModel, tmp_path: Path) 
             raise LeftAloneError
 
     with pytest.raises(LeftAloneError):
-        make(base, CONFIG, tmp_path / "part", Group(0, 2, wait))
+        make(base, CONFIG, tmp_path / "part", RankGroup(0, 2, wait))
     kept = rows_of(GenerationStore(tmp_path / "part"))
     assert kept == [row for row in wanted if row[0] // 4 % 2 == 0]
     assert rows_of(make(base, CONFIG, tmp_path / "part")) == wanted
@@ -158,16 +158,16 @@ from drafthead.data.generations import SamplerConfig
 from drafthead.data.sources import SourceConfig
 from drafthead.models.base import BaseModel
 from drafthead.models.base_config import BaseConfig
-from drafthead.train.answers import AnswerMaker
+from drafthead.train.answers import AnswerGenerator
 from drafthead.train.data_config import GenerationsConfig
 folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{folder}-meeting", rank=rank, world_size=size)
 base = BaseModel.load(BaseConfig(**eval(sys.argv[4])))
 config = GenerationsConfig(
-    sources=[SourceConfig(kind="builtin", name="tiny")], prompts=24, synthesised=3, max_prompt_tokens=400,
+    sources=[SourceConfig(kind="builtin", name="tiny")], prompts=24, self_prompted=3, max_prompt_tokens=400,
     sampler=SamplerConfig(max_new_tokens=8), slots=2,
 )
-AnswerMaker(base, config, 0, folder, Group(rank, size, dist.barrier), lambda *_: None).complete()
+AnswerGenerator(base, config, 0, folder, Group(rank, size, dist.barrier), lambda *_: None).complete()
 dist.destroy_process_group()
 """
 
@@ -192,8 +192,8 @@ def test_a_server_gives_what_the_built_in_decoding_gives(
 ) -> None:
     """Token for token, greedily; with a manifest that says who answered, and not where."""
     server = served(base, completions_server)
-    wanted = rows_of(make(base, replace(CONFIG, keep_features=False, synthesised=0), tmp_path / "built in"))
-    config = replace(with_server(server), synthesised=0)
+    wanted = rows_of(make(base, replace(CONFIG, keep_hidden_states=False, self_prompted=0), tmp_path / "built in"))
+    config = replace(with_server(server), self_prompted=0)
     assert rows_of(make(base, config, tmp_path / "server")) == wanted
     manifest = (tmp_path / "server" / "manifest.json").read_text()
     assert '"answers": "ids"' in manifest and server.url not in manifest
@@ -202,7 +202,7 @@ def test_a_server_gives_what_the_built_in_decoding_gives(
     with pytest.raises(
         UserError, match=r"was begun with a server, .* with the built-in decoding; set data.generations.server.url"
     ):
-        make(base, replace(CONFIG, keep_features=False, synthesised=0), tmp_path / "server")
+        make(base, replace(CONFIG, keep_hidden_states=False, self_prompted=0), tmp_path / "server")
 
 
 def test_a_server_of_text_gives_the_same_up_to_encoding(
@@ -236,7 +236,7 @@ def test_a_server_of_another_model_is_refused(
 
 
 def test_features_are_not_a_servers_to_give() -> None:
-    with pytest.raises(ValueError, match="keep_features must be false with a server"):
+    with pytest.raises(ValueError, match="keep_hidden_states must be false with a server"):
         replace(CONFIG, server=ServerConfig(url="http://host"))
 
 
@@ -250,7 +250,7 @@ def test_killed_beside_a_server_every_prompt_is_answered_once(
     server = served(tiny, completions_server)
     server.fault = lambda number, body: "500" if number % 5 == 4 else None
     options = ["recipe=medusa_smollm2", "debug=tiny", f"data.generations.server.url={server.url}"]
-    options += ["data.generations.server.concurrency=2", "data.generations.keep_features=false"]
+    options += ["data.generations.server.concurrency=2", "data.generations.keep_hidden_states=false"]
     options += [f"out={tmp_path / 'run'}", f"data.folder={tmp_path / 'corpora'}"]
     script = (
         "import drafthead.data.answers.server as s; s.SHARD_ROWS = 3; from drafthead.commands.data import main; main()"

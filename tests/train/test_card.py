@@ -104,7 +104,7 @@ def test_a_mixture_has_its_weights() -> None:
 
 def test_tokens_a_step_count_the_processes_that_the_run_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")  # of the launch that finishes it
-    phase = PhaseConfig(corpus="text", row_length=512, batch_rows=8, accumulate=2, steps=1500)
+    phase = PhaseConfig(corpus="text", seq_len=512, micro_batch_size=8, accumulate=2, steps=1500)
     assert card_facts.phase_row("pretrain", phase, 4)[:4] == ("pretrain", "text", "1,500", "32,768")
 
 

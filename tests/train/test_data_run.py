@@ -48,7 +48,7 @@ def test_every_node_makes_its_own(runs: Any, tmp_path: Path) -> None:
     """Two nodes of one process each: neither sees the other's folder."""
     one, two = tmp_path / "one", tmp_path / "two"
     assert runs.all(one, program="data") == [0], runs.said(one)
-    options = ("node_data=true", f"data.folder={two}/node${{oc.env:RANK}}")
+    options = ("per_node_data=true", f"data.folder={two}/node${{oc.env:RANK}}")
     nodes = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     codes = runs.all(two, *options, program="data", processes=2, environment=nodes)
     assert codes == [0, 0], runs.said(two) + runs.said(two, rank=1)

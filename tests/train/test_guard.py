@@ -12,51 +12,51 @@ from omegaconf import OmegaConf
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json_lines
 from drafthead.models.heads.medusa import MedusaHead
-from drafthead.train.config import GuardConfig, parse_run
+from drafthead.train.config import LossSpikeConfig, parse_run
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.trainer.checkpoint import load_latest
-from drafthead.train.trainer.loss_spikes import HISTORY, Guard
+from drafthead.train.trainer.loss_spikes import HISTORY, LossSpikeFilter
 
 
 def test_spikes_are_told_from_noise_once_the_median_is_known() -> None:
-    guard = Guard(GuardConfig(spike=3.0))
-    assert guard.objection(100.0, 1.0) is None, "nothing to compare with"
+    guard = LossSpikeFilter(LossSpikeConfig(spike=3.0))
+    assert guard.skip_reason(100.0, 1.0) is None, "nothing to compare with"
     for loss in [1.0, 2.0] * HISTORY:
-        assert guard.objection(loss, 1.0) is None
-    assert guard.objection(2.9, 1e6) is None
-    assert guard.objection(7.0, 1.0) == "the loss is 7, over 3 times the median of 2"
+        assert guard.skip_reason(loss, 1.0) is None
+    assert guard.skip_reason(2.9, 1e6) is None
+    assert guard.skip_reason(7.0, 1.0) == "the loss is 7, over 3 times the median of 2"
     assert guard.skipped == 1 and guard.losses[-1] is None, "a skipped loss must not move the median"
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
 def test_what_is_not_finite_is_skipped_from_the_first_step(loss: float, norm: float) -> None:
-    assert "gradient norm" in (Guard(GuardConfig(spike=0)).objection(loss, norm) or "")
+    assert "gradient norm" in (LossSpikeFilter(LossSpikeConfig(spike=0)).skip_reason(loss, norm) or "")
 
 
 def test_no_spikes_when_turned_off_or_where_the_loss_is_nothing() -> None:
-    off, zero = Guard(GuardConfig(spike=0)), Guard(GuardConfig())
+    off, zero = LossSpikeFilter(LossSpikeConfig(spike=0)), LossSpikeFilter(LossSpikeConfig())
     for _ in range(2 * HISTORY):
-        assert off.objection(1.0, 1.0) is None and zero.objection(0.0, 1.0) is None
-    assert off.objection(1e9, 1.0) is None and zero.objection(0.1, 1.0) is None
+        assert off.skip_reason(1.0, 1.0) is None and zero.skip_reason(0.0, 1.0) is None
+    assert off.skip_reason(1e9, 1.0) is None and zero.skip_reason(0.1, 1.0) is None
 
 
 def test_the_count_is_of_the_latest_steps() -> None:
-    guard = Guard(GuardConfig(window=20, limit=2))
+    guard = LossSpikeFilter(LossSpikeConfig(window=20, limit=2))
     for step in range(100):
-        guard.objection(math.nan if step % 9 == 0 else 1.0, 1.0)
+        guard.skip_reason(math.nan if step % 9 == 0 else 1.0, 1.0)
         assert not guard.too_many or step % 9 < 2, step
-    guard = Guard(GuardConfig(window=20, limit=2))
-    verdicts = [(guard.objection(math.nan, 1.0) is not None, guard.too_many)[1] for _ in range(3)]
+    guard = LossSpikeFilter(LossSpikeConfig(window=20, limit=2))
+    verdicts = [(guard.skip_reason(math.nan, 1.0) is not None, guard.too_many)[1] for _ in range(3)]
     assert verdicts == [False, False, True]
 
 
 def test_memory_survives_a_resume() -> None:
-    guard = Guard(GuardConfig())
+    guard = LossSpikeFilter(LossSpikeConfig())
     for loss in [2.0] * HISTORY + [math.nan]:
-        guard.objection(loss, 1.0)
-    again = Guard(GuardConfig(), guard.losses)
+        guard.skip_reason(loss, 1.0)
+    again = LossSpikeFilter(LossSpikeConfig(), guard.losses)
     assert again.losses == guard.losses and again.skipped == 1
-    assert again.objection(11.0, 1.0) is not None
+    assert again.skip_reason(11.0, 1.0) is not None
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_memory_survives_a_resume() -> None:
 )
 def test_bad_settings(settings: dict[str, float], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        GuardConfig(**settings)  # type: ignore[arg-type]
+        LossSpikeConfig(**settings)  # type: ignore[arg-type]
 
 
 # In a whole run -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from drafthead.data.utils.errors import UserError
 from drafthead.train.config import ShardConfig
 from drafthead.train.distributed import launcher
-from drafthead.train.distributed.launcher import FSDP, asked_for, follow_launcher, writers_first
+from drafthead.train.distributed.launcher import FSDP, asked_for, follow_launcher, main_process_first
 
 LAUNCH = Path(__file__).parent.parent.parent / "recipes" / "launch"
 NONE, FULL = ShardConfig(), ShardConfig(mode="full")
@@ -143,8 +143,8 @@ def test_who_writes_first() -> None:
         return block
 
     accelerator = SimpleNamespace(main_process_first=first("run"), local_main_process_first=first("node"))
-    for node_data in (False, True):
-        with writers_first(accelerator, node_data):
+    for per_node_data in (False, True):
+        with main_process_first(accelerator, per_node_data):
             pass
     assert entered == ["run", "node"]
 
@@ -152,7 +152,9 @@ def test_who_writes_first() -> None:
 def test_corpora_that_differ_between_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "gather_object", lambda digests: [*digests, "abc"])
     launcher.check_common(SimpleNamespace(), "phase distill", "abc")
-    with pytest.raises(UserError, match=r"the rows of phase distill differ between processes .def, abc.: node_data"):
+    with pytest.raises(
+        UserError, match=r"the rows of phase distill differ between processes .def, abc.: per_node_data"
+    ):
         launcher.check_common(SimpleNamespace(), "phase distill", "def")
 
 

@@ -74,7 +74,7 @@ def test_past_a_limit_the_run_fails_and_all_is_saved(tmp_path: Path) -> None:
         assert (run / path).stat().st_size > 0
     assert "The base was tuned along" in (run / "head" / "README.md").read_text()
     base, head = load_base_and_head(run / "head")
-    assert base.fingerprint == head.made_for
+    assert base.fingerprint == head.base_fingerprint
     with pytest.raises(UserError, match="the quality gate failed"):  # a second start changes nothing
         train(tmp_path, "gate.min_agreement=1.0", "phases.joint.optim.lr=0.05")
     train(tmp_path, "gate.min_agreement=0.01", "gate.max_perplexity_ratio=100", "phases.joint.optim.lr=0.05")
@@ -87,7 +87,7 @@ def test_text_that_the_base_is_measured_on_is_not_trained_on(tmp_path: Path) -> 
     kept = unseen_text(corpora, run.phases)
     assert kept is not None and len(kept) >= 1
     trained = open_phase(corpora, "joint", run.phases["joint"], FeatureSpec()).rows
-    everything = corpora.text_rows(run.phases["joint"].row_length)
+    everything = corpora.text_rows(run.phases["joint"].seq_len)
     assert [*trained["input_ids"], *kept["input_ids"]] == list(everything["input_ids"])
     heads_alone = open_phase(corpora, "pretrain", run.phases["pretrain"], FeatureSpec()).rows
     assert len(heads_alone) == len(everything)

@@ -127,26 +127,26 @@ class Joint(nn.Module):
         self.adapter = nn.Linear(3, 2)
         self.frozen = nn.Linear(3, 2).requires_grad_(False)
 
-    def lr_factor(self, parameter: nn.Parameter) -> float:
+    def lr_mult(self, parameter: nn.Parameter) -> float:
         return 4.0 if any(parameter is p for p in self.heads.parameters()) else 1.0
 
 
 def test_a_factor_for_some_parameters() -> None:
     module = Joint()
-    groups = build_optimizer(module.parameters(), OptimConfig(weight_decay=0.3), module.lr_factor).param_groups
+    groups = build_optimizer(module.parameters(), OptimConfig(weight_decay=0.3), module.lr_mult).param_groups
     wanted = [module.adapter.weight, module.adapter.bias, module.heads.weight, module.heads.bias]
     assert [group["params"] for group in groups] == [[p] for p in wanted]
-    assert [(g["lr_factor"], g["weight_decay"]) for g in groups] == [(1, 0.3), (1, 0), (4, 0.3), (4, 0)]
-    with pytest.raises(ValueError, match=r"lr_factor must be > 0 and finite, got 0.0 for a \(2, 3\) parameter"):
+    assert [(g["lr_mult"], g["weight_decay"]) for g in groups] == [(1, 0.3), (1, 0), (4, 0.3), (4, 0)]
+    with pytest.raises(ValueError, match=r"lr_mult must be > 0 and finite, got 0.0 for a \(2, 3\) parameter"):
         build_optimizer(module.parameters(), OptimConfig(), lambda parameter: 0.0)
 
 
 def test_the_order_of_parameters_decides_the_place_of_their_state() -> None:
     """Whatever order factors are met in, the groups are the same: a resumed run must find its state."""
     module = Joint()
-    wanted = build_optimizer(module.parameters(), OptimConfig(), module.lr_factor).state_dict()
+    wanted = build_optimizer(module.parameters(), OptimConfig(), module.lr_mult).state_dict()
     parts = [*module.adapter.parameters(), *module.heads.parameters()]
-    found = build_optimizer(parts, OptimConfig(), module.lr_factor).state_dict()
+    found = build_optimizer(parts, OptimConfig(), module.lr_mult).state_dict()
     assert found == wanted
 
 
@@ -164,7 +164,7 @@ class _Quadratic:
 def test_a_step_takes_the_factor_into_account() -> None:
     module = Joint()
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    optimizer = build_optimizer(module.parameters(), OptimConfig(), module.lr_factor)
+    optimizer = build_optimizer(module.parameters(), OptimConfig(), module.lr_mult)
     batch: list[Any] = [(None, None)]
     train_step(_Quadratic(module), optimizer, batch, LossConfig(), lr=0.01, clip_norm=0.0, reduce=lambda t: t)
     for name, parameter in module.named_parameters():  # Adam's first step is the learning rate, whatever the gradient

@@ -31,7 +31,7 @@ MEDUSA_5 = HeadSize(
     projections=5 * 128256 * 4096,
     activations_per_token=5 * 4096 * 6,
 )
-PHASE = PhasePlan(name="pretrain", row_length=4096, batch_rows=2, accumulate=1, steps=100)
+PHASE = PhasePlan(name="pretrain", seq_len=4096, micro_batch_size=2, accumulate=1, steps=100)
 
 
 def test_llama3_8b_is_the_published_8_03_billion() -> None:
@@ -99,9 +99,9 @@ def test_memory_of_the_llama_recipe() -> None:
 
 def test_the_logits_never_stand_whole_in_memory() -> None:
     """Twice the tokens: the loss part stays, unless it is smaller than one chunk."""
-    loss = [plan(LLAMA3_8B, MEDUSA_5, [replace(PHASE, batch_rows=rows)]).memory["pretrain"] for rows in (2, 4)]
+    loss = [plan(LLAMA3_8B, MEDUSA_5, [replace(PHASE, micro_batch_size=rows)]).memory["pretrain"] for rows in (2, 4)]
     assert loss[0]["loss chunk"] == loss[1]["loss chunk"] < 2 * 4096 * 128256
-    tiny = replace(PHASE, row_length=16, batch_rows=1)
+    tiny = replace(PHASE, seq_len=16, micro_batch_size=1)
     assert plan(LLAMA3_8B, MEDUSA_5, [tiny]).memory["pretrain"]["loss chunk"] == 4 * 16 * 128256 * 4
 
 
@@ -147,12 +147,12 @@ def test_disk_of_generations() -> None:
     generations = GenerationPlan(prompts=1000, max_prompt_tokens=100, max_new_tokens=156)
     assert plan(LLAMA3_8B, MEDUSA_5, [PHASE]).disk == {"one checkpoint": MEDUSA_5.trainable * 12}
     assert plan(LLAMA3_8B, MEDUSA_5, [PHASE], generations).disk["generations"] == 256_000 * 4
-    kept = plan(LLAMA3_8B, MEDUSA_5, [PHASE], replace(generations, keep_features=True)).disk
+    kept = plan(LLAMA3_8B, MEDUSA_5, [PHASE], replace(generations, keep_hidden_states=True)).disk
     assert kept["features of generations"] == 256_000 * 4096 * 2
 
 
 def test_the_rendering_shows_every_number() -> None:
-    found = plan(LLAMA3_8B, MEDUSA_5, [PHASE, replace(PHASE, name="distill", batch_rows=1)], devices=8)
+    found = plan(LLAMA3_8B, MEDUSA_5, [PHASE, replace(PHASE, name="distill", micro_batch_size=1)], devices=8)
     console = Console(width=100)
     with console.capture() as capture:
         console.print(render(found))

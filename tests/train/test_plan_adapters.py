@@ -12,7 +12,7 @@ from drafthead.data.batch import TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
-from drafthead.models.base.lora import LoraSettings, TunedBase
+from drafthead.models.base.lora import LoraBase, LoraSettings
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.heads.common.contract import HeadSize
 from drafthead.train.config import parse_run
@@ -24,7 +24,7 @@ BIGCODE = {"model_type": "gpt_bigcode", **SIZES, "n_inner": 80, "vocab_size": 30
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.05, targets=SEVEN, checkpointing=False)
 HEAD = HeadSize(parameters=1000, trainable=1000, positions=1, draft_vocab_size=300)
-PHASE = PhasePlan(name="pretrain", row_length=64, batch_rows=2, accumulate=1, steps=10)
+PHASE = PhasePlan(name="pretrain", seq_len=64, micro_batch_size=2, accumulate=1, steps=10)
 JOINT = replace(PHASE, name="joint", train_base=True)
 
 
@@ -49,7 +49,7 @@ def shape_of(base: BaseModel) -> ModelShape:
 )
 def test_adapters_are_as_many_as_are_built(shape: dict[str, Any], targets: tuple[str, ...]) -> None:
     base, lora = base_of(shape), replace(LORA, targets=targets)
-    parameters = TunedBase(base, lora).parameters().values()
+    parameters = LoraBase(base, lora).parameters().values()
     count = sum(parameter.numel() for parameter in parameters)
     assert all(parameter.dtype == torch.float32 for parameter in parameters)
     found = plan(shape_of(base), HEAD, [PHASE, JOINT], lora=lora)
@@ -64,7 +64,7 @@ def test_adapters_are_as_many_as_are_built(shape: dict[str, Any], targets: tuple
 
 def kept_by(base: BaseModel, lora: LoraSettings) -> int:
     """Bytes that autograd keeps of a pass through the tuned base, without weights, mask and rotation."""
-    tuned = TunedBase(base, lora)
+    tuned = LoraBase(base, lora)
     tuned.train(True)
     weights = {tensor.untyped_storage().data_ptr() for tensor in tuned.model.state_dict().values()}
     found: dict[int, torch.UntypedStorage] = {}
@@ -89,7 +89,7 @@ def kept_by(base: BaseModel, lora: LoraSettings) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_backpropagation_keeps_is_what_autograd_keeps(dtype: str) -> None:
-    base, tokens, layers = base_of(LLAMA, dtype), PHASE.batch_rows * PHASE.row_length, SIZES["num_hidden_layers"]
+    base, tokens, layers = base_of(LLAMA, dtype), PHASE.micro_batch_size * PHASE.seq_len, SIZES["num_hidden_layers"]
     shape = shape_of(base)
     a_layer = tokens * shape.kept_bytes(LORA, base.dtype.itemsize)
     # A CPU's dropout keeps its noise in float32, a GPU's one byte of it.

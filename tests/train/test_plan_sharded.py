@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.heads.common.contract import HeadSize
 from drafthead.train.config import RunConfig, parse_run
-from drafthead.train.estimate import GATHERED_LAYERS, PhasePlan, Plan, Spread, plan, plan_of, render, size
+from drafthead.train.estimate import GATHERED_LAYERS, PhasePlan, Plan, ShardLayout, plan, plan_of, render, size
 
 SHAPE = ModelShape(
     hidden_size=64,
@@ -32,11 +32,11 @@ HEAD = HeadSize(
     activations_per_token=1000,
     recomputable_per_token=600,
 )
-PHASE = PhasePlan(name="pretrain", row_length=64, batch_rows=2, accumulate=1, steps=10)
+PHASE = PhasePlan(name="pretrain", seq_len=64, micro_batch_size=2, accumulate=1, steps=10)
 TOKENS = 128
 
 
-def memory(spread: Spread | None) -> dict[str, int]:
+def memory(spread: ShardLayout | None) -> dict[str, int]:
     return plan(SHAPE, HEAD, [PHASE], spread=spread, devices=8).memory["pretrain"]
 
 
@@ -58,7 +58,7 @@ def test_one_layer_is_what_transformers_makes() -> None:
 
 
 def test_a_sharded_head() -> None:
-    plain, found = memory(None), memory(Spread(mode="head", shards=8))
+    plain, found = memory(None), memory(ShardLayout(mode="head", shards=8))
     assert found["base weights"] == plain["base weights"] and "gathered layers" not in found
     assert found["head weights"] == 4 * (1000 + 1000)  # what is frozen stays whole
     assert (found["gradients"], found["optimiser"]) == (4 * 1000, 8 * 1000)
@@ -70,10 +70,10 @@ def test_a_sharded_head() -> None:
 def test_a_sharded_base() -> None:
     tables = 2 * 500 * 64 + 64
     layers = 2 * 6 * SHAPE.layer_parameters()
-    found = memory(Spread(mode="full", shards=8))
+    found = memory(ShardLayout(mode="full", shards=8))
     assert found["base weights"] == 2 * tables + layers // 8
     assert found["gathered layers"] == GATHERED_LAYERS * 2 * SHAPE.layer_parameters()
-    offloaded = memory(Spread(mode="full", shards=8, offload_base=True))
+    offloaded = memory(ShardLayout(mode="full", shards=8, offload_base=True))
     assert offloaded["base weights"] == 2 * tables
     assert {k: v for k, v in offloaded.items() if k != "base weights"} == {
         k: v for k, v in found.items() if k != "base weights"
@@ -82,15 +82,15 @@ def test_a_sharded_base() -> None:
 
 def test_bfloat16_and_recomputing() -> None:
     plain = memory(None)
-    found = memory(Spread(compute_bytes=2))
+    found = memory(ShardLayout(compute_bytes=2))
     assert found["head weights"] == plain["head weights"] and found["optimiser"] == plain["optimiser"]
     assert found["gathered head"] == 2 * 8000 and found["gradients in flight"] == 6 * 8000
     assert found["head activations"] == TOKENS * 1000 * 2
-    assert memory(Spread(checkpointing=True))["head activations"] == TOKENS * 400 * 4
+    assert memory(ShardLayout(checkpointing=True))["head activations"] == TOKENS * 400 * 4
 
 
 def test_nothing_is_sharded_by_none() -> None:
-    assert memory(Spread(shards=8)) == memory(None)
+    assert memory(ShardLayout(shards=8)) == memory(None)
 
 
 def load(*overrides: str) -> RunConfig:
@@ -143,4 +143,7 @@ def test_recomputable_is_less_than_all() -> None:
 
 def test_a_part_of_uneven_rows_is_rounded_up() -> None:
     head = replace(HEAD, parameters=15, trainable=15)
-    assert plan(SHAPE, head, [PHASE], spread=Spread(mode="head", shards=2)).memory["pretrain"]["head weights"] == 4 * 8
+    assert (
+        plan(SHAPE, head, [PHASE], spread=ShardLayout(mode="head", shards=2)).memory["pretrain"]["head weights"]
+        == 4 * 8
+    )

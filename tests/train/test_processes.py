@@ -11,11 +11,11 @@ import torch
 
 from drafthead.data.utils.errors import UserError
 from drafthead.train.distributed import processes as module
-from drafthead.train.trainer.batches import deal
+from drafthead.train.trainer.batches import rows_of_rank
 from drafthead.train.trainer.checkpoint import load_latest
 
 TERMINATED, KILLED = 128 + signal.SIGTERM, -signal.SIGKILL
-QUICK = "dead_after_s=3"
+QUICK = "heartbeat_timeout_s=3"
 TOLERANCE = 2e-5
 """Relative difference of a step's loss that another order of summation makes, after some steps of AdamW in float32."""
 
@@ -24,20 +24,27 @@ def events(rank: int, call: tuple[str, int], do: str) -> list[dict[str, Any]]:
     return [{"rank": rank, "call": call, "do": do}]
 
 
-@pytest.mark.parametrize(("rows", "batch_rows", "began_with"), [(8, 2, 2), (6, 3, 1), (12, 2, 3), (5, 5, 1)])
-def test_a_steps_rows_do_not_depend_on_who_takes_part(rows: int, batch_rows: int, began_with: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "micro_batch_size", "initial_world_size"), [(8, 2, 2), (6, 3, 1), (12, 2, 3), (5, 5, 1)]
+)
+def test_a_steps_rows_do_not_depend_on_who_takes_part(
+    rows: int, micro_batch_size: int, initial_world_size: int
+) -> None:
     numbers = list(range(100, 100 + rows))
     for processes in range(1, rows + 1):
-        parts = [deal(numbers, batch_rows, processes, rank) for rank in range(processes)]
+        parts = [rows_of_rank(numbers, micro_batch_size, processes, rank) for rank in range(processes)]
         assert sorted(row for part in parts for batch in part for row in batch) == numbers
         assert len({len(part) for part in parts}) == 1, "every process must take part in every collective"
-        assert all(1 <= len(batch) <= batch_rows for part in parts for batch in part)
+        assert all(1 <= len(batch) <= micro_batch_size for part in parts for batch in part)
     with pytest.raises(UserError, match=f"a step of this run has {rows} rows, which {rows + 1} processes cannot share"):
-        deal(numbers, batch_rows, rows + 1, 0)
+        rows_of_rank(numbers, micro_batch_size, rows + 1, 0)
 
 
 def test_dealing_to_those_who_began_keeps_blocks_whole() -> None:
-    assert deal(list(range(8)), 2, 2, 0) == [[0, 1], [4, 5]] and deal(list(range(8)), 2, 2, 1) == [[2, 3], [6, 7]]
+    assert rows_of_rank(list(range(8)), 2, 2, 0) == [[0, 1], [4, 5]] and rows_of_rank(list(range(8)), 2, 2, 1) == [
+        [2, 3],
+        [6, 7],
+    ]
 
 
 def test_signs_of_life_end_before_their_process(monkeypatch: pytest.MonkeyPatch) -> None:

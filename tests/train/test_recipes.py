@@ -90,7 +90,7 @@ def test_tiny_shrinks_every_phase(name: str, tmp_path: Path) -> None:
     run, _ = load(name, tmp_path, "debug=tiny")
     assert list(run.phases) == list(load(name, tmp_path)[0].phases)
     for phase in run.phases.values():
-        assert (phase.steps, phase.row_length, phase.batch_rows, phase.accumulate) == (10, 512, 2, 1)
+        assert (phase.steps, phase.seq_len, phase.micro_batch_size, phase.accumulate) == (10, 512, 2, 1)
 
 
 @pytest.mark.parametrize(

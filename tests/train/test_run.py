@@ -83,7 +83,7 @@ def test_a_corpus_of_other_settings_is_refused(tmp_path: Path) -> None:
         ("+data.text._target_=os.system", "'_target_' not in 'TextConfig'"),
         ("data.text.sources=[{_target_: os.system, kind: text, name: x}]", "Could not override 'data.text.sources'"),
         ("+base._target_=os.system", "'_target_' not in 'BaseConfig'"),
-        ("phases.distill.row_length=64", "rows of up to"),
+        ("phases.distill.seq_len=64", "rows of up to"),
         ("mode=trian", "mode must be one of"),
         ("name=a/b", "name must consist of"),
     ],

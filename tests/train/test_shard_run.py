@@ -104,7 +104,7 @@ def test_a_base_that_is_trained_along(tmp_path: Path) -> None:
     sharded = train(tmp_path / "sharded", "medusa2_smollm2", "shard=full", STOCK, *JOINT)
     assert_same(sharded, plain)
     base, head = load_base_and_head(sharded / "head")
-    assert base.fingerprint == head.made_for
+    assert base.fingerprint == head.base_fingerprint
 
 
 def free_port() -> int:
@@ -120,7 +120,7 @@ def environment() -> dict[str, str]:
 def rows(count: int, recipe: str) -> list[str]:
     """So many of each micro-batch on a process."""
     phases = ["pretrain", "distill", *(["joint"] if recipe.startswith("medusa2") else [])]
-    return [f"phases.{phase}.batch_rows={count}" for phase in phases]
+    return [f"phases.{phase}.micro_batch_size={count}" for phase in phases]
 
 
 def run_together(commands: list[list[str]]) -> None:
@@ -168,7 +168,7 @@ def test_two_nodes_with_data_of_their_own(tmp_path: Path) -> None:
     for node in range(2):
         launch = ["torch.distributed.run", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
         launch += ["--master-addr", "127.0.0.1", "--master-port", str(port), str(ROOT / "train" / "run.py")]
-        settings = overrides_of(tmp_path / "two", recipe, "shard=hybrid", "node_data=true", STOCK, *rows(1, recipe))
+        settings = overrides_of(tmp_path / "two", recipe, "shard=hybrid", "per_node_data=true", STOCK, *rows(1, recipe))
         commands.append([*launch, *settings, f"data.folder={tmp_path / f'node{node}'}"])
     run_together(commands)
     assert_same(tmp_path / "two" / "run", plain)

@@ -106,7 +106,7 @@ class Broken:
 
 
 def test_a_tracker_that_fails_is_warned_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "WandbSink", Broken)
+    monkeypatch.setattr(tracking, "WandbBackend", Broken)
     said: list[str] = []
     tracker = Tracker(TrackerConfig(kind="wandb"), tmp_path, "name", {}, said.append)
     for step in range(3):
@@ -119,7 +119,7 @@ def test_a_tracker_that_does_not_open_is_warned_about(tmp_path: Path, monkeypatc
     def refuse(*args: object, **kwargs: object) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr(tracking, "WandbSink", refuse)
+    monkeypatch.setattr(tracking, "WandbBackend", refuse)
     said: list[str] = []
     tracker = Tracker(TrackerConfig(kind="wandb"), tmp_path, "name", {}, said.append)
     tracker.log(row(1), step=1)

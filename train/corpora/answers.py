@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from drafthead.data.answers.backend import Backend, Group, Prompt
+from drafthead.data.answers.backend import Backend, Prompt, RankGroup
 from drafthead.data.answers.server import ServerBackend
 from drafthead.data.answers.store import GenerationStore
 from drafthead.data.embedded import builtin_sets
@@ -22,7 +22,7 @@ from drafthead.data.utils.files import (
     write_sealed_json,
 )
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.corpus import BuiltInBackend, agreement, synthesise_prompts
+from drafthead.models.decoding.corpus import BuiltInBackend, greedy_match_rate, self_prompted_prompts
 from drafthead.train.config import COMPLETE, GenerationsConfig
 
 Progress = Callable[[str, int, int], None]
@@ -40,7 +40,7 @@ def backend_of(base: BaseModel, config: GenerationsConfig, say: Say) -> Backend:
             base,
             config.sampler,
             slots=config.slots,
-            keep_features=config.keep_features,
+            keep_hidden_states=config.keep_hidden_states,
             max_prompt_tokens=config.max_prompt_tokens,
         )
     return ServerBackend(
@@ -51,12 +51,12 @@ def backend_of(base: BaseModel, config: GenerationsConfig, say: Say) -> Backend:
         vocab_size=base.vocab_size,
         base=base.name,
         max_prompt_tokens=config.max_prompt_tokens,
-        agreement=lambda answers: agreement(base, answers),
+        greedy_match_rate=lambda answers: greedy_match_rate(base, answers),
         say=say,
     )
 
 
-class AnswerMaker:
+class AnswerGenerator:
     """Completes the corpus of answers in ``folder``, on every process of ``group`` at once.
 
     The first process holds the folder, chooses the prompts and checks the backend; then each one writes its shards.
@@ -68,7 +68,7 @@ class AnswerMaker:
         config: GenerationsConfig,
         seed: int,
         folder: Path,
-        group: Group,
+        group: RankGroup,
         progress: Progress,
         say: Say = lambda line: None,
     ) -> None:
@@ -127,9 +127,9 @@ class AnswerMaker:
         if not fresh:
             self.backend.check(self._probes())
         config = self.config
-        token_bytes = 4 + (2 * self.base.hidden_size if config.keep_features else 0)
+        token_bytes = 4 + (2 * self.base.hidden_size if config.keep_hidden_states else 0)
         tokens = sum(len(ids) + config.sampler.max_new_tokens for _, ids in missing)
-        purpose = "the answers with their features (keep_features)" if config.keep_features else "the answers"
+        purpose = "the answers with their features (keep_hidden_states)" if config.keep_hidden_states else "the answers"
         require_space(self.folder, tokens * token_bytes, purpose)
         store.remove_leftovers()
 
@@ -192,11 +192,11 @@ class AnswerMaker:
     def _messages(self) -> list[list[Message]]:
         config = self.config
         found = load_prompts(config.sources, self.seed, config.prompts) if config.sources and config.prompts else []
-        if config.synthesised:
-            written = synthesise_prompts(
+        if config.self_prompted:
+            written = self_prompted_prompts(
                 self.base,
                 self.backend,
-                config.synthesised,
+                config.self_prompted,
                 self.seed,
                 config.slots,
                 self.progress,
@@ -204,7 +204,7 @@ class AnswerMaker:
             )
             found = _interleave(found, [[{"role": "user", "content": text}] for text in written])
         if not found:
-            raise UserError("data.generations names no prompts; set sources, or synthesised to a number")
+            raise UserError("data.generations names no prompts; set sources, or self_prompted to a number")
         return found
 
 

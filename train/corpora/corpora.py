@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafthead.data.answers.backend import Group
+from drafthead.data.answers.backend import RankGroup
 from drafthead.data.answers.draft_vocab import draft_vocabulary
 from drafthead.data.answers.hidden_states import FORMAT, FeatureCache
 from drafthead.data.answers.store import GenerationStore, as_documents
 from drafthead.data.batch import FeatureSpec
 from drafthead.data.text.chat import Document
-from drafthead.data.text.hub_datasets import pinned
+from drafthead.data.text.hub_datasets import resolve_revision
 from drafthead.data.text.packing import collate, digest_rows, is_packed, open_packed, pack, text_documents
 from drafthead.data.text.sources import load_documents
 from drafthead.data.text.streaming import StreamedRows
@@ -30,9 +30,9 @@ from drafthead.data.utils.files import check_manifest, exclusive, file_digest, r
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import first_layers
 from drafthead.train.config import DataConfig
-from drafthead.train.corpora.answers import PROMPTS, AnswerMaker, Progress, Say
+from drafthead.train.corpora.answers import PROMPTS, AnswerGenerator, Progress, Say
 
-ALONE = Group()
+ALONE = RankGroup()
 HELD_OUT_EVERY = 20
 """Each 20th answer is held out: it measures acceptance and calibrates the tree, and is never trained on."""
 HELD_OUT_MOST = 512
@@ -54,7 +54,7 @@ class Corpora:
         config: DataConfig,
         seed: int,
         progress: Progress,
-        group: Group = ALONE,
+        group: RankGroup = ALONE,
         say: Say = lambda line: None,
     ) -> None:
         self.base, self.config, self.seed, self.progress, self.say = base, config, seed, progress, say
@@ -69,52 +69,52 @@ class Corpora:
 
     # Text ----------------------------------------------------------------------------------------------------
 
-    def text_rows(self, row_length: int) -> datasets.Dataset:
-        """The pretraining text, packed into rows of ``row_length``.
+    def text_rows(self, seq_len: int) -> datasets.Dataset:
+        """The pretraining text, packed into rows of ``seq_len``.
 
         Rows that are on disk are used even when a source has changed since: a run must go on with what it began with.
         """
         config = self.config.text
         if not config.sources:
             raise UserError("a phase trains on text, but data.text.sources is empty; name a source")
-        manifest = {"base": self.base.identity(), "seed": self.seed, "row_length": row_length, **config.manifest()}
+        manifest = {"base": self.base.identity(), "seed": self.seed, "seq_len": seq_len, **config.manifest()}
         folder = self.folder / "text" / _digest_json(manifest)
         with exclusive(folder, self._waiting):
             if not (check_manifest(folder, manifest, "remove the folder") and is_packed(folder)):
                 self.progress("packing text", 0, config.max_tokens)
                 texts = load_documents(config.sources, self.seed, config.max_tokens * _CHARACTERS_A_TOKEN)
                 documents = text_documents(self.base.tokenizer, texts, config.max_tokens)
-                pack(self._watched(documents, config.max_tokens), row_length, split=True, folder=folder)
+                pack(self._watched(documents, config.max_tokens), seq_len, split=True, folder=folder)
                 write_manifest(folder, manifest)  # last: it says that the rows are complete
         rows = open_packed(folder)
-        self.manifests[f"text in rows of {row_length}"] = {**manifest, "rows": len(rows)}
+        self.manifests[f"text in rows of {seq_len}"] = {**manifest, "rows": len(rows)}
         return rows
 
-    def text_stream(self, row_length: int, turn: int) -> StreamedRows:
+    def text_stream(self, seq_len: int, turn: int) -> StreamedRows:
         """The pretraining text as rows that are packed while training.
 
         Args:
-            row_length: of the rows.
+            seq_len: of the rows.
             turn: consecutive rows of a lane: those of a micro-batch.
         """
         config = self.config.text
         if not config.sources:
             raise UserError("a phase trains on text, but data.text.sources is empty; name a source")
-        manifest = {"base": self.base.identity(), "seed": self.seed, "row_length": row_length, "turn": turn}
+        manifest = {"base": self.base.identity(), "seed": self.seed, "seq_len": seq_len, "turn": turn}
         manifest |= config.manifest()
         folder = self.folder / "stream" / _digest_json(manifest)
         with exclusive(folder, self._waiting):
             if not check_manifest(folder, manifest, "remove the folder"):
                 write_manifest(folder, manifest)
-            sources = pinned(config.sources, folder / "commits.json")
-        self.manifests[f"stream of text in rows of {row_length}"] = {
+            sources = resolve_revision(config.sources, folder / "commits.json")
+        self.manifests[f"stream of text in rows of {seq_len}"] = {
             **manifest,
             "sources": [source.manifest() for source in sources],
         }
         return StreamedRows(
             sources,
             self.base.tokenizer,
-            row_length,
+            seq_len,
             seed=self.seed,
             lanes=config.lanes,
             turn=turn,
@@ -136,7 +136,7 @@ class Corpora:
         """The corpus of answers, complete."""
         if self._store is None:
             folder, config = self.folder / "generations", self.config.generations
-            maker = AnswerMaker(self.base, config, self.seed, folder, self.group, self.progress, self.say)
+            maker = AnswerGenerator(self.base, config, self.seed, folder, self.group, self.progress, self.say)
             self._store = maker.complete()
             self.manifests["generations"] = {
                 **read_manifest(folder),
@@ -145,16 +145,16 @@ class Corpora:
             }
         return self._store
 
-    def generation_rows(self, row_length: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
+    def generation_rows(self, seq_len: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
         """The trained or the held-out answers packed into rows, and the prompt number of each packed document."""
         answers = self.generations().read(with_features=False)
         chosen = [g for g in answers if is_held_out(g.prompt_number) == held_out]
         if not chosen:
             raise UserError(
                 f"{len(self.generations().done)} answers are too few to {'hold some out' if held_out else 'train on'}; "
-                f"ask for more (data.generations.prompts or .synthesised)"
+                f"ask for more (data.generations.prompts or .self_prompted)"
             )
-        return pack(as_documents(chosen), row_length, split=False), [g.prompt_number for g in chosen]
+        return pack(as_documents(chosen), seq_len, split=False), [g.prompt_number for g in chosen]
 
     def draft_vocabulary(self, size: int) -> Tensor:
         """[W] int64: the ``size`` ids most frequent in the answers, and those that end one."""
@@ -174,24 +174,24 @@ class Corpora:
             spec: what the head reads; a head that reads more than the final state has its layers behind it.
             prompts: for answers, the prompt number of each packed document.
         """
-        row_length = len(rows[0]["input_ids"])
+        seq_len = len(rows[0]["input_ids"])
         width = self.base.hidden_size * (1 + len(spec.layers))
         made_by = {"base": self.base.identity(), "layers": list(spec.layers), "rows": digest_rows(rows)}
         manifest = {**made_by, "format": FORMAT}
         dtype = "bfloat16" if self.base.dtype == torch.bfloat16 else "float16"
         folder = self.folder / "features" / f"{name}-{_digest_json(manifest)}"
-        cache = FeatureCache.create(folder, len(rows), row_length, width, dtype, manifest)
+        cache = FeatureCache.create(folder, len(rows), seq_len, width, dtype, manifest)
         missing = cache.missing_rows()
         if not missing:
             return cache
         label = f"features of {name}"
-        kept = prompts is not None and self.config.generations.keep_features
+        kept = prompts is not None and self.config.generations.keep_hidden_states
         final = self._kept_features(rows, prompts or []) if kept else None
         # Where generation kept the final states, the base only has to run as far as the last layer that is read.
         reader = first_layers(self.base, max(spec.layers)) if kept and spec.layers else self.base
         for done, row in enumerate(missing):
             self.progress(label, len(rows) - len(missing) + done, len(rows))
-            parts = [] if final is None else [final(row, row_length, self.base.hidden_size)]
+            parts = [] if final is None else [final(row, seq_len, self.base.hidden_size)]
             if final is None or spec.layers:
                 found = reader.features(collate(rows, [row]), spec)
                 wanted = (found.final if final is None else None, found.layers)
@@ -204,8 +204,8 @@ class Corpora:
         """Reads rows' features out of the generation store; positions that nobody read stay NaN."""
         store = self.generations()
 
-        def fill(row: int, row_length: int, width: int) -> Tensor:
-            values = np.full((1, row_length, width), np.nan, dtype=np.float16)
+        def fill(row: int, seq_len: int, width: int) -> Tensor:
+            values = np.full((1, seq_len, width), np.nan, dtype=np.float16)
             for document, start, length, offset in rows[row]["pieces"]:
                 features = store.features(prompts[document])
                 assert features is not None

@@ -136,15 +136,15 @@ def _with_fsdp(environment: Mapping[str, str], shard: ShardConfig) -> ShardConfi
     )
 
 
-def writers_first(accelerator: Accelerator, node_data: bool) -> AbstractContextManager[None]:
+def main_process_first(accelerator: Accelerator, per_node_data: bool) -> AbstractContextManager[None]:
     """In the block first comes the one process that writes corpora and caches, and the others find them written.
 
     Args:
         accelerator: of the run.
-        node_data: every node has data folders of its own, and so a writer.
+        per_node_data: every node has data folders of its own, and so a writer.
     """
     found: AbstractContextManager[None] = (
-        accelerator.local_main_process_first() if node_data else accelerator.main_process_first()
+        accelerator.local_main_process_first() if per_node_data else accelerator.main_process_first()
     )
     return found
 
@@ -163,8 +163,9 @@ def check_common(accelerator: Accelerator, what: str, digest: str) -> None:
     found = gather_object([digest])
     if len(set(found)) > 1:
         raise UserError(
-            f"the rows of {what} differ between processes ({', '.join(found)}): node_data=true made other corpora on "
-            "another node; copy data.folder from one node to the others, or use a common one with node_data=false"
+            f"the rows of {what} differ between processes ({', '.join(found)}): per_node_data=true made other "
+            f"corpora on "
+            "another node; copy data.folder from one node to the others, or use a common one with per_node_data=false"
         )
 
 

@@ -28,12 +28,12 @@ _BEAT_S = 1.0
 class Processes:
     """The processes of this run, seen from one of them. Make it on all of them at once."""
 
-    def __init__(self, dead_after_s: float) -> None:
-        """``dead_after_s``: seconds without a sign of life after which a process counts as dead."""
+    def __init__(self, heartbeat_timeout_s: float) -> None:
+        """``heartbeat_timeout_s``: seconds without a sign of life after which a process counts as dead."""
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.count = dist.get_world_size() if several else 1
         self.rank = dist.get_rank() if several else 0
-        self._dead_after = dead_after_s
+        self._dead_after = heartbeat_timeout_s
         self._group: Any = dist.new_group(backend="gloo", timeout=PATIENT) if several else None
 
     def most(self, value: int) -> int:
@@ -54,7 +54,7 @@ class Processes:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, this process ends within ``dead_after_s`` (and a few seconds) when another one dies or fails.
+        """Inside, this process ends within ``heartbeat_timeout_s`` (and a few seconds) when another one dies or fails.
 
         Raises:
             UserError: another process failed or is not heard of any more; the line names it.

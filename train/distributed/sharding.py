@@ -95,7 +95,7 @@ class Sharding:
             UserError: ``hybrid``, and the launcher does not say how many processes a node has.
         """
         if self.config.checkpointing:
-            for owner, method in head.recomputable():
+            for owner, method in head.checkpointable():
                 recompute(owner, method)
         if not self.places_head:
             return

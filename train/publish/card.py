@@ -18,7 +18,7 @@ from drafthead.eval.report.html_page import machine_line
 from drafthead.eval.report.tables import DEFINITIONS, lossy, markdown_table
 from drafthead.models.base.config import EMBEDDED, BaseConfig
 from drafthead.models.formats import FORMATS
-from drafthead.models.formats.contract import adapter_obstacles, published_name
+from drafthead.models.formats.contract import published_name, unsupported_adapter
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.files import read_head_config
 from drafthead.models.heads.common.losses import TERMS
@@ -36,10 +36,10 @@ def formats(head: DraftHead) -> tuple[list[tuple[str, str, str]], bool]:
     for found in FORMATS.values():
         if isinstance(head, found.head):
             current = [f"{engine.name} ({engine.support})" for engine in found.engines_for(head) if engine.current]
-            obstacles = [*found.obstacles(head), *adapter_obstacles(head)]
-            fits = f"no: {'; '.join(obstacle.found for obstacle in obstacles)}" if obstacles else "yes"
+            unsupported = [*found.unsupported(head), *unsupported_adapter(head)]
+            fits = f"no: {'; '.join(obstacle.found for obstacle in unsupported)}" if unsupported else "yes"
             rows.append((f"`{found.name}`", "; ".join(current).replace("|", "\\|") or "none", fits))
-            loaded = loaded or (bool(current) and not obstacles)
+            loaded = loaded or (bool(current) and not unsupported)
     return rows, loaded
 
 
@@ -62,7 +62,7 @@ def facts(run: RunConfig, head: DraftHead, answers: GenerationStats) -> list[tup
     if text:
         limit = "read while training" if run.data.text.stream else f"at most {run.data.text.max_tokens:,} tokens"
         rows.append(("text", f"{_sources(run.data.text.sources)}; {limit}"))
-    written = run.data.generations.synthesised
+    written = run.data.generations.self_prompted
     prompts = [_sources(run.data.generations.sources)] if run.data.generations.prompts else []
     prompts += [f"up to {written:,} written by the base itself"] if written else []
     rows.append(("prompts", "; ".join(prompts)))
@@ -95,7 +95,7 @@ def phase_row(name: str, phase: PhaseConfig, processes: int) -> tuple[str, ...]:
         processes: that the run began with, which set the rows of a step; others may have finished it.
     """
     optim, loss = phase.optim, phase.loss
-    tokens = phase.row_length * phase.batch_rows * phase.accumulate * processes
+    tokens = phase.seq_len * phase.micro_batch_size * phase.accumulate * processes
     rate = f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of {optim.warmup} warm-up"
     terms = " + ".join(f"{getattr(loss, term):g} {term}" for term in TERMS if getattr(loss, term))
     weights = f"decay {loss.decay:g}" if loss.depth_weights is None else f"weights {loss.depth_weights}"

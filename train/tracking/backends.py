@@ -21,7 +21,7 @@ REPLACED = "replaced"
 """Folder below ``wandb`` for the parts of a run that a later part holds as well; ``wandb sync`` does not look there."""
 
 
-class Sink(Protocol):
+class TrackerBackend(Protocol):
     """One tracker that is open."""
 
     def lacks(self, step: int) -> bool:
@@ -40,7 +40,7 @@ class Sink(Protocol):
         """
 
 
-class WandbSink:
+class WandbBackend:
     """A wandb run: settings as they are nested, curves per phase, tables, the report and the files behind them.
 
     A run that goes on sends all its rows again, as far as the server lacks them: what a killed process leaves offline
@@ -140,7 +140,7 @@ class WandbSink:
         return {"report": self.wandb.Html(page.read_text(), inject=False)} if page.exists() else {}
 
 
-class AccelerateSink:
+class AccelerateBackend:
     """Any tracker that accelerate knows: settings, and every number as a curve."""
 
     def __init__(

@@ -12,7 +12,7 @@ import torch
 
 from drafthead.data.utils.files import read_json_lines, write_atomic
 from drafthead.train.config import TrackerConfig
-from drafthead.train.tracking.backends import AccelerateSink, Say, Sink, WandbSink
+from drafthead.train.tracking.backends import AccelerateBackend, Say, TrackerBackend, WandbBackend
 
 Row = Mapping[str, Any]
 
@@ -111,18 +111,18 @@ class Tracker:
             say: receives lines for the user: where to look, how to sync, what went wrong.
         """
         self._config, self._folder, self._say = config, folder, say
-        self._sink: Sink | None = None
+        self._sink: TrackerBackend | None = None
         if config.kind != "none":
             self._guard(lambda: self._open(config.run_name or name, settings))
 
     def _open(self, name: str, settings: Row) -> None:
         config, folder, say = self._config, self._folder, self._say
         if config.kind == "wandb":
-            self._sink = WandbSink(
+            self._sink = WandbBackend(
                 folder, name, settings, say, project=config.project, entity=config.entity, mode=config.mode
             )
         else:
-            self._sink = AccelerateSink(folder, name, settings, say, kind=config.kind, project=config.project)
+            self._sink = AccelerateBackend(folder, name, settings, say, kind=config.kind, project=config.project)
 
     def log(self, row: Row, step: int) -> None:
         """Send a row's finite numbers as ``PHASE/KEY`` under ``step``, the optimiser steps over all phases."""

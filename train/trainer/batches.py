@@ -94,21 +94,22 @@ class StreamedPhase(PhaseData):
         return list(range(first, first + count))
 
 
-def rounds(rows: int, batch_rows: int, processes: int) -> int:
+def rounds(rows: int, micro_batch_size: int, processes: int) -> int:
     """Micro-batches of every process in a step of so many rows."""
-    return -(-rows // (batch_rows * processes))
+    return -(-rows // (micro_batch_size * processes))
 
 
-def deal(numbers: list[int], batch_rows: int, processes: int, rank: int) -> list[list[int]]:
+def rows_of_rank(numbers: list[int], micro_batch_size: int, processes: int, rank: int) -> list[list[int]]:
     """One process's micro-batches of a step that trains on the rows ``numbers``, whoever else takes part.
 
-    Every process gets equally many, each of at most ``batch_rows`` rows and none empty: what belongs to a step does not
+    Every process gets equally many, each of at most ``micro_batch_size`` rows and none empty: what belongs to a step
+    does not
     depend on the number of processes.
 
     Raises:
         UserError: the step has fewer rows than there are processes.
     """
-    parts = rounds(len(numbers), batch_rows, processes) * processes
+    parts = rounds(len(numbers), micro_batch_size, processes) * processes
     if parts > len(numbers):
         raise UserError(
             f"a step of this run has {len(numbers)} rows, which {processes} processes cannot share; go on with at most "
@@ -120,13 +121,13 @@ def deal(numbers: list[int], batch_rows: int, processes: int, rank: int) -> list
 def open_phase(corpora: Corpora, name: str, phase: PhaseConfig, spec: FeatureSpec) -> PhaseData:
     """Rows of a phase's corpus, with cached features when the phase asks for them."""
     if phase.corpus == "text" and corpora.config.text.stream:
-        return StreamedPhase(corpora.text_stream(phase.row_length, phase.batch_rows), corpora.base, spec)
+        return StreamedPhase(corpora.text_stream(phase.seq_len, phase.micro_batch_size), corpora.base, spec)
     if phase.corpus == "text":
-        rows, prompts = corpora.text_rows(phase.row_length), None
+        rows, prompts = corpora.text_rows(phase.seq_len), None
         if phase.train_base:
             rows = rows.select(range(len(rows) - _kept_aside(rows)))
     else:
-        rows, prompts = corpora.generation_rows(phase.row_length, held_out=False)
+        rows, prompts = corpora.generation_rows(phase.seq_len, held_out=False)
     cache = None
     if phase.cached:
         cache = corpora.cached_features(rows, name, spec, prompts)
@@ -134,13 +135,13 @@ def open_phase(corpora: Corpora, name: str, phase: PhaseConfig, spec: FeatureSpe
 
 
 def open_held_out(
-    corpora: Corpora, row_length: int, spec: FeatureSpec, cached: bool, reader: BaseModel | None = None
+    corpora: Corpora, seq_len: int, spec: FeatureSpec, cached: bool, reader: BaseModel | None = None
 ) -> PhaseData:
     """The held-out answers, with features of the corpora's base, on disk if ``cached`` and else computed anew.
 
     Another ``reader``, such as the tuned base, always reads them anew.
     """
-    rows, prompts = corpora.generation_rows(row_length, held_out=True)
+    rows, prompts = corpora.generation_rows(seq_len, held_out=True)
     if reader is not None and reader is not corpora.base:
         return PhaseData(rows, reader, spec, None)
     cache = corpora.cached_features(rows, "held-out", spec, prompts) if cached else None
@@ -156,7 +157,7 @@ def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> datasets
     tuning = [p for p in reading if p.train_base]
     if not reading:
         return None
-    rows = corpora.text_rows((tuning or reading)[0].row_length)
+    rows = corpora.text_rows((tuning or reading)[0].seq_len)
     return rows.select(range(len(rows) - (_kept_aside(rows) if tuning else min(len(rows), UNSEEN_MOST)), len(rows)))
 
 

@@ -32,12 +32,12 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import (
+    disk_errors,
     file_digest,
     fsync,
-    inside,
     read_sealed_json,
     require_space,
-    storing,
+    safe_join,
     write_sealed_json,
 )
 
@@ -221,7 +221,7 @@ def save_checkpoint(
         "rng": plain_rng,
         "manifests": dict(manifests or {}),
     }
-    with storing("a checkpoint", folder):
+    with disk_errors("a checkpoint", folder):
         folder.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
         aside = folder / f".writing.{os.getpid()}"
@@ -284,13 +284,13 @@ def load_best(folder: Path) -> Checkpoint | None:
 def _load(path: Path, warnings: tuple[str, ...]) -> Checkpoint:
     """Raises UserError: what is wrong with it."""
     try:
-        record = read_sealed_json(inside(path, STATE))
+        record = read_sealed_json(safe_join(path, STATE))
         if record["format"] != FORMAT:
             raise UserError(f"{STATE} has format {record['format']!r}, this version reads {FORMAT}")
         if set(record["files"]) != {HEAD, OPTIMIZER, RNG}:
             raise UserError(f"{STATE} lists the files {sorted(record['files'])}")
         for name, expected in record["files"].items():
-            if file_digest(inside(path, name)) != expected:
+            if file_digest(safe_join(path, name)) != expected:
                 raise UserError(f"{name} does not have the checksum that {STATE} states")
         tensors = {name: load_file(path / name) for name in record["files"]}
         return Checkpoint(

@@ -26,11 +26,11 @@ from drafthead.train.trainer.checkpoint import (
     restore_rng,
     save_checkpoint,
 )
-from drafthead.train.trainer.loss_spikes import Guard
+from drafthead.train.trainer.loss_spikes import LossSpikeFilter
 
 
 @dataclass
-class Position:
+class TrainProgress:
     """Where training stands: the next step to do."""
 
     phase: int = 0
@@ -39,7 +39,7 @@ class Position:
     """Optimiser steps done over all phases."""
 
 
-class Keeper:
+class CheckpointManager:
     """Saves and restores one run. Made on every process at once."""
 
     def __init__(
@@ -48,10 +48,10 @@ class Keeper:
         self.run, self.head, self.corpora, self.folder = run, head, corpora, folder
         self.processes, self.display = processes, display
         self.checkpoints = folder / "checkpoints"
-        self.position = Position()
-        self.guard = Guard(run.guard)
+        self.position = TrainProgress()
+        self.guard = LossSpikeFilter(run.guard)
         """Of the phase that is trained."""
-        self.began_with = processes.count
+        self.initial_world_size = processes.count
         """Processes that the run began with, which set the rows of a step."""
         self.score: float | None = None
         """Held-out tokens a step, where the latest step was measured."""
@@ -84,7 +84,7 @@ class Keeper:
             phase=phase + 1 if end_of_phase else phase,
             step=0 if end_of_phase else step,
             global_step=self.position.total,
-            processes=self.began_with,
+            processes=self.initial_world_size,
             score=self.score,
             losses=[] if end_of_phase else self.guard.losses,
         )
@@ -132,7 +132,7 @@ class Keeper:
             raise UserError(f"{checkpoint.path} is in phase {state.phase + 1} of another run; use resume=false")
         here = self.position
         here.phase, here.step, here.total = state.phase, state.step, state.global_step
-        self.began_with, self._trained_on = state.processes, checkpoint.manifests
+        self.initial_world_size, self._trained_on = state.processes, checkpoint.manifests
         _load_weights(self.head, checkpoint)
         if now.rank < len(checkpoint.rng):
             restore_rng(checkpoint.rng[now.rank])

@@ -5,13 +5,13 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
-from drafthead.train.config import HISTORY, GuardConfig
+from drafthead.train.config import HISTORY, LossSpikeConfig
 
 
-class Guard:
+class LossSpikeFilter:
     """Judges the steps of one phase. Every process judges the same reduced numbers, so all of them agree."""
 
-    def __init__(self, config: GuardConfig, losses: Iterable[float | None] = ()) -> None:
+    def __init__(self, config: LossSpikeConfig, losses: Iterable[float | None] = ()) -> None:
         """``losses`` is what an earlier guard of the phase remembered."""
         self.config = config
         self._losses: deque[float | None] = deque(losses, maxlen=config.window)
@@ -31,7 +31,7 @@ class Guard:
         """Whether more were skipped than the recipe allows."""
         return self.skipped > self.config.limit
 
-    def objection(self, loss: float, grad_norm: float) -> str | None:
+    def skip_reason(self, loss: float, grad_norm: float) -> str | None:
         """Why the step's update must be skipped; None when it may be done. Call it once a step.
 
         Args:

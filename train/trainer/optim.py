@@ -35,18 +35,18 @@ def lr_at(config: OptimConfig, step: int, steps: int) -> float:
 def build_optimizer(
     parameters: Iterable[nn.Parameter],
     config: OptimConfig,
-    lr_factor: Callable[[nn.Parameter], float] = lambda parameter: 1.0,
+    lr_mult: Callable[[nn.Parameter], float] = lambda parameter: 1.0,
 ) -> AdamW:
     """AdamW over the trainable ``parameters``; matrices decay, vectors do not.
 
-    Before every step the loop sets a group's ``lr`` to ``lr_at(...)`` times the group's ``lr_factor``. The state takes
+    Before every step the loop sets a group's ``lr`` to ``lr_at(...)`` times the group's ``lr_mult``. The state takes
     8 bytes per parameter in float32. Groups come in the order of their factors, matrices first, and parameters in the
     order given, so that a resumed run finds its state where it left it.
 
     Args:
         parameters: those that do not require a gradient are left out.
         config: AdamW's settings.
-        lr_factor: what a parameter's learning rate is multiplied by, > 0.
+        lr_mult: what a parameter's learning rate is multiplied by, > 0.
 
     Raises:
         UserError: nothing is trainable.
@@ -56,14 +56,14 @@ def build_optimizer(
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
-        factor = lr_factor(parameter)
+        factor = lr_mult(parameter)
         if not 0 < factor < math.inf:
-            raise ValueError(f"lr_factor must be > 0 and finite, got {factor} for a {tuple(parameter.shape)} parameter")
+            raise ValueError(f"lr_mult must be > 0 and finite, got {factor} for a {tuple(parameter.shape)} parameter")
         groups.setdefault((factor, parameter.ndim < 2), []).append(parameter)
     if not groups:
         raise UserError("the head has no trainable parameter; unfreeze a part of it in the recipe's head group")
     settings = [
-        {"params": group, "weight_decay": 0.0 if vectors else config.weight_decay, "lr_factor": factor}
+        {"params": group, "weight_decay": 0.0 if vectors else config.weight_decay, "lr_mult": factor}
         for (factor, vectors), group in sorted(groups.items(), key=lambda item: item[0])
     ]
     # No operation on lists takes sharded and whole parameters in one.

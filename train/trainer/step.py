@@ -11,11 +11,11 @@ from drafthead.data.batch import Features, Ratio, TrainBatch
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.losses import LossConfig
 
-Judge = Callable[[float, float], str | None]
+ShouldSkip = Callable[[float, float], str | None]
 """(mean loss, gradient norm) of a step -> why its update must be skipped, None to do it."""
 Reduce = Callable[[Tensor], Tensor]
 """Sum of a tensor over all processes."""
-Mark = Callable[[str], None]
+ProfileHook = Callable[[str], None]
 """Hears that a part of a step is done: ``head`` after a backward pass, ``optimiser`` after the update."""
 
 
@@ -28,7 +28,7 @@ class StepResult:
     sums: Tensor
     names: tuple[str, ...]
     grad_norm: Tensor
-    objection: str | None = None
+    skip_reason: str | None = None
     """Why the update was skipped; None when it was done."""
 
     def __add__(self, other: "StepResult") -> "StepResult":
@@ -55,14 +55,14 @@ def train_step(
     lr: float,
     clip_norm: float,
     reduce: Reduce,
-    judge: Judge = lambda loss, grad_norm: None,
-    mark: Mark = lambda part: None,
+    judge: ShouldSkip = lambda loss, grad_norm: None,
+    mark: ProfileHook = lambda part: None,
 ) -> StepResult:
     """Accumulate, reduce, divide, clip, update. The one wait for the device is for the two numbers that are judged.
 
     Args:
         head: the head being trained.
-        optimizer: over its parameters; a group may have an ``lr_factor``.
+        optimizer: over its parameters; a group may have an ``lr_mult``.
         micro_batches: this process's part of the step's batch.
         loss: what to minimise.
         lr: learning rate of this step.
@@ -86,11 +86,11 @@ def train_step(
         parameter.grad = (gradient if isinstance(gradient, DTensor) else reduce(gradient)) / tokens.clamp(min=1)
     norm = clip_gradients(parameters, clip_norm or torch.inf)
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_factor", 1.0)
+        group["lr"] = lr * group.get("lr_mult", 1.0)
     loss_sum = reduce(torch.stack([p.loss_sum.detach() for p in parts]).sum())
     trained, mean, grad_norm = torch.stack([tokens, loss_sum / tokens, norm]).tolist()
-    objection = judge(mean, grad_norm) if trained else None
-    if objection is None:
+    skip_reason = judge(mean, grad_norm) if trained else None
+    if skip_reason is None:
         optimizer.step()
     mark("optimiser")
     return StepResult(
@@ -99,7 +99,7 @@ def train_step(
         sums=reduce(torch.stack([p.sums for p in parts]).sum(0)),
         names=parts[0].names,
         grad_norm=norm,
-        objection=objection,
+        skip_reason=skip_reason,
     )
 
 

@@ -21,14 +21,22 @@ from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.distributed import signals
-from drafthead.train.distributed.launcher import check_common, writers_first
+from drafthead.train.distributed.launcher import check_common, main_process_first
 from drafthead.train.distributed.processes import Processes
 from drafthead.train.distributed.sharding import Sharding, load_optimizer
 from drafthead.train.tracking.tracker import ConsoleLine, MetricsLog, Tracker
-from drafthead.train.trainer.batches import Batch, PhaseData, StreamedPhase, deal, open_held_out, open_phase, rounds
+from drafthead.train.trainer.batches import (
+    Batch,
+    PhaseData,
+    StreamedPhase,
+    open_held_out,
+    open_phase,
+    rounds,
+    rows_of_rank,
+)
 from drafthead.train.trainer.checkpoint import undisturbed_rng
-from drafthead.train.trainer.checkpoint_manager import Keeper
-from drafthead.train.trainer.loss_spikes import Guard
+from drafthead.train.trainer.checkpoint_manager import CheckpointManager
+from drafthead.train.trainer.loss_spikes import LossSpikeFilter
 from drafthead.train.trainer.optim import build_optimizer, lr_at
 from drafthead.train.trainer.step import StepResult, evaluate_loss, train_step
 
@@ -50,10 +58,10 @@ class Trainer:
     ) -> None:
         self.run, self.head, self.corpora, self.folder = run, head, corpora, folder
         self.accelerator, self.display, self.tracker = accelerator, display, tracker
-        self.processes = processes or Processes(run.dead_after_s)
+        self.processes = processes or Processes(run.heartbeat_timeout_s)
         self.sharding = sharding or Sharding(run.shard, head.base.device)
         self.log = MetricsLog(folder / "metrics.jsonl")
-        self.keeper = Keeper(run, head, corpora, folder, self.processes, display)
+        self.keeper = CheckpointManager(run, head, corpora, folder, self.processes, display)
         self.position = self.keeper.position
 
     def train(self) -> None:
@@ -65,8 +73,8 @@ class Trainer:
             Stopped: a signal came; everything is saved.
         """
         self.head.train()
-        if self.run.tunes_base:
-            self.head.tune_base(now=False)  # before its weights are restored
+        if self.run.trains_base:
+            self.head.train_base(now=False)  # before its weights are restored
         if self.processes.rank:
             set_seed(self.run.seed + self.processes.rank)  # the heads are alike by now; their dropout must not be
         names = list(self.run.phases)
@@ -83,10 +91,10 @@ class Trainer:
             phase = self.run.phases[name]
             resumed = checkpoint if self.position.step else None
             with self.display.stage(f"phase {name}: {phase.steps} steps on {phase.corpus}"):
-                if self.run.tunes_base:
-                    self.head.tune_base(now=phase.train_base)
-                optimizer = build_optimizer(self.head.parameters(), phase.optim, self.head.lr_factor)
-                self.keeper.guard = Guard(self.run.guard, resumed.state.losses if resumed else ())
+                if self.run.trains_base:
+                    self.head.train_base(now=phase.train_base)
+                optimizer = build_optimizer(self.head.parameters(), phase.optim, self.head.lr_mult)
+                self.keeper.guard = LossSpikeFilter(self.run.guard, resumed.state.losses if resumed else ())
                 if resumed is not None:
                     load_optimizer(optimizer, resumed.optimizer)
                 self._train_phase(name, phase, optimizer)
@@ -95,18 +103,18 @@ class Trainer:
     def _place(self, names: list[str]) -> None:
         """Spread the weights; caches of the phases ``names`` are filled before, while one process can run the base."""
         if self.sharding.places_base:
-            with writers_first(self.accelerator, self.run.node_data):
+            with main_process_first(self.accelerator, self.run.per_node_data):
                 for name in names:
                     open_phase(self.corpora, name, self.run.phases[name], self.head.spec)
                 open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached=True)
         self.sharding.place(self.head)
 
     def _train_phase(self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer) -> None:
-        with undisturbed_rng(), writers_first(self.accelerator, self.run.node_data):
+        with undisturbed_rng(), main_process_first(self.accelerator, self.run.per_node_data):
             data = open_phase(self.corpora, name, phase, self.head.spec)
             cached = phase.cached or self.sharding.places_base
             held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached)
-        if self.run.node_data and not isinstance(data, StreamedPhase):  # whose nodes read one source
+        if self.run.per_node_data and not isinstance(data, StreamedPhase):  # whose nodes read one source
             check_common(self.accelerator, f"phase {name}", digest_rows(data.rows))
         self.keeper.check_corpora()
         with signals.held():
@@ -122,10 +130,10 @@ class Trainer:
         while self.position.step < phase.steps:
             lr = lr_at(phase.optim, self.position.step, phase.steps)
             result = self._step(phase, batches, optimizer, lr)
-            if result.objection is None:
+            if result.skip_reason is None:
                 pending = result if pending is None else pending + result
             else:
-                self._skipped(name, result.objection)
+                self._skipped(name, result.skip_reason)
             told = self.processes.most(signals.pending())
             last = self.position.step == phase.steps
             if pending is not None and (last or told or self.position.step % self.run.log_every == 0):
@@ -150,12 +158,12 @@ class Trainer:
         result = train_step(
             self.head,
             optimizer,
-            islice(batches, rounds(self._rows_a_step(phase), phase.batch_rows, self.processes.count)),
+            islice(batches, rounds(self._rows_a_step(phase), phase.micro_batch_size, self.processes.count)),
             phase.loss,
             lr=lr,
             clip_norm=phase.optim.clip_norm,
             reduce=self._reduce,
-            judge=self.keeper.guard.objection,
+            judge=self.keeper.guard.skip_reason,
         )
         self.position.step += 1
         self.position.total += 1
@@ -163,23 +171,23 @@ class Trainer:
         return result
 
     def _rows_a_step(self, phase: PhaseConfig) -> int:
-        return self.keeper.began_with * phase.accumulate * phase.batch_rows
+        return self.keeper.initial_world_size * phase.accumulate * phase.micro_batch_size
 
     def _rows(self, data: PhaseData, phase: PhaseConfig) -> Iterator[list[int]]:
         """This process's rows of every micro-batch that is left of the phase."""
         rows, seed = self._rows_a_step(phase), self.run.seed * 1000 + self.position.phase
         for step in range(self.position.step, phase.steps):
             numbers = data.numbers(seed, step * rows, rows)
-            yield from deal(numbers, phase.batch_rows, self.processes.count, self.processes.rank)
+            yield from rows_of_rank(numbers, phase.micro_batch_size, self.processes.count, self.processes.rank)
 
-    def _skipped(self, name: str, objection: str) -> None:
+    def _skipped(self, name: str, skip_reason: str) -> None:
         config = self.run.guard
         self.display.line(
-            f"warning: phase {name}, step {self.position.step}: {objection}; the update is skipped, "
+            f"warning: phase {name}, step {self.position.step}: {skip_reason}; the update is skipped, "
             f"{self.keeper.guard.skipped} of at most {config.limit} among the last {config.window}"
         )
         if self.keeper.guard.too_many:
-            raise self.keeper.diverged(f"{objection}, and {self.keeper.guard.skipped} updates were skipped")
+            raise self.keeper.diverged(f"{skip_reason}, and {self.keeper.guard.skipped} updates were skipped")
 
     def _reduce(self, value: torch.Tensor) -> torch.Tensor:
         if self.accelerator.num_processes == 1:
@@ -196,7 +204,7 @@ class Trainer:
             raise UserError(
                 f"phase {name}, step {self.position.step}: the last {steps} steps had no token to train on, because "
                 "none of their documents goes on for two tokens behind one that was read; use longer texts or answers, "
-                f"or raise phases.{name}.batch_rows"
+                f"or raise phases.{name}.micro_batch_size"
             )
         row: dict[str, Any] = {"phase": name, "step": self.position.step, "total_step": self.position.total, "lr": lr}
         row |= metrics

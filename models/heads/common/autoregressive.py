@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import Features, LossOutput, TrainBatch
-from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
 from drafthead.models.heads.common.losses import LossConfig, heads_loss, loss_output
-from drafthead.models.heads.common.targets import Reading, rank_of
+from drafthead.models.heads.common.targets import DraftTargets, rank_of
 
 
 @dataclass(kw_only=True)
-class NextTokenConfig(DraftHeadConfig):
+class AutoregressiveConfig(DraftHeadConfig):
     """Settings that all such heads have."""
 
     num_tokens: int
@@ -40,21 +40,21 @@ class NextTokenConfig(DraftHeadConfig):
         return 1  # the same prediction serves all
 
 
-class NextTokenHead(DraftHead):
+class AutoregressiveHead(DraftHead):
     """A head that is a causal LM of some kind, with the base's output head or one of its own."""
 
     @abstractmethod
     def hidden_states(self, batch: TrainBatch, features: Features) -> Tensor:
         """[B, T, D] what the projection reads after every token; a token sees its own document only."""
 
-    def output_head(self, k: int) -> OutputHead:
+    def output_head(self, k: int) -> LMHead:
         """The projection; the same for every draft position."""
-        return self.teacher
+        return self.target_lm_head
 
     def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
-        reading = Reading.of(batch, 1)
-        targets = reading.targets(batch, features, self.t2d, self.teacher)
-        hidden = self.hidden_states(batch, features).flatten(0, 1)[reading.picked - 1]
+        reading = DraftTargets.of(batch, 1)
+        targets = reading.targets(batch, features, self.t2d, self.target_lm_head)
+        hidden = self.hidden_states(batch, features).flatten(0, 1)[reading.target_idx - 1]
         loss_sum, stats = heads_loss(hidden[None], [self.output_head(0)], targets, config)
         return loss_output(loss_sum, stats.expand(self.depth, -1), training=torch.is_grad_enabled())
 

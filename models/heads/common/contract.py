@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from drafthead.data.batch import Features, LossOutput, TrainBatch
 from drafthead.data.utils.config import schema
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import file_digest, inside, publish, storing, write_json
+from drafthead.data.utils.files import disk_errors, file_digest, publish, safe_join, write_json
 from drafthead.models.base import adapter
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import ADAPTER
@@ -41,7 +41,7 @@ from drafthead.models.heads.common.files import (
     resolve_folder,
 )
 from drafthead.models.heads.common.losses import LossConfig
-from drafthead.models.kernels.linear import KeepsCopies
+from drafthead.models.kernels.linear import InferenceWeights
 from drafthead.models.token_tree import TokenTree
 
 PACKAGE = "drafthead.models."
@@ -77,8 +77,8 @@ class DraftHeadConfig(ABC):
     """``bfloat16``: draft with copies of the weights in it, which are read in half the time. Verification does not see
     them, so exact rules stay exact; drafts near a tie may differ. null: as trained, in float32."""
 
-    tunes_base: ClassVar[bool] = False
-    """Whether its heads can train the base along (``DraftHead.tune_base``)."""
+    trains_base: ClassVar[bool] = False
+    """Whether its heads can train the base along (``DraftHead.train_base``)."""
 
     def __post_init__(self) -> None:
         if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
@@ -122,7 +122,7 @@ class DraftHeadConfig(ABC):
         """Sizes on a base of that shape; no weights are made."""
 
 
-class DraftHead(KeepsCopies, StepwiseDrafter):
+class DraftHead(InferenceWeights, StepwiseDrafter):
     """A draft head, attached to the frozen base it drafts for."""
 
     def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
@@ -143,7 +143,7 @@ class DraftHead(KeepsCopies, StepwiseDrafter):
         t2d[ids] = torch.arange(len(ids))
         self.t2d: Tensor
         self.register_buffer("t2d", t2d.to(base.device), persistent=False)
-        self.teacher = base.head if d2t is None else base.head.rows(self.d2t)
+        self.target_lm_head = base.head if d2t is None else base.head.rows(self.d2t)
 
     @property
     def depth(self) -> int:
@@ -155,7 +155,7 @@ class DraftHead(KeepsCopies, StepwiseDrafter):
         return self.base.vocab_size
 
     @property
-    def made_for(self) -> str:
+    def base_fingerprint(self) -> str:
         return self.base.fingerprint
 
     @property
@@ -175,7 +175,7 @@ class DraftHead(KeepsCopies, StepwiseDrafter):
             among the first ``top``, -1 where position k has no target.
         """
 
-    def tune_base(self, now: bool) -> None:
+    def train_base(self, now: bool) -> None:
         """Make ready to train the base along; ``now`` says whether the next phase does.
 
         Raises:
@@ -183,7 +183,7 @@ class DraftHead(KeepsCopies, StepwiseDrafter):
         """
         raise UserError(f"{type(self).__name__} cannot train its base; set phases.*.train_base=false")
 
-    def lr_factor(self, parameter: nn.Parameter) -> float:
+    def lr_mult(self, parameter: nn.Parameter) -> float:
         """Learning rate of a parameter over the phase's."""
         return 1.0
 
@@ -191,7 +191,7 @@ class DraftHead(KeepsCopies, StepwiseDrafter):
         """Stacks of frozen layers that training runs: the base's, and its trained twin where there is one."""
         return [self.base.model.model]
 
-    def recomputable(self) -> list[tuple[nn.Module, str]]:
+    def checkpointable(self) -> list[tuple[nn.Module, str]]:
         """Methods of modules, around attention, whose activations training may compute again instead of keeping."""
         return []
 
@@ -208,7 +208,7 @@ class DraftHead(KeepsCopies, StepwiseDrafter):
             "base": self.save_base(folder),
             "draft_vocab": None if len(self.d2t) == len(self.t2d) else len(self.d2t),
         }
-        with storing("the head", folder):
+        with disk_errors("the head", folder):
             aside = folder / ".model.safetensors.tmp"
             save_file({k: v.detach().contiguous().cpu() for k, v in self.saved_weights().items()}, aside)
             config["weights_sha256"] = file_digest(aside)
@@ -216,7 +216,7 @@ class DraftHead(KeepsCopies, StepwiseDrafter):
             write_json(folder / "config.json", config)
         if self.tree is not None:
             choices = [list(path) for path in self.tree.paths[1:]]
-            write_json(folder / "tree.json", {"choices": choices, "stop_below": self.stop_below})
+            write_json(folder / "tree.json", {"choices": choices, "confidence_threshold": self.confidence_threshold})
 
     def saved_weights(self) -> dict[str, Tensor]:
         """What ``model.safetensors`` holds."""
@@ -258,9 +258,9 @@ class DraftHead(KeepsCopies, StepwiseDrafter):
             raise UserError(
                 f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}"
             )
-        if inside(folder, "tree.json").exists():
+        if safe_join(folder, "tree.json").exists():
             head.tree = read_tree(folder / "tree.json", head.depth)
-            head.stop_below = read_threshold(folder / "tree.json", head.stop_below)
+            head.confidence_threshold = read_threshold(folder / "tree.json", head.confidence_threshold)
         if not isinstance(head, cls):
             raise UserError(f"{folder} holds a {type(head).__name__}, not a {cls.__name__}")
         return head.eval()

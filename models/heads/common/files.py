@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import file_digest, inside, read_json
+from drafthead.data.utils.files import file_digest, read_json, safe_join
 from drafthead.data.utils.hub import fetch, refuse_pickles
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.shape import ModelShape
@@ -47,7 +47,7 @@ def read_head_config(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: not a head of ours, or of a newer format.
     """
-    config = read_json(inside(folder, "config.json"))
+    config = read_json(safe_join(folder, "config.json"))
     wanted = {"format", "head", "settings", "base", "draft_vocab"}
     if not isinstance(config, dict) or not wanted <= set(config):
         raise UserError(
@@ -86,7 +86,7 @@ def read_tree(path: Path, depth: int) -> TokenTree:
     Raises:
         UserError: no such file, no tree in it, or one deeper than the ``depth`` positions that the head drafts.
     """
-    content = read_json(inside(path.parent, path.name))
+    content = read_json(safe_join(path.parent, path.name))
     try:
         choices = content["choices"]
         if not all(isinstance(c, list) and all(type(rank) is int and rank < MOST_RANKS for rank in c) for c in choices):
@@ -109,10 +109,12 @@ def read_threshold(path: Path, default: float) -> float:
     Raises:
         UserError: it is no threshold.
     """
-    content = read_json(inside(path.parent, path.name))
-    found = content.get("stop_below", default) if isinstance(content, dict) else content
+    content = read_json(safe_join(path.parent, path.name))
+    found = content.get("confidence_threshold", default) if isinstance(content, dict) else content
     if not isinstance(found, int | float) or not 0 <= found < 1:
-        raise UserError(f"{path} has stop_below={found!r}, which must be in [0, 1); correct it or choose a tree anew")
+        raise UserError(
+            f"{path} has confidence_threshold={found!r}, which must be in [0, 1); correct it or choose a tree anew"
+        )
     return float(found)
 
 
@@ -126,7 +128,7 @@ def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]
     Raises:
         UserError: no file, a damaged one, or pickles alone.
     """
-    path = inside(folder, "model.safetensors")
+    path = safe_join(folder, "model.safetensors")
     if not path.exists():
         refuse_pickles(folder, [found.name for found in folder.iterdir()])
     try:

@@ -14,35 +14,35 @@ from torch import Tensor
 
 from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
 from drafthead.models.decoding.contract import DraftState, last_of
-from drafthead.models.decoding.draft_cache import ROW_BY_ROW, Forest, rewind
+from drafthead.models.decoding.draft_cache import ROW_BY_ROW, PendingNodes, rewind
 from drafthead.models.heads.common.attention_layer import Layer
 
 ROOM = 256
 """Positions to begin with, behind what is read first; doubled when they run out."""
 
 
-class LayerMemory:
+class LayerKVCache:
     """Keys and values of one layer for rows of a batch."""
 
     def __init__(self, layer: Layer, shape: CacheShape) -> None:
         self.layer, self._shape = layer, shape
         self._cache: KVCache | RaggedCache | None = None
-        self._forest = Forest.none(0, shape.device)
+        self._forest = PendingNodes.none(0, shape.device)
         self._depth = self._width = 0  # of the nodes that are pending
-        self._up_to: LayerText | None = None
+        self._up_to: PendingInputs | None = None
         """The text that was read last, all of its unread positions included."""
         self._last: Tensor | None = None
         """What the layer put out after that text; None when it was read together with a root."""
 
-    def select(self, rows: list[int]) -> "LayerMemory":
+    def select(self, rows: list[int]) -> "LayerKVCache":
         """These rows only, in memory of their own."""
-        chosen = LayerMemory(self.layer, self._shape)
+        chosen = LayerKVCache(self.layer, self._shape)
         if self._cache is not None:
             self._cache.roll_back()
             chosen._cache = self._cache.select(rows)
         return chosen
 
-    def read(self, text: "LayerText") -> Tensor:
+    def read(self, text: "PendingInputs") -> Tensor:
         """Read what ``text`` has not read yet; [B, D] after every row's last position."""
         if self._up_to is not text or self._last is None:
             self._last = self._read(text.unread, text.lengths, text.counts)
@@ -53,12 +53,12 @@ class LayerMemory:
             self._forget_nodes(len(text.counts))
         return self._last
 
-    def catch_up(self, text: "LayerText") -> None:
+    def catch_up(self, text: "PendingInputs") -> None:
         """Read what ``text`` has not read yet, if nobody has."""
         if self._up_to is not text:
             self.read(text)
 
-    def read_with(self, text: "LayerText", root: Tensor) -> Tensor:
+    def read_with(self, text: "PendingInputs", root: Tensor) -> Tensor:
         """Read what ``text`` has not read yet, and ``root`` ([B, I]) behind it; [B, D] after the root.
 
         The root belongs to the drafting, not to the text.
@@ -113,7 +113,7 @@ class LayerMemory:
         return last_of(found, counts)
 
     def _forget_nodes(self, rows: int) -> None:
-        self._forest, self._depth, self._width = Forest.none(rows, self._shape.device), 0, 0
+        self._forest, self._depth, self._width = PendingNodes.none(rows, self._shape.device), 0, 0
 
     def _run(
         self, inputs: Tensor, depths: Tensor, ancestors: Tensor, cache: KVCache | RaggedCache | None = None
@@ -140,10 +140,10 @@ class LayerMemory:
 
 
 @dataclass
-class LayerText(DraftState):
+class PendingInputs(DraftState):
     """How far a layer has read for one state, and what it has still to read. Never changed in place."""
 
-    memory: LayerMemory
+    memory: LayerKVCache
     lengths: Tensor
     """[B] int64 positions before the unread ones."""
     unread: Tensor
@@ -152,19 +152,19 @@ class LayerText(DraftState):
     """[B] int64 how many of them count."""
 
     @classmethod
-    def none(cls, memory: LayerMemory, rows: int, like: Tensor) -> "LayerText":
+    def none(cls, memory: LayerKVCache, rows: int, like: Tensor) -> "PendingInputs":
         """Nothing yet; inputs will be as wide as ``like`` ([..., I]), of its dtype and on its device."""
         zero = torch.zeros(rows, dtype=torch.int64, device=like.device)
         return cls(memory=memory, lengths=zero, unread=like.new_zeros(rows, 0, like.shape[-1]), counts=zero)
 
-    def append(self, inputs: Tensor, counts: Tensor | None) -> "LayerText":
+    def append(self, inputs: Tensor, counts: Tensor | None) -> "PendingInputs":
         """With the inputs of more positions ([B, P, I]); those unread so far are read, if drafting has not done so."""
         if counts is None:
             counts = torch.full_like(self.lengths, inputs.shape[1])
         first = self.unread.shape[1] == 0
         if not first:
             self.memory.catch_up(self)
-        state = LayerText(memory=self.memory, lengths=self.lengths + self.counts, unread=inputs, counts=counts)
+        state = PendingInputs(memory=self.memory, lengths=self.lengths + self.counts, unread=inputs, counts=counts)
         if first and inputs.shape[1]:
             self.memory.read(state)  # the prompt: belongs to the prefill, and not to the first step
         return state

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafthead.data.batch import LossOutput
 from drafthead.data.utils.errors import UserError
-from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.base.lm_head import LMHead
 
 SHARPNESS = 3.0
 """eta of the adaptive mixture, the best of the LK paper."""
@@ -67,7 +67,7 @@ class TermWeights:
 
 
 @dataclass(frozen=True)
-class TeacherLaw:
+class TargetDistribution:
     """The base's distribution at a chunk of targets, on the draft vocabulary. Shared by all heads."""
 
     probs: Tensor
@@ -76,11 +76,11 @@ class TeacherLaw:
     """[c] sum of p log p."""
 
     @staticmethod
-    def of(head: OutputHead, hidden: Tensor) -> "TeacherLaw":
+    def of(head: LMHead, hidden: Tensor) -> "TargetDistribution":
         """The law of ``head`` (rows of the draft vocabulary) after ``hidden``, [c, D]."""
         log_probs = _wide(head.logits(hidden.to(head.weight.dtype))).log_softmax(-1)
         probs = log_probs.exp()
-        return TeacherLaw(probs, _row_dot(probs, log_probs))
+        return TargetDistribution(probs, _row_dot(probs, log_probs))
 
 
 class LossChunk:
@@ -92,7 +92,7 @@ class LossChunk:
     so a row needs one factor for each. autograd would make about twice as many [c, W] matrices.
     """
 
-    def __init__(self, head: OutputHead, product: Tensor, ids: Tensor, valid: Tensor) -> None:
+    def __init__(self, head: LMHead, product: Tensor, ids: Tensor, valid: Tensor) -> None:
         self.head = head
         self.logits = _wide(head.finish(product))
         self.valid = valid.to(self.logits.dtype)
@@ -104,24 +104,26 @@ class LossChunk:
         self.sums = self.exponentials.sum(-1)
         self.lse = self.largest + self.sums.log()
 
-    def stats(self, teacher: "TeacherLaw | None") -> Tensor:
+    def stats(self, target_lm_head: "TargetDistribution | None") -> Tensor:
         """The ``STATS`` of the chunk, [len(STATS)] float32."""
         hits = (self.true >= self.largest) * self.known
         overlap = self.logits.new_full((), torch.nan)
-        if teacher is not None:
+        if target_lm_head is not None:
             q = self.exponentials / self.sums[:, None]
-            overlap = (torch.minimum(q, teacher.probs).sum(-1) * self.valid).sum()
+            overlap = (torch.minimum(q, target_lm_head.probs).sum(-1) * self.valid).sum()
         ce = (self.lse - self.true) * self.known
         return torch.stack([hits.sum(), ce.sum(), self.valid.sum(), overlap, self.known.sum()])
 
-    def loss_and_gradient(self, teacher: "TeacherLaw | None", config: TermWeights) -> tuple[Tensor, Tensor]:
+    def loss_and_gradient(
+        self, target_lm_head: "TargetDistribution | None", config: TermWeights
+    ) -> tuple[Tensor, Tensor]:
         """Summed loss without the position's weight, and its gradient by the product ([c, W], the logits' dtype)."""
         on_target = config.ce * self.known
         loss = (on_target * (self.lse - self.true)).sum()
         on_q, on_p = on_target, config.kl * self.valid
         short: Tensor | None = None
-        if config.reads_alpha and teacher is not None:
-            short, alpha = self._short_and_alpha(teacher)
+        if config.reads_alpha and target_lm_head is not None:
+            short, alpha = self._short_and_alpha(target_lm_head)
             share = torch.exp(-SHARPNESS * alpha)
             variation = self.valid * (config.tv + config.lk_adaptive * (1 - share))
             log_alpha = alpha.clamp(min=FLOOR).log()
@@ -130,26 +132,26 @@ class LossChunk:
             on_short = variation + config.lk * self.valid / alpha.clamp(min=FLOOR)
             on_q = on_q + on_short * short.sum(-1)
             short.mul_(on_short[:, None])
-        law = teacher if config.kl > 0 or config.lk_adaptive > 0 else None
-        if law is not None:
-            kl = law.negative_entropy - _row_dot(law.probs, self.logits) + self.lse
+        dist = target_lm_head if config.kl > 0 or config.lk_adaptive > 0 else None
+        if dist is not None:
+            kl = dist.negative_entropy - _row_dot(dist.probs, self.logits) + self.lse
             loss = loss + (on_p * kl).sum()
             on_q = on_q + on_p
         gradient = self.exponentials.mul_((on_q / self.sums)[:, None])
-        if law is not None:
-            gradient.addcmul_(law.probs, on_p[:, None], value=-1)
+        if dist is not None:
+            gradient.addcmul_(dist.probs, on_p[:, None], value=-1)
         if short is not None:
             gradient.sub_(short)
         gradient.scatter_add_(1, self.ids, -on_target[:, None])
         return loss, self._through_finish(gradient)
 
-    def _short_and_alpha(self, teacher: "TeacherLaw") -> tuple[Tensor, Tensor]:
+    def _short_and_alpha(self, target_lm_head: "TargetDistribution") -> tuple[Tensor, Tensor]:
         """``q [q < p]`` ([c, W]) and alpha ([c]). Leaves q in place of the exponentials, to keep one matrix fewer."""
         q = self.exponentials.div_(self.sums[:, None])
         self.sums = torch.ones_like(self.sums)
-        smaller = torch.minimum(q, teacher.probs)
+        smaller = torch.minimum(q, target_lm_head.probs)
         alpha = smaller.sum(-1)
-        return smaller.mul_(q < teacher.probs), alpha
+        return smaller.mul_(q < target_lm_head.probs), alpha
 
     def _through_finish(self, gradient: Tensor) -> Tensor:
         """Chain rule through scale and soft-cap."""
@@ -216,7 +218,7 @@ class Targets:
     """[K, n] bool: head k is trained on (and measured at) this target."""
     teacher_hidden: Tensor | None
     """[n, D] the base's ``h`` one position before each target; None when nothing but ``ce`` is wanted."""
-    teacher: OutputHead | None
+    target_lm_head: LMHead | None
     """The base's head over the draft vocabulary."""
 
 
@@ -226,7 +228,7 @@ def chunk_rows(vocabulary: int, device: str) -> int:
 
 
 def heads_loss(
-    hidden: Tensor, heads: Sequence[OutputHead], targets: Targets, config: LossConfig, rows: int | None = None
+    hidden: Tensor, heads: Sequence[LMHead], targets: Targets, config: LossConfig, rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """``sum_k w_k loss_k`` over n target positions, in chunks, with gradients for ``hidden`` and the weights.
 
@@ -248,7 +250,7 @@ def heads_loss(
         UserError: ``depth_weights`` of another length than K.
         ValueError: a term needs the teacher, and ``targets`` has none.
     """
-    if config.needs_teacher and (targets.teacher is None or targets.teacher_hidden is None):
+    if config.needs_teacher and (targets.target_lm_head is None or targets.teacher_hidden is None):
         raise ValueError("the loss compares with the base's distribution, but the targets have no teacher")
     rows = rows or chunk_rows(heads[0].weight.shape[0], hidden.device.type)
     weights = [h.weight if torch.is_grad_enabled() else h.weight.detach() for h in heads]
@@ -265,7 +267,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        heads: Sequence[OutputHead],
+        heads: Sequence[LMHead],
         targets: Targets,
         config: LossConfig,
         rows: int,
@@ -282,12 +284,12 @@ class _ChunkedLoss(torch.autograd.Function):
         stats = hidden.new_zeros((depth, len(STATS)), dtype=torch.float32)
         for start in range(0, n, rows):
             part = slice(start, min(n, start + rows))
-            teacher = _teacher_law(targets, part) if config.needs_teacher or not training else None
+            target_lm_head = _target_probs(targets, part) if config.needs_teacher or not training else None
             for k in range(depth):
                 h = hidden[k, part].to(weights[k].dtype)
                 chunk = LossChunk(heads[k], h @ weights[k].t(), targets.ids[part], targets.valid[k, part])
-                stats[k] += chunk.stats(None if training else teacher)
-                loss, gradient = chunk.loss_and_gradient(teacher, config)
+                stats[k] += chunk.stats(None if training else target_lm_head)
+                loss, gradient = chunk.loss_and_gradient(target_lm_head, config)
                 total += factors[k] * loss
                 if training:
                     gradient = (factors[k] * gradient).to(h.dtype)
@@ -309,11 +311,11 @@ class _ChunkedLoss(torch.autograd.Function):
         return scaled[0], None, None, None, None, *scaled[1:]
 
 
-def _teacher_law(targets: Targets, part: slice) -> TeacherLaw | None:
+def _target_probs(targets: Targets, part: slice) -> TargetDistribution | None:
     """The base's law at a chunk of targets, shared by all heads; None where the targets name no teacher."""
-    if targets.teacher is None or targets.teacher_hidden is None:
+    if targets.target_lm_head is None or targets.teacher_hidden is None:
         return None
-    return TeacherLaw.of(targets.teacher, targets.teacher_hidden[part])
+    return TargetDistribution.of(targets.target_lm_head, targets.teacher_hidden[part])
 
 
 _METRICS = (("loss", "ce", "known"), ("accept", "accept", "count"), ("overlap", "overlap", "count"))

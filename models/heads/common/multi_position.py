@@ -14,44 +14,44 @@ from torch import Tensor
 
 from drafthead.data.batch import Features, LossOutput, TrainBatch
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.lm_head import OutputHead
-from drafthead.models.decoding.contract import DraftPlan, DraftState, last_of
+from drafthead.models.base.lm_head import LMHead
+from drafthead.models.decoding.contract import DraftConfig, DraftState, last_of
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
 from drafthead.models.heads.common.losses import LossConfig, heads_loss, loss_output
-from drafthead.models.heads.common.targets import Reading
+from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.kernels.cuda_graphs import StaticCalls
 
 
-class PositionHead(DraftHead):
+class MultiPositionHead(DraftHead):
     """A head that says what each position's projection reads; loss and ranks follow."""
 
     @abstractmethod
-    def position_hidden(self, batch: TrainBatch, features: Features, reading: Reading) -> Tensor:
+    def position_hidden(self, batch: TrainBatch, features: Features, reading: DraftTargets) -> Tensor:
         """[K, n, width] what the projection of every position reads for every target of ``reading``.
 
         Where ``reading.valid`` is false, any finite values.
         """
 
     @abstractmethod
-    def output_head(self, k: int) -> OutputHead:
+    def output_head(self, k: int) -> LMHead:
         """The projection of draft position k (0-based)."""
 
     def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
         weights = config.weights_of(self.config.trained_positions)
         depth = len(weights) if torch.is_grad_enabled() else self.depth  # deeper ones are only measured
         config = replace(config, depth_weights=weights + [0.0] * (depth - len(weights)))
-        reading = Reading.of(batch, depth)
-        targets = reading.targets(batch, features, self.t2d, self.teacher)
+        reading = DraftTargets.of(batch, depth)
+        targets = reading.targets(batch, features, self.t2d, self.target_lm_head)
         hidden = self.position_hidden(batch, features, reading)
         loss_sum, stats = heads_loss(hidden, [self.output_head(k) for k in range(depth)], targets, config)
         return loss_output(loss_sum, stats, training=torch.is_grad_enabled())
 
     @torch.no_grad()
     def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:
-        reading = Reading.of(batch, self.depth)
+        reading = DraftTargets.of(batch, self.depth)
         hidden = self.position_hidden(batch, features, reading)
         heads = [self.output_head(k) for k in range(self.depth)]
-        wanted = self.t2d[batch.input_ids.flatten()[reading.picked]]
+        wanted = self.t2d[batch.input_ids.flatten()[reading.target_idx]]
         return reading.ranks(wanted, hidden, heads, batch.input_ids.shape, top)
 
 
@@ -63,7 +63,7 @@ class HeadState(DraftState):
     """[B, D] the base's ``h`` at the last position it has read; NaN before there is one."""
 
 
-class LastStateHead(PositionHead):
+class LastStateHead(MultiPositionHead):
     """A head that drafts from the base's last ``h``, by calls of fixed shapes where the base has graphs."""
 
     def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
@@ -75,12 +75,14 @@ class LastStateHead(PositionHead):
         """Of the head's weights."""
         return next(self.parameters()).dtype
 
-    def forget_copies(self) -> None:
+    def invalidate(self) -> None:
         if self._static is not None:
             self._static.clear()
 
     def init_state(self, batch: int) -> HeadState:
-        return HeadState(hidden=self.teacher.weight.new_full((batch, self.teacher.weight.shape[1]), torch.nan))
+        return HeadState(
+            hidden=self.target_lm_head.weight.new_full((batch, self.target_lm_head.weight.shape[1]), torch.nan)
+        )
 
     def observe(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
@@ -110,9 +112,9 @@ class RecurrentHead(LastStateHead):
             tokens: [B, F] int64 target ids: the root for k = 0, then drafts.
         """
 
-    def begin(self, state: DraftState, last: Tensor, plan: DraftPlan) -> "RecurrentExpansion":
+    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> "RecurrentDraftPass":
         assert isinstance(state, HeadState)
-        return RecurrentExpansion(self.advance, self.first_states(state.hidden[:, None].to(self.dtype)), last)
+        return RecurrentDraftPass(self.advance, self.first_states(state.hidden[:, None].to(self.dtype)), last)
 
     def advance(self, k: int, tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
         """Logits and states of position k, of ``states`` [B, P, ...] above and ``parents`` [B, F], places there."""
@@ -126,7 +128,7 @@ class RecurrentHead(LastStateHead):
         return (logits, *below)
 
 
-class RecurrentExpansion:
+class RecurrentDraftPass:
     """Drafting in progress: the states of the level that was read last."""
 
     def __init__(self, advance: Callable[..., States], states: States, last: Tensor) -> None:
@@ -135,12 +137,12 @@ class RecurrentExpansion:
         self._position = 0
 
     def root(self) -> Tensor:
-        """As ``Expansion.root``: [B, 1, W]."""
+        """As ``DraftPass.root``: [B, 1, W]."""
         tokens = self._last[:, None]
         return self.grow(tokens, torch.zeros_like(tokens))
 
     def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """As ``Expansion.grow``: [B, F] int64 each -> [B, F, W]."""
+        """As ``DraftPass.grow``: [B, F] int64 each -> [B, F, W]."""
         logits, *states = self._advance(self._position, tokens, parents, *self._states)
         self._states = tuple(states)
         self._position += 1

@@ -1,7 +1,7 @@
 """Which tokens a head is trained to predict, and where it stands when it does: shared by all position-wise heads.
 
 Losses want predictions aligned with what they predict, so that the teacher's law at a token is computed once for all
-draft positions that predict it. Heads compute at the place they draft from. A ``Reading`` translates.
+draft positions that predict it. Heads compute at the place they draft from. A ``DraftTargets`` translates.
 
 Shape legend: B batch, T time, K draft positions, n picked targets, D width, W draft vocabulary.
 """
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import Features, TrainBatch
-from drafthead.models.base.lm_head import OutputHead
+from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.common.losses import Targets, chunk_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class DraftTargets:
     """The picked targets of a batch, and the flat (row * T + t) places that draft position k predicts them from."""
 
-    picked: Tensor
+    target_idx: Tensor
     """[n] int64 flat place of each target ``x_{t+1+k}``."""
     valid: Tensor
     """[K, n] bool: position k is trained on this target."""
@@ -28,7 +28,7 @@ class Reading:
     """[K, n] int64 flat place of ``t``, whose ``h_t`` position k starts from; 0 or nonsense where not valid."""
 
     @classmethod
-    def of(cls, batch: TrainBatch, depth: int) -> "Reading":
+    def of(cls, batch: TrainBatch, depth: int) -> "DraftTargets":
         """Every token of the batch that some of ``depth`` draft positions is trained to predict."""
         rows, time = batch.input_ids.shape
         valid = batch.loss_mask.new_zeros((depth, rows, time))
@@ -36,10 +36,10 @@ class Reading:
             _, at_source = batch.draft_targets(k)
             valid[k - 1, :, 1 + k :] = at_source[:, : -(1 + k)]
         flat_valid = valid.flatten(1)
-        picked = flat_valid.any(0).nonzero()[:, 0]
-        offsets = torch.arange(2, depth + 2, device=picked.device)
-        sources = (picked[None] - offsets[:, None]).clamp_(min=0)
-        return cls(picked=picked, valid=flat_valid[:, picked], sources=sources)
+        target_idx = flat_valid.any(0).nonzero()[:, 0]
+        offsets = torch.arange(2, depth + 2, device=target_idx.device)
+        sources = (target_idx[None] - offsets[:, None]).clamp_(min=0)
+        return cls(target_idx=target_idx, valid=flat_valid[:, target_idx], sources=sources)
 
     def at_sources(self, values: Tensor) -> Tensor:
         """Values [B, T, D] where each position starts: [K, n, D].
@@ -54,17 +54,17 @@ class Reading:
         flat = input_ids.flatten()
         return flat[(self.sources + ahead).clamp(max=len(flat) - 1)]
 
-    def targets(self, batch: TrainBatch, features: Features | None, t2d: Tensor, teacher: OutputHead) -> Targets:
+    def targets(self, batch: TrainBatch, features: Features | None, t2d: Tensor, target_lm_head: LMHead) -> Targets:
         """What to predict; with the teacher's hidden states when features are given."""
-        final = None if features is None else features.final.flatten(0, 1)[self.picked - 1]
+        final = None if features is None else features.final.flatten(0, 1)[self.target_idx - 1]
         return Targets(
-            ids=t2d[batch.input_ids.flatten()[self.picked]],
+            ids=t2d[batch.input_ids.flatten()[self.target_idx]],
             valid=self.valid,
             teacher_hidden=final,
-            teacher=None if features is None else teacher,
+            target_lm_head=None if features is None else target_lm_head,
         )
 
-    def ranks(self, wanted: Tensor, hidden: Tensor, heads: list[OutputHead], shape: torch.Size, top: int) -> Tensor:
+    def ranks(self, wanted: Tensor, hidden: Tensor, heads: list[LMHead], shape: torch.Size, top: int) -> Tensor:
         """Rank of every target among the candidates, at its source: [B, T, K] int64 as ``DraftHead.candidate_ranks``.
 
         Args:
@@ -82,7 +82,7 @@ class Reading:
         return ranks.view(*shape, depth)
 
 
-def rank_of(hidden: Tensor, head: OutputHead, wanted: Tensor, top: int) -> Tensor:
+def rank_of(hidden: Tensor, head: LMHead, wanted: Tensor, top: int) -> Tensor:
     """[n] int64: how many candidates are likelier than the wanted draft id, at most ``top``; ``top`` where it is -1."""
     found = [wanted.new_zeros(0)]
     size = chunk_rows(head.weight.shape[0], hidden.device.type)

@@ -152,7 +152,7 @@ def test_refusals(tiny_base: TinyBase, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="drafts over 50 of 300 ids, .*head.draft_vocab_size=null"):
         FORMAT.export(HydraConfig(draft_vocab_size=50).build(base, torch.arange(50)), tmp_path)
     scaled = trained(base)
-    scaled.teacher = type(scaled.teacher)(weight=scaled.teacher.weight, scale=0.5)
+    scaled.target_lm_head = type(scaled.target_lm_head)(weight=scaled.target_lm_head.weight, scale=0.5)
     with pytest.raises(UserError, match="scales or caps its logits"):
         FORMAT.export(scaled, tmp_path)
     FORMAT.export(trained(base, prefix_layer=True), tmp_path)

@@ -146,7 +146,7 @@ def test_what_no_medusa_format_has_is_refused(tiny_base: TinyBase, tmp_path: Pat
         with pytest.raises(UserError, match="heads.* read the last token"):
             FORMATS[name].export(trained(base, num_heads=1, reads_last_token=True), tmp_path)
     capped = trained(tiny_base(seed=5), num_heads=1)
-    capped.teacher = type(capped.teacher)(weight=capped.teacher.weight, softcap=30.0)
+    capped.target_lm_head = type(capped.target_lm_head)(weight=capped.target_lm_head.weight, softcap=30.0)
     with pytest.raises(UserError, match="scales or caps its logits"):
         FORMATS["medusa"].export(capped, tmp_path)
     with pytest.raises(UserError, match="caps its logits, and the format does not"):
