@@ -70,7 +70,7 @@ class EvalConfig:
             )
         known = [kind.value for kind in DraftSampling]
         if self.draft_sampling not in known:
-            raise ValueError(f"eval.siblings must be one of {', '.join(known)}, got {self.draft_sampling!r}")
+            raise ValueError(f"eval.draft_sampling must be one of {', '.join(known)}, got {self.draft_sampling!r}")
         if self.length not in ("constant", "heuristic"):
             raise ValueError(f"eval.length must be constant or heuristic, got {self.length!r}")
         if self.draft_temperature <= 0:
@@ -102,7 +102,7 @@ class EvalConfig:
                 adaptive=AdaptiveLength(start=min(5, tree.depth)) if self.length == "heuristic" else None,
             )
         except ValueError as error:
-            raise UserError(f"{error} (tree={self.tree} siblings={self.draft_sampling})") from None
+            raise UserError(f"{error} (tree={self.tree} draft_sampling={self.draft_sampling})") from None
 
 
 def named_tree(name: str, drafter: Drafter) -> TokenTree | DynamicTree:

@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from drafthead.data.answers.backend import Group
+from drafthead.data.answers.backend import RankGroup
 from drafthead.data.answers.hidden_states import FeatureCache
 from drafthead.data.answers.store import Generation, GenerationStore
 from drafthead.data.embedded.tiny import tiny_tokenizer
@@ -210,7 +210,7 @@ def read_stream(folder: Path) -> Any:
 
 def read_prompts(folder: Path) -> Any:
     config = GenerationsConfig(sources=[SourceConfig(kind="builtin", name="tiny")], prompts=5, max_prompt_tokens=400)
-    return AnswerGenerator(base(), config, 0, folder, Group(), lambda *progress: None)._prompts()
+    return AnswerGenerator(base(), config, 0, folder, RankGroup(), lambda *progress: None)._prompts()
 
 
 def make_run(folder: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from omegaconf import MISSING
@@ -44,7 +44,6 @@ usage: drafthead export head=DIR to=FORMAT out=DIR [setting=value ...]
   estimate_tolerance=0.2   how far accuracy may fall below the estimate of training, which saw other prompts
 """
 GATE_FILE = "drafthead_gate.json"
-T = TypeVar("T")
 
 
 @dataclass(kw_only=True)

@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--temperature", type=float, default=0.0, help="of the target; default 0, greedy")
     found.add_argument("--nodes", type=_numbers, default=[6, 16, 64], help="tree sizes, root included: 6,16,64")
     found.add_argument("--chain", type=_numbers, default=[1, 2, 3], help="draft lengths of chains: 1,2,3")
-    found.add_argument("--siblings", choices=[s.value for s in DraftSampling], default=DraftSampling.TOP_K.value)
+    found.add_argument("--draft-sampling", choices=[s.value for s in DraftSampling], default=DraftSampling.TOP_K.value)
     found.add_argument("--draft-temperature", type=float, default=1.0, help="of sampled siblings; default 1")
     found.add_argument(
         "--rule", choices=["exact", "block"], default="exact", help="block: block verification of chains"

@@ -3,14 +3,16 @@
 import shutil
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from drafthead.commands.export import T
 from drafthead.data.utils.config import parse
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder
+
+T = TypeVar("T")
 
 
 def read_settings(arguments: list[str], wanted: type[T], usage: str) -> T:

@@ -137,7 +137,7 @@ WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from drafthead.data.generations import Generation, GenerationStore
+from drafthead.data.answers.store import Generation, GenerationStore
 assert not {"torch", "transformers", "datasets"} & set(sys.modules)
 store = GenerationStore(Path(sys.argv[1]), {"base": "tiny"})
 print("writing", flush=True)

@@ -149,7 +149,7 @@ def test_a_broken_artefact_leaves_nothing(saved: Path, tmp_path: Path, monkeypat
         tensors = {name: artefact.tensors[names.get(name, name)] for name in artefact.tensors}
         proper(self, head, replace(artefact, tensors=tensors))
 
-    monkeypatch.setattr(MedusaFormat, "fill", swapped)
+    monkeypatch.setattr(MedusaFormat, "load_weights", swapped)
     with pytest.raises(SystemExit, match="failed its gate and was removed: its logits differ.*tokens a step, the head"):
         call(monkeypatch, export, f"head={saved}", "to=medusa", f"out={tmp_path / 'o'}", "limit=3", "max_new_tokens=24")
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
@@ -298,9 +298,8 @@ def test_an_import_without_sizes_that_fit_is_refused(
 @pytest.mark.parametrize("name", [name for name, found in FORMATS.items() if found.config_keys])
 def test_the_keys_that_a_format_reads_stand_in_its_source(name: str) -> None:
     """So that an import refuses what nothing reads, and nothing else."""
-    module = inspect.getmodule(type(FORMATS[name]))
-    assert module is not None
-    source = inspect.getsource(module) + inspect.getsource(llama_layer)
+    classes = [c for c in type(FORMATS[name]).__mro__ if c.__module__.startswith("drafthead.models.formats.")]
+    source = "".join(inspect.getsource(c) for c in classes) + inspect.getsource(llama_layer)
     listed = FORMATS[name].config_keys
     asked = set(re.findall(r"""(?:integer\(|config\.get\(|found\.get\(|config\.setdefault\()"(\w+)\"""", source))
     if not issubclass(type(FORMATS[name]), KangarooFormat | Eagle3Format):

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "eval" / "run.py"), *arguments]
+    command = [sys.executable, "-m", "drafthead.commands.eval", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 

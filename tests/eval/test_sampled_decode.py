@@ -13,7 +13,7 @@ from drafthead.models.decoding.contract import DraftConfig, DraftSampling
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step_log import DecodeResult
-from drafthead.models.drafters.combined import CombinedDrafter
+from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
@@ -98,11 +98,11 @@ def test_law_of_a_union_whose_first_tree_gives_way() -> None:
     """Two drafters that sample, and room for less than both trees."""
     plan = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     trees = [TokenTree.expansion([2, 2]), TokenTree.chain(2)]
-    union = CombinedDrafter([fitted_head(), ModelDrafter(small_base(), small_base(), num_tokens=2)], trees, nodes=5)
+    combined = CombinedDrafter([fitted_head(), ModelDrafter(small_base(), small_base(), num_tokens=2)], trees, nodes=5)
     results = [
         decode(
             small_base(),
-            union,
+            combined,
             PROMPTS[0],
             max_new_tokens=LENGTH,
             plan=replace(plan, tree=union(trees)),

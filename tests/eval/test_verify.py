@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
-from drafthead.eval.lossless.enumerate import TokenBuffer, committed
+from drafthead.eval.lossless.enumerate import CommittedProbs, committed
 from drafthead.eval.lossless.tabular_lm import TableDraft, TabularLM
 from drafthead.models.decoding.acceptance import AcceptanceRule, block, greedy, speculative, typical
 from drafthead.models.decoding.contract import Acceptance, DraftConfig, DraftSampling, DynamicTree, Proposal
@@ -105,7 +105,7 @@ def test_rows_with_different_trees_are_judged_as_if_alone(data: st.DataObject, r
 
 def masses(
     tree: TokenTree, rule: AcceptanceRule, draft_sampling: DraftSampling, seed: int
-) -> tuple[TokenBuffer, Tensor, Tensor]:
+) -> tuple[CommittedProbs, Tensor, Tensor]:
     """What is committed, enumerated; and the laws of target and drafter after the root."""
     target = TabularLM.random(VOCABULARY, tree.depth, seed)
     table = target.near(seed + 1, 1.0)
@@ -113,7 +113,7 @@ def masses(
     return committed(draft, target, RAW, rule, tree.depth), target.probs(RAW)[0], table.probs(RAW)[0]
 
 
-def mean_accepted(found: TokenBuffer) -> float:
+def mean_accepted(found: CommittedProbs) -> float:
     return sum(length * float(mass.sum()) for length, mass in enumerate(found.by_length))
 
 

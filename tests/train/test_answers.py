@@ -153,13 +153,13 @@ GLOO = """
 import sys
 import torch.distributed as dist
 from pathlib import Path
-from drafthead.data.backends import Group
-from drafthead.data.generations import SamplerConfig
-from drafthead.data.sources import SourceConfig
-from drafthead.models.base import BaseModel
-from drafthead.models.base_config import BaseConfig
-from drafthead.train.answers import AnswerGenerator
-from drafthead.train.data_config import GenerationsConfig
+from drafthead.data.answers.backend import RankGroup
+from drafthead.data.answers.store import SamplerConfig
+from drafthead.data.text.sources import SourceConfig
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.train.corpora.answers import AnswerGenerator
+from drafthead.train.config import GenerationsConfig
 folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{folder}-meeting", rank=rank, world_size=size)
 base = BaseModel.load(BaseConfig(**eval(sys.argv[4])))
@@ -167,7 +167,7 @@ config = GenerationsConfig(
     sources=[SourceConfig(kind="builtin", name="tiny")], prompts=24, self_prompted=3, max_prompt_tokens=400,
     sampler=SamplerConfig(max_new_tokens=8), slots=2,
 )
-AnswerGenerator(base, config, 0, folder, Group(rank, size, dist.barrier), lambda *_: None).complete()
+AnswerGenerator(base, config, 0, folder, RankGroup(rank, size, dist.barrier), lambda *_: None).complete()
 dist.destroy_process_group()
 """
 

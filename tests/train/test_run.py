@@ -119,7 +119,7 @@ def test_killed_while_generating_every_prompt_is_answered_once(tmp_path: Path) -
     options = ["recipe=medusa_smollm2", "debug=tiny", "data.generations.prompts=24", "data.generations.slots=2"]
     options += ["data.generations.sampler.max_new_tokens=60", "data.generations.max_prompt_tokens=400"]
     places = [f"out={tmp_path / 'run'}", f"data.folder={tmp_path / 'corpora'}"]
-    command = [sys.executable, str(ROOT / "data" / "run.py"), *options, *places]
+    command = [sys.executable, "-m", "drafthead.commands.data", *options, *places]
     folder = tmp_path / "corpora" / "generations"
     for shard in (1, 2):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)

@@ -12,7 +12,6 @@ import wandb
 
 from drafthead.train.config import TrackerConfig
 from drafthead.train.tracking import backends as sinks
-from drafthead.train.tracking import tracker as tracking
 from drafthead.train.tracking.backends import wandb_mode
 from drafthead.train.tracking.tracker import MetricsLog, Tracker
 from wandb_support import Read, Server
@@ -235,7 +234,9 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
 def test_accelerate_knows_every_kind() -> None:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    assert {str(kind) for kind in LOGGER_TYPE_TO_CLASS} == {*tracking.THROUGH_ACCELERATE, "wandb"}
+    from drafthead.train import config
+
+    assert {str(kind) for kind in LOGGER_TYPE_TO_CLASS} == {*config.THROUGH_ACCELERATE, "wandb"}
 
 
 @pytest.mark.parametrize(

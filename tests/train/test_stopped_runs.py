@@ -43,7 +43,7 @@ def test_a_signal_while_saving_or_measuring_waits_for_its_end(runs: Any, whole: 
 
 PROGRAM = """
     import sys, time
-    from drafthead.train import signals
+    from drafthead.train.distributed import signals
 
     def leave():
         with signals.handled(lambda line: print(line, flush=True)):
