@@ -142,7 +142,7 @@ def test_texts_and_bfloat16(saved: Path, tiny_base: TinyBase, tmp_path: Path, mo
 
 def test_a_broken_artefact_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader that takes head 2 for head 1: names and shapes are right, drafting is not."""
-    proper = MedusaFormat.fill
+    proper = MedusaFormat.load_weights
 
     def swapped(self: MedusaFormat, head: MedusaHead, artefact: Any) -> None:
         names = {f"{k}.{rest}": f"{(k + 1) % 3}.{rest}" for k in range(3) for rest in ("1.weight",)}
