@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from drafthead.data.answers.draft_vocab import coverage
+from drafthead.data.utils.config import update_names
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, read_json_lines, write_json
@@ -111,6 +112,7 @@ def _check_settings(path: Path, wanted: dict[str, Any]) -> None:
     found, folder = read_json(path), path.parent
     if not isinstance(found, dict):
         raise UserError(f"{path} holds a {type(found).__name__}, expected an object; restore it, or use resume=false")
+    found = update_names(found)
     changed = sorted(k for k in {*found, *wanted} if found.get(k) != wanted.get(k))
     trained = any((folder / "checkpoints").glob("step-*")) or (folder / "head").exists()
     if changed and trained:

@@ -1,13 +1,20 @@
-"""Hydra composes, dataclasses check: unknown keys, wrong types and limits are errors, ``+key`` included."""
+"""Hydra composes settings, dataclasses check them: unknown keys, wrong types and limits are errors, ``+key`` included.
+
+Keys and values of earlier versions are read through one table, ``RENAMED_KEYS`` and ``RENAMED_VALUES``.
+"""
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,6 +24,131 @@ from drafthead.data.utils.errors import UserError
 T = TypeVar("T")
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 and the number of SIGINT, as shells count."""
+
+RENAMED_KEYS: dict[str, str | None] = {
+    # Old key, with as many parents as it needs to be told from others (the parents by their new names): new key, or
+    # None where the setting is gone. Where two old keys have one new name, the first is the one of version 0.1.0.
+    "row_length": "seq_len",
+    "batch_rows": "micro_batch_size",
+    "dead_after_s": "heartbeat_timeout_s",
+    "node_data": "per_node_data",
+    "synthesised": "self_prompted",
+    "keep_features": "keep_hidden_states",
+    "stop_below": "confidence_threshold",
+    "siblings": "draft_sampling",
+}
+RENAMED_VALUES: dict[str, dict[str, str]] = {
+    # New key, with as many parents as it needs: old value -> new value.
+    "_target_": {
+        f"drafthead.models.{module}.{name}Config": f"drafthead.models.heads.{module}.{name}Config"
+        for module, name in {
+            "draft_lm": "DraftLM", "eagle3": "Eagle3", "hydra": "Hydra", "kangaroo": "Kangaroo", "medusa": "Medusa",
+            "medusa2": "Medusa2", "mlp_speculator": "MLPSpeculator",
+        }.items()
+    },
+}  # fmt: skip
+
+
+def update_names(value: Any, path: str = "", renamed: Callable[[str, str], None] = lambda old, new: None) -> Any:
+    """``value`` (of a recipe, a saved head, a run folder, a manifest) with today's keys and values.
+
+    Args:
+        value: nested dicts and lists; keys may be dotted.
+        path: dotted key of ``value`` itself in a run's settings, such as ``head``.
+        renamed: called with every old key or value and its new one ("" for a setting that is gone).
+    """
+    if isinstance(value, list):
+        return [update_names(item, path, renamed) for item in value]
+    if not isinstance(value, dict):
+        values = next((values for key, values in RENAMED_VALUES.items() if _ends(path, key)), {})
+        new = values.get(value, value) if isinstance(value, str) else value
+        if new != value:
+            renamed(str(value), str(new))
+        return new
+    if path.endswith("shape"):  # transformers' own keys
+        return value
+    found = {}
+    for key, inner in value.items():
+        new_key = update_key(f"{path}.{key}" if path else str(key))
+        own = None if new_key is None else new_key.removeprefix(f"{path}." if path else "")
+        if own != key and isinstance(key, str):
+            renamed(key, own or "")
+        if own is not None:
+            found[own if isinstance(key, str) else key] = update_names(inner, new_key or "", renamed)
+    return found
+
+
+def update_key(key: str) -> str | None:
+    """Today's name of the dotted ``key``; None where the setting is gone."""
+    done = ""
+    for part in key.split("."):
+        path = f"{done}.{part}" if done else part
+        new = next((new for old, new in RENAMED_KEYS.items() if _ends(path, old)), part)
+        if new is None:
+            return None
+        done = f"{done}.{new}" if done else new
+    return done
+
+
+def _ends(path: str, pattern: str) -> bool:
+    return f".{path}".endswith(f".{pattern}")
+
+
+def original_names(value: Any) -> Any:
+    """``value`` with the keys of version 0.1.0, whose folders are named by a digest of them."""
+    old_of = {new: old.rpartition(".")[2] for old, new in reversed(RENAMED_KEYS.items())}
+    if isinstance(value, dict):
+        return {old_of.get(key, key): original_names(inner) for key, inner in value.items()}
+    return [original_names(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def update_overrides(arguments: list[str]) -> list[str]:
+    """Command-line arguments with today's names; a line says the new name of every old one."""
+    return [new for argument in arguments if (new := _update_override(argument)) is not None]
+
+
+def _update_override(argument: str) -> str | None:
+    match = re.fullmatch(r"(~|\+{0,2})([\w.]+)(?:=(.*))?", argument, re.DOTALL)
+    if match is None:
+        return argument
+    sign, key, value = match.groups()
+    new_key = update_key(key)
+    if new_key is None:
+        say(f"{key} has no effect any more")
+        return None
+    if value is not None:
+        value = ",".join(update_names(part, new_key) for part in value.split(","))
+    new = f"{sign}{new_key}" + ("" if value is None else f"={value}")
+    if new != argument:
+        say(f"{argument} is now called {new}")
+    return new
+
+
+def read_old_recipes() -> None:
+    """Make Hydra read recipes of earlier versions, with a line that says the new name of every old key."""
+    Plugins.instance()
+    sources = SourcesRegistry.instance().types
+    for scheme in ("file", "pkg"):
+        if not hasattr(sources[scheme], "reads_old_names"):
+            sources[scheme] = _reading_old_names(sources[scheme])
+
+
+def _reading_old_names(source: Any) -> Any:
+    class Source(source):  # type: ignore[misc]
+        reads_old_names = True
+
+        def load_config(self, config_path: str) -> ConfigResult:
+            result: ConfigResult = super().load_config(config_path)
+            content = OmegaConf.to_container(result.config, resolve=False)
+            root = "head" if config_path.startswith("head/") else ""
+
+            def renamed(old: str, new: str) -> None:
+                say(f"{config_path}: {old} " + (f"is now called {new}" if new else "has no effect any more"))
+
+            result.config = OmegaConf.create(update_names(content, root, renamed))
+            return result
+
+    return Source
 
 
 def parse(cfg: DictConfig, wanted: type[T]) -> T:
@@ -115,6 +247,8 @@ def say(line: str) -> None:
 
 def run_main(main: Callable[[], None]) -> None:
     """Run a Hydra entry point; what Hydra itself refuses (an unknown group or key) becomes one line, too."""
+    sys.argv[1:] = update_overrides(sys.argv[1:])
+    read_old_recipes()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra ends the process itself, with its own traceback
     try:
         main()

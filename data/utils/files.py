@@ -10,11 +10,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+from drafthead.data.utils.config import update_names
 from drafthead.data.utils.errors import UserError, one_line
 
 
@@ -227,7 +228,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder / MANIFEST_NAME} holds a {type(entries).__name__}, expected an object; remove the folder"
         )
-    return entries
+    return cast(dict[str, Any], update_names(entries))
 
 
 def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:

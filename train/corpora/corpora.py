@@ -25,6 +25,7 @@ from drafthead.data.text.hub_datasets import resolve_revision
 from drafthead.data.text.packing import collate, digest_rows, is_packed, open_packed, pack, text_documents
 from drafthead.data.text.sources import load_documents
 from drafthead.data.text.streaming import StreamedRows
+from drafthead.data.utils.config import original_names
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import check_manifest, exclusive, file_digest, read_manifest, write_manifest
 from drafthead.models.base.base_model import BaseModel
@@ -223,4 +224,4 @@ def is_held_out(prompt_number: int) -> bool:
 
 
 def _digest_json(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+    return hashlib.sha256(json.dumps(original_names(value), sort_keys=True).encode()).hexdigest()[:8]

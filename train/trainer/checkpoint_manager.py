@@ -8,6 +8,7 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor
 
+from drafthead.data.utils.config import update_names
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import difference
@@ -166,7 +167,7 @@ class CheckpointManager:
             UserError: a corpus is another one; the message names what differs.
         """
         for name, manifest in self.corpora.manifests.items():
-            different = difference(self._trained_on[name], manifest) if name in self._trained_on else None
+            different = difference(update_names(self._trained_on[name]), manifest) if name in self._trained_on else None
             if different is not None:
                 key, was, found = different
                 raise UserError(

@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafthead.data.utils.config import update_names
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import file_digest, read_json, safe_join
 from drafthead.data.utils.hub import fetch, refuse_pickles
@@ -62,6 +63,8 @@ def read_head_config(folder: Path) -> dict[str, Any]:
                 f"{folder}/config.json has a {type(config[key]).__name__} as {key}, expected a {kind.__name__}; copy "
                 "the head again"
             )
+    config["head"] = update_names(config["head"], "head._target_")
+    config["settings"] = update_names(config["settings"], "head")
     return config
 
 
