@@ -171,7 +171,7 @@ class _Case:
         return self._timed(lambda: self.base.logits(self._verify_and_keep()).argmax(-1))
 
     def _verify_and_keep(self) -> Tensor:
-        hidden_BND = self.base.verify(self.tokens_BN, self.shape, self.cache)
+        hidden_BND = self.base.verify(self.tokens_BN, self.shape, self.cache).final
         self.cache.keep(self.path_BP, self.counts_B)
         return hidden_BND
 

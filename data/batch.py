@@ -8,6 +8,7 @@ Shape legend: B batch, T time, N tree nodes (root included), K drafted positions
 W draft vocabulary, D base width, R rows.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,11 +79,25 @@ class Features:
         """Features of [..., D * (1 + len(spec.layers))] values: the final state, then the layers; ``width`` is D."""
         return cls(final=values[..., :width], layers=values[..., width:] if values.shape[-1] > width else None)
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Features":
+        """``change`` applied to both tensors."""
+        return Features(final=change(self.final), layers=None if self.layers is None else change(self.layers))
+
     def layer(self, place: int) -> Tensor:
         """[B, T, D] of the spec's layer number ``place``."""
         assert self.layers is not None
         width = self.final.shape[-1]
         return self.layers[..., place * width : (place + 1) * width]
+
+
+def pad_rows(rows: Sequence[Features]) -> Features:
+    """Features of single rows ([1, T, ...], each of its own length) as one batch, padded with zeros."""
+
+    def pad(parts: list[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence([part[0] for part in parts], batch_first=True)
+
+    layers = [row.layers for row in rows if row.layers is not None]
+    return Features(final=pad([row.final for row in rows]), layers=pad(layers) if layers else None)
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def small_base() -> BaseModel:
 
 def hidden_and_law(base: BaseModel, tokens: list[int], sampler: Sampler) -> tuple[Tensor, Tensor]:
     """The base's ``h`` [D] after ``tokens``, and the law [V] of the next one; by plain reading."""
-    hidden = base.read(torch.tensor([tokens]), base.new_cache(len(tokens)))[0, -1:]
+    hidden = base.forward(torch.tensor([tokens]), base.new_cache(len(tokens))).final[0, -1:]
     return hidden[0], sampler.probs(base.logits(hidden), torch.tensor([tokens]))[0].double()
 
 

@@ -23,7 +23,7 @@ from drafthead.models.decoding.step_log import DecodeResult
 def fresh_logits(base: BaseModel, ids: list[int]) -> torch.Tensor:
     """[V] the target's logits after ``ids`` in one forward over all of them."""
     tokens = torch.tensor([ids], device=base.device)
-    hidden = base.read(tokens, base.new_cache(len(ids)))
+    hidden = base.forward(tokens, base.new_cache(len(ids))).final
     return base.logits(hidden[:, -1])[0]
 
 

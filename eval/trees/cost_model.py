@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import torch
 
-from drafthead.data.batch import Features
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.cache.kv_cache import KVCache
 from drafthead.models.decoding.contract import DraftConfig, Drafter
@@ -96,7 +95,7 @@ def measure_costs(
     ids = torch.randint(0, base.vocab_size, (1, context), generator=generator).to(base.device)
     cache = base.new_cache(context + max(sizes))
     state = drafter.attach(drafter.init_state(1), cache)
-    state = drafter.observe(state, ids, Features.split(base.read(ids, cache, spec=drafter.spec), base.hidden_size))
+    state = drafter.observe(state, ids, base.forward(ids, cache, spec=drafter.spec))
     # Level by level only what grows trees level by level; of a merged or nested drafter its own tree.
     depths = range(1, min(drafter.depth, DEEPEST) + 1) if isinstance(drafter, StepwiseDrafter) else ()
     plans = {d: DraftConfig(tree=TokenTree.chain(d)) for d in depths}

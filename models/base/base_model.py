@@ -113,7 +113,7 @@ class BaseModel:
         """
         ids = torch.arange(3, 7, device=self.device)[None]
         with torch.inference_mode():
-            ours = self.logits(self.read(ids, self.new_cache(4))).float()
+            ours = self.logits(self.forward(ids, self.new_cache(4)).final).float()
             theirs = self.model(ids).logits.float()
         if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
             raise UserError(
@@ -146,8 +146,6 @@ class BaseModel:
         ids = configured if isinstance(configured, list) else [configured]
         return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
 
-    # Reading tokens ------------------------------------------------------------------------------------------
-
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for one row."""
         if not self.uses_graphs:
@@ -163,30 +161,30 @@ class BaseModel:
         return RaggedCache(self.cache_shape, rows, capacity)
 
     @torch.inference_mode()
-    def read(
+    def forward(
         self, tokens_BT: Tensor, cache: KVCache | RaggedCache, counts: Tensor | None = None, spec: FeatureSpec = FINAL
-    ) -> Tensor:
-        """Append committed tokens to ``cache``; returns ``h`` [B, T, D] after the final norm.
+    ) -> Features:
+        """Append committed tokens to ``cache``; returns the hidden states after each of them.
 
         Args:
             tokens_BT: [B, T] int64.
             cache: of this base.
             counts: [B] int64, how many of the T tokens each row has; the rest is padding.
-            spec: layers whose states are wanted too. They stand behind ``h``: [B, T, D * (1 + len(spec.layers))].
+            spec: layers whose states are wanted too.
         """
         new = tokens_BT.shape[1]
         if isinstance(cache, StaticKVCache) and cache.fits(new) and not spec.layers:
             (hidden,) = cache.run(tokens_BT, chain_shape(new))
             cache.commit(counts)
-            return hidden
+            return Features(final=hidden)
         mask = None
         positions = cache.positions(torch.arange(new, device=self.device)[None])
         cache.open(new)
         if isinstance(cache, RaggedCache) or (cache.length and new > 1):
             mask = cache.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril_(), self.dtype)
-        hidden = self._decoder(tokens_BT, positions, mask, cache, spec)
+        found = self._decoder(tokens_BT, positions, mask, cache, spec)
         cache.commit(counts)
-        return hidden
+        return found
 
     @torch.inference_mode()
     def verify(
@@ -196,17 +194,15 @@ class BaseModel:
         cache: KVCache | RaggedCache,
         spec: FeatureSpec = FINAL,
         partial_forward: PartialForward | None = None,
-    ) -> Tensor:
-        """One pass over the last N nodes of token trees after the committed prefixes; returns their ``h`` [B, N, D].
+    ) -> Features:
+        """One pass over the last N nodes of token trees after the committed prefixes; returns their hidden states.
 
         Nodes before those N have been read by earlier calls. All states stay pending in ``cache`` until
-        ``cache.keep`` or ``cache.roll_back``. ``spec`` as in :meth:`read`; with ``partial_forward`` the first layers
-        are done.
+        ``cache.keep`` or ``cache.roll_back``. With ``partial_forward`` the first layers are done.
         """
         new = tokens_BN.shape[1]
-        eager = partial_forward is not None or bool(spec.layers)
-        if isinstance(cache, StaticKVCache) and cache.fits(new) and new == len(shape) and not eager:
-            return cache.run(tokens_BN, shape)[0]
+        if not (spec.layers or partial_forward) and isinstance(cache, StaticKVCache) and _fits(cache, shape, new):
+            return Features(final=cache.run(tokens_BN, shape)[0])
         positions = cache.positions(shape.depths[:, -new:])
         cache.open(new)
         if isinstance(cache, KVCache) and shape.tree is not None and new == len(shape):
@@ -223,15 +219,14 @@ class BaseModel:
         cache: KVCache | RaggedCache,
         spec: FeatureSpec = FINAL,
         partial_forward: PartialForward | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Features, Tensor]:
         """``verify`` and the logits after every node [B, N, V], by one graph where there are graphs."""
-        eager = partial_forward is not None or bool(spec.layers)
-        if isinstance(cache, StaticKVCache) and cache.fits(len(shape)) and tokens_BN.shape[1] == len(shape):
-            if not eager:
-                hidden, logits = cache.run(tokens_BN, shape, with_logits=True)
-                return hidden, logits
+        whole = not (spec.layers or partial_forward)
+        if whole and isinstance(cache, StaticKVCache) and _fits(cache, shape, tokens_BN.shape[1]):
+            final, logits = cache.run(tokens_BN, shape, with_logits=True)
+            return Features(final=final), logits
         hidden = self.verify(tokens_BN, shape, cache, spec, partial_forward)
-        return hidden, self.logits(hidden[..., : self.hidden_size])
+        return hidden, self.logits(hidden.final)
 
     def synchronise(self) -> None:
         """Wait for the device, so that wall-clock times are of work done."""
@@ -251,8 +246,7 @@ class BaseModel:
             out = self.model.model(
                 input_ids=ids, position_ids=batch.position_ids.to(self.device), attention_mask=mask, use_cache=False
             )
-        layers = torch.cat([states[i] for i in spec.layers], -1) if spec.layers else None
-        return Features(final=out.last_hidden_state, layers=layers)
+        return _features(out.last_hidden_state, states, spec)
 
     def _decoder(
         self,
@@ -260,20 +254,27 @@ class BaseModel:
         positions: Tensor,
         mask: Tensor | None,
         cache: KVCache | RaggedCache,
-        spec: FeatureSpec = FINAL,
+        spec: FeatureSpec,
         partial_forward: PartialForward | None = None,
-    ) -> Tensor:
+    ) -> Features:
         options = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
-        done = partial_forward.layers if partial_forward else 0
-        with capture_hidden_states(
-            self.model, [i for i in spec.layers if i > done or partial_forward is None]
-        ) as states:
-            if partial_forward is None:
+        if partial_forward is None:
+            with capture_hidden_states(self.model, spec.layers) as states:
                 out = self.model.model(input_ids=tokens, **options)
-            else:
-                if done not in self._last_layers:
-                    self._last_layers[done] = last_layers(self, done)
+        else:
+            done = partial_forward.layers
+            if done not in self._last_layers:
+                self._last_layers[done] = last_layers(self, done)
+            with capture_hidden_states(self.model, [i for i in spec.layers if i > done]) as states:
                 out = self._last_layers[done](inputs_embeds=partial_forward.hidden, **options)
-                states[done] = partial_forward.hidden
-        hidden: Tensor = out.last_hidden_state
-        return torch.cat([hidden, *(states[i] for i in spec.layers)], -1) if spec.layers else hidden
+            states[done] = partial_forward.hidden
+        return _features(out.last_hidden_state, states, spec)
+
+
+def _fits(cache: StaticKVCache, shape: TreeShape, new: int) -> bool:
+    """Whether a captured graph can run a pass over a whole tree."""
+    return new == len(shape) and cache.fits(new)
+
+
+def _features(final: Tensor, states: dict[int, Tensor], spec: FeatureSpec) -> Features:
+    return Features(final=final, layers=torch.cat([states[i] for i in spec.layers], -1) if spec.layers else None)

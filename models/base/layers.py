@@ -94,7 +94,7 @@ def with_layers(
 
 
 def first_layers(base: "BaseModel", count: int) -> "BaseModel":
-    """The first ``count`` layers, without a final norm: what ``read`` returns is the exit state of layer ``count``."""
+    """The first ``count`` layers, without a final norm: the hidden state is the exit state of layer ``count``."""
     return with_layers(base, nn.ModuleList(list(base.model.model.layers)[:count]), nn.Identity())
 
 

@@ -32,7 +32,7 @@ def greedy_match_rate(base: BaseModel, answers: Iterable[Generation]) -> float:
     agreed = tokens = 0
     for answer in answers:
         ids = torch.from_numpy(answer.input_ids).long().to(base.device)
-        hidden = base.read(ids[None, :-1], base.new_cache(len(ids) - 1))[0, answer.boundary - 1 :]
+        hidden = base.forward(ids[None, :-1], base.new_cache(len(ids) - 1)).final[0, answer.boundary - 1 :]
         agreed += int((base.logits(hidden).argmax(-1) == ids[answer.boundary :]).sum())
         tokens += len(ids) - answer.boundary
     return Ratio(agreed, tokens).value
@@ -96,7 +96,7 @@ def generate(
         if len(rows) > 1 and not waiting:
             rows, last, cache = _shrink(rows, last, cache)
         if any(rows):
-            hidden = base.read(last[:, None], cache)[:, 0]
+            hidden = base.forward(last[:, None], cache).final[:, 0]
             last = _choose(base.logits(hidden), rows, sampler)
             kept = hidden.half() if keep_hidden_states else None
             for slot, token in enumerate(last.tolist()):
@@ -213,7 +213,7 @@ class _SharedPrefix:
         if self.length:
             self.cache = base.new_cache(self.length)
             tokens = torch.tensor([prompts[0][: self.length]], device=base.device)
-            self.hidden = base.read(tokens, self.cache)[0]
+            self.hidden = base.forward(tokens, self.cache).final[0]
 
     def read_prompt(self, row: _Row, cache: RaggedCache, slot: int) -> Tensor:
         """Fill ``slot`` with the row's prompt; returns the logits after it ([V])."""
@@ -224,7 +224,7 @@ class _SharedPrefix:
             lent.length = self.length
             row.hidden.append(self.hidden.half())
         rest = torch.tensor([row.prompt[self.length :]], device=self.base.device)
-        hidden = self.base.read(rest, lent)[0]
+        hidden = self.base.forward(rest, lent).final[0]
         row.hidden.append(hidden.half())
         cache.lengths[slot] = lent.length
         return self.base.logits(hidden[-1:])[0]

@@ -143,13 +143,13 @@ class DraftCache:
             for row, (length, count) in enumerate(zip(start.tolist(), counts.tolist(), strict=True)):
                 lent = cache.slot(row, length)
                 unread = text.tokens[row : row + 1, length : length + count]
-                hidden.append(self.model.read(unread, lent)[:, -1])
+                hidden.append(self.model.forward(unread, lent).final[:, -1])
             last = torch.cat(hidden)
             rewind(cache, text.lengths)
         else:
             places = start[:, None] + torch.arange(longest, device=start.device)
             unread = text.tokens.gather(1, places.clamp(max=text.longest - 1))
-            last = last_of(self.model.read(unread, cache, counts), counts)
+            last = last_of(self.model.forward(unread, cache, counts).final, counts)
         self._read = text
         return last
 
@@ -169,12 +169,12 @@ class DraftCache:
         rows, new = tokens.shape
         if new == 1 and self._nodes.shape[1] == 0:
             # A chain so far: the next text either goes on like this or is cut off by `_agree`.
-            hidden = self.model.read(tokens, cache)
+            hidden = self.model.forward(tokens, cache).final
             self._read = self._read.append(tokens)
             return hidden
         self._nodes = torch.cat([self._nodes, tokens], 1)
         self._forest = self._forest.grown(rows, new, above)
-        return self.model.verify(tokens, self._forest.shape(), cache)
+        return self.model.verify(tokens, self._forest.shape(), cache).final
 
     def _make_room(self, text: TokenBuffer, room: int) -> None:
         """A cache that holds the text and one step's nodes, made or enlarged."""

@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import Features, FeatureSpec
+from drafthead.data.batch import Features, FeatureSpec, pad_rows
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.acceptance import AcceptanceRule, greedy
@@ -103,21 +103,20 @@ class DecodeState:
         for row, ids in enumerate(prompts):
             tokens[row, : len(ids)] = torch.tensor(ids, device=self.base.device)
             lent = self.cache if isinstance(self.cache, KVCache) else self.cache.slot(row)
-            hidden.append(self.base.read(tokens[row : row + 1, : len(ids)], lent, spec=self.spec)[0])
+            hidden.append(self.base.forward(tokens[row : row + 1, : len(ids)], lent, spec=self.spec))
         if isinstance(self.cache, RaggedCache):
             self.cache.lengths = counts
         if self._context is not None:
             # Padding repeats a token of the row: what counts for a penalty is the set.
             self._context[:] = tokens[:, :1]
             self._remember(tokens, counts)
-        padded = torch.nn.utils.rnn.pad_sequence(hidden, batch_first=True)
-        self._observe(tokens, padded, counts)
-        self.last = self._first_token(torch.stack([h[-1] for h in hidden]), rng) if first is None else first
+        self._observe(tokens, pad_rows(hidden), counts)
+        self.last = self._first_token(torch.cat([h.final[:, -1] for h in hidden]), rng) if first is None else first
         self._remember(self.last[:, None], torch.ones_like(counts))
         return self.last
 
     def _first_token(self, hidden: Tensor, rng: RandomSource | None) -> Tensor:
-        logits, sampler = self.base.logits(hidden[:, : self.base.hidden_size]), self.policy.sampler
+        logits, sampler = self.base.logits(hidden), self.policy.sampler
         if sampler.plain_greedy:
             return logits.argmax(-1)
         assert rng is not None
@@ -164,12 +163,12 @@ class DecodeState:
             verify_s=verified - drafted,
         )
 
-    def _commit(self, proposal: Proposal, verdict: Acceptance, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _commit(self, proposal: Proposal, verdict: Acceptance, hidden: Features) -> tuple[Tensor, Tensor]:
         """Keep the accepted path in the caches; returns the committed tokens and their counts."""
         nodes, counts = verdict.nodes, verdict.accepted + 1
         path = proposal.tokens.gather(1, nodes)
         self.cache.keep(nodes, counts)
-        self._observe(path, hidden.gather(1, nodes[..., None].expand(-1, -1, hidden.shape[-1])), counts)
+        self._observe(path, hidden.map(lambda h: h.gather(1, nodes[..., None].expand(-1, -1, h.shape[-1]))), counts)
         tokens = torch.cat([path[:, 1:], path[:, :1]], 1)
         tokens.scatter_(1, verdict.accepted[:, None], verdict.bonus[:, None])
         self._remember(tokens, counts)
@@ -184,7 +183,7 @@ class DecodeState:
             counts: [B] int64, how many of them count, at least 1.
         """
         path = torch.cat([self.last[:, None], tokens[:, :-1]], 1)
-        hidden = self.base.read(path, self.cache, counts, self.spec)
+        hidden = self.base.forward(path, self.cache, counts, self.spec)
         self._observe(path, hidden, counts)
         self._remember(tokens, counts)
         self.last = tokens.gather(1, counts[:, None] - 1)[:, 0]
@@ -206,9 +205,9 @@ class DecodeState:
         self._context = None if mark.context is None else mark.context.clone()
         self._context_lengths = mark.context_lengths
 
-    def _observe(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+    def _observe(self, tokens: Tensor, hidden: Features, counts: Tensor) -> None:
         if self.drafter is not None and self.state is not None:
-            self.state = self.drafter.observe(self.state, tokens, Features.split(hidden, self.base.hidden_size), counts)
+            self.state = self.drafter.observe(self.state, tokens, hidden, counts)
 
     def _remember(self, tokens: Tensor, counts: Tensor) -> None:
         """Write committed tokens into the context that a repetition penalty reads."""

@@ -64,7 +64,7 @@ class SharedPass:
         self._forest = forest.grown(rows, new, above)
         self._tokens.append(tokens)
         self._parents.append(torch.full_like(tokens, UNREAD) if above is None else above)
-        self._hidden.append(self._model.verify(tokens, self._forest.shape(), self._cache))
+        self._hidden.append(self._model.verify(tokens, self._forest.shape(), self._cache).final)
         return self._hidden[-1]
 
     def finish(self, proposal: Proposal) -> PartialForward:

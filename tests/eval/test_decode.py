@@ -32,7 +32,7 @@ def trained_head(base: BaseModel, plain: list[int]) -> MedusaHead:
     """A head that is often right: its blocks are perturbed and its projections fitted to the answer's own tokens."""
     head = MedusaConfig(num_heads=3).build(base).eval()
     ids = torch.tensor([PROMPT + plain])
-    hidden = base.read(ids, base.new_cache(ids.shape[1]))[0]
+    hidden = base.forward(ids, base.new_cache(ids.shape[1])).final[0]
     with torch.no_grad():
         for k in range(3):
             for t in range(len(PROMPT) - 1, ids.shape[1] - 2 - k, 2):
@@ -145,16 +145,16 @@ def test_verified_states_equal_reading_token_by_token(tiny_base: TinyBase) -> No
     tree = TREES["tree"]
     tokens = torch.tensor([[7, *range(30, 30 + len(tree) - 1)]])
     cache = base.new_cache(40)
-    base.read(torch.tensor([PROMPT]), cache)
-    hidden = base.verify(tokens, tree.shape, cache)
+    base.forward(torch.tensor([PROMPT]), cache)
+    hidden = base.verify(tokens, tree.shape, cache).final
     for node, path in enumerate(tree.paths):
         nodes = [tree.paths.index(path[:d]) for d in range(len(path) + 1)]
-        chain = base.read(torch.tensor([PROMPT + tokens[0, nodes].tolist()]), base.new_cache(40))
+        chain = base.forward(torch.tensor([PROMPT + tokens[0, nodes].tolist()]), base.new_cache(40)).final
         torch.testing.assert_close(hidden[0, node], chain[0, -1], rtol=1e-4, atol=1e-5)
     path = torch.tensor([0, *(tree.paths.index((2, 3, 1)[:d]) for d in (1, 2, 3))])
     cache.keep(path[None], torch.tensor([4]))
-    follow = base.read(torch.tensor([[11]]), cache)
-    chain = base.read(torch.tensor([PROMPT + tokens[0, path].tolist() + [11]]), base.new_cache(40))
+    follow = base.forward(torch.tensor([[11]]), cache).final
+    chain = base.forward(torch.tensor([PROMPT + tokens[0, path].tolist() + [11]]), base.new_cache(40)).final
     torch.testing.assert_close(follow[0, -1], chain[0, -1], rtol=1e-4, atol=1e-5)
 
 

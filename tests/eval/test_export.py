@@ -49,7 +49,7 @@ def fitted(base: BaseModel) -> MedusaHead:
     head = MedusaConfig(num_heads=3).build(base).eval()
     with torch.no_grad():
         for text in answers(base):
-            hidden = base.read(torch.tensor([text.ids]), base.new_cache(len(text.ids)))[0]
+            hidden = base.forward(torch.tensor([text.ids]), base.new_cache(len(text.ids))).final[0]
             for k in range(3):
                 for t in range(text.boundary, len(text.ids) - 2 - k):
                     head.output_head(k).weight[text.ids[t + 2 + k]] += hidden[t] / hidden[t].norm()

@@ -129,7 +129,7 @@ def law_of_text(base: BaseModel, prompt: list[int], length: int) -> dict[tuple[i
         longer: dict[tuple[int, ...], float] = {}
         for path, probability in known.items():
             tokens = torch.tensor([[*prompt, *path]])
-            hidden = base.read(tokens, base.new_cache(tokens.shape[1]))[:, -1]
+            hidden = base.forward(tokens, base.new_cache(tokens.shape[1])).final[:, -1]
             dist = SAMPLER.probs(base.logits(hidden))[0]
             for token in dist.nonzero()[:, 0].tolist():
                 longer[*path, token] = probability * float(dist[token])

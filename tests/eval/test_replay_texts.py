@@ -59,7 +59,7 @@ def fitted(base: BaseModel, reads_last: bool = False) -> MedusaHead:
     head = MedusaConfig(num_heads=3, reads_last_token=reads_last).build(base).eval()
     with torch.no_grad():
         for text in answered(base, 0.0, 40):
-            hidden = base.read(torch.tensor([text.ids]), base.new_cache(len(text.ids)))[0]
+            hidden = base.forward(torch.tensor([text.ids]), base.new_cache(len(text.ids))).final[0]
             for k in range(3):
                 for t in range(text.boundary - 1, len(text.ids) - 2 - k, 2):
                     h = hidden[t]
@@ -125,7 +125,7 @@ def test_a_chain_of_samples_is_the_ratio_of_laws(base: BaseModel) -> None:
     for text, chances in zip(texts, found, strict=True):
         ids = torch.tensor([text.ids])
         p = warmed(base.model(ids).logits[0], 0.7)
-        hidden = base.read(ids, base.new_cache(len(text.ids)))[0]
+        hidden = base.forward(ids, base.new_cache(len(text.ids))).final[0]
         for t in range(text.positions):
             start = text.boundary - 1 + t
             for k in range(3):

@@ -58,7 +58,7 @@ def test_batched_generation_equals_decoding_each_prompt(tiny_base: TinyBase) -> 
         assert answer.input_ids.tolist() == prompt + plain.tokens
         assert answer.boundary == len(prompt)
         ids = torch.tensor([answer.input_ids.tolist()])
-        wanted = base.read(ids[:, :-1], base.new_cache(ids.shape[1]))[0]
+        wanted = base.forward(ids[:, :-1], base.new_cache(ids.shape[1])).final[0]
         torch.testing.assert_close(torch.from_numpy(answer.features).float(), wanted, rtol=2e-3, atol=2e-3)
 
 
@@ -80,7 +80,7 @@ def test_samples_follow_the_truncated_distribution(tiny_base: TinyBase) -> None:
     """Chi-square of the first sampled token, after top-k and top-p, over 1500 seeds."""
     base = tiny_base()
     prompt = [5, 6, 7]
-    logits = base.logits(base.read(torch.tensor([prompt]), base.new_cache(4))[:, -1])[0]
+    logits = base.logits(base.forward(torch.tensor([prompt]), base.new_cache(4)).final[:, -1])[0]
     probs = (logits / 1.5).softmax(-1)
     kept, ids = probs.topk(8)
     kept = kept / kept.sum()

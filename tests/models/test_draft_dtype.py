@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import Features
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.decoding.loop import decode
@@ -48,8 +47,8 @@ def two_of(config: DraftHeadConfig, base: BaseModel) -> tuple[DraftHead, DraftHe
 def first_logits(head: DraftHead) -> Tensor:
     """Of the first two draft positions behind a short text."""
     base, ids = head.base, torch.tensor([random_ids(7)])
-    hidden = base.read(ids, base.new_cache(16), spec=head.spec)
-    state = head.observe(head.init_state(1), ids, Features.split(hidden, base.hidden_size))
+    hidden = base.forward(ids, base.new_cache(16), spec=head.spec)
+    state = head.observe(head.init_state(1), ids, hidden)
     expansion = head.begin(state, ids[:, -1], DraftConfig(tree=TokenTree.chain(2)))
     first = expansion.root()
     return torch.cat([first, expansion.grow(torch.tensor([[5]]), torch.tensor([[0]]))], 1)

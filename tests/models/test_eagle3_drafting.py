@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import Features
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
@@ -69,8 +68,8 @@ def test_drafting_along_a_text_is_the_training_path(tiny_base: TinyBase, archite
             most = int(count.max())
             taken = [texts[row][s : s + c] for row, s, c in zip(rows, starts.tolist(), count.tolist(), strict=True)]
             tokens = torch.tensor([part + [7] * (most - len(part)) for part in taken])
-            read = base.read(tokens, cache, count, head.spec)
-            state = head.observe(state, tokens, Features.split(read, base.hidden_size), count)
+            read = base.forward(tokens, cache, count, head.spec)
+            state = head.observe(state, tokens, read, count)
             starts = starts + count
             for _ in range(2):  # the same state drafts the same again
                 follow(head, state, [texts[row] for row in rows], [wanted[row] for row in rows], starts)

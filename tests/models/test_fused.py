@@ -71,8 +71,8 @@ def test_chains(pair: _Pair, monkeypatch: pytest.MonkeyPatch, batch: int, new: i
 
     def logits(base: BaseModel) -> Tensor:
         cache = base.new_cache(32) if batch == 1 else base.new_slots(batch, 32)
-        first = base.read(ids[:, :9], cache)
-        return base.logits(torch.cat([first, base.read(ids[:, 9:], cache)], 1))
+        first = base.forward(ids[:, :9], cache).final
+        return base.logits(torch.cat([first, base.forward(ids[:, 9:], cache).final], 1))
 
     pair.assert_equal(logits)
 
@@ -83,8 +83,8 @@ def test_trees(pair: _Pair, batch: int) -> None:
 
     def logits(base: BaseModel) -> Tensor:
         cache = base.new_cache(32) if batch == 1 else base.new_slots(batch, 32)
-        base.read(ids[:, :9], cache)
-        return base.logits(base.verify(ids[:, 9:], TREE.shape, cache))
+        base.forward(ids[:, :9], cache)
+        return base.logits(base.verify(ids[:, 9:], TREE.shape, cache).final)
 
     pair.assert_equal(logits)
 
@@ -140,7 +140,7 @@ def test_queries_keys_and_values_are_one_product(tiny_base: TinyBase) -> None:
 
     cache = base.new_cache(8)
     with Count():
-        base.read(torch.tensor([[3, 4, 5]]), cache)
+        base.forward(torch.tensor([[3, 4, 5]]), cache)
     assert len(calls) == 4 * base.num_layers
 
 

@@ -103,15 +103,15 @@ def test_passes_equal_those_of_the_shapes_at_hand(kind: str, prepack: bool) -> N
         return torch.randint(0, 300, (1, count), generator=generator)
 
     prompt = tokens(SMALLEST - 20)
-    compare([base.read(prompt, cache) for base, cache in zip((plain, static), caches, strict=True)])
+    compare([base.forward(prompt, cache).final for base, cache in zip((plain, static), caches, strict=True)])
     sizes = set()
     for step in range(14):
         tree = TREES[step % len(TREES)]
         ids = tokens(len(tree))
         shape = replace(tree.shape, tree=None) if step < len(TREES) else tree.shape  # grown anew in every step, or not
         found = [b.verify_logits(ids, shape, c) for b, c in zip((plain, static), caches, strict=True)]
-        for pair in zip(*found, strict=True):
-            compare(list(pair))
+        compare([hidden.final for hidden, _ in found])
+        compare([logits for _, logits in found])
         if step % 5 == 4:
             for cache in caches:
                 cache.roll_back()
@@ -122,13 +122,13 @@ def test_passes_equal_those_of_the_shapes_at_hand(kind: str, prepack: bool) -> N
             for cache in caches:
                 cache.keep(padded, torch.tensor([len(path)]))
         some = tokens(3)
-        compare([b.read(some, c, torch.tensor([2])) for b, c in zip((plain, static), caches, strict=True)])
+        compare([b.forward(some, c, torch.tensor([2])).final for b, c in zip((plain, static), caches, strict=True)])
         sizes.add(caches[1]._size)
         assert caches[0].length == caches[1].length
     assert sizes == {256, 512}
     for cache in caches:
         cache.roll_back(40)
-    compare([b.verify(ids, tree.shape, c) for b, c in zip((plain, static), caches, strict=True)])
+    compare([b.verify(ids, tree.shape, c).final for b, c in zip((plain, static), caches, strict=True)])
     assert caches[1]._size == 256
 
 
@@ -221,7 +221,7 @@ def test_the_bound_is_looked_up_only_when_it_matters(bases: tuple[BaseModel, Bas
     """Paths are counted as accepted in full until the text might not fit; then the true length decides."""
     base = bases[1]
     cache = base.new_cache(len(PROMPT) + 12 + len(TREE))
-    base.read(torch.tensor([PROMPT]), cache)
+    base.forward(torch.tensor([PROMPT]), cache)
     ids = torch.arange(len(TREE))[None]
     for _ in range(12):
         base.verify(ids, TREE.shape, cache)
@@ -238,12 +238,12 @@ def test_memory_is_lent_to_one_cache_after_the_other() -> None:
     assert first._memory is not second._memory
     memory = second._memory
     memory.keys.fill_(torch.nan)
-    base.read(torch.tensor([PROMPT]), second)
+    base.forward(torch.tensor([PROMPT]), second)
     del second
     third = base.new_cache(40)
     assert third._memory is memory and third.length == 0
-    base.read(torch.tensor([PROMPT]), third)
-    assert base.verify(torch.tensor([[4]]), TokenTree.chain(0).shape, third).isfinite().all()
+    base.forward(torch.tensor([PROMPT]), third)
+    assert base.verify(torch.tensor([[4]]), TokenTree.chain(0).shape, third).final.isfinite().all()
     fourth = base.new_cache(400)
     assert fourth._memory.size == 512
     del third, fourth
@@ -254,7 +254,7 @@ def test_few_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static_cache, "MOST_PASSES", 2)
     base = make("always")
     cache = base.new_cache(40)
-    base.read(torch.tensor([PROMPT]), cache)
+    base.forward(torch.tensor([PROMPT]), cache)
     for nodes in (1, 2, 3, 2):
         base.verify(torch.ones(1, nodes, dtype=torch.int64), TokenTree.chain(nodes - 1).shape, cache)
         cache.roll_back()
@@ -276,11 +276,11 @@ def test_a_cache_with_more_room_stays_static(bases: tuple[BaseModel, BaseModel])
     tokens = torch.tensor([PROMPT])
     grown, wanted = base.new_cache(len(PROMPT)), base.new_cache(40)
     for cache in (grown, wanted):
-        base.read(tokens, cache)
+        base.forward(tokens, cache)
     grown = grown.enlarged(base.cache_shape, 40)
     assert isinstance(grown, StaticKVCache) and isinstance(wanted, StaticKVCache)
     assert grown.capacity == 40 and grown.length == len(PROMPT)
-    torch.testing.assert_close(base.read(tokens, grown), base.read(tokens, wanted))
+    torch.testing.assert_close(base.forward(tokens, grown).final, base.forward(tokens, wanted).final)
     assert grown._memory.passes
 
 

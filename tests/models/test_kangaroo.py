@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafthead.data.batch import Features
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree
@@ -121,13 +120,13 @@ def test_verification_goes_on_from_the_exit_states(tiny_base: TinyBase, plan: st
     for partial_forward in (True, False):
         cache = base.new_cache(64) if rows == 1 else base.new_slots(rows, 64)
         state = head.attach(head.init_state(rows), cache)
-        hidden = base.read(prompts, cache, spec=head.spec)
-        state = head.observe(state, prompts, Features.split(hidden, base.hidden_size))
+        hidden = base.forward(prompts, cache, spec=head.spec)
+        state = head.observe(state, prompts, hidden)
         proposal = head.draft(state, torch.arange(30, 30 + rows), PLANS[plan])
         assert proposal.partial_forward is not None and proposal.partial_forward.layers == 2
         found = base.verify(
             proposal.tokens, proposal.shape, cache, head.spec, proposal.partial_forward if partial_forward else None
-        )
+        ).final
         real = (proposal.shape.parents.expand(rows, -1) >= 0) | (torch.arange(found.shape[1]) == 0)
         cache.roll_back()
         shared.append((found[real], cache.keys[:, :, :, 4 : 4 + found.shape[1]].clone(), proposal.tokens))
@@ -170,7 +169,7 @@ def test_led_along_a_text_it_drafts_the_same(tiny_base: TinyBase) -> None:
     head = adapter(base)
     ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
     cache = base.new_cache(64)
-    hidden = Features.split(base.read(ids, cache, spec=head.spec), base.hidden_size)
+    hidden = base.forward(ids, cache, spec=head.spec)
     own = head.observe(head.init_state(1), ids, hidden)
     shared = head.observe(head.attach(head.init_state(1), cache), ids, hidden)
     for plan in PLANS.values():
@@ -218,9 +217,9 @@ def test_sampled_siblings_that_are_equal_are_one_state(
         found = []
         for partial_forward in (True, False):
             cache = base.new_cache(64) if rows == 1 else base.new_slots(rows, 64)
-            hidden = base.read(prompts, cache, spec=head.spec)
+            hidden = base.forward(prompts, cache, spec=head.spec)
             state = head.attach(head.init_state(rows), cache)
-            state = head.observe(state, prompts, Features.split(hidden, base.hidden_size))
+            state = head.observe(state, prompts, hidden)
             rng = PerRowRng([seed + n for n in range(rows)], [4] * rows, DRAFT, base.device)
             proposal = head.draft(state, torch.arange(30, 30 + rows), plan, rng)
             found.append(
@@ -230,7 +229,7 @@ def test_sampled_siblings_that_are_equal_are_one_state(
                     cache,
                     head.spec,
                     proposal.partial_forward if partial_forward else None,
-                )
+                ).final
             )
         real = (proposal.shape.parents.expand(rows, -1) >= 0) | (torch.arange(proposal.tokens.shape[1]) == 0)
         torch.testing.assert_close(found[0][real], found[1][real], rtol=1e-4, atol=1e-4)

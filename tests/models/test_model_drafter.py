@@ -50,7 +50,7 @@ class Counted:
 
     def __init__(self, model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passes: list[int] = []
-        for name in ("read", "verify"):
+        for name in ("forward", "verify"):
             monkeypatch.setattr(model, name, self._counting(getattr(model, name)))
 
     def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,11 +149,11 @@ def test_adaptive_length(tiny_base: TinyBase) -> None:
 def test_early_exit_leaves_the_base_as_it_is(tiny_base: TinyBase) -> None:
     base = tiny_base()
     tokens = torch.arange(5)[None]
-    before = base.read(tokens, base.new_cache(8))
+    before = base.forward(tokens, base.new_cache(8)).final
     small = early_exit(base, 1).model
-    small.read(tokens, small.new_cache(8))
+    small.forward(tokens, small.new_cache(8))
     assert base.num_layers == len(base.model.model.layers) == base.model.config.num_hidden_layers == 3
-    assert torch.equal(base.read(tokens, base.new_cache(8)), before)
+    assert torch.equal(base.forward(tokens, base.new_cache(8)).final, before)
     assert small.model.model.layers[0] is base.model.model.layers[0]
     with pytest.raises(UserError, match="needs 1 to 2 layers, got 3"):
         early_exit(base, 3)
