@@ -49,7 +49,7 @@ from drafthead.models.token_tree import TokenTree
 from drafthead.train import pipeline
 from drafthead.train.config import GenerationsConfig
 from drafthead.train.corpora.answers import AnswerGenerator
-from drafthead.train.tracking import backends as sinks
+from drafthead.train.tracking.tracker import wandb_run_id
 from drafthead.train.trainer.checkpoint import TrainState, capture_rng, load_latest, save_checkpoint
 
 SHAPE = {
@@ -224,14 +224,14 @@ def read_settings(folder: Path) -> Any:
 
 
 def make_tracked(folder: Path) -> None:
-    sinks._run_id(folder, offline=False)
+    wandb_run_id(folder)
     (folder / "metrics.jsonl").touch()
 
 
 def read_run_id(folder: Path) -> Any:
     if not ((folder / "wandb-run-id").exists() and (folder / "metrics.jsonl").exists()):
         raise UserError("a new run begins")
-    return sinks._run_id(folder, offline=False)
+    return wandb_run_id(folder)
 
 
 def written(name: str, content: str) -> Callable[[Path], None]:

@@ -54,7 +54,7 @@ def _run(run: RunConfig, resolved: str, launch: Launch) -> None:
         _open_folder(folder, run, resolved, display)
     accelerator.wait_for_everyone()
     set_seed(run.seed)
-    tracker = _open_tracker(run, folder, display) if launch.is_main else None
+    tracker = _open_tracker(run, folder, launch) if launch.is_main else None
     corpora = open_corpora(run, launch)
     head = _new_head(run, corpora, display)
     trainer = Trainer(run, head, corpora, folder, accelerator, display, tracker, sharding, launch.processes)
@@ -81,9 +81,9 @@ def _run(run: RunConfig, resolved: str, launch: Launch) -> None:
             display.line(f"pushed: {address}")
 
 
-def _open_tracker(run: RunConfig, folder: Path, display: Display) -> Tracker:
+def _open_tracker(run: RunConfig, folder: Path, launch: Launch) -> Tracker:
     settings = asdict(run) | {"head": {**run.head, **asdict(run.head_config())}}  # with the defaults of this head
-    return Tracker(run.tracker, folder, run.name, settings, display.line)
+    return Tracker(launch.accelerator, run.tracker, folder, run.name, settings, launch.display.line)
 
 
 def _open_folder(folder: Path, run: RunConfig, resolved: str, display: Display) -> None:

@@ -46,7 +46,12 @@ def launched(run: RunConfig) -> Iterator[Launch]:
         UserError: the launcher has settings that are not followed.
     """
     shard = follow_launcher(run.shard)
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[WAITING])
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        kwargs_handlers=[WAITING],
+        log_with=None if run.tracker.kind == "none" else run.tracker.kind,
+        project_dir=run.out,
+    )
     check_accelerator(accelerator)
     processes = Processes(run.heartbeat_timeout_s)
     with processes.watched():

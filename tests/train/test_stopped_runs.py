@@ -204,5 +204,5 @@ def test_a_corpus_of_another_base_is_refused(runs: Any, tmp_path: Path) -> None:
 
 def test_a_tracker_that_fails_costs_no_step(runs: Any, whole: Path, tmp_path: Path) -> None:
     assert runs.one(tmp_path, "tracker.kind=wandb", "tracker.mode=offline", at=("track", 5), do="raise") == 0
-    assert "warning: wandb failed (this process has a fault); training goes on" in runs.said(tmp_path)
+    assert "warning: wandb failed (this process has a fault); training continues" in runs.said(tmp_path)
     runs.assert_equal(tmp_path, whole)

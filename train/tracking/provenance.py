@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,15 @@ from drafthead.data.utils.machine import hardware
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "safetensors", "numpy", "hydra-core", "wandb")
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 """Environment variables that change what a run computes. Only these are kept: others may hold secrets."""
-DIFF_BYTES = 2_000_000
+MAX_DIFF_BYTES = 2_000_000
 """A longer diff is cut: somebody changed a data file, not code."""
 
 
 def write_provenance(folder: Path, resolved_config_yaml: str) -> list[str]:
     """Write ``recipe.yaml``, ``provenance.json`` and, when the checkout has changes, ``git.diff`` into ``folder``.
 
-    Each file is written atomically. It never fails a run: what cannot be found out stands in the JSON as
-    ``{"error": ...}``, and what cannot be written is returned as one warning line each.
+    It never fails a run: what cannot be found out is ``{"error": ...}`` in the JSON, and each file that cannot be
+    written is returned as one warning line.
     """
     root = Path(drafthead.__file__).resolve().parent.parent
     # A copy of the code inside another repository has no .git of its own, and is not that repository's commit.
@@ -34,65 +34,55 @@ def write_provenance(folder: Path, resolved_config_yaml: str) -> list[str]:
         "folder": str(Path.cwd()),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": {key: os.environ[key] for key in VARIABLES if key in os.environ},
-        "git": _or_error(lambda: _git_state(checkout)),
+        "git": _or_error(lambda: _git_state(checkout)) if checkout else None,
         "versions": _or_error(_versions),
         "hardware": _or_error(hardware),
     }
-    files: list[tuple[str, Callable[[Path], None]]] = [
-        ("recipe.yaml", lambda path: write_atomic(path, resolved_config_yaml)),
-        ("provenance.json", lambda path: write_json(path, record)),
-        ("git.diff", lambda path: _write_diff(path, checkout)),
-    ]
+    files: dict[str, Callable[[Path], None]] = {
+        "recipe.yaml": lambda path: write_atomic(path, resolved_config_yaml),
+        "provenance.json": lambda path: write_json(path, record),
+        "git.diff": lambda path: _write_diff(path, checkout),
+    }
     warnings = []
-    for name, write in files:
+    for name, write in files.items():
         try:
             write(folder / name)
         except (OSError, subprocess.SubprocessError) as error:
-            warnings.append(f"warning: {folder / name} could not be written ({error}); the run goes on without it")
+            warnings.append(f"{folder / name} could not be written ({error}); the run continues without it")
     return warnings
 
 
 def _or_error(find: Callable[[], Any]) -> Any:
     try:
         return find()
-    except Exception as error:  # a record of a run must not be what stops it; the record itself says what is missing
+    except Exception as error:  # a record of a run must not be what stops it
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _git(checkout: Path, *arguments: str) -> bytes:
+def _git(checkout: Path, *arguments: str) -> str:
     command = ["git", "-C", str(checkout), *arguments]
-    done = subprocess.run(command, capture_output=True, check=True, timeout=30)
-    return done.stdout
+    return subprocess.run(command, capture_output=True, check=True, timeout=30).stdout.decode(errors="replace")
 
 
-def _git_state(checkout: Path | None) -> dict[str, Any] | None:
-    """None when the code is no checkout (an installed wheel, an unpacked archive)."""
-    if checkout is None:
-        return None
-    changed = _git(checkout, "status", "--porcelain").decode(errors="replace").splitlines()
+def _git_state(checkout: Path) -> dict[str, Any]:
+    lines = _git(checkout, "status", "--porcelain").splitlines()
     return {
-        "commit": _git(checkout, "rev-parse", "HEAD").decode().strip(),
-        "changed": [line[3:] for line in changed if not line.startswith("??")],
-        "untracked": [line[3:] for line in changed if line.startswith("??")],
+        "commit": _git(checkout, "rev-parse", "HEAD").strip(),
+        "changed": [line[3:] for line in lines if not line.startswith("??")],
+        "untracked": [line[3:] for line in lines if line.startswith("??")],
     }
 
 
 def _write_diff(path: Path, checkout: Path | None) -> None:
     path.unlink(missing_ok=True)  # of an earlier start of this run
-    if checkout is None:
-        return
-    diff = _git(checkout, "diff", "HEAD")
-    if len(diff) > DIFF_BYTES:
-        diff = diff[:DIFF_BYTES] + f"\n... cut: the diff has {len(diff):,} bytes\n".encode()
+    diff = _git(checkout, "diff", "HEAD") if checkout else ""
+    if len(diff) > MAX_DIFF_BYTES:
+        diff = diff[:MAX_DIFF_BYTES] + f"\n... cut: the diff has {len(diff):,} characters\n"
     if diff:
         write_atomic(path, diff)
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"drafthead": drafthead.__version__, "python": sys.version.split()[0]}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+    installed = {found.name: found.version for found in distributions()}
+    ours = {"drafthead": drafthead.__version__, "python": sys.version.split()[0]}
+    return ours | {name: installed.get(name) for name in PACKAGES}

@@ -1,162 +1,197 @@
-"""Where a run's numbers go: metrics.jsonl always, a console line a log step, an experiment tracker when asked."""
+"""The experiment tracker of a run: wandb, TensorBoard or any other that accelerate knows."""
 
-import json
 import math
-import resource
-import sys
+import netrc
+import os
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import torch
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from drafthead.data.utils.files import read_json_lines, write_atomic
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_sealed_json, write_sealed_json
+from drafthead.eval.report.tables import METHOD_COLUMNS, TASK_COLUMNS, method_rows, task_rows
 from drafthead.train.config import TrackerConfig
-from drafthead.train.tracking.backends import AccelerateBackend, Say, TrackerBackend, WandbBackend
 
 Row = Mapping[str, Any]
-
-
-class MetricsLog:
-    """``metrics.jsonl``: one JSON object a line, appended. Numbers that are not finite become null.
-
-    A row holds ``total_step``, the optimiser steps finished over all phases; resuming drops what lies past it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def write(self, row: Row) -> None:
-        """Append a row; it survives a kill of this process from here on."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
-
-    def truncate(self, total_step: int) -> None:
-        """Keep rows up to ``total_step``, so that a resumed run logs no step twice; a torn last line goes too.
-
-        Raises:
-            UserError: a line before the last one is not JSON.
-        """
-        if self.path.exists():
-            kept = [row for row in self.rows() if row.get("total_step", 0) <= total_step]
-            write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
-
-    def rows(self) -> list[dict[str, Any]]:
-        """All whole rows; empty when nothing was logged.
-
-        Raises:
-            UserError: a line before the last one is not JSON.
-        """
-        return read_json_lines(self.path)
-
-
-class ConsoleLine:
-    """Renders a log row as one line in a fixed order: phase step/total, loss, accept_1.., lr, ... eta."""
-
-    def __init__(self, phase: str, steps: int) -> None:
-        """``steps`` is the length of the phase; the eta counts to its end."""
-        self.phase, self.steps = phase, steps
-
-    def render(self, row: Row) -> str:
-        """The line of a row with step, loss (and PART_loss), accept_k, lr, grad_norm, tokens_per_second and step_ms.
-
-        Memory is the row's ``memory_bytes`` when it has one, else ``peak_memory()``.
-        """
-        accepted = " ".join(f"{row[key]:.3f}" for key in _accept_keys(row))
-        memory = row.get("memory_bytes", peak_memory())
-        parts = (
-            f"{self.phase} {row['step']:>{len(str(self.steps))}}/{self.steps}",
-            f"loss {row['loss']:.4f}{_parts(row)}",
-            f"accept {accepted}",
-            f"lr {row['lr']:.2e}",
-            f"grad {row['grad_norm']:.3f}",
-            f"{row['tokens_per_second']:,.0f} tok/s",
-            f"{row['step_ms']:.0f} ms",
-            f"{memory / 2**30:.2f} GiB",
-            f"eta {_duration((self.steps - row['step']) * row['step_ms'] / 1e3)}",
-        )
-        return "   " + "  ".join(parts)
-
-
-def _parts(row: Row) -> str:
-    """What a loss of several parts is made of: `` (base 0.1234, heads 2.3456)`` of base_loss and heads_loss."""
-    parts = [f"{key.removesuffix('_loss')} {row[key]:.4f}" for key in row if key.endswith("_loss")]
-    return f" ({', '.join(parts)})" if parts else ""
-
-
-def peak_memory() -> int:
-    """Bytes at the peak so far: allocated on the GPU when torch uses one, else resident in this process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+RESULT_FILES = ("eval.json", "report.html", "recipe.yaml", "provenance.json", "metrics.jsonl", "plots/*.png")
+"""Files of a finished run that wandb keeps as an artifact."""
+WANDB_TIMEOUTS: dict[str, Any] = {"init_timeout": 60, "finish_timeout": 600, "finish_timeout_raises": True}
+"""Seconds that a run waits for wandb's server at its start, and for the uploads at its end."""
 
 
 class Tracker:
-    """Feeds the tracker of a recipe. It never fails a run: the first error is one warning line, then it is silent.
+    """Sends rows to the tracker of a recipe. It never fails a run: the first error is one warning line, then silence.
 
-    Make it on the main process only, before the first row of ``metrics.jsonl``: a folder that has rows continues
-    its wandb run, another starts a new one.
+    Make it on the main process only, before the first row of ``metrics.jsonl``: a folder that has rows resumes its
+    wandb run, another starts a new one.
     """
 
-    def __init__(self, config: TrackerConfig, folder: Path, name: str, settings: Row, say: Say) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: TrackerConfig,
+        folder: Path,
+        name: str,
+        settings: Row,
+        log: Callable[[str], None],
+    ) -> None:
         """Open the tracker.
 
         Args:
-            config: which one.
+            accelerator: made with ``log_with=config.kind`` and the run folder as ``project_dir``.
+            config: which tracker.
             folder: the run folder; offline data and event files go below it.
             name: of the run, unless ``config.run_name`` is set.
             settings: of the run, nested; kept with it.
-            say: receives lines for the user: where to look, how to sync, what went wrong.
+            log: receives lines for the user: where to look, how to sync, what went wrong.
         """
-        self._config, self._folder, self._say = config, folder, say
-        self._sink: TrackerBackend | None = None
-        if config.kind != "none":
-            self._guard(lambda: self._open(config.run_name or name, settings))
-
-    def _open(self, name: str, settings: Row) -> None:
-        config, folder, say = self._config, self._folder, self._say
-        if config.kind == "wandb":
-            self._sink = WandbBackend(
-                folder, name, settings, say, project=config.project, entity=config.entity, mode=config.mode
-            )
-        else:
-            self._sink = AccelerateBackend(folder, name, settings, say, kind=config.kind, project=config.project)
+        self.accelerator, self.config, self.folder, self._log = accelerator, config, folder, log
+        self._step = 0
+        self._wandb_run: Any = None
+        self._active = config.kind != "none"
+        with self._failing_costs_a_line():
+            if self._active:
+                self._open(config.run_name or name, settings)
 
     def log(self, row: Row, step: int) -> None:
         """Send a row's finite numbers as ``PHASE/KEY`` under ``step``, the optimiser steps over all phases."""
-        sink, prefix = self._sink, f"{row['phase']}/"
-        if sink is not None:
-            self._guard(lambda: sink.log(dict(_numbers(row, prefix)), step))
+        self._step = step
+        with self._failing_costs_a_line():
+            if self._active:
+                self.accelerator.log(dict(_numbers(row, f"{row['phase']}/")), step=step)
 
     def replay(self, rows: Iterable[Row]) -> None:
-        """Send what the tracker lacks of the rows that this run logged before it was continued, before others."""
-        for row in rows:
-            if self._sink is not None and self._sink.lacks(row["total_step"]):
-                self.log(row, row["total_step"])
+        """Send the rows that a resumed wandb run lacks; a killed process may not have sent its last ones.
+
+        Offline these are all rows, so that the newest folder holds the whole run. Other trackers keep what they have.
+        """
+        if self._wandb_run is not None:
+            for row in rows:
+                if row["total_step"] >= self._wandb_run.starting_step:
+                    self.log(row, row["total_step"])
 
     def finish(self, evaluation: Row | None = None) -> None:
-        """Send the evaluation (numbers, and where the tracker takes them tables and pages) and close.
+        """Send the evaluation's numbers, to wandb its tables, page and files too, and close. Later calls do nothing."""
+        with self._failing_costs_a_line():
+            if self._active:
+                if evaluation is not None:
+                    self.accelerator.log(dict(_numbers(evaluation, "evaluation/")), step=self._step)
+                    self._send_results(evaluation)
+                # Not end_training(): it also destroys the process group, which the launch still watches.
+                for tracker in self.accelerator.trackers:
+                    tracker.finish()
+        self._active = False
 
-        Later calls do nothing.
-        """
-        sink, self._sink = self._sink, None
-        if sink is not None:
-            self._guard(lambda: sink.finish(dict(_numbers(evaluation or {})), evaluation, self._folder))
-
-    def _guard(self, act: Callable[[], None]) -> None:
+    @contextmanager
+    def _failing_costs_a_line(self) -> Iterator[None]:
         try:
-            act()
+            yield
         except Exception as error:  # a service that is down, full or changed must not cost a training run
-            self._sink = None
+            self._active = False
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._say(f"warning: {self._config.kind} failed ({reason}); training goes on, metrics.jsonl has every row")
+            self._log(f"warning: {self.config.kind} failed ({reason}); training continues, metrics.jsonl has every row")
+
+    def _open(self, name: str, settings: Row) -> None:
+        kind = self.config.kind
+        if not self.accelerator.log_with:  # accelerate leaves out what is not installed
+            raise UserError(f"the {kind} package is missing: pip install {kind}")
+        if kind == "wandb":
+            self._open_wandb(name, settings)
+            return
+        in_folder = LOGGER_TYPE_TO_CLASS[kind].requires_logging_directory  # then the name is a folder's
+        self.accelerator.init_trackers(kind if in_folder else self.config.project, {"name": name, **_flat(settings)})
+        if kind == "tensorboard":
+            self._log(f"tensorboard: tensorboard --logdir {self.folder / kind}")
+
+    def _open_wandb(self, name: str, settings: Row) -> None:
+        import wandb  # takes seconds to import
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Artifacts wait here for their upload: in the home folder, the default, a copy of the run would lack them.
+        os.environ.setdefault("WANDB_DATA_DIR", str(self.folder.resolve() / "wandb"))
+        mode = wandb_mode(self.config.mode, os.environ)
+        reason = " (no login found)" if self.config.mode == "auto" and "WANDB_MODE" not in os.environ else ""
+        options = {
+            "entity": self.config.entity,
+            "name": name,
+            "dir": str(self.folder),
+            "id": wandb_run_id(self.folder),
+            "resume": "allow",
+            "settings": wandb.Settings(silent=True, console="off", **WANDB_TIMEOUTS),
+        }
+
+        def start(mode: str) -> None:
+            self.accelerator.init_trackers(self.config.project, dict(settings), {"wandb": options | {"mode": mode}})
+
+        try:
+            start(mode)
+        except Exception as error:  # no network, a wrong key, a server that is down
+            if mode != "online":
+                raise
+            wandb.teardown()  # it still holds the run's id
+            self.accelerator.trackers.clear()
+            mode, reason = "offline", f" ({str(error).splitlines()[0]})"
+            start(mode)
+        run = self._wandb_run = self.accelerator.get_tracker("wandb", unwrap=True)
+        if mode == "offline":
+            self._log(f"wandb: offline{reason}; to upload later: wandb login && wandb sync {run.settings.sync_dir}")
+        elif mode == "online":
+            self._log(f"wandb: {run.url}")
+        for phase in settings.get("phases", {}):
+            run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
+
+    def _send_results(self, evaluation: Row) -> None:
+        if self._wandb_run is None:
+            return
+        import wandb
+
+        tables = {
+            f"evaluation/by_{kind}": wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+            for kind, columns, rows in (
+                ("task", TASK_COLUMNS, task_rows(dict(evaluation))),
+                ("method", METHOD_COLUMNS, method_rows(dict(evaluation))),
+            )
+        }
+        html = self.folder / "report.html"
+        report = {"report": wandb.Html(html.read_text(), inject=False)} if html.exists() else {}
+        self._wandb_run.log(tables | report, step=self._step)
+        results = wandb.Artifact(f"evaluation-{self._wandb_run.id}", type="evaluation")
+        for path in (path for pattern in RESULT_FILES for path in sorted(self.folder.glob(pattern))):
+            results.add_file(str(path), name=str(path.relative_to(self.folder)))
+        self._wandb_run.log_artifact(results)
 
 
-def _accept_keys(row: Row) -> list[str]:
-    depths = sorted(int(key[7:]) for key in row if key.startswith("accept_") and key[7:].isdigit())
-    return [f"accept_{k}" for k in depths]
+def wandb_mode(mode: str, environment: Mapping[str, str]) -> str:
+    """What ``TrackerConfig.mode`` means here: never online without a login, because wandb would ask for one.
+
+    A login is WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, or an entry for the server in the netrc file.
+    """
+    if mode != "auto":
+        return mode
+    if "WANDB_MODE" in environment:
+        return environment["WANDB_MODE"]
+    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return "online"
+    host = urlsplit(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
+    try:
+        known = netrc.netrc(environment.get("NETRC") or Path.home() / ".netrc").hosts
+    except (OSError, netrc.NetrcParseError):
+        return "offline"
+    return "online" if host in known else "offline"
+
+
+def wandb_run_id(folder: Path) -> str:
+    """The id of the folder's wandb run: kept while ``metrics.jsonl`` has rows to resume, else a new one."""
+    file = folder / "wandb-run-id"
+    if not ((folder / "metrics.jsonl").exists() and file.exists()):
+        write_sealed_json(file, uuid.uuid4().hex[:12])
+    return str(read_sealed_json(file))
 
 
 def _numbers(row: Row, prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -167,17 +202,12 @@ def _numbers(row: Row, prefix: str = "") -> Iterator[tuple[str, float]]:
             yield f"{prefix}{key}", value
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _duration(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+def _flat(settings: Row, prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Nested settings as dotted keys and plain values, which is all that most trackers take."""
+    found: dict[str, bool | int | float | str] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            found[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return found

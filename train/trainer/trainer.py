@@ -24,7 +24,8 @@ from drafthead.train.distributed import signals
 from drafthead.train.distributed.launcher import check_common, main_process_first
 from drafthead.train.distributed.processes import Processes
 from drafthead.train.distributed.sharding import Sharding, load_optimizer
-from drafthead.train.tracking.tracker import ConsoleLine, MetricsLog, Tracker
+from drafthead.train.tracking.metrics_log import ConsoleLine, MetricsLog
+from drafthead.train.tracking.tracker import Tracker
 from drafthead.train.trainer.batches import (
     Batch,
     PhaseData,

@@ -1,4 +1,4 @@
-"""No step is logged twice, lines keep their order, and no tracker ever stops a run."""
+"""``metrics.jsonl`` never has a step twice, and console lines keep their order."""
 
 import json
 import math
@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from drafthead.data.utils.errors import UserError
-from drafthead.train.config import TrackerConfig
-from drafthead.train.tracking import tracker as tracking
-from drafthead.train.tracking.tracker import ConsoleLine, MetricsLog, Tracker, peak_memory
+from drafthead.train.tracking.metrics_log import ConsoleLine, MetricsLog, peak_memory
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:
@@ -74,7 +72,7 @@ def test_console_line_has_a_fixed_order() -> None:
     )
 
 
-def test_parts_of_a_loss_stand_behind_it() -> None:
+def test_parts_of_a_loss_follow_it() -> None:
     numbers = {"accept_1": 0.4, "lr": 1e-3, "loss": 2.5, "grad_norm": 0.5, "tokens_per_second": 1.0, "step_ms": 60e3}
     parts = {"loss_1": 3.0, "base_loss": 0.25, "heads_loss": 11.25, "base_accept": 0.9}
     assert "  loss 2.5000 (base 0.2500, heads 11.2500)  accept 0.400  lr" in ConsoleLine("joint", 9).render(
@@ -92,49 +90,3 @@ def test_eta_of_hours_and_of_the_last_step() -> None:
 def test_peak_memory_is_plausible() -> None:
     """A process with torch loaded takes between 50 MiB and the machine; a unit error is a factor of 1024."""
     assert 50 * 2**20 < peak_memory() < 64 * 2**30
-
-
-class Broken:
-    def __init__(self, *args: object, **options: object) -> None:
-        self.calls = 0
-
-    def log(self, numbers: dict[str, float], step: int) -> None:
-        raise ConnectionError("server is down\nwith details")
-
-    def finish(self, *args: object) -> None:
-        raise AssertionError("a tracker that failed must not be called again")
-
-
-def test_a_tracker_that_fails_is_warned_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "WandbBackend", Broken)
-    said: list[str] = []
-    tracker = Tracker(TrackerConfig(kind="wandb"), tmp_path, "name", {}, said.append)
-    for step in range(3):
-        tracker.log(row(step), step=step)
-    tracker.finish({"a": 1})
-    assert said == ["warning: wandb failed (server is down); training goes on, metrics.jsonl has every row"]
-
-
-def test_a_tracker_that_does_not_open_is_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise RuntimeError
-
-    monkeypatch.setattr(tracking, "WandbBackend", refuse)
-    said: list[str] = []
-    tracker = Tracker(TrackerConfig(kind="wandb"), tmp_path, "name", {}, said.append)
-    tracker.log(row(1), step=1)
-    tracker.finish()
-    assert said == ["warning: wandb failed (RuntimeError); training goes on, metrics.jsonl has every row"]
-
-
-def test_none_does_nothing(tmp_path: Path) -> None:
-    tracker = Tracker(TrackerConfig(), tmp_path, "name", {}, pytest.fail)
-    tracker.log(row(1), step=1)
-    tracker.finish({"a": 1})
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("key", "value"), [("kind", "wanbd"), ("mode", "on")])
-def test_an_unknown_choice_lists_what_there_is(key: str, value: str) -> None:
-    with pytest.raises(UserError, match=rf"tracker.{key} must be one of \[.*\], got '{value}'"):
-        TrackerConfig(**{key: value})

@@ -1,0 +1,267 @@
+"""What trackers receive, through accelerate's own classes; none needs a network, and none stops a run."""
+
+import json
+import math
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+
+from drafthead.data.utils.errors import UserError
+from drafthead.train import config
+from drafthead.train.config import TrackerConfig
+from drafthead.train.tracking import tracker as tracking
+from drafthead.train.tracking.metrics_log import MetricsLog
+from drafthead.train.tracking.tracker import Tracker, wandb_mode, wandb_run_id
+
+SETTINGS = {
+    "seed": 3,
+    "base": {"name": "user/base", "revision": None},
+    "phases": {"pretrain": {"optim": {"lr": 0.001, "betas": (0.9, 0.95)}}, "distill": {"steps": 20}},
+}
+
+
+def row(phase: str, step: int, total: int, **more: Any) -> dict[str, Any]:
+    return {"phase": phase, "step": step, "total_step": total, "loss_1": 1 / total, "accept_1": 0.4, **more}
+
+
+class Recorder(GeneralTracker):
+    """A tracker of accelerate's kind that keeps what it receives, and fails where it is asked to."""
+
+    name = "recorder"
+    requires_logging_directory = False
+
+    def __init__(self, fails_in: str = "") -> None:
+        super().__init__()
+        self.fails_in, self.calls, self.settings = fails_in, list[str](), dict[str, Any]()
+        self.rows: list[tuple[int | None, dict[str, Any]]] = []
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.fails_in:
+            raise RuntimeError("server is down\nwith a page of details")
+
+    def start(self) -> None:
+        self._call("start")
+
+    @property
+    def tracker(self) -> None:
+        return None
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.settings = values
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self._call("log")
+        self.rows.append((step, values))
+
+    def finish(self) -> None:
+        self._call("finish")
+
+
+Open = Callable[..., tuple[Tracker, list[str]]]
+
+
+@pytest.fixture
+def open_tracker(tmp_path: Path) -> Open:
+    def opened(log_with: Any = None, **options: Any) -> tuple[Tracker, list[str]]:
+        lines: list[str] = []
+        chosen = TrackerConfig(**{"kind": "mlflow", "project": "p", **options})
+        accelerator = Accelerator(cpu=True, log_with=log_with or chosen.kind, project_dir=tmp_path)
+        return Tracker(accelerator, chosen, tmp_path, "name", SETTINGS, lines.append), lines
+
+    return opened
+
+
+@pytest.fixture
+def wandb_service(no_login: None) -> Iterator[None]:
+    yield
+    wandb.teardown()
+
+
+def test_every_tracker_receives_flat_settings_and_finite_numbers(open_tracker: Open) -> None:
+    recorder = Recorder()
+    tracker, lines = open_tracker(recorder)
+    tracker.log(row("pretrain", 1, 1, overlap_1=math.nan, parts={"a": 2}), step=1)
+    tracker.replay([row("pretrain", 1, 1)])
+    tracker.finish({"overall": {"speedup": 1.5, "suite": "x"}})
+    tracker.finish({"overall": {"speedup": 9.0}})
+    assert recorder.settings["phases.pretrain.optim.lr"] == 0.001 and recorder.settings["name"] == "name"
+    assert "base.revision" not in recorder.settings
+    numbers = {"step": 1, "total_step": 1, "loss_1": 1.0, "accept_1": 0.4, "parts/a": 2}
+    assert recorder.rows == [
+        (1, {f"pretrain/{key}": value for key, value in numbers.items()}),
+        (1, {"evaluation/overall/speedup": 1.5}),
+    ]
+    assert recorder.calls[-1] == "finish" and lines == []
+
+
+@pytest.mark.parametrize("fails_in", ["start", "log", "finish"])
+def test_a_tracker_that_fails_costs_one_line_and_is_not_called_again(open_tracker: Open, fails_in: str) -> None:
+    recorder = Recorder(fails_in)
+    tracker, lines = open_tracker(recorder)
+    for step in (1, 2):
+        tracker.log(row("distill", step, step), step=step)
+    tracker.finish({"a": 1})
+    tracker.finish()
+    assert lines == ["warning: mlflow failed (server is down); training continues, metrics.jsonl has every row"]
+    assert recorder.calls.count(fails_in) == 1 and recorder.calls[-1] == fails_in
+
+
+def test_none_does_nothing(tmp_path: Path) -> None:
+    tracker = Tracker(Accelerator(cpu=True), TrackerConfig(), tmp_path, "name", {}, pytest.fail)
+    tracker.log(row("distill", 1, 1), step=1)
+    tracker.finish({"a": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_is_named(open_tracker: Open) -> None:
+    tracker, lines = open_tracker(kind="aim")
+    tracker.log(row("distill", 1, 1), step=1)
+    (line,) = lines
+    assert line.startswith("warning: aim failed (the aim package is missing: pip install aim); training continues")
+
+
+def test_accelerate_knows_every_kind() -> None:
+    assert {str(kind) for kind in LOGGER_TYPE_TO_CLASS} == {*config.THROUGH_ACCELERATE, "wandb"}
+
+
+@pytest.mark.parametrize(("key", "value"), [("kind", "wanbd"), ("mode", "on")])
+def test_an_unknown_choice_lists_what_there_is(key: str, value: str) -> None:
+    with pytest.raises(UserError, match=rf"tracker.{key} must be one of \[.*\], got '{value}'"):
+        TrackerConfig(**{key: value})
+
+
+def test_tensorboard_receives_settings_and_curves(open_tracker: Open, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is no dependency: pip install tensorboard")
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    tracker, lines = open_tracker(kind="tensorboard")
+    for step in (1, 2):
+        tracker.log(row("distill", step, step, overlap_1=math.inf), step=step)
+    tracker.finish({"overall": {"speedup": 1.5}})
+    assert lines == [f"tensorboard: tensorboard --logdir {tmp_path / 'tensorboard'}"]
+    found = EventMultiplexer()
+    found.AddRunsFromDirectory(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(e.step, e.value) for e in found.Scalars(".", "distill/loss_1")] == [(1, 1.0), (2, 0.5)]
+    assert [(e.step, e.value) for e in found.Scalars(".", "evaluation/overall/speedup")] == [(2, 1.5)]
+    assert "distill/overlap_1" not in found.Runs()["."]["scalars"]
+    (kept,) = (tmp_path / "tensorboard").rglob("hparams.yml")
+    assert "phases.pretrain.optim.lr: 0.001" in kept.read_text()
+
+
+def evaluation() -> dict[str, Any]:
+    """As ``evaluate`` returns it, as far as tables read it."""
+    group = {
+        "mean_accepted_tokens": 1.8,
+        "tokens_per_second": 30.0,
+        "baseline_tokens_per_second": {"transformers": 18.0, "drafthead": 20.0},
+        "speedup": {"vs_transformers": 1.67, "vs_drafthead": 1.5, "interval_95": [1.4, 1.6]},
+        "identical_outputs": {"same": 3, "of": 3},
+    }
+    return {"tasks": {"math": group}, "overall": group, "rule": {"name": "exact", "lossless": True}}
+
+
+@pytest.mark.usefixtures("wandb_service")
+def test_wandb_offline_receives_settings_curves_tables_and_the_report(
+    open_tracker: Open, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.html").write_text("<h1>a report</h1>")
+    (tmp_path / "eval.json").write_text(json.dumps(evaluation()))
+    tracker, lines = open_tracker(kind="wandb")
+    run = tracker.accelerator.get_tracker("wandb", unwrap=True)
+    tracker.log(row("pretrain", 1, 1, overlap_1=math.nan), step=1)
+    tracker.log(row("distill", 1, 2), step=2)
+    curves = dict(run.summary)
+    tracker.finish(evaluation())
+    assert capfd.readouterr() == ("", "")
+    (part,) = tmp_path.glob("wandb/offline-run-*")
+    assert lines == [f"wandb: offline (no login found); to upload later: wandb login && wandb sync {part}"]
+    assert run.config["seed"] == 3 and run.config["base"] == SETTINGS["base"]
+    assert run.config["phases"]["pretrain"]["optim"]["betas"] == [0.9, 0.95]
+    assert curves["pretrain/loss_1"] == 1.0 and "pretrain/overlap_1" not in curves
+    (tasks,) = part.glob("files/media/table/evaluation/by_task_*.json")
+    table = json.loads(tasks.read_text())
+    assert table["columns"][:2] == ["task", "speedup"] and table["data"][0][:2] == ["math", "1.50x"]
+    (page,) = part.glob("files/media/html/report_*.html")
+    assert page.read_text() == "<h1>a report</h1>"
+    assert any((tmp_path / "wandb").rglob("staging/*")), "artifacts wait in the run folder, not in the home folder"
+
+
+@pytest.mark.usefixtures("wandb_service")
+def test_a_resumed_run_is_the_same_wandb_run_and_its_newest_part_has_all_rows(
+    open_tracker: Open, tmp_path: Path
+) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    runs = []
+    for steps in ((1, 2, 3, 4), (3, 4, 5)):
+        tracker, lines = open_tracker(kind="wandb", mode="offline")
+        run = tracker.accelerator.get_tracker("wandb", unwrap=True)
+        log.truncate(steps[0] - 1)
+        tracker.replay(log.rows())
+        assert run.step == steps[0] - 1, "wandb has the rows up to the checkpoint"
+        for step in steps:
+            log.write(row("distill", step, step))
+            tracker.log(row("distill", step, step), step=step)
+        assert run.step == steps[-1]
+        tracker.finish()
+        assert lines[0].endswith(f"wandb sync {run.settings.sync_dir}")
+        runs.append(run.id)
+    assert runs[0] == runs[1]
+    assert [found["total_step"] for found in log.rows()] == [1, 2, 3, 4, 5]
+
+
+def test_the_run_id_belongs_to_the_rows(tmp_path: Path) -> None:
+    first = wandb_run_id(tmp_path)
+    second = wandb_run_id(tmp_path)
+    assert second != first, "nothing was logged: a new run"
+    MetricsLog(tmp_path / "metrics.jsonl").write(row("distill", 1, 1))
+    assert wandb_run_id(tmp_path) == second
+
+
+@pytest.mark.usefixtures("wandb_service")
+def test_a_wandb_that_cannot_be_reached_goes_offline(
+    open_tracker: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:  # bound and not listening: every connection is refused
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+        monkeypatch.setitem(tracking.WANDB_TIMEOUTS, "init_timeout", 2)
+        tracker, lines = open_tracker(kind="wandb", mode="online")
+        tracker.log(row("distill", 1, 1), step=1)
+        tracker.finish()
+    (line,) = lines
+    assert line.startswith("wandb: offline (") and line.count("\n") == 0 and "wandb sync " in line
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "environment", "expected"),
+    [
+        ("auto", {}, "offline"),
+        ("auto", {"WANDB_API_KEY": "k"}, "online"),
+        ("auto", {"WANDB_API_KEY": ""}, "offline"),
+        ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}, "disabled"),
+        ("offline", {"WANDB_API_KEY": "k"}, "offline"),
+        ("online", {}, "online"),
+    ],
+)
+def test_wandb_mode(tmp_path: Path, mode: str, environment: dict[str, str], expected: str) -> None:
+    assert wandb_mode(mode, {"NETRC": str(tmp_path / "none"), **environment}) == expected
+
+
+def test_wandb_mode_reads_the_servers_netrc_entry(tmp_path: Path) -> None:
+    file = tmp_path / "netrc"
+    file.write_text("machine api.wandb.ai login user password k\n")
+    file.chmod(0o600)
+    assert wandb_mode("auto", {"NETRC": str(file)}) == "online"
+    assert wandb_mode("auto", {"NETRC": str(file), "WANDB_BASE_URL": "https://wandb.example.org"}) == "offline"
+    file.write_text("machine\n")
+    assert wandb_mode("auto", {"NETRC": str(file)}) == "offline"
