@@ -17,7 +17,7 @@ from common import described, entry_point
 from rich.console import Console
 from rich.table import Table
 
-from drafthead.data.answers.store import SamplerConfig
+from drafthead.data.answers.config import SamplerConfig
 from drafthead.data.text.chat import prompt_ids
 from drafthead.data.text.sources import SourceConfig, load_prompts
 from drafthead.data.utils.files import write_json

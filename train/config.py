@@ -12,8 +12,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 
-from drafthead.data.answers.server import ServerConfig, check_server
-from drafthead.data.answers.store import SamplerConfig
+from drafthead.data.answers.config import SamplerConfig, ServerConfig
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts
 from drafthead.data.utils.config import parse, parse_component, schema
 from drafthead.data.utils.errors import UserError
@@ -474,6 +473,8 @@ def preflight(run: RunConfig) -> None:
     check_drafters(run.eval.merge)
     answers = run.data.generations
     if answers.server.url is not None and not (Path(run.data.folder) / "generations" / COMPLETE).exists():
+        from drafthead.data.answers.server import check_server
+
         check_server(answers.server, run.base.name, answers.max_prompt_tokens + answers.sampler.max_new_tokens)
     for source in run.data.text.sources:
         whole = source.kind in FILES and not run.data.text.stream

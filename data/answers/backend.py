@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from drafthead.data.answers.store import Generation, SamplerConfig
+from drafthead.data.answers.config import SamplerConfig
+from drafthead.data.answers.store import Generation
 
 Prompt = tuple[int, list[int]]
 """Number of a prompt in its list, and its token ids."""
@@ -32,38 +33,28 @@ class Backend(Protocol):
         """Entries of the corpus's manifest that say who answers.
 
         Args:
-            recorded: the manifest that a corpus begun earlier has, else empty. What only a question to a server can
-                tell is taken from it, so that a finished corpus needs no server.
+            recorded: the manifest of a corpus that is resumed, else empty. What only a server can tell is taken from
+                it, so that a finished corpus needs no server.
         """
         ...
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Refuse what would fail or be wrong later; called on one process before anything is answered.
-
-        Args:
-            prompts: a few, to try.
-
-        Raises:
-            UserError: with what to change.
-        """
+        """Raise a ``UserError`` for what would fail later; called on one process, with a few prompts to try."""
         ...
 
     def shards(
-        self, prompts: Sequence[Prompt], done: Collection[int], group: RankGroup, heard: Callable[[], None]
+        self, prompts: Sequence[Prompt], done: Collection[int], group: RankGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Generation]]]:
-        """This process's answers as (place, generations) of one shard each; places differ over all processes.
+        """This process's answers as (index, generations) of one shard each; indices differ over all processes.
 
         Args:
             prompts: of the whole corpus, the same on every process.
-            done: numbers of those that are answered already.
+            done: numbers of the prompts that are answered already.
             group: the processes that share the rest.
-            heard: called for every answer.
-
-        Raises:
-            UserError: what no other try will change; answers that came before it are handed over first.
+            on_done: called after every answer. Answers that came before an error are yielded first.
         """
         ...
 
     def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Generation]:
-        """Answers with another sampler, in any order, for prompts that the base writes itself."""
+        """Answers with another sampler, for prompts that the base writes itself."""
         ...

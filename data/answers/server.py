@@ -1,81 +1,42 @@
-"""The OpenAI completions protocol as vLLM, SGLang and TGI speak it: what is asked, and what an answer must hold."""
-# A client of completions servers: every request is tried until it is answered or cannot be.
-# Answers from an OpenAI-compatible completions server, many under way at a time.
+"""Answers of an OpenAI-compatible completions server (vLLM, SGLang, TGI), many requests at a time.
+
+Transient errors (429, 5xx, cut connections, timeouts) are retried by the ``openai`` client, answers that cannot be
+right are retried here; all other errors end the run in one line.
+"""
 
 import asyncio
 import json
 import logging
 import os
-import random
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from email.utils import parsedate_to_datetime
-from itertools import islice
-from time import time
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import httpx
 import numpy as np
+import openai
+from openai.types import Completion, CompletionChoice
 
 from drafthead.data.answers.backend import Prompt, RankGroup
-from drafthead.data.answers.store import Generation, SamplerConfig
+from drafthead.data.answers.config import SamplerConfig, ServerConfig
+from drafthead.data.answers.store import Generation
 from drafthead.data.utils.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504)
-"""Statuses that another try may turn into an answer; every other one but 200 is final."""
-FINISHED = ("stop", "eos_token", "stop_sequence")
-_LONGEST_WAIT = 3600.0
-
-
-@dataclass(kw_only=True)
-class ServerConfig:
-    """A completions server that answers instead of the built-in decoding."""
-
-    url: str | None = None
-    """Where it listens, such as ``http://node7:8000``; its key is read from OPENAI_API_KEY. None: no server."""
-    model: str | None = None
-    """The name it serves the base under. None: the only one it serves, or the base's own name."""
-    concurrency: int = 64
-    """Requests under way at a time."""
-    timeout: float = 600.0
-    """Seconds that an answer may take."""
-    tries: int = 10
-    """Requests for one answer before the run ends; the waits between them double from half a second to a minute."""
-    min_agreement: float = 0.8
-    """Share of the server's greedy tokens that the base must choose too: another model behind the name shows."""
-
-    def __post_init__(self) -> None:
-        for key, least in (("concurrency", 1), ("tries", 1)):
-            if getattr(self, key) < least:
-                raise UserError(f"server.{key} must be at least {least}, got {getattr(self, key)}")
-        if not 0 < self.timeout < float("inf"):
-            raise UserError(f"server.timeout must be positive seconds, got {self.timeout}")
-        if not 0 <= self.min_agreement <= 1:
-            raise UserError(f"server.min_agreement must be in [0, 1], got {self.min_agreement}")
-        if self.url is not None:
-            self._check_url(self.url)
-
-    def _check_url(self, url: str) -> None:
-        parts = urlsplit(url)
-        if parts.username or parts.password:
-            # The recipe is written to the run folder and to trackers.
-            raise UserError("server.url must not hold a name or a password; put the key into OPENAI_API_KEY")
-        try:
-            known = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-        except ValueError:  # the port is no number
-            known = False
-        if not known or parts.query or parts.fragment:
-            raise UserError(f"server.url must be like http://host:8000, got {url!r}")
-
-    @property
-    def root(self) -> str:
-        """The address of the API, ``/v1`` added where no path is given."""
-        assert self.url is not None
-        return self.url.rstrip("/") + ("" if urlsplit(self.url).path.strip("/") else "/v1")
+Log = Callable[[str], None]
+"""Receives lines for the user."""
+T = TypeVar("T")
+API_KEY = "OPENAI_API_KEY"
+STOPPED = ("stop", "eos_token", "stop_sequence")
+"""What servers call the reason of an answer that the base ended itself."""
+TRANSIENT = (408, 409, 429)
+"""Client errors that the ``openai`` client retries, as all server errors."""
+PROBE_TOKENS = 32
+SHARD_ROWS = 64
+"""Answers per shard: a kill loses fewer than these, and those under way."""
+RESUMES = "what is answered is kept, and the same command resumes there"
 
 
 @dataclass(frozen=True)
@@ -91,104 +52,101 @@ class ServerCapabilities:
         return f"prompts as {self.prompts} and answers as {self.answers}"
 
 
-class TemporaryError(Exception):
-    """An answer that did not come or is no answer; another try may help."""
-
-    def __init__(self, what: str, wait: float | None = None) -> None:
-        super().__init__(what)
-        self.wait = wait
-        """Seconds that the server asked to wait."""
+class BadAnswerError(Exception):
+    """A response that is no answer; another try may help."""
 
 
+class RefusedError(UserError):
+    """A server does not accept a request as it is."""
+
+
+@dataclass(frozen=True)
 class Completions:
     """Requests and answers for one base and sampler."""
 
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", eos_ids: frozenset[int], vocab_size: int, sampler: SamplerConfig
-    ) -> None:
-        self.tokenizer, self.eos_ids, self.vocab_size, self.sampler = tokenizer, eos_ids, vocab_size, sampler
+    tokenizer: "PreTrainedTokenizerBase"
+    eos_ids: frozenset[int]
+    vocab_size: int
+    sampler: SamplerConfig
 
-    def request(self, model: str, prompt: Prompt, dialect: ServerCapabilities) -> dict[str, Any]:
-        """The body of a completions request.
+    def request(self, model: str, prompt: Prompt, capabilities: ServerCapabilities) -> dict[str, Any]:
+        """The arguments of ``completions.create``.
 
-        Every sampling parameter is named: what is left out, servers take from the model's ``generation_config.json``.
+        Every sampling parameter is sent: servers take missing ones from the model's ``generation_config.json``.
         """
         number, ids = prompt
         sampler = self.sampler
-        body: dict[str, Any] = {
+        common: dict[str, Any] = {
             "model": model,
             "max_tokens": sampler.max_new_tokens,
             "temperature": sampler.temperature,
             "seed": (sampler.seed * 1_000_003 + number) % 2**31,
-            "stream": False,
         }
-        if dialect.prompts == "text":
-            # Servers put the leading special token there themselves. TGI refuses a top_p of 1.
+        if capabilities.prompts == "text":
+            # Servers add the leading special token themselves. TGI refuses a top_p of 1.
             top_p = {} if sampler.top_p == 1 else {"top_p": sampler.top_p}
-            return body | top_p | {"prompt": self.tokenizer.decode(ids[self._leading(ids) :])}
-        stops = {} if sampler.ignore_eos else {"stop_token_ids": sorted(self.eos_ids)}
-        return body | {
-            "prompt": ids,
-            "n": 1,
-            "top_p": sampler.top_p,
+            leading = self.tokenizer("")["input_ids"][:1]
+            return common | top_p | {"prompt": self.tokenizer.decode(ids[1:] if ids[:1] == leading else ids)}
+        extra: dict[str, Any] = {
             "top_k": sampler.top_k or -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
             "ignore_eos": sampler.ignore_eos,
-            **stops,
             "skip_special_tokens": False,
             "return_token_ids": True,
         }
+        if not sampler.ignore_eos:
+            extra["stop_token_ids"] = sorted(self.eos_ids)
+        openai_fields = {"n": 1, "top_p": sampler.top_p, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return common | openai_fields | {"prompt": ids, "extra_body": extra}
 
-    def read(self, payload: Any, prompt: Prompt, dialect: ServerCapabilities) -> Generation:
-        """The answer in the body of a response.
+    def parse(self, completion: Completion, prompt: Prompt, capabilities: ServerCapabilities) -> Generation:
+        """The answer in a response.
 
         Raises:
-            TemporaryError: it holds none, or one that cannot be.
-            UserError: the server does not do what it was asked for.
+            BadAnswerError: it holds none, or one that cannot be right.
+            UserError: the server does not do what was requested.
         """
-        choice, usage = _only_choice(payload)
+        choice = _only_choice(completion)
         number, ids = prompt
-        finished = choice.get("finish_reason") in FINISHED
-        if not finished and choice.get("finish_reason") != "length":
-            raise TemporaryError(
-                f"an answer that ended by {choice.get('finish_reason')!r}, expected 'stop' or 'length'"
-            )
-        answer = self._ids(choice) if dialect.answers == "ids" else self._encoded(choice)
-        if not answer and usage.get("completion_tokens") != 1:
-            raise TemporaryError("an empty answer")
-        answer, finished = self._ended(answer, finished, choice, number)
-        # Every answer is there to its end, or as long as allowed.
-        if not finished and len(answer) < self.sampler.max_new_tokens and dialect.answers == "ids":
+        reason = getattr(choice, "finish_reason", None)
+        finished = reason in STOPPED
+        if not finished and reason != "length":
+            raise BadAnswerError(f"an answer that ended by {reason!r}, expected 'stop' or 'length'")
+        answer = self._ids(choice) if capabilities.answers == "ids" else self._encode(choice)
+        if not answer and getattr(completion.usage, "completion_tokens", None) != 1:
+            raise BadAnswerError("an empty answer")
+        answer, finished = self._with_eos(answer, finished, choice, number)
+        if not finished and len(answer) < self.sampler.max_new_tokens and capabilities.answers == "ids":
             raise UserError(
                 f"the server cut the answer to prompt {number} ({len(ids)} tokens) after {len(answer)} of "
                 f"{self.sampler.max_new_tokens} tokens; give it a longer context, or lower sampler.max_new_tokens"
             )
         return Generation(number, np.array([*ids, *answer], dtype=np.int32), len(ids), finished)
 
-    def _ids(self, choice: dict[str, Any]) -> list[int]:
-        found = choice.get("token_ids")
+    def _ids(self, choice: CompletionChoice) -> list[int]:
+        found = getattr(choice, "token_ids", None)
         if not isinstance(found, list) or not all(type(i) is int and 0 <= i < self.vocab_size for i in found):
-            raise TemporaryError(f"no token ids below {self.vocab_size} in token_ids")
+            raise BadAnswerError(f"no token ids below {self.vocab_size} in token_ids")
         if len(found) > self.sampler.max_new_tokens:
-            raise TemporaryError(f"{len(found)} tokens where {self.sampler.max_new_tokens} were allowed")
+            raise BadAnswerError(f"{len(found)} tokens where {self.sampler.max_new_tokens} were allowed")
         return found
 
-    def _encoded(self, choice: dict[str, Any]) -> list[int]:
-        text = choice.get("text")
+    def _encode(self, choice: CompletionChoice) -> list[int]:
+        text = getattr(choice, "text", None)
         if not isinstance(text, str):
-            raise TemporaryError("no text")
+            raise BadAnswerError("no text")
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids[: self.sampler.max_new_tokens]
 
-    def _ended(self, answer: list[int], finished: bool, choice: dict[str, Any], number: int) -> tuple[list[int], bool]:
-        """The answer up to and with the token that ends it, which some servers leave out."""
+    def _with_eos(
+        self, answer: list[int], finished: bool, choice: CompletionChoice, number: int
+    ) -> tuple[list[int], bool]:
+        """The answer up to and including its end-of-turn token, which some servers leave out; and whether it ended."""
         if self.sampler.ignore_eos:
             if finished:
                 raise UserError(
-                    f"the server ended the answer to prompt {number} although ignore_eos was asked for; set "
+                    f"the server ended the answer to prompt {number} although ignore_eos was requested; set "
                     "sampler.ignore_eos=false or use vLLM or SGLang"
                 )
             return answer, False
@@ -197,236 +155,134 @@ class Completions:
                 return answer[: place + 1], True
         if not finished or len(answer) == self.sampler.max_new_tokens:
             return answer, False
-        said = choice.get("stop_reason", choice.get("matched_stop"))
-        likely = [
-            token for token in (said, self.tokenizer.eos_token_id, *sorted(self.eos_ids)) if token in self.eos_ids
-        ]
-        if not likely:
+        stated = getattr(choice, "stop_reason", getattr(choice, "matched_stop", None))
+        candidates = (stated, self.tokenizer.eos_token_id, *sorted(self.eos_ids))
+        eos = next((token for token in candidates if token in self.eos_ids), None)
+        if eos is None:
             raise UserError(f"the server ended the answer to prompt {number}, but the base has no token that ends one")
-        return [*answer, likely[0]], True
-
-    def _leading(self, ids: list[int]) -> int:
-        """1 where the tokenizer puts a token before every text and ``ids`` begin with it."""
-        added = self.tokenizer("")["input_ids"]
-        return 1 if added and added[0] == ids[0] else 0
+        return [*answer, eos], True
 
 
-def _only_choice(payload: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    choices = payload.get("choices") if isinstance(payload, dict) else None
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise TemporaryError("a response without an answer in 'choices'")
-    usage = payload.get("usage")
-    return choices[0], usage if isinstance(usage, dict) else {}
-
-
-def gives_ids(payload: Any) -> bool:
-    """Whether a response has the answer's token ids.
-
-    Raises:
-        TemporaryError: it has no answer.
-    """
-    return isinstance(_only_choice(payload)[0].get("token_ids"), list)
-
-
-def prompt_tokens(payload: Any) -> int | None:
-    """How many tokens of the prompt the server read, where it says so."""
-    choice, usage = _only_choice(payload)
-    read = choice.get("prompt_token_ids")
-    count = len(read) if isinstance(read, list) else usage.get("prompt_tokens")
-    return count if isinstance(count, int) else None
-
-
-def served_models(payload: Any) -> dict[str, int | None]:
-    """Names a server has models under, each with the tokens of its context where it says so."""
-    rows = payload.get("data") if isinstance(payload, dict) else None
-    found: dict[str, int | None] = {}
-    for row in rows if isinstance(rows, list) else []:
-        if isinstance(row, dict) and isinstance(row.get("id"), str):
-            length = row.get("max_model_len")
-            found[row["id"]] = length if isinstance(length, int) else None
-    return found
-
-
-def said_by(content: bytes) -> str:
-    """What an error response says, in one line."""
-    text = content.decode(errors="replace")
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = text
-    for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and key in found:
-            found = found[key]
-    shown = " ".join((found if isinstance(found, str) else json.dumps(found)).split())
-    return shown[:300] or "no message"
-
-
-def seconds_to_wait(retry_after: str | None) -> float | None:
-    """A Retry-After header in seconds, at most an hour: it is a number or a date. None where it says nothing."""
-    if retry_after is None:
-        return None
-    try:
-        seconds = float(retry_after)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(retry_after).timestamp() - time()
-        except ValueError:
-            return None
-    return min(max(seconds, 0.0), _LONGEST_WAIT) if seconds == seconds else None
-
-
-def chosen_model(served: Sequence[str], wanted: str | None, base: str, where: str) -> str:
-    """The name to ask for.
-
-    Raises:
-        UserError: the server does not have it, or has several and none is named.
-    """
-    names = ", ".join(served) or "none"
-    if wanted is not None:
-        if wanted not in served:
-            raise UserError(f"{where} does not serve {wanted!r}; it serves {names}: set data.generations.server.model")
-        return wanted
-    if base in served:
-        return base
-    if len(served) != 1:
-        raise UserError(f"{where} serves {names}; name the one that is {base!r} with data.generations.server.model")
-    return served[0]
-
-
-API_KEY = "OPENAI_API_KEY"
-FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0
-"""Seconds before the second try, and before the latest ones."""
-KEPT = "what is answered is kept, and the same command goes on from there"
-
-
-class RefusedError(UserError):
-    """A server will not take a request as it is."""
+def _only_choice(completion: Any) -> CompletionChoice:
+    choices = getattr(completion, "choices", None)
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], CompletionChoice):
+        raise BadAnswerError("a response without an answer in 'choices'")
+    return choices[0]
 
 
 class Server:
-    """Requests to one server. Use as ``async with``.
+    """A connection to one server: the ``openai`` client, and its errors in our words. Use as ``async with``."""
 
-    Args:
-        config: of the server.
-        say: receives a line for every kind of fault that a request is tried again after.
-
-    Raises:
-        UserError: the key in the environment cannot be one.
-    """
-
-    def __init__(self, config: ServerConfig, say: Callable[[str], None] = lambda line: None) -> None:
-        self.config, self._say = config, say
+    def __init__(self, config: ServerConfig, log: Log = lambda line: None) -> None:
+        self.config, self._log = config, log
         self._key = os.environ.get(API_KEY, "").strip()
         if not (self._key.isascii() and self._key.isprintable()):
             raise UserError(f"{API_KEY} holds characters that no key has; set it again")
-        self._free_at = 0.0
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     async def __aenter__(self) -> "Server":
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        limits = httpx.Limits(max_connections=self.config.concurrency)
-        # An answer sends nothing until it is whole; `_once` limits the time of all of it.
-        timeout = httpx.Timeout(None, connect=min(30.0, self.config.timeout))
-        logging.getLogger("httpx").setLevel(
-            logging.WARNING
-        )  # at INFO, which Hydra sets, it has a line for every answer
-        self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout)
+        # At INFO, which Hydra sets, it has a line for every answer.
+        logging.getLogger("httpx2").setLevel(logging.WARNING)
+        logging.getLogger("openai").setLevel(logging.WARNING)
+        self._client = openai.AsyncOpenAI(
+            base_url=self.config.root,
+            api_key=self._key or "none",
+            timeout=self.config.timeout,
+            max_retries=self.config.tries - 1,
+            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [self._note_status]}),
+        )
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
     async def models(self) -> dict[str, int | None]:
-        """Names it serves, with their context where it says so; one try.
-
-        Raises:
-            UserError: nothing answers there, or refuses to.
-        """
+        """Names it serves models under, each with its context length where the server gives it; one try."""
         try:
-            return served_models(await self._once("GET", "models", None, ""))
-        except TemporaryError as fault:
-            raise UserError(
-                f"no completions server answers at {self.config.root} ({fault}); start it (such as `vllm serve MODEL`) "
-                "or correct data.generations.server.url"
-            ) from None
+            rows = (await self._client.with_options(max_retries=0).models.list()).data
+        except openai.OpenAIError as error:
+            raise self._user_error(error, "the list of models", tries=1) from None
+        except ValueError:
+            rows = []
+        return {row.id: getattr(row, "max_model_len", None) for row in rows or [] if getattr(row, "id", None)}
 
-    async def ask(self, body: dict[str, Any], read: Callable[[Any], Any], whose: str) -> Any:
-        """``read`` of the response, tried again after whatever may pass.
-
-        Raises:
-            UserError: an error that no other try will change, or too many tries.
-        """
+    async def ask(self, request: dict[str, Any], parse: Callable[[Completion], T], request_name: str) -> T:
+        """``parse`` of the response."""
         for tried in range(1, self.config.tries + 1):
-            await self._until_free()
             try:
-                return read(await self._once("POST", "completions", body, whose))
-            except TemporaryError as fault:
-                self._report(fault, whose)
-                if tried == self.config.tries:
-                    raise UserError(
-                        f"{self.config.root} gave no answer to {whose} in {tried} tries, lastly: {fault}; {KEPT}. Look "
-                        "after the server, or lower server.concurrency or raise server.timeout or .tries"
-                    ) from None
-                backoff = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (tried - 1)) * random.uniform(0.5, 1.0)
-                if fault.wait is not None:  # all requests wait, not this one alone
-                    self._free_at = max(self._free_at, asyncio.get_running_loop().time() + fault.wait)
-                await asyncio.sleep(backoff)
-        raise AssertionError("unreachable")
+                return parse(await self._create(request))
+            except BadAnswerError as error:
+                fault = str(error)
+            except openai.OpenAIError as error:
+                raise self._user_error(error, request_name, self.config.tries) from None
+            self._log_once(fault, f"{request_name}: the server gave {fault}")
+            if tried < self.config.tries:
+                await asyncio.sleep(0.5)
+        raise self._no_answer(request_name, self.config.tries, fault)
 
-    async def _until_free(self) -> None:
-        while (left := self._free_at - asyncio.get_running_loop().time()) > 0:
-            # Not all at the same moment.
-            await asyncio.sleep(left + random.uniform(0, 0.1 * left))
-
-    async def _once(self, method: str, path: str, body: dict[str, Any] | None, whose: str) -> Any:
+    async def _create(self, request: dict[str, Any]) -> Completion:
         try:
-            async with asyncio.timeout(self.config.timeout):
-                response = await self._client.request(method, f"{self.config.root}/{path}", json=body)
-        except TimeoutError:
-            raise TemporaryError(f"no answer within {self.config.timeout:g} s") from None
-        except httpx.RequestError as error:
-            raise TemporaryError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None
-        if response.status_code == 200:
-            try:
-                return response.json()
-            except ValueError:
-                raise TemporaryError("a response that is not JSON") from None
-        # Some servers repeat the key that they refuse.
-        content = response.content.replace(self._key.encode(), b"...") if self._key else response.content
-        said = f"{response.status_code}: {said_by(content)}"
-        if response.status_code in TEMPORARY:
-            raise TemporaryError(said, seconds_to_wait(response.headers.get("retry-after")))
-        raise self._final(response.status_code, said, whose)
+            completion: Completion = await self._client.completions.create(**request)
+        except ValueError:
+            raise BadAnswerError("a response that is not JSON") from None
+        return completion
 
-    def _final(self, status: int, said: str, whose: str) -> UserError:
+    async def _note_status(self, response: Any) -> None:
+        status = response.status_code
+        if status in TRANSIENT or status >= 500:
+            self._log_once(str(status), f"{self.config.root} answered {status}")
+
+    def _log_once(self, kind: str, line: str) -> None:
+        if kind[:40] not in self._logged:
+            self._logged.add(kind[:40])
+            self._log(f"warning: {line}; retried (logged once)")
+
+    def _user_error(self, error: openai.OpenAIError, request_name: str, tries: int) -> UserError:
         root = self.config.root
-        if status in (401, 403):
-            had = f"{API_KEY} is set, but not what it takes" if self._key else f"{API_KEY} is not set"
-            return UserError(f"{root} refuses access ({said}); {had}. {KEPT.capitalize()}")
-        if status == 404:
+        text = self._error_text(error)
+        if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
+            state = f"{API_KEY} is set, but not accepted" if self._key else f"{API_KEY} is not set"
+            return UserError(f"{root} refuses access ({text}); {state}. {RESUMES.capitalize()}")
+        if isinstance(error, openai.NotFoundError):
             return UserError(
-                f"{root} has no completions, or not of this model ({said}); correct data.generations.server.url or "
-                f".model. {KEPT.capitalize()}"
+                f"{root} has no completions, or not of this model ({text}); correct data.generations.server.url or "
+                f".model. {RESUMES.capitalize()}"
             )
-        return RefusedError(f"{root} refuses {whose or 'the request'} ({said}); {KEPT}")
+        if isinstance(error, openai.APIStatusError) and error.status_code < 500 and error.status_code not in TRANSIENT:
+            return RefusedError(f"{root} refuses {request_name} ({text}); {RESUMES}")
+        return self._no_answer(request_name, tries, text)
 
-    def _report(self, fault: TemporaryError, whose: str) -> None:
-        kind = str(fault)[:40]
-        if kind not in self._said:
-            self._said.add(kind)
-            self._say(f"warning: {whose}: {fault}; tried again (said once)")
+    def _no_answer(self, request_name: str, tries: int, last: str) -> UserError:
+        if tries == 1:
+            return UserError(
+                f"no completions server answers at {self.config.root} ({last}); start it (such as `vllm serve MODEL`) "
+                "or correct data.generations.server.url"
+            )
+        return UserError(
+            f"{self.config.root} gave no answer to {request_name} in {tries} tries, lastly: {last}; {RESUMES}. Check "
+            "the server, or lower server.concurrency or raise server.timeout or .tries"
+        )
+
+    def _error_text(self, error: openai.OpenAIError) -> str:
+        """What went wrong, in one line and without the key, which some servers repeat."""
+        if not isinstance(error, openai.APIStatusError):
+            cause = error.__cause__
+            return f"{type(cause).__name__}: {cause}" if cause else str(error)
+        found: Any = error.body
+        for key in ("error", "message", "detail"):
+            if isinstance(found, dict) and key in found:
+                found = found[key]
+        text = " ".join((found if isinstance(found, str) else json.dumps(found)).split())
+        return f"{error.status_code}: {text.replace(self._key, '...') if self._key else text}"[:300]
 
 
 def check_server(config: ServerConfig, base: str, longest: int) -> str:
-    """The name that a server has the base under.
+    """The name that a server has the base under; refuses a server that cannot give the answers.
 
     Args:
         config: with a URL.
         base: the base's name.
         longest: tokens of the longest prompt and answer together.
-
-    Raises:
-        UserError: it cannot be reached, serves something else, or has too short a context.
     """
 
     async def ask() -> dict[str, int | None]:
@@ -434,9 +290,16 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
             return await server.models()
 
     served = asyncio.run(ask())
-    model = chosen_model(list(served), config.model, base, config.root)
+    model = config.model or (base if base in served else next(iter(served), base))
+    names = ", ".join(served) or "none"
+    if config.model is not None and model not in served:
+        raise UserError(f"{config.root} does not serve {model!r}; it serves {names}: set data.generations.server.model")
+    if config.model is None and model != base and len(served) != 1 or not served:
+        raise UserError(
+            f"{config.root} serves {names}; name the one that is {base!r} with data.generations.server.model"
+        )
     context = served[model]
-    if context is not None and context < longest:
+    if isinstance(context, int) and context < longest:
         raise UserError(
             f"{config.root} serves {model} with a context of {context} tokens, but prompts and answers have up to "
             f"{longest} (data.generations.max_prompt_tokens + sampler.max_new_tokens); lower them or raise the server's"
@@ -444,59 +307,47 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
     return model
 
 
-PROBE_TOKENS = 32
-SHARD_ROWS = 64
-"""Answers a shard: a kill loses fewer than these, and those under way."""
-
-
 class ServerBackend:
     """A :class:`~drafthead.data.answers.backend.Backend` whose answers a server gives.
 
     Args:
         config: of the server, with a URL.
-        sampler: of the answers.
-        tokenizer: of the base.
-        eos_ids: tokens that end an answer.
-        vocab_size: of the base.
-        base: its name.
+        completions: of the base, with the sampler of the answers.
+        base: the base's name.
         max_prompt_tokens: of the longest prompt.
-        agreement: share of the answers' tokens that the base would choose itself, in [0, 1].
-        say: receives lines about faults that pass.
+        greedy_match_rate: share of the answers' tokens that the base would choose itself, in [0, 1].
+        log: receives lines about transient errors.
     """
 
     def __init__(
         self,
         config: ServerConfig,
-        sampler: SamplerConfig,
+        completions: Completions,
         *,
-        tokenizer: "PreTrainedTokenizerBase",
-        eos_ids: frozenset[int],
-        vocab_size: int,
         base: str,
         max_prompt_tokens: int,
         greedy_match_rate: Callable[[list[Generation]], float],
-        say: Callable[[str], None] = lambda line: None,
+        log: Log = lambda line: None,
     ) -> None:
-        self.config, self.sampler, self.base, self.greedy_match_rate = config, sampler, base, greedy_match_rate
-        self.tokenizer, self.eos_ids, self.vocab_size = tokenizer, eos_ids, vocab_size
-        self.say = say
-        self.longest = max_prompt_tokens + sampler.max_new_tokens
+        self.config, self.completions, self.base, self.log = config, completions, base, log
+        self.sampler, self.greedy_match_rate = completions.sampler, greedy_match_rate
+        self.longest = max_prompt_tokens + self.sampler.max_new_tokens
         self._recorded: dict[str, Any] | None = None
         self._found: tuple[str, ServerCapabilities] | None = None
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """The server's name of the base, and whether prompts and answers travel as token ids or as text."""
+        """The server's name of the base, and whether prompts and answers are sent as token ids or as text."""
         self._recorded = recorded.get("server")
         if self._recorded is not None:
             return {"server": self._recorded}
-        model, dialect = self._known()
-        return {"server": {"model": model, **asdict(dialect)}}
+        model, capabilities = self._model_and_capabilities()
+        return {"server": {"model": model, **asdict(capabilities)}}
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Greedy answers to the prompts: each prompt must be read as it is, and the base must mostly agree."""
+        """Greedy answers to the prompts: the server must read each as it is, and the base must mostly agree."""
         greedy = SamplerConfig(max_new_tokens=min(PROBE_TOKENS, self.sampler.max_new_tokens))
-        model, _ = self._known()
-        share = self.greedy_match_rate(list(self._answers(prompts, greedy, compare_prompts=True)))
+        model, _ = self._model_and_capabilities()
+        share = self.greedy_match_rate(list(self._answers(prompts, greedy, check_prompts=True)))
         if share < self.config.min_agreement:
             raise UserError(
                 f"the base would choose {100 * share:.0f} % of the tokens that {model} at {self.config.root} answered, "
@@ -505,124 +356,119 @@ class ServerBackend:
             )
 
     def shards(
-        self, prompts: Sequence[Prompt], done: Collection[int], group: RankGroup, heard: Callable[[], None]
+        self, prompts: Sequence[Prompt], done: Collection[int], group: RankGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Generation]]]:
         """All answers on the first process, in the order in which they come: one client keeps a server busy."""
         if group.rank:
             return
         missing = [prompt for prompt in prompts if prompt[0] not in done]
-        place, shard = 0, list[Generation]()
-        try:
-            for generation in self._answers(missing, self.sampler):
-                shard.append(generation)
-                heard()
-                if len(shard) == SHARD_ROWS:
-                    full, shard = shard, []
-                    yield place, full
-                    place += 1
-        except (Exception, KeyboardInterrupt, SystemExit):
-            if shard:
-                yield place, shard
-            raise
-        if shard:
-            yield place, shard
+        answers = self._answers(missing, self.sampler)
+        for index in count():
+            shard: list[Generation] = []
+            try:
+                for generation in islice(answers, SHARD_ROWS):
+                    shard.append(generation)
+                    on_done()
+            finally:  # an error or an interrupt loses nothing that was answered
+                if shard:
+                    yield index, shard
+            if len(shard) < SHARD_ROWS:
+                return
 
     def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Generation]:
-        """Answers by the number of their prompt: what is made of them must not depend on the server's haste."""
+        """Answers in the order of their prompts' numbers, whatever came back first."""
         yield from sorted(self._answers(prompts, sampler), key=lambda g: g.prompt_number)
 
-    def _known(self) -> tuple[str, ServerCapabilities]:
-        """The server's name of the base, and what the server understands; asked for once.
-
-        Raises:
-            UserError: it is not there, understands nothing of what we speak, or differs from the one before.
-        """
+    def _model_and_capabilities(self) -> tuple[str, ServerCapabilities]:
+        """The server's name of the base, and what the server understands; requested once."""
         if self._found is None:
             model = check_server(self.config, self.base, self.longest)
-            dialect = asyncio.run(self._dialect(model))
-            was = self._recorded and ServerCapabilities(self._recorded["prompts"], self._recorded["answers"])
-            if was and was != dialect:
+            found = asyncio.run(self._capabilities(model))
+            before = self._recorded and ServerCapabilities(self._recorded["prompts"], self._recorded["answers"])
+            if before and before != found:
                 raise UserError(
-                    f"the corpus was begun with {was}, and {self.config.root} now gives {dialect}; go on with a "
+                    f"the corpus was started with {before}, and {self.config.root} now gives {found}; resume with a "
                     "server like the first, or choose another data.folder"
                 )
-            self._found = model, dialect
+            self._found = model, found
         return self._found
 
-    async def _dialect(self, model: str) -> ServerCapabilities:
-        prompt = (0, list(self.tokenizer("Hello")["input_ids"]))
-        completions = self._completions(replace(self.sampler, max_new_tokens=1))
-        async with Server(self.config, self.say) as server:
+    async def _capabilities(self, model: str) -> ServerCapabilities:
+        """Found out by a first prompt: as token ids, and if they are refused, as text."""
+        prompt = (0, list(self.completions.tokenizer("Hello")["input_ids"]))
+        completions = replace(self.completions, sampler=replace(self.sampler, max_new_tokens=1))
 
-            async def understood(prompts: str) -> ServerCapabilities:
-                body = completions.request(model, prompt, ServerCapabilities(prompts, "ids"))
-                given = await server.ask(body, gives_ids, "a first prompt")
-                return ServerCapabilities(prompts, "ids" if given else "text")
+        def has_ids(completion: Completion) -> bool:
+            return isinstance(getattr(_only_choice(completion), "token_ids", None), list)
+
+        async with Server(self.config, self.log) as server:
+
+            async def probe(prompts: str) -> ServerCapabilities:
+                request = completions.request(model, prompt, ServerCapabilities(prompts, "ids"))
+                found = await server.ask(request, has_ids, "a first prompt")
+                return ServerCapabilities(prompts, "ids" if found else "text")
 
             try:
-                return await understood("ids")
+                return await probe("ids")
             except RefusedError as error:
                 refused = error
-            dialect = await understood("text")
+            capabilities = await probe("text")
         if self.sampler.top_k or self.sampler.ignore_eos:
             raise UserError(
-                f"sampler.top_k and .ignore_eos cannot be asked for: {refused}; with text and OpenAI's own fields it "
-                "does answer, so leave them out, or use vLLM or SGLang"
+                f"sampler.top_k and .ignore_eos cannot be requested: {refused}; it does answer requests of text and "
+                "OpenAI's own fields, so leave them out, or use vLLM or SGLang"
             )
-        return dialect
-
-    def _completions(self, sampler: SamplerConfig) -> Completions:
-        return Completions(self.tokenizer, self.eos_ids, self.vocab_size, sampler)
+        return capabilities
 
     def _answers(
-        self, prompts: Sequence[Prompt], sampler: SamplerConfig, compare_prompts: bool = False
+        self, prompts: Sequence[Prompt], sampler: SamplerConfig, check_prompts: bool = False
     ) -> Iterator[Generation]:
-        """The stream of answers, driven step by step: no threads, and an interrupt cancels what is under way."""
+        """The asynchronous stream of answers, driven step by step; an interrupt cancels the requests under way."""
         if not prompts:
             return
-        stream = self._stream(prompts, self._completions(sampler), *self._known(), compare_prompts)
+        model, capabilities = self._model_and_capabilities()
+        completions = replace(self.completions, sampler=sampler)
+
+        async def answer(server: Server, prompt: Prompt) -> Generation:
+            def parse(completion: Completion) -> Generation:
+                generation = completions.parse(completion, prompt, capabilities)
+                if check_prompts:
+                    _check_prompt_length(completion, len(prompt[1]), capabilities)
+                return generation
+
+            request = completions.request(model, prompt, capabilities)
+            return await server.ask(request, parse, f"prompt {prompt[0]}")
+
+        stream = self._stream(prompts, answer)
 
         async def step() -> Generation | None:
             return await anext(stream, None)
+
+        async def close() -> None:
+            await stream.aclose()
 
         with asyncio.Runner() as runner:
             try:
                 while (generation := runner.run(step())) is not None:
                     yield generation
             finally:
-                runner.run(_close(stream))
+                runner.run(close())
 
     async def _stream(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Completions,
-        model: str,
-        dialect: ServerCapabilities,
-        compare_prompts: bool,
+        self, prompts: Sequence[Prompt], answer: Callable[[Server, Prompt], Coroutine[Any, Any, Generation]]
     ) -> AsyncGenerator[Generation, None]:
+        """Answers as they come, ``concurrency`` requests at a time; none that came before an error is lost."""
         waiting = iter(prompts)
         running = set[asyncio.Task[Generation]]()
-        async with Server(self.config, self.say) as server:
-
-            async def one(prompt: Prompt) -> Generation:
-                def read(payload: Any) -> Generation:
-                    if compare_prompts:
-                        _check_prompt(prompt_tokens(payload), len(prompt[1]), dialect)
-                    return completions.read(payload, prompt, dialect)
-
-                found: Generation = await server.ask(
-                    completions.request(model, prompt, dialect), read, f"prompt {prompt[0]}"
-                )
-                return found
-
+        async with Server(self.config, self.log) as server:
             try:
                 while True:
                     free = self.config.concurrency - len(running)
-                    running |= {asyncio.create_task(one(prompt)) for prompt in islice(waiting, free)}
+                    running |= {asyncio.create_task(answer(server, prompt)) for prompt in islice(waiting, free)}
                     if not running:
                         return
                     done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                    for task in sorted(done, key=lambda t: t.exception() is not None):  # errors last: answers are kept
+                    for task in sorted(done, key=lambda t: t.exception() is not None):  # errors last
                         yield task.result()
             finally:
                 for task in running:
@@ -630,13 +476,11 @@ class ServerBackend:
                 await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _close(stream: AsyncGenerator[Generation, None]) -> None:
-    await stream.aclose()
-
-
-def _check_prompt(read: int | None, sent: int, dialect: ServerCapabilities) -> None:
-    if read is not None and read != sent:
+def _check_prompt_length(completion: Completion, sent: int, capabilities: ServerCapabilities) -> None:
+    ids = getattr(_only_choice(completion), "prompt_token_ids", None)
+    read = len(ids) if isinstance(ids, list) else getattr(completion.usage, "prompt_tokens", None)
+    if isinstance(read, int) and read != sent:
         raise UserError(
-            f"the server read {read} tokens of a prompt that has {sent} (sent as {dialect.prompts}); it has another "
-            "tokenizer, or puts special tokens around prompts: serve the base itself"
+            f"the server read {read} tokens of a prompt that has {sent} (sent as {capabilities.prompts}); it has "
+            "another tokenizer, or puts special tokens around prompts: serve the base itself"
         )

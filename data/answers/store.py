@@ -35,35 +35,6 @@ from drafthead.data.utils.files import (
 _SHARD = re.compile(r"shard-(\d{5,9})\.parquet")
 
 
-@dataclass(kw_only=True)
-class SamplerConfig:
-    """How the base answers."""
-
-    temperature: float = 0.0
-    """0 is greedy, exactly."""
-    top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the smallest set of tokens with this probability."""
-    max_new_tokens: int = 128
-    """Longest answer, in tokens."""
-    ignore_eos: bool = False
-    """Go on after the end of a turn."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"sampler.temperature must be >= 0 and finite, got {self.temperature}")
-        if self.top_k < 0:
-            raise UserError(f"sampler.top_k must be >= 0, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"sampler.top_p must be in (0, 1], got {self.top_p}")
-        if self.max_new_tokens < 1:
-            raise UserError(f"sampler.max_new_tokens must be >= 1, got {self.max_new_tokens}")
-        if self.seed < 0:
-            raise UserError(f"sampler.seed must be >= 0, got {self.seed}")
-
-
 @dataclass(frozen=True)
 class Generation:
     """A prompt and the base's answer, as token ids: never re-encoded text."""

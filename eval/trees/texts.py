@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafthead.data.answers.store import SamplerConfig
+from drafthead.data.answers.config import SamplerConfig
 from drafthead.data.batch import Features, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder

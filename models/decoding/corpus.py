@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from drafthead.data.answers.backend import Backend, Prompt, RankGroup
-from drafthead.data.answers.store import Generation, SamplerConfig
+from drafthead.data.answers.config import SamplerConfig
+from drafthead.data.answers.store import Generation
 from drafthead.data.batch import Ratio
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
@@ -132,7 +133,7 @@ class BuiltInBackend:
         check_context(self.base, self.max_prompt_tokens, self.sampler)
 
     def shards(
-        self, prompts: Sequence[Prompt], done: Collection[int], group: RankGroup, heard: Callable[[], None]
+        self, prompts: Sequence[Prompt], done: Collection[int], group: RankGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Generation]]]:
         """This process's blocks, dealt in turn."""
         size = BLOCK * self.slots
@@ -149,7 +150,7 @@ class BuiltInBackend:
                 max_prompt_tokens=self.max_prompt_tokens,
             ):
                 answers.append(answer)
-                heard()
+                on_done()
             yield place, sorted(answers, key=lambda a: a.prompt_number)
 
     def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Generation]:

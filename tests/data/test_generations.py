@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from drafthead.data.answers import store as generations
-from drafthead.data.answers.store import Generation, GenerationStore, SamplerConfig, as_documents
+from drafthead.data.answers.config import SamplerConfig
+from drafthead.data.answers.store import Generation, GenerationStore, as_documents
 from drafthead.data.text.chat import Document
 from drafthead.data.utils.errors import UserError
 

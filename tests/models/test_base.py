@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafthead.data.answers.store import SamplerConfig
+from drafthead.data.answers.config import SamplerConfig
 from drafthead.data.batch import FeatureSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel

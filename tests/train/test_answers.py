@@ -15,8 +15,8 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from drafthead.data.answers.backend import RankGroup
-from drafthead.data.answers.server import ServerConfig
-from drafthead.data.answers.store import GenerationStore, SamplerConfig
+from drafthead.data.answers.config import SamplerConfig, ServerConfig
+from drafthead.data.answers.store import GenerationStore
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json, write_sealed_json
@@ -154,7 +154,7 @@ import sys
 import torch.distributed as dist
 from pathlib import Path
 from drafthead.data.answers.backend import RankGroup
-from drafthead.data.answers.store import SamplerConfig
+from drafthead.data.answers.config import SamplerConfig
 from drafthead.data.text.sources import SourceConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafthead.data.answers.store import SamplerConfig
+from drafthead.data.answers.config import SamplerConfig
 from drafthead.data.batch import FeatureSpec
 from drafthead.data.text import hub_datasets as hub_sets
 from drafthead.data.text.sources import SourceConfig

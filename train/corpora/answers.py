@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.data.answers.backend import Backend, Prompt, RankGroup
-from drafthead.data.answers.server import ServerBackend
 from drafthead.data.answers.store import GenerationStore
 from drafthead.data.embedded import builtin_sets
 from drafthead.data.text.chat import Message, prompt_ids
@@ -43,16 +42,15 @@ def backend_of(base: BaseModel, config: GenerationsConfig, say: Say) -> Backend:
             keep_hidden_states=config.keep_hidden_states,
             max_prompt_tokens=config.max_prompt_tokens,
         )
+    from drafthead.data.answers.server import Completions, ServerBackend
+
     return ServerBackend(
         config.server,
-        config.sampler,
-        tokenizer=base.tokenizer,
-        eos_ids=base.eos_ids,
-        vocab_size=base.vocab_size,
+        Completions(base.tokenizer, base.eos_ids, base.vocab_size, config.sampler),
         base=base.name,
         max_prompt_tokens=config.max_prompt_tokens,
         greedy_match_rate=lambda answers: greedy_match_rate(base, answers),
-        say=say,
+        log=say,
     )
 
 
@@ -143,7 +141,7 @@ class AnswerGenerator:
         done, total = len(store.done), len(prompts)
         label = "generating answers" + (f" (process 1 of {self.group.size})" if self.group.size > 1 else "")
 
-        def heard() -> None:
+        def on_done() -> None:
             nonlocal done
             done += 1
             self.progress(label, done, total)
@@ -151,7 +149,7 @@ class AnswerGenerator:
         if done < total:
             self.progress(label, done, total)
         first = store.next_shard
-        for place, answers in self.backend.shards(prompts, store.done, self.group, heard):
+        for place, answers in self.backend.shards(prompts, store.done, self.group, on_done):
             store.append_shard(answers, first + place)
 
     def _close(self) -> None:

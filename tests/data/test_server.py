@@ -1,0 +1,366 @@
+"""Answers from a real HTTP server on loopback: every prompt once, whatever goes wrong on the way."""
+
+import hashlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Completion
+
+from drafthead.data.answers.backend import RankGroup
+from drafthead.data.answers.config import SamplerConfig, ServerConfig
+from drafthead.data.answers.server import (
+    SHARD_ROWS,
+    BadAnswerError,
+    Completions,
+    ServerBackend,
+    ServerCapabilities,
+    check_server,
+)
+from drafthead.data.answers.store import Generation
+from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.data.utils.errors import UserError
+
+TOKENIZER = tiny_tokenizer()
+EOS, OTHER_EOS = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id
+PROMPTS = [(n, list(f"What is {n}?".encode())) for n in range(70)]
+SAMPLER = SamplerConfig(temperature=0.7, top_p=0.9, max_new_tokens=12, seed=3)
+TRANSIENT = ("429", "500", "503", "dropped", "cut", "malformed", "empty", "no choices", "bad ids", "aborted")
+IDS, TEXT = ServerCapabilities("ids", "ids"), ServerCapabilities("text", "text")
+PROMPT = (7, [65, 66, 67])
+
+
+def answer(prompt: list[int], body: dict[str, Any]) -> list[int]:
+    """Letters that the prompt and the seed decide, some answers shorter than others."""
+    digest = hashlib.sha256(f"{prompt} {body.get('seed')}".encode()).digest()
+    ids = [97 + byte % 26 for byte in digest[: body["max_tokens"]]]
+    length = 1 + digest[-1] % 16
+    return ids if length >= len(ids) else [*ids[:length], EOS]
+
+
+@pytest.fixture
+def server(completions_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
+    return completions_server(answer, TOKENIZER, frozenset({EOS}))
+
+
+def backend(
+    server: Any, sampler: SamplerConfig = SAMPLER, greedy_match_rate: float = 1.0, **settings: Any
+) -> ServerBackend:
+    return ServerBackend(
+        ServerConfig(url=server.url, **{"concurrency": 16, **settings}),
+        Completions(TOKENIZER, frozenset({EOS}), 259, sampler),
+        base="tiny",
+        max_prompt_tokens=40,
+        greedy_match_rate=lambda answers: greedy_match_rate,
+    )
+
+
+def collect(made: ServerBackend, done: frozenset[int] = frozenset()) -> list[Generation]:
+    shards = list(made.shards(PROMPTS, done, RankGroup(), lambda: None))
+    assert [index for index, _ in shards] == list(range(len(shards)))
+    assert all(len(rows) == SHARD_ROWS for _, rows in shards[:-1])
+    return [row for _, rows in shards for row in rows]
+
+
+def assert_once(rows: list[Generation], sampler: SamplerConfig = SAMPLER) -> None:
+    assert Counter(row.prompt_number for row in rows) == Counter(range(len(PROMPTS)))
+    for row in rows:
+        prompt = PROMPTS[row.prompt_number][1]
+        body = {"seed": sampler.seed * 1_000_003 + row.prompt_number, "max_tokens": sampler.max_new_tokens}
+        wanted = answer(prompt, body)
+        assert row.input_ids.tolist() == prompt + wanted and row.boundary == len(prompt)
+        assert row.finished == (wanted[-1] == EOS)
+
+
+def test_every_prompt_is_answered_once(server: Any) -> None:
+    made = backend(server)
+    assert made.identity({}) == {"server": {"model": "base", "prompts": "ids", "answers": "ids"}}
+    together = threading.Barrier(16)  # the first 16 requests must be under way at the same time
+    server.fault = lambda number, body: None if number > 16 or together.wait(10) >= 0 else None
+    assert_once(collect(made))
+    assert server.most_at_once == 16
+    sent = server.bodies[-1]
+    assert sent["temperature"] == 0.7 and sent["top_p"] == 0.9 and sent["top_k"] == -1
+    # What is left out would come from the served model's generation_config.json.
+    assert sent["repetition_penalty"] == 1.0 and sent["min_p"] == 0.0 and sent["stop_token_ids"] == [EOS]
+    assert len({body["seed"] for body in server.bodies[1:]}) == len(PROMPTS)
+    before = len(server.bodies)
+    rows = collect(made, done=frozenset(range(0, 70, 2)))
+    assert sorted(row.prompt_number for row in rows) == list(range(1, 70, 2))
+    assert len(server.bodies) - before == 35, "what is answered was requested again"
+    assert not list(made.shards(PROMPTS, frozenset(), RankGroup(1, 2), lambda: None)), "one process asks"
+
+
+@pytest.mark.parametrize("fault", TRANSIENT)
+def test_transient_errors(server: Any, fault: str) -> None:
+    """Every third request fails; and the very first ones, which find out what the server understands."""
+    server.fault = lambda number, body: fault if number < 2 or number % 3 == 0 else None
+    lines: list[str] = []
+    made = backend(server)
+    made.log = lines.append
+    assert_once(collect(made))
+    assert len(server.bodies) > 1.3 * len(PROMPTS)
+    kinds = 0 if fault in ("dropped", "cut") else 1
+    assert all(line.endswith("; retried (logged once)") for line in lines) and kinds <= len(lines) <= 2 * kinds
+
+
+def test_all_faults_together(server: Any) -> None:
+    server.fault = lambda number, body: TRANSIENT[number // 2 % 10] if number % 2 else None
+    assert_once(collect(backend(server, concurrency=50)))
+
+
+def test_slow_answers_are_given_up_and_requested_again(server: Any) -> None:
+    server.fault = lambda number, body: "slow" if number % 40 == 7 else None
+    started = time.monotonic()
+    assert_once(collect(backend(server, timeout=0.5)))
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("400", r"refuses prompt \d+ \(400: injected.*what is answered is kept, and the same command resumes there"),
+        ("401", r"refuses access \(401: injected.*OPENAI_API_KEY is not set"),
+        ("404", r"has no completions, or not of this model \(404.*server.url or .model"),
+    ],
+)
+def test_final_errors_end_the_run_at_once_and_lose_nothing(server: Any, fault: str, says: str) -> None:
+    server.fault = lambda number, body: fault if number == 50 else None
+    rows: list[Generation] = []
+    with pytest.raises(UserError, match=says):
+        for _, shard in backend(server).shards(PROMPTS, frozenset(), RankGroup(), lambda: None):
+            rows += shard
+    # One went to find out what it understands; those under way beside the refused one may have been dropped.
+    assert 50 - 1 - 16 <= len({row.prompt_number for row in rows}) == len(rows)
+    assert len(server.bodies) < 70, "the rest was requested all the same"
+    server.fault = lambda number, body: None
+    rows += collect(backend(server), done=frozenset(row.prompt_number for row in rows))
+    assert_once(rows)
+
+
+@pytest.mark.parametrize(("fault", "last"), [("503", "503: injected"), ("dropped", "Remote"), ("empty", "an empty")])
+def test_too_many_tries(server: Any, fault: str, last: str) -> None:
+    server.fault = lambda number, body: fault if body["prompt"] == PROMPTS[5][1] else None
+    with pytest.raises(UserError, match=rf"gave no answer to prompt 5 in 3 tries, lastly: {last}.*is kept"):
+        collect(backend(server, tries=3))
+    assert sum(body["prompt"] == PROMPTS[5][1] for body in server.bodies) == 3
+
+
+def test_the_key_is_sent_and_never_shown(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.key = "sk-secret"
+    with pytest.raises(UserError, match="401.*OPENAI_API_KEY is not set"):
+        check_server(ServerConfig(url=server.url), "base", 10)
+    for key, says in (
+        ("sk-wrong", "OPENAI_API_KEY is set, but not accepted"),
+        ("sk-\u00e9", "OPENAI_API_KEY holds characters that no key has"),
+        ("sk-a\nb", "OPENAI_API_KEY holds characters that no key has"),
+    ):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        with pytest.raises(UserError, match=says) as error:
+            check_server(ServerConfig(url=server.url), "base", 10)
+        assert "sk-" not in str(error.value)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
+    assert_once(collect(backend(server)))
+
+
+def test_a_server_that_takes_text_only(completions_server: Callable[..., Any]) -> None:
+    """As TGI: token ids and a top_p of 1 are refused, and the answer's ids come from its text."""
+    server = completions_server(answer, TOKENIZER, frozenset({EOS}), dialect="text")
+    sampler = SamplerConfig(temperature=0.7, max_new_tokens=12, seed=3)
+    made = backend(server, sampler)
+    assert made.identity({}) == {"server": {"model": "base", "prompts": "text", "answers": "text"}}
+    made.check(PROMPTS[:4])
+    assert_once(collect(made), sampler)
+    with pytest.raises(UserError, match=r"top_k and .ignore_eos cannot be requested: .*422: invalid type.*use vLLM"):
+        backend(server, SamplerConfig(top_k=5)).identity({})
+
+
+def test_a_corpus_resumes_with_the_capabilities_it_was_started_with(server: Any) -> None:
+    recorded = {"server": {"model": "alias", "prompts": "text", "answers": "text"}}
+    made = backend(server)
+    assert made.identity(recorded) == recorded and not server.bodies, "a finished corpus needs no server"
+    with pytest.raises(UserError, match="started with prompts as text and answers as text, and .* now gives prompts"):
+        collect(made)
+
+
+def test_another_model_is_noticed(server: Any) -> None:
+    backend(server, greedy_match_rate=0.8).check(PROMPTS[:4])
+    assert all(body["temperature"] == 0 for body in server.bodies[1:])
+    with pytest.raises(UserError, match="would choose 79 % of the tokens that base at .* expected 80 % or more"):
+        backend(server, greedy_match_rate=0.79).check(PROMPTS[:4])
+    original = server._payload
+    server._payload = lambda body: original({**body, "prompt": [1, *body["prompt"]]})  # a server that adds a BOS
+    with pytest.raises(UserError, match=r"read 11 tokens of a prompt that has 10 \(sent as ids\)"):
+        backend(server).check(PROMPTS[:1])
+
+
+@pytest.mark.parametrize(
+    ("models", "wanted", "longest", "says"),
+    [
+        ([{"id": "a"}, {"id": "b"}], None, 10, "serves a, b; name the one that is 'tiny' with .*server.model"),
+        ([{"id": "a"}, {"id": "b"}], "c", 10, "does not serve 'c'; it serves a, b"),
+        ([], None, 10, "serves none"),
+        ([{"id": "a", "max_model_len": 64}], None, 65, "context of 64 tokens, but prompts and answers have up to 65"),
+        ([{"id": "a"}, {"id": "tiny", "max_model_len": None}], None, 10, None),
+        ([{"id": "a"}, {"id": "b"}, {"no": "id"}], "b", 10, None),
+    ],
+)
+def test_models_served(server: Any, models: list[Any], wanted: str | None, longest: int, says: str | None) -> None:
+    server.models = models
+    config = ServerConfig(url=server.url, model=wanted)
+    if says is None:
+        assert check_server(config, "tiny", longest) == (wanted or "tiny")
+    else:
+        with pytest.raises(UserError, match=says):
+            check_server(config, "tiny", longest)
+
+
+def test_no_server(server: Any) -> None:
+    server.close()
+    with pytest.raises(UserError, match=r"no completions server answers at http://127.*/v1 \(ConnectError.*vllm serve"):
+        check_server(ServerConfig(url=server.url), "base", 10)
+
+
+def test_answers_with_another_sampler_come_in_the_order_of_their_numbers(server: Any) -> None:
+    sampler = SamplerConfig(temperature=1.0, max_new_tokens=5)
+    rows = list(backend(server).answer(PROMPTS[:30], sampler))
+    assert [row.prompt_number for row in rows] == list(range(30))
+    assert all(body["max_tokens"] == 5 for body in server.bodies[1:])
+
+
+# What is sent, and which answers are accepted.
+
+
+def completions(**sampler: Any) -> Completions:
+    return Completions(TOKENIZER, frozenset({EOS, OTHER_EOS}), 259, SamplerConfig(**{"max_new_tokens": 4, **sampler}))
+
+
+def parse(payload: Any, capabilities: ServerCapabilities = IDS, **sampler: Any) -> tuple[list[int], bool]:
+    completion = openai.OpenAI(api_key="none")._process_response_data(data=payload, cast_to=Completion, response=None)
+    found = completions(**sampler).parse(completion, PROMPT, capabilities)
+    assert found.prompt_number == 7 and found.boundary == 3 and found.input_ids[:3].tolist() == [65, 66, 67]
+    return found.input_ids[3:].tolist(), found.finished
+
+
+def one(choice: dict[str, Any], usage: Any = None) -> dict[str, Any]:
+    return {"choices": [choice], "usage": usage}
+
+
+@pytest.mark.parametrize(
+    ("choice", "capabilities", "answer", "finished"),
+    [
+        ({"token_ids": [70, 71, 72, 73], "finish_reason": "length"}, IDS, [70, 71, 72, 73], False),
+        ({"token_ids": [70, EOS], "finish_reason": "stop"}, IDS, [70, EOS], True),
+        # The token that ended it was left out: the one that is named, or else the tokenizer's.
+        ({"token_ids": [70], "finish_reason": "stop"}, IDS, [70, EOS], True),
+        ({"token_ids": [70], "finish_reason": "stop", "stop_reason": OTHER_EOS}, IDS, [70, OTHER_EOS], True),
+        ({"token_ids": [70], "finish_reason": "stop", "matched_stop": OTHER_EOS}, IDS, [70, OTHER_EOS], True),
+        ({"token_ids": [70], "finish_reason": "stop", "stop_reason": "\n"}, IDS, [70, EOS], True),
+        # A server that does not know all the tokens that end an answer of this base.
+        ({"token_ids": [70, OTHER_EOS, 71, 72], "finish_reason": "length"}, IDS, [70, OTHER_EOS], True),
+        ({"token_ids": [70, 71, 72, EOS], "finish_reason": "length"}, IDS, [70, 71, 72, EOS], True),
+        # Text is encoded, and never longer than requested.
+        ({"text": "hi", "finish_reason": "stop"}, TEXT, [*b"hi", EOS], True),
+        ({"text": "hello", "finish_reason": "stop"}, TEXT, list(b"hell"), False),
+        ({"text": "hi<|im_end|>more", "finish_reason": "length"}, TEXT, [*b"hi", EOS], True),
+    ],
+)
+def test_answers_end_as_the_built_in_ones_do(
+    choice: dict[str, Any], capabilities: ServerCapabilities, answer: list[int], finished: bool
+) -> None:
+    assert parse(one(choice), capabilities) == (answer, finished)
+
+
+def test_an_empty_answer_is_accepted_if_one_token_was_generated() -> None:
+    """The base ended its turn at once."""
+    for fields, capabilities in (({"token_ids": []}, IDS), ({"text": ""}, TEXT)):
+        choice = {**fields, "finish_reason": "stop"}
+        assert parse(one(choice, {"completion_tokens": 1}), capabilities) == ([EOS], True)
+        for usage in (None, {"completion_tokens": 0}):
+            with pytest.raises(BadAnswerError, match="an empty answer"):
+                parse(one(choice, usage), capabilities)
+
+
+@pytest.mark.parametrize(
+    ("payload", "capabilities", "says"),
+    [
+        ([], IDS, "without an answer"),
+        ({"choices": [{}, {}]}, IDS, "without an answer"),
+        ({"choices": ["hi"]}, IDS, "without an answer"),
+        (one({"finish_reason": "abort", "token_ids": [70]}), IDS, "ended by 'abort'"),
+        (one({"finish_reason": "stop"}), IDS, "no token ids below 259"),
+        (one({"finish_reason": "stop", "token_ids": [259]}), IDS, "no token ids below 259"),
+        (one({"finish_reason": "stop", "token_ids": [-1]}), IDS, "no token ids below 259"),
+        (one({"finish_reason": "stop", "token_ids": [True]}), IDS, "no token ids below 259"),
+        (one({"finish_reason": "length", "token_ids": [70] * 5}), IDS, "5 tokens where 4 were allowed"),
+        (one({"finish_reason": "stop", "text": None}), TEXT, "no text"),
+    ],
+)
+def test_what_is_no_answer_is_requested_again(payload: Any, capabilities: ServerCapabilities, says: str) -> None:
+    with pytest.raises(BadAnswerError, match=says):
+        parse(payload, capabilities)
+
+
+def test_servers_that_do_not_do_what_was_requested() -> None:
+    with pytest.raises(UserError, match=r"cut the answer to prompt 7 \(3 tokens\) after 2 of 4 .*longer context"):
+        parse(one({"token_ids": [70, 71], "finish_reason": "length"}))
+    with pytest.raises(UserError, match="ended the answer to prompt 7 although ignore_eos was requested"):
+        parse(one({"token_ids": [70, EOS], "finish_reason": "stop"}), ignore_eos=True)
+    whole = one({"token_ids": [70, EOS, 71, 72], "finish_reason": "length"})
+    assert parse(whole, ignore_eos=True)[0] == [70, EOS, 71, 72]
+
+
+def test_requests() -> None:
+    ids = completions(seed=2, top_k=5).request("m", PROMPT, IDS)
+    assert ids["prompt"] == [65, 66, 67] and ids["seed"] == 2_000_013
+    assert ids["extra_body"]["top_k"] == 5 and ids["extra_body"]["return_token_ids"]
+    assert "stop_token_ids" not in completions(ignore_eos=True).request("m", PROMPT, IDS)["extra_body"]
+    text = completions(top_p=0.5).request("m", PROMPT, TEXT)
+    assert text["prompt"] == "ABC" and text["top_p"] == 0.5
+    assert set(completions().request("m", PROMPT, TEXT)) == {"model", "prompt", "max_tokens", "temperature", "seed"}
+    assert 0 <= completions(seed=10**12).request("m", PROMPT, IDS)["seed"] < 2**31
+
+
+def test_text_prompts_leave_out_the_token_that_servers_add() -> None:
+    class WithBos:
+        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+            return {"input_ids": [1, *text.encode()]}
+
+        def decode(self, ids: list[int]) -> str:
+            return bytes(ids).decode()
+
+    made = Completions(WithBos(), frozenset({EOS}), 259, SamplerConfig())
+    assert made.request("m", (0, [1, 65, 66]), TEXT)["prompt"] == "AB"
+    assert made.request("m", (0, [65, 66]), TEXT)["prompt"] == "AB"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"url": "localhost:8000"}, "server.url must be like http://host:8000, got 'localhost:8000'"),
+        ({"url": "http://host:80a"}, "server.url must be like http://host:8000"),
+        ({"url": "ftp://host"}, "server.url must be like http://host:8000"),
+        ({"url": "http://me:sk-1@host"}, "must not hold a name or a password; put the key into OPENAI_API_KEY"),
+        ({"concurrency": 0}, "server.concurrency must be at least 1, got 0"),
+        ({"tries": 0}, "server.tries must be at least 1, got 0"),
+        ({"timeout": 0.0}, "server.timeout must be positive seconds, got 0.0"),
+        ({"min_agreement": 1.5}, r"server.min_agreement must be in \[0, 1\], got 1.5"),
+    ],
+)
+def test_limits(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says) as error:
+        ServerConfig(**settings)
+    assert "sk-1" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "root"),
+    [("http://h:1", "http://h:1/v1"), ("http://h/v1/", "http://h/v1"), ("https://h/a/b", "https://h/a/b")],
+)
+def test_addresses(url: str, root: str) -> None:
+    assert ServerConfig(url=url).root == root
