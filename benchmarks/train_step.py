@@ -1,6 +1,6 @@
 """Tokens per second of a training step, its parts, and how it compares with the base's bare forward pass.
 
-    python benchmarks/train_step.py recipe=medusa_vicuna_7b head.own_projection=false shard.precision=bfloat16
+    python benchmarks/train_step.py recipe=medusa_vicuna_7b head.own_lm_head=false shard.precision=bfloat16
     accelerate launch benchmarks/train_step.py recipe=medusa_llama3 shard=full --json step.json
     python benchmarks/train_step.py --steps 2 --warm 1 recipe=medusa_smollm2 debug=tiny        does it run?
     python benchmarks/compare.py before.json step.json

@@ -95,14 +95,14 @@ EAGLE3_VARIANTS = {
 
 def eagle3_head(base: BaseModel, d2t: Tensor | None = None, **settings: object) -> Eagle3Head:
     """Four drafts by default, all trained; away from its start."""
-    config = Eagle3Config(**{"num_tokens": 4, "ttt_steps": 4, **settings})  # type: ignore[arg-type]
+    config = Eagle3Config(**{"num_draft_tokens": 4, "ttt_steps": 4, **settings})  # type: ignore[arg-type]
     torch.manual_seed(0)  # an untrained one is partly random
     return randomised(config.build(base, d2t), 0.03).eval()
 
 
 def small_head(base: BaseModel, folder: Path) -> Path:
     """Two untrained Medusa heads over few ids, saved in ``folder``."""
-    MedusaConfig(num_heads=2, draft_vocab_size=50).build(base, torch.arange(50)).save_pretrained(folder)
+    MedusaConfig(num_draft_tokens=2, draft_vocab_size=50).build(base, torch.arange(50)).save_pretrained(folder)
     return folder
 
 

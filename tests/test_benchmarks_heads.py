@@ -186,7 +186,7 @@ def trained(script: Load, tmp_path: Path, tiny_base: Callable[..., BaseModel]) -
     """Two heads of one base as their runs leave them."""
     entries = [script("heads").open_entry(name, arguments(tmp_path)) for name in ("medusa", "draft_lm")]
     for heads, entry in enumerate(entries, start=2):
-        head = MedusaConfig(num_heads=heads).build(tiny_base())
+        head = MedusaConfig(num_draft_tokens=heads).build(tiny_base())
         head.tree = TokenTree.chain(heads)
         head.save_pretrained(entry.folder / "head")
         write_log(entry.folder, rows({"pretrain": (6, 100.0), "distill": (54, 50.0)}, every=3))
@@ -248,7 +248,7 @@ def test_what_was_measured_of_another_head_is_not_kept(
     measured = []
     for change in (False, False, True):
         if change:  # the second head is known to the log by its folder alone
-            MedusaConfig(num_heads=1).build(tiny_base()).save_pretrained(trained[1].folder / "head")
+            MedusaConfig(num_draft_tokens=1).build(tiny_base()).save_pretrained(trained[1].folder / "head")
             (trained[1].folder / "head" / "tree.json").unlink()
         table.measure_heads(trained, config, tmp_path, Display(enabled=False))
         (log,) = folder.glob("eval-log-*.jsonl")

@@ -112,7 +112,7 @@ def test_operations_by_hand(script: Load) -> None:
         vocab_size=10,
         tied=True,
     )
-    head = MedusaConfig(num_heads=3, own_projection=False)
+    head = MedusaConfig(num_draft_tokens=3, own_lm_head=False)
     phase = PhaseConfig(corpus="text", seq_len=16)
     layer = 2 * (4 * 16 + 3 * 32 + 8 + 16 * 4)  # the last: 16 tokens, each over half of them, twice
     blocks, shared = 6 * 3 * (16 + 4), 4 * 3 * 10 * 4

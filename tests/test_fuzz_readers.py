@@ -113,7 +113,7 @@ def read_checkpoint(folder: Path) -> Any:
 
 
 def make_head(folder: Path) -> None:
-    head = MedusaConfig(num_heads=2, draft_vocab_size=20).build(base(), torch.arange(20))
+    head = MedusaConfig(num_draft_tokens=2, draft_vocab_size=20).build(base(), torch.arange(20))
     head.tree = TokenTree.chain(2)
     head.save_pretrained(folder)
 

@@ -64,7 +64,7 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def head(tiny_base: TinyBase, tmp_path: Path) -> Path:
     """A saved one, with a tree."""
-    found = MedusaConfig(num_heads=2, draft_vocab_size=20).build(tiny_base(), torch.arange(20))
+    found = MedusaConfig(num_draft_tokens=2, draft_vocab_size=20).build(tiny_base(), torch.arange(20))
     found.tree = TokenTree.chain(2)
     found.save_pretrained(tmp_path / "head")
     return tmp_path / "head"
@@ -176,13 +176,12 @@ def test_pickles_are_refused_by_name(head: Path, tiny_base: TinyBase, name: str)
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"head": "os.system"}, "names head 'os.system', which is no head of this version under drafthead.models"),
-        ({"head": "drafthead.models.heads.medusa.torch.nn.Linear"}, "which is no head of this version"),
-        ({"head": "drafthead.models."}, "which is no head of this version"),
-        ({"head": "drafthead.models.heads.common.contract.DraftHead"}, "which is no head of this version"),
-        ({"head": "drafthead.models.heads.common.contract.DraftHeadConfig"}, "which is no head of this version"),
-        ({"settings": {"num_heads": 10**9}}, "bad settings|its settings name"),
-        ({"settings": {"num_heads": "${oc.env:HOME}"}}, "has settings that refer to others"),
+        ({"head_type": "os.system"}, "head_type must be one of draft_lm, eagle3, .*, got 'os.system'"),
+        ({"head_type": "drafthead.models.heads.medusa.torch.nn.Linear"}, "head_type must be one of"),
+        ({"head_type": "common"}, "head_type must be one of"),
+        ({"head_type": "drafthead.models.heads.common.contract.DraftHeadConfig"}, "head_type must be one of"),
+        ({"settings": {"num_draft_tokens": 10**9}}, "bad settings|its settings name"),
+        ({"settings": {"num_draft_tokens": "${oc.env:HOME}"}}, "has settings that refer to others"),
         ({"draft_vocab": 19}, r"has a d2t of \[20\] int64, expected the 19 different ids"),
         ({"weights_sha256": "0" * 64}, "does not have the checksum that config.json states"),
     ],
@@ -197,7 +196,7 @@ def test_a_config_that_wants_too_much(head: Path, tiny_base: TinyBase, change: d
 
 
 def test_settings_without_limits_are_held_against_the_file(tiny_base: TinyBase, tmp_path: Path) -> None:
-    MLPSpeculatorConfig(n_predict=2, inner_dim=8).build(tiny_base()).save_pretrained(tmp_path)
+    MLPSpeculatorConfig(num_draft_tokens=2, inner_dim=8).build(tiny_base()).save_pretrained(tmp_path)
     config = read_json(tmp_path / "config.json")
     config["settings"]["inner_dim"] = 10**9
     write_json(tmp_path / "config.json", config)

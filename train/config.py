@@ -14,7 +14,7 @@ from omegaconf import MISSING, DictConfig
 
 from drafthead.data.answers.config import SamplerConfig, ServerConfig
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts
-from drafthead.data.utils.config import parse, parse_component, schema
+from drafthead.data.utils.config import parse, schema
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import HubConfig, require_login
 from drafthead.eval.config import EvalConfig
@@ -23,7 +23,7 @@ from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.timing.methods import check_drafters, check_peers
 from drafthead.eval.trees.choice import METHODS
 from drafthead.models.base.config import BaseConfig
-from drafthead.models.heads.common.contract import PACKAGE, DraftHeadConfig
+from drafthead.models.heads.common.contract import DraftHeadConfig, parse_head
 from drafthead.models.heads.common.losses import LossConfig
 
 COMPLETE = "complete.json"
@@ -377,8 +377,7 @@ class RunConfig:
 
     def head_config(self) -> DraftHeadConfig:
         """The checked settings of the head that the recipe names."""
-        config: DraftHeadConfig = parse_component(self.head, DraftHeadConfig, "head", PACKAGE)
-        return config
+        return parse_head(self.head)
 
 
 ConfigStore.instance().store(name="train_schema", node=schema(RunConfig))

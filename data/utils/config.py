@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -15,7 +14,6 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -36,11 +34,17 @@ RENAMED_KEYS: dict[str, str | None] = {
     "keep_features": "keep_hidden_states",
     "stop_below": "confidence_threshold",
     "siblings": "draft_sampling",
+    "head._target_": "head_type",
+    "head.num_heads": "num_draft_tokens",
+    "head.n_predict": "num_draft_tokens",
+    "head.num_tokens": "num_draft_tokens",
+    "head.own_projection": "own_lm_head",
+    "head.threshold": "confidence_threshold",
 }
 RENAMED_VALUES: dict[str, dict[str, str]] = {
     # New key, with as many parents as it needs: old value -> new value.
-    "_target_": {
-        f"drafthead.models.{module}.{name}Config": f"drafthead.models.heads.{module}.{name}Config"
+    "head_type": {
+        f"drafthead.models.{module}.{name}Config": module
         for module, name in {
             "draft_lm": "DraftLM", "eagle3": "Eagle3", "hydra": "Hydra", "kangaroo": "Kangaroo", "medusa": "Medusa",
             "medusa2": "Medusa2", "mlp_speculator": "MLPSpeculator",
@@ -182,40 +186,6 @@ def _writable(cfg: DictConfig) -> DictConfig:
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
             _writable(child)
     return cfg
-
-
-def parse_component(node: dict[str, Any], base: Any, key: str, package: str) -> Any:
-    """``{_target_: package.module.SomeConfig, ...}`` -> ``SomeConfig(...)``, with types and names checked.
-
-    Args:
-        node: the config node.
-        base: class that the target must be a subclass of.
-        key: name of the node, for messages.
-        package: prefix that the target must have, so that a config cannot name foreign code.
-
-    Raises:
-        UserError: another target, an unknown key, a wrong type, a limit exceeded.
-    """
-    target = str(node.get("_target_", ""))
-    try:
-        found = get_class(target) if target.startswith(package) else None
-    except Exception:
-        found = None
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise UserError(f"{key}._target_ must name a {base.__name__} under {package}*, got {target!r}")
-    settings = {k: v for k, v in node.items() if k != "_target_"}
-    known = [field.name for field in fields(found)]
-    if unknown := [name for name in settings if name not in known]:
-        # Recipes set the keys of the head that they are for, whichever one the command line puts in its place.
-        raise UserError(
-            f"{key}: {found.__name__} has no {', '.join(unknown)}; the recipe sets them for another {key}, or they are "
-            f"misspelt (it has {', '.join(known)}). Choose a recipe of this {key}, or leave them out: "
-            f"{' '.join(f'~{key}.{name}' for name in unknown)}"
-        )
-    try:
-        return OmegaConf.to_object(OmegaConf.merge(schema(found), settings))
-    except (OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"{key}: {_one_line(error)}") from None
 
 
 def one_line_errors(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:

@@ -75,7 +75,7 @@ class Eagle3Format(Format):
             "norm_before_residual": False,
             "norm_output": settings.norm_output,
             "eagle_config": {"use_aux_hidden_state": True, "norm_before_fc": settings.norm_before_fc},
-            "num_tokens": settings.num_tokens,
+            "num_tokens": settings.num_draft_tokens,
             "ttt_steps": settings.ttt_steps,
         }
         tensors = _parameters(head)
@@ -161,9 +161,9 @@ class Eagle3Format(Format):
             if found.get(key):
                 raise UserError(f"{artefact.source} sets {key}, and heads here have no such norm; they cannot run it")
         reduced = artefact.integer("draft_vocab_size") < artefact.integer("vocab_size")
-        tokens = found.get("num_tokens", default.num_tokens)
+        tokens = found.get("num_tokens", default.num_draft_tokens)
         return Eagle3Config(
-            num_tokens=tokens,
+            num_draft_tokens=tokens,
             ttt_steps=found.get("ttt_steps", min(default.ttt_steps, tokens)),
             layers=found.get("layers"),
             intermediate_size=artefact.integer("intermediate_size"),

@@ -130,7 +130,7 @@ class HydraFormat(Format):
         # The first block has a shape of its own.
         repeated = ([f"{_block(k, j, prefixed)}.linear" for j in range(1, layers)] for k in range(heads))
         return HydraConfig(
-            num_heads=heads,
+            num_draft_tokens=heads,
             num_layers=layers,
             prefix_layer=prefixed,
             dropout=float(config.get("dropout_rate", 0.0)),
@@ -152,7 +152,7 @@ def _named(head: HydraHead) -> dict[str, Tensor]:
             module = blocks[min(j, len(blocks) - 1)]
             for name, parameter in module.named_parameters():
                 found[f"{_block(k, j, prefixed)}.{name.replace('residual', 'res_connection')}"] = parameter
-        if head.config.own_projection:
+        if head.config.own_lm_head:
             weight, width = head.output_head(k).weight, head.base.hidden_size
             found[f"{_projection(k, prefixed)}.weight"] = weight[:, :width]
             if head.config.projection_bias:

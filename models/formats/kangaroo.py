@@ -43,7 +43,7 @@ class KangarooFormat(Format):
         config = {
             **layer_config(head.base),
             "exit_layer": head.config.exit_layer,
-            "num_tokens": head.config.num_tokens,
+            "num_tokens": head.config.num_draft_tokens,
             "threshold": head.confidence_threshold,
         }
         return PublishedCheckpoint(config, _tensors(head))
@@ -65,8 +65,8 @@ class KangarooFormat(Format):
         default = KangarooConfig()
         return KangarooConfig(
             exit_layer=artefact.integer("exit_layer"),
-            num_tokens=artefact.config.get("num_tokens", default.num_tokens),
-            threshold=artefact.config.get("threshold", default.threshold),
+            num_draft_tokens=artefact.config.get("num_tokens", default.num_draft_tokens),
+            confidence_threshold=artefact.config.get("threshold", default.confidence_threshold),
         )
 
     def load_weights(self, head: KangarooHead, artefact: PublishedCheckpoint) -> None:

@@ -56,7 +56,7 @@ class MedusaFormat(Format):
         ]
 
     def pack(self, head: MedusaHead) -> PublishedCheckpoint:
-        own = head.config.own_projection
+        own = head.config.own_lm_head
         config = {
             "medusa_num_heads": head.depth,
             "medusa_num_layers": head.config.num_layers,
@@ -109,9 +109,9 @@ class MedusaFormat(Format):
     def settings(self, artefact: PublishedCheckpoint) -> MedusaConfig:
         heads, layers = artefact.integer("medusa_num_heads"), artefact.integer("medusa_num_layers")
         return MedusaConfig(
-            num_heads=heads,
+            num_draft_tokens=heads,
             num_layers=layers,
-            own_projection=f"0.{layers}.weight" in artefact.tensors,
+            own_lm_head=f"0.{layers}.weight" in artefact.tensors,
             tie_blocks=tied(artefact.tensors, ([f"{k}.{j}.linear" for j in range(layers)] for k in range(heads))),
         )
 
@@ -139,10 +139,10 @@ class TgiMedusaFormat(MedusaFormat):
 
     def unsupported(self, head: MedusaHead) -> list[Unsupported]:
         found = super().unsupported(head)
-        if not head.config.own_projection and head.config.num_layers != 1:
+        if not head.config.own_lm_head and head.config.num_layers != 1:
             layers = head.config.num_layers
             what = f"it has {layers} blocks a head and the base's projection, with which TGI has exactly 1 block"
-            found.append(Unsupported(what, "head.own_projection=true or head.num_layers=1"))
+            found.append(Unsupported(what, "head.own_lm_head=true or head.num_layers=1"))
         return found
 
     def matches(self, config: dict[str, Any]) -> bool:
@@ -168,7 +168,7 @@ def _named(head: MedusaHead) -> dict[str, Tensor]:
         for j, block in enumerate(blocks_of(head, k)):
             found[f"{k}.{j}.linear.weight"] = block.linear.weight
             found[f"{k}.{j}.linear.bias"] = block.linear.bias
-        if head.config.own_projection:
+        if head.config.own_lm_head:
             found[f"{k}.{head.config.num_layers}.weight"] = head.output_head(k).weight
     return found
 
@@ -187,10 +187,10 @@ def unsupported_last_token(head: MedusaHead) -> list[Unsupported]:
 
 
 def _scaled_logits(head: MedusaHead) -> list[Unsupported]:
-    if not head.config.own_projection or (head.target_lm_head.scale == 1.0 and head.target_lm_head.softcap is None):
+    if not head.config.own_lm_head or (head.target_lm_head.scale == 1.0 and head.target_lm_head.softcap is None):
         return []
     what = f"{head.base.name} scales or caps its logits, and the format does not those of a head's own projection"
-    return [Unsupported(what, "head.own_projection=false")]
+    return [Unsupported(what, "head.own_lm_head=false")]
 
 
 def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -236,7 +236,7 @@ class VllmMedusaFormat(Format):
         return found
 
     def pack(self, head: MedusaHead) -> PublishedCheckpoint:
-        own, reduced = head.config.own_projection, len(head.d2t) != head.base.vocab_size
+        own, reduced = head.config.own_lm_head, len(head.d2t) != head.base.vocab_size
         tensors = _named_by_vllm(head)
         if not own:
             tensors["lm_heads.0.weight"] = head.target_lm_head.weight
@@ -297,9 +297,9 @@ class VllmMedusaFormat(Format):
         reduced = artefact.integer("truncated_vocab_size") < artefact.integer("vocab_size")
         blocks = ([f"blocks.{k}.layers.{j}" for j in range(layers)] for k in range(heads))
         return MedusaConfig(
-            num_heads=heads,
+            num_draft_tokens=heads,
             num_layers=layers,
-            own_projection=not artefact.config.get("original_lm_head"),
+            own_lm_head=not artefact.config.get("original_lm_head"),
             tie_blocks=tied(artefact.tensors, blocks),
             draft_vocab_size=artefact.integer("truncated_vocab_size") if reduced else None,
         )
@@ -322,7 +322,7 @@ class VllmMedusaFormat(Format):
             for j in range(head.config.num_layers)
         }
         assign(_named_by_vllm(head), replace(artefact, tensors={**biases, **artefact.tensors}))
-        if not head.config.own_projection:
+        if not head.config.own_lm_head:
             _require_the_bases(artefact.tensors["lm_heads.0.weight"], head, artefact.source)
 
 
@@ -333,7 +333,7 @@ def _named_by_vllm(head: MedusaHead) -> dict[str, Tensor]:
         for j, block in enumerate(blocks_of(head, k)):
             found[f"blocks.{k}.layers.{j}.weight"] = block.linear.weight
             found[f"blocks.{k}.layers.{j}.bias"] = block.linear.bias
-        if head.config.own_projection:
+        if head.config.own_lm_head:
             found[f"lm_heads.{k}.weight"] = head.output_head(k).weight
     return found
 

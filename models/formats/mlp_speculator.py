@@ -64,9 +64,9 @@ class MLPSpeculatorFormat(Format):
             "vocab_size": head.base.vocab_size,
             "emb_dim": head.base.hidden_size,
             "inner_dim": cells.proj[0].out_features,  # never 0, which TGI takes for a width
-            "n_predict": settings.n_predict,
+            "n_predict": settings.num_draft_tokens,
             # vLLM's default has three entries, and it asserts that there are n_predict.
-            "top_k_tokens_per_head": [max(1, 5 - i) for i in range(settings.n_predict)],
+            "top_k_tokens_per_head": [max(1, 5 - i) for i in range(settings.num_draft_tokens)],
             "n_candidates": 5,
             "tie_weights": settings.tie_weights,
             "scale_input": settings.scale_input,
@@ -82,8 +82,8 @@ class MLPSpeculatorFormat(Format):
                 not settings.own_embedding,
             ),
             "it uses the base's projection, and the format has one of its own": (
-                "head.own_projection=true",
-                not settings.own_projection,
+                "head.own_lm_head=true",
+                not settings.own_lm_head,
             ),
         }
         found = [Unsupported(what, instead) for what, (instead, is_used) in ours.items() if is_used]
@@ -137,7 +137,7 @@ class MLPSpeculatorFormat(Format):
         if architectures and "MLPSpeculatorPreTrainedModel" not in architectures:
             raise UserError(f"{artefact.source} is a {architectures}: only MLPSpeculatorPreTrainedModel is read")
         return MLPSpeculatorConfig(
-            n_predict=artefact.integer("n_predict"),
+            num_draft_tokens=artefact.integer("n_predict"),
             inner_dim=artefact.integer("inner_dim"),
             tie_weights=bool(artefact.config.get("tie_weights")),
             scale_input=bool(artefact.config.get("scale_input")),

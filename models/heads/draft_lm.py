@@ -33,7 +33,7 @@ from drafthead.models.kernels.linear import prepack_linears
 class DraftLMConfig(AutoregressiveConfig):
     """Settings of :class:`DraftLM`."""
 
-    num_tokens: int = 5
+    num_draft_tokens: int = 5
     num_layers: int = 2
     """Decoder layers."""
     from_layers: list[int] | None = None
@@ -60,7 +60,7 @@ class DraftLMConfig(AutoregressiveConfig):
         return HeadSize(
             parameters=layers,
             trainable=layers,
-            positions=self.num_tokens,
+            positions=self.num_draft_tokens,
             draft_vocab_size=self.drafted_ids(shape.vocab_size),
             # Per layer two normed inputs, q, k, v before and after rotation, the attention's output, gate, up and
             # their product (2.7 D each) with the activation; around it the embedding, the norm and its gradient.

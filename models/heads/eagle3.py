@@ -189,7 +189,7 @@ def drafting_places(reading: DraftTargets, ids: Tensor) -> tuple[Tensor, Tensor]
 class Eagle3Config(DraftHeadConfig):
     """Settings of :class:`Eagle3Head`."""
 
-    num_tokens: int = 7
+    num_draft_tokens: int = 7
     """Draft positions K: most drafts on a path."""
     ttt_steps: int = 7
     """Steps of the training-time test: how many of the K positions are trained. Deeper drafts read the layer's own
@@ -208,16 +208,18 @@ class Eagle3Config(DraftHeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.num_tokens <= 16:
-            raise ValueError(f"head.num_tokens must be in [1, 16], got {self.num_tokens}")
-        if not 1 <= self.ttt_steps <= self.num_tokens:
-            raise ValueError(f"head.ttt_steps must be in [1, head.num_tokens={self.num_tokens}], got {self.ttt_steps}")
+        if not 1 <= self.num_draft_tokens <= 16:
+            raise ValueError(f"head.num_draft_tokens must be in [1, 16], got {self.num_draft_tokens}")
+        if not 1 <= self.ttt_steps <= self.num_draft_tokens:
+            raise ValueError(
+                f"head.ttt_steps must be in [1, head.num_draft_tokens={self.num_draft_tokens}], got {self.ttt_steps}"
+            )
         if self.intermediate_size is not None and self.intermediate_size < 1:
             raise ValueError(f"head.intermediate_size must be at least 1 or null, got {self.intermediate_size}")
 
     @property
     def depth(self) -> int:
-        return self.num_tokens
+        return self.num_draft_tokens
 
     @property
     def trained_positions(self) -> int:
@@ -240,7 +242,7 @@ class Eagle3Config(DraftHeadConfig):
         return HeadSize(
             parameters=layer + projections,
             trainable=layer + projections,
-            positions=self.num_tokens,
+            positions=self.num_draft_tokens,
             draft_vocab_size=vocabulary,
             projections=projections,
             feature_layers=sources if self.layers is None or self.layers else 0,

@@ -42,7 +42,7 @@ from drafthead.models.kernels.linear import inference_copy
 class HydraConfig(DraftHeadConfig):
     """Settings of :class:`HydraHead`."""
 
-    num_heads: int = 4
+    num_draft_tokens: int = 4
     """Draft positions K."""
     num_layers: int = 1
     """Blocks per head (Hydra++: 4)."""
@@ -50,7 +50,7 @@ class HydraConfig(DraftHeadConfig):
     """True: Hydra++, with a decoder layer over the base's hidden states."""
     dropout: float = 0.0
     """Before every block and projection, while training (Hydra++: 0.2)."""
-    own_projection: bool = True
+    own_lm_head: bool = True
     """True: every head trains its own copy of the base's projection. False: all share the base's, frozen."""
     projection_bias: bool = False
     """True: own projections have a bias, as in the weights that the authors released."""
@@ -61,31 +61,31 @@ class HydraConfig(DraftHeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.num_heads <= 16:
-            raise ValueError(f"head.num_heads must be in [1, 16], got {self.num_heads}")
+        if not 1 <= self.num_draft_tokens <= 16:
+            raise ValueError(f"head.num_draft_tokens must be in [1, 16], got {self.num_draft_tokens}")
         if not 1 <= self.num_layers <= 8:
             raise ValueError(f"head.num_layers must be in [1, 8], got {self.num_layers}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"head.dropout must be in [0, 1), got {self.dropout}")
-        if self.projection_bias and not self.own_projection:
-            raise ValueError("head.projection_bias needs head.own_projection: true; the base's projection has none")
+        if self.projection_bias and not self.own_lm_head:
+            raise ValueError("head.projection_bias needs head.own_lm_head: true; the base's projection has none")
 
     @property
     def depth(self) -> int:
-        return self.num_heads
+        return self.num_draft_tokens
 
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "HydraHead":
         return HydraHead(self, base, d2t)
 
     def size(self, shape: ModelShape) -> HeadSize:
-        heads, hidden_size, vocabulary = self.num_heads, shape.hidden_size, self.drafted_ids(shape.vocab_size)
+        heads, hidden_size, vocabulary = self.num_draft_tokens, shape.hidden_size, self.drafted_ids(shape.vocab_size)
         further = min(self.num_layers - 1, 1) if self.tie_blocks else self.num_layers - 1
         inputs = sum(k + 1 for k in range(1, heads + 1))  # widths that first blocks read, in D
         blocks = 2 * (inputs * hidden_size + heads) * hidden_size + heads * further * (hidden_size + 1) * hidden_size
         prefix = 0
         if self.prefix_layer:  # attention, a gated MLP, three norms
             prefix = shape.attention_parameters() + 3 * (shape.intermediate_size + 1) * hidden_size
-        projections = heads * vocabulary * (hidden_size + self.projection_bias) if self.own_projection else 0
+        projections = heads * vocabulary * (hidden_size + self.projection_bias) if self.own_lm_head else 0
         return HeadSize(
             parameters=blocks + prefix + projections,
             trainable=blocks + prefix + projections,
@@ -190,14 +190,14 @@ class HydraHead(RecurrentHead):
     def __init__(self, config: HydraConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
         self.prefix = PrefixLayer(base) if config.prefix_layer else None
-        self.blocks = nn.ModuleList(HydraBlocks(base.hidden_size, 2 + k, config) for k in range(config.num_heads)).to(
-            base.device
-        )
+        self.blocks = nn.ModuleList(
+            HydraBlocks(base.hidden_size, 2 + k, config) for k in range(config.num_draft_tokens)
+        ).to(base.device)
         first = self.target_lm_head
         if config.projection_bias:
             # The bias is one more column, whose input is 1.
             first = replace(first, weight=F.pad(first.weight, (0, 1)))
-        self.projections = DraftLMHeads(first, config.num_heads if config.own_projection else 0, config.copy_dtype)
+        self.projections = DraftLMHeads(first, config.num_draft_tokens if config.own_lm_head else 0, config.copy_dtype)
         self._packed: nn.ModuleList | None = None
         self._prefix_layer: Layer | None = None
 

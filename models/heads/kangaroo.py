@@ -1,9 +1,9 @@
 """Kangaroo (Liu et al., 2404.18911): the target's first layers and a small adapter draft for it.
 
 The adapter is one attention layer without an MLP, ``norm(x + attention(norm(x)))``, over what leaves layer
-``exit_layer``; the base's output head, frozen, reads it. Drafting stops behind the first draft whose confidence is
-below ``threshold``, and the verification goes on from the exit states through the remaining layers only: the shallow
-layers are part of the target's own pass and share its cache (``models/shared_layers.py``).
+``exit_layer``; the base's output head, frozen, reads it. Drafting stops after the first draft whose confidence is
+below ``confidence_threshold``, and verification resumes from the exit states through the remaining layers only: the
+shallow layers are part of the target's own pass and share its cache.
 
 Beyond the paper: trees, batches of rows, sampling, a reduced draft vocabulary, and training on the base's own answers.
 
@@ -126,16 +126,16 @@ class KangarooConfig(AutoregressiveConfig):
 
     exit_layer: int = 2
     """Layers of the base that draft (the paper: 2 of 32 for 7B, 3 of 40 for 13B)."""
-    num_tokens: int = 6
-    threshold: float = 0.6
+    num_draft_tokens: int = 6
+    confidence_threshold: float = 0.6
     """Nothing is drafted behind a draft with less confidence, unless a plan says otherwise; 0 never stops."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.exit_layer < 1:
             raise ValueError(f"head.exit_layer must be at least 1, got {self.exit_layer}")
-        if not 0 <= self.threshold < 1:
-            raise ValueError(f"head.threshold must be in [0, 1), got {self.threshold}")
+        if not 0 <= self.confidence_threshold < 1:
+            raise ValueError(f"head.confidence_threshold must be in [0, 1), got {self.confidence_threshold}")
 
     def check_layers(self, num_layers: int) -> None:
         if self.exit_layer >= num_layers:
@@ -149,7 +149,7 @@ class KangarooConfig(AutoregressiveConfig):
         return HeadSize(
             parameters=adapter,
             trainable=adapter,
-            positions=self.num_tokens,
+            positions=self.num_draft_tokens,
             draft_vocab_size=self.drafted_ids(shape.vocab_size),
             feature_layers=1,
             # Both norms, q, k, v before and after rotation, the attention's output, the sum, its gradient.
@@ -167,7 +167,7 @@ class KangarooHead(AutoregressiveHead):
         super().__init__(config, base, d2t)
         config.check_layers(base.num_layers)
         self.spec = FeatureSpec(layers=(config.exit_layer,))
-        self.confidence_threshold = config.threshold
+        self.confidence_threshold = config.confidence_threshold
         self.early_exit_layers = config.exit_layer
         self.input_layernorm = HeadRMSNorm(base.hidden_size, norm_eps(base), base.device)
         self.self_attn = HeadAttention(base)

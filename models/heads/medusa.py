@@ -37,11 +37,11 @@ from drafthead.models.heads.common.targets import DraftTargets
 class MedusaConfig(DraftHeadConfig):
     """Settings of :class:`MedusaHead`."""
 
-    num_heads: int = 5
+    num_draft_tokens: int = 5
     """Draft positions K."""
     num_layers: int = 1
     """Residual blocks per head."""
-    own_projection: bool = True
+    own_lm_head: bool = True
     """True: every head trains its own copy of the base's projection. False: all share the base's, frozen."""
     tie_blocks: bool = False
     """True: one block, applied ``num_layers`` times, as in the reference code and the weights it released."""
@@ -50,8 +50,8 @@ class MedusaConfig(DraftHeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.num_heads <= 16:
-            raise ValueError(f"head.num_heads must be in [1, 16], got {self.num_heads}")
+        if not 1 <= self.num_draft_tokens <= 16:
+            raise ValueError(f"head.num_draft_tokens must be in [1, 16], got {self.num_draft_tokens}")
         if self.tie_blocks and self.reads_last_token:
             raise ValueError("head.tie_blocks and head.reads_last_token exclude each other: the first block is wider")
         if not 1 <= self.num_layers <= 8:
@@ -59,7 +59,7 @@ class MedusaConfig(DraftHeadConfig):
 
     @property
     def depth(self) -> int:
-        return self.num_heads
+        return self.num_draft_tokens
 
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "MedusaHead":
         return MedusaHead(self, base, d2t)
@@ -68,17 +68,17 @@ class MedusaConfig(DraftHeadConfig):
         hidden_size, vocabulary = shape.hidden_size, self.drafted_ids(shape.vocab_size)
         blocks = 1 if self.tie_blocks else self.num_layers
         per_head = blocks * (hidden_size + 1) * hidden_size + self.reads_last_token * hidden_size**2
-        all_blocks = self.num_heads * per_head
-        projections = self.num_heads * vocabulary * hidden_size if self.own_projection else 0
+        all_blocks = self.num_draft_tokens * per_head
+        projections = self.num_draft_tokens * vocabulary * hidden_size if self.own_lm_head else 0
         return HeadSize(
             parameters=all_blocks + projections,
             trainable=all_blocks + projections,
-            positions=self.num_heads,
+            positions=self.num_draft_tokens,
             draft_vocab_size=vocabulary,
             projections=projections,
             # Per head: the gathered input, its masked copy, the stacked output and its gradient; per block: the
             # linear's and SiLU's outputs.
-            activations_per_token=self.num_heads * hidden_size * (4 + 2 * self.num_layers),
+            activations_per_token=self.num_draft_tokens * hidden_size * (4 + 2 * self.num_layers),
         )
 
 
@@ -121,10 +121,10 @@ class MedusaHead(LastStateHead):
         super().__init__(config, base, d2t)
         self.blocks = nn.ModuleList(
             Blocks(base.hidden_size, config.num_layers, config.reads_last_token, config.tie_blocks)
-            for _ in range(config.num_heads)
+            for _ in range(config.num_draft_tokens)
         ).to(base.device)
         self.projections = DraftLMHeads(
-            self.target_lm_head, config.num_heads if config.own_projection else 0, config.copy_dtype
+            self.target_lm_head, config.num_draft_tokens if config.own_lm_head else 0, config.copy_dtype
         )
         self._stacks: list[tuple[Tensor, Tensor]] | None = None
 

@@ -81,10 +81,9 @@ class Medusa2Config(MedusaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lora_lm_head and not self.own_projection:
+        if self.lora_lm_head and not self.own_lm_head:
             raise ValueError(
-                "head.lora_lm_head=true needs head.own_projection=true: shared projections are the output head as it "
-                "was"
+                "head.lora_lm_head=true needs head.own_lm_head=true: shared projections are the output head as it was"
             )
         limits = (
             ("lora_rank", 1 <= self.lora_rank <= 1024, "in [1, 1024]"),

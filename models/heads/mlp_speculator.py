@@ -4,7 +4,7 @@ Position k mixes the state that position k - 1 left with the embedding of the to
 its own reads the result. ``cell: rnn`` is the published MLPSpeculator, tied and untied; ``cell: lstm`` the Arctic
 variant of the same interface. Beyond the papers: a reduced draft vocabulary (projections only: tokens that are read
 are target ids), targets that stay in their document, trees of every kind, and two ways to train less where data and
-cores are few: ``own_embedding: false`` reads the base's embedding through a trained matrix, and ``own_projection:
+cores are few: ``own_embedding: false`` reads the base's embedding through a trained matrix, and ``own_lm_head:
 false`` adds what the state says to ``h`` and leaves the rest to the base's frozen projection, so that an untrained
 head is the base's next-token head.
 
@@ -153,7 +153,7 @@ def _start(cells: nn.Module, deviation: Callable[[torch.Size], float]) -> None:
 class MLPSpeculatorConfig(DraftHeadConfig):
     """Settings of :class:`MLPSpeculatorHead`."""
 
-    n_predict: int = 3
+    num_draft_tokens: int = 3
     """Draft positions K."""
     inner_dim: int = 0
     """Width E of the state; 0: the base's."""
@@ -167,13 +167,13 @@ class MLPSpeculatorConfig(DraftHeadConfig):
     """True: the gates of the LSTM share one embedding."""
     own_embedding: bool = True
     """False: the base's embedding, frozen, through a trained matrix (ours)."""
-    own_projection: bool = True
+    own_lm_head: bool = True
     """False: the base's projection, frozen, of ``h`` and a trained matrix of the state (ours)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.n_predict <= 8:
-            raise ValueError(f"head.n_predict must be in [1, 8], got {self.n_predict}")
+        if not 1 <= self.num_draft_tokens <= 8:
+            raise ValueError(f"head.num_draft_tokens must be in [1, 8], got {self.num_draft_tokens}")
         if self.inner_dim < 0:
             raise ValueError(f"head.inner_dim must be positive, or 0 for the base's width, got {self.inner_dim}")
         if self.cell not in ("rnn", "lstm"):
@@ -182,12 +182,14 @@ class MLPSpeculatorConfig(DraftHeadConfig):
             raise ValueError("head.cell: lstm needs head.tie_weights: true; its positions share their weights")
         if self.tie_lstm_embs and self.cell != "lstm":
             raise ValueError("head.tie_lstm_embs is for head.cell: lstm; leave it false")
-        if self.tie_weights and self.n_predict == 1:
-            raise ValueError("head.tie_weights needs head.n_predict of at least 2: one position has nothing to share")
+        if self.tie_weights and self.num_draft_tokens == 1:
+            raise ValueError(
+                "head.tie_weights needs head.num_draft_tokens of at least 2: one position has nothing to share"
+            )
 
     @property
     def depth(self) -> int:
-        return self.n_predict
+        return self.num_draft_tokens
 
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "MLPSpeculatorHead":
         return MLPSpeculatorHead(self, base, d2t)
@@ -195,25 +197,25 @@ class MLPSpeculatorConfig(DraftHeadConfig):
     def size(self, shape: ModelShape) -> HeadSize:
         hidden_size, vocabulary = shape.hidden_size, self.drafted_ids(shape.vocab_size)
         width = self.inner_dim or hidden_size
-        stages = 1 if self.tie_weights else self.n_predict
+        stages = 1 if self.tie_weights else self.num_draft_tokens
         embedding = (shape.vocab_size if self.own_embedding else hidden_size) * width
         if self.cell == "lstm":
             embeddings = embedding * (1 if self.tie_lstm_embs else 4)
             cells = embeddings + 4 * (hidden_size + width) * width + 2 * 2 * width
         else:
-            projected = hidden_size + width * (1 if self.tie_weights else self.n_predict - 1)
+            projected = hidden_size + width * (1 if self.tie_weights else self.num_draft_tokens - 1)
             cells = stages * (embedding + 2 * width) + projected * width
-        projections = stages * width * vocabulary if self.own_projection else 0
-        outputs = 0 if self.own_projection else stages * width * hidden_size
+        projections = stages * width * vocabulary if self.own_lm_head else 0
+        outputs = 0 if self.own_lm_head else stages * width * hidden_size
         return HeadSize(
             parameters=cells + outputs + projections,
             trainable=cells + outputs + projections,
-            positions=self.n_predict,
+            positions=self.num_draft_tokens,
             draft_vocab_size=vocabulary,
             projections=projections,
             # RNN: embedding, mixture, normed, activated, and the picked state with its gradient; LSTM: three of these
             # a gate, and the cell's.
-            activations_per_token=self.n_predict * width * (6 if self.cell == "rnn" else 20),
+            activations_per_token=self.num_draft_tokens * width * (6 if self.cell == "rnn" else 20),
         )
 
 
@@ -224,7 +226,7 @@ class MLPSpeculatorHead(RecurrentHead):
 
     def __init__(self, config: MLPSpeculatorConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
-        width, stages = config.inner_dim or base.hidden_size, 1 if config.tie_weights else config.n_predict
+        width, stages = config.inner_dim or base.hidden_size, 1 if config.tie_weights else config.num_draft_tokens
 
         def embed() -> nn.Module:
             return (
@@ -234,12 +236,12 @@ class MLPSpeculatorHead(RecurrentHead):
         self.cells: RNNCells | LSTMCells
         with torch.device(base.device):
             if config.cell == "lstm":
-                self.cells = LSTMCells(embed, base.hidden_size, width, config.n_predict, config.tie_lstm_embs)
+                self.cells = LSTMCells(embed, base.hidden_size, width, config.num_draft_tokens, config.tie_lstm_embs)
             else:
-                self.cells = RNNCells(embed, base.hidden_size, width, config.n_predict, config.tie_weights)
-            shared = 0 if config.own_projection else stages
+                self.cells = RNNCells(embed, base.hidden_size, width, config.num_draft_tokens, config.tie_weights)
+            shared = 0 if config.own_lm_head else stages
             self.outputs = nn.ModuleList(_zeros(width, base.hidden_size) for _ in range(shared))
-        if config.own_projection:
+        if config.own_lm_head:
             # Of a width of its own, so there is nothing to copy from the base.
             blank = torch.zeros(1, 1, device=base.device).expand(len(self.d2t), width)
             self.projections = DraftLMHeads(LMHead(weight=blank), stages, config.copy_dtype)
@@ -262,7 +264,7 @@ class MLPSpeculatorHead(RecurrentHead):
         else:
             scaled = hidden
         states = self.cells.first(scaled)
-        return states if self.config.own_projection else (*states, hidden)
+        return states if self.config.own_lm_head else (*states, hidden)
 
     def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
         if self._packed is None:

@@ -21,7 +21,7 @@ COSTS = StepCosts(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.
 
 @pytest.fixture
 def head(tiny_base: TinyBase) -> MedusaHead:
-    return MedusaConfig(num_heads=3).build(tiny_base())
+    return MedusaConfig(num_draft_tokens=3).build(tiny_base())
 
 
 def chosen() -> calibrate.Calibration:

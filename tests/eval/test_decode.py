@@ -30,7 +30,7 @@ TREES = {
 
 def trained_head(base: BaseModel, plain: list[int]) -> MedusaHead:
     """A head that is often right: its blocks are perturbed and its projections fitted to the answer's own tokens."""
-    head = MedusaConfig(num_heads=3).build(base).eval()
+    head = MedusaConfig(num_draft_tokens=3).build(base).eval()
     ids = torch.tensor([PROMPT + plain])
     hidden = base.forward(ids, base.new_cache(ids.shape[1])).final[0]
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_greedy_equality(tiny_base: TinyBase, architecture: str, tree: str) -> N
 def test_greedy_equality_of_a_head_that_reads_the_last_token(tiny_base: TinyBase) -> None:
     base = tiny_base()
     plain = decode(base, None, PROMPT, max_new_tokens=60, ignore_eos=True)
-    head = MedusaConfig(num_heads=3, reads_last_token=True).build(base).eval()
+    head = MedusaConfig(num_draft_tokens=3, reads_last_token=True).build(base).eval()
     with torch.no_grad():
         for parameter in head.blocks.parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))

@@ -20,7 +20,7 @@ from drafthead.train import config as train_config
 
 @pytest.fixture
 def head(tiny_base: Callable[..., BaseModel]) -> MedusaHead:
-    return MedusaConfig(num_heads=3).build(tiny_base())
+    return MedusaConfig(num_draft_tokens=3).build(tiny_base())
 
 
 def test_trees_by_name(head: MedusaHead, tmp_path: Path) -> None:

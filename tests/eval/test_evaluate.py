@@ -29,8 +29,8 @@ def resumed(folder: Path, drafter: Drafter, base: BaseModel, *against: str) -> l
 
 def test_a_peer_that_was_trained_again_is_timed_again(tiny_base: TinyBase, tmp_path: Path) -> None:
     """With all it is compared with; a peer in the same folder with the same weights is not."""
-    base, peer = tiny_base(), MedusaConfig(num_heads=2).build(tiny_base())
-    head = MedusaConfig(num_heads=1).build(base)
+    base, peer = tiny_base(), MedusaConfig(num_draft_tokens=2).build(tiny_base())
+    head = MedusaConfig(num_draft_tokens=1).build(base)
     peer.save_pretrained(tmp_path / "peer")
     against = ["prompt_lookup", f"head:{tmp_path / 'peer'}"]
     assert resumed(tmp_path, head, base, *against) == [0, 2]
@@ -46,7 +46,7 @@ def test_a_peer_that_was_trained_again_is_timed_again(tiny_base: TinyBase, tmp_p
 @pytest.mark.parametrize("change", ["threshold", "layers"])
 def test_what_is_measured_is_known_by_more_than_its_name(tiny_base: TinyBase, tmp_path: Path, change: str) -> None:
     base = tiny_base()
-    head = KangarooConfig(exit_layer=1, num_tokens=3).build(base)
+    head = KangarooConfig(exit_layer=1, num_draft_tokens=3).build(base)
     assert resumed(tmp_path, head if change == "threshold" else early_exit(base, 1), base) == [0, 2]
     head.confidence_threshold = 0.1
     other = head if change == "threshold" else early_exit(base, 2)

@@ -46,7 +46,7 @@ def answers(base: BaseModel) -> list[Text]:
 @cache
 def fitted(base: BaseModel) -> MedusaHead:
     """A head that is often right: its projections lean to the tokens of the base's own answers."""
-    head = MedusaConfig(num_heads=3).build(base).eval()
+    head = MedusaConfig(num_draft_tokens=3).build(base).eval()
     with torch.no_grad():
         for text in answers(base):
             hidden = base.forward(torch.tensor([text.ids]), base.new_cache(len(text.ids))).final[0]
@@ -109,11 +109,11 @@ def test_there_and_back(
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("tgi_medusa", MedusaConfig(num_heads=2, own_projection=False)),
-        ("hydra", HydraConfig(num_heads=2, num_layers=2, prefix_layer=True)),
-        ("mlp_speculator", MLPSpeculatorConfig(n_predict=3, inner_dim=24, tie_weights=True)),
-        ("kangaroo", KangarooConfig(exit_layer=1, num_tokens=3)),
-        ("eagle3", Eagle3Config(num_tokens=3, ttt_steps=3, draft_vocab_size=100)),
+        ("tgi_medusa", MedusaConfig(num_draft_tokens=2, own_lm_head=False)),
+        ("hydra", HydraConfig(num_draft_tokens=2, num_layers=2, prefix_layer=True)),
+        ("mlp_speculator", MLPSpeculatorConfig(num_draft_tokens=3, inner_dim=24, tie_weights=True)),
+        ("kangaroo", KangarooConfig(exit_layer=1, num_draft_tokens=3)),
+        ("eagle3", Eagle3Config(num_draft_tokens=3, ttt_steps=3, draft_vocab_size=100)),
     ],
 )
 def test_every_head_passes_its_gate(
@@ -259,7 +259,7 @@ def test_an_import_says_what_is_wrong_with_its_source(
 def test_later_keys_of_eagle3_are_said(
     tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    head = Eagle3Config(num_tokens=2, ttt_steps=2, norm_before_fc=True).build(tiny_base()).eval()
+    head = Eagle3Config(num_draft_tokens=2, ttt_steps=2, norm_before_fc=True).build(tiny_base()).eval()
     head.save_pretrained(tmp_path / "head")
     write_texts(tmp_path / "texts.jsonl", answers(tiny_base()))
     texts = f"texts={tmp_path / 'texts.jsonl'}"

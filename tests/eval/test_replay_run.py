@@ -104,7 +104,7 @@ def test_a_head_with_a_threshold_has_a_row_of_its_own(
 ) -> None:
     base = tiny_base()
     texts = [Text([5, 6, 7, *decode(base, None, [5, 6, 7], max_new_tokens=12, ignore_eos=True).tokens], 3)]
-    head = MedusaConfig(num_heads=2).build(base).eval()
+    head = MedusaConfig(num_draft_tokens=2).build(base).eval()
     plain = own_row(base, head, texts, Sampler())
     head.confidence_threshold = 0.999
     row = own_row(base, head, texts, Sampler())

@@ -56,7 +56,7 @@ def answered(base: BaseModel, temperature: float, new: int, copies: int = 1, see
 @cache
 def fitted(base: BaseModel, reads_last: bool = False) -> MedusaHead:
     """A head that is often right: its projections lean to the tokens of greedy answers."""
-    head = MedusaConfig(num_heads=3, reads_last_token=reads_last).build(base).eval()
+    head = MedusaConfig(num_draft_tokens=3, reads_last_token=reads_last).build(base).eval()
     with torch.no_grad():
         for text in answered(base, 0.0, 40):
             hidden = base.forward(torch.tensor([text.ids]), base.new_cache(len(text.ids))).final[0]
@@ -150,7 +150,7 @@ def test_chances_do_not_depend_on_the_batch(base: BaseModel, monkeypatch: pytest
 
 def test_a_draft_vocabulary_misses_the_tokens_outside_it(base: BaseModel) -> None:
     texts = answered(base, 0.7, 20)
-    head = MedusaConfig(num_heads=2, draft_vocab_size=100).build(base, torch.arange(100)).eval()
+    head = MedusaConfig(num_draft_tokens=2, draft_vocab_size=100).build(base, torch.arange(100)).eval()
     for draft_sampling in DraftSampling:
         plan = ChancePlan(draft_sampling=draft_sampling, width=2)
         for text, chances in zip(texts, text_chances(base, head, texts, WARM, plan), strict=True):

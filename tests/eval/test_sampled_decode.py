@@ -42,7 +42,7 @@ def dist(prompt: tuple[int, ...], sampler: Sampler) -> dict[tuple[int, ...], flo
 @cache
 def fitted_head() -> MedusaHead:
     """A head that is often right behind the prompts, but does not know their laws."""
-    head = MedusaConfig(num_heads=2).build(small_base()).eval()
+    head = MedusaConfig(num_draft_tokens=2).build(small_base()).eval()
     with torch.no_grad():
         for prompt, k in product(PROMPTS, range(2)):
             hidden = hidden_and_law(small_base(), prompt, SAMPLER)[0]

@@ -36,7 +36,7 @@ def base() -> BaseModel:
 @cache
 def untrained_head() -> MedusaHead:
     """Drafts the base's own next token again and again: right often enough to be accepted and rejected."""
-    return MedusaConfig(num_heads=2, own_projection=False).build(base()).eval()
+    return MedusaConfig(num_draft_tokens=2, own_lm_head=False).build(base()).eval()
 
 
 def prompts() -> list[list[int]]:

@@ -21,7 +21,7 @@ TinyBase = Callable[..., BaseModel]
 
 
 def saved_head(base: BaseModel, folder: Path, exit_layer: int) -> str:
-    head = KangarooConfig(exit_layer=exit_layer, num_tokens=3, threshold=0.9).build(base)
+    head = KangarooConfig(exit_layer=exit_layer, num_draft_tokens=3, confidence_threshold=0.9).build(base)
     head.tree = TokenTree.from_paths([(0,), (1,), (0, 0)])
     head.save_pretrained(folder)
     return str(folder)
@@ -78,7 +78,7 @@ def test_a_dry_run_changes_nothing(tiny_base: TinyBase, tmp_path: Path, monkeypa
 
 
 def test_bad_input(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = KangarooConfig(exit_layer=1, num_tokens=3).build(tiny_base())
+    head = KangarooConfig(exit_layer=1, num_draft_tokens=3).build(tiny_base())
     with pytest.raises(UserError, match="--drafts 4 is more than the 3 positions"):
         candidates_of({"x": head}, [0, 4], [0.5])
     bad = (

@@ -28,7 +28,7 @@ TREE = TokenTree.from_paths([(0,), (1,), (0, 0)])
 
 def save(base: BaseModel, folder: Path, seed: int = 0, tree: TokenTree | None = TREE) -> MedusaHead:
     torch.manual_seed(seed)
-    head = MedusaConfig(num_heads=3, own_projection=True, draft_vocab_size=100).build(base, torch.arange(100))
+    head = MedusaConfig(num_draft_tokens=3, own_lm_head=True, draft_vocab_size=100).build(base, torch.arange(100))
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.normal_()
@@ -80,7 +80,7 @@ def test_a_head_comes_back_as_it_was(
 
 def test_a_tuned_base_comes_back_with_its_adapter(hub: Any, tiny_base: TinyBase, tmp_path: Path) -> None:
     base, folder = tiny_base(), tmp_path / "head"
-    head = Medusa2Config(num_heads=2, lora_rank=4, lora_dropout=0.0).build(base)
+    head = Medusa2Config(num_draft_tokens=2, lora_rank=4, lora_dropout=0.0).build(base)
     head.train_base(now=True)
     with torch.no_grad():
         for parameter in head.parameters():

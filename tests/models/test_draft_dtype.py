@@ -27,11 +27,11 @@ CONFIGS: dict[str, DraftHeadConfig] = {
     "draft_lm": DraftLMConfig(num_layers=1),
     "eagle3": Eagle3Config(),
     "hydra": HydraConfig(projection_bias=True),
-    "hydra_pp": HydraConfig(prefix_layer=True, num_layers=2, own_projection=False),
+    "hydra_pp": HydraConfig(prefix_layer=True, num_layers=2, own_lm_head=False),
     "kangaroo": KangarooConfig(exit_layer=1),
-    "medusa": MedusaConfig(num_heads=3),
+    "medusa": MedusaConfig(num_draft_tokens=3),
     "mlp_speculator": MLPSpeculatorConfig(),
-    "mlp_speculator on the base's projection": MLPSpeculatorConfig(own_projection=False),
+    "mlp_speculator on the base's projection": MLPSpeculatorConfig(own_lm_head=False),
 }
 
 

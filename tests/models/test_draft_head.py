@@ -18,26 +18,29 @@ TinyBase = Callable[..., BaseModel]
 
 @pytest.fixture
 def saved(tiny_base: TinyBase, tmp_path: Path) -> Path:
-    MedusaConfig(num_heads=3, draft_vocab_size=100).build(tiny_base(), torch.arange(100)).save_pretrained(tmp_path)
+    MedusaConfig(num_draft_tokens=3, draft_vocab_size=100).build(tiny_base(), torch.arange(100)).save_pretrained(
+        tmp_path
+    )
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"settings": {"num_heads": 99}}, r"config.json has bad settings \(head.num_heads must be in .*got 99"),
-        ({"settings": {"num_heads": "three"}}, r"config.json has bad settings"),
+        (
+            {"settings": {"num_draft_tokens": 99}},
+            r"config.json has bad settings \(head.num_draft_tokens must be in .*got 99",
+        ),
+        ({"settings": {"num_draft_tokens": "three"}}, r"config.json has bad settings"),
         ({"settings": [3]}, "has a list as settings, expected a dict"),
         ({"base": "smollm2"}, "has a str as base, expected a dict"),
-        ({"head": "drafthead.models.heads.common.contract.DraftHeadConfig"}, r"which is no head of this version"),
+        ({"head_type": "common"}, "head_type must be one of draft_lm, .*, got 'common'"),
         ({"draft_vocab": None}, r"model.safetensors does not fit its config: size mismatch for \S+"),
     ],
 )
 def test_bad_configs(saved: Path, tiny_base: TinyBase, change: dict[str, object], says: str) -> None:
     config = read_json(saved / "config.json")
     write_json(saved / "config.json", {**config, **change})
-    if "head" in change:
-        write_json(saved / "config.json", {**config, **change, "settings": {"draft_vocab_size": None}})
     with pytest.raises(UserError, match=says):
         DraftHead.from_pretrained(saved, tiny_base())
 

@@ -72,7 +72,7 @@ def test_packed_weights_are_read_back_exactly(tiny_base: TinyBase) -> None:
 
 def test_loss_is_that_of_the_next_token_but_one(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    head, data = DraftLMConfig(num_layers=2, num_tokens=3).build(base), two_documents()
+    head, data = DraftLMConfig(num_layers=2, num_draft_tokens=3).build(base), two_documents()
     out = head.loss(data, base.features(data, FeatureSpec()), LossConfig(ce=1.0, kl=0.0, decay=1.0))
     total, count = reference_loss(head, base, data)
     assert int(out.tokens) == count == 17
@@ -95,7 +95,7 @@ def test_the_base_is_a_perfect_student(tiny_base: TinyBase) -> None:
 def test_ranks_are_those_of_decoding(tiny_base: TinyBase) -> None:
     """On an answer of the base itself: rank 0 up to depth k is what a chain accepts."""
     base = tiny_base()
-    head = DraftLMConfig(num_layers=2, num_tokens=3).build(base).eval()
+    head = DraftLMConfig(num_layers=2, num_draft_tokens=3).build(base).eval()
     answer = decode(base, head, PROMPTS[0], max_new_tokens=60, ignore_eos=True)
     ids = torch.tensor([PROMPTS[0] + answer.tokens])
     places = torch.arange(ids.shape[1])[None]
@@ -119,7 +119,7 @@ def test_ranks_are_those_of_decoding(tiny_base: TinyBase) -> None:
 
 def test_greedy_text_is_plain_text(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    head = DraftLMConfig(num_layers=2, num_tokens=4).build(base, torch.arange(0, 300, 2)).eval()
+    head = DraftLMConfig(num_layers=2, num_draft_tokens=4).build(base, torch.arange(0, 300, 2)).eval()
     plan = DraftConfig(tree=TokenTree.expansion([3, 2, 1]))
     plain = [decode(base, None, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS]
     single = [decode(base, head, p, max_new_tokens=30, plan=plan, ignore_eos=True) for p in PROMPTS]

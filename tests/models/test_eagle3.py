@@ -159,7 +159,7 @@ def test_nothing_to_train_on(tiny_base: TinyBase) -> None:
 def test_fewer_steps_are_trained_than_drafted(tiny_base: TinyBase) -> None:
     base, batch = tiny_base(), row_of([random_ids(12)])
     features = base.features(batch, eagle3_head(base).spec)
-    head, short = eagle3_head(base, ttt_steps=2), eagle3_head(base, num_tokens=2, ttt_steps=2)
+    head, short = eagle3_head(base, ttt_steps=2), eagle3_head(base, num_draft_tokens=2, ttt_steps=2)
     out, wanted = (h.loss(batch, features, LossConfig(decay=0.5)) for h in (head, short))
     assert out.loss_sum.item() == wanted.loss_sum.item() and out.names == wanted.names
     with torch.no_grad():
@@ -171,7 +171,7 @@ def test_fewer_steps_are_trained_than_drafted(tiny_base: TinyBase) -> None:
 def test_heads_learn_a_base_that_counts(tiny_base: TinyBase) -> None:
     """Label alignment by construction: where x_{t+1} = x_t + 1, every step must reach 100 % acceptance."""
     base = tiny_base(seed=3)
-    head = eagle3_head(base, num_tokens=3, ttt_steps=3)
+    head = eagle3_head(base, num_draft_tokens=3, ttt_steps=3)
     batch = row_of([list(range(s, s + 20)) for s in (20, 40, 60)])
     # Features that only tell the token: a direction per id.
     directions = torch.randn(base.vocab_size, 4 * base.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -184,7 +184,7 @@ def test_heads_learn_a_base_that_counts(tiny_base: TinyBase) -> None:
     assert proposal.tokens.tolist() == [[31, 32, 33, 34]]
 
 
-@pytest.mark.parametrize(("key", "value"), [("num_tokens", 0), ("ttt_steps", 8), ("draft_vocab_size", 3)])
+@pytest.mark.parametrize(("key", "value"), [("num_draft_tokens", 0), ("ttt_steps", 8), ("draft_vocab_size", 3)])
 def test_limits(key: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"head.{key} must be"):
         Eagle3Config(**{key: value})  # type: ignore[arg-type]

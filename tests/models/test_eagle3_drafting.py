@@ -132,7 +132,7 @@ def test_sampled_text_has_the_law_of_plain_sampling() -> None:
     base, sampler, prompts = small_base(), Sampler(temperature=1.0, top_k=3), [[5, 6, 7], [250]]
     expected = [law_of_answers(base, prompt, sampler, 3) for prompt in prompts]
     likely = [p + list(max(dist, key=dist.__getitem__)) for p, dist in zip(prompts, expected, strict=True)]
-    head = fitted(eagle3_head(base, num_tokens=2, ttt_steps=2), row_of(likely), 6, lr=5e-3)
+    head = fitted(eagle3_head(base, num_draft_tokens=2, ttt_steps=2), row_of(likely), 6, lr=5e-3)
     plan = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     counts, accepted, steps = [Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()], 0, 0
     for seed in range(0, 480, 8):

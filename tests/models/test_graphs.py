@@ -70,7 +70,7 @@ def bases() -> tuple[BaseModel, BaseModel]:
 
 def medusa(base: BaseModel) -> MedusaHead:
     torch.manual_seed(1)
-    head = MedusaConfig(num_heads=3).build(base)
+    head = MedusaConfig(num_draft_tokens=3).build(base)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return head.eval()

@@ -28,8 +28,8 @@ CONFIGS: dict[str, DraftHeadConfig] = {
     "eagle3 on the final state": Eagle3Config(layers=[]),
     "hydra_pp": HydraConfig(prefix_layer=True, num_layers=2, draft_vocab_size=100),
     "kangaroo": KangarooConfig(exit_layer=1),
-    "medusa": MedusaConfig(num_heads=3, num_layers=2, draft_vocab_size=100),
-    "medusa on the base's projection": MedusaConfig(own_projection=False, reads_last_token=True),
+    "medusa": MedusaConfig(num_draft_tokens=3, num_layers=2, draft_vocab_size=100),
+    "medusa on the base's projection": MedusaConfig(own_lm_head=False, reads_last_token=True),
     "medusa with tied blocks": MedusaConfig(num_layers=3, tie_blocks=True),
 }
 

@@ -23,7 +23,7 @@ VARIANTS = {
     "plain": {},
     "deep": {"num_layers": 3},
     "tied": {"num_layers": 3, "tie_blocks": True},
-    "shared": {"own_projection": False, "unit_embeddings": True},
+    "shared": {"own_lm_head": False, "unit_embeddings": True},
     "bias": {"projection_bias": True},
     "pp": {"num_layers": 2, "prefix_layer": True},
 }
@@ -58,7 +58,7 @@ def reference_logits(head: HydraHead, k: int, h: Tensor, tokens: list[int]) -> T
     x = linear(f"{name}.residual", x) + F.silu(linear(f"{name}.linear", x))
     for j in range(1, config.num_layers):
         x = x + F.silu(linear(f"blocks.{k - 1}.{1 if config.tie_blocks else j}.linear", x))
-    if not config.own_projection:
+    if not config.own_lm_head:
         return head.base.head.weight[head.d2t] @ x
     weight = weights[f"projections.weights.{k - 1}"]
     return weight[:, :-1] @ x + weight[:, -1] if config.projection_bias else weight @ x
@@ -69,7 +69,7 @@ def test_parity_with_the_papers_equations(tiny_base: TinyBase, variant: str) -> 
     """Copied weights; labels by explicit indices; every token read is the text's own, of the same document."""
     base = tiny_base()
     d2t = torch.arange(0, 300, 2)
-    head = randomised(HydraConfig(num_heads=3, **VARIANTS[variant]).build(base, d2t))  # type: ignore[arg-type]
+    head = randomised(HydraConfig(num_draft_tokens=3, **VARIANTS[variant]).build(base, d2t))  # type: ignore[arg-type]
     batch = row_of([list(range(20, 32)), list(range(100, 109))], trained_from=4)
     features = base.features(batch, head.spec)
     out = head.loss(batch, features, LossConfig(decay=0.8))
@@ -96,7 +96,7 @@ def test_parity_with_the_papers_equations(tiny_base: TinyBase, variant: str) -> 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_untrained_head_is_the_base_next_token_head(tiny_base: TinyBase, architecture: str, variant: str) -> None:
     base = tiny_base(architecture)
-    head = HydraConfig(num_heads=3, **VARIANTS[variant]).build(base).eval()  # type: ignore[arg-type]
+    head = HydraConfig(num_draft_tokens=3, **VARIANTS[variant]).build(base).eval()  # type: ignore[arg-type]
     batch = row_of([list(range(20, 40))])
     features = base.features(batch, head.spec)
     reading = DraftTargets.of(batch, 3)
@@ -116,7 +116,7 @@ def test_untrained_head_is_the_base_next_token_head(tiny_base: TinyBase, archite
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_size_is_the_built_head(tiny_base: TinyBase, variant: str) -> None:
     base = tiny_base()
-    config = HydraConfig(num_heads=3, draft_vocab_size=100, **VARIANTS[variant])  # type: ignore[arg-type]
+    config = HydraConfig(num_draft_tokens=3, draft_vocab_size=100, **VARIANTS[variant])  # type: ignore[arg-type]
     head = config.build(base, torch.arange(100))
     size = config.size(ModelShape.from_config(base.model.config))
     assert size.parameters == size.trainable == sum(p.numel() for p in head.parameters())
@@ -124,14 +124,14 @@ def test_size_is_the_built_head(tiny_base: TinyBase, variant: str) -> None:
 
 
 def test_blocks_of_a_head_are_separate_modules(tiny_base: TinyBase) -> None:
-    head = HydraConfig(num_heads=2, num_layers=4).build(tiny_base())
+    head = HydraConfig(num_draft_tokens=2, num_layers=4).build(tiny_base())
     assert len({id(m.weight) for m in head.blocks.modules() if isinstance(m, nn.Linear)}) == 2 * 5
 
 
 def test_nothing_wraps_around_and_nothing_leaks(tiny_base: TinyBase) -> None:
     """A prediction depends on its own document's tokens up to the one before its target, and on no other."""
     base = tiny_base()
-    head = randomised(HydraConfig(num_heads=2, prefix_layer=True).build(base)).eval()
+    head = randomised(HydraConfig(num_draft_tokens=2, prefix_layer=True).build(base)).eval()
     documents = [list(range(20, 30)), list(range(50, 60))]
     batch = row_of(documents)
     final = base.features(batch, head.spec).final
@@ -154,7 +154,7 @@ def test_nothing_wraps_around_and_nothing_leaks(tiny_base: TinyBase) -> None:
 
 def test_dropout_only_in_training(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    head = randomised(HydraConfig(num_heads=2, num_layers=2, dropout=0.5).build(base))
+    head = randomised(HydraConfig(num_draft_tokens=2, num_layers=2, dropout=0.5).build(base))
     batch = row_of([list(range(20, 32))])
     features = base.features(batch, head.spec)
 
@@ -171,7 +171,7 @@ def test_dropout_only_in_training(tiny_base: TinyBase) -> None:
 
 def test_all_weights_learn_and_the_base_does_not(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    head = HydraConfig(num_heads=2, num_layers=2, prefix_layer=True, projection_bias=True).build(base)
+    head = HydraConfig(num_draft_tokens=2, num_layers=2, prefix_layer=True, projection_bias=True).build(base)
     randomised(head)
     batch = row_of([list(range(20, 32))])
     torch.autograd.backward(head.loss(batch, base.features(batch, head.spec), LossConfig(ce=0.0, kl=1.0)).loss_sum)
@@ -182,10 +182,10 @@ def test_all_weights_learn_and_the_base_does_not(tiny_base: TinyBase) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"num_heads": 0}, r"head.num_heads must be in \[1, 16\], got 0"),
+        ({"num_draft_tokens": 0}, r"head.num_draft_tokens must be in \[1, 16\], got 0"),
         ({"num_layers": 9}, r"head.num_layers must be in \[1, 8\], got 9"),
         ({"dropout": 1.0}, r"head.dropout must be in \[0, 1\), got 1.0"),
-        ({"projection_bias": True, "own_projection": False}, "head.projection_bias needs head.own_projection: true"),
+        ({"projection_bias": True, "own_lm_head": False}, "head.projection_bias needs head.own_lm_head: true"),
         ({"draft_vocab_size": 3}, "head.draft_vocab_size must be at least 16"),
     ],
 )

@@ -34,7 +34,7 @@ PLANS = {
 
 
 def adapter(base: BaseModel, d2t: Tensor | None = None, **settings: object) -> KangarooHead:
-    config = KangarooConfig(**{"exit_layer": 2, "num_tokens": 4, "threshold": 0.0, **settings})  # type: ignore[arg-type]
+    config = KangarooConfig(**{"exit_layer": 2, "num_draft_tokens": 4, "confidence_threshold": 0.0, **settings})  # type: ignore[arg-type]
     return randomised(config.build(base, d2t), 0.1).eval()
 
 
@@ -179,7 +179,7 @@ def test_led_along_a_text_it_drafts_the_same(tiny_base: TinyBase) -> None:
 
 def test_threshold_is_the_default_and_stops_drafting(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
-    head = adapter(base, threshold=0.3)
+    head = adapter(base, confidence_threshold=0.3)
     head.save_pretrained(tmp_path)
     loaded = KangarooHead.from_pretrained(tmp_path, base)
     assert default_plan(loaded).confidence_threshold == 0.3
@@ -252,5 +252,5 @@ def test_sampled_text_does_not_depend_on_the_batch(tiny_base: TinyBase) -> None:
 def test_limits(tiny_base: TinyBase) -> None:
     with pytest.raises(UserError, match="below the base's 3 layers, got 3"):
         KangarooConfig(exit_layer=3).build(tiny_base())
-    with pytest.raises(ValueError, match=r"head.threshold must be in \[0, 1\)"):
-        KangarooConfig(threshold=1.0)
+    with pytest.raises(ValueError, match=r"head.confidence_threshold must be in \[0, 1\)"):
+        KangarooConfig(confidence_threshold=1.0)

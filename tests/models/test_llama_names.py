@@ -25,9 +25,9 @@ from support import randomised
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
 TREE = TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 3)])
 HEADS = {
-    "medusa": MedusaConfig(num_heads=3, draft_vocab_size=100),
-    "hydra": HydraConfig(num_heads=3),
-    "mlp_speculator": MLPSpeculatorConfig(n_predict=3, inner_dim=24),
+    "medusa": MedusaConfig(num_draft_tokens=3, draft_vocab_size=100),
+    "hydra": HydraConfig(num_draft_tokens=3),
+    "mlp_speculator": MLPSpeculatorConfig(num_draft_tokens=3, inner_dim=24),
 }
 
 

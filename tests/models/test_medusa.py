@@ -22,7 +22,7 @@ TinyBase = Callable[..., BaseModel]
 @pytest.mark.parametrize("layers", [1, 3])
 def test_untrained_head_is_the_base_next_token_head(tiny_base: TinyBase, own: bool, last: bool, layers: int) -> None:
     base = tiny_base()
-    config = MedusaConfig(num_heads=2, num_layers=layers, own_projection=own, reads_last_token=last)
+    config = MedusaConfig(num_draft_tokens=2, num_layers=layers, own_lm_head=own, reads_last_token=last)
     head = config.build(base).eval()
     hidden = torch.randn(3, base.hidden_size)
     candidates = head.d2t[head.draft_logits(hidden, torch.tensor([7, 8, 9]), 2).topk(4).indices]
@@ -31,7 +31,7 @@ def test_untrained_head_is_the_base_next_token_head(tiny_base: TinyBase, own: bo
 
 
 def test_blocks_of_a_head_are_separate_modules(tiny_base: TinyBase) -> None:
-    head = MedusaConfig(num_heads=2, num_layers=3).build(tiny_base())
+    head = MedusaConfig(num_draft_tokens=2, num_layers=3).build(tiny_base())
     linears = [m for m in head.modules() if isinstance(m, torch.nn.Linear)]
     assert len({id(m.weight) for m in linears}) == 6
 
@@ -43,7 +43,7 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, own: bool, last: 
     base = tiny_base()
     d2t = torch.arange(0, 300, 2)
     head = randomised(
-        MedusaConfig(num_heads=3, num_layers=2, own_projection=own, reads_last_token=last).build(base, d2t)
+        MedusaConfig(num_draft_tokens=3, num_layers=2, own_lm_head=own, reads_last_token=last).build(base, d2t)
     )
     batch = row_of([list(range(20, 32)), list(range(100, 109))], trained_from=4)
     features = base.features(batch, head.spec)
@@ -79,7 +79,7 @@ def test_loss_of_a_position_is_a_mean_over_what_it_can_draft(tiny_base: TinyBase
     batch = row_of([list(range(20, 40))])
     features = base.features(batch, FeatureSpec())
     d2t = torch.arange(0, 300, 2)
-    ratios = MedusaConfig(num_heads=1).build(base, d2t).loss(batch, features, LossConfig()).ratios()
+    ratios = MedusaConfig(num_draft_tokens=1).build(base, d2t).loss(batch, features, LossConfig()).ratios()
     even = [t for t in range(18) if batch.input_ids[0, t + 2] % 2 == 0]
     logits = features.final[0, even] @ base.head.weight[d2t].t()
     wanted = F.cross_entropy(logits, batch.input_ids[0, [t + 2 for t in even]] // 2)
@@ -90,7 +90,7 @@ def test_loss_of_a_position_is_a_mean_over_what_it_can_draft(tiny_base: TinyBase
 def test_heads_learn_a_base_that_counts(tiny_base: TinyBase) -> None:
     """Label alignment by construction: where x_{t+1} = x_t + 1, the heads must reach 100 % acceptance."""
     base = tiny_base(seed=3)
-    head = MedusaConfig(num_heads=3).build(base)
+    head = MedusaConfig(num_draft_tokens=3).build(base)
     batch = row_of([list(range(s, s + 20)) for s in (20, 40, 60)])
     # Features that only tell the token: a one-hot direction per id.
     directions = torch.randn(base.vocab_size, base.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -106,7 +106,7 @@ def test_heads_learn_a_base_that_counts(tiny_base: TinyBase) -> None:
 def test_unread_features_carry_nothing(tiny_base: TinyBase) -> None:
     """NaN where nobody read (the last token of a document, padding) reaches neither the loss nor a gradient."""
     base = tiny_base()
-    head = randomised(MedusaConfig(num_heads=3).build(base))
+    head = randomised(MedusaConfig(num_draft_tokens=3).build(base))
     batch = row_of([list(range(20, 30)), list(range(50, 58))])
     final = base.features(batch, head.spec).final.clone()
     clean = head.loss(batch, Features(final=final), LossConfig(kl=1.0))
@@ -119,7 +119,7 @@ def test_unread_features_carry_nothing(tiny_base: TinyBase) -> None:
 
 def test_candidate_ranks(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    head = randomised(MedusaConfig(num_heads=2, reads_last_token=True).build(base)).eval()
+    head = randomised(MedusaConfig(num_draft_tokens=2, reads_last_token=True).build(base)).eval()
     batch = row_of([list(range(20, 30))])
     features = base.features(batch, head.spec)
     ranks = head.candidate_ranks(batch, features, top=5)
@@ -136,7 +136,7 @@ def test_candidate_ranks(tiny_base: TinyBase) -> None:
             assert ranks[0, t, k] == (listed.index(token) if token in listed else 5)
 
 
-@pytest.mark.parametrize(("key", "value"), [("num_heads", 0), ("num_layers", 99), ("draft_vocab_size", 3)])
+@pytest.mark.parametrize(("key", "value"), [("num_draft_tokens", 0), ("num_layers", 99), ("draft_vocab_size", 3)])
 def test_limits(key: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"head.{key} must be"):
         MedusaConfig(**{key: value})

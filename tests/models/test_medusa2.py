@@ -40,7 +40,7 @@ def batch() -> TrainBatch:
 
 def tuned_head(base: BaseModel, size: float = 0.05, **settings: Any) -> Medusa2Head:
     """A head in its joint phase whose weights, adapters included, are not where they start."""
-    defaults = {"num_heads": 2, "lora_rank": 4, "lora_alpha": 8.0, "lora_dropout": 0.0}
+    defaults = {"num_draft_tokens": 2, "lora_rank": 4, "lora_alpha": 8.0, "lora_dropout": 0.0}
     head = Medusa2Config(**{**defaults, **settings}).build(base)
     head.train_base(now=True)
     generator = torch.Generator().manual_seed(1)
@@ -127,7 +127,7 @@ def test_both_parts_of_the_loss_are_metrics(tiny_base: TinyBase) -> None:
 
 def test_with_adapters_that_add_nothing_the_base_term_is_zero(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    head = Medusa2Config(num_heads=2).build(base)
+    head = Medusa2Config(num_draft_tokens=2).build(base)
     head.train_base(now=True)
     ratios = head.loss(batch(), base.features(batch(), FeatureSpec()), LossConfig()).ratios()
     assert ratios["base_loss"].value == pytest.approx(0.0, abs=1e-4)
@@ -136,8 +136,8 @@ def test_with_adapters_that_add_nothing_the_base_term_is_zero(tiny_base: TinyBas
 def test_before_its_joint_phase_it_is_medusa_1(tiny_base: TinyBase) -> None:
     base = tiny_base()
     features = base.features(batch(), FeatureSpec())
-    plain = MedusaConfig(num_heads=2).build(base)
-    head = Medusa2Config(num_heads=2).build(base)
+    plain = MedusaConfig(num_draft_tokens=2).build(base)
+    head = Medusa2Config(num_draft_tokens=2).build(base)
     head.train_base(now=False)
     head.load_state_dict({**head.state_dict(), **plain.state_dict()})
     out, wanted = head.loss(batch(), features, LossConfig()), plain.loss(batch(), features, LossConfig())
@@ -279,7 +279,7 @@ def test_other_heads_say_that_they_cannot(tiny_base: TinyBase) -> None:
         ("heads_weight", -1.0),
         ("heads_schedule", "cosine"),
         ("heads_lr_factor", 0.0),
-        ("num_heads", 0),
+        ("num_draft_tokens", 0),
     ],
 )
 def test_limits(key: str, value: object) -> None:
@@ -288,5 +288,5 @@ def test_limits(key: str, value: object) -> None:
 
 
 def test_an_adapted_output_head_needs_projections_of_the_heads_own() -> None:
-    with pytest.raises(ValueError, match="lora_lm_head=true needs head.own_projection=true"):
-        Medusa2Config(lora_lm_head=True, own_projection=False)
+    with pytest.raises(ValueError, match="lora_lm_head=true needs head.own_lm_head=true"):
+        Medusa2Config(lora_lm_head=True, own_lm_head=False)

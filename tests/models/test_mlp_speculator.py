@@ -28,8 +28,8 @@ VARIANTS = {
     "tied": {"inner_dim": 24, "tie_weights": True, "scale_input": True},
     "lstm": {"inner_dim": 24, "tie_weights": True, "scale_input": True, "cell": "lstm"},
     "lstm_one_embedding": {"tie_weights": True, "cell": "lstm", "tie_lstm_embs": True},
-    "on_base": {"inner_dim": 24, "own_embedding": False, "own_projection": False},
-    "lstm_on_base": {"tie_weights": True, "cell": "lstm", "own_embedding": False, "own_projection": False},
+    "on_base": {"inner_dim": 24, "own_embedding": False, "own_lm_head": False},
+    "lstm_on_base": {"tie_weights": True, "cell": "lstm", "own_embedding": False, "own_lm_head": False},
 }
 
 
@@ -40,7 +40,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def reference_logits(head: MLPSpeculatorHead, h: Tensor, tokens: list[int]) -> list[Tensor]:
     """The published forward pass at one place, over the weights by their names; ``tokens`` start with x_{t+1}."""
     config, weights = head.config, dict(head.named_parameters())
-    table, n = head.base.embedding, config.n_predict
+    table, n = head.base.embedding, config.num_draft_tokens
     d = config.inner_dim or len(h)
     s = 0.5 ** (0.5 / n)
     alpha = math.sqrt((1 - s**2) * (d / 2)) / s
@@ -71,7 +71,7 @@ def reference_logits(head: MLPSpeculatorHead, h: Tensor, tokens: list[int]) -> l
             g = F.gelu(norm(c, weights["cells.cell_ln.weight"], weights["cells.cell_ln.bias"])) * u
             cell = cell * f + g
             state = F.gelu(norm(cell, weights["cells.state_ln.weight"], weights["cells.state_ln.bias"])) * o
-        if config.own_projection:
+        if config.own_lm_head:
             logits.append(weights[f"projections.weights.{stage}"] @ state)
         else:
             logits.append(head.base.head.weight[head.d2t] @ (h + weights[f"outputs.{stage}.weight"] @ state))
@@ -83,7 +83,7 @@ def test_parity_with_the_published_equations(tiny_base: TinyBase, variant: str) 
     """Copied weights; labels by explicit indices; every token read is the text's own."""
     base = tiny_base()
     d2t = torch.arange(0, 300, 2)
-    head = randomised(MLPSpeculatorConfig(n_predict=4, **VARIANTS[variant]).build(base, d2t), 0.1)  # type: ignore[arg-type]
+    head = randomised(MLPSpeculatorConfig(num_draft_tokens=4, **VARIANTS[variant]).build(base, d2t), 0.1)  # type: ignore[arg-type]
     batch = row_of([list(range(20, 32)), list(range(100, 109))], trained_from=4)
     features = base.features(batch, head.spec)
     out = head.loss(batch, features, LossConfig(decay=0.8))
@@ -107,7 +107,7 @@ def test_parity_with_the_published_equations(tiny_base: TinyBase, variant: str) 
 @pytest.mark.parametrize("vocabulary", [300, 100])
 def test_size_is_the_built_head(tiny_base: TinyBase, variant: str, vocabulary: int) -> None:
     base = tiny_base()
-    config = MLPSpeculatorConfig(n_predict=4, draft_vocab_size=vocabulary, **VARIANTS[variant])  # type: ignore[arg-type]
+    config = MLPSpeculatorConfig(num_draft_tokens=4, draft_vocab_size=vocabulary, **VARIANTS[variant])  # type: ignore[arg-type]
     head = config.build(base, torch.arange(vocabulary))
     size = config.size(ModelShape.from_config(base.model.config))
     assert size.parameters == size.trainable == sum(p.numel() for p in head.parameters())
@@ -121,8 +121,10 @@ def test_published_sizes() -> None:
         ModelShape.from_config(LlamaConfig(hidden_size=width, vocab_size=128256, num_attention_heads=heads))
         for width, heads in ((4096, 32), (8192, 64))
     ]
-    llama8b = MLPSpeculatorConfig(n_predict=4, inner_dim=3072).size(shapes[0])
-    llama70b = MLPSpeculatorConfig(n_predict=4, inner_dim=3584, tie_weights=True, scale_input=True).size(shapes[1])
+    llama8b = MLPSpeculatorConfig(num_draft_tokens=4, inner_dim=3072).size(shapes[0])
+    llama70b = MLPSpeculatorConfig(num_draft_tokens=4, inner_dim=3584, tie_weights=True, scale_input=True).size(
+        shapes[1]
+    )
     assert (round(llama8b.parameters / 1e6), round(llama70b.parameters / 1e6)) == (3193, 962)
 
 
@@ -135,7 +137,7 @@ def test_embedding_weights_of_published_sizes() -> None:
 def test_start(tiny_base: TinyBase, cell: str) -> None:
     """Weights from N(0, 1 / width) as published (LSTM: 1 / the smaller side), norms as ones and zeros."""
     base = tiny_base()
-    head = MLPSpeculatorConfig(n_predict=2, inner_dim=256, tie_weights=True, cell=cell).build(base)
+    head = MLPSpeculatorConfig(num_draft_tokens=2, inner_dim=256, tie_weights=True, cell=cell).build(base)
     for name, parameter in head.named_parameters():
         if "ln" in name:
             assert torch.equal(parameter, torch.full_like(parameter, float(name.endswith("weight")))), name
@@ -147,13 +149,13 @@ def test_start(tiny_base: TinyBase, cell: str) -> None:
 
 
 def test_untied_projections_start_independent(tiny_base: TinyBase) -> None:
-    weights = MLPSpeculatorConfig(n_predict=2, inner_dim=16).build(tiny_base()).projections.weights
+    weights = MLPSpeculatorConfig(num_draft_tokens=2, inner_dim=16).build(tiny_base()).projections.weights
     assert not torch.equal(weights[0], weights[1])
 
 
 def test_untrained_head_on_the_base_is_its_next_token_head(tiny_base: TinyBase) -> None:
     base = tiny_base("gemma")
-    head = MLPSpeculatorConfig(n_predict=2, inner_dim=16, own_projection=False).build(base)
+    head = MLPSpeculatorConfig(num_draft_tokens=2, inner_dim=16, own_lm_head=False).build(base)
     batch = row_of([list(range(20, 32))])
     features = base.features(batch, head.spec)
     reading = DraftTargets.of(batch, 2)
@@ -174,7 +176,7 @@ def test_norm_takes_no_mean_off() -> None:
 @pytest.mark.parametrize("own", [True, False])
 def test_all_weights_learn_and_the_base_does_not(tiny_base: TinyBase, own: bool) -> None:
     base = tiny_base()
-    head = randomised(MLPSpeculatorConfig(n_predict=3, own_embedding=own, own_projection=own).build(base), 0.1)
+    head = randomised(MLPSpeculatorConfig(num_draft_tokens=3, own_embedding=own, own_lm_head=own).build(base), 0.1)
     batch = row_of([list(range(20, 32))])
     torch.autograd.backward(head.loss(batch, base.features(batch, head.spec), LossConfig(kl=1.0)).loss_sum)
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
@@ -183,7 +185,7 @@ def test_all_weights_learn_and_the_base_does_not(tiny_base: TinyBase, own: bool)
 
 def test_a_batch_without_targets(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    head = MLPSpeculatorConfig(n_predict=3).build(base)
+    head = MLPSpeculatorConfig(num_draft_tokens=3).build(base)
     batch = row_of([[5, 6], [7]])
     out = head.loss(batch, base.features(batch, head.spec), LossConfig())
     assert int(out.tokens) == 0 and float(out.loss_sum.detach()) == 0.0
@@ -192,12 +194,12 @@ def test_a_batch_without_targets(tiny_base: TinyBase) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"n_predict": 9}, r"head.n_predict must be in \[1, 8\], got 9"),
+        ({"num_draft_tokens": 9}, r"head.num_draft_tokens must be in \[1, 8\], got 9"),
         ({"inner_dim": -1}, "head.inner_dim must be positive, or 0"),
         ({"cell": "gru"}, "head.cell must be rnn or lstm, got 'gru'"),
         ({"cell": "lstm"}, "head.cell: lstm needs head.tie_weights: true"),
         ({"tie_lstm_embs": True}, "head.tie_lstm_embs is for head.cell: lstm"),
-        ({"tie_weights": True, "n_predict": 1}, "head.tie_weights needs head.n_predict of at least 2"),
+        ({"tie_weights": True, "num_draft_tokens": 1}, "head.tie_weights needs head.num_draft_tokens of at least 2"),
         ({"draft_vocab_size": 3}, "head.draft_vocab_size must be at least 16"),
     ],
 )

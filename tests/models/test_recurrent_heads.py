@@ -24,12 +24,14 @@ from support import fitted, law_of_answers, p_value_of_answers, randomised, rows
 
 TinyBase = Callable[..., BaseModel]
 CONFIGS: dict[str, Callable[..., DraftHeadConfig]] = {
-    "hydra": lambda **more: HydraConfig(num_heads=3, num_layers=2, **more),
-    "hydra_pp": lambda **more: HydraConfig(num_heads=3, prefix_layer=True, own_projection=False, **more),
-    "mlp": lambda **more: MLPSpeculatorConfig(n_predict=3, inner_dim=24, **more),
-    "lstm": lambda **more: MLPSpeculatorConfig(n_predict=3, cell="lstm", tie_weights=True, scale_input=True, **more),
+    "hydra": lambda **more: HydraConfig(num_draft_tokens=3, num_layers=2, **more),
+    "hydra_pp": lambda **more: HydraConfig(num_draft_tokens=3, prefix_layer=True, own_lm_head=False, **more),
+    "mlp": lambda **more: MLPSpeculatorConfig(num_draft_tokens=3, inner_dim=24, **more),
+    "lstm": lambda **more: MLPSpeculatorConfig(
+        num_draft_tokens=3, cell="lstm", tie_weights=True, scale_input=True, **more
+    ),
     "mlp_on_base": lambda **more: MLPSpeculatorConfig(
-        n_predict=3, inner_dim=24, own_embedding=False, own_projection=False, **more
+        num_draft_tokens=3, inner_dim=24, own_embedding=False, own_lm_head=False, **more
     ),
 }
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]

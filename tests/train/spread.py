@@ -48,11 +48,11 @@ SHAPE = {
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
 }
-MEDUSA = MedusaConfig(num_heads=3, draft_vocab_size=101)
+MEDUSA = MedusaConfig(num_draft_tokens=3, draft_vocab_size=101)
 """The draft vocabulary is a persistent buffer of the head; 101 rows do not divide by two."""
-MEDUSA2 = Medusa2Config(num_heads=2, lora_rank=4, lora_dropout=0.0, draft_vocab_size=100)
-HYDRA_PP = HydraConfig(num_heads=2, num_layers=2, prefix_layer=True, dropout=0.0)
-EAGLE3 = Eagle3Config(num_tokens=3, ttt_steps=3, draft_vocab_size=100)
+MEDUSA2 = Medusa2Config(num_draft_tokens=2, lora_rank=4, lora_dropout=0.0, draft_vocab_size=100)
+HYDRA_PP = HydraConfig(num_draft_tokens=2, num_layers=2, prefix_layer=True, dropout=0.0)
+EAGLE3 = Eagle3Config(num_draft_tokens=3, ttt_steps=3, draft_vocab_size=100)
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ CASES = {
     "medusa full, accumulated": Case(MEDUSA, FULL, accumulate=2),
     "medusa hybrid": Case(MEDUSA, ShardConfig(mode="full", hybrid=True), accumulate=2),
     "medusa offloaded": Case(MEDUSA, ShardConfig(mode="full", offload_base=True)),
-    "medusa shared and tied": Case(MedusaConfig(num_heads=2, own_projection=False), FULL, tied=True),
+    "medusa shared and tied": Case(MedusaConfig(num_draft_tokens=2, own_lm_head=False), FULL, tied=True),
     "medusa, one part empty": Case(MEDUSA, FULL, empty=1),
     "medusa2 whole": Case(MEDUSA2, ShardConfig(), train_base=True),
     "medusa2 head": Case(MEDUSA2, HEAD, accumulate=2, train_base=True),
     "medusa2 full": Case(MEDUSA2, FULL, accumulate=2, train_base=True),
     "medusa2 full, one rate": Case(
-        Medusa2Config(num_heads=2, lora_rank=4, lora_dropout=0.0, heads_lr_factor=1.0, checkpointing=True),
+        Medusa2Config(num_draft_tokens=2, lora_rank=4, lora_dropout=0.0, heads_lr_factor=1.0, checkpointing=True),
         FULL,
         train_base=True,
     ),
@@ -93,18 +93,22 @@ CASES = {
     "eagle3 full": Case(EAGLE3, FULL, accumulate=2),
     "eagle3 recomputed": Case(EAGLE3, ShardConfig(mode="head", checkpointing=True)),
     "eagle3, one part empty": Case(
-        Eagle3Config(num_tokens=3, ttt_steps=3, own_lm_head=False), FULL, empty=0, accumulate=2
+        Eagle3Config(num_draft_tokens=3, ttt_steps=3, own_lm_head=False), FULL, empty=0, accumulate=2
     ),
-    "kangaroo full": Case(KangarooConfig(num_tokens=2, exit_layer=1), ShardConfig(mode="full", checkpointing=True)),
-    "draft lm full": Case(DraftLMConfig(num_tokens=2, num_layers=1), ShardConfig(mode="full", checkpointing=True)),
-    "mlp full": Case(MLPSpeculatorConfig(n_predict=2, inner_dim=24), FULL),
+    "kangaroo full": Case(
+        KangarooConfig(num_draft_tokens=2, exit_layer=1), ShardConfig(mode="full", checkpointing=True)
+    ),
+    "draft lm full": Case(
+        DraftLMConfig(num_draft_tokens=2, num_layers=1), ShardConfig(mode="full", checkpointing=True)
+    ),
+    "mlp full": Case(MLPSpeculatorConfig(num_draft_tokens=2, inner_dim=24), FULL),
     "medusa bf16": Case(MEDUSA, BF16, accumulate=2),
     "medusa2 bf16": Case(MEDUSA2, replace(BF16, mode="full"), train_base=True),
     "hydra++ bf16": Case(HYDRA_PP, replace(BF16, mode="head", checkpointing=True)),
     "eagle3 bf16": Case(EAGLE3, replace(BF16, mode="full")),
-    "kangaroo bf16": Case(KangarooConfig(num_tokens=2, exit_layer=1), BF16),
-    "draft lm bf16": Case(DraftLMConfig(num_tokens=2, num_layers=1), BF16),
-    "mlp bf16": Case(MLPSpeculatorConfig(n_predict=2, inner_dim=24), replace(BF16, mode="head")),
+    "kangaroo bf16": Case(KangarooConfig(num_draft_tokens=2, exit_layer=1), BF16),
+    "draft lm bf16": Case(DraftLMConfig(num_draft_tokens=2, num_layers=1), BF16),
+    "mlp bf16": Case(MLPSpeculatorConfig(num_draft_tokens=2, inner_dim=24), replace(BF16, mode="head")),
 }
 
 

@@ -57,16 +57,23 @@ def test_engines_of_a_head_that_servers_load_and_of_one_that_they_cannot(tiny_ba
     assert (
         loaded and name == "`eagle3`" and "vLLM (0.33.0 loads it" in engines and "SGLang" in engines and fits == "yes"
     )
-    rows, loaded = card_facts.formats(MedusaConfig(num_heads=2, num_layers=1, own_projection=True).build(base, None))
+    rows, loaded = card_facts.formats(
+        MedusaConfig(num_draft_tokens=2, num_layers=1, own_lm_head=True).build(base, None)
+    )
     assert loaded and [row[1].partition(" ")[0] for row in rows] == ["none", "TGI", "none"]
-    rows, loaded = card_facts.formats(MedusaConfig(num_heads=2, draft_vocab_size=100).build(base, torch.arange(100)))
+    rows, loaded = card_facts.formats(
+        MedusaConfig(num_draft_tokens=2, draft_vocab_size=100).build(base, torch.arange(100))
+    )
     assert not loaded and "no: it drafts over 100 of 300 ids" in rows[0][2]
 
 
 def test_a_revision_is_named_by_the_recipe_or_else_by_the_file_that_was_read(
     tiny_base: TinyBase, tmp_path: Path
 ) -> None:
-    head, answers = MedusaConfig(num_heads=2).build(tiny_base(), None), GenerationStats(rows=3, tokens=50, finished=1)
+    head, answers = (
+        MedusaConfig(num_draft_tokens=2).build(tiny_base(), None),
+        GenerationStats(rows=3, tokens=50, finished=1),
+    )
 
     def base_line(*overrides: str) -> str:
         run, _ = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny", *overrides)
@@ -114,7 +121,7 @@ def test_a_lossy_rule_does_not_promise_the_bases_text() -> None:
 
 
 def test_a_head_without_a_run_gets_a_card_too(tiny_base: TinyBase, tmp_path: Path) -> None:
-    MedusaConfig(num_heads=2).build(tiny_base(), None).save_pretrained(tmp_path)
+    MedusaConfig(num_draft_tokens=2).build(tiny_base(), None).save_pretrained(tmp_path)
     card.plain_card(tmp_path)
     found = ModelCard.load(tmp_path / "README.md")
     assert found.data.license == "unknown" and "(Medusa) for speculative decoding with `random-llama`" in found.content

@@ -77,8 +77,8 @@ def test_a_corpus_of_other_settings_is_refused(tmp_path: Path) -> None:
         ("phases.distill.steps=0", r"phases.\*.steps must be at least 1, got 0"),
         ("phases.distill.optim.lr=-1", r"optim.lr must be in \(0, 1\), got -1"),
         ("+head.dpeth=3", "dpeth"),
-        ("head._target_=os.system", "head._target_ must name a DraftHeadConfig under drafthead.models"),
-        ("head._target_=drafthead.models.base.base_model.BaseModel", "head._target_ must name a DraftHeadConfig"),
+        ("head.head_type=os.system", "head_type must be one of draft_lm, eagle3, .*, got 'os.system'"),
+        ("head.head_type=drafthead.models.base.base_model.BaseModel", "head_type must be one of"),
         ("+data._target_=os.system", "'_target_' not in 'DataConfig'"),
         ("+data.text._target_=os.system", "'_target_' not in 'TextConfig'"),
         ("data.text.sources=[{_target_: os.system, kind: text, name: x}]", "Could not override 'data.text.sources'"),
@@ -98,8 +98,9 @@ def test_bad_settings_are_one_clear_error(override: str, says: str, tmp_path: Pa
     [
         ("phases.distill.steps=0", "error: config: phases.*.steps must be at least 1, got 0"),
         (
-            "head._target_=os.system",
-            "error: head._target_ must name a DraftHeadConfig under drafthead.models.*, got 'os.system'",
+            "head.head_type=os.system",
+            "error: head_type must be one of draft_lm, eagle3, hydra, kangaroo, medusa, medusa2, mlp_speculator, got "
+            "'os.system'",
         ),
         (
             "+data.generations.sampler._target_=os.system",

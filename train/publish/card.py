@@ -19,7 +19,7 @@ from drafthead.eval.report.tables import DEFINITIONS, lossy, markdown_table
 from drafthead.models.base.config import EMBEDDED, BaseConfig
 from drafthead.models.formats import FORMATS
 from drafthead.models.formats.contract import published_name, unsupported_adapter
-from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.contract import DraftHead, config_class
 from drafthead.models.heads.common.files import read_head_config
 from drafthead.models.heads.common.losses import TERMS
 from drafthead.train.config import PhaseConfig, RunConfig
@@ -345,7 +345,7 @@ def _results(evaluation: dict[str, Any]) -> str:
 def plain_card(folder: Path) -> None:
     """Write a short ``README.md`` into the folder of a head whose run is not known, such as an imported one."""
     config = read_head_config(folder)
-    base, kind = config["base"], str(config["head"]).rpartition(".")[2].removesuffix("Config")
+    base, kind = config["base"], config_class(config["head_type"]).__name__.removesuffix("Config")
     name = str(base.get("name"))
     known = name.count("/") == 1 and not Path(name).exists()
     data = ModelCardData(

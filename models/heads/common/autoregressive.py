@@ -23,17 +23,17 @@ from drafthead.models.heads.common.targets import DraftTargets, rank_of
 class AutoregressiveConfig(DraftHeadConfig):
     """Settings that all such heads have."""
 
-    num_tokens: int
+    num_draft_tokens: int
     """Most drafts on a path."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.num_tokens <= 16:
-            raise ValueError(f"head.num_tokens must be in [1, 16], got {self.num_tokens}")
+        if not 1 <= self.num_draft_tokens <= 16:
+            raise ValueError(f"head.num_draft_tokens must be in [1, 16], got {self.num_draft_tokens}")
 
     @property
     def depth(self) -> int:
-        return self.num_tokens
+        return self.num_draft_tokens
 
     @property
     def trained_positions(self) -> int:

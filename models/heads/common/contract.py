@@ -1,16 +1,16 @@
 """The contract of every draft head, and how one is saved and loaded.
 
-A head is one file beside this one with a config dataclass and a ``DraftHead`` subclass, plus one YAML under
-``recipes/head/``. The training loop, the decoder and the evaluation know nothing else of it.
+A head is one file under ``models/heads/`` with a ``DraftHeadConfig`` and a ``DraftHead`` subclass, plus one YAML under
+``recipes/head/``; its type is the name of that file. Training, decoding and evaluation know nothing else of it.
 
 Shape legend: B batch, T time, N tree nodes, D base width, V target vocabulary, W draft vocabulary.
 """
 
 import json
+import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
-from inspect import isabstract
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -44,7 +44,7 @@ from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.kernels.linear import InferenceWeights
 from drafthead.models.token_tree import TokenTree
 
-PACKAGE = "drafthead.models."
+PACKAGE = "drafthead.models.heads"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class HeadSize:
 
 @dataclass(kw_only=True)
 class DraftHeadConfig(ABC):
-    """Settings of a head; a recipe names the subclass with ``_target_``."""
+    """Settings of a head. A module of ``models/heads/`` has one subclass, and recipes name it by ``head_type``."""
 
     draft_vocab_size: int | None = None
     """Ids the head can draft: the most frequent ones of the generated corpus; None drafts over the whole vocabulary."""
@@ -85,6 +85,11 @@ class DraftHeadConfig(ABC):
             raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
         if self.draft_dtype not in (None, "bfloat16"):
             raise ValueError(f"head.draft_dtype must be bfloat16 or null, got {self.draft_dtype!r}")
+
+    @property
+    def head_type(self) -> str:
+        """The name of the module under ``models/heads/``."""
+        return type(self).__module__.rpartition(".")[2]
 
     @property
     @abstractmethod
@@ -203,7 +208,7 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         folder.mkdir(parents=True, exist_ok=True)
         config = {
             "format": FORMAT,
-            "head": f"{type(self.config).__module__}.{type(self.config).__qualname__}",
+            "head_type": self.config.head_type,
             "settings": asdict(self.config),
             "base": self.save_base(folder),
             "draft_vocab": None if len(self.d2t) == len(self.t2d) else len(self.d2t),
@@ -240,10 +245,9 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         folder = resolve_folder(name, revision)
         config = read_head_config(folder)
         check_base(folder, config["base"], base)
-        settings = _config_class(folder, config["head"])
         weights = read_weights(folder, config.get("weights_sha256"))
         d2t = draft_ids(folder, config, weights, base.vocab_size)
-        chosen = _settings(folder, settings, config["settings"])
+        chosen = _settings(folder, config)
         check_settings(folder, chosen, weights, base)
         try:
             head = chosen.build(base, d2t)
@@ -266,26 +270,53 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         return head.eval()
 
 
-def _settings(folder: Path, kind: type[DraftHeadConfig], found: dict[str, Any]) -> DraftHeadConfig:
+def head_types() -> list[str]:
+    """The names of the modules under ``models/heads/``."""
+    return [found.name for found in pkgutil.iter_modules(import_module(PACKAGE).__path__) if not found.ispkg]
+
+
+def config_class(head_type: str) -> type[DraftHeadConfig]:
+    """The settings of the heads in that module.
+
+    Raises:
+        UserError: no such module; only those that are there are imported, so a config cannot run foreign code.
+    """
+    if head_type not in head_types():
+        raise UserError(f"head_type must be one of {', '.join(head_types())}, got {head_type!r}")
+    module = import_module(f"{PACKAGE}.{head_type}")
+    kinds = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, DraftHeadConfig)]
+    (found,) = (kind for kind in kinds if kind.__module__ == module.__name__)
+    return found
+
+
+def parse_head(node: dict[str, Any]) -> DraftHeadConfig:
+    """Checked settings of a head: ``{head_type: medusa, num_draft_tokens: 3, ...}``.
+
+    Raises:
+        UserError: no such head, an unknown key, a wrong type, a limit exceeded.
+    """
+    settings = {**node}
+    kind = config_class(str(settings.pop("head_type", "")))
+    known = [field.name for field in fields(kind)]
+    if unknown := [name for name in settings if name not in known]:
+        # Recipes set the keys of the head that they are for, whichever one the command line puts in its place.
+        raise UserError(
+            f"head: {kind.__name__} has no {', '.join(unknown)}; the recipe sets them for another head, or they are "
+            f"misspelt (it has {', '.join(known)}). Choose a recipe of this head, or leave them out: "
+            f"{' '.join(f'~head.{name}' for name in unknown)}"
+        )
+    try:
+        return cast(DraftHeadConfig, OmegaConf.to_object(OmegaConf.merge(schema(kind), settings)))
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        said = one_line(error)
+        raise UserError(said if said.startswith("head.") else f"head: {said}") from None
+
+
+def _settings(folder: Path, config: dict[str, Any]) -> DraftHeadConfig:
     """The settings of a saved head, with names, types and limits checked."""
-    known = {f.name for f in fields(kind)}
-    if unknown := sorted(set(found) - known):
-        raise UserError(f"{folder}/config.json has unknown settings {unknown}; known: {sorted(known)}")
-    if "${" in json.dumps(found):
+    if "${" in json.dumps(config["settings"]):
         raise UserError(f"{folder}/config.json has settings that refer to others (${{...}}); copy the head again")
     try:
-        return cast(DraftHeadConfig, OmegaConf.to_object(OmegaConf.merge(schema(kind), found)))
-    except (OmegaConfBaseException, TypeError, ValueError) as error:
-        raise UserError(f"{folder}/config.json has bad settings ({one_line(error)}); copy the head again") from None
-
-
-def _config_class(folder: Path, name: str) -> type[DraftHeadConfig]:
-    """The settings class a saved head names; only classes of this package, so a config cannot run foreign code."""
-    module, _, attribute = name.rpartition(".")
-    try:
-        found = getattr(import_module(module), attribute) if module.startswith(PACKAGE) else None
-    except (ImportError, AttributeError, ValueError):
-        found = None
-    if not (isinstance(found, type) and issubclass(found, DraftHeadConfig)) or isabstract(found):
-        raise UserError(f"{folder}/config.json names head {name!r}, which is no head of this version under {PACKAGE}*")
-    return found
+        return parse_head({**config["settings"], "head_type": config["head_type"]})
+    except UserError as error:
+        raise UserError(f"{folder}/config.json has bad settings ({error}); copy the head again") from None

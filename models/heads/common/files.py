@@ -19,7 +19,8 @@ from drafthead.models.token_tree import TokenTree
 if TYPE_CHECKING:
     from drafthead.models.heads.common.contract import DraftHeadConfig
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 names the head by the path of a class (``head``), format 2 by its type (``head_type``)."""
 SLACK = 10_000_000
 """Parameters that a head may have besides twice those in its file: what it takes from the base, and no bomb."""
 MOST_NODES, MOST_RANKS = 4096, 1 << 16
@@ -49,21 +50,21 @@ def read_head_config(folder: Path) -> dict[str, Any]:
         UserError: not a head of ours, or of a newer format.
     """
     config = read_json(safe_join(folder, "config.json"))
-    wanted = {"format", "head", "settings", "base", "draft_vocab"}
-    if not isinstance(config, dict) or not wanted <= set(config):
+    kinds = {"format": int, "head_type": str, "settings": dict, "base": dict, "draft_vocab": int}
+    if isinstance(config, dict) and "head" in config:
+        config = {"head_type": update_names(config["head"], "head_type"), **config}
+    if not isinstance(config, dict) or not set(kinds) <= set(config):
         raise UserError(
-            f"{folder}/config.json is no drafthead config (it needs {sorted(wanted)}); is this a head folder?"
+            f"{folder}/config.json is no drafthead config (it needs {sorted(kinds)}); is this a head folder?"
         )
-    if config["format"] != FORMAT:
+    if config["format"] not in (1, FORMAT):
         raise UserError(f"{folder} has format {config['format']}, this version reads {FORMAT}; update drafthead")
-    kinds = {"head": str, "settings": dict, "base": dict, "draft_vocab": int}
     for key, kind in kinds.items():
         if not isinstance(config[key], kind) and not (key == "draft_vocab" and config[key] is None):
             raise UserError(
                 f"{folder}/config.json has a {type(config[key]).__name__} as {key}, expected a {kind.__name__}; copy "
                 "the head again"
             )
-    config["head"] = update_names(config["head"], "head._target_")
     config["settings"] = update_names(config["settings"], "head")
     return config
 

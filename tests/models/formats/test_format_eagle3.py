@@ -31,7 +31,7 @@ STEPS = 3
 
 def trained(base: BaseModel, d2t: Tensor | None = None, **settings: Any) -> Eagle3Head:
     size = None if d2t is None else len(d2t)
-    config = Eagle3Config(num_tokens=STEPS, ttt_steps=2, draft_vocab_size=size, **settings)
+    config = Eagle3Config(num_draft_tokens=STEPS, ttt_steps=2, draft_vocab_size=size, **settings)
     return randomised(config.build(base, d2t).eval())
 
 

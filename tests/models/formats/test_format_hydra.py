@@ -25,7 +25,7 @@ DRAFTED = [8, 120, 64]
 
 
 def trained(base: BaseModel, **settings: Any) -> HydraHead:
-    return randomised(HydraConfig(num_heads=3, **settings).build(base).eval())
+    return randomised(HydraConfig(num_draft_tokens=3, **settings).build(base).eval())
 
 
 def final_states(base: BaseModel) -> Tensor:
@@ -89,7 +89,7 @@ CASES = [
     {},
     {"num_layers": 3, "prefix_layer": True, "dropout": 0.2},
     {"num_layers": 3, "tie_blocks": True, "projection_bias": True},
-    {"num_layers": 2, "own_projection": False},
+    {"num_layers": 2, "own_lm_head": False},
 ]
 
 
@@ -105,7 +105,7 @@ def test_engine_and_round_trip_give_the_heads_logits(
     again = FORMAT.load(tmp_path, base)
     assert isinstance(again, HydraHead)
     assert torch.allclose(logits_of(base, again), wanted, atol=1e-5)
-    if head.config.own_projection:
+    if head.config.own_lm_head:
         assert again.config == head.config
     assert recognise(json.loads((tmp_path / "config.json").read_text()), "x") is FORMAT
 

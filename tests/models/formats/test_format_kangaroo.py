@@ -22,7 +22,7 @@ IDS = [5, 17, 99, 42, 7, 250, 3]
 
 
 def trained(base: BaseModel) -> KangarooHead:
-    return randomised(KangarooConfig(exit_layer=1, num_tokens=4, threshold=0.3).build(base).eval())
+    return randomised(KangarooConfig(exit_layer=1, num_draft_tokens=4, confidence_threshold=0.3).build(base).eval())
 
 
 def logits_of(base: BaseModel, head: KangarooHead) -> Tensor:

@@ -25,11 +25,11 @@ from support import randomised
 
 TinyBase = Callable[..., BaseModel]
 CASES = [
-    {"num_heads": 3, "num_layers": 1},
-    {"num_heads": 2, "num_layers": 3},
-    {"num_heads": 2, "num_layers": 1, "own_projection": False},
-    {"num_heads": 2, "num_layers": 2, "own_projection": False},
-    {"num_heads": 2, "num_layers": 2, "tie_blocks": True},
+    {"num_draft_tokens": 3, "num_layers": 1},
+    {"num_draft_tokens": 2, "num_layers": 3},
+    {"num_draft_tokens": 2, "num_layers": 1, "own_lm_head": False},
+    {"num_draft_tokens": 2, "num_layers": 2, "own_lm_head": False},
+    {"num_draft_tokens": 2, "num_layers": 2, "tie_blocks": True},
 ]
 
 
@@ -110,7 +110,7 @@ def test_engine_and_round_trip_give_the_heads_logits(
 ) -> None:
     base = tiny_base()
     head = trained(base, **settings)
-    if name == "tgi_medusa" and not head.config.own_projection and head.config.num_layers > 1:
+    if name == "tgi_medusa" and not head.config.own_lm_head and head.config.num_layers > 1:
         with pytest.raises(UserError, match="it has 2 blocks a head .* exactly 1 block"):
             FORMATS[name].export(head, tmp_path)
         return
@@ -128,7 +128,7 @@ def test_engine_and_round_trip_give_the_heads_logits(
 def test_a_draft_vocabulary_needs_the_token_map(tiny_base: TinyBase, tmp_path: Path) -> None:
     base, d2t = tiny_base(), torch.arange(1, 300, 3)
     for own in (True, False):
-        head = trained(base, d2t, num_heads=2, own_projection=own, draft_vocab_size=100)
+        head = trained(base, d2t, num_draft_tokens=2, own_lm_head=own, draft_vocab_size=100)
         with pytest.raises(UserError, match=r"over 100 of 300 ids.*\(head.draft_vocab_size=null or to=vllm_m"):
             FORMATS["medusa"].export(head, tmp_path / "refused")
         folder = tmp_path / str(own)
@@ -144,8 +144,8 @@ def test_what_no_medusa_format_has_is_refused(tiny_base: TinyBase, tmp_path: Pat
     base = tiny_base()
     for name in ENGINES:
         with pytest.raises(UserError, match="heads.* read the last token"):
-            FORMATS[name].export(trained(base, num_heads=1, reads_last_token=True), tmp_path)
-    capped = trained(tiny_base(seed=5), num_heads=1)
+            FORMATS[name].export(trained(base, num_draft_tokens=1, reads_last_token=True), tmp_path)
+    capped = trained(tiny_base(seed=5), num_draft_tokens=1)
     capped.target_lm_head = type(capped.target_lm_head)(weight=capped.target_lm_head.weight, softcap=30.0)
     with pytest.raises(UserError, match="scales or caps its logits"):
         FORMATS["medusa"].export(capped, tmp_path)
@@ -156,11 +156,11 @@ def test_what_no_medusa_format_has_is_refused(tiny_base: TinyBase, tmp_path: Pat
 
 def test_all_obstacles_are_listed_at_once(tiny_base: TinyBase, tmp_path: Path) -> None:
     """Those of the recipe medusa_smollm2."""
-    settings = {"num_layers": 3, "own_projection": False, "reads_last_token": True, "draft_vocab_size": 100}
+    settings = {"num_layers": 3, "own_lm_head": False, "reads_last_token": True, "draft_vocab_size": 100}
     with pytest.raises(UserError) as found:
-        FORMATS["tgi_medusa"].export(trained(tiny_base(), torch.arange(100), num_heads=2, **settings), tmp_path)
+        FORMATS["tgi_medusa"].export(trained(tiny_base(), torch.arange(100), num_draft_tokens=2, **settings), tmp_path)
     said = str(found.value)
-    for key in ("reads_last_token=false", "draft_vocab_size=null", "own_projection=true", "num_layers=1"):
+    for key in ("reads_last_token=false", "draft_vocab_size=null", "own_lm_head=true", "num_layers=1"):
         assert f"head.{key}" in said
     assert "\n" not in said
 
@@ -168,7 +168,7 @@ def test_all_obstacles_are_listed_at_once(tiny_base: TinyBase, tmp_path: Path) -
 def test_a_base_with_an_adapter_needs_a_name_of_its_own(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = copy(tiny_base())
     base.config = replace(base.config, adapter="somewhere/adapter")
-    head = trained(base, num_heads=1)
+    head = trained(base, num_draft_tokens=1)
     with pytest.raises(UserError, match="publish the base as a whole model.* and name it: base_name="):
         FORMATS["medusa"].export(head, tmp_path)
     FORMATS["medusa"].export(head, tmp_path, base_name="user/tuned")
@@ -176,7 +176,7 @@ def test_a_base_with_an_adapter_needs_a_name_of_its_own(tiny_base: TinyBase, tmp
 
 
 def test_tgi_checks_its_config(tiny_base: TinyBase) -> None:
-    artefact = replace(FORMATS["tgi_medusa"].pack(trained(tiny_base(), num_heads=1)), source="x")
+    artefact = replace(FORMATS["tgi_medusa"].pack(trained(tiny_base(), num_draft_tokens=1)), source="x")
     with pytest.raises(UserError, match="x: TGI needs base_model_name_or_path"):
         FORMATS["tgi_medusa"].check(artefact)
     with pytest.raises(UserError, match="x: TGI takes a config with architectures for no Medusa head"):
@@ -193,7 +193,7 @@ def published(folder: Path, base: BaseModel, **settings: Any) -> tuple[MedusaHea
 def test_published_defects(tiny_base: TinyBase, tmp_path: Path) -> None:
     """5 heads that say 2; one block under several names; a whole Medusa-2 model around the heads."""
     base = tiny_base()
-    head, content, tensors = published(tmp_path, base, num_heads=5, num_layers=2, tie_blocks=True)
+    head, content, tensors = published(tmp_path, base, num_draft_tokens=5, num_layers=2, tie_blocks=True)
     assert torch.equal(tensors["0.0.linear.weight"], tensors["0.1.linear.weight"])
     content = {"medusa_num_heads": 2, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
     (tmp_path / "config.json").write_text(json.dumps(content))
@@ -214,7 +214,7 @@ def test_published_defects(tiny_base: TinyBase, tmp_path: Path) -> None:
 def test_vllm_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
     """A prefix, no biases, whole projections beside a token map."""
     base, d2t = tiny_base(), torch.arange(0, 300, 2)
-    head = trained(base, d2t, num_heads=2, draft_vocab_size=150)
+    head = trained(base, d2t, num_draft_tokens=2, draft_vocab_size=150)
     with torch.no_grad():
         for k in range(2):
             head.blocks[k][0].linear.bias.zero_()  # type: ignore[index]
@@ -236,7 +236,7 @@ def test_vllm_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
 def test_bad_folders_are_named(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
     medusa = format_named("medusa")
-    _, content, tensors = published(tmp_path, base, num_heads=2)
+    _, content, tensors = published(tmp_path, base, num_draft_tokens=2)
     file = tmp_path / "medusa_lm_head.safetensors"
     file.rename(tmp_path / "medusa_lm_head.pt")
     with pytest.raises(UserError, match=r"only has medusa_lm_head.pt: pickles can run code and are never loaded"):
@@ -266,7 +266,7 @@ def test_bad_folders_are_named(tiny_base: TinyBase, tmp_path: Path) -> None:
 
 def test_shards_are_read_and_stay_in_their_folder(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
-    head, _, tensors = published(tmp_path, base, num_heads=2)
+    head, _, tensors = published(tmp_path, base, num_draft_tokens=2)
     (tmp_path / "medusa_lm_head.safetensors").unlink()
     names = sorted(tensors)
     places = {n: f"part-{i % 2}.safetensors" for i, n in enumerate(names)}

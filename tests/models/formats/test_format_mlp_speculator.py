@@ -67,10 +67,10 @@ def engine(folder: Path, hidden: Tensor) -> Tensor:
 
 
 CASES = [
-    {"n_predict": 3},
-    {"n_predict": 4, "inner_dim": 24, "scale_input": True},
-    {"n_predict": 5, "inner_dim": 24, "tie_weights": True, "scale_input": True},
-    {"n_predict": 2, "tie_weights": True},
+    {"num_draft_tokens": 3},
+    {"num_draft_tokens": 4, "inner_dim": 24, "scale_input": True},
+    {"num_draft_tokens": 5, "inner_dim": 24, "tie_weights": True, "scale_input": True},
+    {"num_draft_tokens": 2, "tie_weights": True},
 ]
 
 
@@ -95,7 +95,7 @@ def test_engine_and_round_trip_give_the_heads_logits(
 
 
 def test_a_tied_file_has_what_tgi_reads(tiny_base: TinyBase, tmp_path: Path) -> None:
-    FORMAT.export(trained(tiny_base(), n_predict=4, inner_dim=24, tie_weights=True), tmp_path)
+    FORMAT.export(trained(tiny_base(), num_draft_tokens=4, inner_dim=24, tie_weights=True), tmp_path)
     shapes = {name: tuple(t.shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
     assert shapes == {
         "speculator.emb.0.weight": (300, 24),
@@ -110,7 +110,7 @@ def test_a_tied_file_has_what_tgi_reads(tiny_base: TinyBase, tmp_path: Path) -> 
 def test_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
     """Every name of a tied model, inner_dim 0, no prefix, vLLM's default of three entries."""
     base = tiny_base()
-    head = trained(base, n_predict=4, tie_weights=True)
+    head = trained(base, num_draft_tokens=4, tie_weights=True)
     FORMAT.export(head, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for i in range(1, 4):
@@ -139,8 +139,8 @@ def test_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
     [
         ({"cell": "lstm", "tie_weights": True}, r"it has LSTM cells, .*\(head.cell=rnn\)"),
         (
-            {"own_embedding": False, "own_projection": False},
-            r"reads the base's embedding, .*\(head.own_embedding=true\); it uses .*\(head.own_projection=true\)",
+            {"own_embedding": False, "own_lm_head": False},
+            r"reads the base's embedding, .*\(head.own_embedding=true\); it uses .*\(head.own_lm_head=true\)",
         ),
     ],
 )
@@ -156,11 +156,11 @@ def test_what_ibm_lacks_is_refused(tiny_base: TinyBase, tmp_path: Path, settings
 
 
 def test_all_obstacles_are_listed_at_once(tiny_base: TinyBase, tmp_path: Path) -> None:
-    config = MLPSpeculatorConfig(draft_vocab_size=50, cell="lstm", tie_weights=True, own_projection=False)
+    config = MLPSpeculatorConfig(draft_vocab_size=50, cell="lstm", tie_weights=True, own_lm_head=False)
     with pytest.raises(UserError) as found:
         FORMAT.export(config.build(tiny_base(), torch.arange(50)), tmp_path)
     said = str(found.value)
-    for setting in ("head.cell=rnn", "head.own_projection=true", "head.draft_vocab_size=null"):
+    for setting in ("head.cell=rnn", "head.own_lm_head=true", "head.draft_vocab_size=null"):
         assert f"({setting})" in said
     assert "\n" not in said and not list(tmp_path.iterdir())
 
