@@ -97,9 +97,9 @@ def main(given: list[str] | None = None) -> None:
     display = Display()
     with display.stage(f"head {arguments.head}"):
         base, head = load_base_and_head(arguments.head)
-        plan = config.plan(head)
+        draft_config = config.draft_config(head)
         stock = load_stock(base) if "costs" in arguments.only or "stock" in specs else None
-    runners = Runners(base=base, stock=stock, drafter=head, plan=plan, specs=specs, config=config)
+    runners = Runners(base=base, stock=stock, drafter=head, draft_config=draft_config, specs=specs, config=config)
     record = described("decode", arguments)
     if "costs" in arguments.only:
         record |= _costs(display, arguments, runners)
@@ -129,7 +129,7 @@ def _costs(display: Display, arguments: argparse.Namespace, runners: Runners) ->
 
 
 def _handling(display: Display, arguments: argparse.Namespace, runners: Runners) -> dict[str, Any]:
-    tree = runners.plan.tree
+    tree = runners.draft_config.tree
     with display.stage("keys, values and masks"):
         found = measure_handling(
             runners.base,

@@ -102,7 +102,7 @@ def _measure_group(members: Sequence[Entry], config: EvalConfig, folder: Path, d
     sizes = [_size(head, first), *(_size(DraftHead.from_pretrained(path, base), path) for path in others)]
     lookups = [] if members[0].run.trains_base else [*LOOKUPS, WITH_LEAD]
     config = EvalConfig(**vars(config) | {"against": [*methods[1:], *lookups]})
-    evaluate(base, head, config, folder, display.progress, plan=config.plan(head))
+    evaluate(base, head, config, folder, display.progress, draft_config=config.draft_config(head))
     newest = max(folder.glob("eval-log-*.jsonl"), key=lambda path: path.stat().st_mtime)
     draft_ms = _draft_ms(read_json_lines(newest))
     found = {

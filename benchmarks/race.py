@@ -60,7 +60,7 @@ class Runners:
     stock: BaseModel | None
     """The same model without our modules; may be missing where ``specs`` has no "stock"."""
     drafter: Drafter
-    plan: DraftConfig
+    draft_config: DraftConfig
     specs: Sequence[str]
     """Names of ``PLAIN`` and peers of ``eval/methods.py``; the head runs always."""
     config: EvalConfig
@@ -69,7 +69,7 @@ class Runners:
     def ways(self) -> dict[str, Decoder]:
         """A decoder per name, the head's first."""
         peers = [spec for spec in self.specs if spec not in PLAIN]
-        known = methods(self.base, self.drafter, self.plan, replace(self.config, against=peers))
+        known = methods(self.base, self.drafter, self.draft_config, replace(self.config, against=peers))
         names = {spec: METHODS_NAME.get(spec, spec) for spec in (HEAD, *self.specs)}
         return {spec: self._stock if spec == "stock" else known[name].answer for spec, name in names.items()}
 

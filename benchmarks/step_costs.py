@@ -172,7 +172,7 @@ class _Case:
 
     def _verify_and_keep(self) -> Tensor:
         hidden_BND = self.base.verify(self.tokens_BN, self.shape, self.cache).final
-        self.cache.keep(self.path_BP, self.counts_B)
+        self.cache.commit_path(self.path_BP, self.counts_B)
         return hidden_BND
 
     def _timed(self, work: Callable[[], Tensor]) -> float:

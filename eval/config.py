@@ -77,7 +77,7 @@ class EvalConfig:
             raise ValueError(f"eval.draft_temperature must be above 0, got {self.draft_temperature}")
         check_tree(self.tree)
 
-    def plan(self, drafter: Drafter) -> DraftConfig:
+    def draft_config(self, drafter: Drafter) -> DraftConfig:
         """What to draft with ``drafter``.
 
         Raises:

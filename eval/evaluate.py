@@ -37,7 +37,7 @@ def evaluate(
     folder: Path,
     progress: Progress,
     *,
-    plan: DraftConfig | None = None,
+    draft_config: DraftConfig | None = None,
     calibration: Calibration | None = None,
     costs: StepCosts | None = None,
     training_log: list[dict[str, Any]] | None = None,
@@ -52,10 +52,10 @@ def evaluate(
     Raises:
         UserError: an unknown suite, a tree deeper than the head, no prompt that could be decoded.
     """
-    plan = plan or config.plan(drafter)
-    config.rule.check(plan.draft_sampling, plan.tree)
+    draft_config = draft_config or config.draft_config(drafter)
+    config.rule.check(draft_config.draft_sampling, draft_config.tree)
     suite = load_suite(config.suite, config.limit, config.seed, config.tasks)
-    ways = methods(base, drafter, plan, config)
+    ways = methods(base, drafter, draft_config, config)
     timing = run_interleaved(
         suite,
         lambda prompt, answers: _ask(base, prompt, answers, config.max_new_tokens),
@@ -68,7 +68,7 @@ def evaluate(
     _require_answers(timing)
     equalities: dict[str, list[Equality]] = {}
     if config.sampler.greedy:
-        policy = DecodeConfig(plan=plan, sampler=config.sampler, rule=config.rule)
+        policy = DecodeConfig(draft_config=draft_config, sampler=config.sampler, rule=config.rule)
         equalities = _equalities(base, drafter, policy, timing)
     known = RunInfo(
         turns=timing.turns,
@@ -79,14 +79,14 @@ def evaluate(
         dtype=base.dtype,
     )
     evaluation = summarise(timing.prompts, timing.results, equalities, known)
-    evaluation |= _described(config, plan, timing)
+    evaluation |= _described(config, draft_config, timing)
     if calibration is not None:
         evaluation["calibration"] = calibration.to_json()
     if costs is not None:
         evaluation["costs"] = costs.to_json()
     write_json(folder / "eval.json", evaluation)
     latency = None if costs is None else sorted(costs.verify.items())
-    tree = plan.tree if isinstance(plan.tree, TokenTree) else None
+    tree = draft_config.tree if isinstance(draft_config.tree, TokenTree) else None
     write_report(folder, evaluation, latency=latency, tree=tree, training_log=training_log, title=folder.name)
     # Not in the file: measured or taken over, the numbers are the same.
     return evaluation | {"resumed": [timing.resumed, len(timing.prompts)]}
@@ -111,16 +111,16 @@ def _require_answers(timing: TimedResults) -> None:
         raise UserError(f"none of {len(results)} prompts could be answered; the first: {first}")
 
 
-def _described(config: EvalConfig, plan: DraftConfig, timing: TimedResults) -> dict[str, Any]:
+def _described(config: EvalConfig, draft_config: DraftConfig, timing: TimedResults) -> dict[str, Any]:
     """What was run, beside the numbers."""
     # At temperature 0 every rule accepts the target's own choice and nothing else.
     lossless = config.rule.lossless or config.sampler.greedy
     rule: dict[str, Any] = {"name": config.rule.name, "lossless": lossless}
     if not lossless:
-        rule["total_variation"] = total_variation(config.rule, plan.draft_sampling)
-    tree: dict[str, Any] = {"nodes": plan.nodes, "spec": config.tree}
-    if isinstance(plan.tree, TokenTree):
-        tree["choices"] = [list(path) for path in plan.tree.paths[1:]]
+        rule["total_variation"] = total_variation(config.rule, draft_config.draft_sampling)
+    tree: dict[str, Any] = {"nodes": draft_config.nodes, "spec": config.tree}
+    if isinstance(draft_config.tree, TokenTree):
+        tree["choices"] = [list(path) for path in draft_config.tree.paths[1:]]
     return {
         "suite": config.suite,
         "max_new_tokens": config.max_new_tokens,

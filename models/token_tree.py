@@ -107,7 +107,7 @@ class TokenTree:
             paths += level
         return cls.from_paths(paths)
 
-    def cut(self, depth: int) -> "TokenTree":
+    def truncate(self, depth: int) -> "TokenTree":
         """The nodes at most ``depth`` deep; they keep their order, so that a cut tree is a prefix where levels are."""
         return self if depth >= self.depth else _cut(self, max(0, depth))
 

@@ -109,12 +109,12 @@ def small_head(base: BaseModel, folder: Path) -> Path:
 @torch.inference_mode()
 def drafted_logits(head: DraftHead, ids: list[int], features: Features, drafts: list[int]) -> Tensor:
     """[K, W] behind ``ids`` and the committed first of ``drafts``, and then behind the others of a given chain."""
-    state = head.observe(head.init_state(1), torch.tensor([ids]), features)
-    expansion = head.begin(state, torch.tensor(drafts[:1]), DraftConfig(tree=TokenTree.chain(len(drafts))))
-    logits = [expansion.root()[0, 0]]
+    state = head.update(head.init_state(1), torch.tensor([ids]), features)
+    draft_pass = head.start(state, torch.tensor(drafts[:1]), DraftConfig(tree=TokenTree.chain(len(drafts))))
+    logits = [draft_pass.root()[0, 0]]
     for token in drafts[1:]:
         tokens = torch.tensor([[token]])
-        logits.append(expansion.grow(tokens, torch.zeros_like(tokens))[0, 0])
+        logits.append(draft_pass.step(tokens, torch.zeros_like(tokens))[0, 0])
     return torch.stack(logits)
 
 

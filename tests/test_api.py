@@ -118,8 +118,8 @@ def test_a_head_drafts_for_a_base_in_bfloat16(tiny_base: TinyBase, own: bool) ->
     base = tiny_base()
     half = BaseModel.load(replace(base.config, dtype="bfloat16"))
     head = MedusaConfig(num_draft_tokens=2, own_lm_head=own, draft_vocab_size=100).build(half, torch.arange(100)).eval()
-    plan = DraftConfig(tree=TokenTree.from_paths([(0,), (1,), (0, 0)]))
-    assert len(drafthead.generate(half, head, [3, 4, 5], max_new_tokens=6, plan=plan).tokens) >= 1
+    draft_config = DraftConfig(tree=TokenTree.from_paths([(0,), (1,), (0, 0)]))
+    assert len(drafthead.generate(half, head, [3, 4, 5], max_new_tokens=6, draft_config=draft_config).tokens) >= 1
 
 
 def test_the_fingerprint_does_not_depend_on_the_dtype(tiny_base: TinyBase) -> None:

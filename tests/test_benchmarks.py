@@ -13,7 +13,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.loop import default_plan
+from drafthead.models.decoding.loop import default_draft_config
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.token_tree import TokenTree
 from support import small_head
@@ -64,7 +64,7 @@ def test_every_repetition_is_timed(script: Load, head: Path, tiny_base: Callable
         base=base,
         stock=None,
         drafter=drafter,
-        plan=default_plan(drafter),
+        draft_config=default_draft_config(drafter),
         specs=["plain"],
         config=EvalConfig(max_new_tokens=4),
     )

@@ -214,14 +214,14 @@ def _finish(
             + (f" (without its threshold of {head.confidence_threshold:g})" if head.confidence_threshold else "")
         )
     with display.stage(f"evaluation: {run.eval.suite}"):
-        drafter, plan = merged(base, head, run.eval.plan(head), run.eval.merge, run.eval.merge_nodes)
+        drafter, draft_config = merged(base, head, run.eval.draft_config(head), run.eval.merge, run.eval.merge_nodes)
         evaluation = evaluate(
             base,
             drafter,
             run.eval,
             folder,
             display.progress,
-            plan=plan,
+            draft_config=draft_config,
             calibration=calibration,
             costs=costs,
             training_log=read_json_lines(folder / "metrics.jsonl"),

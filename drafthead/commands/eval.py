@@ -33,9 +33,9 @@ def _main(cfg: DictConfig) -> None:
     check_drafters([*config.merge, *([config.head] if is_drafter(config.head) else [])])
     display = Display()
     with display.stage(f"head {config.head}"):
-        base, drafter, plan = _load(config)
-        drafter, plan = merged(base, drafter, plan, config.merge, config.merge_nodes)
-    config.rule.check(plan.draft_sampling, plan.tree)
+        base, drafter, draft_config = _load(config)
+        drafter, draft_config = merged(base, drafter, draft_config, config.merge, config.merge_nodes)
+    config.rule.check(draft_config.draft_sampling, draft_config.tree)
     default = Path(config.head).parent if Path(config.head).is_dir() else Path("outputs") / suite_label(config.head)
     folder = Path(config.out) if config.out else default / f"eval-{suite_label(config.suite)}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,14 @@ def _main(cfg: DictConfig) -> None:
     training_log = read_json_lines(default / "metrics.jsonl")
     with display.stage(f"evaluation: {config.suite}"):
         result = evaluate(
-            base, drafter, config, folder, display.progress, plan=plan, costs=costs, training_log=training_log
+            base,
+            drafter,
+            config,
+            folder,
+            display.progress,
+            draft_config=draft_config,
+            costs=costs,
+            training_log=training_log,
         )
     write_atomic(folder / "results.md", markdown_table(result))
     display.console.print(console_table(result))
@@ -60,12 +67,12 @@ def _load(config: EvalRunConfig) -> tuple[BaseModel, Drafter, DraftConfig]:
     """The base, what drafts for it, and the plan."""
     if not is_drafter(config.head):
         base, head = load_base_and_head(config.head, config.base)
-        return base, head, config.plan(head)
+        return base, head, config.draft_config(head)
     if not config.base.name and not config.base.random:
         raise UserError(f"{config.head} names no base; give one: base.name=embedded:smollm2")
     base = BaseModel.load(config.base, default_device())
     drafter = make_drafter(config.head, base)
-    return base, drafter, config.plan(drafter)
+    return base, drafter, config.draft_config(drafter)
 
 
 def main() -> None:

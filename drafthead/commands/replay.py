@@ -18,7 +18,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.contract import DraftSampling
-from drafthead.models.decoding.loop import check_ids, default_plan
+from drafthead.models.decoding.loop import check_ids, default_draft_config
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.loading import load_base_and_head
@@ -113,7 +113,7 @@ def _replay(arguments: argparse.Namespace) -> None:
 
 def own_row(base: BaseModel, head: DraftHead, texts: Sequence[Text], sampler: Sampler, seed: int = 0) -> Row:
     """The head's own tree with its threshold, which the other rows know nothing of: they replay whole trees."""
-    own = default_plan(head)
+    own = default_draft_config(head)
     replayed = replay_texts(base, head, texts, own, sampler, seed=seed)
     return Row(f"own, threshold {own.confidence_threshold:g}", own.nodes, own.depth, replayed, None)
 

@@ -58,7 +58,7 @@ class Candidate:
         shape = f"chain:{self.drafts}" if self.drafts else "tree"
         return f"{self.folder} {shape} {self.threshold:g}"
 
-    def plan(self) -> DraftConfig:
+    def draft_config(self) -> DraftConfig:
         """What it drafts."""
         tree = TokenTree.chain(self.drafts) if self.drafts else self.head.tree
         assert tree is not None
@@ -186,8 +186,8 @@ def candidates_of(heads: dict[str, DraftHead], drafts: list[int], thresholds: li
 
 
 def _decoder(base: BaseModel, candidate: Candidate, new: int) -> Decoder:
-    plan = candidate.plan()
-    return lambda ids: decode(base, candidate.head, ids, max_new_tokens=new, plan=plan)
+    draft_config = candidate.draft_config()
+    return lambda ids: decode(base, candidate.head, ids, max_new_tokens=new, draft_config=draft_config)
 
 
 def rows_of(candidates: list[Candidate], results: dict[str, list[DecodeResult]]) -> list[dict[str, Any]]:

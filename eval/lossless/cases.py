@@ -12,7 +12,7 @@ from drafthead.eval.lossless.tabular_lm import CombinedTableDraft, Draft, TableD
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree, Proposal
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.drafters.combined import merge
+from drafthead.models.drafters.combined import combine
 from drafthead.models.token_tree import TokenTree
 
 EXACT, BLOCK = AcceptanceRule(), AcceptanceRule(name="block")
@@ -71,12 +71,14 @@ class Shape:
         """Drafting of this shape from tables near ``target``; ``sampler`` is the drafters'."""
         drafts: list[Draft] = []
         for number, part in enumerate(self.parts):
-            plan = DraftConfig(tree=part.tree, confidence_threshold=part.confidence_threshold)
+            draft_config = DraftConfig(tree=part.tree, confidence_threshold=part.confidence_threshold)
             if sampler is not None and not part.deterministic:
-                plan = replace(plan, draft_sampling=draft_sampling, sampler=sampler)
+                draft_config = replace(draft_config, draft_sampling=draft_sampling, sampler=sampler)
             table = target.near(seed + number, DRAFT_SPREAD)
             drafts.append(
-                TableDraft(table=table, plan=plan, shared=part.shared, draft_vocabulary=part.draft_vocabulary)
+                TableDraft(
+                    table=table, draft_config=draft_config, shared=part.shared, draft_vocabulary=part.draft_vocabulary
+                )
             )
         return drafts[0] if len(drafts) == 1 else CombinedTableDraft(tuple(drafts))
 
@@ -117,7 +119,7 @@ class Case:
     sampler: Sampler
     draft_sampler: Sampler | None
     """None: deterministic siblings."""
-    by_argmax: bool = False
+    greedy: bool = False
     """Judged by the target's greedy choices, as a session does where it can."""
 
     def tables(self, seed: int) -> tuple[TabularLM, Draft]:
@@ -137,7 +139,7 @@ def cases() -> Iterator[Case]:
                 shape=shape,
                 sampler=Sampler(),
                 draft_sampler=_draft_sampler(kind, Sampler()),
-                by_argmax=True,
+                greedy=True,
             )
     for shape in CHAINS:
         for kind in (TOP_K, WITH):  # one child is drawn alike with and without replacement
@@ -189,14 +191,14 @@ def _argmax_with_a_law() -> Proposal:
 def _two_kinds() -> Proposal:
     target = TabularLM.random(4, 1, 0)
     drafts = [CHAINS[0].draft(kind, RAW, target, 0) for kind in SAMPLED]
-    return merge([draft(torch.zeros(1, dtype=torch.int64), _Likeliest()) for draft in drafts])
+    return combine([draft(torch.zeros(1, dtype=torch.int64), _Likeliest()) for draft in drafts])
 
 
 class _Likeliest:
-    def accept(self, p: torch.Tensor, q: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+    def bernoulli(self, p: torch.Tensor, q: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
         return active
 
-    def draw(self, probs: torch.Tensor) -> torch.Tensor:
+    def categorical(self, probs: torch.Tensor) -> torch.Tensor:
         return probs.argmax(-1)
 
 

@@ -81,8 +81,8 @@ def total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = DraftS
     total = 0.0
     for seed in range(PAIRS):
         target = TabularLM.random(8, 1, seed)
-        plan = DraftConfig(tree=TokenTree.chain(1), draft_sampling=draft_sampling, sampler=RAW)
-        draft = TableDraft(table=target.near(PAIRS + seed, 0.5), plan=plan)
+        draft_config = DraftConfig(tree=TokenTree.chain(1), draft_sampling=draft_sampling, sampler=RAW)
+        draft = TableDraft(table=target.near(PAIRS + seed, 0.5), draft_config=draft_config)
         total += distance(committed(draft, target, RAW, rule, 1), target.probs(RAW), length=1)
     return total / PAIRS
 
@@ -90,7 +90,7 @@ def total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = DraftS
 def certified(case: Case, seed: int) -> Row:
     """Enumerate ``case`` on the random target and drafter of ``seed``."""
     target, draft = case.tables(seed)
-    found = committed(draft, target, case.sampler, case.rule, case.shape.depth, by_argmax=case.by_argmax)
+    found = committed(draft, target, case.sampler, case.rule, case.shape.depth, greedy=case.greedy)
     apart = distance(found, target.probs(case.sampler))
     exact = "exact" if apart < EXACT_BELOW else "FAILED"
     return Row(
@@ -145,7 +145,7 @@ def _labels(case: Case | Refusal) -> Labels:
     if case.draft_sampler is not None and case.draft_sampler != case.sampler:
         sampler += f"; drafts {_named(case.draft_sampler, 'temperature')}"
     return Labels(
-        rule="greedy" if case.by_argmax else _named(case.rule, "name"),
+        rule="greedy" if case.greedy else _named(case.rule, "name"),
         draft_sampling=case.draft_sampling.value.replace("_", " "),
         sampler=sampler,
         shape=case.shape.name,

@@ -38,7 +38,7 @@ class EnumeratedRng:
         self.others: list[tuple[Tensor, Tensor]] = []
         """Choices and lengths of the scripts still to be run."""
 
-    def accept(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
+    def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
         """As ``RandomSource.accept``, all [B]: a choice of two, of chance ``min(1, p / q)``, in rows that are
         ``active``.
         """
@@ -46,7 +46,7 @@ class EnumeratedRng:
         chance = torch.where(p > 0, p / q.clamp(min=torch.finfo(torch.float64).tiny), 0.0).clamp(max=1.0)
         return active & (self._choose(torch.stack([1 - chance, chance], -1), active) == 1)
 
-    def draw(self, probs: Tensor) -> Tensor:
+    def categorical(self, probs: Tensor) -> Tensor:
         """As ``RandomSource.draw``, [B, C, V] -> [B, C] int64: a choice of V per sample."""
         drawn = []
         for dist in probs.unbind(1):
@@ -84,11 +84,11 @@ class Verification:
         self.bonus: Tensor | None = None
         """[B, V] normalised law of the bonus."""
 
-    def accept(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
+    def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
         """The script's trial."""
-        return self._script.accept(p, q, active)
+        return self._script.bernoulli(p, q, active)
 
-    def draw(self, probs: Tensor) -> Tensor:
+    def categorical(self, probs: Tensor) -> Tensor:
         """Keeps the law of the bonus, [B, 1, V], for which any token stands: the likeliest, [B, 1] int64."""
         self.bonus = probs[:, 0] / probs[:, 0].sum(-1, keepdim=True)
         return probs.argmax(-1)
@@ -134,7 +134,7 @@ def _extended(masses: Tensor, probs: Tensor, length: int, vocabulary: int) -> Te
 
 @torch.inference_mode()
 def committed(
-    draft: Draft, target: TabularLM, sampler: Sampler, rule: AcceptanceRule, depth: int, by_argmax: bool = False
+    draft: Draft, target: TabularLM, sampler: Sampler, rule: AcceptanceRule, depth: int, greedy: bool = False
 ) -> CommittedProbs:
     """Masses of what one step commits.
 
@@ -153,7 +153,7 @@ def committed(
         waiting = []
         for some, given in zip(choices.split(ROWS), lengths.split(ROWS), strict=True):  # type: ignore[no-untyped-call]
             script = EnumeratedRng(some, given)
-            _step(script, draft, target, sampler, None if by_argmax else rule, found)
+            _step(script, draft, target, sampler, None if greedy else rule, found)
             waiting += script.others
     return found
 

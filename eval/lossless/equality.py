@@ -50,11 +50,11 @@ def probe_tokens(
     if step is None or step.position < 1:
         return fresh, None
     before = ids + result.tokens[: step.position - 1]
-    session = DecodeState(base, drafter, policy, 1, len(before) + policy.plan.nodes + 1)
+    session = DecodeState(base, drafter, policy, 1, len(before) + policy.draft_config.nodes + 1)
     session.read_prompts([before], PerRowRng([0], [0], VERIFY, base.device))
-    session.last = torch.tensor([result.tokens[step.position - 1]], device=base.device)
-    outcome = session.step([0], [step.position])
-    committed = outcome.tokens[0, : int(outcome.counts[0])].tolist()
+    session.last_token = torch.tensor([result.tokens[step.position - 1]], device=base.device)
+    output = session.step([0], [step.position])
+    committed = output.tokens[0, : int(output.counts[0])].tolist()
     place = position - step.position
     return fresh, committed[place] if place < len(committed) else None
 

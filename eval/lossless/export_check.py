@@ -134,16 +134,16 @@ def training_estimate(head: str | Path) -> float | None:
 @torch.inference_mode()
 def _logits_along(base: BaseModel, head: DraftHead, text: Text) -> Tensor:
     """The draft logits [n, K, W] at the first places of a text, after the text's own tokens."""
-    plan = DraftConfig(tree=TokenTree.chain(head.depth))
+    draft_config = DraftConfig(tree=TokenTree.chain(head.depth))
     found = []
     for _, state, last, t in positions(head, [text], read_features(base, head, [text]), base.device):
         if t == POSITIONS:
             break
-        expansion = head.begin(state, last, plan)
-        levels = [expansion.root()[0, 0]]
+        draft_pass = head.start(state, last, draft_config)
+        levels = [draft_pass.root()[0, 0]]
         for k in range(1, head.depth):
             token = text.ids[min(text.boundary + t + k, len(text.ids) - 1)]
             tokens = torch.full((1, 1), token, device=base.device)
-            levels.append(expansion.grow(tokens, torch.zeros_like(tokens))[0, 0])
+            levels.append(draft_pass.step(tokens, torch.zeros_like(tokens))[0, 0])
         found.append(torch.stack(levels).float())
     return torch.stack(found)

@@ -15,7 +15,7 @@ from drafthead.models.decoding.contract import DraftConfig, DraftSampling, Dynam
 from drafthead.models.decoding.growth import grow_dynamic, grow_ranked, grow_sampled
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.drafters.combined import merge
+from drafthead.models.drafters.combined import combine
 
 ROOT_TOKEN = 0
 """The last committed token, which every prefix follows."""
@@ -80,7 +80,7 @@ class _ByPrefix:
     def root(self) -> Tensor:
         return self._table.logits[self._prefixes]
 
-    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         self._prefixes = self._table.after(self._prefixes.gather(1, parents), tokens)
         return self._table.logits[self._prefixes]
 
@@ -94,7 +94,7 @@ class _ByLevel:
     def root(self) -> Tensor:
         return self._table.logits[self._level].expand(self._rows, 1, -1)
 
-    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         self._level += 1
         return self.root()
 
@@ -104,21 +104,21 @@ class TableDraft:
     """Drafting from a table, by the functions of ``models/tree_growth.py``."""
 
     table: TabularLM
-    plan: DraftConfig
+    draft_config: DraftConfig
     shared: bool = False
     """All nodes of a level share their candidates or samples."""
     draft_vocabulary: int | None = None
     """Draft so many ids only, the last of the vocabulary backwards; None: all."""
 
-    def __call__(self, last: Tensor, rng: RandomSource) -> Proposal:
+    def __call__(self, last_token: Tensor, rng: RandomSource) -> Proposal:
         """Draft after ``last`` ([B])."""
-        expansion = (_ByLevel if self.shared else _ByPrefix)(self._drafted, len(last))
-        plan, ids = self.plan, self._ids
-        if isinstance(plan.tree, DynamicTree):
-            return grow_dynamic(expansion, last, plan.tree, ids)
-        if plan.draft_sampling is DraftSampling.TOP_K:
-            return grow_ranked(expansion, last, plan.tree, ids, plan.confidence_threshold)
-        return grow_sampled(expansion, last, plan, plan.tree, ids, self.table.vocabulary, rng)
+        draft_pass = (_ByLevel if self.shared else _ByPrefix)(self._drafted, len(last_token))
+        draft_config, ids = self.draft_config, self._ids
+        if isinstance(draft_config.tree, DynamicTree):
+            return grow_dynamic(draft_pass, last_token, draft_config.tree, ids)
+        if draft_config.draft_sampling is DraftSampling.TOP_K:
+            return grow_ranked(draft_pass, last_token, draft_config.tree, ids, draft_config.confidence_threshold)
+        return grow_sampled(draft_pass, last_token, draft_config, draft_config.tree, ids, self.table.vocabulary, rng)
 
     @property
     def _ids(self) -> Tensor:
@@ -138,6 +138,6 @@ class CombinedTableDraft:
 
     parts: tuple[Draft, ...]
 
-    def __call__(self, last: Tensor, rng: RandomSource) -> Proposal:
+    def __call__(self, last_token: Tensor, rng: RandomSource) -> Proposal:
         """Draft after ``last`` ([B])."""
-        return merge([part(last, rng) for part in self.parts])
+        return combine([part(last_token, rng) for part in self.parts])

@@ -14,7 +14,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling
-from drafthead.models.decoding.loop import EXACT, decode, default_plan
+from drafthead.models.decoding.loop import EXACT, decode, default_draft_config
 from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
@@ -91,7 +91,7 @@ def make_drafter(spec: str, base: BaseModel) -> Drafter:
 
 
 def merged(
-    base: BaseModel, drafter: Drafter, plan: DraftConfig, specs: list[str], nodes: int | None = None
+    base: BaseModel, drafter: Drafter, draft_config: DraftConfig, specs: list[str], nodes: int | None = None
 ) -> tuple[Drafter, DraftConfig]:
     """``drafter`` with others whose drafts join its own in trees of ``nodes`` nodes, by default as many as its own has.
 
@@ -103,12 +103,14 @@ def merged(
         UserError: a drafter that cannot be made, or a dynamic tree, of which the head would get a share only.
     """
     if not specs:
-        return drafter, plan
-    if not isinstance(plan.tree, TokenTree):
+        return drafter, draft_config
+    if not isinstance(draft_config.tree, TokenTree):
         raise UserError("trees are merged with a static tree of the head; set tree=head, chain:K or expansion:...")
     others = [make_drafter(spec, base) for spec in specs]
-    trees = [plan.tree, *(other.tree or TokenTree.chain(other.depth) for other in others)]
-    return CombinedDrafter([drafter, *others], trees, nodes or plan.nodes), replace(plan, tree=union(trees))
+    trees = [draft_config.tree, *(other.tree or TokenTree.chain(other.depth) for other in others)]
+    return CombinedDrafter([drafter, *others], trees, nodes or draft_config.nodes), replace(
+        draft_config, tree=union(trees)
+    )
 
 
 class Method(NamedTuple):
@@ -119,7 +121,7 @@ class Method(NamedTuple):
     """Hash of what it drafts with where that may change under one name: weights and trees."""
 
 
-def methods(base: BaseModel, drafter: Drafter, plan: DraftConfig, config: EvalConfig) -> dict[str, Method]:
+def methods(base: BaseModel, drafter: Drafter, draft_config: DraftConfig, config: EvalConfig) -> dict[str, Method]:
     """Both plain baselines, the speculative decoder and the peers, under the names that the summary expects."""
     new, sampler = config.max_new_tokens, config.sampler
     found = {
@@ -127,16 +129,16 @@ def methods(base: BaseModel, drafter: Drafter, plan: DraftConfig, config: EvalCo
         "drafthead": Method(
             lambda ids: decode(base, None, ids, max_new_tokens=new, sampler=sampler, seed=_seed(config, ids))
         ),
-        "speculative": _drafted(base, drafter, plan, config, config.rule),
+        "speculative": _drafted(base, drafter, draft_config, config, config.rule),
     }
     for spec in config.against:
-        found[spec] = _peer(base, drafter, plan, spec, config)
+        found[spec] = _peer(base, drafter, draft_config, spec, config)
     return found
 
 
-def made_of(base: BaseModel, drafter: Drafter, plan: DraftConfig) -> str:
+def made_of(base: BaseModel, drafter: Drafter, draft_config: DraftConfig) -> str:
     """Hash of what drafts: weights, plan, the base, this machine and these versions."""
-    return hashlib.sha256(repr((_weights(base, drafter), plan)).encode()).hexdigest()[:8]
+    return hashlib.sha256(repr((_weights(base, drafter), draft_config)).encode()).hexdigest()[:8]
 
 
 def _weights(base: BaseModel, drafter: Drafter) -> str:
@@ -155,7 +157,7 @@ def _seed(config: EvalConfig, ids: list[int]) -> int:
 
 
 def _drafted(
-    base: BaseModel, drafter: Drafter, plan: DraftConfig, config: EvalConfig, rule: AcceptanceRule = EXACT
+    base: BaseModel, drafter: Drafter, draft_config: DraftConfig, config: EvalConfig, rule: AcceptanceRule = EXACT
 ) -> Method:
     """Speculative decoding."""
     return Method(
@@ -164,19 +166,21 @@ def _drafted(
             drafter,
             ids,
             max_new_tokens=config.max_new_tokens,
-            plan=plan,
+            draft_config=draft_config,
             sampler=config.sampler,
             rule=rule,
             seed=_seed(config, ids),
         ),
-        made_of(base, drafter, plan),
+        made_of(base, drafter, draft_config),
     )
 
 
-def _peer(base: BaseModel, head: Drafter, head_plan: DraftConfig, spec: str, config: EvalConfig) -> Method:
+def _peer(base: BaseModel, head: Drafter, head_draft_config: DraftConfig, spec: str, config: EvalConfig) -> Method:
     if spec.startswith(WITH_HEAD):
-        drafter, plan = merged(base, head, head_plan, [spec.removeprefix(WITH_HEAD)], config.merge_nodes)
-        return _drafted(base, drafter, plan, config)
+        drafter, draft_config = merged(
+            base, head, head_draft_config, [spec.removeprefix(WITH_HEAD)], config.merge_nodes
+        )
+        return _drafted(base, drafter, draft_config, config)
     kind, name, numbers = _parse(spec, PEERS)
     if kind == "hf_prompt_lookup":
         return _generated(base, config, prompt_lookup_num_tokens=numbers[0] if numbers else 3)
@@ -186,10 +190,12 @@ def _peer(base: BaseModel, head: Drafter, head_plan: DraftConfig, spec: str, con
         found = _generated(base, config, assistant_model=assistant.model)
         return found._replace(made_of=assistant.fingerprint)
     drafter = make_drafter(spec, base)
-    plan = default_plan(drafter)
-    if head_plan.draft_sampling is not DraftSampling.TOP_K:  # a peer may draft as the head does
-        plan = replace(plan, draft_sampling=head_plan.draft_sampling, sampler=head_plan.sampler)
-    return _drafted(base, drafter, plan, config)
+    draft_config = default_draft_config(drafter)
+    if head_draft_config.draft_sampling is not DraftSampling.TOP_K:  # a peer may draft as the head does
+        draft_config = replace(
+            draft_config, draft_sampling=head_draft_config.draft_sampling, sampler=head_draft_config.sampler
+        )
+    return _drafted(base, drafter, draft_config, config)
 
 
 def _generated(base: BaseModel, config: EvalConfig, **options: Any) -> Method:

@@ -95,7 +95,7 @@ def measure_costs(
     ids = torch.randint(0, base.vocab_size, (1, context), generator=generator).to(base.device)
     cache = base.new_cache(context + max(sizes))
     state = drafter.attach(drafter.init_state(1), cache)
-    state = drafter.observe(state, ids, base.forward(ids, cache, spec=drafter.spec))
+    state = drafter.update(state, ids, base.forward(ids, cache, spec=drafter.spec))
     # Level by level only what grows trees level by level; of a merged or nested drafter its own tree.
     depths = range(1, min(drafter.depth, DEEPEST) + 1) if isinstance(drafter, StepwiseDrafter) else ()
     plans = {d: DraftConfig(tree=TokenTree.chain(d)) for d in depths}
@@ -103,7 +103,7 @@ def measure_costs(
     whole = DraftConfig(tree=tree or TokenTree.chain(drafter.depth))
     parts: dict[tuple[str, int], Callable[[], object]] = {
         **{("verify", n): partial(_verify, base, ids[:, :n], cache, drafter) for n in sizes},
-        **{("draft", d): partial(drafter.draft, state, ids[:, -1], plan) for d, plan in plans.items()},
+        **{("draft", d): partial(drafter.draft, state, ids[:, -1], draft_config) for d, draft_config in plans.items()},
         ("tree", 0): partial(drafter.draft, state, ids[:, -1], whole),
     }
     times: dict[tuple[str, int], list[float]] = {part: [] for part in parts}
@@ -113,7 +113,7 @@ def measure_costs(
             if repeat >= 2:
                 times[part].append(seconds)
     new = min(24, base.max_context - context)
-    result = decode(base, drafter, ids[0].tolist(), max_new_tokens=new, plan=whole, ignore_eos=True)
+    result = decode(base, drafter, ids[0].tolist(), max_new_tokens=new, draft_config=whole, ignore_eos=True)
     return StepCosts(
         verify={n: median(times["verify", n]) for n in sizes},
         draft=median(times["tree", 0]),
@@ -132,7 +132,7 @@ def _verify(base: BaseModel, ids: torch.Tensor, cache: KVCache, drafter: Drafter
         partial_forward = PartialForward(layers=drafter.early_exit_layers, hidden=states)
     shape = tree.shape_on(base.device)
     tokens: torch.Tensor = base.verify_logits(ids, shape, cache, drafter.spec, partial_forward)[1].argmax(-1)
-    cache.roll_back()
+    cache.crop()
     return tokens
 
 

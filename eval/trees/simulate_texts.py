@@ -220,16 +220,16 @@ def _over_vocabulary(dist: Tensor, d2t: Tensor, vocabulary: int) -> Tensor:
 
 
 def _forced_logits(
-    drafter: StepwiseDrafter, state: DraftState, last: Tensor, texts: list[Text], t: int, depth: int
+    drafter: StepwiseDrafter, state: DraftState, last_token: Tensor, texts: list[Text], t: int, depth: int
 ) -> list[Tensor]:
     """Per draft position the drafter's logits [B, W] after the text's own tokens."""
-    expansion = drafter.begin(state, last, DraftConfig(tree=TokenTree.chain(depth)))
-    logits = [expansion.root()[:, 0].float()]
+    draft_pass = drafter.start(state, last_token, DraftConfig(tree=TokenTree.chain(depth)))
+    logits = [draft_pass.root()[:, 0].float()]
     for k in range(1, depth):
         # Behind a text's end its last token stands in: nothing reads what follows.
         ids = [text.ids[min(text.boundary + t + k, len(text.ids) - 1)] for text in texts]
-        tokens = torch.tensor(ids, device=last.device)[:, None]
-        logits.append(expansion.grow(tokens, torch.zeros_like(tokens))[:, 0].float())
+        tokens = torch.tensor(ids, device=last_token.device)[:, None]
+        logits.append(draft_pass.step(tokens, torch.zeros_like(tokens))[:, 0].float())
     return logits
 
 

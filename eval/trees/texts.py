@@ -64,7 +64,7 @@ def positions(
         row[: text.boundary] = torch.tensor(text.ids[: text.boundary], device=device)
     counts = torch.tensor([text.boundary for text in texts], device=device)
     read = _stack([_slice(f, 0, text.boundary) for f, text in zip(features, texts, strict=True)])
-    state = drafter.observe(drafter.init_state(len(texts)), prompts, read, counts)
+    state = drafter.update(drafter.init_state(len(texts)), prompts, read, counts)
     rows = list(range(len(texts)))
     for t in range(max(text.positions for text in texts)):
         kept = [i for i, row in enumerate(rows) if t < texts[row].positions]
@@ -73,7 +73,7 @@ def positions(
         last = torch.tensor([texts[row].ids[texts[row].boundary + t] for row in rows], device=device)
         yield rows, state, last, t
         now = _stack([_slice(features[row], texts[row].boundary + t, 1) for row in rows])
-        state = drafter.observe(state, last[:, None], now)
+        state = drafter.update(state, last[:, None], now)
 
 
 def read_features(base: BaseModel, drafter: Drafter, texts: list[Text]) -> list[Features]:

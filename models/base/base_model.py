@@ -179,7 +179,7 @@ class BaseModel:
             return Features(final=hidden)
         mask = None
         positions = cache.positions(torch.arange(new, device=self.device)[None])
-        cache.open(new)
+        cache.reserve(new)
         if isinstance(cache, RaggedCache) or (cache.length and new > 1):
             mask = cache.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril_(), self.dtype)
         found = self._decoder(tokens_BT, positions, mask, cache, spec)
@@ -204,7 +204,7 @@ class BaseModel:
         if not (spec.layers or partial_forward) and isinstance(cache, StaticKVCache) and _fits(cache, shape, new):
             return Features(final=cache.run(tokens_BN, shape)[0])
         positions = cache.positions(shape.depths[:, -new:])
-        cache.open(new)
+        cache.reserve(new)
         if isinstance(cache, KVCache) and shape.tree is not None and new == len(shape):
             mask = self._tree_masks.mask(shape.tree, shape, cache)
         else:

@@ -51,7 +51,7 @@ class KVCache:
         """Positions that fit."""
         return self.keys.shape[3]
 
-    def open(self, new: int) -> None:
+    def reserve(self, new: int) -> None:
         """Begin a pass over ``new`` tokens, which go behind those pending.
 
         Raises:
@@ -84,7 +84,7 @@ class KVCache:
         self.length += self.pending if counts is None else int(counts)
         self.pending = 0
 
-    def keep(self, nodes: Tensor, counts: Tensor) -> None:
+    def commit_path(self, nodes: Tensor, counts: Tensor) -> None:
         """Commit of the pending nodes the path ``nodes[0, :counts[0]]`` ([1, P] int64, ascending); drop the others."""
         kept = int(counts)
         source = nodes[0, :kept] + self.length
@@ -94,7 +94,7 @@ class KVCache:
         self.length += kept
         self.pending = 0
 
-    def roll_back(self, length: int | None = None) -> None:
+    def crop(self, length: int | None = None) -> None:
         """Forget what is pending, and everything from position ``length`` on."""
         self.length = self.length if length is None else length
         self.pending = 0
@@ -110,7 +110,7 @@ class KVCache:
         part.length, part.pending, part._start, part._end = self.length, 0, 0, 0
         return part
 
-    def enlarged(self, shape: CacheShape, capacity: int) -> "KVCache":
+    def resize(self, shape: CacheShape, capacity: int) -> "KVCache":
         """A copy with more room."""
         copy = KVCache(shape, capacity)
         copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
@@ -199,14 +199,14 @@ class RaggedCache:
         part.pending, part._reach, part._written = 0, 0, torch.empty(0)
         return part
 
-    def enlarged(self, shape: CacheShape, capacity: int) -> "RaggedCache":
+    def resize(self, shape: CacheShape, capacity: int) -> "RaggedCache":
         """A copy with more room."""
         copy = RaggedCache(shape, self.rows, capacity)
         copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
         copy.lengths, copy.pending = self.lengths, self.pending
         return copy
 
-    def open(self, new: int) -> None:
+    def reserve(self, new: int) -> None:
         """Begin a pass over ``new`` tokens a row, which go behind those pending.
 
         Raises:
@@ -246,7 +246,7 @@ class RaggedCache:
         self.lengths = self.lengths + (self.pending if counts is None else counts)
         self.pending = 0
 
-    def keep(self, nodes: Tensor, counts: Tensor) -> None:
+    def commit_path(self, nodes: Tensor, counts: Tensor) -> None:
         """Commit of each row's pending nodes the path ``nodes[b, :counts[b]]`` ([B, P] int64, ascending)."""
         rows = torch.arange(self.rows, device=nodes.device)[:, None]
         source = nodes + self.lengths[:, None]
@@ -255,7 +255,7 @@ class RaggedCache:
             buffer[:, rows, :, target] = buffer[:, rows, :, source]  # the right side is a copy
         self.commit(counts)
 
-    def roll_back(self) -> None:
+    def crop(self) -> None:
         """Forget what is pending."""
         self.pending = 0
 

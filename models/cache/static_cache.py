@@ -21,22 +21,22 @@ from drafthead.models.cache.kv_cache import CacheShape, KVCache, check_capacity
 from drafthead.models.kernels.cuda_graphs import GraphBackend, Outputs, StaticCall
 from drafthead.models.token_tree import TokenTree, TreeShape
 
-SMALLEST, STEP = 256, 1024
+MIN_WINDOW, WINDOW_STEP = 256, 1024
 """Windows double from the one to the other and grow by the other from there, so that few positions are read in vain."""
-LARGEST = 128
+MAX_STATIC_NODES = 128
 """Nodes up to which a pass has a fixed shape; above, launches cost little beside the work."""
-MOST_PASSES = 64
+MAX_CAPTURED_PASSES = 64
 """Shapes that are kept for one memory."""
-SPARE = 2
+MAX_SPARE_BUFFERS = 2
 """Memories that are kept for later caches."""
 
 
 def window_for(positions: int) -> int:
     """Size of the smallest window that holds so many positions."""
-    size = SMALLEST
-    while size < min(positions, STEP):
+    size = MIN_WINDOW
+    while size < min(positions, WINDOW_STEP):
         size *= 2
-    return size if positions <= size else -(-positions // STEP) * STEP
+    return size if positions <= size else -(-positions // WINDOW_STEP) * WINDOW_STEP
 
 
 @dataclass
@@ -108,7 +108,7 @@ class StaticModel:
 def _take_back(spare: list[_Memory], memory: _Memory) -> None:
     spare.append(memory)
     spare.sort(key=lambda m: m.size)
-    del spare[:-SPARE]
+    del spare[:-MAX_SPARE_BUFFERS]
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class StaticKVCache(KVCache):
 
     def fits(self, nodes: int) -> bool:
         """Whether a pass over so many new nodes can be a static one."""
-        return self.pending == 0 and self._bound > 0 and nodes <= LARGEST
+        return self.pending == 0 and self._bound > 0 and nodes <= MAX_STATIC_NODES
 
     def run(self, tokens: Tensor, shape: TreeShape, with_logits: bool = False) -> Outputs:
         """Read a tree ([1, N] int64), whose states are pending then; N must fit.
@@ -222,7 +222,7 @@ class StaticKVCache(KVCache):
         passes = self._memory.passes
         found = passes.get(key)
         if found is None:
-            if len(passes) >= MOST_PASSES:
+            if len(passes) >= MAX_CAPTURED_PASSES:
                 del passes[next(iter(passes))]
             inputs = tuple(tensor.to(tokens.device) for tensor in (tokens, shape.depths, shape.ancestors))
             found = passes[key] = _Pass(self._model.prepare(self._memory, key[1], with_logits, inputs), shape.tree)
@@ -253,7 +253,7 @@ class StaticKVCache(KVCache):
         self._bound += self.pending
         self.pending = 0
 
-    def keep(self, nodes: Tensor, counts: Tensor) -> None:
+    def commit_path(self, nodes: Tensor, counts: Tensor) -> None:
         """As any cache's; the whole of ``nodes`` is copied, so that the shape does not depend on what was accepted."""
         path = nodes[0, : self.pending]
         if self.pending > 1:
@@ -265,20 +265,20 @@ class StaticKVCache(KVCache):
         self.pending = len(path)
         self.commit(counts)
 
-    def enlarged(self, shape: CacheShape, capacity: int) -> "StaticKVCache":
+    def resize(self, shape: CacheShape, capacity: int) -> "StaticKVCache":
         """A copy with more room."""
         copy = self._model.cache(capacity)
         copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
         copy.length, copy.pending = self.length, self.pending
         return copy
 
-    def roll_back(self, length: int | None = None) -> None:
+    def crop(self, length: int | None = None) -> None:
         if length is not None:
             self.length = length
         self.pending = 0
 
 
-@lru_cache(maxsize=LARGEST)
+@lru_cache(maxsize=MAX_STATIC_NODES)
 def chain_shape(nodes: int) -> TreeShape:
     """So many tokens, one after the other."""
     return TokenTree.chain(nodes - 1).shape

@@ -146,7 +146,7 @@ def speculative(
             q = _candidate_probs(proposal, node, trial, rows)
             own = dist[rows, token]
             q_own = torch.ones_like(own) if q is None else _own_probability(q, rows, token)
-            accepted = rng.accept(own, q_own * lenience, live)
+            accepted = rng.bernoulli(own, q_own * lenience, live)
             moved, chosen = moved | accepted, torch.where(accepted, child, chosen)
             rejected = live & ~accepted
             if not on_host or rejected.any():
@@ -161,7 +161,7 @@ def speculative(
     return Acceptance(
         nodes=nodes,
         accepted=(nodes != 0).sum(1),
-        bonus=rng.draw(dist[:, None])[:, 0],
+        bonus=rng.categorical(dist[:, None])[:, 0],
         probs=torch.stack(probs, 1) if return_probs else None,
     )
 
@@ -235,7 +235,7 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
         drafted = _chain_law(proposal, node, dist)
         ends = children[rows, node] == NO_CHILD
         rest = (weight[:, None] * dist - drafted).clamp(min=0).sum(-1)
-        kept = rng.accept(
+        kept = rng.bernoulli(
             torch.where(ends, weight, rest), torch.where(ends, torch.ones_like(weight), rest + 1 - weight), exists
         )
         accepted = torch.where(kept, level, accepted)
@@ -246,7 +246,7 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
     return Acceptance(
         nodes=torch.where(within, torch.stack(path, 1), 0),
         accepted=accepted,
-        bonus=rng.draw(bonus[:, None])[:, 0],
+        bonus=rng.categorical(bonus[:, None])[:, 0],
         probs=torch.where(within[..., None], torch.stack(probs, 1), 0.0) if return_probs else None,
     )
 
@@ -294,4 +294,4 @@ def typical(
     index = torch.arange(rows, device=node.device)
     dist = probs[index, node]
     likely = (dist > threshold[index, node][:, None]) | (dist == dist.max(-1, keepdim=True).values)
-    return Acceptance(nodes=nodes, accepted=accepted, bonus=rng.draw((dist * likely)[:, None])[:, 0])
+    return Acceptance(nodes=nodes, accepted=accepted, bonus=rng.categorical((dist * likely)[:, None])[:, 0])

@@ -170,7 +170,7 @@ class DraftConfig:
         if depth >= self.depth:
             return self
         if isinstance(self.tree, TokenTree):
-            tree: TokenTree | DynamicTree = self.tree.cut(depth)
+            tree: TokenTree | DynamicTree = self.tree.truncate(depth)
         else:
             tree = replace(self.tree, depth=depth) if depth else TokenTree.chain(0)
         return replace(self, tree=tree)
@@ -227,7 +227,7 @@ class Drafter(ABC):
     def init_state(self, batch: int) -> DraftState:
         """The state before anything is read."""
 
-    def extra_cache_slots(self, plan: "DraftConfig") -> int:
+    def extra_cache_slots(self, draft_config: "DraftConfig") -> int:
         """Positions that drafting needs in the target's cache besides the nodes of ``plan``, where it writes there."""
         return 0
 
@@ -239,7 +239,7 @@ class Drafter(ABC):
         return state
 
     @abstractmethod
-    def observe(
+    def update(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
     ) -> DraftState:
         """Take in committed tokens that the base has read: the prompt, then the root and accepted drafts of each step.
@@ -252,7 +252,9 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def draft(self, state: DraftState, last: Tensor, plan: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+    def draft(
+        self, state: DraftState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+    ) -> Proposal:
         """Propose trees after ``last`` ([B] int64), which is committed and not yet read by the base.
 
         Args:
@@ -263,7 +265,7 @@ class Drafter(ABC):
         """
 
 
-def last_of(values: Tensor, counts: Tensor | None) -> Tensor:
+def last_valid(values: Tensor, counts: Tensor | None) -> Tensor:
     """The last entry that counts of every row: [B, T, ...] -> [B, ...]."""
     if counts is None:
         return values[:, -1]

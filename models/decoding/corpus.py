@@ -197,12 +197,14 @@ def _collect(
         )
 
 
-def _shrink(rows: list[_Row | None], last: Tensor, cache: RaggedCache) -> tuple[list[_Row | None], Tensor, RaggedCache]:
+def _shrink(
+    rows: list[_Row | None], last_token: Tensor, cache: RaggedCache
+) -> tuple[list[_Row | None], Tensor, RaggedCache]:
     """Drop empty slots once nothing is left to fill them, when at least a quarter are empty."""
     alive = [i for i, row in enumerate(rows) if row is not None]
     if not alive or len(alive) > 0.75 * len(rows):
-        return rows, last, cache
-    return [rows[i] for i in alive], last[alive], cache.select(alive)
+        return rows, last_token, cache
+    return [rows[i] for i in alive], last_token[alive], cache.select(alive)
 
 
 class _SharedPrefix:

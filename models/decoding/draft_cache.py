@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftConfig, DraftState, last_of
+from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 
@@ -70,7 +70,7 @@ def common_prefix(left: TokenBuffer, right: TokenBuffer) -> Tensor:
 
 ROW_BY_ROW = 32
 """Unread tokens from which every row is read by itself: the masks of a padded pass would cost more."""
-ROOM = 256
+INITIAL_CAPACITY = 256
 """Positions to begin with, behind a prompt; doubled when they run out."""
 
 
@@ -149,12 +149,12 @@ class DraftCache:
         else:
             places = start[:, None] + torch.arange(longest, device=start.device)
             unread = text.tokens.gather(1, places.clamp(max=text.longest - 1))
-            last = last_of(self.model.forward(unread, cache, counts).final, counts)
+            last = last_valid(self.model.forward(unread, cache, counts).final, counts)
         self._read = text
         return last
 
     @torch.inference_mode()
-    def grow(self, tokens: Tensor, above: Tensor | None) -> Tensor:
+    def extend(self, tokens: Tensor, above: Tensor | None) -> Tensor:
         """Read one more level of nodes behind what is read.
 
         Args:
@@ -184,10 +184,10 @@ class DraftCache:
         if self._cache is not None and needed <= self._cache.capacity:
             return
         if self._cache is not None:
-            capacity = max(needed + ROOM, 2 * self._cache.capacity)
-            self._cache = self._cache.enlarged(self.model.cache_shape, capacity)
+            capacity = max(needed + INITIAL_CAPACITY, 2 * self._cache.capacity)
+            self._cache = self._cache.resize(self.model.cache_shape, capacity)
         else:
-            capacity = needed + ROOM
+            capacity = needed + INITIAL_CAPACITY
             self._cache = self.model.new_cache(capacity) if rows == 1 else self.model.new_slots(rows, capacity)
             self._read = TokenBuffer(tokens=text.tokens[:, :0], lengths=torch.zeros_like(text.lengths))
         self._forget_nodes()
@@ -211,7 +211,7 @@ class DraftCache:
             path = ancestors[torch.arange(rows, device=node.device), node]
             order = (~path).sort(dim=1, stable=True).indices[:, : max(1, int(counts.max()))]
             # The rows beyond their own count repeat a kept entry's place, which nothing reads.
-            cache.keep(order, counts)
+            cache.commit_path(order, counts)
             self._read = self._read.append(self._nodes.gather(1, order), counts)
         else:
             rewind(cache, agreed)
@@ -220,7 +220,7 @@ class DraftCache:
 
     def _forget_nodes(self) -> None:
         if self._cache is not None:
-            self._cache.roll_back()
+            self._cache.crop()
         rows, device = len(self._read.lengths), self._read.lengths.device
         self._nodes = torch.zeros(rows, 0, dtype=torch.int64, device=device)
         self._forest = PendingNodes.none(rows, device)
@@ -246,11 +246,11 @@ class CachedDraftPass:
     """Drafting in progress with a causal LM: every level is one pass over its nodes."""
 
     def __init__(
-        self, cache: DraftCache, text: TokenBuffer, plan: DraftConfig, logits: Callable[[Tensor], Tensor]
+        self, cache: DraftCache, text: TokenBuffer, draft_config: DraftConfig, logits: Callable[[Tensor], Tensor]
     ) -> None:
         """``text`` ends with the root; ``logits`` turns hidden states [B, F, D] into draft logits [B, F, W]."""
         self._cache, self._logits = cache, logits
-        tree = plan.tree
+        tree = draft_config.tree
         self._hidden = cache.read(text, len(tree) if isinstance(tree, TokenTree) else tree.width * tree.depth)
         self._first: int | None = None  # pending node where the frontier before starts; None: it is in the text
         self._pending = 0
@@ -259,11 +259,11 @@ class CachedDraftPass:
         """As ``DraftPass.root``: [B, 1, W]."""
         return self._logits(self._hidden[:, None])
 
-    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """As ``DraftPass.grow``: [B, F] int64 each -> [B, F, W]."""
         above = None if self._first is None else parents + self._first
         in_text = tokens.shape[1] == 1 and self._pending == 0
-        hidden = self._cache.grow(tokens, above)
+        hidden = self._cache.extend(tokens, above)
         if not in_text:
             self._first = self._pending
             self._pending += tokens.shape[1]
@@ -273,7 +273,7 @@ class CachedDraftPass:
 def rewind(cache: KVCache | RaggedCache, lengths: Tensor) -> None:
     """Forget all but the first ``lengths`` ([B] int64) positions of each row, and what is pending."""
     if isinstance(cache, KVCache):
-        cache.roll_back(int(lengths))
+        cache.crop(int(lengths))
     else:
-        cache.roll_back()
+        cache.crop()
         cache.lengths = lengths

@@ -39,10 +39,10 @@ def draw_candidates(probs: Tensor, count: int, kind: DraftSampling, rng: RandomS
     if kind is DraftSampling.WITH_REPLACEMENT:
         rows, parents, _ = probs.shape
         repeated = probs[:, :, None].expand(-1, -1, count, -1).flatten(1, 2)
-        return rng.draw(repeated).view(rows, parents, count)
+        return rng.categorical(repeated).view(rows, parents, count)
     remaining, drawn = probs, []
     for _ in range(count):
-        token = rng.draw(remaining)
+        token = rng.categorical(remaining)
         exists = remaining.gather(-1, token[..., None])[..., 0] > 0
         drawn.append(torch.where(exists, token, MISSING))
         remaining = remaining.scatter(-1, token[..., None], 0.0)
@@ -50,7 +50,7 @@ def draw_candidates(probs: Tensor, count: int, kind: DraftSampling, rng: RandomS
 
 
 @dataclass(frozen=True)
-class Level:
+class TreeLevel:
     """One level of a static tree."""
 
     nodes: Tensor
@@ -68,7 +68,7 @@ class Level:
 
 
 @lru_cache(maxsize=512)
-def levels_of(tree: TokenTree, device: torch.device, sampled: bool) -> tuple[Level, ...]:
+def tree_levels(tree: TokenTree, device: torch.device, sampled: bool) -> tuple[TreeLevel, ...]:
     """The levels of ``tree``; for samples, ranks count siblings instead of naming candidates."""
     levels = []
     frontier = [0]
@@ -85,7 +85,7 @@ def levels_of(tree: TokenTree, device: torch.device, sampled: bool) -> tuple[Lev
             return torch.tensor(values, dtype=torch.int64, device=device)
 
         levels.append(
-            Level(
+            TreeLevel(
                 nodes=tensor(nodes),
                 parents=tensor(parents),
                 ranks=tensor(ranks),
@@ -98,7 +98,7 @@ def levels_of(tree: TokenTree, device: torch.device, sampled: bool) -> tuple[Lev
     return tuple(levels)
 
 
-def living(tree: TokenTree, tokens: Tensor, alive: Tensor, confidence: Tensor) -> Proposal:
+def active_nodes(tree: TokenTree, tokens: Tensor, alive: Tensor, confidence: Tensor) -> Proposal:
     """The nodes of a static tree that are alive in some row; in other rows they are padding."""
     kept = alive.any(0).nonzero()[:, 0]
     if len(kept) == len(tree) and bool(alive[:, : len(tree)].all()):
@@ -117,7 +117,7 @@ def living(tree: TokenTree, tokens: Tensor, alive: Tensor, confidence: Tensor) -
     )
 
 
-def without_missing(tree: TokenTree, tokens: Tensor) -> TreeShape:
+def drop_missing(tree: TokenTree, tokens: Tensor) -> TreeShape:
     """The shape without samples that do not exist, and without what would follow them."""
     shape = tree.shape_on(tokens.device)
     missing = tokens < 0
@@ -135,7 +135,7 @@ class DraftPass(Protocol):
         """Draft logits after the root, [B, 1, W]."""
         ...
 
-    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Draft logits after the nodes of the next level.
 
         Args:
@@ -157,27 +157,33 @@ class StepwiseDrafter(Drafter):
     """[W] int64: target id of every draft id."""
 
     @abstractmethod
-    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> DraftPass:
+    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
         """Start drafting after ``last`` ([B])."""
 
-    def draft(self, state: DraftState, last: Tensor, plan: DraftConfig, rng: RandomSource | None = None) -> Proposal:
-        if plan.depth > self.depth:
-            raise ValueError(f"the tree is {plan.depth} deep, but the head drafts {self.depth} positions")
-        if plan.depth == 0:
-            return root_only(last)
+    def draft(
+        self, state: DraftState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+    ) -> Proposal:
+        if draft_config.depth > self.depth:
+            raise ValueError(f"the tree is {draft_config.depth} deep, but the head drafts {self.depth} positions")
+        if draft_config.depth == 0:
+            return root_only(last_token)
         with torch.inference_mode():
-            expansion = self.begin(state, last, plan)
-            if isinstance(plan.tree, DynamicTree):
-                proposal = grow_dynamic(expansion, last, plan.tree, self.d2t)
-            elif plan.draft_sampling is DraftSampling.TOP_K:
-                proposal = grow_ranked(expansion, last, plan.tree, self.d2t, plan.confidence_threshold)
+            draft_pass = self.start(state, last_token, draft_config)
+            if isinstance(draft_config.tree, DynamicTree):
+                proposal = grow_dynamic(draft_pass, last_token, draft_config.tree, self.d2t)
+            elif draft_config.draft_sampling is DraftSampling.TOP_K:
+                proposal = grow_ranked(
+                    draft_pass, last_token, draft_config.tree, self.d2t, draft_config.confidence_threshold
+                )
             elif rng is None:
                 raise ValueError("sampled siblings need coins")
             else:
-                proposal = grow_sampled(expansion, last, plan, plan.tree, self.d2t, self.vocabulary, rng)
-            return self.finish(expansion, proposal)
+                proposal = grow_sampled(
+                    draft_pass, last_token, draft_config, draft_config.tree, self.d2t, self.vocabulary, rng
+                )
+            return self.finish(draft_pass, proposal)
 
-    def finish(self, expansion: DraftPass, proposal: Proposal) -> Proposal:
+    def finish(self, draft_pass: DraftPass, proposal: Proposal) -> Proposal:
         """The proposal with what the drafter knows besides; by default as it is."""
         return proposal
 
@@ -187,10 +193,10 @@ class StepwiseDrafter(Drafter):
         """Size V of the target's vocabulary, over which laws are given."""
 
 
-def root_only(last: Tensor) -> Proposal:
+def root_only(last_token: Tensor) -> Proposal:
     """Nothing drafted: the target reads ``last`` ([B]) alone."""
-    shape = TokenTree.chain(0).shape_on(last.device)
-    return Proposal(tokens=last[:, None], shape=shape, draft_sampling=DraftSampling.TOP_K)
+    shape = TokenTree.chain(0).shape_on(last_token.device)
+    return Proposal(tokens=last_token[:, None], shape=shape, draft_sampling=DraftSampling.TOP_K)
 
 
 class Frontier(NamedTuple):
@@ -202,12 +208,12 @@ class Frontier(NamedTuple):
     """[B, F] each one's parent as its place in the frontier before."""
 
 
-def _logits_after(expansion: DraftPass, frontier: Frontier | None) -> Tensor:
-    return expansion.root() if frontier is None else expansion.grow(frontier.tokens, frontier.parents)
+def _logits_after(draft_pass: DraftPass, frontier: Frontier | None) -> Tensor:
+    return draft_pass.root() if frontier is None else draft_pass.step(frontier.tokens, frontier.parents)
 
 
 def grow_ranked(
-    expansion: DraftPass, last: Tensor, tree: TokenTree, d2t: Tensor, confidence_threshold: float = 0.0
+    draft_pass: DraftPass, last_token: Tensor, tree: TokenTree, d2t: Tensor, confidence_threshold: float = 0.0
 ) -> Proposal:
     """A static tree: every node takes its parent's candidate of the node's rank.
 
@@ -215,17 +221,17 @@ def grow_ranked(
     no node
     of any row goes on. Then the trees of the rows differ.
     """
-    tokens = last.new_zeros(last.shape[0], len(tree))
-    tokens[:, 0] = last
-    confidence = torch.ones(tokens.shape, device=last.device)
-    goes_on = torch.ones(last.shape[0], 1, dtype=torch.bool, device=last.device)
-    alive = torch.zeros(tokens.shape, dtype=torch.bool, device=last.device)
+    tokens = last_token.new_zeros(last_token.shape[0], len(tree))
+    tokens[:, 0] = last_token
+    confidence = torch.ones(tokens.shape, device=last_token.device)
+    goes_on = torch.ones(last_token.shape[0], 1, dtype=torch.bool, device=last_token.device)
+    alive = torch.zeros(tokens.shape, dtype=torch.bool, device=last_token.device)
     alive[:, 0] = True
     depth = 0
     frontier: Frontier | None = None
-    for level in levels_of(tree, last.device, sampled=False):
+    for level in tree_levels(tree, last_token.device, sampled=False):
         depth += 1
-        logits = _logits_after(expansion, frontier).float()
+        logits = _logits_after(draft_pass, frontier).float()
         width = min(level.width, logits.shape[-1])
         values, candidates = logits.topk(width, dim=-1)
         ranks = level.ranks.clamp(max=width - 1)
@@ -240,16 +246,16 @@ def grow_ranked(
             goes_on = goes_on[:, level.inner]
             if not goes_on.any():
                 break
-        frontier = Frontier(drafted[:, level.inner], level.above.expand(last.shape[0], -1))
+        frontier = Frontier(drafted[:, level.inner], level.above.expand(last_token.shape[0], -1))
     if confidence_threshold == 0:
-        return Proposal(tokens=tokens, shape=tree.shape_on(last.device), draft_sampling=DraftSampling.TOP_K)
-    return living(tree.cut(depth), tokens, alive, confidence)
+        return Proposal(tokens=tokens, shape=tree.shape_on(last_token.device), draft_sampling=DraftSampling.TOP_K)
+    return active_nodes(tree.truncate(depth), tokens, alive, confidence)
 
 
 def grow_sampled(
-    expansion: DraftPass,
-    last: Tensor,
-    plan: DraftConfig,
+    draft_pass: DraftPass,
+    last_token: Tensor,
+    draft_config: DraftConfig,
     tree: TokenTree,
     d2t: Tensor,
     vocabulary: int,
@@ -260,24 +266,24 @@ def grow_sampled(
     Every parent's law is one row of ``probs``, in the order of the parents. A sample that does not exist (the law has
     fewer tokens than children are wanted) becomes padding.
     """
-    rows = last.shape[0]
-    tokens = last.new_zeros(rows, len(tree))
-    tokens[:, 0] = last
+    rows = last_token.shape[0]
+    tokens = last_token.new_zeros(rows, len(tree))
+    tokens[:, 0] = last_token
     probs: list[Tensor] = []
     identical = _is_identity(d2t, vocabulary)
     frontier: Frontier | None = None
-    prob_index = torch.zeros(len(tree), dtype=torch.int64, device=last.device)
-    parents_of_level, count = torch.zeros(1, dtype=torch.int64, device=last.device), 0
-    for level in levels_of(tree, last.device, sampled=True):
-        logits = _logits_after(expansion, frontier)
-        dist = plan.sampler.probs(logits.flatten(0, 1)).view(logits.shape)
-        drawn = draw_candidates(dist, level.width, plan.draft_sampling, rng)
+    prob_index = torch.zeros(len(tree), dtype=torch.int64, device=last_token.device)
+    parents_of_level, count = torch.zeros(1, dtype=torch.int64, device=last_token.device), 0
+    for level in tree_levels(tree, last_token.device, sampled=True):
+        logits = _logits_after(draft_pass, frontier)
+        dist = draft_config.sampler.probs(logits.flatten(0, 1)).view(logits.shape)
+        drawn = draw_candidates(dist, level.width, draft_config.draft_sampling, rng)
         shared = dist.shape[1] == 1
         chosen = drawn[:, level.parents.clamp(max=dist.shape[1] - 1), level.ranks]
         chosen = torch.where(chosen >= 0, d2t[chosen.clamp(min=0)], -1)
         tokens[:, level.nodes] = chosen
         prob_index[parents_of_level] = (
-            count if shared else torch.arange(count, count + dist.shape[1], device=last.device)
+            count if shared else torch.arange(count, count + dist.shape[1], device=last_token.device)
         )
         count += dist.shape[1]
         if not identical:
@@ -285,13 +291,13 @@ def grow_sampled(
         probs.append(dist)
         frontier = Frontier(chosen[:, level.inner].clamp(min=0), level.above.expand(rows, -1))
         parents_of_level = level.nodes[level.inner]
-    shape = tree.shape_on(last.device)
-    if plan.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT:
-        shape = without_missing(tree, tokens)
+    shape = tree.shape_on(last_token.device)
+    if draft_config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT:
+        shape = drop_missing(tree, tokens)
     return Proposal(
         tokens=tokens.clamp(min=0),
         shape=shape,
-        draft_sampling=plan.draft_sampling,
+        draft_sampling=draft_config.draft_sampling,
         probs=torch.cat(probs, 1),
         prob_index=prob_index[None, :, None].expand(1, -1, shape.children.shape[2]),
     )
@@ -302,13 +308,13 @@ def _is_identity(d2t: Tensor, vocabulary: int) -> bool:
     return len(d2t) == vocabulary and bool((d2t == torch.arange(vocabulary, device=d2t.device)).all())
 
 
-def grow_dynamic(expansion: DraftPass, last: Tensor, plan: DynamicTree, d2t: Tensor) -> Proposal:
+def grow_dynamic(draft_pass: DraftPass, last_token: Tensor, draft_config: DynamicTree, d2t: Tensor) -> Proposal:
     """EAGLE-2's tree: expand the likeliest nodes of every level, then keep the likeliest of all that were scored.
 
     A node's score is the product of the drafter's probabilities along its path, so every parent scores above its
     children and the kept nodes form a tree. All rows get the same number of nodes.
     """
-    rows, device = last.shape[0], last.device
+    rows, device = last_token.shape[0], last_token.device
     scores: list[Tensor] = []
     tokens: list[Tensor] = []
     parents: list[Tensor] = []
@@ -316,28 +322,30 @@ def grow_dynamic(expansion: DraftPass, last: Tensor, plan: DynamicTree, d2t: Ten
     frontier_node = torch.zeros(rows, 1, dtype=torch.int64, device=device)
     frontier: Frontier | None = None
     count = 1
-    for _ in range(plan.depth):
-        logits = _logits_after(expansion, frontier).float()
-        width = min(plan.width, logits.shape[-1])
+    for _ in range(draft_config.depth):
+        logits = _logits_after(draft_pass, frontier).float()
+        width = min(draft_config.width, logits.shape[-1])
         values, candidates = logits.topk(width, dim=-1)
         # A certain child must still score below its parent, or the best nodes would be no tree.
         values = (values - logits.logsumexp(-1, keepdim=True)).double().clamp(max=-1e-9) + frontier_score[..., None]
         scores.append(values.flatten(1))
         tokens.append(d2t[candidates].expand(values.shape).flatten(1))
         parents.append(frontier_node.repeat_interleave(width, 1))
-        frontier_score, best = scores[-1].topk(min(plan.width, scores[-1].shape[1]), dim=1)
+        frontier_score, best = scores[-1].topk(min(draft_config.width, scores[-1].shape[1]), dim=1)
         frontier = Frontier(tokens[-1].gather(1, best), best // width)
         frontier_node = count + best
         count += scores[-1].shape[1]
     everything = torch.cat(scores, 1)
-    kept = everything.topk(min(plan.nodes - 1, count - 1), dim=1).indices.sort(1).values + 1  # parents come first
+    kept = (
+        everything.topk(min(draft_config.nodes - 1, count - 1), dim=1).indices.sort(1).values + 1
+    )  # parents come first
     place = torch.zeros(rows, count, dtype=torch.int64, device=device)
     place.scatter_(1, kept, torch.arange(1, kept.shape[1] + 1, device=device).expand(rows, -1))
-    root = last.new_zeros(rows, 1)
+    root = last_token.new_zeros(rows, 1)
     above_all = torch.cat([root, *parents], 1)
     new_parents = place.gather(1, above_all.gather(1, kept))
     return Proposal(
-        tokens=torch.cat([last[:, None], torch.cat(tokens, 1).gather(1, kept - 1)], 1),
+        tokens=torch.cat([last_token[:, None], torch.cat(tokens, 1).gather(1, kept - 1)], 1),
         shape=TreeShape.from_parents(torch.cat([root - 1, new_parents], 1)),
         draft_sampling=DraftSampling.TOP_K,
         confidence=torch.cat([torch.ones(rows, 1, device=device), everything.gather(1, kept - 1).exp()], 1),

@@ -59,7 +59,7 @@ GREEDY = Sampler()
 EXACT = AcceptanceRule()
 
 
-def default_plan(drafter: Drafter | None) -> DraftConfig:
+def default_draft_config(drafter: Drafter | None) -> DraftConfig:
     """The drafter's calibrated tree, else a chain over all its positions; without a drafter only the root."""
     if drafter is None:
         return ROOT_ONLY
@@ -74,7 +74,7 @@ def decode(
     input_ids: list[int],
     *,
     max_new_tokens: int,
-    plan: DraftConfig | None = None,
+    draft_config: DraftConfig | None = None,
     sampler: Sampler = GREEDY,
     rule: AcceptanceRule = EXACT,
     seed: int = 0,
@@ -104,7 +104,7 @@ def decode(
         drafter,
         [input_ids],
         max_new_tokens=max_new_tokens,
-        plan=plan,
+        draft_config=draft_config,
         sampler=sampler,
         rule=rule,
         seeds=[seed],
@@ -120,7 +120,7 @@ def decode_batch(
     prompts: Sequence[list[int]],
     *,
     max_new_tokens: int,
-    plan: DraftConfig | None = None,
+    draft_config: DraftConfig | None = None,
     sampler: Sampler = GREEDY,
     rule: AcceptanceRule = EXACT,
     seeds: Sequence[int] | None = None,
@@ -136,42 +136,44 @@ def decode_batch(
     Raises:
         UserError: as ``decode``; names the prompt.
     """
-    plan = plan or default_plan(drafter)
-    if drafter is not None and isinstance(plan.tree, DynamicTree):
-        plan = plan.at_most(drafter.depth)
+    draft_config = draft_config or default_draft_config(drafter)
+    if drafter is not None and isinstance(draft_config.tree, DynamicTree):
+        draft_config = draft_config.at_most(drafter.depth)
     seeds = list(seeds) if seeds is not None else list(range(len(prompts)))
     listeners: Sequence[OnTokens | None] = on_tokens or [None] * len(prompts)
-    _check_batch(base, prompts, max_new_tokens, plan, seeds, listeners)
-    check_drafter(base, drafter, plan, rule)
+    _check_batch(base, prompts, max_new_tokens, draft_config, seeds, listeners)
+    check_drafter(base, drafter, draft_config, rule)
     eos = frozenset() if ignore_eos else base.eos_ids
     started = perf_counter()  # allocating the cache is part of decoding, as it is in transformers' generate
-    capacity = max(map(len, prompts)) + max_new_tokens + plan.nodes
-    session = DecodeState(base, drafter, DecodeConfig(plan=plan, sampler=sampler, rule=rule), len(prompts), capacity)
+    capacity = max(map(len, prompts)) + max_new_tokens + draft_config.nodes
+    session = DecodeState(
+        base, drafter, DecodeConfig(draft_config=draft_config, sampler=sampler, rule=rule), len(prompts), capacity
+    )
     first = session.read_prompts(list(prompts), PerRowRng(seeds, [0] * len(prompts), VERIFY, base.device)).tolist()
     prefill_s = perf_counter() - started
-    length = plan.adaptive.start if plan.adaptive else 0
+    length = draft_config.adaptive.start if draft_config.adaptive else 0
     rows = [
         _Row(prompt_length=len(ids), seed=seed, on_tokens=listener, length=length)
         for ids, seed, listener in zip(prompts, seeds, listeners, strict=True)
     ]
     for row, token in zip(rows, first, strict=True):
         row.commit([token], max_new_tokens, eos, started)
-    living = rows
+    active = rows
     while True:
-        running = [place for place, row in enumerate(living) if not row.ended]
+        running = [place for place, row in enumerate(active) if not row.ended]
         if not running:
             return [DecodeResult(tokens=r.answer, steps=r.steps, prefill_s=prefill_s, total_s=r.total_s) for r in rows]
-        if len(running) < len(living):
+        if len(running) < len(active):
             session.select(running)
-            living = [living[place] for place in running]
-        _step(session, living, max_new_tokens, eos, started)
+            active = [active[place] for place in running]
+        _step(session, active, max_new_tokens, eos, started)
 
 
 def _check_batch(
     base: BaseModel,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
-    plan: DraftConfig,
+    draft_config: DraftConfig,
     seeds: Sequence[int],
     listeners: Sequence[OnTokens | None],
 ) -> None:
@@ -191,7 +193,7 @@ def _check_batch(
             max_new_tokens=max_new_tokens,
             where=f"prompt {number} of the batch" if len(prompts) > 1 else "the prompt",
         )
-    if plan.adaptive is not None and len(prompts) > 1:
+    if draft_config.adaptive is not None and len(prompts) > 1:
         # All rows share a draft length, so a row's random numbers would depend on its neighbours.
         raise UserError(f"an adaptive draft length needs one prompt at a time, got {len(prompts)}; decode one by one")
 
@@ -212,7 +214,7 @@ class _Row:
 
     def commit(self, tokens: list[int], limit: int, eos: frozenset[int], started: float) -> int:
         """Add tokens, cut at the limit and behind EOS; returns how many were kept."""
-        kept = cut(tokens, limit - len(self.answer), eos)
+        kept = truncate(tokens, limit - len(self.answer), eos)
         self.answer += kept
         self.ended = self.answer[-1] in eos or len(self.answer) >= limit
         self.total_s = perf_counter() - started
@@ -224,13 +226,13 @@ class _Row:
 def _step(session: DecodeState, rows: list[_Row], limit: int, eos: frozenset[int], started: float) -> None:
     began = perf_counter()
     positions = [len(row.answer) for row in rows]
-    outcome = session.step([row.seed for row in rows], positions, _depth_limit(session, rows, limit))
-    tokens, counts, entropy = outcome.tokens.tolist(), outcome.counts.tolist(), outcome.entropy.tolist()
+    output = session.step([row.seed for row in rows], positions, _depth_limit(session, rows, limit))
+    tokens, counts, entropy = output.tokens.tolist(), output.counts.tolist(), output.entropy.tolist()
     kept = [
         row.commit(committed[:count], limit, eos, started)
         for row, committed, count in zip(rows, tokens, counts, strict=True)
     ]
-    proposed, depths = _offered(outcome, len(rows))
+    proposed, depths = _offered(output, len(rows))
     total_s = perf_counter() - began
     for n, row in enumerate(rows):
         record = StepRecord(
@@ -240,14 +242,14 @@ def _step(session: DecodeState, rows: list[_Row], limit: int, eos: frozenset[int
             accepted=counts[n] - 1,
             committed=kept[n],
             entropy=entropy[n],
-            draft_s=outcome.draft_s,
-            verify_s=outcome.verify_s,
+            draft_s=output.draft_s,
+            verify_s=output.verify_s,
             total_s=total_s,
         )
         row.steps.append(record)
-        adaptive = session.policy.plan.adaptive
+        adaptive = session.policy.draft_config.adaptive
         if adaptive is not None:
-            row.length = min(session.policy.plan.depth, adaptive.next(row.length, depths[n], counts[n] - 1))
+            row.length = min(session.policy.draft_config.depth, adaptive.next(row.length, depths[n], counts[n] - 1))
 
 
 def _depth_limit(session: DecodeState, rows: list[_Row], limit: int) -> int:
@@ -255,23 +257,23 @@ def _depth_limit(session: DecodeState, rows: list[_Row], limit: int) -> int:
     change a token, none behind the end of every answer."""
     longest = max(row.prompt_length + len(row.answer) for row in rows)
     depth = session.base.max_context - longest
-    if session.policy.by_argmax:
+    if session.policy.greedy:
         depth = min(depth, max(limit - len(row.answer) for row in rows) - 1)
-    if session.policy.plan.adaptive is not None:
+    if session.policy.draft_config.adaptive is not None:
         depth = min(depth, rows[0].length)
     return max(0, depth)
 
 
-def _offered(outcome: StepOutput, rows: int) -> tuple[list[int], list[int]]:
+def _offered(output: StepOutput, rows: int) -> tuple[list[int], list[int]]:
     """Nodes drafted and longest path, per row."""
-    shape = outcome.proposal.shape
+    shape = output.proposal.shape
     if shape.tree is not None:
         return [len(shape) - 1] * rows, [shape.tree.depth] * rows
     drafted = (shape.parents >= 0).sum(1).expand(rows)
     return drafted.tolist(), shape.depths.max(1).values.expand(rows).tolist()
 
 
-def cut(tokens: list[int], room: int, eos: frozenset[int]) -> list[int]:
+def truncate(tokens: list[int], room: int, eos: frozenset[int]) -> list[int]:
     """The tokens that count: at most ``room``, and none behind the first EOS."""
     kept = tokens[:room]
     for place, token in enumerate(kept):
@@ -280,7 +282,7 @@ def cut(tokens: list[int], room: int, eos: frozenset[int]) -> list[int]:
     return kept
 
 
-def check_drafter(base: BaseModel, drafter: Drafter | None, plan: DraftConfig, rule: AcceptanceRule) -> None:
+def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig, rule: AcceptanceRule) -> None:
     """Refuse a drafter, a plan and a rule that do not go together.
 
     Raises:
@@ -293,15 +295,16 @@ def check_drafter(base: BaseModel, drafter: Drafter | None, plan: DraftConfig, r
             f"the drafter's vocabulary has {drafter.vocab_size} ids but {base.name} has {base.vocab_size}; use a "
             "drafter with the base's tokenizer"
         )
-    if plan.draft_sampling is not DraftSampling.TOP_K and drafter.vocab_size not in (None, base.vocab_size):
+    if draft_config.draft_sampling is not DraftSampling.TOP_K and drafter.vocab_size not in (None, base.vocab_size):
         raise UserError(
             f"the drafter's laws are over {drafter.vocab_size} ids but {base.name} has {base.vocab_size}; tell the "
             "drafter its target"
         )
     if drafter.base_fingerprint is not None and drafter.base_fingerprint != base.fingerprint:
         raise UserError(f"the draft head was loaded for another base than {base.name}; attach it to this one")
-    if isinstance(plan.tree, TokenTree) and plan.depth > drafter.depth:
+    if isinstance(draft_config.tree, TokenTree) and draft_config.depth > drafter.depth:
         raise UserError(
-            f"the tree is {plan.depth} deep, but the drafter drafts {drafter.depth} positions; choose a shallower one"
+            f"the tree is {draft_config.depth} deep, but the drafter drafts {drafter.depth} positions; choose a "
+            "shallower one"
         )
-    rule.check(plan.draft_sampling, plan.tree)
+    rule.check(draft_config.draft_sampling, draft_config.tree)

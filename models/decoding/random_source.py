@@ -19,11 +19,11 @@ DRAFT, VERIFY = 0, 1
 class RandomSource(Protocol):
     """Decisions and samples for a batch of rows."""
 
-    def accept(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
+    def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
         """Accept with probability min(1, p / q); p, q [B] float, active [B] bool. [B] bool, false where inactive."""
         ...
 
-    def draw(self, probs: Tensor) -> Tensor:
+    def categorical(self, probs: Tensor) -> Tensor:
         """One sample of each of [B, C, V] laws, which need not be normalised: [B, C] int64. Of a law of zeros any."""
         ...
 
@@ -53,7 +53,7 @@ class PerRowRng:
     def _uniform(self, generators: list[np.random.Generator], count: int) -> Tensor:
         return torch.from_numpy(np.stack([g.random(count) for g in generators])).to(self._device)
 
-    def accept(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
+    def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
         """``u * q < p`` with the row's next u in [0, 1): never a division, and p = 0 is never accepted."""
         if self._decisions is None:
             self._decisions = self._uniform(self._generators, _BLOCK)
@@ -64,7 +64,7 @@ class PerRowRng:
         self._asked += 1
         return active & (u * q < p)
 
-    def draw(self, probs: Tensor) -> Tensor:
+    def categorical(self, probs: Tensor) -> Tensor:
         """Inverse of the cumulative law, in float64; a token of probability 0 is never drawn, but from an empty law."""
         _, count, vocabulary = probs.shape
         points = self._uniform(self._samplers, count)

@@ -29,7 +29,7 @@ ROOT_ONLY = DraftConfig(tree=TokenTree.chain(0))
 class DecodeConfig:
     """How a session drafts, draws and accepts; the same for all of its rows."""
 
-    plan: DraftConfig
+    draft_config: DraftConfig
     sampler: Sampler
     """The law of the output. Temperature 0 is greedy decoding."""
     rule: AcceptanceRule
@@ -37,7 +37,7 @@ class DecodeConfig:
     """Hand over the target's laws of the committed tokens, for a session that drafts for another."""
 
     @property
-    def by_argmax(self) -> bool:
+    def greedy(self) -> bool:
         """The target's own choices decide, without any law."""
         return self.sampler.plain_greedy and self.rule.name == "exact" and not self.return_probs
 
@@ -51,7 +51,7 @@ class StepOutput:
     counts: Tensor
     """[B] int64: how many of them count, at least 1."""
     proposal: Proposal
-    verdict: Acceptance
+    acceptance: Acceptance
     entropy: Tensor
     """[B] nats of the target's unwarped law of the first token."""
     draft_s: float
@@ -65,7 +65,7 @@ class Snapshot:
     lengths: Tensor
     """[B] int64 positions in the base's cache."""
     state: DraftState | None
-    last: Tensor
+    last_token: Tensor
     context: Tensor | None
     context_lengths: Tensor
 
@@ -77,11 +77,11 @@ class DecodeState:
         self, base: BaseModel, drafter: Drafter | None, policy: DecodeConfig, rows: int, capacity: int
     ) -> None:
         self.base, self.drafter, self.policy = base, drafter, policy
-        capacity += drafter.extra_cache_slots(policy.plan) if drafter else 0
+        capacity += drafter.extra_cache_slots(policy.draft_config) if drafter else 0
         self.cache: KVCache | RaggedCache = base.new_cache(capacity) if rows == 1 else base.new_slots(rows, capacity)
         self.spec = drafter.spec if drafter else FeatureSpec()
         self.state: DraftState | None = drafter.attach(drafter.init_state(rows), self.cache) if drafter else None
-        self.last = torch.zeros(rows, dtype=torch.int64, device=base.device)
+        self.last_token = torch.zeros(rows, dtype=torch.int64, device=base.device)
         self._context: Tensor | None = None
         self._context_lengths = torch.zeros(rows, dtype=torch.int64, device=base.device)
         if policy.sampler.repetition_penalty != 1:
@@ -111,16 +111,18 @@ class DecodeState:
             self._context[:] = tokens[:, :1]
             self._remember(tokens, counts)
         self._observe(tokens, pad_rows(hidden), counts)
-        self.last = self._first_token(torch.cat([h.final[:, -1] for h in hidden]), rng) if first is None else first
-        self._remember(self.last[:, None], torch.ones_like(counts))
-        return self.last
+        self.last_token = (
+            self._first_token(torch.cat([h.final[:, -1] for h in hidden]), rng) if first is None else first
+        )
+        self._remember(self.last_token[:, None], torch.ones_like(counts))
+        return self.last_token
 
     def _first_token(self, hidden: Tensor, rng: RandomSource | None) -> Tensor:
         logits, sampler = self.base.logits(hidden), self.policy.sampler
         if sampler.plain_greedy:
             return logits.argmax(-1)
         assert rng is not None
-        return rng.draw(sampler.probs(logits, self._context)[:, None])[:, 0]
+        return rng.categorical(sampler.probs(logits, self._context)[:, None])[:, 0]
 
     def step(self, seeds: list[int], positions: list[int], depth: int | None = None) -> StepOutput:
         """Draft, verify and commit in the caches. The caller sets ``last`` (see :meth:`follow`).
@@ -131,83 +133,83 @@ class DecodeState:
             depth: draft at most so many levels.
         """
         started = perf_counter()
-        plan = self.policy.plan if depth is None else self.policy.plan.at_most(depth)
-        if self.drafter is None or self.state is None or plan.depth == 0:
-            proposal = root_only(self.last)
+        draft_config = self.policy.draft_config if depth is None else self.policy.draft_config.at_most(depth)
+        if self.drafter is None or self.state is None or draft_config.depth == 0:
+            proposal = root_only(self.last_token)
         else:
-            sampled = plan.draft_sampling is not DraftSampling.TOP_K
+            sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
             rng = PerRowRng(seeds, positions, DRAFT, self.base.device) if sampled else None
-            proposal = self.drafter.draft(self.state, self.last, plan, rng)
+            proposal = self.drafter.draft(self.state, self.last_token, draft_config, rng)
         self.base.synchronise()
         drafted = perf_counter()
         hidden, logits = self.base.verify_logits(
             proposal.tokens, proposal.shape, self.cache, self.spec, proposal.partial_forward
         )
-        choices = logits.argmax(-1) if self.policy.by_argmax else None
+        choices = logits.argmax(-1) if self.policy.greedy else None
         self.base.synchronise()
         verified = perf_counter()
         if choices is not None:
-            verdict = greedy(proposal, choices)
+            acceptance = greedy(proposal, choices)
         else:
             target = TargetProbs(logits, self.policy.sampler, self._context, proposal)
             rng = PerRowRng(seeds, positions, VERIFY, self.base.device)
-            verdict = self.policy.rule.verify(proposal, target, rng, return_probs=self.policy.return_probs)
-        tokens, counts = self._commit(proposal, verdict, hidden)
+            acceptance = self.policy.rule.verify(proposal, target, rng, return_probs=self.policy.return_probs)
+        tokens, counts = self._commit(proposal, acceptance, hidden)
         return StepOutput(
             tokens=tokens,
             counts=counts,
             proposal=proposal,
-            verdict=verdict,
+            acceptance=acceptance,
             entropy=_entropy(logits[:, 0]),
             draft_s=drafted - started,
             verify_s=verified - drafted,
         )
 
-    def _commit(self, proposal: Proposal, verdict: Acceptance, hidden: Features) -> tuple[Tensor, Tensor]:
+    def _commit(self, proposal: Proposal, acceptance: Acceptance, hidden: Features) -> tuple[Tensor, Tensor]:
         """Keep the accepted path in the caches; returns the committed tokens and their counts."""
-        nodes, counts = verdict.nodes, verdict.accepted + 1
+        nodes, counts = acceptance.nodes, acceptance.accepted + 1
         path = proposal.tokens.gather(1, nodes)
-        self.cache.keep(nodes, counts)
+        self.cache.commit_path(nodes, counts)
         self._observe(path, hidden.map(lambda h: h.gather(1, nodes[..., None].expand(-1, -1, h.shape[-1]))), counts)
         tokens = torch.cat([path[:, 1:], path[:, :1]], 1)
-        tokens.scatter_(1, verdict.accepted[:, None], verdict.bonus[:, None])
+        tokens.scatter_(1, acceptance.accepted[:, None], acceptance.bonus[:, None])
         self._remember(tokens, counts)
-        self.last = verdict.bonus
+        self.last_token = acceptance.bonus
         return tokens, counts
 
-    def follow(self, tokens: Tensor, counts: Tensor) -> None:
+    def advance(self, tokens: Tensor, counts: Tensor) -> None:
         """Read tokens ([B, T]) that were committed elsewhere: ``last`` and all but the last one of each row.
 
         Args:
             tokens: [B, T] int64 continuing the row behind ``last``.
             counts: [B] int64, how many of them count, at least 1.
         """
-        path = torch.cat([self.last[:, None], tokens[:, :-1]], 1)
+        path = torch.cat([self.last_token[:, None], tokens[:, :-1]], 1)
         hidden = self.base.forward(path, self.cache, counts, self.spec)
         self._observe(path, hidden, counts)
         self._remember(tokens, counts)
-        self.last = tokens.gather(1, counts[:, None] - 1)[:, 0]
+        self.last_token = tokens.gather(1, counts[:, None] - 1)[:, 0]
 
-    def mark(self) -> "Snapshot":
+    def snapshot(self) -> "Snapshot":
         """Where the session stands, to come back to."""
         return Snapshot(
             lengths=self.cache.positions(torch.zeros(1, 1, dtype=torch.int64, device=self.base.device))[:, 0],
             state=self.state,
-            last=self.last,
+            last_token=self.last_token,
             context=None if self._context is None else self._context.clone(),
             context_lengths=self._context_lengths,
         )
 
-    def rewind(self, mark: "Snapshot") -> None:
+    def restore(self, mark: "Snapshot") -> None:
         """Go back to a mark of this session; marks made since are void."""
         rewind(self.cache, mark.lengths)
-        self.state, self.last = mark.state, mark.last
+        self.state, self.last_token = mark.state, mark.last_token
         self._context = None if mark.context is None else mark.context.clone()
         self._context_lengths = mark.context_lengths
 
     def _observe(self, tokens: Tensor, hidden: Features, counts: Tensor) -> None:
         if self.drafter is not None and self.state is not None:
-            self.state = self.drafter.observe(self.state, tokens, hidden, counts)
+            self.state = self.drafter.update(self.state, tokens, hidden, counts)
 
     def _remember(self, tokens: Tensor, counts: Tensor) -> None:
         """Write committed tokens into the context that a repetition penalty reads."""
@@ -225,7 +227,7 @@ class DecodeState:
         self.cache = self.cache.select(rows)
         if self.drafter is not None and self.state is not None:
             self.state = self.drafter.attach(self.state.select(rows), self.cache)
-        self.last = self.last[rows]
+        self.last_token = self.last_token[rows]
         self._context = None if self._context is None else self._context[rows]
         self._context_lengths = self._context_lengths[rows]
 

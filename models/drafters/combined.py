@@ -80,13 +80,13 @@ class CombinedDrafter(Drafter):
     def init_state(self, batch: int) -> CombinedState:
         return CombinedState(parts=tuple(drafter.init_state(batch) for drafter in self.drafters))
 
-    def observe(
+    def update(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
     ) -> CombinedState:
         assert isinstance(state, CombinedState)
         pairs = zip(self.drafters, state.parts, strict=True)
         return CombinedState(
-            parts=tuple(drafter.observe(part, tokens, self._own(drafter, features), counts) for drafter, part in pairs)
+            parts=tuple(drafter.update(part, tokens, self._own(drafter, features), counts) for drafter, part in pairs)
         )
 
     def _own(self, drafter: Drafter, features: Features | None) -> Features | None:
@@ -98,28 +98,32 @@ class CombinedDrafter(Drafter):
         return Features(final=features.final, layers=layers)
 
     @torch.inference_mode()
-    def draft(self, state: DraftState, last: Tensor, plan: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+    def draft(
+        self, state: DraftState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+    ) -> Proposal:
         assert isinstance(state, CombinedState)
-        (head, own, part), *others = zip(self.drafters, self._plans(plan), state.parts, strict=True)
-        found = [d.draft(its, last, wanted.at_most(d.depth), rng) for d, wanted, its in others]
+        (head, own, part), *others = zip(self.drafters, self._plans(draft_config), state.parts, strict=True)
+        found = [d.draft(its, last_token, wanted.at_most(d.depth), rng) for d, wanted, its in others]
         if self.nodes is not None and isinstance(own.tree, TokenTree):
             own = replace(own, tree=own.tree.first(self.nodes - sum(len(p.shape) - 1 for p in found)))
-        return merge([head.draft(part, last, own.at_most(head.depth), rng), *found])
+        return combine([head.draft(part, last_token, own.at_most(head.depth), rng), *found])
 
-    def _plans(self, plan: DraftConfig) -> list[DraftConfig]:
-        if isinstance(plan.tree, DynamicTree):
-            share = 1 + (plan.nodes - 1) // len(self.drafters)
+    def _plans(self, draft_config: DraftConfig) -> list[DraftConfig]:
+        if isinstance(draft_config.tree, DynamicTree):
+            share = 1 + (draft_config.nodes - 1) // len(self.drafters)
             if share < 2:
-                raise UserError(f"{len(self.drafters)} merged drafters cannot share a tree of {plan.nodes} nodes")
-            return [replace(plan, tree=replace(plan.tree, nodes=share)) for _ in self.drafters]
-        trees = [tree.cut(plan.depth) for tree in self.trees]
+                raise UserError(
+                    f"{len(self.drafters)} combined drafters cannot share a tree of {draft_config.nodes} nodes"
+                )
+            return [replace(draft_config, tree=replace(draft_config.tree, nodes=share)) for _ in self.drafters]
+        trees = [tree.truncate(draft_config.depth) for tree in self.trees]
         needed = 1 + sum(len(tree) - 1 for tree in trees)
-        if plan.nodes < needed:
+        if draft_config.nodes < needed:
             raise UserError(
-                f"the plan has room for {plan.nodes} nodes, but the merged drafters' trees have {needed}; plan their "
-                "own tree, or give the merged drafter smaller trees"
+                f"the tree has room for {draft_config.nodes} nodes, but the combined drafters' trees have {needed}; "
+                "use their own tree, or give the combined drafter smaller trees"
             )
-        return [replace(plan, tree=tree) for tree in trees]
+        return [replace(draft_config, tree=tree) for tree in trees]
 
 
 def union(trees: Sequence[TokenTree]) -> TokenTree:
@@ -132,7 +136,7 @@ def union(trees: Sequence[TokenTree]) -> TokenTree:
     return TokenTree.from_paths(paths)
 
 
-def merge(proposals: Sequence[Proposal]) -> Proposal:
+def combine(proposals: Sequence[Proposal]) -> Proposal:
     """The union of trees with one root.
 
     A node is merged with that of an earlier drafter; of one that found nothing there is no trace. Equal samples of one

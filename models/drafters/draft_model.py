@@ -63,21 +63,23 @@ class ModelDrafter(StepwiseDrafter):
     def init_state(self, batch: int) -> PendingTokens:
         return PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self.model))
 
-    def observe(
+    def update(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
     ) -> PendingTokens:
         assert isinstance(state, PendingTokens)
         return state.append(self._known(tokens), counts)
 
-    def draft(self, state: DraftState, last: Tensor, plan: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+    def draft(
+        self, state: DraftState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+    ) -> Proposal:
         assert isinstance(state, PendingTokens)
         room = self.model.max_context - state.text.longest - 1
-        return super().draft(state, last, plan.at_most(max(0, room)), rng)
+        return super().draft(state, last_token, draft_config.at_most(max(0, room)), rng)
 
-    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> CachedDraftPass:
+    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> CachedDraftPass:
         assert isinstance(state, PendingTokens)
-        text = state.text.append(self._known(last[:, None]))
-        return CachedDraftPass(state.cache, text, plan, self.model.logits)
+        text = state.text.append(self._known(last_token[:, None]))
+        return CachedDraftPass(state.cache, text, draft_config, self.model.logits)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Ids that only the target has become the draft model's last one: it has to read something in their place."""

@@ -20,15 +20,15 @@ from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, Proposal
 from drafthead.models.decoding.draft_cache import TokenBuffer, common_prefix
 from drafthead.models.decoding.growth import root_only
-from drafthead.models.decoding.loop import check_drafter, default_plan
+from drafthead.models.decoding.loop import check_drafter, default_draft_config
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeConfig, DecodeState, Snapshot
 from drafthead.models.token_tree import TokenTree
 
-ROOM = 256
+INITIAL_CAPACITY = 256
 """Positions to begin with, behind a prompt; doubled when they run out."""
-MARKS = 8
+MAX_SNAPSHOTS = 8
 """Latest steps to remember: a session nested twice goes back several at a time."""
 SEED_BYTES = 8
 
@@ -46,7 +46,7 @@ class Nested(Drafter):
         drafter: Drafter | None,
         *,
         num_tokens: int = 8,
-        plan: DraftConfig | None = None,
+        draft_config: DraftConfig | None = None,
         rule: AcceptanceRule | None = None,
         target: BaseModel | None = None,
     ) -> None:
@@ -67,7 +67,7 @@ class Nested(Drafter):
         if num_tokens < 1:
             raise UserError(f"nested drafting needs num_tokens of at least 1, got {num_tokens}")
         self.model, self.drafter = model, drafter
-        self.plan = plan or default_plan(drafter)
+        self.draft_config = draft_config or default_draft_config(drafter)
         self.rule = rule or AcceptanceRule()
         self._depth = num_tokens
         self._vocabulary = target.vocab_size if target is not None else model.vocab_size
@@ -81,7 +81,7 @@ class Nested(Drafter):
                 f"{model.name} has {model.vocab_size} ids but the target has {self._vocabulary}; use a model with the "
                 "target's tokenizer"
             )
-        check_drafter(model, drafter, self.plan, self.rule)
+        check_drafter(model, drafter, self.draft_config, self.rule)
 
     @property
     def depth(self) -> int:
@@ -92,9 +92,11 @@ class Nested(Drafter):
         return self._vocabulary
 
     def init_state(self, batch: int) -> "NestedState":
-        return NestedState(text=TokenBuffer.none(batch), inner=_Inner(self.model, self.drafter, self.plan, self.rule))
+        return NestedState(
+            text=TokenBuffer.none(batch), inner=_Inner(self.model, self.drafter, self.draft_config, self.rule)
+        )
 
-    def observe(
+    def update(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
     ) -> "NestedState":
         assert isinstance(state, NestedState)
@@ -105,48 +107,53 @@ class Nested(Drafter):
         return NestedState(text=text, inner=state.inner)
 
     @torch.inference_mode()
-    def draft(self, state: DraftState, last: Tensor, plan: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+    def draft(
+        self, state: DraftState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+    ) -> Proposal:
         """As any drafter.
 
         Raises:
             UserError: the plan's tree is not a chain.
         """
         assert isinstance(state, NestedState)
-        if not isinstance(plan.tree, TokenTree) or plan.depth != plan.nodes - 1:
+        if not isinstance(draft_config.tree, TokenTree) or draft_config.depth != draft_config.nodes - 1:
             raise UserError("nested drafting drafts chains; plan one, or merge it with a drafter of trees")
-        text = state.text.append(last.clamp(max=self.model.vocab_size - 1)[:, None])
-        depth = min(plan.depth, self.depth, self.model.max_context - text.longest)
+        text = state.text.append(last_token.clamp(max=self.model.vocab_size - 1)[:, None])
+        depth = min(draft_config.depth, self.depth, self.model.max_context - text.longest)
         if depth < 1:
-            return root_only(last)
-        sampled = plan.draft_sampling is not DraftSampling.TOP_K
+            return root_only(last_token)
+        sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
         if sampled and rng is None:
             raise ValueError("sampled siblings need coins")
         policy = DecodeConfig(
-            plan=self.plan, sampler=plan.sampler if sampled else Sampler(), rule=self.rule, return_probs=sampled
+            draft_config=self.draft_config,
+            sampler=draft_config.sampler if sampled else Sampler(),
+            rule=self.rule,
+            return_probs=sampled,
         )
         state.inner.bring_to(text, policy)
-        tokens, probs = state.inner.decode(depth, _seeds(last, rng))
+        tokens, probs = state.inner.decode(depth, _seeds(last_token, rng))
         prob_index = None
         if probs is not None:
             probs = torch.nn.functional.pad(probs, (0, self._vocabulary - probs.shape[-1]))
-            prob_index = torch.arange(depth + 1, device=last.device).clamp(max=depth - 1)[None, :, None]
+            prob_index = torch.arange(depth + 1, device=last_token.device).clamp(max=depth - 1)[None, :, None]
         return Proposal(
-            tokens=torch.cat([last[:, None], tokens], 1),
-            shape=plan.tree.cut(depth).shape_on(last.device),
-            draft_sampling=plan.draft_sampling,
+            tokens=torch.cat([last_token[:, None], tokens], 1),
+            shape=draft_config.tree.truncate(depth).shape_on(last_token.device),
+            draft_sampling=draft_config.draft_sampling,
             probs=probs,
             prob_index=prob_index,
         )
 
 
-def _seeds(last: Tensor, rng: RandomSource | None) -> list[int]:
+def _seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
     """Seeds of the inner session's numbers, drawn from the outer drafting's own: a row's depend on nothing else.
 
     An inner session nested once more draws its seeds from these, so no two streams share numbers.
     """
     if rng is None:
-        return [0] * len(last)
-    drawn = rng.draw(torch.ones(len(last), SEED_BYTES, 256, device=last.device))
+        return [0] * len(last_token)
+    drawn = rng.categorical(torch.ones(len(last_token), SEED_BYTES, 256, device=last_token.device))
     return [int.from_bytes(bytes(row), "little") for row in drawn.tolist()]
 
 
@@ -168,9 +175,11 @@ def _leads_to(known: TokenBuffer, text: TokenBuffer) -> bool:
 class _Inner:
     """A session that is brought to any text: by going back to where it was on the way there, and reading on."""
 
-    def __init__(self, model: BaseModel, drafter: Drafter | None, plan: DraftConfig, rule: AcceptanceRule) -> None:
+    def __init__(
+        self, model: BaseModel, drafter: Drafter | None, draft_config: DraftConfig, rule: AcceptanceRule
+    ) -> None:
         self._model, self._drafter = model, drafter
-        self._policy = DecodeConfig(plan=plan, sampler=Sampler(), rule=rule)
+        self._policy = DecodeConfig(draft_config=draft_config, sampler=Sampler(), rule=rule)
         self._session: DecodeState | None = None
         self._marks: list[tuple[TokenBuffer, Snapshot]] = []
         self._capacity = 0
@@ -183,7 +192,7 @@ class _Inner:
         chosen._marks = []
         if self._session is not None:
             text, mark = self._marks[-1]
-            self._session.rewind(mark)
+            self._session.restore(mark)
             chosen._session = copy(self._session)
             chosen._session.select(rows)
             chosen._remember(text.select(rows))
@@ -193,7 +202,7 @@ class _Inner:
     def begin(self, text: TokenBuffer) -> None:
         """Read ``text`` afresh, all but the last token of every row."""
         rows = len(text.lengths)
-        needed = text.longest + ROOM + 2 * self._policy.plan.nodes
+        needed = text.longest + INITIAL_CAPACITY + 2 * self._policy.draft_config.nodes
         self._capacity = max(needed, 2 * self._capacity)
         self._session = DecodeState(self._model, self._drafter, self._policy, rows, self._capacity)
         read = text.lengths - 1
@@ -207,7 +216,7 @@ class _Inner:
         penalised = policy.sampler.repetition_penalty != 1
         fits = penalised == (self._policy.sampler.repetition_penalty != 1)
         self._policy = policy
-        room = text.longest + ROOM // 2 + policy.plan.nodes
+        room = text.longest + INITIAL_CAPACITY // 2 + policy.draft_config.nodes
         if self._session is None or not fits or room > self._capacity:
             return self.begin(text)
         self._session.policy = policy
@@ -216,18 +225,18 @@ class _Inner:
         if not self._marks:
             return self.begin(text)
         known, mark = self._marks[-1]
-        self._session.rewind(mark)
+        self._session.restore(mark)
         new = text.lengths - known.lengths
         if int(new.max()) > 0:
             places = known.lengths[:, None] + torch.arange(int(new.max()), device=new.device)
-            self._session.follow(text.tokens.gather(1, places.clamp(max=text.longest - 1)), new)
+            self._session.advance(text.tokens.gather(1, places.clamp(max=text.longest - 1)), new)
             self._remember(text)
         return None
 
     def _remember(self, text: TokenBuffer) -> None:
         assert self._session is not None
-        self._marks.append((text, self._session.mark()))
-        del self._marks[1:-MARKS]  # the prompt's is kept: whatever comes, it need not be read again
+        self._marks.append((text, self._session.snapshot()))
+        del self._marks[1:-MAX_SNAPSHOTS]  # the prompt's is kept: whatever comes, it need not be read again
 
     def decode(self, count: int, seeds: list[int]) -> tuple[Tensor, Tensor | None]:
         """The next ``count`` tokens of every row, [B, K], and their laws [B, K, V] where the policy keeps laws.
@@ -237,7 +246,7 @@ class _Inner:
         session = self._session
         assert session is not None
         rows = len(seeds)
-        filled = torch.zeros(rows, dtype=torch.int64, device=session.last.device)
+        filled = torch.zeros(rows, dtype=torch.int64, device=session.last_token.device)
         # One column more takes what is dropped.
         tokens = torch.zeros(rows, count + 1, dtype=torch.int64, device=filled.device)
         probs: Tensor | None = None
@@ -245,15 +254,15 @@ class _Inner:
             positions = (self._marks[-1][0].lengths + filled).tolist()
             # Not what this row still needs: a draft length that depends on the others would change its numbers.
             room = self._model.max_context - max(positions)
-            outcome = session.step(seeds, positions, max(0, min(count - 1, room)))
-            width = outcome.tokens.shape[1]
+            output = session.step(seeds, positions, max(0, min(count - 1, room)))
+            width = output.tokens.shape[1]
             offsets = torch.arange(width, device=filled.device)
-            counted = offsets < outcome.counts[:, None]
+            counted = offsets < output.counts[:, None]
             places = torch.where(counted, filled[:, None] + offsets, count).clamp(max=count)
-            tokens.scatter_(1, places, outcome.tokens)
-            if (found := outcome.verdict.probs) is not None:
+            tokens.scatter_(1, places, output.tokens)
+            if (found := output.acceptance.probs) is not None:
                 if probs is None:
                     probs = found.new_zeros(rows, count + 1, found.shape[-1])
                 probs.scatter_(1, places[..., None].expand(-1, -1, found.shape[-1]), found[:, :width])
-            filled = filled + outcome.counts
+            filled = filled + output.counts
         return tokens[:, :count], None if probs is None else probs[:, :count]

@@ -58,34 +58,36 @@ class PromptLookup(Drafter):
     def init_state(self, batch: int) -> TokenBuffer:
         return TokenBuffer.none(batch)
 
-    def observe(
+    def update(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
     ) -> TokenBuffer:
         assert isinstance(state, TokenBuffer)
         return state.append(tokens, counts)
 
     @torch.inference_mode()
-    def draft(self, state: DraftState, last: Tensor, plan: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+    def draft(
+        self, state: DraftState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+    ) -> Proposal:
         assert isinstance(state, TokenBuffer)
-        depth = min(plan.depth, self.depth)
-        if depth == 0 or plan.nodes == 1:
-            return root_only(last)
-        text = state.append(last[:, None])
+        depth = min(draft_config.depth, self.depth)
+        if depth == 0 or draft_config.nodes == 1:
+            return root_only(last_token)
+        text = state.append(last_token[:, None])
         start, length = self._find(text)
-        offsets = torch.arange(depth, device=last.device)
+        offsets = torch.arange(depth, device=last_token.device)
         places = start[..., None] + offsets
         valid = (length > 0)[..., None] & (places < text.lengths[:, None, None])  # [B, M, K]
         if not valid.any():
-            return root_only(last)
+            return root_only(last_token)
         found = text.tokens.gather(1, places.clamp(max=text.longest - 1).flatten(1)).view(places.shape)
         if valid.shape[:2] == (1, 1):
-            count = min(int(valid.sum()), plan.nodes - 1)
+            count = min(int(valid.sum()), draft_config.nodes - 1)
             return Proposal(
-                tokens=torch.cat([last[:, None], found[:, 0, :count]], 1),
-                shape=_chain(count).shape_on(last.device),
+                tokens=torch.cat([last_token[:, None], found[:, 0, :count]], 1),
+                shape=_chain(count).shape_on(last_token.device),
                 draft_sampling=DraftSampling.TOP_K,
             )
-        return _tree(last, found, valid, plan.nodes)
+        return _tree(last_token, found, valid, draft_config.nodes)
 
     def _find(self, text: TokenBuffer) -> tuple[Tensor, Tensor]:
         """The best matches of every row: where their continuations start, and how many tokens match (0: none). [B, M]
@@ -112,7 +114,7 @@ def _chain(depth: int) -> TokenTree:
     return TokenTree.chain(depth)
 
 
-def _tree(last: Tensor, found: Tensor, valid: Tensor, nodes: int) -> Proposal:
+def _tree(last_token: Tensor, found: Tensor, valid: Tensor, nodes: int) -> Proposal:
     """The continuations ``found`` ([B, M, K]) merged by prefix, at most ``nodes`` with the root; the first ones win."""
     rows, matches, depth = found.shape
     device = found.device
@@ -130,9 +132,9 @@ def _tree(last: Tensor, found: Tensor, valid: Tensor, nodes: int) -> Proposal:
     place.scatter_(1, order + 1, torch.arange(1, order.shape[1] + 1, device=device).expand(rows, -1))
     above = place.gather(1, parents.flatten(1).gather(1, order))
     above = torch.where(alive.gather(1, order), above, -1)
-    root = last.new_full((rows, 1), -1)
+    root = last_token.new_full((rows, 1), -1)
     return Proposal(
-        tokens=torch.cat([last[:, None], found.flatten(1).gather(1, order)], 1),
+        tokens=torch.cat([last_token[:, None], found.flatten(1).gather(1, order)], 1),
         shape=TreeShape.from_parents(torch.cat([root, above], 1)),
         draft_sampling=DraftSampling.TOP_K,
     )

@@ -97,16 +97,16 @@ class DraftLM(AutoregressiveHead):
     def init_state(self, batch: int) -> PendingTokens:
         return PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self._inference_model()))
 
-    def observe(
+    def update(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
     ) -> PendingTokens:
         assert isinstance(state, PendingTokens)
         return state.append(tokens, counts)
 
-    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> CachedDraftPass:
+    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> CachedDraftPass:
         assert isinstance(state, PendingTokens)
-        text = state.text.append(last[:, None])
-        return CachedDraftPass(state.cache, text, plan, lambda hidden: self._projections.logits(hidden, 0))
+        text = state.text.append(last_token[:, None])
+        return CachedDraftPass(state.cache, text, draft_config, lambda hidden: self._projections.logits(hidden, 0))
 
     def _inference_model(self) -> BaseModel:
         """The trunk, with layers fit for few rows where the base has such."""

@@ -29,7 +29,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftConfig, DraftState, last_of
+from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
 from drafthead.models.heads.common.attention_layer import HeadAttention, HeadMLP, HeadRMSNorm, norm_eps
 from drafthead.models.heads.common.contract import DraftHeadConfig, HeadSize
 from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
@@ -332,7 +332,7 @@ class Eagle3Head(MultiPositionHead):
         return EagleState(text=PendingInputs.none(memory, batch, weight.new_empty(2 * shape.width)), feature=feature)
 
     @torch.inference_mode()
-    def observe(
+    def update(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
     ) -> EagleState:
         assert isinstance(state, EagleState) and features is not None
@@ -343,12 +343,12 @@ class Eagle3Head(MultiPositionHead):
         else:  # nothing comes before the first token
             tokens, paired = tokens[:, 1:], None if counts is None else counts - 1
         text = state.text.append(torch.cat([self.embed(tokens), before], -1), paired)
-        return EagleState(text=text, feature=last_of(fused, counts), started=True)
+        return EagleState(text=text, feature=last_valid(fused, counts), started=True)
 
     @torch.inference_mode()
-    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> "_EagleDraftPass":
+    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "_EagleDraftPass":
         assert isinstance(state, EagleState)
-        return _EagleDraftPass(self, state, last)
+        return _EagleDraftPass(self, state, last_token)
 
     def packed(self) -> "_Packed":
         """The head in a form that drafts fast; made anew after training."""
@@ -418,18 +418,18 @@ class _Packed:
 class _EagleDraftPass:
     """Every level reads its parents' outputs as features."""
 
-    def __init__(self, head: Eagle3Head, state: EagleState, last: Tensor) -> None:
-        self._head, self._state, self._last = head, state, last
+    def __init__(self, head: Eagle3Head, state: EagleState, last_token: Tensor) -> None:
+        self._head, self._state, self._last = head, state, last_token
         self._above = torch.empty(0)  # [B, F, D] features of the frontier
 
     def root(self) -> Tensor:
         pair = torch.cat([self._head.embed(self._last), self._state.feature], -1)
         return self._logits(self._state.text.memory.read_with(self._state.text, pair)[:, None])
 
-    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         rows = torch.arange(len(parents), device=parents.device)[:, None]
         pairs = torch.cat([self._head.embed(tokens), self._above[rows, parents]], -1)
-        return self._logits(self._state.text.memory.grow(pairs, parents))
+        return self._logits(self._state.text.memory.extend(pairs, parents))
 
     def _logits(self, out: Tensor) -> Tensor:
         packed = self._head.packed()

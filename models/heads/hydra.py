@@ -232,20 +232,20 @@ class HydraHead(RecurrentHead):
         text = PendingInputs.none(LayerKVCache(self._prefix_layer, shape), batch, self.prefix.norm.weight)
         return HydraState(hidden=state.hidden, text=text)
 
-    def observe(
+    def update(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
     ) -> HeadState:
-        seen = super().observe(state, tokens, features, counts)
+        seen = super().update(state, tokens, features, counts)
         if not isinstance(state, HydraState):
             return seen
         assert features is not None
         with torch.inference_mode():
             return HydraState(hidden=seen.hidden, text=state.text.append(features.final.to(self.dtype), counts))
 
-    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> RecurrentDraftPass:
+    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> RecurrentDraftPass:
         if isinstance(state, HydraState):
             state = HeadState(hidden=state.text.memory.read(state.text))
-        return super().begin(state, last, plan)
+        return super().start(state, last_token, draft_config)
 
     def first_states(self, hidden: Tensor) -> States:
         return (hidden,)

@@ -49,11 +49,11 @@ class SharedPass:
         self._forest: PendingNodes | None = None
         self._level = 0  # node where the level before starts
 
-    def root(self, last: Tensor) -> Tensor:
+    def root(self, last_token: Tensor) -> Tensor:
         """Read the root ([B]): its exit state, [B, 1, D]."""
-        return self._read(last[:, None], None)
+        return self._read(last_token[:, None], None)
 
-    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Read one more level ([B, F]); ``parents`` are places on the level before. Exit states [B, F, D]."""
         level, self._level = self._level, sum(t.shape[1] for t in self._tokens)
         return self._read(tokens, parents + level)
@@ -72,7 +72,7 @@ class SharedPass:
         places = self._match(proposal)
         while bool((places == UNREAD).any()):
             self._read_missing(proposal, places)
-        self._cache.keep(places, torch.full((len(places),), places.shape[1], device=places.device))
+        self._cache.commit_path(places, torch.full((len(places),), places.shape[1], device=places.device))
         hidden = torch.cat(self._hidden, 1)
         return PartialForward(
             layers=self._model.num_layers,
@@ -217,7 +217,7 @@ class KangarooHead(AutoregressiveHead):
         assert isinstance(state, KangarooState)
         return KangarooState(adapter=state.adapter, own=None, target=cache)
 
-    def observe(
+    def update(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
     ) -> "KangarooState":
         assert isinstance(state, KangarooState) and features is not None
@@ -228,26 +228,28 @@ class KangarooHead(AutoregressiveHead):
                 target=state.target,
             )
 
-    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> "_KangarooDraftPass":
+    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "_KangarooDraftPass":
         assert isinstance(state, KangarooState)
         shallow: DraftPass
         if state.own is None:
             assert state.target is not None
-            shallow = _SharedDraftPass(SharedPass(self._first, state.target), last)
+            shallow = _SharedDraftPass(SharedPass(self._first, state.target), last_token)
         else:
-            text = state.own.text.append(last[:, None])
-            shallow = CachedDraftPass(state.own.cache, text, plan, lambda hidden: hidden)
+            text = state.own.text.append(last_token[:, None])
+            shallow = CachedDraftPass(state.own.cache, text, draft_config, lambda hidden: hidden)
         return _KangarooDraftPass(shallow, state.adapter, lambda hidden: self._projections.logits(hidden, 0))
 
-    def finish(self, expansion: DraftPass, proposal: Proposal) -> Proposal:
-        assert isinstance(expansion, _KangarooDraftPass)
-        if not isinstance(expansion.shallow, _SharedDraftPass):
+    def finish(self, draft_pass: DraftPass, proposal: Proposal) -> Proposal:
+        assert isinstance(draft_pass, _KangarooDraftPass)
+        if not isinstance(draft_pass.shallow, _SharedDraftPass):
             return proposal
-        return replace(proposal, partial_forward=expansion.shallow.states.finish(proposal))
+        return replace(proposal, partial_forward=draft_pass.shallow.states.finish(proposal))
 
-    def extra_cache_slots(self, plan: DraftConfig) -> int:
+    def extra_cache_slots(self, draft_config: DraftConfig) -> int:
         # Expanded nodes of a dynamic tree need not be among those it keeps.
-        return plan.tree.width * plan.tree.depth + 1 if isinstance(plan.tree, DynamicTree) else 0
+        return (
+            draft_config.tree.width * draft_config.tree.depth + 1 if isinstance(draft_config.tree, DynamicTree) else 0
+        )
 
 
 @dataclass
@@ -269,14 +271,14 @@ class KangarooState(DraftState):
 class _SharedDraftPass:
     """Exit states out of the target's own pass, in the place of logits."""
 
-    def __init__(self, states: SharedPass, last: Tensor) -> None:
-        self.states, self._last = states, last
+    def __init__(self, states: SharedPass, last_token: Tensor) -> None:
+        self.states, self._last = states, last_token
 
     def root(self) -> Tensor:
         return self.states.root(self._last)
 
-    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self.states.grow(tokens, parents)
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        return self.states.step(tokens, parents)
 
 
 class _KangarooDraftPass:
@@ -288,5 +290,5 @@ class _KangarooDraftPass:
     def root(self) -> Tensor:
         return self._logits(self._text.memory.read_with(self._text, self.shallow.root()[:, 0])[:, None])
 
-    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self._logits(self._text.memory.grow(self.shallow.grow(tokens, parents), parents))
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        return self._logits(self._text.memory.extend(self.shallow.step(tokens, parents), parents))

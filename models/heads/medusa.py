@@ -135,25 +135,25 @@ class MedusaHead(LastStateHead):
     def output_head(self, k: int) -> LMHead:
         return self.projections.head(k)
 
-    def _condition(self, last: Tensor) -> Tensor | None:
+    def _condition(self, last_token: Tensor) -> Tensor | None:
         """What the heads know of the last committed token: its embedding at unit RMS, [...] -> [..., D]."""
         if not self.config.reads_last_token:
             return None
-        embedded = F.embedding(last, self.base.embedding).to(self.dtype)
+        embedded = F.embedding(last_token, self.base.embedding).to(self.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:])
 
-    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> "_MedusaDraftPass":
+    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "_MedusaDraftPass":
         assert isinstance(state, HeadState)
         if self._static is None:
-            return _MedusaDraftPass(self.draft_logits(state.hidden, last, plan.depth))
-        depth = plan.depth
-        (logits,) = self._static(depth, lambda h, x: (self.draft_logits(h, x, depth),), state.hidden, last)
+            return _MedusaDraftPass(self.draft_logits(state.hidden, last_token, draft_config.depth))
+        depth = draft_config.depth
+        (logits,) = self._static(depth, lambda h, x: (self.draft_logits(h, x, depth),), state.hidden, last_token)
         return _MedusaDraftPass(logits)
 
     @torch.inference_mode()
-    def draft_logits(self, hidden: Tensor, last: Tensor, depth: int) -> Tensor:
+    def draft_logits(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         """Logits of the first ``depth`` heads: [B, D], [B] -> [B, depth, W]."""
-        x, condition = hidden.to(self.dtype), self._condition(last)
+        x, condition = hidden.to(self.dtype), self._condition(last_token)
         for layer, (weights, biases) in enumerate(self._stacked_blocks()):
             read = x if layer or condition is None else torch.cat([x, condition], -1)
             read = read.expand(depth, -1, -1) if layer == 0 else read
@@ -190,5 +190,5 @@ class _MedusaDraftPass:
     def root(self) -> Tensor:
         return next(self._levels)
 
-    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         return next(self._levels)

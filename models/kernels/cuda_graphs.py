@@ -17,7 +17,7 @@ from torch import Tensor
 Outputs = tuple[Tensor, ...]
 WARM_UP = 3
 """Runs on the capture's stream before it, for libraries that set themselves up when first used."""
-PATIENCE = 1
+EAGER_CALLS_BEFORE_GRAPH = 1
 """Calls that run eagerly first: a shape that is seen once is not worth a capture."""
 
 
@@ -100,7 +100,7 @@ class StaticCall:
         for kept, given in zip(self._inputs, inputs, strict=True):
             if given is not None:
                 kept.copy_(given)
-        if self._recording is None and self._backend.enabled and self._calls >= PATIENCE:
+        if self._recording is None and self._backend.enabled and self._calls >= EAGER_CALLS_BEFORE_GRAPH:
             self._recording = self._backend.try_record(self._run)
         self._calls += 1
         if self._recording is None:

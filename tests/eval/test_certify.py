@@ -53,7 +53,7 @@ def test_exact_rules_keep_the_law(number: int) -> None:
 def test_the_subset_leaves_nothing_out() -> None:
     """Rules, kinds and samplers all occur in it."""
     every, chosen = [case for case in cases() if case.rule.lossless], SMALL
-    for key in ("rule", "draft_sampling", "sampler", "draft_sampler", "by_argmax"):
+    for key in ("rule", "draft_sampling", "sampler", "draft_sampler", "greedy"):
         assert {getattr(case, key) for case in chosen} == {getattr(case, key) for case in every}
     assert {case.shape.name for case in chosen} | LARGE == {shape.name for shape in SHAPES}
 
@@ -74,8 +74,8 @@ def static(
 ) -> tuple[TabularLM, TableDraft]:
     tree = TokenTree.expansion(widths)
     target = TabularLM.random(vocabulary, tree.depth, seed)
-    plan = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=RAW)
-    return target, TableDraft(table=target.near(seed + 1, 1.5), plan=plan)
+    draft_config = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=RAW)
+    return target, TableDraft(table=target.near(seed + 1, 1.5), draft_config=draft_config)
 
 
 def trial_tokens(proposal: Proposal) -> Tensor:
@@ -210,14 +210,14 @@ def test_every_outcome_is_visited_once() -> None:
     assert float(sum(masses.sum() for masses in visited.by_length)) == pytest.approx(1, abs=1e-14)
 
 
-def _twice(last: Tensor, rng: RandomSource) -> Proposal:
-    dist = torch.tensor([0.4, 0.3, 0.1, 0.1, 0.1], dtype=torch.float64).expand(len(last), 1, -1)
-    drawn = rng.draw(dist.expand(-1, 2, -1))
+def _twice(last_token: Tensor, rng: RandomSource) -> Proposal:
+    dist = torch.tensor([0.4, 0.3, 0.1, 0.1, 0.1], dtype=torch.float64).expand(len(last_token), 1, -1)
+    drawn = rng.categorical(dist.expand(-1, 2, -1))
     # Laws above the uniform target's everywhere: no trial is certain to pass.
-    certain = torch.ones(len(last), 1, 5, dtype=torch.float64) * 2
+    certain = torch.ones(len(last_token), 1, 5, dtype=torch.float64) * 2
     shape = TokenTree.expansion([2]).shape
     return Proposal(
-        tokens=torch.cat([last[:, None], drawn], 1),
+        tokens=torch.cat([last_token[:, None], drawn], 1),
         shape=shape,
         draft_sampling=WITH,
         probs=certain,

@@ -13,7 +13,7 @@ from drafthead.eval.trees.calibrate import answer_ranks
 from drafthead.eval.trees.simulate import chances_of, replay
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig
-from drafthead.models.decoding.loop import cut, decode
+from drafthead.models.decoding.loop import decode, truncate
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
 
@@ -47,7 +47,7 @@ def test_greedy_equality(tiny_base: TinyBase, architecture: str, tree: str) -> N
     base = tiny_base(architecture)
     plain = decode(base, None, PROMPT, max_new_tokens=60, ignore_eos=True)
     head = trained_head(base, plain.tokens)
-    result = decode(base, head, PROMPT, max_new_tokens=60, plan=DraftConfig(tree=TREES[tree]), ignore_eos=True)
+    result = decode(base, head, PROMPT, max_new_tokens=60, draft_config=DraftConfig(tree=TREES[tree]), ignore_eos=True)
     assert result.tokens == plain.tokens
     assert len(set(plain.tokens)) > 3, "an answer of one repeated token proves nothing"
     assert sum(s.accepted for s in result.steps) > 5, "drafts must be accepted for the test to say something"
@@ -61,7 +61,9 @@ def test_greedy_equality_of_a_head_that_reads_the_last_token(tiny_base: TinyBase
     with torch.no_grad():
         for parameter in head.blocks.parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
-    result = decode(base, head, PROMPT, max_new_tokens=60, plan=DraftConfig(tree=TREES["wide"]), ignore_eos=True)
+    result = decode(
+        base, head, PROMPT, max_new_tokens=60, draft_config=DraftConfig(tree=TREES["wide"]), ignore_eos=True
+    )
     assert result.tokens == plain.tokens
 
 
@@ -95,7 +97,7 @@ def test_replay_is_real_decoding(tiny_base: TinyBase, tree: str, prompt: list[in
     base = tiny_base()
     plain = decode(base, None, prompt, max_new_tokens=new, ignore_eos=True).tokens
     head = trained_head(base, decode(base, None, PROMPT, max_new_tokens=60, ignore_eos=True).tokens)
-    real = decode(base, head, prompt, max_new_tokens=new, plan=DraftConfig(tree=TREES[tree]), ignore_eos=True)
+    real = decode(base, head, prompt, max_new_tokens=new, draft_config=DraftConfig(tree=TREES[tree]), ignore_eos=True)
     length = len(prompt) + new
     batch = TrainBatch(
         input_ids=torch.tensor([prompt + plain]),
@@ -115,7 +117,9 @@ def test_max_new_tokens_inside_a_block(tiny_base: TinyBase, max_new: int) -> Non
     base = tiny_base()
     plain = decode(base, None, PROMPT, max_new_tokens=60, ignore_eos=True).tokens
     head = trained_head(base, plain)
-    result = decode(base, head, PROMPT, max_new_tokens=max_new, plan=DraftConfig(tree=TREES["tree"]), ignore_eos=True)
+    result = decode(
+        base, head, PROMPT, max_new_tokens=max_new, draft_config=DraftConfig(tree=TREES["tree"]), ignore_eos=True
+    )
     assert result.tokens == plain[:max_new]
     assert 1 + sum(s.committed for s in result.steps) == max_new
 
@@ -127,7 +131,7 @@ def test_eos_inside_a_block(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch
     head = trained_head(base, plain)
     for eos in set(plain):
         monkeypatch.setattr(BaseModel, "eos_ids", property(lambda self, eos=eos: frozenset({eos})))
-        result = decode(base, head, PROMPT, max_new_tokens=40, plan=DraftConfig(tree=TREES["tree"]))
+        result = decode(base, head, PROMPT, max_new_tokens=40, draft_config=DraftConfig(tree=TREES["tree"]))
         assert result.tokens == plain[: plain.index(eos) + 1]
 
 
@@ -152,7 +156,7 @@ def test_verified_states_equal_reading_token_by_token(tiny_base: TinyBase) -> No
         chain = base.forward(torch.tensor([PROMPT + tokens[0, nodes].tolist()]), base.new_cache(40)).final
         torch.testing.assert_close(hidden[0, node], chain[0, -1], rtol=1e-4, atol=1e-5)
     path = torch.tensor([0, *(tree.paths.index((2, 3, 1)[:d]) for d in (1, 2, 3))])
-    cache.keep(path[None], torch.tensor([4]))
+    cache.commit_path(path[None], torch.tensor([4]))
     follow = base.forward(torch.tensor([[11]]), cache).final
     chain = base.forward(torch.tensor([PROMPT + tokens[0, path].tolist() + [11]]), base.new_cache(40)).final
     torch.testing.assert_close(follow[0, -1], chain[0, -1], rtol=1e-4, atol=1e-5)
@@ -171,6 +175,6 @@ def test_bad_prompts(tiny_base: TinyBase) -> None:
 
 
 def test_cut() -> None:
-    assert cut([1, 2, 3], 5, frozenset({2})) == [1, 2]
-    assert cut([1, 2, 3], 2, frozenset()) == [1, 2]
-    assert cut([1, 2, 3], 1, frozenset({2})) == [1]
+    assert truncate([1, 2, 3], 5, frozenset({2})) == [1, 2]
+    assert truncate([1, 2, 3], 2, frozenset()) == [1, 2]
+    assert truncate([1, 2, 3], 1, frozenset({2})) == [1]

@@ -26,18 +26,18 @@ def head(tiny_base: Callable[..., BaseModel]) -> MedusaHead:
 def test_trees_by_name(head: MedusaHead, tmp_path: Path) -> None:
     path = tmp_path / "tree.json"
     path.write_text('{"choices": [[1], [0], [1, 0]]}')
-    assert EvalConfig(tree=str(path)).plan(head).tree == TokenTree.from_paths([(0,), (1,), (1, 0)])
-    assert EvalConfig().plan(head).tree == TokenTree.chain(3)
-    assert EvalConfig(tree="chain:2").plan(head).tree == TokenTree.chain(2)
-    assert EvalConfig(tree="expansion:1,3").plan(head).tree == TokenTree.expansion([1, 3])
-    assert EvalConfig(tree="dynamic:16:4").plan(head).tree == DynamicTree(nodes=16, width=4, depth=3)
+    assert EvalConfig(tree=str(path)).draft_config(head).tree == TokenTree.from_paths([(0,), (1,), (1, 0)])
+    assert EvalConfig().draft_config(head).tree == TokenTree.chain(3)
+    assert EvalConfig(tree="chain:2").draft_config(head).tree == TokenTree.chain(2)
+    assert EvalConfig(tree="expansion:1,3").draft_config(head).tree == TokenTree.expansion([1, 3])
+    assert EvalConfig(tree="dynamic:16:4").draft_config(head).tree == DynamicTree(nodes=16, width=4, depth=3)
     head.tree = TokenTree.from_paths([(0,), (0, 1)])
-    assert EvalConfig().plan(head).tree == head.tree
+    assert EvalConfig().draft_config(head).tree == head.tree
 
 
 def test_length(head: MedusaHead) -> None:
-    assert EvalConfig().plan(head).adaptive is None
-    adaptive = EvalConfig(length="heuristic").plan(head).adaptive
+    assert EvalConfig().draft_config(head).adaptive is None
+    adaptive = EvalConfig(length="heuristic").draft_config(head).adaptive
     assert adaptive is not None and adaptive.start == 3
     with pytest.raises(ValueError, match="constant or heuristic, got 'x'"):
         EvalConfig(length="x")
@@ -54,7 +54,7 @@ def test_bad_tree_files(head: MedusaHead, tmp_path: Path, content: str, message:
     path = tmp_path / "tree.json"
     path.write_text(content)
     with pytest.raises(UserError, match=message):
-        EvalConfig(tree=str(path)).plan(head)
+        EvalConfig(tree=str(path)).draft_config(head)
 
 
 @pytest.mark.parametrize("tree", ["expansion:", "expansion:1,0", "dynamic:1", "dynamic:x", "chain:0", "chain:x"])
@@ -65,14 +65,15 @@ def test_a_tree_that_cannot_be_meant_is_refused_before_anything_is_loaded(tree: 
 
 def test_a_chain_deeper_than_the_head(head: MedusaHead) -> None:
     with pytest.raises(UserError, match="tree chain:5 is 5 deep, but the drafter drafts 3 positions"):
-        EvalConfig(tree="chain:5").plan(head)
+        EvalConfig(tree="chain:5").draft_config(head)
 
 
 def test_pruned_trees_of_samples_are_refused(head: MedusaHead) -> None:
     with pytest.raises(UserError, match=r"ranks nodes by their score.*tree=dynamic:8 draft_sampling=with_replacement"):
-        EvalConfig(tree="dynamic:8", draft_sampling="with_replacement").plan(head)
+        EvalConfig(tree="dynamic:8", draft_sampling="with_replacement").draft_config(head)
     assert (
-        EvalConfig(draft_sampling="without_replacement").plan(head).draft_sampling is DraftSampling.WITHOUT_REPLACEMENT
+        EvalConfig(draft_sampling="without_replacement").draft_config(head).draft_sampling
+        is DraftSampling.WITHOUT_REPLACEMENT
     )
 
 
@@ -90,15 +91,15 @@ def test_peers(tiny_base: Callable[..., BaseModel]) -> None:
 
 
 def test_a_merged_tree_holds_both(head: MedusaHead) -> None:
-    union, plan = merged(head.base, head, EvalConfig(tree="chain:2").plan(head), ["prompt_lookup:4"])
-    assert (union.depth, plan.depth, plan.nodes) == (4, 4, 7)
+    union, draft_config = merged(head.base, head, EvalConfig(tree="chain:2").draft_config(head), ["prompt_lookup:4"])
+    assert (union.depth, draft_config.depth, draft_config.nodes) == (4, 4, 7)
     assert isinstance(union, CombinedDrafter) and union.nodes == 3, "as many as the head's own"
-    union, _ = merged(head.base, head, EvalConfig().plan(head), ["prompt_lookup:4"], nodes=9)
+    union, _ = merged(head.base, head, EvalConfig().draft_config(head), ["prompt_lookup:4"], nodes=9)
     assert isinstance(union, CombinedDrafter) and union.nodes == 9
     with pytest.raises(ValueError, match="merge_nodes must be at least 2"):
         EvalConfig(merge_nodes=1)
     with pytest.raises(UserError, match="merged with a static tree"):
-        merged(head.base, head, EvalConfig(tree="dynamic:8").plan(head), ["prompt_lookup:4"])
+        merged(head.base, head, EvalConfig(tree="dynamic:8").draft_config(head), ["prompt_lookup:4"])
 
 
 def test_nested_settings_can_be_overridden_on_the_command_line() -> None:

@@ -36,8 +36,10 @@ def sampled(tree: TokenTree, draft_sampling: DraftSampling = WITH) -> DraftConfi
 
 def two_deep(model: BaseModel, base: BaseModel) -> Nested:
     """A nested drafter in a nested drafter, every level sampling its own drafts."""
-    inner = Nested(early_exit(base, 1).model, early_exit(base, 2), num_tokens=2, plan=sampled(TokenTree.chain(2)))
-    return Nested(model, inner, num_tokens=3, plan=sampled(TokenTree.chain(2)))
+    inner = Nested(
+        early_exit(base, 1).model, early_exit(base, 2), num_tokens=2, draft_config=sampled(TokenTree.chain(2))
+    )
+    return Nested(model, inner, num_tokens=3, draft_config=sampled(TokenTree.chain(2)))
 
 
 GREEDY: dict[str, Callable[[BaseModel], Nested]] = {
@@ -58,18 +60,20 @@ def test_greedy_text_is_plain_text(tiny_base: TinyBase, make: Callable[[BaseMode
     assert sum(step.accepted for r in single for step in r.steps) > 0
 
 
-@pytest.mark.parametrize("plan", [None, sampled(TokenTree.chain(4))], ids=["greedy", "sampled"])
-def test_the_target_itself_is_always_right(tiny_base: TinyBase, plan: DraftConfig | None) -> None:
+@pytest.mark.parametrize("draft_config", [None, sampled(TokenTree.chain(4))], ids=["greedy", "sampled"])
+def test_the_target_itself_is_always_right(tiny_base: TinyBase, draft_config: DraftConfig | None) -> None:
     """Also when sampling: q equals p, so every draft is accepted."""
     base = tiny_base()
-    drafter = Nested(base, early_exit(base, 2), num_tokens=4, plan=plan)
-    sampler = SAMPLER if plan else Sampler()
-    for r in decode_batch(base, drafter, PROMPTS, max_new_tokens=26, plan=plan, sampler=sampler, ignore_eos=True):
+    drafter = Nested(base, early_exit(base, 2), num_tokens=4, draft_config=draft_config)
+    sampler = SAMPLER if draft_config else Sampler()
+    for r in decode_batch(
+        base, drafter, PROMPTS, max_new_tokens=26, draft_config=draft_config, sampler=sampler, ignore_eos=True
+    ):
         assert [step.accepted for step in r.steps][:4] == [4] * 4
 
 
 def test_a_long_answer_outgrows_the_memory(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nested, "ROOM", 8)
+    monkeypatch.setattr(nested, "INITIAL_CAPACITY", 8)
     base = tiny_base()
     plain = decode(base, None, PROMPTS[0], max_new_tokens=61, ignore_eos=True)
     result = decode(base, Nested(base, None, num_tokens=3), PROMPTS[0], max_new_tokens=61, ignore_eos=True)
@@ -78,23 +82,23 @@ def test_a_long_answer_outgrows_the_memory(tiny_base: TinyBase, monkeypatch: pyt
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_states_stay_as_they_were(tiny_base: TinyBase, rows: int) -> None:
-    drafter = Nested(tiny_base(), early_exit(tiny_base(), 2), num_tokens=3, plan=sampled(TokenTree.chain(2)))
-    plan, last, counts = sampled(CHAIN), torch.arange(rows) + 50, torch.tensor([6, 2, 4][:rows])
+    drafter = Nested(tiny_base(), early_exit(tiny_base(), 2), num_tokens=3, draft_config=sampled(TokenTree.chain(2)))
+    draft_config, last, counts = sampled(CHAIN), torch.arange(rows) + 50, torch.tensor([6, 2, 4][:rows])
 
     def rng() -> PerRowRng:
         return PerRowRng([7] * rows, [9] * rows, DRAFT, last.device)
 
     def afresh(state: nested.NestedState) -> Tensor:
         text = state.text
-        read = drafter.observe(drafter.init_state(rows), text.tokens, None, text.lengths)
-        return drafter.draft(read, last, plan, rng()).tokens
+        read = drafter.update(drafter.init_state(rows), text.tokens, None, text.lengths)
+        return drafter.draft(read, last, draft_config, rng()).tokens
 
-    old = drafter.observe(drafter.init_state(rows), torch.arange(rows * 6).view(rows, 6), None, counts)
-    first = drafter.draft(old, last, plan, rng())
-    new = drafter.observe(old, first.tokens[:, :3], None, torch.tensor([3, 1, 2][:rows]))
+    old = drafter.update(drafter.init_state(rows), torch.arange(rows * 6).view(rows, 6), None, counts)
+    first = drafter.draft(old, last, draft_config, rng())
+    new = drafter.update(old, first.tokens[:, :3], None, torch.tensor([3, 1, 2][:rows]))
     for state in (old, new, old, new):
-        assert torch.equal(drafter.draft(state, last, plan, rng()).tokens, afresh(state))
-    part = drafter.draft(new.select([rows - 1]), last[-1:], plan, PerRowRng([7], [9], DRAFT, last.device))
+        assert torch.equal(drafter.draft(state, last, draft_config, rng()).tokens, afresh(state))
+    part = drafter.draft(new.select([rows - 1]), last[-1:], draft_config, PerRowRng([7], [9], DRAFT, last.device))
     assert torch.equal(part.tokens, afresh(new)[-1:])
 
 
@@ -102,11 +106,18 @@ def test_a_row_draws_the_same_whatever_its_neighbours(tiny_base: TinyBase) -> No
     base = tiny_base()
     drafter = two_deep(early_exit(base, 2).model, base)
     found = decode_batch(
-        base, drafter, PROMPTS, max_new_tokens=24, plan=sampled(CHAIN), sampler=SAMPLER, ignore_eos=True
+        base, drafter, PROMPTS, max_new_tokens=24, draft_config=sampled(CHAIN), sampler=SAMPLER, ignore_eos=True
     )
     for seed, (prompt, together) in enumerate(zip(PROMPTS, found, strict=True)):
         alone = decode(
-            base, drafter, prompt, max_new_tokens=24, plan=sampled(CHAIN), sampler=SAMPLER, seed=seed, ignore_eos=True
+            base,
+            drafter,
+            prompt,
+            max_new_tokens=24,
+            draft_config=sampled(CHAIN),
+            sampler=SAMPLER,
+            seed=seed,
+            ignore_eos=True,
         )
         assert alone.tokens == together.tokens
 
@@ -148,7 +159,7 @@ DRAFTERS: dict[str, tuple[Callable[[BaseModel, BaseModel], Drafter], DraftConfig
         sampled(TokenTree.expansion([4, 2, 1, 1])),
     ),
     "nested": (
-        lambda base, other: Nested(other, early_exit(base, 1), plan=sampled(TokenTree.chain(2))),
+        lambda base, other: Nested(other, early_exit(base, 1), draft_config=sampled(TokenTree.chain(2))),
         sampled(CHAIN),
     ),
     "nested twice": (lambda base, other: two_deep(other, base), sampled(CHAIN)),
@@ -159,12 +170,12 @@ DRAFTERS: dict[str, tuple[Callable[[BaseModel, BaseModel], Drafter], DraftConfig
 def test_sampled_text_has_the_targets_law(tiny_base: TinyBase, name: str) -> None:
     """Chi-square over all continuations of four tokens, of which steps commit three."""
     base, rows = tiny_base(), 400 if "nested" in name else 800
-    make, plan = DRAFTERS[name]
+    make, draft_config = DRAFTERS[name]
     drafter = make(base, related(base))
     prompt = [5, 6, 7, 5, 6]
     dist = law_of_text(base, prompt, 4)
     results = decode_batch(
-        base, drafter, [prompt] * rows, max_new_tokens=4, plan=plan, sampler=SAMPLER, ignore_eos=True
+        base, drafter, [prompt] * rows, max_new_tokens=4, draft_config=draft_config, sampler=SAMPLER, ignore_eos=True
     )
     steps = [step for r in results for step in r.steps if r.steps]
     assert 0.1 < sum(step.accepted for step in steps) / len(steps), "drafts must be accepted for the test to say much"
@@ -190,6 +201,8 @@ def test_refusals(tiny_base: TinyBase) -> None:
     with pytest.raises(UserError, match="the inner rule typical is lossy"):
         Nested(base, None, rule=AcceptanceRule(name="typical"))
     with pytest.raises(UserError, match="nested drafting drafts chains"):
-        decode(base, Nested(base, None), [1, 2], max_new_tokens=8, plan=DraftConfig(tree=TokenTree.expansion([2])))
+        decode(
+            base, Nested(base, None), [1, 2], max_new_tokens=8, draft_config=DraftConfig(tree=TokenTree.expansion([2]))
+        )
     with pytest.raises(UserError, match="block verification"):
         Nested(base, PromptLookup(2, matches=2), rule=AcceptanceRule(name="block"))

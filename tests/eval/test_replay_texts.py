@@ -120,8 +120,8 @@ def warmed(logits: Tensor, temperature: float) -> Tensor:
 def test_a_chain_of_samples_is_the_ratio_of_laws(base: BaseModel) -> None:
     """min(1, q(x) / p(x)) from the model's own logits and the heads' modules, at every position and draft."""
     head, texts = fitted(base), answered(base, 0.7, 12, copies=2)
-    plan = ChancePlan(draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=1.3), width=1)
-    found = text_chances(base, head, texts, WARM, plan)
+    draft_config = ChancePlan(draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=1.3), width=1)
+    found = text_chances(base, head, texts, WARM, draft_config)
     for text, chances in zip(texts, found, strict=True):
         ids = torch.tensor([text.ids])
         p = warmed(base.model(ids).logits[0], 0.7)
@@ -140,11 +140,11 @@ def test_a_chain_of_samples_is_the_ratio_of_laws(base: BaseModel) -> None:
 
 def test_chances_do_not_depend_on_the_batch(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     head, texts = fitted(base), answered(base, 0.7, 8, copies=2)
-    plan = ChancePlan(draft_sampling=DraftSampling.WITH_REPLACEMENT, width=3)
-    together = text_chances(base, head, texts, WARM, plan)
+    draft_config = ChancePlan(draft_sampling=DraftSampling.WITH_REPLACEMENT, width=3)
+    together = text_chances(base, head, texts, WARM, draft_config)
     monkeypatch.setattr(replay_texts, "BUDGET", 1)
     monkeypatch.setattr(text_pass, "BUDGET", 1000)
-    for a, b in zip(together, text_chances(base, head, texts, WARM, plan), strict=True):
+    for a, b in zip(together, text_chances(base, head, texts, WARM, draft_config), strict=True):
         assert np.allclose(a, b, rtol=1e-4, equal_nan=True)
 
 
@@ -152,8 +152,8 @@ def test_a_draft_vocabulary_misses_the_tokens_outside_it(base: BaseModel) -> Non
     texts = answered(base, 0.7, 20)
     head = MedusaConfig(num_draft_tokens=2, draft_vocab_size=100).build(base, torch.arange(100)).eval()
     for draft_sampling in DraftSampling:
-        plan = ChancePlan(draft_sampling=draft_sampling, width=2)
-        for text, chances in zip(texts, text_chances(base, head, texts, WARM, plan), strict=True):
+        draft_config = ChancePlan(draft_sampling=draft_sampling, width=2)
+        for text, chances in zip(texts, text_chances(base, head, texts, WARM, draft_config), strict=True):
             outside = np.array(text.ids[text.boundary + 1 :]) >= 100
             assert outside.any() and (chances[outside, 0] == 0).all()
             assert draft_sampling is DraftSampling.TOP_K or (chances[~outside, 0, 0] > 0).all()
@@ -161,8 +161,8 @@ def test_a_draft_vocabulary_misses_the_tokens_outside_it(base: BaseModel) -> Non
 
 def test_more_trials_and_deeper_trees_accept_more(base: BaseModel) -> None:
     head, texts = fitted(base), answered(base, 0.7, 30)
-    plan = ChancePlan(draft_sampling=DraftSampling.WITHOUT_REPLACEMENT, width=3)
-    found = text_chances(base, head, texts, WARM, plan)
+    draft_config = ChancePlan(draft_sampling=DraftSampling.WITHOUT_REPLACEMENT, width=3)
+    found = text_chances(base, head, texts, WARM, draft_config)
     means = [replay(found, TokenTree.expansion(w)).mean_accepted_tokens for w in ([1], [2], [3], [3, 2], [3, 2, 2])]
     assert means == sorted(means) and means[0] > 1.0 and means[-1] > means[0]
 
@@ -193,7 +193,7 @@ def test_texts_of_another_temperature_are_refused(base: BaseModel, made: float, 
 def test_a_drafter_without_laws_is_named(base: BaseModel) -> None:
     class Silent(Drafter):
         depth = 2
-        init_state = observe = draft = None  # type: ignore[assignment]
+        init_state = update = draft = None  # type: ignore[assignment]
 
     with pytest.raises(UserError, match="Silent has no laws of its own"):
         text_chances(base, Silent(), answered(base, 0.0, 3), GREEDY, ChancePlan())
@@ -217,16 +217,16 @@ class Shadow(StepwiseDrafter):
     def init_state(self, batch: int) -> ShadowState:
         return ShadowState([[] for _ in range(batch)])
 
-    def observe(
+    def update(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
     ) -> ShadowState:
         assert isinstance(state, ShadowState)
         lengths = counts.tolist() if counts is not None else [tokens.shape[1]] * len(tokens)
         return ShadowState([r + t[:n].tolist() for r, t, n in zip(state.read, tokens, lengths, strict=True)])
 
-    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> "ShadowExpansion":
+    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "ShadowExpansion":
         assert isinstance(state, ShadowState)
-        return ShadowExpansion(self, [[[*row, int(token)]] for row, token in zip(state.read, last, strict=True)])
+        return ShadowExpansion(self, [[[*row, int(token)]] for row, token in zip(state.read, last_token, strict=True)])
 
 
 class ShadowExpansion:
@@ -237,7 +237,7 @@ class ShadowExpansion:
         logits = [self.drafter.base.model(torch.tensor(nodes)).logits[:, -1] for nodes in self.paths]
         return torch.stack(logits) + self.drafter.shift
 
-    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         self.paths = [
             [[*nodes[parent], token] for token, parent in zip(row, above, strict=True)]
             for nodes, row, above in zip(self.paths, tokens.tolist(), parents.tolist(), strict=True)
@@ -249,8 +249,8 @@ class ShadowExpansion:
 def test_a_drafter_that_sees_its_path_is_led_along_the_text(base: BaseModel) -> None:
     """Shadow's law before a token is the same from wherever the step started."""
     drafter, texts = Shadow(base), answered(base, 0.7, 6)
-    plan = ChancePlan(draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=0.9), width=1)
-    for text, chances in zip(texts, text_chances(base, drafter, texts, WARM, plan), strict=True):
+    draft_config = ChancePlan(draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=0.9), width=1)
+    for text, chances in zip(texts, text_chances(base, drafter, texts, WARM, draft_config), strict=True):
         logits = base.model(torch.tensor([text.ids])).logits[0]
         p, q = warmed(logits, 0.7), warmed(logits + drafter.shift, 0.9)
         for t, k in product(range(text.positions), range(3)):
@@ -260,10 +260,20 @@ def test_a_drafter_that_sees_its_path_is_led_along_the_text(base: BaseModel) -> 
                 assert chances[t, k, 0] == pytest.approx(min(1.0, float(q[at - 1, x] / p[at - 1, x])), rel=1e-3)
 
 
-def decoded(base: BaseModel, plan: DraftConfig, rule: AcceptanceRule, new: int, seeds: int) -> list[DecodeResult]:
+def decoded(
+    base: BaseModel, draft_config: DraftConfig, rule: AcceptanceRule, new: int, seeds: int
+) -> list[DecodeResult]:
     return [
         decode(
-            base, Shadow(base), prompt, max_new_tokens=new, plan=plan, sampler=WARM, rule=rule, seed=s, ignore_eos=True
+            base,
+            Shadow(base),
+            prompt,
+            max_new_tokens=new,
+            draft_config=draft_config,
+            sampler=WARM,
+            rule=rule,
+            seed=s,
+            ignore_eos=True,
         )
         for prompt in PROMPTS
         for s in range(seeds)
@@ -285,12 +295,12 @@ CASES = {
 def test_sampled_decoding_takes_the_replayed_steps(base: BaseModel, case: str) -> None:
     """Decoding's own texts, replayed: what is left is the chance of acceptance, and it averages out."""
     draft_sampling, tree, name = CASES[case]
-    plan = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=Sampler(temperature=0.9))
+    draft_config = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=Sampler(temperature=0.9))
     rule, seeds = AcceptanceRule(name=name), 3
-    results = decoded(base, plan, rule, 16, seeds)
+    results = decoded(base, draft_config, rule, 16, seeds)
     prompts = [prompt for prompt in PROMPTS for _ in range(seeds)]
     texts = [Text(prompt + result.tokens, len(prompt)) for prompt, result in zip(prompts, results, strict=True)]
-    found = replay_texts.replay_texts(base, Shadow(base), texts, plan, WARM, rule)
+    found = replay_texts.replay_texts(base, Shadow(base), texts, draft_config, WARM, rule)
     steps = np.array([len(result.steps) for result in results], dtype=float)
     assert found.tokens == sum(s.committed for result in results for s in result.steps)
     assert found.tokens / found.steps > 1.05, "nothing accepted proves nothing"
@@ -298,7 +308,11 @@ def test_sampled_decoding_takes_the_replayed_steps(base: BaseModel, case: str) -
         assert found.steps == pytest.approx(steps.sum())
         return
     wanted = ChancePlan(
-        draft_sampling=draft_sampling, sampler=plan.sampler, width=1 if name == "block" else 3, rule=rule, seed=1
+        draft_sampling=draft_sampling,
+        sampler=draft_config.sampler,
+        width=1 if name == "block" else 3,
+        rule=rule,
+        seed=1,
     )
     chances = text_chances(base, Shadow(base), texts, WARM, wanted)
     expected = expected_steps([ends(a, by_trial(tree)) for a in chances])
@@ -312,12 +326,12 @@ def test_sampled_decoding_takes_the_replayed_steps(base: BaseModel, case: str) -
 def test_replay_of_other_texts_predicts_decoding(base: BaseModel, case: str) -> None:
     """Plain answers of their own, and decoding's mean: they differ by no more than the two intervals together."""
     draft_sampling, tree, name = CASES[case]
-    plan = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=Sampler(temperature=0.9))
+    draft_config = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=Sampler(temperature=0.9))
     rule, new = AcceptanceRule(name=name), 24
-    results = decoded(base, plan, rule, new, 20)
+    results = decoded(base, draft_config, rule, new, 20)
     # The plain answers must be as long as the decoded ones.
     texts = [Text(t.ids[: t.boundary + new], t.boundary) for t in answered(base, 0.7, new, copies=30, seed=1)]
-    found = replay_texts.replay_texts(base, Shadow(base), texts, plan, WARM, rule)
+    found = replay_texts.replay_texts(base, Shadow(base), texts, draft_config, WARM, rule)
     real = replay_ends([ends_of(_taken(result, new)) for result in results])
     assert real.mean_accepted_tokens == pytest.approx(metrics.mean_accepted_tokens(results).value)
     assert found.interval is not None and real.interval is not None
@@ -336,8 +350,10 @@ def _taken(result: DecodeResult, new: int) -> np.ndarray:
 def test_greedy_decoding_takes_exactly_the_replayed_steps(base: BaseModel) -> None:
     head = fitted(base)
     for prompt in PROMPTS:
-        for plan in (DraftConfig(tree=TREE), DraftConfig(tree=TREE, confidence_threshold=0.2)):
-            real = decode(base, head, prompt, max_new_tokens=30, plan=plan, ignore_eos=True)
-            found = replay_texts.replay_texts(base, head, [Text(prompt + real.tokens, len(prompt))], plan, GREEDY)
+        for draft_config in (DraftConfig(tree=TREE), DraftConfig(tree=TREE, confidence_threshold=0.2)):
+            real = decode(base, head, prompt, max_new_tokens=30, draft_config=draft_config, ignore_eos=True)
+            found = replay_texts.replay_texts(
+                base, head, [Text(prompt + real.tokens, len(prompt))], draft_config, GREEDY
+            )
             assert found.steps == len(real.steps)
             assert found.mean_accepted_tokens == metrics.mean_accepted_tokens([real]).value

@@ -68,7 +68,7 @@ def answers(kind: str, seeds: list[int], batch: int) -> list[DecodeResult]:
             fitted_head(),
             [PROMPTS[n % len(PROMPTS)] for n in range(batch)],
             max_new_tokens=LENGTH,
-            plan=KINDS[kind],
+            draft_config=KINDS[kind],
             sampler=SAMPLER,
             rule=rule_of(kind),
             seeds=seeds[start : start + batch],
@@ -96,7 +96,7 @@ def test_law_of_a_single_row() -> None:
 
 def test_law_of_a_union_whose_first_tree_gives_way() -> None:
     """Two drafters that sample, and room for less than both trees."""
-    plan = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
+    draft_config = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     trees = [TokenTree.expansion([2, 2]), TokenTree.chain(2)]
     combined = CombinedDrafter([fitted_head(), ModelDrafter(small_base(), small_base(), num_tokens=2)], trees, nodes=5)
     results = [
@@ -105,7 +105,7 @@ def test_law_of_a_union_whose_first_tree_gives_way() -> None:
             combined,
             PROMPTS[0],
             max_new_tokens=LENGTH,
-            plan=replace(plan, tree=union(trees)),
+            draft_config=replace(draft_config, tree=union(trees)),
             sampler=SAMPLER,
             seed=seed,
             ignore_eos=True,
@@ -135,7 +135,7 @@ def test_a_seed_decides_the_text_whatever_the_batch(kind: str) -> None:
             fitted_head(),
             [PROMPTS[row] for row in rows],
             max_new_tokens=16,
-            plan=KINDS[kind],
+            draft_config=KINDS[kind],
             sampler=Sampler(temperature=1.0, top_p=0.95),
             rule=rule_of(kind),
             seeds=row_seeds,
@@ -162,7 +162,7 @@ def test_greedy_with_a_repetition_penalty_equals_generate(penalty: float, drafte
             head if drafted else None,
             prompt,
             max_new_tokens=16,
-            plan=DraftConfig(tree=TokenTree.expansion([8, 4])) if drafted else None,
+            draft_config=DraftConfig(tree=TokenTree.expansion([8, 4])) if drafted else None,
             sampler=Sampler(repetition_penalty=penalty),
             ignore_eos=True,
         )
@@ -188,7 +188,7 @@ def test_greedy_with_a_repetition_penalty_equals_generate(penalty: float, drafte
 
 def test_rows_of_a_batch_have_their_own_penalties() -> None:
     """Prompts of different lengths: what a row repeats is its own affair."""
-    sampler, plan = Sampler(temperature=0.9, repetition_penalty=1.5), KINDS["without replacement"]
+    sampler, draft_config = Sampler(temperature=0.9, repetition_penalty=1.5), KINDS["without replacement"]
 
     def texts(rows: list[int]) -> list[list[int]]:
         results = decode_batch(
@@ -196,7 +196,7 @@ def test_rows_of_a_batch_have_their_own_penalties() -> None:
             fitted_head(),
             [PROMPTS[row] for row in rows],
             max_new_tokens=16,
-            plan=plan,
+            draft_config=draft_config,
             sampler=sampler,
             seeds=rows,
             ignore_eos=True,

@@ -54,10 +54,12 @@ def test_greedy_text_is_plain_text_alone_and_in_a_batch(kind: str) -> None:
         "merged": CombinedDrafter([untrained_head(), PromptLookup(num_tokens=3)]),
         "nested": Nested(exit_model.model, PromptLookup(num_tokens=3), num_tokens=3),
     }
-    plan = DraftConfig(tree=DynamicTree(nodes=6, width=3, depth=2)) if kind == "dynamic" else None
+    draft_config = DraftConfig(tree=DynamicTree(nodes=6, width=3, depth=2)) if kind == "dynamic" else None
     plain = [decode(base(), None, ids, max_new_tokens=24, ignore_eos=True).tokens for ids in prompts()]
-    batch = decode_batch(base(), drafters[kind], prompts(), max_new_tokens=24, plan=plan, ignore_eos=True)
-    alone = decode(base(), drafters[kind], prompts()[0], max_new_tokens=24, plan=plan, ignore_eos=True)
+    batch = decode_batch(
+        base(), drafters[kind], prompts(), max_new_tokens=24, draft_config=draft_config, ignore_eos=True
+    )
+    alone = decode(base(), drafters[kind], prompts()[0], max_new_tokens=24, draft_config=draft_config, ignore_eos=True)
     assert [result.tokens for result in batch] == plain
     assert alone.tokens == plain[0]
     assert sum(step.accepted for result in batch for step in result.steps) > 0
@@ -71,7 +73,7 @@ def dist(prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize("batch", [1, 4])
 def test_sampled_answers_follow_the_law_of_the_base(batch: int) -> None:
     prompt = prompts()[0]
-    plan = DraftConfig(tree=TokenTree.expansion([2, 1]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
+    draft_config = DraftConfig(tree=TokenTree.expansion([2, 1]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = 0
     for start in range(0, SAMPLES, batch):
@@ -81,7 +83,7 @@ def test_sampled_answers_follow_the_law_of_the_base(batch: int) -> None:
             untrained_head(),
             [prompt] * batch,
             max_new_tokens=3,
-            plan=plan,
+            draft_config=draft_config,
             sampler=SAMPLER,
             seeds=seeds,
             ignore_eos=True,

@@ -109,7 +109,7 @@ def masses(
     """What is committed, enumerated; and the laws of target and drafter after the root."""
     target = TabularLM.random(VOCABULARY, tree.depth, seed)
     table = target.near(seed + 1, 1.0)
-    draft = TableDraft(table=table, plan=DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=RAW))
+    draft = TableDraft(table=table, draft_config=DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=RAW))
     return committed(draft, target, RAW, rule, tree.depth), target.probs(RAW)[0], table.probs(RAW)[0]
 
 
@@ -162,10 +162,10 @@ class Fixed:
         self.wanted = wanted
         self.bonus = torch.empty(0)
 
-    def accept(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
+    def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
         return active & (p > 0) & self.wanted
 
-    def draw(self, probs: Tensor) -> Tensor:
+    def categorical(self, probs: Tensor) -> Tensor:
         self.bonus = probs[:, 0]
         return probs.argmax(-1)
 

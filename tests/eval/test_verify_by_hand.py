@@ -33,7 +33,7 @@ class Dice:
         self.chances: list[Tensor] = []
         self.bonus = torch.empty(0)
 
-    def accept(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
+    def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
         if self._used is None:
             self._used = torch.zeros_like(active, dtype=torch.int64)
         u = self._uniforms[self._used]
@@ -41,7 +41,7 @@ class Dice:
         self.chances.append(torch.where(p < q, p / q, (p > 0).double()))
         return active & (u * q < p)
 
-    def draw(self, probs: Tensor) -> Tensor:
+    def categorical(self, probs: Tensor) -> Tensor:
         self.bonus = probs[:, 0] / probs[:, 0].sum(-1, keepdim=True)
         return probs.argmax(-1)
 
@@ -206,7 +206,7 @@ def test_an_empty_residual_falls_back_to_the_target(rule: Callable[..., Acceptan
     """Equal laws are rejected by rounding only; then p is right, and 0 / 0 is not."""
 
     class Never(Dice):
-        def accept(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
+        def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
             return torch.zeros_like(active)
 
     dist = laws_for(1, 1, torch.Generator().manual_seed(0))
@@ -329,7 +329,7 @@ class Scripted(Dice):
         self._bits = torch.tensor([script >> place & 1 for place in range(length)] + [0])
         self._weight: Tensor | None = None
 
-    def accept(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
+    def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
         if self._used is None:
             self._used = torch.zeros_like(active, dtype=torch.int64)
             self._weight = torch.ones_like(p)

@@ -19,17 +19,19 @@ def ask(source: PerRowRng, rows: int, times: int, active: torch.Tensor | None = 
     """[times, rows] decisions at one half."""
     half = torch.full((rows,), 0.5)
     everywhere = torch.ones(rows, dtype=torch.bool)
-    return torch.stack([source.accept(half, half * 2, everywhere if active is None else active) for _ in range(times)])
+    return torch.stack(
+        [source.bernoulli(half, half * 2, everywhere if active is None else active) for _ in range(times)]
+    )
 
 
 def test_decisions_and_samples_follow_their_laws() -> None:
     rows = 4000
-    accepted = rng(list(range(rows))).accept(
+    accepted = rng(list(range(rows))).bernoulli(
         torch.full((rows,), 0.3), torch.full((rows,), 0.4), torch.ones(rows).bool()
     )
     assert abs(float(accepted.float().mean()) - 0.75) < 0.03
     law = torch.tensor([0.5, 0.0, 2.0, 1.5])  # not normalised
-    drawn = rng(list(range(rows))).draw(law.expand(rows, 2, 4))
+    drawn = rng(list(range(rows))).categorical(law.expand(rows, 2, 4))
     for column in drawn.T:
         counts = torch.bincount(column, minlength=4)
         assert counts[1] == 0
@@ -42,7 +44,7 @@ PROBABILITIES = st.floats(0, 1, width=32, allow_subnormal=False)
 
 @given(p=PROBABILITIES, q=PROBABILITIES, seed=st.integers(0, 2**40))
 def test_nothing_accepts_the_impossible_or_rejects_the_certain(p: float, q: float, seed: int) -> None:
-    accepted = rng([seed]).accept(torch.tensor([p]), torch.tensor([q]), torch.tensor([True]))
+    accepted = rng([seed]).bernoulli(torch.tensor([p]), torch.tensor([q]), torch.tensor([True]))
     if p == 0:
         assert not accepted
     elif p >= q:
@@ -54,8 +56,8 @@ def test_a_number_of_zero_does_not_accept_probability_zero(monkeypatch: pytest.M
     source = rng([0, 0])
     monkeypatch.setattr(source, "_uniform", lambda generators, count: torch.zeros(2, count, dtype=torch.float64))
     everywhere = torch.tensor([True, True])
-    assert source.accept(torch.tensor([0.0, 1e-30]), torch.tensor([0.5, 0.5]), everywhere).tolist() == [False, True]
-    assert source.draw(torch.tensor([[[0.0, 0.3, 0.7]], [[0.0, 0.0, 1.0]]]))[:, 0].tolist() == [1, 2]
+    assert source.bernoulli(torch.tensor([0.0, 1e-30]), torch.tensor([0.5, 0.5]), everywhere).tolist() == [False, True]
+    assert source.categorical(torch.tensor([[[0.0, 0.3, 0.7]], [[0.0, 0.0, 1.0]]]))[:, 0].tolist() == [1, 2]
 
 
 def test_the_largest_number_draws_the_last_possible_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,11 +65,11 @@ def test_the_largest_number_draws_the_last_possible_token(monkeypatch: pytest.Mo
     largest = torch.nextafter(torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
     monkeypatch.setattr(source, "_uniform", lambda generators, count: largest[None].expand(1, count))
     law = torch.tensor([[[0.1, 0.2, 0.3, 0.0]]]) / 3
-    assert source.draw(law).item() == 2
+    assert source.categorical(law).item() == 2
 
 
 def test_a_law_of_zeros_names_some_token() -> None:
-    assert 0 <= rng([0]).draw(torch.zeros(1, 1, 5)).item() < 5
+    assert 0 <= rng([0]).categorical(torch.zeros(1, 1, 5)).item() < 5
 
 
 @settings(max_examples=30, deadline=None)
@@ -82,7 +84,7 @@ def test_a_row_does_not_depend_on_its_neighbours(data: st.DataObject) -> None:
         active = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(seeds), max_size=len(seeds))))
         found = ask(together, len(seeds), 1, active)[0, row]
         assert found == (ask(alone, 1, 1)[0, 0] if active[row] else False)
-    assert together.draw(law.expand(len(seeds), -1, -1))[row].tolist() == alone.draw(law)[0].tolist()
+    assert together.categorical(law.expand(len(seeds), -1, -1))[row].tolist() == alone.categorical(law)[0].tolist()
 
 
 def test_more_numbers_than_one_block() -> None:
@@ -106,7 +108,7 @@ def test_seed_position_and_stream_each_matter() -> None:
 def test_a_sample_does_not_depend_on_the_trials_before_it() -> None:
     law, busy = torch.rand(1, 1, 1000), rng([7])
     ask(busy, 1, 5)
-    assert busy.draw(law).item() == rng([7]).draw(law).item()
+    assert busy.categorical(law).item() == rng([7]).categorical(law).item()
 
 
 def test_decisions_and_samples_are_independent() -> None:
@@ -114,7 +116,7 @@ def test_decisions_and_samples_are_independent() -> None:
     rows = 1000
     both = rng(list(range(rows)))
     halves = torch.full((rows, 1, 2), 0.5)
-    decided, sampled = ask(both, rows, 1)[0], both.draw(halves)[:, 0] == 0
-    drafted = rng(list(range(rows)), stream=DRAFT).draw(halves)[:, 0] == 0
+    decided, sampled = ask(both, rows, 1)[0], both.categorical(halves)[:, 0] == 0
+    drafted = rng(list(range(rows)), stream=DRAFT).categorical(halves)[:, 0] == 0
     for one, other in ((decided, sampled), (decided, drafted), (sampled, drafted)):
         assert 0.42 < float((one == other).float().mean()) < 0.58

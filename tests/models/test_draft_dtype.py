@@ -48,10 +48,10 @@ def first_logits(head: DraftHead) -> Tensor:
     """Of the first two draft positions behind a short text."""
     base, ids = head.base, torch.tensor([random_ids(7)])
     hidden = base.forward(ids, base.new_cache(16), spec=head.spec)
-    state = head.observe(head.init_state(1), ids, hidden)
-    expansion = head.begin(state, ids[:, -1], DraftConfig(tree=TokenTree.chain(2)))
-    first = expansion.root()
-    return torch.cat([first, expansion.grow(torch.tensor([[5]]), torch.tensor([[0]]))], 1)
+    state = head.update(head.init_state(1), ids, hidden)
+    draft_pass = head.start(state, ids[:, -1], DraftConfig(tree=TokenTree.chain(2)))
+    first = draft_pass.root()
+    return torch.cat([first, draft_pass.step(torch.tensor([[5]]), torch.tensor([[0]]))], 1)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -69,8 +69,8 @@ def test_greedy_text_is_plain_text(name: str, tiny_base: TinyBase) -> None:
     base = tiny_base()
     _, head = two_of(CONFIGS[name], base)
     plain = decode(base, None, random_ids(9), max_new_tokens=20).tokens
-    plan = DraftConfig(tree=TokenTree.expansion([3, 2]))
-    assert decode(base, head, random_ids(9), max_new_tokens=20, plan=plan).tokens == plain
+    draft_config = DraftConfig(tree=TokenTree.expansion([3, 2]))
+    assert decode(base, head, random_ids(9), max_new_tokens=20, draft_config=draft_config).tokens == plain
 
 
 def test_setting_is_saved(tiny_base: TinyBase, tmp_path: Path) -> None:

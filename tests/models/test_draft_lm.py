@@ -120,10 +120,10 @@ def test_ranks_are_those_of_decoding(tiny_base: TinyBase) -> None:
 def test_greedy_text_is_plain_text(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = DraftLMConfig(num_layers=2, num_draft_tokens=4).build(base, torch.arange(0, 300, 2)).eval()
-    plan = DraftConfig(tree=TokenTree.expansion([3, 2, 1]))
+    draft_config = DraftConfig(tree=TokenTree.expansion([3, 2, 1]))
     plain = [decode(base, None, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS]
-    single = [decode(base, head, p, max_new_tokens=30, plan=plan, ignore_eos=True) for p in PROMPTS]
-    both = decode_batch(base, head, PROMPTS, max_new_tokens=30, plan=plan, ignore_eos=True)
+    single = [decode(base, head, p, max_new_tokens=30, draft_config=draft_config, ignore_eos=True) for p in PROMPTS]
+    both = decode_batch(base, head, PROMPTS, max_new_tokens=30, draft_config=draft_config, ignore_eos=True)
     assert [r.tokens for r in single] == [r.tokens for r in both] == plain
     assert sum(step.accepted for r in single for step in r.steps) > 0
 

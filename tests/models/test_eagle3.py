@@ -179,7 +179,7 @@ def test_heads_learn_a_base_that_counts(tiny_base: TinyBase) -> None:
     ratios = fitted(head, batch, 80, lr=0.01, features=features).loss(batch, features, LossConfig()).ratios()
     assert [ratios[f"accept_{k}"].value for k in (1, 2, 3)] == [1.0, 1.0, 1.0]
     ids = torch.arange(20, 31)[None]
-    state = head.observe(head.init_state(1), ids, Features.split(directions[ids], base.hidden_size))
+    state = head.update(head.init_state(1), ids, Features.split(directions[ids], base.hidden_size))
     proposal = head.draft(state, torch.tensor([31]), DraftConfig(tree=TokenTree.chain(3)))
     assert proposal.tokens.tolist() == [[31, 32, 33, 34]]
 

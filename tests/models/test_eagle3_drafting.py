@@ -69,7 +69,7 @@ def test_drafting_along_a_text_is_the_training_path(tiny_base: TinyBase, archite
             taken = [texts[row][s : s + c] for row, s, c in zip(rows, starts.tolist(), count.tolist(), strict=True)]
             tokens = torch.tensor([part + [7] * (most - len(part)) for part in taken])
             read = base.forward(tokens, cache, count, head.spec)
-            state = head.observe(state, tokens, read, count)
+            state = head.update(state, tokens, read, count)
             starts = starts + count
             for _ in range(2):  # the same state drafts the same again
                 follow(head, state, [texts[row] for row in rows], [wanted[row] for row in rows], starts)
@@ -82,8 +82,8 @@ def follow(head: Eagle3Head, state: object, texts: list[list[int]], wanted: list
         return torch.tensor([text[start + ahead] for text, start in zip(texts, starts.tolist(), strict=True)])
 
     with torch.inference_mode():
-        expansion = head.begin(state, tokens(0), PLANS["chain"])  # type: ignore[arg-type]
-        found = expansion.root()[:, 0]
+        draft_pass = head.start(state, tokens(0), PLANS["chain"])  # type: ignore[arg-type]
+        found = draft_pass.root()[:, 0]
         for k in range(head.depth):
             steps = torch.stack([w[k, start - 1] for w, start in zip(wanted, starts.tolist(), strict=True)])
             torch.testing.assert_close(found, steps, rtol=1e-3, atol=1e-3)
@@ -91,7 +91,7 @@ def follow(head: Eagle3Head, state: object, texts: list[list[int]], wanted: list
                 nodes = torch.stack([tokens(k + 2), tokens(k + 1)], 1)
                 parents = torch.full_like(nodes, min(k, 1))
                 parents[:, 0] = 0
-                found = expansion.grow(nodes, parents)[:, 1]
+                found = draft_pass.step(nodes, parents)[:, 1]
 
 
 def test_ranks_are_those_of_drafting(tiny_base: TinyBase) -> None:
@@ -116,15 +116,17 @@ def test_greedy_equals_plain_decoding(tiny_base: TinyBase, architecture: str) ->
     plain = [decode(base, None, ids, max_new_tokens=16, ignore_eos=True).tokens for ids in PROMPTS]
     batch = row_of([p + a[:8] for p, a in zip(PROMPTS, plain, strict=True)])
     head = fitted(eagle3_head(base), batch, 15, lr=5e-3)
-    for plan in PLANS.values():
-        alone = [decode(base, head, ids, max_new_tokens=16, plan=plan, ignore_eos=True) for ids in PROMPTS]
-        together = decode_batch(base, head, PROMPTS, max_new_tokens=16, plan=plan, ignore_eos=True)
+    for draft_config in PLANS.values():
+        alone = [
+            decode(base, head, ids, max_new_tokens=16, draft_config=draft_config, ignore_eos=True) for ids in PROMPTS
+        ]
+        together = decode_batch(base, head, PROMPTS, max_new_tokens=16, draft_config=draft_config, ignore_eos=True)
         assert [r.tokens for r in alone] == plain
         assert [r.tokens for r in together] == plain
         accepted = [[s.accepted for s in r.steps[:-1]] for r in alone]
         # The last step of a row may draft further in a batch that goes on.
         assert [[s.accepted for s in r.steps[:-1]] for r in together] == accepted
-        assert 3 < sum(map(sum, accepted)) < plan.depth * sum(map(len, accepted))
+        assert 3 < sum(map(sum, accepted)) < draft_config.depth * sum(map(len, accepted))
 
 
 def test_sampled_text_has_the_law_of_plain_sampling() -> None:
@@ -133,12 +135,19 @@ def test_sampled_text_has_the_law_of_plain_sampling() -> None:
     expected = [law_of_answers(base, prompt, sampler, 3) for prompt in prompts]
     likely = [p + list(max(dist, key=dist.__getitem__)) for p, dist in zip(prompts, expected, strict=True)]
     head = fitted(eagle3_head(base, num_draft_tokens=2, ttt_steps=2), row_of(likely), 6, lr=5e-3)
-    plan = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
+    draft_config = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     counts, accepted, steps = [Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()], 0, 0
     for seed in range(0, 480, 8):
         seeds = list(range(seed, seed + 8))
         results = decode_batch(
-            base, head, prompts * 4, max_new_tokens=3, plan=plan, sampler=sampler, seeds=seeds, ignore_eos=True
+            base,
+            head,
+            prompts * 4,
+            max_new_tokens=3,
+            draft_config=draft_config,
+            sampler=sampler,
+            seeds=seeds,
+            ignore_eos=True,
         )
         for number, result in enumerate(results):
             counts[number % 2][tuple(result.tokens)] += 1

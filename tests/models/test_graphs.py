@@ -20,7 +20,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.cache import static_cache
 from drafthead.models.cache.kv_cache import CacheShape
-from drafthead.models.cache.static_cache import SMALLEST, STEP, StaticKVCache, StaticModel, window_for
+from drafthead.models.cache.static_cache import MIN_WINDOW, WINDOW_STEP, StaticKVCache, StaticModel, window_for
 from drafthead.models.decoding.contract import DraftConfig, DynamicTree
 from drafthead.models.decoding.loop import EXACT, decode
 from drafthead.models.decoding.sampling import Sampler
@@ -86,7 +86,7 @@ def test_settings(bases: tuple[BaseModel, BaseModel]) -> None:
 
 
 def test_windows() -> None:
-    sizes = [window_for(n) for n in range(1, 5 * STEP)]
+    sizes = [window_for(n) for n in range(1, 5 * WINDOW_STEP)]
     assert all(size >= n for n, size in enumerate(sizes, start=1))
     assert sizes == sorted(sizes) and set(sizes) == {256, 512, 1024, 2048, 3072, 4096, 5120}
 
@@ -102,7 +102,7 @@ def test_passes_equal_those_of_the_shapes_at_hand(kind: str, prepack: bool) -> N
     def tokens(count: int) -> Tensor:
         return torch.randint(0, 300, (1, count), generator=generator)
 
-    prompt = tokens(SMALLEST - 20)
+    prompt = tokens(MIN_WINDOW - 20)
     compare([base.forward(prompt, cache).final for base, cache in zip((plain, static), caches, strict=True)])
     sizes = set()
     for step in range(14):
@@ -114,20 +114,20 @@ def test_passes_equal_those_of_the_shapes_at_hand(kind: str, prepack: bool) -> N
         compare([logits for _, logits in found])
         if step % 5 == 4:
             for cache in caches:
-                cache.roll_back()
+                cache.crop()
         else:
             node = len(tree) - 1 - step % 2 if len(tree) > 1 else 0
             path = tree.ancestors[node].nonzero()[:, 0]
             padded = torch.cat([path, torch.zeros(2, dtype=torch.int64)])[None]  # as verdicts pad
             for cache in caches:
-                cache.keep(padded, torch.tensor([len(path)]))
+                cache.commit_path(padded, torch.tensor([len(path)]))
         some = tokens(3)
         compare([b.forward(some, c, torch.tensor([2])).final for b, c in zip((plain, static), caches, strict=True)])
         sizes.add(caches[1]._size)
         assert caches[0].length == caches[1].length
     assert sizes == {256, 512}
     for cache in caches:
-        cache.roll_back(40)
+        cache.crop(40)
     compare([b.verify(ids, tree.shape, c).final for b, c in zip((plain, static), caches, strict=True)])
     assert caches[1]._size == 256
 
@@ -152,15 +152,17 @@ def drafters(base: BaseModel) -> dict[str, tuple[Any, DraftConfig | None]]:
 def test_same_tokens(bases: tuple[BaseModel, BaseModel], name: str, sampler: Sampler) -> None:
     answers = []
     for base in bases:
-        drafter, plan = drafters(base)[name]
+        drafter, draft_config = drafters(base)[name]
         for _ in range(2):  # the second time over memory and passes of the first
-            result = decode(base, drafter, PROMPT, max_new_tokens=24, plan=plan, sampler=sampler, ignore_eos=True)
+            result = decode(
+                base, drafter, PROMPT, max_new_tokens=24, draft_config=draft_config, sampler=sampler, ignore_eos=True
+            )
             answers.append(result.tokens)
     assert answers[0] == answers[1] == answers[2] == answers[3]
 
 
 def test_a_text_outgrows_its_window(bases: tuple[BaseModel, BaseModel]) -> None:
-    prompt = [(7 * n) % 300 for n in range(SMALLEST - 12)]
+    prompt = [(7 * n) % 300 for n in range(MIN_WINDOW - 12)]
     answers = []
     for base in bases:
         head = medusa(base)
@@ -182,7 +184,9 @@ def test_a_step_never_waits_for_the_device(bases: tuple[BaseModel, BaseModel]) -
     """Not the passes, which could not be captured then, and in a greedy session nothing else in a step either."""
     base = bases[1]
     head = medusa(base)
-    session = DecodeState(base, head, DecodeConfig(plan=DraftConfig(tree=SMALL), sampler=Sampler(), rule=EXACT), 1, 100)
+    session = DecodeState(
+        base, head, DecodeConfig(draft_config=DraftConfig(tree=SMALL), sampler=Sampler(), rule=EXACT), 1, 100
+    )
     session.read_prompts([PROMPT])
     cache = session.cache
     assert isinstance(cache, StaticKVCache)
@@ -190,7 +194,7 @@ def test_a_step_never_waits_for_the_device(bases: tuple[BaseModel, BaseModel]) -
     for _ in range(4):
         with torch.inference_mode(), _Watch():
             outcome = session.step([0], [0])
-            session.follow(outcome.tokens[:, :1], torch.tensor([1]))
+            session.advance(outcome.tokens[:, :1], torch.tensor([1]))
         lengths.append(lengths[-1] + int(outcome.counts) + 1)
         assert cache._known is None
     with pytest.raises(AssertionError, match="waits for the device"), _Watch():
@@ -213,7 +217,9 @@ def test_a_pass_stays_on_its_device(kind: str, dtype: torch.dtype) -> None:
     tree = TREE.shape.to(torch.device("meta"))
     with torch.inference_mode():
         hidden, logits = cache.run(torch.zeros(1, len(TREE), dtype=torch.int64, device="meta"), tree, with_logits=True)
-        cache.keep(torch.zeros(1, 4, dtype=torch.int64, device="meta"), torch.ones(1, dtype=torch.int64, device="meta"))
+        cache.commit_path(
+            torch.zeros(1, 4, dtype=torch.int64, device="meta"), torch.ones(1, dtype=torch.int64, device="meta")
+        )
     assert (hidden.shape, logits.shape, logits.dtype) == ((1, 8, 32), (1, 8, 300), dtype)
 
 
@@ -225,9 +231,9 @@ def test_the_bound_is_looked_up_only_when_it_matters(bases: tuple[BaseModel, Bas
     ids = torch.arange(len(TREE))[None]
     for _ in range(12):
         base.verify(ids, TREE.shape, cache)
-        cache.keep(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([1]))
+        cache.commit_path(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([1]))
     base.verify(ids, TREE.shape, cache)
-    cache.keep(torch.tensor([[0, 1, 4]]), torch.tensor([2]))
+    cache.commit_path(torch.tensor([[0, 1, 4]]), torch.tensor([2]))
     with pytest.raises(UserError, match="the cache holds 28 positions but 30 are needed"):
         base.verify(ids, TREE.shape, cache)
 
@@ -251,13 +257,13 @@ def test_memory_is_lent_to_one_cache_after_the_other() -> None:
 
 
 def test_few_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_cache, "MOST_PASSES", 2)
+    monkeypatch.setattr(static_cache, "MAX_CAPTURED_PASSES", 2)
     base = make("always")
     cache = base.new_cache(40)
     base.forward(torch.tensor([PROMPT]), cache)
     for nodes in (1, 2, 3, 2):
         base.verify(torch.ones(1, nodes, dtype=torch.int64), TokenTree.chain(nodes - 1).shape, cache)
-        cache.roll_back()
+        cache.crop()
     assert [key[0] for key in cache._memory.passes] == [2, 3]
 
 
@@ -277,7 +283,7 @@ def test_a_cache_with_more_room_stays_static(bases: tuple[BaseModel, BaseModel])
     grown, wanted = base.new_cache(len(PROMPT)), base.new_cache(40)
     for cache in (grown, wanted):
         base.forward(tokens, cache)
-    grown = grown.enlarged(base.cache_shape, 40)
+    grown = grown.resize(base.cache_shape, 40)
     assert isinstance(grown, StaticKVCache) and isinstance(wanted, StaticKVCache)
     assert grown.capacity == 40 and grown.length == len(PROMPT)
     torch.testing.assert_close(base.forward(tokens, grown).final, base.forward(tokens, wanted).final)
@@ -370,9 +376,11 @@ def test_cuda_graphs_give_the_tokens_of_eager_passes(kind: str) -> None:
         answers = []
         for base in (plain, static):
             for name in ("plain", "medusa", "dynamic", "early exit", "draft model"):
-                drafter, plan = drafters(base)[name]
+                drafter, draft_config = drafters(base)[name]
                 for _ in range(2):
-                    result = decode(base, drafter, PROMPT, max_new_tokens=300, plan=plan, ignore_eos=True)
+                    result = decode(
+                        base, drafter, PROMPT, max_new_tokens=300, draft_config=draft_config, ignore_eos=True
+                    )
                     answers.append(result.tokens)
     assert all(answer == answers[0] for answer in answers)
     assert static._static is not None and static._static.backend.enabled

@@ -74,24 +74,40 @@ def test_greedy_text_is_plain_text(recipe: str, tmp_path: Path) -> None:
     plain = plain_texts(target)
     assert (plain == plain_texts(base())) == (recipe != "medusa2")
     accepted = 0
-    for plan in PLANS.values():
-        batch = decode_batch(target, head, prompts(), max_new_tokens=NEW, plan=plan, ignore_eos=True)
+    for draft_config in PLANS.values():
+        batch = decode_batch(target, head, prompts(), max_new_tokens=NEW, draft_config=draft_config, ignore_eos=True)
         assert [result.tokens for result in batch] == plain
         accepted += sum(step.accepted for result in batch for step in result.steps)
     assert accepted > 0, "no draft was accepted, so nothing was shown"
     loaded = DraftHead.from_pretrained(tmp_path, target)
-    again = decode(target, loaded, prompts()[0], max_new_tokens=NEW, plan=PLANS["tree"], ignore_eos=True)
+    again = decode(target, loaded, prompts()[0], max_new_tokens=NEW, draft_config=PLANS["tree"], ignore_eos=True)
     assert again.tokens == plain[0]
 
 
 @pytest.mark.parametrize("recipe", ["hydra_pp", "kangaroo", "eagle3"])
 def test_a_seed_gives_the_same_sampled_text_in_any_batch(recipe: str) -> None:
     head, sampler = head_of(recipe), Sampler(temperature=0.8)
-    plan = DraftConfig(tree=TokenTree.expansion([2, 1]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
+    draft_config = DraftConfig(tree=TokenTree.expansion([2, 1]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     seeds = [3, 4, 5]
     batch = decode_batch(
-        base(), head, prompts(), max_new_tokens=NEW, plan=plan, sampler=sampler, seeds=seeds, ignore_eos=True
+        base(),
+        head,
+        prompts(),
+        max_new_tokens=NEW,
+        draft_config=draft_config,
+        sampler=sampler,
+        seeds=seeds,
+        ignore_eos=True,
     )
     for ids, seed, found in zip(prompts(), seeds, batch, strict=True):
-        alone = decode(base(), head, ids, max_new_tokens=NEW, plan=plan, sampler=sampler, seed=seed, ignore_eos=True)
+        alone = decode(
+            base(),
+            head,
+            ids,
+            max_new_tokens=NEW,
+            draft_config=draft_config,
+            sampler=sampler,
+            seed=seed,
+            ignore_eos=True,
+        )
         assert alone.tokens == found.tokens

@@ -162,7 +162,7 @@ def test_dropout_only_in_training(tiny_base: TinyBase) -> None:
         return float(head.loss(batch, features, LossConfig()).loss_sum.detach())
 
     assert len({loss() for _ in range(3)}) == 3
-    state = head.observe(head.init_state(1), batch.input_ids[:, :3], Features(final=features.final[:, :3]))
+    state = head.update(head.init_state(1), batch.input_ids[:, :3], Features(final=features.final[:, :3]))
     drafts = [head.draft(state, torch.tensor([7]), DraftConfig(tree=TokenTree.expansion([8, 4]))) for _ in range(2)]
     assert torch.equal(drafts[0].tokens, drafts[1].tokens)
     head.eval()

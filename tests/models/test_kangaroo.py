@@ -12,7 +12,7 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree
-from drafthead.models.decoding.loop import decode, decode_batch, default_plan
+from drafthead.models.decoding.loop import decode, decode_batch, default_draft_config
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import CombinedDrafter
@@ -88,14 +88,16 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, architecture: str
     assert out.loss_sum.item() == pytest.approx(total, rel=1e-4)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("draft_config", PLANS)
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "gemma"])
-def test_greedy_equals_plain_decoding(tiny_base: TinyBase, architecture: str, plan: str) -> None:
+def test_greedy_equals_plain_decoding(tiny_base: TinyBase, architecture: str, draft_config: str) -> None:
     base = tiny_base(architecture)
     head = adapter(base)
     plain = [decode(base, None, ids, max_new_tokens=14, ignore_eos=True).tokens for ids in PROMPTS]
-    alone = [decode(base, head, ids, max_new_tokens=14, plan=PLANS[plan], ignore_eos=True) for ids in PROMPTS]
-    together = decode_batch(base, head, PROMPTS, max_new_tokens=14, plan=PLANS[plan], ignore_eos=True)
+    alone = [
+        decode(base, head, ids, max_new_tokens=14, draft_config=PLANS[draft_config], ignore_eos=True) for ids in PROMPTS
+    ]
+    together = decode_batch(base, head, PROMPTS, max_new_tokens=14, draft_config=PLANS[draft_config], ignore_eos=True)
     assert [r.tokens for r in alone] == plain
     assert [r.tokens for r in together] == plain
     # The last step of a row may draft further in a batch that goes on.
@@ -105,14 +107,14 @@ def test_greedy_equals_plain_decoding(tiny_base: TinyBase, architecture: str, pl
 def test_drafts_are_accepted_and_rejected(tiny_base: TinyBase) -> None:
     """Otherwise the equality above says little."""
     base = tiny_base()
-    results = [decode(base, adapter(base), ids, max_new_tokens=40, plan=PLANS["wide"]) for ids in PROMPTS]
+    results = [decode(base, adapter(base), ids, max_new_tokens=40, draft_config=PLANS["wide"]) for ids in PROMPTS]
     accepted = [step.accepted for result in results for step in result.steps]
     assert 0 < sum(accepted) < 2 * len(accepted)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("draft_config", PLANS)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_verification_goes_on_from_the_exit_states(tiny_base: TinyBase, plan: str, rows: int) -> None:
+def test_verification_goes_on_from_the_exit_states(tiny_base: TinyBase, draft_config: str, rows: int) -> None:
     """The begun pass, finished, is the whole pass: hidden states of all nodes, and what is left in the cache."""
     base = tiny_base()
     head = adapter(base)
@@ -121,19 +123,19 @@ def test_verification_goes_on_from_the_exit_states(tiny_base: TinyBase, plan: st
         cache = base.new_cache(64) if rows == 1 else base.new_slots(rows, 64)
         state = head.attach(head.init_state(rows), cache)
         hidden = base.forward(prompts, cache, spec=head.spec)
-        state = head.observe(state, prompts, hidden)
-        proposal = head.draft(state, torch.arange(30, 30 + rows), PLANS[plan])
+        state = head.update(state, prompts, hidden)
+        proposal = head.draft(state, torch.arange(30, 30 + rows), PLANS[draft_config])
         assert proposal.partial_forward is not None and proposal.partial_forward.layers == 2
         found = base.verify(
             proposal.tokens, proposal.shape, cache, head.spec, proposal.partial_forward if partial_forward else None
         ).final
         real = (proposal.shape.parents.expand(rows, -1) >= 0) | (torch.arange(found.shape[1]) == 0)
-        cache.roll_back()
+        cache.crop()
         shared.append((found[real], cache.keys[:, :, :, 4 : 4 + found.shape[1]].clone(), proposal.tokens))
     (a, keys_a, tokens_a), (b, keys_b, tokens_b) = shared
     assert torch.equal(tokens_a, tokens_b)
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    if plan != "stops":  # its padding holds anything
+    if draft_config != "stops":  # its padding holds anything
         torch.testing.assert_close(keys_a, keys_b, rtol=1e-4, atol=1e-4)
 
 
@@ -143,7 +145,7 @@ def test_only_the_remaining_layers_run(tiny_base: TinyBase) -> None:
     hooks = [
         layer.register_forward_hook(lambda *_, n=n: runs.update([n])) for n, layer in enumerate(base.model.model.layers)
     ]
-    result = decode(base, head, PROMPTS[0], max_new_tokens=12, plan=PLANS["chain"], ignore_eos=True)
+    result = decode(base, head, PROMPTS[0], max_new_tokens=12, draft_config=PLANS["chain"], ignore_eos=True)
     for hook in hooks:
         hook.remove()
     steps = len(result.steps)
@@ -170,10 +172,10 @@ def test_led_along_a_text_it_drafts_the_same(tiny_base: TinyBase) -> None:
     ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
     cache = base.new_cache(64)
     hidden = base.forward(ids, cache, spec=head.spec)
-    own = head.observe(head.init_state(1), ids, hidden)
-    shared = head.observe(head.attach(head.init_state(1), cache), ids, hidden)
-    for plan in PLANS.values():
-        found = [head.draft(state, torch.tensor([9]), plan).tokens for state in (own, shared, own)]
+    own = head.update(head.init_state(1), ids, hidden)
+    shared = head.update(head.attach(head.init_state(1), cache), ids, hidden)
+    for draft_config in PLANS.values():
+        found = [head.draft(state, torch.tensor([9]), draft_config).tokens for state in (own, shared, own)]
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
@@ -182,10 +184,12 @@ def test_threshold_is_the_default_and_stops_drafting(tiny_base: TinyBase, tmp_pa
     head = adapter(base, confidence_threshold=0.3)
     head.save_pretrained(tmp_path)
     loaded = KangarooHead.from_pretrained(tmp_path, base)
-    assert default_plan(loaded).confidence_threshold == 0.3
+    assert default_draft_config(loaded).confidence_threshold == 0.3
     depths = [s.depth for s in decode(base, loaded, PROMPTS[2], max_new_tokens=30, ignore_eos=True).steps]
     never = DraftConfig(tree=TokenTree.chain(4))
-    full = [s.depth for s in decode(base, loaded, PROMPTS[2], max_new_tokens=30, plan=never, ignore_eos=True).steps]
+    full = [
+        s.depth for s in decode(base, loaded, PROMPTS[2], max_new_tokens=30, draft_config=never, ignore_eos=True).steps
+    ]
     assert min(depths[:-1]) >= 1 and sum(depths) / len(depths) < sum(full) / len(full)
 
 
@@ -196,9 +200,9 @@ def test_merged_with_prompt_lookup(tiny_base: TinyBase) -> None:
     wide = DraftConfig(tree=DynamicTree(nodes=7, width=8, depth=4))  # expands more nodes than it keeps
     for ids in PROMPTS:
         plain = decode(base, None, ids, max_new_tokens=14, ignore_eos=True).tokens
-        plan = DraftConfig(tree=drafter.tree or TokenTree.chain(1))
-        assert decode(base, drafter, ids, max_new_tokens=14, plan=plan, ignore_eos=True).tokens == plain
-        assert decode(base, drafter, ids, max_new_tokens=14, plan=wide, ignore_eos=True).tokens == plain
+        draft_config = DraftConfig(tree=drafter.tree or TokenTree.chain(1))
+        assert decode(base, drafter, ids, max_new_tokens=14, draft_config=draft_config, ignore_eos=True).tokens == plain
+        assert decode(base, drafter, ids, max_new_tokens=14, draft_config=wide, ignore_eos=True).tokens == plain
 
 
 @pytest.mark.parametrize("draft_sampling", [DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT])
@@ -209,7 +213,7 @@ def test_sampled_siblings_that_are_equal_are_one_state(
     """A sample drawn twice is two nodes of the tree, and what follows the second was drafted behind it."""
     base = tiny_base()
     head, prompts = adapter(base), torch.tensor([[3, 4, 5, 6], [9, 8, 7, 6], [1, 2, 1, 2]])[:rows]
-    plan = DraftConfig(
+    draft_config = DraftConfig(
         tree=TokenTree.expansion([3, 2, 1]), draft_sampling=draft_sampling, sampler=Sampler(temperature=0.3)
     )
     equal = 0
@@ -219,9 +223,9 @@ def test_sampled_siblings_that_are_equal_are_one_state(
             cache = base.new_cache(64) if rows == 1 else base.new_slots(rows, 64)
             hidden = base.forward(prompts, cache, spec=head.spec)
             state = head.attach(head.init_state(rows), cache)
-            state = head.observe(state, prompts, hidden)
+            state = head.update(state, prompts, hidden)
             rng = PerRowRng([seed + n for n in range(rows)], [4] * rows, DRAFT, base.device)
-            proposal = head.draft(state, torch.arange(30, 30 + rows), plan, rng)
+            proposal = head.draft(state, torch.arange(30, 30 + rows), draft_config, rng)
             found.append(
                 base.verify(
                     proposal.tokens,
@@ -241,11 +245,13 @@ def test_sampled_siblings_that_are_equal_are_one_state(
 def test_sampled_text_does_not_depend_on_the_batch(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = adapter(base)
-    plan = DraftConfig(tree=TokenTree.expansion([3, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
+    draft_config = DraftConfig(tree=TokenTree.expansion([3, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     sampler = Sampler(temperature=1.0)
-    together = decode_batch(base, head, PROMPTS, max_new_tokens=12, plan=plan, sampler=sampler, seeds=[1, 2, 3])
+    together = decode_batch(
+        base, head, PROMPTS, max_new_tokens=12, draft_config=draft_config, sampler=sampler, seeds=[1, 2, 3]
+    )
     for prompt, seed, result in zip(PROMPTS, [1, 2, 3], together, strict=True):
-        alone = decode(base, head, prompt, max_new_tokens=12, plan=plan, sampler=sampler, seed=seed)
+        alone = decode(base, head, prompt, max_new_tokens=12, draft_config=draft_config, sampler=sampler, seed=seed)
         assert alone.tokens == result.tokens
 
 

@@ -9,14 +9,14 @@ from torch import Tensor
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.draft_cache import ROW_BY_ROW
 from drafthead.models.heads.common.attention_layer import HeadAttention
-from drafthead.models.heads.common.layer_cache import ROOM, LayerKVCache, PendingInputs
+from drafthead.models.heads.common.layer_cache import INITIAL_CAPACITY, LayerKVCache, PendingInputs
 
 TinyBase = Callable[..., BaseModel]
 STEPS = {
     "one row": [[4], [1], [2], [1], [3]],
     "ragged": [[4, 2, 3], [1, 3, 1], [2, 1, 1], [1, 1, 4], [3, 2, 1]],
     "row by row": [[ROW_BY_ROW + 5, 2, 3], [1, ROW_BY_ROW + 9, 1], [1, 1, 2]],
-    "enlarged": [[3, 1], [ROOM, 2], [1, 2 * ROOM], [2, 1]],
+    "enlarged": [[3, 1], [INITIAL_CAPACITY, 2], [1, 2 * INITIAL_CAPACITY], [2, 1]],
 }
 """How many positions every row gets, step after step."""
 
@@ -82,10 +82,10 @@ def test_nodes_of_a_tree(tiny_base: TinyBase, kind: str) -> None:
         reader.append(counts)
         for _ in range(2):  # a second draft from the same state finds what the first did
             root = reader.memory.read_with(reader.text, nodes[:, 0])
-            first = reader.memory.grow(nodes[:, 1:3], torch.zeros(rows, 2, dtype=torch.int64))
+            first = reader.memory.extend(nodes[:, 1:3], torch.zeros(rows, 2, dtype=torch.int64))
             parents = torch.tensor([[1, 0, 1]]).expand(rows, -1)
-            second = reader.memory.grow(nodes[:, 3:6], parents)
-            third = reader.memory.grow(nodes[:, 6:8], torch.tensor([[2, 1]]).expand(rows, -1))
+            second = reader.memory.extend(nodes[:, 3:6], parents)
+            third = reader.memory.extend(nodes[:, 6:8], torch.tensor([[2, 1]]).expand(rows, -1))
             for row in range(rows):
                 x = nodes[row]
                 same(root[row], reader.at_once(row, x[0]))
@@ -107,7 +107,7 @@ def test_nodes_directly_behind_a_text(tiny_base: TinyBase) -> None:
         if draft == 2:
             reader.memory.read_with(reader.text, nodes[:, 2])
         found = reader.memory.read(reader.text)
-        below = reader.memory.grow(nodes[:, :2], torch.zeros(2, 2, dtype=torch.int64))
+        below = reader.memory.extend(nodes[:, :2], torch.zeros(2, 2, dtype=torch.int64))
         for row in range(2):
             same(found[row], reader.at_once(row))
             for place in range(2):
@@ -140,7 +140,7 @@ def test_some_rows_go_on(tiny_base: TinyBase, rows: list[int]) -> None:
         reader.append(counts)
     whole = reader.text
     reader.memory.read_with(whole, reader.inputs[:, 0])
-    reader.memory.grow(reader.inputs[:, :2], torch.zeros(3, 2, dtype=torch.int64))
+    reader.memory.extend(reader.inputs[:, :2], torch.zeros(3, 2, dtype=torch.int64))
     chosen = whole.select(rows)
     assert chosen.memory is not reader.memory
     found = chosen.memory.read(chosen)

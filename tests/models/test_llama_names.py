@@ -78,10 +78,12 @@ def test_greedy_equals_plain_decoding(name: str, graphs: str, base: BaseModel) -
     d2t = torch.arange(0, 300, 3) if config.draft_vocab_size else None
     head = randomised(config.build(base, d2t), 0.05).eval()
     plain = [decode(base, None, ids, max_new_tokens=14, ignore_eos=True).tokens for ids in PROMPTS]
-    for plan in (DraftConfig(tree=TokenTree.chain(3)), DraftConfig(tree=TREE)):
-        alone = [decode(base, head, ids, max_new_tokens=14, plan=plan, ignore_eos=True) for ids in PROMPTS]
+    for draft_config in (DraftConfig(tree=TokenTree.chain(3)), DraftConfig(tree=TREE)):
+        alone = [
+            decode(base, head, ids, max_new_tokens=14, draft_config=draft_config, ignore_eos=True) for ids in PROMPTS
+        ]
         assert [r.tokens for r in alone] == plain
-        together = decode_batch(base, head, PROMPTS, max_new_tokens=14, plan=plan, ignore_eos=True)
+        together = decode_batch(base, head, PROMPTS, max_new_tokens=14, draft_config=draft_config, ignore_eos=True)
         assert [r.tokens for r in together] == plain
 
 

@@ -98,7 +98,7 @@ def test_heads_learn_a_base_that_counts(tiny_base: TinyBase) -> None:
     head = fitted(head, batch, 150, features=features)
     ratios = head.loss(batch, features, LossConfig()).ratios()
     assert [ratios[f"accept_{k}"].value for k in (1, 2, 3)] == [1.0, 1.0, 1.0]
-    state = head.observe(head.init_state(1), torch.tensor([[30]]), Features(final=directions[None, 30:31]))
+    state = head.update(head.init_state(1), torch.tensor([[30]]), Features(final=directions[None, 30:31]))
     proposal = head.draft(state, torch.tensor([31]), DraftConfig(tree=TokenTree.chain(3)))
     assert proposal.tokens.tolist() == [[31, 32, 33, 34]]
 

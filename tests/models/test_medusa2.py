@@ -252,7 +252,7 @@ def test_greedy_text_is_the_tuned_bases_own(tiny_base: TinyBase, model_type: str
     plain = decode(tuned, None, prompt, max_new_tokens=24).tokens
     assert plain != decode(base, None, prompt, max_new_tokens=24).tokens
     for tree in (TokenTree.chain(2), TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)])):
-        found = decode(tuned, loaded, prompt, max_new_tokens=24, plan=DraftConfig(tree=tree))
+        found = decode(tuned, loaded, prompt, max_new_tokens=24, draft_config=DraftConfig(tree=tree))
         assert found.tokens == plain
 
 

@@ -12,7 +12,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree, Proposal
 from drafthead.models.decoding.loop import decode, decode_batch
-from drafthead.models.drafters.combined import CombinedDrafter, merge, union
+from drafthead.models.drafters.combined import CombinedDrafter, combine, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
@@ -78,7 +78,7 @@ def trials(found: Proposal, row: int) -> Trials:
 @given(data=st.data(), kinds=st.lists(st.booleans(), min_size=2, max_size=3), rows=st.integers(1, 3))
 def test_union_keeps_every_trial_and_its_law(data: st.DataObject, kinds: list[bool], rows: int) -> None:
     parts = [proposal([data.draw(trees()) for _ in range(rows)], sampled) for sampled in kinds]
-    merged = merge(parts)
+    merged = combine(parts)
     parts = [part for part in parts if len(part.shape) > 1] or parts[:1]  # who found nothing has no trials and no laws
     for row in range(rows):
         wanted: Trials = {}
@@ -99,7 +99,7 @@ def test_equal_samples_of_one_drafter_stay_apart() -> None:
     """Below them there may be the same samples: tried twice, they would count twice."""
     doubled = proposal([[(), (1,), (2,), (1, 0), (2, 0)]], sampled=True)
     doubled.tokens[0, 2] = 1  # the second sample is token 1 again
-    merged = merge([doubled, proposal([[(), (1,), (1, 0), (1, 2)]], sampled=True)])
+    merged = combine([doubled, proposal([[(), (1,), (1, 0), (1, 2)]], sampled=True)])
     assert merged.tokens.tolist() == [[0, 1, 1, 0, 0, 2]]
     assert merged.shape.parents.tolist() == [[-1, 0, 0, 1, 2, 1]]
     assert merged.shape.children[0, :3].tolist() == [[1, 2, 1], [3, 3, 5], [4, NO_CHILD, NO_CHILD]]
@@ -109,19 +109,19 @@ def test_two_kinds_of_samples_are_refused() -> None:
     with_replacement = proposal([[(), (1,)]], sampled=True)
     other = Proposal(**{**vars(with_replacement), "draft_sampling": DraftSampling.WITHOUT_REPLACEMENT})
     with pytest.raises(UserError, match="must sample alike"):
-        merge([with_replacement, other])
+        combine([with_replacement, other])
 
 
 @pytest.mark.parametrize(
-    "plan", [None, DraftConfig(tree=DynamicTree(nodes=13, width=3, depth=4))], ids=["own", "dynamic"]
+    "draft_config", [None, DraftConfig(tree=DynamicTree(nodes=13, width=3, depth=4))], ids=["own", "dynamic"]
 )
-def test_greedy_text_is_plain_text(tiny_base: TinyBase, plan: DraftConfig | None) -> None:
+def test_greedy_text_is_plain_text(tiny_base: TinyBase, draft_config: DraftConfig | None) -> None:
     base = tiny_base()
     model = early_exit(base, 2, num_tokens=3)
     merged = CombinedDrafter([model, PromptLookup(4, matches=2)], [TokenTree.expansion([2, 2]), TokenTree.chain(4)])
     plain = [decode(base, None, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS]
-    single = [decode(base, merged, p, max_new_tokens=30, plan=plan, ignore_eos=True) for p in PROMPTS]
-    batch = decode_batch(base, merged, PROMPTS, max_new_tokens=30, plan=plan, ignore_eos=True)
+    single = [decode(base, merged, p, max_new_tokens=30, draft_config=draft_config, ignore_eos=True) for p in PROMPTS]
+    batch = decode_batch(base, merged, PROMPTS, max_new_tokens=30, draft_config=draft_config, ignore_eos=True)
     assert [r.tokens for r in single] == [r.tokens for r in batch] == plain
     alone = [decode(base, model, p, max_new_tokens=30, ignore_eos=True) for p in PROMPTS]
     assert sum(len(r.steps) for r in single) < sum(len(r.steps) for r in alone)
@@ -132,17 +132,17 @@ def test_a_small_union_gives_the_likeliest_nodes_of_the_first(tiny_base: TinyBas
     base = tiny_base()
     model, look_up, own = early_exit(base, 2, num_tokens=2), PromptLookup(3), TokenTree.expansion([3, 2])
     merged = CombinedDrafter([model, look_up], [own, TokenTree.chain(3)], nodes=room)
-    plan = DraftConfig(tree=cast(TokenTree, merged.tree))
-    state = merged.observe(merged.init_state(1), torch.tensor([[1, 2, 3, 4, 5, 2]]), None)
-    found = merged.draft(state, torch.tensor([3]), plan)  # 2, 3 came before, and 4, 5, 2 behind it
+    draft_config = DraftConfig(tree=cast(TokenTree, merged.tree))
+    state = merged.update(merged.init_state(1), torch.tensor([[1, 2, 3, 4, 5, 2]]), None)
+    found = merged.draft(state, torch.tensor([3]), draft_config)  # 2, 3 came before, and 4, 5, 2 behind it
     copied = {(4,), (4, 5), (4, 5, 2)}
     paths = set(trials(found, 0)) - {()}
     assert copied <= paths and len(found.shape) <= max(room, 4)
     alone = CombinedDrafter([model, PromptLookup(3)], [own.first(max(1, room - 3)), TokenTree.chain(3)]).draft(
-        state, last=torch.tensor([3]), plan=plan
+        state, last_token=torch.tensor([3]), draft_config=draft_config
     )
     assert paths == set(trials(alone, 0)) - {()}
-    nothing_found = merged.draft(state, torch.tensor([9]), plan)
+    nothing_found = merged.draft(state, torch.tensor([9]), draft_config)
     assert len(nothing_found.shape) == min(room, len(own))
 
 
@@ -169,21 +169,21 @@ def test_the_target_in_it_is_always_right(tiny_base: TinyBase) -> None:
 
 def test_states_stay_as_they_were(tiny_base: TinyBase) -> None:
     merged = CombinedDrafter([early_exit(tiny_base(), 2), PromptLookup()])
-    plan = DraftConfig(tree=cast(TokenTree, merged.tree))
-    state = merged.observe(merged.init_state(2), torch.tensor([[1, 2, 3, 1, 2]] * 2), None)
+    draft_config = DraftConfig(tree=cast(TokenTree, merged.tree))
+    state = merged.update(merged.init_state(2), torch.tensor([[1, 2, 3, 1, 2]] * 2), None)
     last = torch.tensor([3, 3])
-    before = merged.draft(state, last, plan).tokens
-    later = merged.observe(state, last[:, None], None)
-    merged.draft(later, last + 1, plan)
-    assert torch.equal(merged.draft(state, last, plan).tokens, before)
-    assert torch.equal(merged.draft(state.select([1]), last[:1], plan).tokens, before[:1])
+    before = merged.draft(state, last, draft_config).tokens
+    later = merged.update(state, last[:, None], None)
+    merged.draft(later, last + 1, draft_config)
+    assert torch.equal(merged.draft(state, last, draft_config).tokens, before)
+    assert torch.equal(merged.draft(state.select([1]), last[:1], draft_config).tokens, before[:1])
 
 
 def test_refusals(tiny_base: TinyBase) -> None:
     merged = CombinedDrafter([PromptLookup(3), PromptLookup(2)])
     assert merged.tree == union([TokenTree.chain(3), TokenTree.chain(2)]) and len(merged.tree) == 6
-    with pytest.raises(UserError, match="room for 4 nodes, but the merged drafters' trees have 6"):
-        decode(tiny_base(), merged, [1, 2], max_new_tokens=8, plan=DraftConfig(tree=TokenTree.chain(3)))
+    with pytest.raises(UserError, match="room for 4 nodes, but the combined drafters' trees have 6"):
+        decode(tiny_base(), merged, [1, 2], max_new_tokens=8, draft_config=DraftConfig(tree=TokenTree.chain(3)))
     with pytest.raises(UserError, match="at least two drafters, got 1"):
         CombinedDrafter([PromptLookup()])
     with pytest.raises(UserError, match="a merged tree of 1 nodes is wanted"):

@@ -24,14 +24,14 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+@pytest.mark.parametrize("draft_config", PLANS.values(), ids=list(PLANS))
 @pytest.mark.parametrize("architecture", ["llama", "gemma"])
-def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, plan: DraftConfig) -> None:
+def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, draft_config: DraftConfig) -> None:
     base = tiny_base(architecture)
     drafter = early_exit(base, 2)
     plain = [decode(base, None, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS]
-    single = [decode(base, drafter, p, max_new_tokens=30, plan=plan, ignore_eos=True) for p in PROMPTS]
-    batch = decode_batch(base, drafter, PROMPTS, max_new_tokens=30, plan=plan, ignore_eos=True)
+    single = [decode(base, drafter, p, max_new_tokens=30, draft_config=draft_config, ignore_eos=True) for p in PROMPTS]
+    batch = decode_batch(base, drafter, PROMPTS, max_new_tokens=30, draft_config=draft_config, ignore_eos=True)
     assert [r.tokens for r in single] == [r.tokens for r in batch] == plain
     # Near the end a row alone drafts less than one beside longer ones.
     accepted = [[[step.accepted for step in r.steps if step.position < 24] for r in rs] for rs in (single, batch)]
@@ -65,7 +65,7 @@ class Counted:
 def test_accepted_drafts_are_not_read_again(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """After a full acceptance one pass takes the last draft and the bonus: nothing lags behind."""
     base, drafter = tiny_base(), early_exit(tiny_base(), 2, num_tokens=3)
-    state = drafter.observe(drafter.init_state(rows), torch.arange(8).expand(rows, -1), None)
+    state = drafter.update(drafter.init_state(rows), torch.arange(8).expand(rows, -1), None)
     last = torch.full((rows,), 7)
     reads = Counted(drafter.model, monkeypatch)
     for tree in (TokenTree.chain(3), TokenTree.expansion([2, 2, 1])):
@@ -74,34 +74,34 @@ def test_accepted_drafts_are_not_read_again(tiny_base: TinyBase, monkeypatch: py
         while tree.parents.count(path[-1]):
             path.append(tree.parents.index(path[-1]))
         reads.passes.clear()
-        state = drafter.observe(state, drafted[:, path], None)
+        state = drafter.update(state, drafted[:, path], None)
         drafter.draft(state, torch.full((rows,), base.vocab_size - 1), DraftConfig(tree=TokenTree.chain(3)))
         assert reads.passes == [2, 1, 1]
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+@pytest.mark.parametrize("draft_config", PLANS.values(), ids=list(PLANS))
 @pytest.mark.parametrize("rows", [1, 3])
-def test_states_stay_as_they_were(tiny_base: TinyBase, plan: DraftConfig, rows: int) -> None:
+def test_states_stay_as_they_were(tiny_base: TinyBase, draft_config: DraftConfig, rows: int) -> None:
     """Whatever other states drafted meanwhile, and whatever of it the shared memory kept."""
     drafter = early_exit(tiny_base(), 2)
     prompt, counts = torch.arange(rows * 6).view(rows, 6), torch.tensor([6, 2, 4][:rows])
-    old = drafter.observe(drafter.init_state(rows), prompt, None, counts)
+    old = drafter.update(drafter.init_state(rows), prompt, None, counts)
     last = torch.arange(rows) + 50
-    first = drafter.draft(old, last, plan)
+    first = drafter.draft(old, last, draft_config)
     accepted = torch.cat([last[:, None], first.tokens[:, 1:2]], 1)
     kept = torch.tensor([2, 1, 2][:rows])
-    new = drafter.observe(old, accepted, None, kept)
-    other = drafter.observe(old, accepted + 1, None, kept)
+    new = drafter.update(old, accepted, None, kept)
+    other = drafter.update(old, accepted + 1, None, kept)
     for state in (new, other, old, new):
-        assert_same(drafter.draft(state, last, plan), drafter.draft(afresh(drafter, state), last, plan))
-    part = drafter.draft(new.select([rows - 1]), last[-1:], plan)
-    assert_same(part, drafter.draft(afresh(drafter, new.select([rows - 1])), last[-1:], plan))
+        assert_same(drafter.draft(state, last, draft_config), drafter.draft(afresh(drafter, state), last, draft_config))
+    part = drafter.draft(new.select([rows - 1]), last[-1:], draft_config)
+    assert_same(part, drafter.draft(afresh(drafter, new.select([rows - 1])), last[-1:], draft_config))
 
 
 def afresh(drafter: ModelDrafter, state: DraftState) -> DraftState:
     """The same committed tokens in a state that has read nothing."""
     text = state.text  # type: ignore[attr-defined]
-    return drafter.observe(drafter.init_state(len(text.lengths)), text.tokens, None, text.lengths)
+    return drafter.update(drafter.init_state(len(text.lengths)), text.tokens, None, text.lengths)
 
 
 def assert_same(left: Proposal, right: Proposal) -> None:
@@ -110,7 +110,7 @@ def assert_same(left: Proposal, right: Proposal) -> None:
 
 
 def test_a_long_answer_outgrows_the_memory(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_cache, "ROOM", 8)
+    monkeypatch.setattr(draft_cache, "INITIAL_CAPACITY", 8)
     base, drafter = tiny_base(), ModelDrafter(tiny_base(), num_tokens=7)
     plain = [decode(base, None, p, max_new_tokens=97, ignore_eos=True).tokens for p in PROMPTS[:2]]
     single = [decode(base, drafter, p, max_new_tokens=97, ignore_eos=True) for p in PROMPTS[:2]]
@@ -125,7 +125,7 @@ def test_drafts_only_ids_that_the_model_knows(tiny_base: TinyBase) -> None:
     small.vocab_size = 200  # as if the base's other ids were padding
     small.logits = lambda hidden: base.logits(hidden)[..., :200]  # type: ignore[method-assign]
     drafter = ModelDrafter(small, base)
-    state = drafter.observe(drafter.init_state(1), torch.tensor([[5, 250, 7]]), None)
+    state = drafter.update(drafter.init_state(1), torch.tensor([[5, 250, 7]]), None)
     assert int(drafter.draft(state, torch.tensor([299]), PLANS["expansion"]).tokens[:, 1:].max()) < 200
     small.vocab_size = 301
     with pytest.raises(UserError, match="has 301 ids but the target has 300"):
@@ -135,15 +135,22 @@ def test_drafts_only_ids_that_the_model_knows(tiny_base: TinyBase) -> None:
 def test_adaptive_length(tiny_base: TinyBase) -> None:
     """+2 after a full acceptance, -1 otherwise, within the tree; one prompt at a time."""
     base = tiny_base()
-    plan = DraftConfig(tree=TokenTree.chain(6), adaptive=AdaptiveLength(start=2))
-    right = decode(base, ModelDrafter(base, num_tokens=6), PROMPTS[0], max_new_tokens=30, plan=plan, ignore_eos=True)
+    draft_config = DraftConfig(tree=TokenTree.chain(6), adaptive=AdaptiveLength(start=2))
+    right = decode(
+        base,
+        ModelDrafter(base, num_tokens=6),
+        PROMPTS[0],
+        max_new_tokens=30,
+        draft_config=draft_config,
+        ignore_eos=True,
+    )
     assert [step.depth for step in right.steps][:4] == [2, 4, 6, 6]
     plain = decode(base, None, PROMPTS[0], max_new_tokens=30, ignore_eos=True)
     wrong = ModelDrafter(tiny_base(seed=1), num_tokens=6)
-    result = decode(base, wrong, PROMPTS[0], max_new_tokens=30, plan=plan, ignore_eos=True)
+    result = decode(base, wrong, PROMPTS[0], max_new_tokens=30, draft_config=draft_config, ignore_eos=True)
     assert [step.depth for step in result.steps][:3] == [2, 1, 1] and result.tokens == plain.tokens
     with pytest.raises(UserError, match="one prompt at a time, got 3"):
-        decode_batch(base, wrong, PROMPTS, max_new_tokens=8, plan=plan)
+        decode_batch(base, wrong, PROMPTS, max_new_tokens=8, draft_config=draft_config)
 
 
 def test_early_exit_leaves_the_base_as_it_is(tiny_base: TinyBase) -> None:

@@ -24,15 +24,15 @@ def observe(drafter: PromptLookup, texts: list[list[int]]) -> DraftState:
     padded = torch.tensor([[*text, *[99] * (longest - len(text))] for text in texts])
     counts = torch.tensor([len(text) - 1 for text in texts])
     halves = (counts // 2, counts - counts // 2)
-    state = drafter.observe(state, padded, None, halves[0])
+    state = drafter.update(state, padded, None, halves[0])
     rest = torch.stack([row.roll(-int(half)) for row, half in zip(padded, halves[0], strict=True)])
-    return drafter.observe(state, rest, None, halves[1])
+    return drafter.update(state, rest, None, halves[1])
 
 
-def draft(drafter: PromptLookup, texts: list[list[int]], plan: DraftConfig | None = None) -> Proposal:
+def draft(drafter: PromptLookup, texts: list[list[int]], draft_config: DraftConfig | None = None) -> Proposal:
     assert drafter.tree is not None
     last = torch.tensor([text[-1] for text in texts])
-    return drafter.draft(observe(drafter, texts), last, plan or DraftConfig(tree=drafter.tree))
+    return drafter.draft(observe(drafter, texts), last, draft_config or DraftConfig(tree=drafter.tree))
 
 
 def paths(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
@@ -82,11 +82,11 @@ def test_no_more_nodes_than_planned() -> None:
 def test_states_stay_as_they_were() -> None:
     drafter = PromptLookup(3)
     state = observe(drafter, [[1, 2, 3, 1, 2], [4, 4, 4]])
-    last, plan = torch.tensor([2, 4]), DraftConfig(tree=TokenTree.chain(3))
-    before = drafter.draft(state, last, plan).tokens
-    drafter.observe(state, torch.tensor([[2, 9], [4, 9]]), None, torch.tensor([2, 1]))
-    assert torch.equal(drafter.draft(state, last, plan).tokens, before)
-    chosen = drafter.draft(state.select([0]), last[:1], plan).tokens
+    last, draft_config = torch.tensor([2, 4]), DraftConfig(tree=TokenTree.chain(3))
+    before = drafter.draft(state, last, draft_config).tokens
+    drafter.update(state, torch.tensor([[2, 9], [4, 9]]), None, torch.tensor([2, 1]))
+    assert torch.equal(drafter.draft(state, last, draft_config).tokens, before)
+    chosen = drafter.draft(state.select([0]), last[:1], draft_config).tokens
     assert torch.equal(chosen, before[:1, : chosen.shape[1]])
 
 

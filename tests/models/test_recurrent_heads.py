@@ -62,20 +62,20 @@ def test_drafting_along_a_text_is_what_training_computes(tiny_base: TinyBase, ki
     for t in range(9):
         state = head.init_state(2)
         first = max(1, t - 3)  # a prompt, and the rest token by token
-        state = head.observe(state, ids[:, :first], Features(final=features.final[:, :first]))
+        state = head.update(state, ids[:, :first], Features(final=features.final[:, :first]))
         for i in range(first, t + 1):
-            state = head.observe(state, ids[:, i : i + 1], Features(final=features.final[:, i : i + 1]))
+            state = head.update(state, ids[:, i : i + 1], Features(final=features.final[:, i : i + 1]))
         here = t if t >= first else first - 1
         with torch.inference_mode():
-            expansion = head.begin(state, ids[:, here + 1], PLANS["chain"])
-            logits = [expansion.root()]
+            draft_pass = head.start(state, ids[:, here + 1], PLANS["chain"])
+            logits = [draft_pass.root()]
             for k in range(1, 3):
                 if here + 1 + k >= ids.shape[1]:
                     break
                 right = ids[:, here + 1 + k]
                 # The right one stands second; the node beside it descends from it too and must change nothing.
                 drafts, parents = torch.stack([right * 0 + 7, right], 1), torch.ones(2, 2, dtype=torch.int64)
-                logits.append(expansion.grow(drafts, parents if k > 1 else 0 * parents))
+                logits.append(draft_pass.step(drafts, parents if k > 1 else 0 * parents))
         for k, found in enumerate(logits):
             for row in range(2):
                 flat = row * ids.shape[1] + here
@@ -97,9 +97,9 @@ def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, kind:
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, plain, strict=True)][:2]
     head = fitted(CONFIGS[kind]().build(base, d2t), rows_of(texts), 15)
     for name in PLANS if architecture == "llama" else ["chain", "tree"]:
-        plan = PLANS[name]
-        both = decode_batch(base, head, PROMPTS, max_new_tokens=16, plan=plan, ignore_eos=True)
-        alone = decode(base, head, PROMPTS[0], max_new_tokens=16, plan=plan, ignore_eos=True)
+        draft_config = PLANS[name]
+        both = decode_batch(base, head, PROMPTS, max_new_tokens=16, draft_config=draft_config, ignore_eos=True)
+        alone = decode(base, head, PROMPTS[0], max_new_tokens=16, draft_config=draft_config, ignore_eos=True)
         assert [r.tokens for r in both] == plain and alone.tokens == plain[0], name
         accepted = [step.accepted for r in both for step in r.steps]
         assert sum(accepted) > 5 and min(accepted) == 0, name
@@ -114,15 +114,15 @@ def test_a_state_stays_as_it_was(tiny_base: TinyBase, kind: str) -> None:
     head = randomised(CONFIGS[kind]().build(base)).eval()
     batch = rows_of([list(range(20, 40)), list(range(60, 80))])
     final = base.features(batch, head.spec).final
-    state = head.observe(head.init_state(2), batch.input_ids[:, :8], Features(final=final[:, :8]))
-    state = head.observe(state, batch.input_ids[:, 8:12], Features(final=final[:, 8:12]), torch.tensor([3, 1]))
+    state = head.update(head.init_state(2), batch.input_ids[:, :8], Features(final=final[:, :8]))
+    state = head.update(state, batch.input_ids[:, 8:12], Features(final=final[:, 8:12]), torch.tensor([3, 1]))
     last = torch.tensor([31, 69])
 
     def drafted(state: object, rows: list[int]) -> list[list[int]]:
         return head.draft(state, last[rows], PLANS["tree"]).tokens.tolist()  # type: ignore[arg-type]
 
     first = drafted(state, [0, 1])
-    later = head.observe(state, batch.input_ids[:, 12:14], Features(final=final[:, 12:14]))
+    later = head.update(state, batch.input_ids[:, 12:14], Features(final=final[:, 12:14]))
     second = drafted(later, [0, 1])
     assert second != first
     assert drafted(state.select([1]), [1]) == first[1:]
@@ -155,9 +155,9 @@ def test_training_renews_what_drafting_packed(tiny_base: TinyBase, kind: str) ->
     features = base.features(rows_of(texts), head.spec)
 
     def drafted(head: DraftHead) -> torch.Tensor:
-        state = head.observe(head.init_state(1), torch.tensor([texts[0][:5]]), Features(final=features.final[:, :5]))
+        state = head.update(head.init_state(1), torch.tensor([texts[0][:5]]), Features(final=features.final[:, :5]))
         with torch.inference_mode():
-            return head.begin(state, torch.tensor([35]), PLANS["chain"]).root()
+            return head.start(state, torch.tensor([35]), PLANS["chain"]).root()
 
     before = drafted(head)
     randomised(fitted(head, rows_of(texts), 1).train()).eval()
@@ -194,7 +194,7 @@ def test_heads_learn_a_base_that_counts(tiny_base: TinyBase, kind: str) -> None:
     ratios = head.loss(batch, features, LossConfig()).ratios()
     assert [ratios[f"accept_{k}"].value for k in (1, 2, 3)] == [1.0, 1.0, 1.0]
     text = torch.arange(20, 31)[None]
-    state = head.observe(head.init_state(1), text, Features(final=directions[text]))
+    state = head.update(head.init_state(1), text, Features(final=directions[text]))
     assert head.draft(state, torch.tensor([31]), PLANS["chain"]).tokens.tolist() == [[31, 32, 33, 34]]
 
 
@@ -211,13 +211,13 @@ def test_law_of_sampled_answers(kind: str) -> None:
     probs = [law_of_answers(base, prompt, SAMPLER, LENGTH) for prompt in prompts]
     texts = [[*p, *answer] for p, found in zip(prompts, probs, strict=True) for answer in found]
     head = fitted(CONFIGS[kind]().build(base), rows_of(texts), 12)
-    plan = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
+    draft_config = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     results = decode_batch(
         base,
         head,
         prompts * 150,
         max_new_tokens=LENGTH,
-        plan=plan,
+        draft_config=draft_config,
         sampler=SAMPLER,
         seeds=list(range(300)),
         ignore_eos=True,

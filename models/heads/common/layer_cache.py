@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftState, last_of
+from drafthead.models.decoding.contract import DraftState, last_valid
 from drafthead.models.decoding.draft_cache import ROW_BY_ROW, PendingNodes, rewind
 from drafthead.models.heads.common.attention_layer import Layer
 
-ROOM = 256
+INITIAL_CAPACITY = 256
 """Positions to begin with, behind what is read first; doubled when they run out."""
 
 
@@ -38,7 +38,7 @@ class LayerKVCache:
         """These rows only, in memory of their own."""
         chosen = LayerKVCache(self.layer, self._shape)
         if self._cache is not None:
-            self._cache.roll_back()
+            self._cache.crop()
             chosen._cache = self._cache.select(rows)
         return chosen
 
@@ -71,7 +71,7 @@ class LayerKVCache:
         self._up_to, self._last = text, None
         return self._read(inputs, text.lengths, text.counts + 1)
 
-    def grow(self, inputs: Tensor, parents: Tensor) -> Tensor:
+    def extend(self, inputs: Tensor, parents: Tensor) -> Tensor:
         """Read one more level of nodes behind what was read last.
 
         Args:
@@ -110,7 +110,7 @@ class LayerKVCache:
         rewind(cache, start)
         found = self._run(inputs, depths, chain)
         cache.commit(counts)
-        return last_of(found, counts)
+        return last_valid(found, counts)
 
     def _forget_nodes(self, rows: int) -> None:
         self._forest, self._depth, self._width = PendingNodes.none(rows, self._shape.device), 0, 0
@@ -121,7 +121,7 @@ class LayerKVCache:
         cache = cache or self._cache
         assert cache is not None
         positions = cache.positions(depths).expand(inputs.shape[0], -1)
-        cache.open(inputs.shape[1])
+        cache.reserve(inputs.shape[1])
         return self.layer(inputs, positions, cache.mask(ancestors, self._shape.dtype), cache)
 
     def _make_room(self, start: Tensor, new: int) -> KVCache | RaggedCache:
@@ -129,13 +129,13 @@ class LayerKVCache:
         needed, old = int(start.max()) + new, self._cache  # a padded pass writes behind the shorter rows too
         if old is not None and old.capacity >= needed:
             return old
-        capacity = needed + ROOM if old is None else 2 * needed
+        capacity = needed + INITIAL_CAPACITY if old is None else 2 * needed
         if old is None:
             self._cache = (
                 KVCache(self._shape, capacity) if len(start) == 1 else RaggedCache(self._shape, len(start), capacity)
             )
         else:
-            self._cache = old.enlarged(self._shape, capacity)
+            self._cache = old.resize(self._shape, capacity)
         return self._cache
 
 

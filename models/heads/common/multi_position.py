@@ -15,7 +15,7 @@ from torch import Tensor
 from drafthead.data.batch import Features, LossOutput, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.decoding.contract import DraftConfig, DraftState, last_of
+from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
 from drafthead.models.heads.common.losses import LossConfig, heads_loss, loss_output
 from drafthead.models.heads.common.targets import DraftTargets
@@ -84,11 +84,11 @@ class LastStateHead(MultiPositionHead):
             hidden=self.target_lm_head.weight.new_full((batch, self.target_lm_head.weight.shape[1]), torch.nan)
         )
 
-    def observe(
+    def update(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
     ) -> HeadState:
         assert features is not None
-        return HeadState(hidden=last_of(features.final, counts))
+        return HeadState(hidden=last_valid(features.final, counts))
 
 
 States = tuple[Tensor, ...]
@@ -112,9 +112,9 @@ class RecurrentHead(LastStateHead):
             tokens: [B, F] int64 target ids: the root for k = 0, then drafts.
         """
 
-    def begin(self, state: DraftState, last: Tensor, plan: DraftConfig) -> "RecurrentDraftPass":
+    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "RecurrentDraftPass":
         assert isinstance(state, HeadState)
-        return RecurrentDraftPass(self.advance, self.first_states(state.hidden[:, None].to(self.dtype)), last)
+        return RecurrentDraftPass(self.advance, self.first_states(state.hidden[:, None].to(self.dtype)), last_token)
 
     def advance(self, k: int, tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
         """Logits and states of position k, of ``states`` [B, P, ...] above and ``parents`` [B, F], places there."""
@@ -131,17 +131,17 @@ class RecurrentHead(LastStateHead):
 class RecurrentDraftPass:
     """Drafting in progress: the states of the level that was read last."""
 
-    def __init__(self, advance: Callable[..., States], states: States, last: Tensor) -> None:
+    def __init__(self, advance: Callable[..., States], states: States, last_token: Tensor) -> None:
         """``advance`` as :meth:`RecurrentHead.advance`; ``states`` [B, 1, ...] before ``last`` ([B]) is read."""
-        self._advance, self._states, self._last = advance, states, last
+        self._advance, self._states, self._last = advance, states, last_token
         self._position = 0
 
     def root(self) -> Tensor:
         """As ``DraftPass.root``: [B, 1, W]."""
         tokens = self._last[:, None]
-        return self.grow(tokens, torch.zeros_like(tokens))
+        return self.step(tokens, torch.zeros_like(tokens))
 
-    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """As ``DraftPass.grow``: [B, F] int64 each -> [B, F, W]."""
         logits, *states = self._advance(self._position, tokens, parents, *self._states)
         self._states = tuple(states)
