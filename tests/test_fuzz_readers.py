@@ -41,7 +41,7 @@ from drafthead.eval.trees.texts import read_texts
 from drafthead.models.base import adapter
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
-from drafthead.models.formats.checkpoint import read_artefact
+from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.files import read_threshold, read_tree
 from drafthead.models.heads.medusa import MedusaConfig
@@ -296,7 +296,7 @@ READERS = {
     ),
     "adapter": Reader(make_adapter, read_adapter, exact=False),
     "base": Reader(make_base, read_base, exact=False),
-    "published head": Reader(make_published, lambda f: read_artefact(f, "model.safetensors"), exact=False),
+    "published head": Reader(make_published, lambda f: PublishedCheckpoint.read(f, "model.safetensors"), exact=False),
     "metrics": Reader(
         written("m.jsonl", '{"a": 1}\n{"a": 2}\n'), lambda f: read_json_lines(f / "m.jsonl"), exact=False
     ),

@@ -23,9 +23,8 @@ from drafthead.eval.lossless.export_check import GateResult, run_gate, training_
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.trees.texts import Text, plain_answers, read_texts
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
+from drafthead.models.base.config import DTYPES, BaseConfig
 from drafthead.models.formats import FORMATS, format_named
-from drafthead.models.formats.checkpoint import DTYPES
 from drafthead.models.formats.contract import Format
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.loading import load_base_and_head

@@ -1,7 +1,6 @@
 """A published head as files: a ``config.json`` and named tensors in safetensors, read and written without pickles."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from drafthead.data.utils.files import read_json, require_space, safe_join, writ
 from drafthead.data.utils.hub import refuse_pickles
 
 CONFIG = "config.json"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -24,54 +22,58 @@ class PublishedCheckpoint:
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
-    source: str = "the artefact"
+    source: str = "the checkpoint"
     """What to call it in messages."""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     """What was repaired while reading, for people."""
 
-    def integer(self, *keys: str) -> int:
-        """A positive integer of the config; ``keys`` lead into nested dictionaries.
+    @classmethod
+    def read(cls, folder: Path, weights_file: str) -> "PublishedCheckpoint":
+        """Read a published folder; weights may be sharded (``WEIGHTS.index.json``).
 
         Raises:
-            UserError: it is missing or something else.
+            UserError: a missing or damaged file; weights that are only there as a pickle.
         """
-        found: Any = self.config
-        for key in keys:
-            found = found.get(key) if isinstance(found, dict) else None
+        config = read_json(safe_join(folder, CONFIG))
+        if not isinstance(config, dict):
+            raise UserError(f"{folder}/{CONFIG} holds a {type(config).__name__}, expected an object; copy it again")
+        return cls(config=config, tensors=_read_tensors(folder, weights_file), source=str(folder))
+
+    def write(self, folder: Path, weights_file: str, dtype: torch.dtype | None) -> None:
+        """Write ``config.json`` and the tensors, floating-point ones as ``dtype`` (None: as they are).
+
+        Every tensor is copied: safetensors refuses tensors that share memory.
+        """
+        tensors = {
+            name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True).contiguous()
+            for name, tensor in self.tensors.items()
+        }
+        require_space(folder, sum(t.nbytes for t in tensors.values()) + (1 << 20), "the export")
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / weights_file, metadata={"format": "pt"})
+        write_json(folder / CONFIG, self.config)
+
+    def integer(self, key: str) -> int:
+        """A positive integer of the config."""
+        found = self.config.get(key)
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-            raise UserError(
-                f"{self.source}: config.json has {found!r} as {'.'.join(keys)}, expected a positive whole number"
-            )
+            raise UserError(f"{self.source}: config.json has {found!r} as {key}, expected a positive whole number")
         return found
 
-    def with_notes(self, *notes: str, **changes: Any) -> "PublishedCheckpoint":
+    def width(self, key: str, name: str) -> int:
+        """A width that the config says under ``key`` and the rows of tensor ``name`` confirm.
+
+        Nothing is built from a config alone whose weights are of another size.
+        """
+        size, found = self.integer(key), self.tensors.get(name)
+        if found is None or len(found) != size:
+            rows = f"it has no tensor {name}" if found is None else f"{name} has {len(found)} rows"
+            raise UserError(f"{self.source}: config.json says {key} {size}, but {rows}; copy the folder again")
+        return size
+
+    def updated(self, *notes: str, **changes: Any) -> "PublishedCheckpoint":
         """A repaired copy that says what was done."""
         return replace(self, notes=(*self.notes, *notes), **changes)
-
-
-def write_artefact(artefact: PublishedCheckpoint, folder: Path, weights_file: str) -> None:
-    """Write ``config.json`` and the tensors into ``folder``.
-
-    Raises:
-        UserError: not enough space.
-    """
-    size = sum(t.numel() * t.element_size() for t in artefact.tensors.values())
-    require_space(folder, size + (1 << 20), "the export")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(_separate(artefact.tensors), folder / weights_file, metadata={"format": "pt"})
-    write_json(folder / CONFIG, artefact.config)
-
-
-def read_artefact(folder: Path, weights_file: str) -> PublishedCheckpoint:
-    """Read a published folder; weights may be sharded (``WEIGHTS.index.json``).
-
-    Raises:
-        UserError: a missing or damaged file; weights that are only there as a pickle.
-    """
-    config = read_json(safe_join(folder, CONFIG))
-    if not isinstance(config, dict):
-        raise UserError(f"{folder}/{CONFIG} holds a {type(config).__name__}, expected an object; copy it again")
-    return PublishedCheckpoint(config=config, tensors=_read_tensors(folder, weights_file), source=str(folder))
 
 
 def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
@@ -109,21 +111,3 @@ def contents(folder: Path) -> str:
     """What a folder holds, for messages."""
     names = sorted(path.name for path in folder.iterdir())
     return f"it holds {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}" if names else "it is empty"
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors on the CPU that share no memory, which safetensors refuses to write."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        if tensor.untyped_storage().data_ptr() in seen:
-            tensor = tensor.clone()
-        seen.add(tensor.untyped_storage().data_ptr())
-        found[name] = tensor
-    return found
-
-
-def cast(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Floating-point tensors in another dtype; None keeps them."""
-    return {k: v.to(dtype) if dtype and v.is_floating_point() else v for k, v in tensors.items()}

@@ -1,15 +1,14 @@
-"""What a published format is: which head it holds, how it is written and read, and who loads it.
+"""What a published format is: which head it holds, how its names map to the head's parameters, and who loads it.
 
-``expected_shapes`` is the contract with the engine: every tensor that its loader asks for, with its shape, from the
-config
-alone. ``check`` compares a folder with it in both directions, because engines skip what they do not know (a misnamed
-tensor would stay at its initial value without a word) and some also skip what they miss.
+A format states one mapping: :meth:`Format.tensors`, from published names to the head's own parameters (or views of
+them). Writing saves those tensors. Reading builds a head from ``config.json``, compares names and shapes in both
+directions and copies the values into the same tensors. Both directions matter: engines skip tensors that they do not
+know, so a misnamed one would stay at its initial value without a word.
 """
-# What heads do and formats cannot say. An export lists all of it at once, with the settings that avoid it.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,8 +19,11 @@ from drafthead.data.embedded.packages import SMOLLM2_NAME
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import EMBEDDED
-from drafthead.models.formats.checkpoint import PublishedCheckpoint, cast, read_artefact, write_artefact
+from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
+
+BASE_NAME = "base_model_name_or_path"
+"""Config key by which engines find the base. All formats carry it; engines that do not know it ignore it."""
 
 
 @dataclass(frozen=True)
@@ -32,41 +34,6 @@ class Unsupported:
     """``it reads ...``: with the head as the subject."""
     instead: str
     """Settings that avoid it."""
-
-
-def unsupported_adapter(head: DraftHead) -> list[Unsupported]:
-    """A base with an adapter merged into it: its name, by which engines download it, would find another one."""
-    adapter = head.base.config.adapter
-    if adapter is None:
-        return []
-    return [
-        Unsupported(
-            f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load",
-            "publish the base as a whole model, which head.save_merged=true writes, and name it: base_name=user/repo",
-        )
-    ]
-
-
-def unsupported_vocabulary(head: DraftHead, instead: str = "") -> list[Unsupported]:
-    """A draft vocabulary where the format has none: rows for the other ids would need values that nobody trained.
-
-    Args:
-        head: may draft over the whole vocabulary, which is none.
-        instead: another format that has one: ``to=...``.
-    """
-    if len(head.d2t) == head.base.vocab_size:
-        return []
-    return [
-        Unsupported(
-            f"it drafts over {len(head.d2t)} of {head.base.vocab_size} ids, and the format has no draft vocabulary",
-            " or ".join(filter(None, ["head.draft_vocab_size=null", instead])),
-        )
-    ]
-
-
-Shape = tuple[int, ...]
-BASE_NAME = "base_model_name_or_path"
-"""Config key by which engines find the base; all formats carry it, where it is none of theirs it does no harm."""
 
 
 @dataclass(frozen=True)
@@ -89,60 +56,60 @@ class Format(ABC):
     """What people call it."""
     weights_file: ClassVar[str] = "model.safetensors"
     head: ClassVar[type[DraftHead]]
+    head_config: ClassVar[type[DraftHeadConfig]]
     engines: ClassVar[tuple[Engine, ...]]
-    config_keys: ClassVar[frozenset[str]]
-    """What is read of a ``config.json``, so what an import may override."""
+    required: ClassVar[Mapping[str, str]] = {}
+    """Keys of ``config.json`` with a whole number that must be there -> the head's settings that they say."""
+    optional: ClassVar[Mapping[str, str]] = {}
+    """Further keys -> settings; where a key is missing the setting keeps its default."""
+    sizes: ClassVar[Mapping[str, str]] = {"hidden_size": "hidden_size", "vocab_size": "vocab_size"}
+    """Keys that say sizes of the base -> attributes of :class:`BaseModel`."""
+    other_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys that are read besides. An import may override any key that is read."""
+
+    ignored_tensors: ClassVar[frozenset[str]] = frozenset()
+    """Names that a file may have and that are not loaded."""
+
+    # What a format says ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def pack(self, head: Any) -> PublishedCheckpoint:
-        """Config and tensors of a trained head of class ``self.head`` without :meth:`unsupported`."""
+    def tensors(self, head: Any) -> dict[str, Tensor]:
+        """The head's parameters, or views of them, by their published names."""
 
-    def unsupported(self, head: Any) -> list[Unsupported]:
-        """Everything that the head does and the format cannot say."""
-        return []
+    def derived_tensors(self, head: Any) -> dict[str, Tensor]:
+        """Tensors of the format that the head does not own: copies of the base's weights, index tables."""
+        return {}
 
-    @abstractmethod
-    def expected_shapes(self, artefact: PublishedCheckpoint) -> dict[str, Shape]:
-        """Names and shapes of all tensors that the engine's loader asks for.
+    def config(self, head: Any) -> dict[str, Any]:
+        """The ``config.json`` of a head."""
+        return {key: getattr(head.config, name) for key, name in {**self.required, **self.optional}.items()}
 
-        Raises:
-            UserError: a config key that it needs is missing or wrong.
-        """
+    def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+        """The head's settings, from a normalized checkpoint."""
+        found: dict[str, Any] = {name: checkpoint.integer(key) for key, name in self.required.items()}
+        defaults = self.head_config()
+        for key, name in self.optional.items():
+            if (value := checkpoint.config.get(key)) is not None:
+                kind = type(getattr(defaults, name))
+                found[name] = checkpoint.integer(key) if kind is int else kind(value)
+        return found
 
     @abstractmethod
     def matches(self, config: dict[str, Any]) -> bool:
         """True for a ``config.json`` that looks like this format (for imports that do not say which it is)."""
 
-    @abstractmethod
-    def settings(self, artefact: PublishedCheckpoint) -> DraftHeadConfig:
-        """The head's settings, of a checked artefact.
+    def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
+        """Without the known defects of published files, named as drafthead writes them; notes say what was changed."""
+        return checkpoint
 
-        Raises:
-            UserError: it sets what no head here has.
-        """
+    def unsupported(self, head: Any) -> list[Unsupported]:
+        """Everything that the head does and the format cannot say."""
+        return []
 
-    @abstractmethod
-    def load_weights(self, head: Any, artefact: PublishedCheckpoint) -> None:
-        """Copy the tensors into a freshly built head.
+    def require_same(self, checkpoint: PublishedCheckpoint, head: Any) -> None:  # noqa: B027
+        """Refuse a checkpoint that, beside this base, would be another head than the one built from its config."""
 
-        Raises:
-            UserError: a tensor of another shape, or one that shows that the head was made for another base.
-        """
-
-    def normalize(self, artefact: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Without the known defects of published files and with the names of ``expected_shapes``; notes say what was
-        changed.
-
-        Raises:
-            UserError: a variant that no head here is.
-        """
-        return artefact
-
-    def sizes(self, artefact: PublishedCheckpoint) -> dict[str, int]:
-        """``hidden_size`` and ``vocab_size`` of the base that the artefact was made for."""
-        return {key: artefact.integer(key) for key in ("hidden_size", "vocab_size")}
-
-    def vocabulary(self, artefact: PublishedCheckpoint) -> Tensor | None:
+    def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
         """The draft vocabulary's target ids [W] int64; None for the whole vocabulary."""
         return None
 
@@ -150,151 +117,154 @@ class Format(ABC):
         """The engines with what is known of their support of this ``head``."""
         return self.engines
 
+    # What all formats share ------------------------------------------------------------------------------------
+
+    @property
+    def config_keys(self) -> frozenset[str]:
+        """All keys of a ``config.json`` that are read."""
+        return self.other_keys | {*self.required, *self.optional, *self.sizes}
+
     def loaded_by(self, head: Any) -> list[str]:
         """Engines whose newest version loads ``head`` in this format."""
         return [engine.name for engine in self.engines_for(head) if engine.current]
 
-    # What all formats share ------------------------------------------------------------------------------------
-
     def export(
         self, head: DraftHead, folder: Path, dtype: torch.dtype | None = None, base_name: str | None = None
-    ) -> PublishedCheckpoint:
-        """Write ``head`` into ``folder`` and return what was written.
+    ) -> None:
+        """Write ``head`` into ``folder``.
 
         Args:
             head: a trained head.
             folder: may not exist yet.
             dtype: of the weights; None keeps the head's.
             base_name: what engines download the base by; None: the name that the base has here.
-
-        Raises:
-            UserError: another head than the format holds, or one that it cannot express; not enough space.
         """
-        self.require_head(head)
-        unsupported = [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]
-        if unsupported:
-            listed = "; ".join(f"{obstacle.found} ({obstacle.instead})" for obstacle in unsupported)
+        self._require_head_class(head)
+        found = [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]
+        if found:
+            listed = "; ".join(f"{one.found} ({one.instead})" for one in found)
             raise UserError(f"the format {self.name} cannot hold this head: {listed}")
-        packed = self.pack(head)
-        tensors = cast(packed.tensors, dtype)
-        kind = next(str(t.dtype).removeprefix("torch.") for t in tensors.values() if t.is_floating_point())
-        config = {**packed.config, "torch_dtype": kind, BASE_NAME: base_name or published_name(head.base)}
-        artefact = replace(packed, config=config, tensors=tensors)
-        self.check(artefact)
-        write_artefact(artefact, folder, self.weights_file)
-        return artefact
-
-    def require_head(self, head: DraftHead) -> None:
-        """Refuse heads that other formats hold.
-
-        Raises:
-            UserError: the head is of another class.
-        """
-        if isinstance(head, self.head):
-            return
-        from drafthead.models.formats import FORMATS
-
-        kind = type(head).__name__
-        fitting = [f"to={found.name}" for found in FORMATS.values() if isinstance(head, found.head)]
-        raise UserError(
-            f"the format {self.name} holds {_an(self.head.__name__)}; {_an(kind)} is exported {' or '.join(fitting)}"
-            if fitting
-            else f"no published format holds {_an(kind)}, and {self.name} holds {_an(self.head.__name__)}; use the "
-            "head folder itself"
-        )
+        kind = str(dtype or next(head.parameters()).dtype).removeprefix("torch.")
+        config = self.config(head) | {"torch_dtype": kind, BASE_NAME: base_name or published_name(head.base)}
+        PublishedCheckpoint(config, self._all_tensors(head)).write(folder, self.weights_file, dtype)
 
     def read(self, folder: Path, config: dict[str, Any] | None = None) -> PublishedCheckpoint:
-        """The repaired and checked content of a published folder; ``config`` overrides keys of its ``config.json``.
+        """The normalized content of a published folder; ``config`` overrides keys of its ``config.json``.
 
         Raises:
-            UserError: missing, damaged or pickled files; names or shapes that the engine's loader would not find; a key
-                to override that nothing reads.
+            UserError: missing, damaged or pickled files; a variant that no head here is; an override of a key that is
+                not read.
         """
-        unknown = sorted(set(config or {}) - self.config_keys - {BASE_NAME})
-        if unknown:
+        if unknown := sorted(set(config or {}) - self.config_keys - {BASE_NAME}):
             raise UserError(
                 f"the format {self.name} reads no {', '.join(f'config.{key}' for key in unknown)}; it reads "
                 f"{', '.join(sorted(self.config_keys))}"
             )
-        found = read_artefact(folder, self.weights_file)
-        artefact = self.normalize(replace(found, config={**found.config, **(config or {})}))
-        self.check(artefact)
-        return artefact
+        found = PublishedCheckpoint.read(folder, self.weights_file)
+        return self.normalize(found.updated(config={**found.config, **(config or {})}))
 
-    def load(self, folder: Path, base: BaseModel) -> DraftHead:
-        """The published head, attached to ``base``.
+    def attach(self, checkpoint: PublishedCheckpoint, base: BaseModel) -> DraftHead:
+        """A normalized checkpoint as a head of ``base``.
 
         Raises:
-            UserError: as :meth:`read`; or a head for a base of other sizes.
+            UserError: it was made for another base, or is no head that drafthead has.
         """
-        return self.attach(self.read(folder), base)
-
-    def attach(self, artefact: PublishedCheckpoint, base: BaseModel) -> DraftHead:
-        """A checked artefact as a head of ``base``.
-
-        Raises:
-            UserError: it was made for a base of other sizes, or has settings that no head here takes.
-        """
-        for key, size in self.sizes(artefact).items():
-            if size != getattr(base, key):
+        for key, size in self.sizes.items():
+            if (found := checkpoint.integer(key)) != getattr(base, size):
                 raise UserError(
-                    f"{artefact.source} was made for a base with {key} {size}, but {base.name} has "
-                    f"{getattr(base, key)}; name the base that it was trained for"
+                    f"{checkpoint.source} was made for a base with {size} {found}, but {base.name} has "
+                    f"{getattr(base, size)}; name the base that it was trained for"
                 )
         try:
-            settings = self.settings(artefact)
-            head = settings.build(base, self.vocabulary(artefact))
+            settings = self.head_config(**self.settings(checkpoint))
+            head = settings.build(base, self.vocabulary(checkpoint))
         except UserError:
             raise
-        except ValueError as error:
-            raise UserError(f"{artefact.source} holds a head that drafthead does not have: {error}") from None
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{checkpoint.source} holds a head that drafthead does not have: {error}") from None
+        self.require_same(checkpoint, head)
+        self._require_tensors(checkpoint, head)
         with torch.no_grad():
-            self.load_weights(head, artefact)
+            for name, parameter in self.tensors(head).items():
+                parameter.copy_(checkpoint.tensors[name])
         return head.eval()
 
-    def check(self, artefact: PublishedCheckpoint) -> None:
-        """Compare names and shapes with ``expected_shapes``.
+    def load(self, folder: Path, base: BaseModel) -> DraftHead:
+        """The published head in ``folder``, attached to ``base``: :meth:`read` and :meth:`attach`."""
+        return self.attach(self.read(folder), base)
 
-        Raises:
-            UserError: something is missing, unknown or of another shape.
-        """
-        wanted, found = self.expected_shapes(artefact), {k: tuple(v.shape) for k, v in artefact.tensors.items()}
-        missing, unknown = sorted(wanted.keys() - found), sorted(found.keys() - wanted)
+    def _all_tensors(self, head: DraftHead) -> dict[str, Tensor]:
+        return {**self.derived_tensors(head), **self.tensors(head)}
+
+    def _require_tensors(self, checkpoint: PublishedCheckpoint, head: DraftHead) -> None:
+        wanted = {name: tuple(tensor.shape) for name, tensor in self._all_tensors(head).items()}
+        found = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
+        missing, unknown = sorted(wanted.keys() - found), sorted(found.keys() - wanted - self.ignored_tensors)
         wrong = [f"{k} is {found[k]}, not {s}" for k, s in wanted.items() if k in found and found[k] != s]
         if missing or unknown or wrong:
             raise UserError(
-                f"{artefact.source} does not fit the format {self.name}: missing {_some(missing)}, unknown "
-                f"{_some(unknown)}, of another shape {_some(wrong)}; its config.json and weights may belong to "
-                "different heads"
+                f"{checkpoint.source} does not fit {head.base.name} in the format {self.name}: missing "
+                f"{_some(missing)}, unknown {_some(unknown)}, of another shape {_some(wrong)}; name the base that it "
+                "was trained for; or its config.json and weights belong to different heads"
             )
 
+    def _require_head_class(self, head: DraftHead) -> None:
+        if isinstance(head, self.head):
+            return
+        from drafthead.models.formats import FORMATS
 
-def assign(parameters: Mapping[str, Tensor], artefact: PublishedCheckpoint) -> None:
-    """Copy tensors into a head's parameters of the same names; shapes must be equal, so that nothing is broadcast.
+        kind, own = type(head).__name__, _an(self.head.__name__)
+        fitting = " or ".join(f"to={found.name}" for found in FORMATS.values() if isinstance(head, found.head))
+        if fitting:
+            raise UserError(f"the format {self.name} holds {own}; {_an(kind)} is exported {fitting}")
+        raise UserError(
+            f"no published format holds {_an(kind)}, and {self.name} holds {own}; use the head folder itself"
+        )
 
-    Raises:
-        UserError: a shape differs.
+
+def unsupported_adapter(head: DraftHead) -> list[Unsupported]:
+    """A base with an adapter merged into it: its name, by which engines download it, would find another one."""
+    adapter = head.base.config.adapter
+    if adapter is None:
+        return []
+    return [
+        Unsupported(
+            f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load",
+            "publish the base as a whole model, which head.save_merged=true writes, and name it: base_name=user/repo",
+        )
+    ]
+
+
+def unsupported_vocabulary(head: DraftHead, instead: str = "") -> list[Unsupported]:
+    """A draft vocabulary where the format has none; ``instead``: ``to=...`` of another format that has one.
+
+    Rows for the other ids would need values that nobody trained.
     """
-    for name, parameter in parameters.items():
-        tensor = artefact.tensors[name]
-        if tensor.shape != parameter.shape:
-            raise UserError(
-                f"{artefact.source}: {name} is {tuple(tensor.shape)}, and beside this base it would be "
-                f"{tuple(parameter.shape)}; name the base that it was trained for"
-            )
-        parameter.copy_(tensor)
+    if len(head.d2t) == head.base.vocab_size:
+        return []
+    return [
+        Unsupported(
+            f"it drafts over {len(head.d2t)} of {head.base.vocab_size} ids, and the format has no draft vocabulary",
+            " or ".join(filter(None, ["head.draft_vocab_size=null", instead])),
+        )
+    ]
 
 
-def _some(names: list[str]) -> str:
-    return f"[{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}]"
+def is_the_bases(tensor: Tensor, own: Tensor) -> bool:
+    """Whether a published copy of a weight is the base's own; a copy rounded to bfloat16 still is."""
+    return tensor.shape == own.shape and torch.allclose(tensor.to(own), own, rtol=2**-7, atol=1e-6)
 
 
 def published_name(base: BaseModel) -> str:
     """The base's name as others know it: what engines download the base by.
 
-    The name of a base with an adapter merged into it would find another base: see ``models/formats/unsupported.py``.
+    A base with an adapter merged into it has none: see :func:`unsupported_adapter`.
     """
     return SMOLLM2_NAME if base.name == EMBEDDED else base.name
+
+
+def _some(names: list[str]) -> str:
+    return f"[{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}]"
 
 
 def _an(name: str) -> str:

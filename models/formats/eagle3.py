@@ -18,20 +18,13 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.contract import Engine, Format, Shape, Unsupported, assign
-from drafthead.models.formats.tensors import (
-    CONFIG_KEYS,
-    attention_layout,
-    attention_tensors,
-    layer_config,
-    require_same_layer,
-)
+from drafthead.models.formats.contract import Engine, Format, Unsupported, is_the_bases
+from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head, published_layers
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-MLP = ("gate_proj", "up_proj", "down_proj")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+EMBEDDING = "embed_tokens.weight"
 
 
 class Eagle3Format(Format):
@@ -39,7 +32,7 @@ class Eagle3Format(Format):
 
     name = "eagle3"
     title = "EAGLE-3 (LlamaForCausalLMEagle3)"
-    head = Eagle3Head
+    head, head_config = Eagle3Head, Eagle3Config
     engines = (
         Engine(
             "vLLM", "0.33.0 loads it (llama_eagle3.py), for targets that give it hidden states of layers", current=True
@@ -48,59 +41,54 @@ class Eagle3Format(Format):
         Engine("TensorRT-LLM", "not established: its source was not read"),
         Engine("TGI", "no"),
     )
-    config_keys = CONFIG_KEYS | {
+    optional = {"norm_output": "norm_output", "num_tokens": "num_draft_tokens", "ttt_steps": "ttt_steps"}
+    sizes = {"target_hidden_size": "hidden_size", "vocab_size": "vocab_size"}
+    other_keys = LAYER_KEYS | {
         "architectures",
+        "hidden_size",
         "intermediate_size",
         "draft_vocab_size",
-        "target_hidden_size",
         "norm_before_residual",
-        "norm_output",
         "fc_norm",
         "eagle_config",
-        LAYER_IDS,
         "layers",
-        "num_tokens",
-        "ttt_steps",
+        LAYER_IDS,
     }
+    ignored_tensors = frozenset({EMBEDDING})
 
-    def pack(self, head: Eagle3Head) -> PublishedCheckpoint:
-        base, settings = head.base, head.config
+    def tensors(self, head: Eagle3Head) -> dict[str, Tensor]:
+        """Ours have the published names."""
+        return dict(head.named_parameters())
+
+    def derived_tensors(self, head: Eagle3Head) -> dict[str, Tensor]:
+        """The draft vocabulary as offsets and as marks; the base's output head where the head has none of its own."""
         output = head.output_head(0)
-        config = {
-            **layer_config(base),
+        return {
+            "lm_head.weight": output.weight * output.scale,
+            "d2t": head.d2t - torch.arange(len(head.d2t), device=head.d2t.device),
+            "t2d": head.t2d >= 0,
+        }
+
+    def config(self, head: Eagle3Head) -> dict[str, Any]:
+        return {
+            **layer_config(head.base),
+            **super().config(head),
             "architectures": [ARCHITECTURES[0]],
             "intermediate_size": head.midlayer.mlp.gate_proj.out_features,
             "draft_vocab_size": len(head.d2t),
-            "target_hidden_size": base.hidden_size,
+            "target_hidden_size": head.base.hidden_size,
             "norm_before_residual": False,
-            "norm_output": settings.norm_output,
-            "eagle_config": {"use_aux_hidden_state": True, "norm_before_fc": settings.norm_before_fc},
-            "num_tokens": settings.num_draft_tokens,
-            "ttt_steps": settings.ttt_steps,
+            "eagle_config": {"use_aux_hidden_state": True, "norm_before_fc": head.config.norm_before_fc},
         }
-        tensors = _parameters(head)
-        if head.lm_head is None:
-            tensors["lm_head.weight"] = output.weight * output.scale
-        tensors["d2t"] = head.d2t - torch.arange(len(head.d2t), device=head.d2t.device)
-        tensors["t2d"] = head.t2d >= 0
-        return PublishedCheckpoint(config, tensors)
 
     def unsupported(self, head: Eagle3Head) -> list[Unsupported]:
         found, agreed = [], list(published_layers(head.base.num_layers))
         if list(head.spec.layers) != agreed:
-            found.append(
-                Unsupported(
-                    f"it reads the layers {list(head.spec.layers)}, and engines agree on {agreed} alone",
-                    "head.layers=null",
-                )
-            )
+            what = f"it reads the layers {list(head.spec.layers)}, and engines agree on {agreed} alone"
+            found.append(Unsupported(what, "head.layers=null"))
         if head.lm_head is None and head.target_lm_head.softcap is not None:
-            found.append(
-                Unsupported(
-                    f"{head.base.name} caps its logits, and the format does not cap those of the base's projection",
-                    "head.own_lm_head=true",
-                )
-            )
+            what = f"{head.base.name} caps its logits, and the format does not cap those of the base's output head"
+            found.append(Unsupported(what, "head.own_lm_head=true"))
         return found
 
     def engines_for(self, head: Eagle3Head) -> tuple[Engine, ...]:
@@ -112,35 +100,14 @@ class Eagle3Format(Format):
         said += " ".join(f"head.{key}=false" for key in later)
         return tuple(replace(e, support=said, current=False) if e.name == "SGLang" else e for e in self.engines)
 
-    def expected_shapes(self, artefact: PublishedCheckpoint) -> dict[str, Shape]:
-        width, inner = artefact.integer("hidden_size"), artefact.integer("intermediate_size")
-        rows, sources = artefact.integer("draft_vocab_size"), 3 * artefact.integer("target_hidden_size")
-        wanted: dict[str, Shape] = {
-            "fc.weight": (width, sources),
-            **{f"midlayer.{norm}.weight": (width,) for norm in NORMS},
-            **attention_layout(artefact, "midlayer.self_attn.", 2 * width),
-            "midlayer.mlp.gate_proj.weight": (inner, width),
-            "midlayer.mlp.up_proj.weight": (inner, width),
-            "midlayer.mlp.down_proj.weight": (width, inner),
-            "norm.weight": (width,),
-            "lm_head.weight": (rows, width),
-            "d2t": (rows,),
-            "t2d": (artefact.integer("vocab_size"),),
-        }
-        if _eagle_config(artefact).get("norm_before_fc"):
-            wanted["input_norm.weight"] = (sources,)
-        if "embed_tokens.weight" in artefact.tensors:
-            wanted["embed_tokens.weight"] = (artefact.integer("vocab_size"), width)
-        return wanted
-
     def matches(self, config: dict[str, Any]) -> bool:
         return bool(set(config.get("architectures") or []) & set(ARCHITECTURES))
 
-    def normalize(self, artefact: PublishedCheckpoint) -> PublishedCheckpoint:
+    def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
         """With the names of the first checkpoints, what the config leaves out, and ``t2d`` as ``d2t`` implies it."""
-        names = {name: name.removeprefix("model.").replace("layers.0.", "midlayer.") for name in artefact.tensors}
-        tensors = {names[name]: value for name, value in artefact.tensors.items() if "rotary_emb" not in name}
-        config = dict(artefact.config)
+        names = {name: name.removeprefix("model.").replace("layers.0.", "midlayer.") for name in checkpoint.tensors}
+        tensors = {names[name]: value for name, value in checkpoint.tensors.items() if "rotary_emb" not in name}
+        config = dict(checkpoint.config)
         config.setdefault("target_hidden_size", config.get("hidden_size"))
         if not config.get("draft_vocab_size"):
             config["draft_vocab_size"] = config.get("vocab_size")
@@ -153,71 +120,51 @@ class Eagle3Format(Format):
             ids = _targets(tensors["d2t"])
             marks[ids[(ids >= 0) & (ids < len(marks))]] = True
             tensors["t2d"] = marks
-        return artefact.with_notes(config=config, tensors=tensors)
+        return checkpoint.updated(config=config, tensors=tensors)
 
-    def settings(self, artefact: PublishedCheckpoint) -> Eagle3Config:
-        found, default = artefact.config, Eagle3Config()
+    def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+        config, default = checkpoint.config, Eagle3Config()
         for key in ("norm_before_residual", "fc_norm"):
-            if found.get(key):
-                raise UserError(f"{artefact.source} sets {key}, and heads here have no such norm; they cannot run it")
-        reduced = artefact.integer("draft_vocab_size") < artefact.integer("vocab_size")
-        tokens = found.get("num_tokens", default.num_draft_tokens)
-        return Eagle3Config(
-            num_draft_tokens=tokens,
-            ttt_steps=found.get("ttt_steps", min(default.ttt_steps, tokens)),
-            layers=found.get("layers"),
-            intermediate_size=artefact.integer("intermediate_size"),
-            norm_before_fc=bool(_eagle_config(artefact).get("norm_before_fc")),
-            norm_output=bool(found.get("norm_output")),
-            draft_vocab_size=artefact.integer("draft_vocab_size") if reduced else None,
-        )
+            if config.get(key):
+                raise UserError(f"{checkpoint.source} sets {key}, and heads here have no such norm; they cannot run it")
+        found = super().settings(checkpoint)
+        found.setdefault("ttt_steps", min(default.ttt_steps, found.get("num_draft_tokens", default.num_draft_tokens)))
+        ids = self.vocabulary(checkpoint)
+        return {
+            **found,
+            "layers": config.get("layers"),
+            "intermediate_size": checkpoint.width("intermediate_size", "midlayer.mlp.gate_proj.weight"),
+            "norm_before_fc": bool(_eagle_config(checkpoint).get("norm_before_fc")),
+            "draft_vocab_size": None if ids is None else len(ids),
+        }
 
-    def vocabulary(self, artefact: PublishedCheckpoint) -> Tensor | None:
-        reduced = artefact.integer("draft_vocab_size") < artefact.integer("vocab_size")
-        return _targets(artefact.tensors["d2t"]) if reduced else None
+    def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
+        size = checkpoint.width("draft_vocab_size", "lm_head.weight")
+        if size >= checkpoint.integer("vocab_size"):
+            return None
+        checkpoint.width("draft_vocab_size", "d2t")
+        return _targets(checkpoint.tensors["d2t"])
 
-    def load_weights(self, head: Eagle3Head, artefact: PublishedCheckpoint) -> None:
-        require_same_layer(artefact, head.base)
-        _require_known_layers(artefact, head)
-        embedding = artefact.tensors.get("embed_tokens.weight")
-        own = head.base.embedding
-        if embedding is not None and not torch.allclose(embedding.to(own), own, rtol=2**-7, atol=1e-6):
+    def require_same(self, checkpoint: PublishedCheckpoint, head: Eagle3Head) -> None:
+        require_same_layer(checkpoint, head.base)
+        layers = _eagle_config(checkpoint).get(LAYER_IDS) or checkpoint.config.get(LAYER_IDS)
+        usual = list(published_layers(head.base.num_layers))
+        # vLLM's way to count, and SGLang's, which adds one.
+        if layers and "layers" not in checkpoint.config and list(layers) not in (usual, [i - 1 for i in usual]):
             raise UserError(
-                f"{artefact.source} has an embedding that is not {head.base.name}'s, and heads here read the base's; "
+                f"{checkpoint.source} reads the layers {layers}, and engines differ in what they count from; say which "
+                "they are with config.layers=[a,b,c], where 1 is the output of the first layer"
+            )
+        embedding = checkpoint.tensors.get(EMBEDDING)
+        if embedding is not None and not is_the_bases(embedding, head.base.embedding):
+            raise UserError(
+                f"{checkpoint.source} has an embedding that is not {head.base.name}'s, and heads here read the base's; "
                 "name the base that it was trained for"
             )
-        assign(_parameters(head), artefact)
 
 
-def _parameters(head: Eagle3Head) -> dict[str, Tensor]:
-    layer = head.midlayer
-    tensors = {
-        "fc.weight": head.fc.weight,
-        **{f"midlayer.{norm}.weight": getattr(layer, norm).weight for norm in NORMS},
-        **attention_tensors(layer.self_attn, "midlayer.self_attn."),
-        **{f"midlayer.mlp.{part}.weight": getattr(layer.mlp, part).weight for part in MLP},
-        "norm.weight": head.norm.weight,
-    }
-    if head.lm_head is not None:
-        tensors["lm_head.weight"] = head.lm_head.weight
-    if head.input_norm is not None:
-        tensors["input_norm.weight"] = head.input_norm.weight
-    return tensors
-
-
-def _require_known_layers(artefact: PublishedCheckpoint, head: Eagle3Head) -> None:
-    said = _eagle_config(artefact).get(LAYER_IDS) or artefact.config.get(LAYER_IDS)
-    usual = list(published_layers(head.base.num_layers))
-    # vLLM's way to count, and SGLang's, which adds one.
-    if said and "layers" not in artefact.config and list(said) not in (usual, [layer - 1 for layer in usual]):
-        raise UserError(
-            f"{artefact.source} reads the layers {said}, and engines differ in what they count from; say which they "
-            "are with config.layers=[a,b,c], where 1 is the output of the first layer"
-        )
-
-
-def _eagle_config(artefact: PublishedCheckpoint) -> dict[str, Any]:
-    found = artefact.config.get("eagle_config")
+def _eagle_config(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+    found = checkpoint.config.get("eagle_config")
     return found if isinstance(found, dict) else {}
 
 

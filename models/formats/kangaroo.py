@@ -9,17 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.contract import Engine, Format, Shape, Unsupported, assign, unsupported_vocabulary
-from drafthead.models.formats.tensors import (
-    CONFIG_KEYS,
-    attention_layout,
-    attention_tensors,
-    layer_config,
-    require_same_layer,
-)
+from drafthead.models.formats.contract import Engine, Format, Unsupported, unsupported_vocabulary
+from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
 from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
-
-ATTENTION = "layers.0.self_attn."
 
 
 class KangarooFormat(Format):
@@ -27,56 +19,34 @@ class KangarooFormat(Format):
 
     name = "kangaroo"
     title = "Kangaroo adapter"
-    head = KangarooHead
+    head, head_config = KangarooHead, KangarooConfig
     engines = (
         Engine("the authors' code", "its loader reads pytorch_model.bin: save these tensors there with torch.save"),
         Engine("vLLM", "never"),
         Engine("SGLang", "never"),
         Engine("TGI", "never"),
     )
-    config_keys = CONFIG_KEYS | {"exit_layer", "num_tokens", "threshold"}
+    required = {"exit_layer": "exit_layer"}
+    optional = {"num_tokens": "num_draft_tokens", "threshold": "confidence_threshold"}
+    other_keys = LAYER_KEYS
 
     def unsupported(self, head: KangarooHead) -> list[Unsupported]:
         return unsupported_vocabulary(head)
 
-    def pack(self, head: KangarooHead) -> PublishedCheckpoint:
-        config = {
-            **layer_config(head.base),
-            "exit_layer": head.config.exit_layer,
-            "num_tokens": head.config.num_draft_tokens,
-            "threshold": head.confidence_threshold,
-        }
-        return PublishedCheckpoint(config, _tensors(head))
+    def tensors(self, head: KangarooHead) -> dict[str, Tensor]:
+        """Ours, with the layer's number before all but the final norm."""
+        return {n if n == "norm.weight" else f"layers.0.{n}": p for n, p in head.named_parameters()}
 
-    def expected_shapes(self, artefact: PublishedCheckpoint) -> dict[str, Shape]:
-        width = artefact.integer("hidden_size")
-        norms: dict[str, Shape] = {"layers.0.input_layernorm.weight": (width,), "norm.weight": (width,)}
-        return norms | attention_layout(artefact, ATTENTION, width)
+    def config(self, head: KangarooHead) -> dict[str, Any]:
+        return {**layer_config(head.base), **super().config(head), "threshold": head.confidence_threshold}
 
     def matches(self, config: dict[str, Any]) -> bool:
         return "exit_layer" in config and config.get("num_hidden_layers") == 1
 
-    def normalize(self, artefact: PublishedCheckpoint) -> PublishedCheckpoint:
+    def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
         """Without the frequencies of the rotary embedding, which the base has."""
-        kept = {k: v for k, v in artefact.tensors.items() if not k.endswith("rotary_emb.inv_freq")}
-        return artefact.with_notes(tensors=kept)
+        kept = {k: v for k, v in checkpoint.tensors.items() if not k.endswith("rotary_emb.inv_freq")}
+        return checkpoint.updated(tensors=kept)
 
-    def settings(self, artefact: PublishedCheckpoint) -> KangarooConfig:
-        default = KangarooConfig()
-        return KangarooConfig(
-            exit_layer=artefact.integer("exit_layer"),
-            num_draft_tokens=artefact.config.get("num_tokens", default.num_draft_tokens),
-            confidence_threshold=artefact.config.get("threshold", default.confidence_threshold),
-        )
-
-    def load_weights(self, head: KangarooHead, artefact: PublishedCheckpoint) -> None:
-        require_same_layer(artefact, head.base)
-        assign(_tensors(head), artefact)
-
-
-def _tensors(head: KangarooHead) -> dict[str, Tensor]:
-    return {
-        "layers.0.input_layernorm.weight": head.input_layernorm.weight,
-        **attention_tensors(head.self_attn, ATTENTION),
-        "norm.weight": head.norm.weight,
-    }
+    def require_same(self, checkpoint: PublishedCheckpoint, head: KangarooHead) -> None:
+        require_same_layer(checkpoint, head.base)

@@ -1,16 +1,15 @@
-"""Medusa heads as FasterDecoding publishes them and as TGI reads them: the same tensors.
+"""Medusa heads as FasterDecoding publishes them and TGI reads them, and as vLLM read them while it had Medusa.
 
-Head k is a ``Sequential`` of residual blocks and, in variant A, a projection::
+Head k is a ``Sequential`` of residual blocks and, in variant A, an output layer::
 
     {k}.{j}.linear.weight [D, D]   {k}.{j}.linear.bias [D]   {k}.{blocks}.weight [V, D]
 
-Variant B (the later recipe) has no projections and uses the base's. The released code repeats one block module, so
+Variant B (the later recipe) has no output layers and uses the base's. The released code repeats one block module, so
 files of several blocks a head hold the same values under several names: read as ``tie_blocks``.
 """
-# Medusa heads as vLLM read them while it had Medusa.
 
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -21,16 +20,19 @@ from drafthead.models.formats.contract import (
     BASE_NAME,
     Engine,
     Format,
-    Shape,
     Unsupported,
-    assign,
+    is_the_bases,
     unsupported_vocabulary,
 )
-from drafthead.models.formats.tensors import rows_of, tied
-from drafthead.models.heads.medusa import Blocks, MedusaConfig, MedusaHead, ResBlock
+from drafthead.models.heads.medusa import Blocks, MedusaConfig, MedusaHead
 
 FULL_MODEL = "medusa_head."
 """Prefix of the heads in a whole Medusa-2 model."""
+FASTER_DECODING = Engine(
+    "FasterDecoding/Medusa", "its loader reads medusa_lm_head.pt: save these tensors there with torch.save"
+)
+NO_VLLM = Engine("vLLM", "none: Medusa is gone in 0.33.0, and older versions read to=vllm_medusa")
+NO_SGLANG = Engine("SGLang", "never")
 
 
 class MedusaFormat(Format):
@@ -39,90 +41,72 @@ class MedusaFormat(Format):
     name = "medusa"
     title = "Medusa (FasterDecoding)"
     weights_file = "medusa_lm_head.safetensors"
-    head = MedusaHead
-    engines = (
-        Engine("FasterDecoding/Medusa", "its loader reads medusa_lm_head.pt: save these tensors there with torch.save"),
+    head, head_config = MedusaHead, MedusaConfig
+    engines: ClassVar[tuple[Engine, ...]] = (
+        FASTER_DECODING,
         Engine("TGI", "in maintenance; loads the stricter to=tgi_medusa"),
-        Engine("vLLM", "none: Medusa is gone in 0.33.0, and older versions read to=vllm_medusa"),
-        Engine("SGLang", "never"),
+        NO_VLLM,
+        NO_SGLANG,
     )
-    config_keys = frozenset({"medusa_num_heads", "medusa_num_layers"})
+    required = {"medusa_num_heads": "num_draft_tokens", "medusa_num_layers": "num_layers"}
+    sizes: ClassVar[Mapping[str, str]] = {}
+    block_name, output_name = "{k}.{j}.linear", "{k}.{layers}.weight"
 
     def unsupported(self, head: MedusaHead) -> list[Unsupported]:
-        return [
-            *unsupported_last_token(head),
-            *unsupported_vocabulary(head, "to=vllm_medusa"),
-            *_scaled_logits(head),
-        ]
+        found = unsupported_last_token(head) + unsupported_vocabulary(head, "to=vllm_medusa")
+        return found + ([_scaled_logits(head)] if _scales_own_logits(head) else [])
 
-    def pack(self, head: MedusaHead) -> PublishedCheckpoint:
-        own = head.config.own_lm_head
-        config = {
-            "medusa_num_heads": head.depth,
-            "medusa_num_layers": head.config.num_layers,
-            "version": "1" if own else "2",
-        }
-        return PublishedCheckpoint(config, _named(head))
+    def tensors(self, head: MedusaHead) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for k, blocks in enumerate(head.blocks):
+            for j, block in enumerate(cast(Blocks, blocks).in_order()):  # a tied one comes repeatedly
+                name = self.block_name.format(k=k, j=j)
+                found |= {f"{name}.{part}": parameter for part, parameter in block.linear.named_parameters()}
+        for k, weight in enumerate(head.projections.weights):
+            found[self.output_name.format(k=k, layers=head.config.num_layers)] = weight
+        return found
 
-    def expected_shapes(self, artefact: PublishedCheckpoint) -> dict[str, Shape]:
-        heads, layers = artefact.integer("medusa_num_heads"), artefact.integer("medusa_num_layers")
-        width = rows_of(artefact, "0.0.linear.weight", "Medusa")
-        own = f"0.{layers}.weight"
-        vocabulary = rows_of(artefact, own, "Medusa") if own in artefact.tensors else None
-        wanted: dict[str, Shape] = {}
-        for k in range(heads):
-            for j in range(layers):
-                wanted[f"{k}.{j}.linear.weight"] = (width, width)
-                wanted[f"{k}.{j}.linear.bias"] = (width,)
-            if vocabulary is not None:
-                wanted[f"{k}.{layers}.weight"] = (vocabulary, width)
-        return wanted
+    def config(self, head: MedusaHead) -> dict[str, Any]:
+        return {**super().config(head), "version": "1" if head.config.own_lm_head else "2"}
 
     def matches(self, config: dict[str, Any]) -> bool:
         return "medusa_num_heads" in config
 
-    def normalize(self, artefact: PublishedCheckpoint) -> PublishedCheckpoint:
+    def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
         """Without the base and the prefixes of a whole saved model; heads and blocks are counted in the weights."""
-        tensors = _without_prefix(artefact.tensors)
-        if len(tensors) != len(artefact.tensors):
-            left_out = f"{len(artefact.tensors) - len(tensors)} tensors of the base model beside the heads: left out"
-            artefact = artefact.with_notes(left_out)
-        artefact = artefact.with_notes(tensors=tensors)
+        tensors = checkpoint.tensors
+        if any(name.startswith(FULL_MODEL) for name in tensors):
+            tensors = {name.removeprefix(FULL_MODEL): t for name, t in tensors.items() if name.startswith(FULL_MODEL)}
+        if left_out := len(checkpoint.tensors) - len(tensors):
+            checkpoint = checkpoint.updated(f"{left_out} tensors of the base model beside the heads: left out")
+        checkpoint = checkpoint.updated(tensors=tensors)
         parts = [name.split(".") for name in tensors]
         counts = {
             "medusa_num_heads": 1 + max((int(p[0]) for p in parts if p[0].isdigit()), default=-1),
             "medusa_num_layers": 1 + max((int(p[1]) for p in parts if p[2:] == ["linear", "weight"]), default=-1),
         }
         for key, count in counts.items():
-            said = artefact.config.get(key)
+            said = checkpoint.config.get(key)
             if count and said != count:
                 # Published configs say 2 heads for files of 5; FasterDecoding's loader overrides them in the code.
                 note = f"config.json says {key} {said}, the weights hold {count}: {count} it is"
-                artefact = artefact.with_notes(note, config={**artefact.config, key: count})
-        return artefact
+                checkpoint = checkpoint.updated(note, config={**checkpoint.config, key: count})
+        return checkpoint
 
-    def sizes(self, artefact: PublishedCheckpoint) -> dict[str, int]:
-        found = {"hidden_size": rows_of(artefact, "0.0.linear.weight", "Medusa")}
-        own = f"0.{artefact.integer('medusa_num_layers')}.weight"
-        return found | ({"vocab_size": rows_of(artefact, own, "Medusa")} if own in artefact.tensors else {})
+    def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+        found = super().settings(checkpoint)
+        heads, layers = found["num_draft_tokens"], found["num_layers"]
+        blocks = ([self.block_name.format(k=k, j=j) for j in range(layers)] for k in range(heads))
+        own = self.output_name.format(k=0, layers=layers) in checkpoint.tensors
+        return {**found, "own_lm_head": own, "tie_blocks": tied(checkpoint.tensors, blocks)}
 
-    def settings(self, artefact: PublishedCheckpoint) -> MedusaConfig:
-        heads, layers = artefact.integer("medusa_num_heads"), artefact.integer("medusa_num_layers")
-        return MedusaConfig(
-            num_draft_tokens=heads,
-            num_layers=layers,
-            own_lm_head=f"0.{layers}.weight" in artefact.tensors,
-            tie_blocks=tied(artefact.tensors, ([f"{k}.{j}.linear" for j in range(layers)] for k in range(heads))),
-        )
-
-    def load_weights(self, head: MedusaHead, artefact: PublishedCheckpoint) -> None:
-        for obstacle in _scaled_logits(head):
-            raise UserError(f"{artefact.source}: {obstacle.found}; name the base that it was trained for")
-        assign(_named(head), artefact)
+    def require_same(self, checkpoint: PublishedCheckpoint, head: MedusaHead) -> None:
+        if _scales_own_logits(head):
+            raise UserError(f"{checkpoint.source}: {_scaled_logits(head).found}; name the base that it was trained for")
 
 
 class TgiMedusaFormat(MedusaFormat):
-    """The same, within what TGI's two Medusa classes accept."""
+    """The same, within what TGI's two Medusa classes accept; as an import it is read as the other one."""
 
     name = "tgi_medusa"
     title = "Medusa (TGI)"
@@ -132,50 +116,143 @@ class TgiMedusaFormat(MedusaFormat):
             "loads both variants; in maintenance mode; no speculation for more than 128 rows at a time",
             current=True,
         ),
-        Engine("FasterDecoding/Medusa", "its loader reads medusa_lm_head.pt: save these tensors there with torch.save"),
-        Engine("vLLM", "none: Medusa is gone in 0.33.0, and older versions read to=vllm_medusa"),
-        Engine("SGLang", "never"),
+        FASTER_DECODING,
+        NO_VLLM,
+        NO_SGLANG,
     )
+    other_keys = frozenset({"architectures"})
 
     def unsupported(self, head: MedusaHead) -> list[Unsupported]:
         found = super().unsupported(head)
         if not head.config.own_lm_head and head.config.num_layers != 1:
             layers = head.config.num_layers
-            what = f"it has {layers} blocks a head and the base's projection, with which TGI has exactly 1 block"
+            what = f"it has {layers} blocks a head and the base's output head, with which TGI has exactly 1 block"
             found.append(Unsupported(what, "head.own_lm_head=true or head.num_layers=1"))
         return found
 
     def matches(self, config: dict[str, Any]) -> bool:
-        return False  # as an import it is the other one
+        return False
 
-    def check(self, artefact: PublishedCheckpoint) -> None:
-        """As any format's, and what TGI asks of a config.
-
-        Raises:
-            UserError: tensors that are not those of the layout; a config with architectures, or without a base.
-        """
-        super().check(artefact)
-        if "architectures" in artefact.config:
-            raise UserError(f"{artefact.source}: TGI takes a config with architectures for no Medusa head; remove it")
-        if not artefact.config.get(BASE_NAME):
-            raise UserError(f"{artefact.source}: TGI needs base_model_name_or_path in config.json; add it")
+    def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
+        """As ``medusa``, and refused where TGI would not take the config for a Medusa head."""
+        if checkpoint.config.get("architectures"):
+            raise UserError(f"{checkpoint.source}: TGI takes a config with architectures for no Medusa head; remove it")
+        if not checkpoint.config.get(BASE_NAME):
+            raise UserError(f"{checkpoint.source}: TGI needs {BASE_NAME} in config.json; add it")
+        return super().normalize(checkpoint)
 
 
-def _named(head: MedusaHead) -> dict[str, Tensor]:
-    """A head's parameters by FasterDecoding's names."""
-    found = {}
-    for k in range(head.depth):
-        for j, block in enumerate(blocks_of(head, k)):
-            found[f"{k}.{j}.linear.weight"] = block.linear.weight
-            found[f"{k}.{j}.linear.bias"] = block.linear.bias
-        if head.config.own_lm_head:
-            found[f"{k}.{head.config.num_layers}.weight"] = head.output_head(k).weight
-    return found
+class VllmMedusaFormat(MedusaFormat):
+    """What vLLM read while it had Medusa: one chain of top-1 proposals, no tree."""
+
+    name = "vllm_medusa"
+    title = "Medusa (historic vLLM)"
+    weights_file = Format.weights_file
+    engines = (
+        Engine(
+            "vLLM",
+            "removed: 0.33.0 has none. The V1 engine had it from May 2025 (#17956), with an end-to-end test from April "
+            "2026 (#41396); which release removed it is not known. Tensor parallelism above 1 hung (#16477)",
+        ),
+        NO_SGLANG,
+        Engine("TGI", "no, it reads to=tgi_medusa"),
+    )
+    required = {"num_heads": "num_draft_tokens", "num_hidden_layers": "num_layers"}
+    sizes = Format.sizes
+    block_name, output_name = "blocks.{k}.layers.{j}", "lm_heads.{k}.weight"
+    other_keys = frozenset({"model_type", "truncated_vocab_size", "medusa_fc_bias", "original_lm_head", "logit_scale"})
+
+    def unsupported(self, head: MedusaHead) -> list[Unsupported]:
+        found = unsupported_last_token(head)
+        if head.target_lm_head.softcap is not None:
+            what = f"{head.base.name} caps its logits, and the format does not"
+            found.append(Unsupported(what, "another base; no setting avoids it"))
+        return found
+
+    def derived_tensors(self, head: MedusaHead) -> dict[str, Tensor]:
+        """One copy of the base's output head that all heads share, and the draft vocabulary."""
+        shared = {} if head.config.own_lm_head else {"lm_heads.0.weight": head.target_lm_head.weight}
+        return shared | ({"token_map": head.d2t} if len(head.d2t) != head.base.vocab_size else {})
+
+    def config(self, head: MedusaHead) -> dict[str, Any]:
+        return {
+            **{key: getattr(head.config, name) for key, name in self.required.items()},
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "hidden_size": head.base.hidden_size,
+            "vocab_size": head.base.vocab_size,
+            "truncated_vocab_size": len(head.d2t),
+            "medusa_fc_bias": True,  # its default drops the biases without a word
+            "original_lm_head": not head.config.own_lm_head,
+            "logit_scale": head.target_lm_head.scale,
+        }
+
+    def matches(self, config: dict[str, Any]) -> bool:
+        return config.get("model_type") == "medusa" and "medusa_num_heads" not in config
+
+    def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
+        """With vLLM's names, with biases, and of output layers over all ids the rows of ``token_map``."""
+        config = dict(checkpoint.config)
+        for key in [k for k in config if "num" in k]:  # as vLLM's config class does
+            for part, wanted in (("heads", "num_heads"), ("layers", "num_hidden_layers")):
+                if part in key and key != wanted:
+                    config[wanted] = config.pop(key)
+        config.setdefault("truncated_vocab_size", config.get("vocab_size"))
+        tensors = {name.replace("medusa_heads.", ""): value for name, value in checkpoint.tensors.items()}
+        if not config.get("medusa_fc_bias"):
+            if dropped := [name for name in tensors if name.startswith("blocks.") and name.endswith(".bias")]:
+                raise UserError(
+                    f"{checkpoint.source} has {dropped[0]}, which vLLM drops where config.json does not say "
+                    "medusa_fc_bias; say config.medusa_fc_bias=true if its heads were trained with biases"
+                )
+            weights = {name: value for name, value in tensors.items() if name.startswith("blocks.")}
+            tensors |= {n.removesuffix("weight") + "bias": w.new_zeros(len(w)) for n, w in weights.items()}
+        token_map = tensors.get("token_map")
+        if token_map is not None:  # output layers may be whole: vLLM picked the rows itself
+            tensors |= {
+                name: value[token_map]
+                for name, value in tensors.items()
+                if name.startswith("lm_heads.") and len(value) > len(token_map)
+            }
+        return checkpoint.updated(config=config, tensors=tensors)
+
+    def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+        ids = self.vocabulary(checkpoint)
+        return {
+            **super().settings(checkpoint),
+            "own_lm_head": not checkpoint.config.get("original_lm_head"),
+            "draft_vocab_size": None if ids is None else len(ids),
+        }
+
+    def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
+        if checkpoint.integer("truncated_vocab_size") >= checkpoint.integer("vocab_size"):
+            return None
+        checkpoint.width("truncated_vocab_size", "token_map")
+        return checkpoint.tensors["token_map"].long()
+
+    def require_same(self, checkpoint: PublishedCheckpoint, head: MedusaHead) -> None:
+        scale, own = checkpoint.config.get("logit_scale", 1.0), head.target_lm_head
+        if scale != own.scale or own.softcap is not None:
+            raise UserError(
+                f"{checkpoint.source} scales its logits by {scale}, {head.base.name} by {own.scale} (soft-cap "
+                f"{own.softcap}); name the base that it was trained for"
+            )
+        shared = checkpoint.tensors.get("lm_heads.0.weight")
+        if not head.config.own_lm_head and shared is not None and not is_the_bases(shared, own.weight):
+            raise UserError(
+                f"{checkpoint.source} shares one output head that is not {head.base.name}'s own; name the base that it "
+                "was trained for"
+            )
 
 
-def blocks_of(head: MedusaHead, k: int) -> list[ResBlock]:
-    """The blocks of head k as they are applied."""
-    return cast(Blocks, head.blocks[k]).in_order()
+def tied(tensors: Mapping[str, Tensor], heads: Iterable[Sequence[str]]) -> bool:
+    """True when every head has several blocks with equal values; ``heads``: the names of each one's linear layers."""
+    return all(len(names) > 1 and all(_equal(tensors, names[0], other) for other in names[1:]) for names in heads)
+
+
+def _equal(tensors: Mapping[str, Tensor], one: str, other: str) -> bool:
+    pairs = [(tensors.get(f"{one}.{part}"), tensors.get(f"{other}.{part}")) for part in ("weight", "bias")]
+    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
 
 def unsupported_last_token(head: MedusaHead) -> list[Unsupported]:
@@ -186,162 +263,11 @@ def unsupported_last_token(head: MedusaHead) -> list[Unsupported]:
     return [Unsupported(what, "head.reads_last_token=false")]
 
 
-def _scaled_logits(head: MedusaHead) -> list[Unsupported]:
-    if not head.config.own_lm_head or (head.target_lm_head.scale == 1.0 and head.target_lm_head.softcap is None):
-        return []
-    what = f"{head.base.name} scales or caps its logits, and the format does not those of a head's own projection"
-    return [Unsupported(what, "head.own_lm_head=false")]
+def _scales_own_logits(head: MedusaHead) -> bool:
+    own = head.target_lm_head
+    return head.config.own_lm_head and (own.scale != 1.0 or own.softcap is not None)
 
 
-def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    if not any(name.startswith(FULL_MODEL) for name in tensors):
-        return tensors
-    return {name.removeprefix(FULL_MODEL): t for name, t in tensors.items() if name.startswith(FULL_MODEL)}
-
-
-class VllmMedusaFormat(Format):
-    """What vLLM read while it had Medusa: one chain of top-1 proposals, no tree."""
-
-    name = "vllm_medusa"
-    title = "Medusa (historic vLLM)"
-    head = MedusaHead
-    engines = (
-        Engine(
-            "vLLM",
-            "removed: 0.33.0 has none. The V1 engine had it from May 2025 (#17956), with an end-to-end test from April "
-            "2026 (#41396); which release removed it is not known. Tensor parallelism above 1 hung (#16477)",
-        ),
-        Engine("SGLang", "never"),
-        Engine("TGI", "no, it reads to=tgi_medusa"),
-    )
-    config_keys = frozenset(
-        {
-            "model_type",
-            "hidden_size",
-            "vocab_size",
-            "truncated_vocab_size",
-            "num_heads",
-            "num_hidden_layers",
-            "medusa_fc_bias",
-            "original_lm_head",
-            "logit_scale",
-        }
-    )
-
-    def unsupported(self, head: MedusaHead) -> list[Unsupported]:
-        found = unsupported_last_token(head)
-        if head.target_lm_head.softcap is not None:
-            what = f"{head.base.name} caps its logits, and the format does not"
-            found.append(Unsupported(what, "another base; no setting avoids it"))
-        return found
-
-    def pack(self, head: MedusaHead) -> PublishedCheckpoint:
-        own, reduced = head.config.own_lm_head, len(head.d2t) != head.base.vocab_size
-        tensors = _named_by_vllm(head)
-        if not own:
-            tensors["lm_heads.0.weight"] = head.target_lm_head.weight
-        if reduced:
-            tensors["token_map"] = head.d2t
-        config = {
-            "model_type": "medusa",
-            "architectures": ["MedusaModel"],
-            "hidden_size": head.base.hidden_size,
-            "vocab_size": head.base.vocab_size,
-            "truncated_vocab_size": len(head.d2t),
-            "num_heads": head.depth,
-            "num_hidden_layers": head.config.num_layers,
-            "medusa_fc_bias": True,  # its default drops the biases without a word
-            "original_lm_head": not own,
-            "logit_scale": head.target_lm_head.scale,
-        }
-        return PublishedCheckpoint(config, tensors)
-
-    def expected_shapes(self, artefact: PublishedCheckpoint) -> dict[str, Shape]:
-        heads, layers = artefact.integer("num_heads"), artefact.integer("num_hidden_layers")
-        width, rows = artefact.integer("hidden_size"), artefact.integer("truncated_vocab_size")
-        wanted: dict[str, Shape] = {}
-        for k in range(heads):
-            for j in range(layers):
-                wanted[f"blocks.{k}.layers.{j}.weight"] = (width, width)
-                if artefact.config.get("medusa_fc_bias"):
-                    wanted[f"blocks.{k}.layers.{j}.bias"] = (width,)
-            if k == 0 or not artefact.config.get("original_lm_head"):
-                wanted[f"lm_heads.{k}.weight"] = (rows, width)
-        if rows < artefact.integer("vocab_size"):
-            wanted["token_map"] = (rows,)
-        return wanted
-
-    def matches(self, config: dict[str, Any]) -> bool:
-        return config.get("model_type") == "medusa" and "medusa_num_heads" not in config
-
-    def normalize(self, artefact: PublishedCheckpoint) -> PublishedCheckpoint:
-        """With vLLM's names of keys and tensors; of projections over all ids the rows of ``token_map``."""
-        config = dict(artefact.config)
-        for key in [k for k in config if "num" in k]:  # as vLLM's config class does
-            for part, wanted in (("heads", "num_heads"), ("layers", "num_hidden_layers")):
-                if part in key and key != wanted:
-                    config[wanted] = config.pop(key)
-        config.setdefault("truncated_vocab_size", config.get("vocab_size"))
-        tensors = {name.replace("medusa_heads.", ""): value for name, value in artefact.tensors.items()}
-        token_map = tensors.get("token_map")
-        if token_map is not None:  # projections may be whole: vLLM picked the rows itself
-            tensors |= {
-                name: value[token_map]
-                for name, value in tensors.items()
-                if name.startswith("lm_heads.") and len(value) > len(token_map)
-            }
-        return artefact.with_notes(config=config, tensors=tensors)
-
-    def settings(self, artefact: PublishedCheckpoint) -> MedusaConfig:
-        heads, layers = artefact.integer("num_heads"), artefact.integer("num_hidden_layers")
-        reduced = artefact.integer("truncated_vocab_size") < artefact.integer("vocab_size")
-        blocks = ([f"blocks.{k}.layers.{j}" for j in range(layers)] for k in range(heads))
-        return MedusaConfig(
-            num_draft_tokens=heads,
-            num_layers=layers,
-            own_lm_head=not artefact.config.get("original_lm_head"),
-            tie_blocks=tied(artefact.tensors, blocks),
-            draft_vocab_size=artefact.integer("truncated_vocab_size") if reduced else None,
-        )
-
-    def vocabulary(self, artefact: PublishedCheckpoint) -> Tensor | None:
-        token_map = artefact.tensors.get("token_map")
-        return None if token_map is None else token_map.long()
-
-    def load_weights(self, head: MedusaHead, artefact: PublishedCheckpoint) -> None:
-        scale = artefact.config.get("logit_scale", 1.0)
-        if scale != head.target_lm_head.scale or head.target_lm_head.softcap is not None:
-            raise UserError(
-                f"{artefact.source} scales its logits by {scale}, {head.base.name} by {head.target_lm_head.scale} "
-                f"(soft-cap "
-                f"{head.target_lm_head.softcap}); name the base that it was trained for"
-            )
-        biases = {
-            f"blocks.{k}.layers.{j}.bias": torch.zeros(head.base.hidden_size)
-            for k in range(head.depth)
-            for j in range(head.config.num_layers)
-        }
-        assign(_named_by_vllm(head), replace(artefact, tensors={**biases, **artefact.tensors}))
-        if not head.config.own_lm_head:
-            _require_the_bases(artefact.tensors["lm_heads.0.weight"], head, artefact.source)
-
-
-def _named_by_vllm(head: MedusaHead) -> dict[str, Tensor]:
-    """The same by vLLM's names."""
-    found = {}
-    for k in range(head.depth):
-        for j, block in enumerate(blocks_of(head, k)):
-            found[f"blocks.{k}.layers.{j}.weight"] = block.linear.weight
-            found[f"blocks.{k}.layers.{j}.bias"] = block.linear.bias
-        if head.config.own_lm_head:
-            found[f"lm_heads.{k}.weight"] = head.output_head(k).weight
-    return found
-
-
-def _require_the_bases(weight: Tensor, head: MedusaHead, source: str) -> None:
-    """A shared projection is the base's here; what was rounded to bfloat16 is still the same one."""
-    own = head.target_lm_head.weight
-    if not torch.allclose(weight.to(own), own, rtol=2**-7, atol=1e-6):
-        raise UserError(
-            f"{source} shares one projection that is not {head.base.name}'s own; name the base that it was trained for"
-        )
+def _scaled_logits(head: MedusaHead) -> Unsupported:
+    what = f"{head.base.name} scales or caps its logits, and the format does not those of a head's own output layer"
+    return Unsupported(what, "head.own_lm_head=false")

@@ -7,6 +7,7 @@ Tied, one of each serves all positions, except that projection 0 reads the base'
 then holds emb.0, proj.0, proj.1, ln.0 and head.0, which is what vLLM and TGI read.
 """
 
+import re
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.contract import Engine, Format, Shape, Unsupported, assign, unsupported_vocabulary
+from drafthead.models.formats.contract import Engine, Format, Unsupported, unsupported_vocabulary
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig, MLPSpeculatorHead, RNNCells
 
 PREFIX = "speculator."
@@ -28,7 +29,7 @@ class MLPSpeculatorFormat(Format):
 
     name = "mlp_speculator"
     title = "MLPSpeculator (IBM)"
-    head = MLPSpeculatorHead
+    head, head_config = MLPSpeculatorHead, MLPSpeculatorConfig
     engines = (
         Engine(
             "vLLM",
@@ -41,133 +42,79 @@ class MLPSpeculatorFormat(Format):
         ),
         Engine("SGLang", "never"),
     )
-    config_keys = frozenset(
-        {
-            "model_type",
-            "architectures",
-            "vocab_size",
-            "emb_dim",
-            "inner_dim",
-            "n_predict",
-            "tie_weights",
-            "scale_input",
-            "top_k_tokens_per_head",
-        }
-    )
+    required = {"n_predict": "num_draft_tokens", "inner_dim": "inner_dim"}
+    optional = {"tie_weights": "tie_weights", "scale_input": "scale_input"}
+    sizes = {"emb_dim": "hidden_size", "vocab_size": "vocab_size"}
+    other_keys = frozenset({"model_type", "architectures", "top_k_tokens_per_head"})
 
-    def pack(self, head: MLPSpeculatorHead) -> PublishedCheckpoint:
-        settings = head.config
-        cells = cast(RNNCells, head.cells)
-        config = {
+    def unsupported(self, head: MLPSpeculatorHead) -> list[Unsupported]:
+        settings, found = head.config, unsupported_vocabulary(head)
+        if not settings.own_lm_head:
+            what = "it uses the base's output head, and the format has one of its own"
+            found.insert(0, Unsupported(what, "head.own_lm_head=true"))
+        if not settings.own_embedding:
+            what = "it reads the base's embedding, and the format has one of its own"
+            found.insert(0, Unsupported(what, "head.own_embedding=true"))
+        if settings.cell != "rnn":
+            found.insert(0, Unsupported("it has LSTM cells, and the format IBM's own", "head.cell=rnn"))
+        return found
+
+    def tensors(self, head: MLPSpeculatorHead) -> dict[str, Tensor]:
+        cells = {f"{PREFIX}{name}": parameter for name, parameter in head.cells.named_parameters()}
+        return cells | {f"{PREFIX}head.{i}.weight": weight for i, weight in enumerate(head.projections.weights)}
+
+    def config(self, head: MLPSpeculatorHead) -> dict[str, Any]:
+        return {
+            **super().config(head),
             "model_type": "mlp_speculator",
             "architectures": ["MLPSpeculatorPreTrainedModel"],
             "vocab_size": head.base.vocab_size,
             "emb_dim": head.base.hidden_size,
-            "inner_dim": cells.proj[0].out_features,  # never 0, which TGI takes for a width
-            "n_predict": settings.num_draft_tokens,
+            "inner_dim": cast(RNNCells, head.cells).proj[0].out_features,  # never 0, which TGI takes for a width
             # vLLM's default has three entries, and it asserts that there are n_predict.
-            "top_k_tokens_per_head": [max(1, 5 - i) for i in range(settings.num_draft_tokens)],
+            "top_k_tokens_per_head": [max(1, 5 - i) for i in range(head.depth)],
             "n_candidates": 5,
-            "tie_weights": settings.tie_weights,
-            "scale_input": settings.scale_input,
         }
-        return PublishedCheckpoint(config, _named(head))
-
-    def unsupported(self, head: MLPSpeculatorHead) -> list[Unsupported]:
-        settings = head.config
-        ours = {
-            "it has LSTM cells, and the format IBM's own": ("head.cell=rnn", settings.cell != "rnn"),
-            "it reads the base's embedding, and the format has one of its own": (
-                "head.own_embedding=true",
-                not settings.own_embedding,
-            ),
-            "it uses the base's projection, and the format has one of its own": (
-                "head.own_lm_head=true",
-                not settings.own_lm_head,
-            ),
-        }
-        found = [Unsupported(what, instead) for what, (instead, is_used) in ours.items() if is_used]
-        return found + unsupported_vocabulary(head)
 
     def engines_for(self, head: MLPSpeculatorHead) -> tuple[Engine, ...]:
         if head.config.tie_weights:
             return self.engines
-        said = "fails with untied weights; train with head.tie_weights=true"
-        return tuple(replace(e, support=said, current=False) if e.name == "TGI" else e for e in self.engines)
-
-    def expected_shapes(self, artefact: PublishedCheckpoint) -> dict[str, Shape]:
-        positions, width = artefact.integer("n_predict"), artefact.integer("inner_dim")
-        hidden, vocabulary = artefact.integer("emb_dim"), artefact.integer("vocab_size")
-        tied = bool(artefact.config.get("tie_weights"))
-        wanted: dict[str, Shape] = {}
-        for i in range(positions):
-            if not tied or i < SHARED_FROM["proj"]:
-                wanted[f"{PREFIX}proj.{i}.weight"] = (width, width if i else hidden)
-            if not tied or i < SHARED_FROM["emb"]:
-                wanted[f"{PREFIX}emb.{i}.weight"] = wanted[f"{PREFIX}head.{i}.weight"] = (vocabulary, width)
-                wanted[f"{PREFIX}ln.{i}.weight"] = wanted[f"{PREFIX}ln.{i}.bias"] = (width,)
-        return wanted
+        fails = "fails with untied weights; train with head.tie_weights=true"
+        return tuple(replace(e, support=fails, current=False) if e.name == "TGI" else e for e in self.engines)
 
     def matches(self, config: dict[str, Any]) -> bool:
         return config.get("model_type") == "mlp_speculator"
 
-    def normalize(self, artefact: PublishedCheckpoint) -> PublishedCheckpoint:
-        """With prefixed names and an inner width; tied files without their copies.
-
-        Raises:
-            UserError: copies in a tied file that are not equal.
-        """
-        tensors = {PREFIX + name.removeprefix(PREFIX): value for name, value in artefact.tensors.items()}
-        config = dict(artefact.config)
+    def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
+        """With prefixed names and an inner width; tied files without their copies."""
+        tensors = {PREFIX + name.removeprefix(PREFIX): value for name, value in checkpoint.tensors.items()}
+        config = dict(checkpoint.config)
+        if (kinds := config.get("architectures")) and "MLPSpeculatorPreTrainedModel" not in kinds:
+            raise UserError(f"{checkpoint.source} is a {kinds}: only MLPSpeculatorPreTrainedModel is read")
         if not config.get("inner_dim"):
             config["inner_dim"] = config.get("emb_dim")
         if config.get("tie_weights"):
-            tensors = _without_copies(tensors, artefact.source)
+            tensors = _without_copies(tensors, checkpoint.source)
         top = config.get("top_k_tokens_per_head")
         if top is not None and (not isinstance(top, list) or len(top) != config.get("n_predict")):
-            said = f"top_k_tokens_per_head is {top}, and vLLM asserts one entry for each position"
-            artefact = artefact.with_notes(said + ": not used here")
-        return artefact.with_notes(config=config, tensors=tensors)
+            note = f"top_k_tokens_per_head is {top}, and vLLM asserts one entry for each position: not used here"
+            checkpoint = checkpoint.updated(note)
+        return checkpoint.updated(config=config, tensors=tensors)
 
-    def sizes(self, artefact: PublishedCheckpoint) -> dict[str, int]:
-        return {"hidden_size": artefact.integer("emb_dim"), "vocab_size": artefact.integer("vocab_size")}
-
-    def settings(self, artefact: PublishedCheckpoint) -> MLPSpeculatorConfig:
-        architectures = artefact.config.get("architectures")
-        if architectures and "MLPSpeculatorPreTrainedModel" not in architectures:
-            raise UserError(f"{artefact.source} is a {architectures}: only MLPSpeculatorPreTrainedModel is read")
-        return MLPSpeculatorConfig(
-            num_draft_tokens=artefact.integer("n_predict"),
-            inner_dim=artefact.integer("inner_dim"),
-            tie_weights=bool(artefact.config.get("tie_weights")),
-            scale_input=bool(artefact.config.get("scale_input")),
-        )
-
-    def load_weights(self, head: MLPSpeculatorHead, artefact: PublishedCheckpoint) -> None:
-        assign(_named(head), artefact)
-
-
-def _named(head: MLPSpeculatorHead) -> dict[str, Tensor]:
-    """A head's parameters by their published names."""
-    cells = cast(RNNCells, head.cells)
-    found: dict[str, Tensor] = {}
-    for part, modules in (("emb", cells.emb), ("proj", cells.proj), ("ln", cells.ln)):
-        for i, module in enumerate(modules):
-            found |= {f"{PREFIX}{part}.{i}.{name}": parameter for name, parameter in module.named_parameters()}
-    return found | {f"{PREFIX}head.{i}.weight": weight for i, weight in enumerate(head.projections.weights)}
+    def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+        checkpoint.width("inner_dim", f"{PREFIX}proj.0.weight")
+        return super().settings(checkpoint)
 
 
 def _without_copies(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
     """Tied files may repeat a tensor for every position; the repetitions must be equal."""
     kept = {}
     for name, value in tensors.items():
-        part, _, index = name.removeprefix(PREFIX).partition(".")
-        place, _, rest = index.partition(".")
-        first = SHARED_FROM.get(part, 0)
-        if place.isdigit() and int(place) >= first > 0:
-            original = tensors.get(f"{PREFIX}{part}.{first - 1}.{rest}")
-            if original is None or not torch.equal(original, value):
-                raise UserError(f"{source} says tie_weights, but {name} is not the one of an earlier position")
-        else:
+        match = re.fullmatch(r"speculator\.(emb|head|ln|proj)\.(\d+)(\..+)", name)
+        if match is None or int(match[2]) < SHARED_FROM[match[1]]:
             kept[name] = value
+            continue
+        original = tensors.get(f"{PREFIX}{match[1]}.{SHARED_FROM[match[1]] - 1}{match[3]}")
+        if original is None or not torch.equal(original, value):
+            raise UserError(f"{source} says tie_weights, but {name} is not the one of an earlier position")
     return kept

@@ -175,12 +175,14 @@ def test_a_base_with_an_adapter_needs_a_name_of_its_own(tiny_base: TinyBase, tmp
     assert json.loads((tmp_path / "config.json").read_text())["base_model_name_or_path"] == "user/tuned"
 
 
-def test_tgi_checks_its_config(tiny_base: TinyBase) -> None:
-    artefact = replace(FORMATS["tgi_medusa"].pack(trained(tiny_base(), num_draft_tokens=1)), source="x")
-    with pytest.raises(UserError, match="x: TGI needs base_model_name_or_path"):
-        FORMATS["tgi_medusa"].check(artefact)
-    with pytest.raises(UserError, match="x: TGI takes a config with architectures for no Medusa head"):
-        FORMATS["tgi_medusa"].check(replace(artefact, config={**artefact.config, "architectures": ["MedusaModel"]}))
+def test_tgi_checks_a_config(tiny_base: TinyBase, tmp_path: Path) -> None:
+    FORMATS["tgi_medusa"].export(trained(tiny_base(), num_draft_tokens=1), tmp_path)
+    for config, says in (
+        ({"base_model_name_or_path": None}, "TGI needs base_model_name_or_path"),
+        ({"architectures": ["MedusaModel"]}, "TGI takes a config with architectures for no Medusa head"),
+    ):
+        with pytest.raises(UserError, match=says):
+            FORMATS["tgi_medusa"].read(tmp_path, config)
 
 
 def published(folder: Path, base: BaseModel, **settings: Any) -> tuple[MedusaHead, dict[str, Any], dict[str, Tensor]]:
@@ -249,15 +251,18 @@ def test_bad_folders_are_named(tiny_base: TinyBase, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         medusa.read(tmp_path)
     lost = {k: v for k, v in tensors.items() if k != "1.0.linear.bias"}
-    save_file(lost | {"2.extra": torch.ones(1)}, file)
-    with pytest.raises(UserError, match=r"missing \[1.0.linear.bias, .*unknown \[2.extra\]"):
-        medusa.read(tmp_path)
-    save_file(tensors | {"1.1.weight": torch.ones(300, 16)}, file)
-    with pytest.raises(UserError, match=r"of another shape \[1.1.weight is \(300, 16\), not \(300, 32\)\]"):
-        medusa.read(tmp_path)
-    save_file({k: torch.zeros([16 if s == 32 else s for s in v.shape]) for k, v in tensors.items()}, file)
-    with pytest.raises(UserError, match="made for a base with hidden_size 16, but random-llama has 32"):
-        medusa.load(tmp_path, base)
+    narrow = {k: torch.zeros([16 if s == 32 else s for s in v.shape]) for k, v in tensors.items()}
+    for changed, says in (
+        (lost | {"2.extra": torch.ones(1)}, r"missing \[1.0.linear.bias, .*unknown \[2.extra\]"),
+        (
+            tensors | {"1.1.weight": torch.ones(300, 16)},
+            r"another shape \[1.1.weight is \(300, 16\), not \(300, 32\)\]",
+        ),
+        (narrow, r"0.0.linear.weight is \(16, 16\), not \(32, 32\), .*name the base that it was trained for"),
+    ):
+        save_file(changed, file)
+        with pytest.raises(UserError, match=says):
+            medusa.load(tmp_path, base)
     with pytest.raises(UserError, match="unknown format 'gguf'; choose one of medusa"):
         format_named("gguf")
     with pytest.raises(UserError, match="looks like none of the formats"):

@@ -169,9 +169,10 @@ def test_all_obstacles_are_listed_at_once(tiny_base: TinyBase, tmp_path: Path) -
     ("config", "says"),
     [
         ({"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"]}, "only MLPSpeculatorPreTrainedModel is read"),
-        ({"n_predict": 9}, "missing"),
+        ({"n_predict": 4}, "missing .speculator.emb.3"),
         ({"n_predict": "3"}, "has '3' as n_predict, expected a positive whole number"),
-        ({"emb_dim": 64}, r"proj.0.weight is \(32, 32\), not \(32, 64\)"),
+        ({"inner_dim": 64}, "inner_dim 64, but speculator.proj.0.weight has 32 rows"),
+        ({"emb_dim": 64}, "made for a base with hidden_size 64, but random-llama has 32"),
     ],
 )
 def test_what_is_no_such_speculator_is_refused(

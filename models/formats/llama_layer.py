@@ -1,0 +1,73 @@
+"""What formats with a Llama-style layer of their own share: its config keys, and the comparison with the base's layers.
+
+A head's layer takes sizes, rotary embedding and the norm's epsilon from its base, so a published layer must have the
+same ones.
+"""
+
+import math
+from typing import Any
+
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.formats.checkpoint import PublishedCheckpoint
+from drafthead.models.heads.common.attention_layer import AttentionShape, norm_eps
+
+LAYER_KEYS = frozenset(
+    "model_type num_hidden_layers num_attention_heads num_key_value_heads head_dim attention_bias rms_norm_eps "
+    "rope_theta rope_scaling rope_parameters".split()
+)
+"""Keys of a Llama config that are read, besides its sizes."""
+
+
+def layer_config(base: BaseModel) -> dict[str, Any]:
+    """Keys of a Llama config of one layer like the base's, with rotary keys that old and new loaders read."""
+    shape, settings = AttentionShape.of(base), base.model.config
+    theta, scaling = _rotation(getattr(settings, "rope_parameters", None) or {})
+    return {
+        "model_type": "llama",
+        "hidden_size": base.hidden_size,
+        "vocab_size": base.vocab_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": float(f"{norm_eps(base):.6g}"),  # a float32 of another file format may be 9.9999997e-06
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": base.max_context,
+        "tie_word_embeddings": False,
+    }
+
+
+def require_same_layer(checkpoint: PublishedCheckpoint, base: BaseModel) -> None:
+    """Refuse a layer whose attention would be another one with this base: other heads, rotation or epsilon."""
+    config, wanted = checkpoint.config, layer_config(base)
+    heads = checkpoint.integer("num_attention_heads")
+    rope = config.get("rope_parameters")
+    rope = rope or {**(config.get("rope_scaling") or {}), "rope_theta": config.get("rope_theta")}
+    theta, scaling = _rotation(rope)
+    found = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or base.hidden_size // heads,
+        "attention_bias": config.get("attention_bias", False),
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+    }
+    for key, value in found.items():
+        near = isinstance(value, float) and math.isclose(value, wanted[key], rel_tol=1e-4)
+        if value != wanted[key] and not near:
+            raise UserError(
+                f"{checkpoint.source} has a layer with {key} {value}, {base.name} one with {wanted[key]}; name the "
+                "base that it was trained for"
+            )
+
+
+def _rotation(rope: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Theta, and the scaling without keys that change nothing."""
+    scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type") and v is not None}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    return float(rope.get("rope_theta") or 10000.0), None if kind == "default" else {**scaling, "rope_type": kind}

@@ -1,0 +1,374 @@
+"""EAGLE-3, Hydra and Kangaroo's published layouts against plain loaders of them, which read the folder alone.
+
+Names and the order of operations are those of the engines and of the methods' authors (docs/formats.md says how sure
+they are).
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafthead.data.batch import Features
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.formats import FORMATS, recognise
+from drafthead.models.formats.contract import Format
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from drafthead.models.heads.hydra import HydraConfig
+from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
+from support import drafted_logits, randomised, row_of
+
+TinyBase = Callable[..., BaseModel]
+EAGLE, HYDRA, KANGAROO = (FORMATS[name] for name in ("eagle3", "hydra", "kangaroo"))
+IDS = [5, 17, 99, 42, 7, 250, 3]
+DRAFTED = [8, 120, 64]
+
+
+def eagle(base: BaseModel, d2t: Tensor | None = None, **settings: Any) -> Eagle3Head:
+    settings |= {"draft_vocab_size": None if d2t is None else len(d2t)}
+    config = Eagle3Config(num_draft_tokens=3, ttt_steps=2, intermediate_size=64, **settings)
+    return randomised(config.build(base, d2t).eval())
+
+
+def hydra(base: BaseModel, **settings: Any) -> DraftHead:
+    return randomised(HydraConfig(num_draft_tokens=3, **settings).build(base).eval())
+
+
+def kangaroo(base: BaseModel) -> DraftHead:
+    return randomised(KangarooConfig(exit_layer=1, num_draft_tokens=4, confidence_threshold=0.3).build(base).eval())
+
+
+def states(base: BaseModel) -> tuple[Tensor, ...]:
+    """What every layer puts out for the text, and last what the final norm does."""
+    out = base.model.model(torch.tensor([IDS]), output_hidden_states=True, use_cache=False)
+    return (*out.hidden_states, out.last_hidden_state)
+
+
+def logits_of(base: BaseModel, head: DraftHead) -> Tensor:
+    """[K, W] after the text, and then after given drafts; Kangaroo's first one, which needs no cache of the base."""
+    found = states(base)
+    layers = [found[i] for i in head.spec.layers]
+    features = Features(final=found[-1], layers=torch.cat(layers, -1) if layers else None)
+    if isinstance(head, KangarooHead):
+        return head.output_head(0).logits(head.hidden_states(row_of([IDS], padding=0), features))[0].detach()
+    return drafted_logits(head, IDS, features, DRAFTED)
+
+
+class PlainLayer:
+    """A Llama decoder layer in plain torch over the tensors of a file; notes which of them are read."""
+
+    def __init__(self, w: dict[str, Tensor], config: Any, theta: float = 10000.0) -> None:
+        self.w, self.unread = w, set(w)
+        self.size, self.eps, self.theta = config["head_dim"], config["rms_norm_eps"], theta
+        self.groups = config["num_attention_heads"] // config["num_key_value_heads"]
+
+    def get(self, name: str) -> Tensor:
+        self.unread.discard(name)
+        return self.w[name]
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return self.get(f"{name}.weight") * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+    def attention(self, x: Tensor, prefix: str) -> Tensor:
+        time, size = len(x), self.size
+        q, k, v = (
+            F.linear(x, self.get(f"{prefix}{p}_proj.weight")).view(time, -1, size).transpose(0, 1) for p in "qkv"
+        )
+        turns = torch.arange(time)[:, None] * self.theta ** (-torch.arange(0, size, 2) / size)
+        cos, sin = turns.cos().repeat(1, 2), turns.sin().repeat(1, 2)
+        q, k = (t * cos + torch.cat([-t[..., size // 2 :], t[..., : size // 2]], -1) * sin for t in (q, k))
+        scores = q @ k.repeat_interleave(self.groups, 0).mT / size**0.5
+        mixed = (scores + torch.full((time, time), -torch.inf).triu(1)).softmax(-1) @ v.repeat_interleave(
+            self.groups, 0
+        )
+        return F.linear(mixed.transpose(0, 1).flatten(1), self.get(f"{prefix}o_proj.weight"))
+
+    def mlp(self, x: Tensor, prefix: str) -> Tensor:
+        gate, up = (F.linear(x, self.get(f"{prefix}{p}_proj.weight")) for p in ("gate", "up"))
+        return F.linear(F.silu(gate) * up, self.get(f"{prefix}down_proj.weight"))
+
+
+@torch.inference_mode()
+def eagle_engine(folder: Path, base: BaseModel) -> Tensor:
+    """[K, V]; an id that cannot be drafted has -inf."""
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 1
+    assert config["tie_word_embeddings"] is False and config["eagle_config"]["use_aux_hidden_state"] is True
+    layer = PlainLayer(load_file(folder / "model.safetensors"), config, config["rope_theta"])
+    layers = base.num_layers
+    aux = torch.cat([states(base)[i][0] for i in (min(2, layers), layers // 2, max(0, layers - 3))], -1)
+    if config["eagle_config"]["norm_before_fc"]:
+        aux = layer.norm(aux, "input_norm")
+    features = F.linear(aux, layer.get("fc.weight"))
+    targets = torch.arange(config["draft_vocab_size"]) + layer.get("d2t")
+    assert torch.equal(layer.get("t2d").nonzero()[:, 0], targets)
+    tokens, logits = [*IDS[1:], DRAFTED[0]], []
+    for step in range(3):
+        embedded = base.embedding[torch.tensor(tokens)]
+        both = [layer.norm(embedded, "midlayer.input_layernorm"), layer.norm(features, "midlayer.hidden_norm")]
+        hidden = features + layer.attention(torch.cat(both, -1), "midlayer.self_attn.")
+        hidden = hidden + layer.mlp(layer.norm(hidden, "midlayer.post_attention_layernorm"), "midlayer.mlp.")
+        normed = layer.norm(hidden, "norm")
+        drafted = F.linear(normed[-1], layer.get("lm_head.weight"))
+        logits.append(torch.full((config["vocab_size"],), -torch.inf).index_copy(0, targets, drafted))
+        if step < 2:
+            tokens.append(DRAFTED[step + 1])
+            features = torch.cat([features, (normed if config["norm_output"] else hidden)[-1:]])
+    assert not layer.unread, f"nobody reads {sorted(layer.unread)}"
+    return torch.stack(logits)
+
+
+@torch.inference_mode()
+def hydra_engine(folder: Path, base: BaseModel) -> Tensor:
+    config = json.loads((folder / "config.json").read_text())
+    layer = PlainLayer(load_file(folder / "hydra_lm_head.safetensors"), base.model.config.to_dict())
+    hidden, dropouts = states(base)[-1][0], config["hydra_head_arch"] == "prefix-mlp"
+    if dropouts:
+        prefix = "prefix_embeding_layer.layers.0."
+        hidden = hidden + layer.attention(layer.norm(hidden, f"{prefix}input_layernorm"), f"{prefix}self_attn.")
+        hidden = hidden + layer.mlp(layer.norm(hidden, f"{prefix}post_attention_layernorm"), f"{prefix}mlp.")
+        hidden = layer.norm(hidden, "prefix_embeding_layer.norm")
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, layer.get(f"{name}.weight"), layer.get(f"{name}.bias"))
+
+    logits = []
+    for k in range(config["hydra_num_heads"]):
+        x = torch.cat([hidden[-1], *(base.embedding[token] for token in DRAFTED[: k + 1])])
+        for j in range(config["hydra_num_layers"]):
+            name = f"hydra_mlp.{k}.{2 * j + 1 if dropouts else j}"
+            x = (x if j else linear(x, f"{name}.res_connection")) + F.silu(linear(x, f"{name}.linear"))
+        logits.append(linear(x, f"hydra_lm_head.{k}.1" if dropouts else f"hydra_lm_head.{k}"))
+    assert not layer.unread, f"nobody reads {sorted(layer.unread)}"
+    return torch.stack(logits)
+
+
+@torch.inference_mode()
+def kangaroo_engine(folder: Path, base: BaseModel) -> Tensor:
+    """``norm(x + attention(norm(x)))`` over what leaves the exit layer, then the base's head."""
+    config = json.loads((folder / "config.json").read_text())
+    layer = PlainLayer(load_file(folder / "model.safetensors"), config, config["rope_theta"])
+    x = states(base)[config["exit_layer"]][0].float()
+    x = x + layer.attention(layer.norm(x, "layers.0.input_layernorm"), "layers.0.self_attn.")
+    logits = F.linear(layer.norm(x, "norm"), base.head.weight)
+    assert not layer.unread, f"nobody reads {sorted(layer.unread)}"
+    return logits
+
+
+D2T = torch.arange(1, 300, 3)
+CASES = [
+    (EAGLE, eagle_engine, lambda base, a=arguments, s=settings: eagle(base, *a, **s))
+    for arguments in ((D2T,), ())
+    for settings in ({}, {"norm_before_fc": True}, {"norm_output": True}, {"own_lm_head": False})
+] + [
+    (HYDRA, hydra_engine, lambda base, s=settings: hydra(base, **s))
+    for settings in (
+        {},
+        {"num_layers": 3, "prefix_layer": True, "dropout": 0.2},
+        {"num_layers": 3, "tie_blocks": True, "projection_bias": True},
+        {"num_layers": 2, "own_lm_head": False},
+    )
+]
+
+
+@pytest.mark.parametrize(("form", "engine", "make"), [*CASES, (KANGAROO, kangaroo_engine, kangaroo)])
+def test_engine_and_round_trip_give_the_heads_logits(
+    tiny_base: TinyBase, tmp_path: Path, form: Format, engine: Callable[..., Tensor], make: Callable[..., DraftHead]
+) -> None:
+    base = tiny_base()
+    head = make(base)
+    form.export(head, tmp_path)
+    wanted, found = logits_of(base, head), engine(tmp_path, base)
+    if found.shape != wanted.shape:
+        assert int(found.isfinite().sum()) == wanted.numel()
+        found = found[:, head.d2t]
+    assert torch.allclose(found, wanted, atol=1e-3, rtol=1e-3)
+    again = form.load(tmp_path, base)
+    assert type(again) is type(head) and torch.equal(again.d2t, head.d2t)
+    assert torch.allclose(logits_of(base, again), wanted, atol=1e-5)
+    if getattr(head.config, "own_lm_head", True) and getattr(head.config, "own_lm_head", True):
+        assert again.config == head.config
+    assert recognise(json.loads((tmp_path / "config.json").read_text()), "x") is form
+
+
+def test_eagle3_names_are_all_that_engines_ask_for(tiny_base: TinyBase, tmp_path: Path) -> None:
+    EAGLE.export(eagle(tiny_base(), torch.arange(50)), tmp_path)
+    shapes = {name: tuple(t.shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
+    assert shapes == {
+        "fc.weight": (32, 96),
+        "midlayer.input_layernorm.weight": (32,),
+        "midlayer.hidden_norm.weight": (32,),
+        "midlayer.post_attention_layernorm.weight": (32,),
+        "midlayer.self_attn.q_proj.weight": (32, 64),
+        "midlayer.self_attn.k_proj.weight": (16, 64),
+        "midlayer.self_attn.v_proj.weight": (16, 64),
+        "midlayer.self_attn.o_proj.weight": (32, 32),
+        "midlayer.mlp.gate_proj.weight": (64, 32),
+        "midlayer.mlp.up_proj.weight": (64, 32),
+        "midlayer.mlp.down_proj.weight": (32, 64),
+        "norm.weight": (32,),
+        "lm_head.weight": (50, 32),
+        "d2t": (50,),
+        "t2d": (300,),
+    }
+
+
+@pytest.mark.parametrize("key", ["norm_before_fc", "norm_output", None])
+def test_sglang_is_not_promised_for_keys_of_later_eagle3(tiny_base: TinyBase, key: str | None) -> None:
+    head = eagle(tiny_base(), **({key: True} if key else {}))
+    assert ("SGLang" in EAGLE.loaded_by(head)) is (key is None) and "vLLM" in EAGLE.loaded_by(head)
+    supports = {engine.name: engine.support for engine in EAGLE.engines_for(head)}
+    said = f"not established with {key}; train with head.{key}=false"
+    assert supports["SGLang"] == (said if key else "loads it as EAGLE3 (llama_eagle3.py)")
+    assert supports["TensorRT-LLM"].startswith("not established"), "nobody has read its loader"
+
+
+def rewrite(folder: Path, tensors: dict[str, Tensor] | None = None, **config: Any) -> None:
+    """Other tensors, and other keys (None: without it) of the config."""
+    content = {**json.loads((folder / "config.json").read_text()), **config}
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+    if tensors is not None:
+        save_file(tensors, next(folder.glob("*.safetensors")))
+
+
+def test_eagle3_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """Prefixes, layers.0, an embedding of the target, no t2d, no keys of ours, SGLang's layer ids."""
+    base = tiny_base()
+    head = eagle(base, torch.arange(0, 300, 4))
+    EAGLE.export(head, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["t2d"]
+    theirs = {
+        name if name in ("lm_head.weight", "d2t") else "model." + name.replace("midlayer.", "layers.0."): value
+        for name, value in tensors.items()
+    }
+    theirs["model.embed_tokens.weight"] = base.embedding.detach().clone()
+    theirs["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    gone = dict.fromkeys(("num_tokens", "ttt_steps", "target_hidden_size", "norm_output", "head_dim"))
+    ids = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in head.spec.layers]}
+    rewrite(tmp_path, theirs, architectures=["Eagle3LlamaForCausalLM"], eagle_config=ids, **gone)
+    again = EAGLE.load(tmp_path, base)
+    assert again.depth == 7 and torch.equal(logits_of(base, again), logits_of(base, head))
+    theirs["model.embed_tokens.weight"] += 1
+    rewrite(tmp_path, theirs)
+    with pytest.raises(UserError, match="has an embedding that is not random-llama's"):
+        EAGLE.load(tmp_path, base)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"norm_before_residual": True}, "sets norm_before_residual"),
+        ({"fc_norm": True}, "sets fc_norm"),
+        ({"attention_bias": True}, "has a layer with attention_bias True"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, r"say which they are with config.layers="),
+        ({"draft_vocab_size": 60}, "says draft_vocab_size 60, but lm_head.weight has 50 rows"),
+        ({"intermediate_size": 65}, "says intermediate_size 65, but midlayer.mlp.gate_proj.weight has 64 rows"),
+        ({"target_hidden_size": 64}, "made for a base with hidden_size 64"),
+        ({"vocab_size": 301}, "made for a base with vocab_size 301"),
+        ({"layers": [0, 1]}, r"fc.weight is \(32, 96\), not \(32, 64\)"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "has a layer with rope_scaling"),
+    ],
+)
+def test_eagle3_that_would_draft_wrongly_is_refused(
+    tiny_base: TinyBase, tmp_path: Path, config: dict[str, Any], says: str
+) -> None:
+    base = tiny_base()
+    EAGLE.export(eagle(base, torch.arange(50)), tmp_path)
+    with pytest.raises(UserError, match=says):
+        EAGLE.attach(EAGLE.read(tmp_path, config), base)
+
+
+def test_hydra_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """Whatever their prefix layer is called, and with the embedding that nothing reads."""
+    base = tiny_base()
+    head = hydra(base, prefix_layer=True)
+    HYDRA.export(head, tmp_path)
+    tensors = load_file(tmp_path / "hydra_lm_head.safetensors")
+    theirs = {name.replace("prefix_embeding_layer.", "prefix.model."): t for name, t in tensors.items()}
+    theirs |= {"prefix.model.embed_tokens.weight": torch.ones(3), "prefix.model.rotary_emb.inv_freq": torch.ones(4)}
+    rewrite(tmp_path, theirs)
+    assert torch.equal(logits_of(base, HYDRA.load(tmp_path, base)), logits_of(base, head))
+
+
+@pytest.mark.parametrize("prefix_layer", [False, True])
+def test_hydra_modules_are_counted_with_dropouts_or_without(
+    tiny_base: TinyBase, tmp_path: Path, prefix_layer: bool
+) -> None:
+    """Older code has no dropout modules, newer code may have them in all heads; some files have no biases."""
+    base = tiny_base()
+    head = hydra(base, num_layers=3, prefix_layer=prefix_layer)
+    HYDRA.export(head, tmp_path)
+
+    def other(name: str) -> str:
+        kind, k, *rest = name.split(".")
+        if kind == "hydra_mlp":
+            number = (int(rest[0]) - 1) // 2 if prefix_layer else 2 * int(rest[0]) + 1
+            return ".".join([kind, k, str(number), *rest[1:]])
+        if kind == "hydra_lm_head":
+            return ".".join([kind, k, rest[-1]] if prefix_layer else [kind, k, "1", rest[-1]])
+        return name
+
+    tensors = {other(n): t for n, t in load_file(tmp_path / "hydra_lm_head.safetensors").items()}
+    rewrite(tmp_path, {n: t for n, t in tensors.items() if not (n.startswith("hydra_lm") and n.endswith("bias"))})
+    assert torch.equal(logits_of(base, HYDRA.load(tmp_path, base)), logits_of(base, head))
+
+
+def test_hydra_refusals(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = tiny_base()
+    with pytest.raises(UserError, match=r"reads embeddings of unit length, .*\(head.unit_embeddings=false\)"):
+        HYDRA.export(hydra(base, unit_embeddings=True), tmp_path)
+    with pytest.raises(UserError, match="drafts over 50 of 300 ids, .*head.draft_vocab_size=null"):
+        HYDRA.export(HydraConfig(draft_vocab_size=50).build(base, torch.arange(50)), tmp_path)
+    scaled = hydra(base)
+    scaled.target_lm_head = type(scaled.target_lm_head)(weight=scaled.target_lm_head.weight, scale=0.5)
+    with pytest.raises(UserError, match="scales or caps its logits"):
+        HYDRA.export(scaled, tmp_path)
+    HYDRA.export(hydra(base, prefix_layer=True), tmp_path)
+    for config, says in (
+        ({"hydra_head_arch": "eagle-attn"}, "has hydra_head_arch 'eagle-attn'"),
+        ({"grounded_heads": False}, "and grounded_heads False"),
+        ({"hydra_num_heads": 4}, "missing .hydra_lm_head.3.1.bias"),
+    ):
+        with pytest.raises(UserError, match=says):
+            HYDRA.attach(HYDRA.read(tmp_path, config), base)
+    tensors = load_file(tmp_path / "hydra_lm_head.safetensors")
+    tensors["prefix_embeding_layer.layers.0.self_attn.k_proj.weight"] = torch.ones(32, 32)
+    rewrite(tmp_path, tensors)
+    with pytest.raises(UserError, match=r"k_proj.weight is \(32, 32\), not \(16, 32\)\]; name the base"):
+        HYDRA.load(tmp_path, base)
+
+
+def test_a_published_kangaroo_does_not_say_where_to_exit(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = tiny_base()
+    KANGAROO.export(kangaroo(base), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors") | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    rewrite(tmp_path, weights, **dict.fromkeys(("exit_layer", "num_tokens", "threshold")))
+    with pytest.raises(UserError, match="has None as exit_layer"):
+        KANGAROO.load(tmp_path, base)
+    head = KANGAROO.attach(KANGAROO.read(tmp_path, {"exit_layer": 1, "rms_norm_eps": 9.9999999e-07}), base)
+    assert head.config == KangarooConfig(exit_layer=1)
+    for config, says in (
+        ({"exit_layer": 3}, "must be below the base's 3 layers"),
+        ({"exit_layer": 1, "rope_theta": 5e5}, "has a layer with rope_theta 500000.0, random-llama one with 10000.0"),
+    ):
+        with pytest.raises(UserError, match=says):
+            KANGAROO.attach(KANGAROO.read(tmp_path, config), base)
+
+
+def test_more_heads_that_a_format_cannot_hold(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = tiny_base()
+    reduced = KangarooConfig(exit_layer=1, draft_vocab_size=50).build(base, torch.arange(50))
+    with pytest.raises(UserError, match="the format kangaroo cannot hold this head: .*head.draft_vocab_size=null"):
+        KANGAROO.export(reduced, tmp_path)
+    for layers in ([], [1, 2, 3]):
+        with pytest.raises(UserError, match=r"engines agree on \[2, 1, 0\] alone \(head.layers=null\)"):
+            EAGLE.export(eagle(base, layers=layers), tmp_path)
