@@ -31,7 +31,7 @@ usage: drafthead import from=DIR base=NAME out=DIR [setting=value ...]
   config.KEY=VALUE  for what a published config.json lacks or has wrong, say config.exit_layer=2 for Kangaroo
   revision=NAME  of the Hub repository
 """
-OURS = ("format", "head", "settings", "base", "draft_vocab")
+OURS = ("format", "settings", "base", "draft_vocab")
 """Keys of a ``config.json`` of drafthead itself."""
 
 
