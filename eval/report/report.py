@@ -1,15 +1,30 @@
-"""An evaluation for people: one self-contained page, and its figures as files."""
+"""An evaluation for people: one HTML page that needs no other file, and its figures as PNGs."""
 
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader
+
 from drafthead.data.utils.files import write_atomic
-from drafthead.eval.report import html_page as page
-from drafthead.eval.report.figures import FIGURES, draw_figures
-from drafthead.eval.report.html_page import escape
-from drafthead.eval.report.plots import save_png, svg_uri
-from drafthead.eval.report.tables import DEFINITIONS, METHOD_DEFINITIONS, rule_line
+from drafthead.eval.metrics.summary import fastest_baseline, speedup_of
+from drafthead.eval.report.plots import draw_figures, save_png, svg_uri
+from drafthead.eval.report.tables import (
+    DEFINITIONS,
+    METHOD_DEFINITIONS,
+    ResultTable,
+    failures,
+    identical,
+    interval,
+    lossy,
+    number,
+    result_tables,
+    rule_line,
+    sentence,
+)
 from drafthead.models.token_tree import TokenTree
+
+REMARK_COLUMNS = ("95 %", "decode tok/s")
+"""On the page these stand small under the cell before them, so that a row fits a phone."""
 
 
 def write_report(
@@ -21,12 +36,11 @@ def write_report(
     training_log: list[dict[str, Any]] | None,
     title: str,
 ) -> Path:
-    """Write ``folder/report.html``, which needs no other file, and its plots as ``folder/plots/*.png``.
+    """Write ``folder/report.html`` and its plots as ``folder/plots/*.png``.
 
     Args:
         folder: the run folder.
-        evaluation: what ``summary.summarise`` returned, with "rule", "rules" and "sampler" where known, or
-            ``eval.json`` read back.
+        evaluation: what ``summary.summarise`` returned, with "rule" and "sampler" where known.
         latency: (n, seconds) of verifying n tokens in one forward; None leaves the cost plot out.
         tree: the tree that was decoded with.
         training_log: rows of ``metrics.jsonl`` with "phase", "step", "loss_1", "accept_1", ...
@@ -35,47 +49,85 @@ def write_report(
     Returns:
         Path of the page.
     """
-    figures = _figures(folder, evaluation, latency, tree, training_log)
+    figures = []
+    for name, figure in draw_figures(evaluation, latency, tree, training_log):
+        save_png(figure, folder / "plots" / f"{name}.png")
+        figures.append((name, svg_uri(figure)))
+    overall, (by_task, *by_method) = evaluation["overall"], result_tables(evaluation)
+    baseline, baseline_speed = fastest_baseline(overall)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"number": number, "ms": lambda seconds: f"{1e3 * seconds:.1f} ms"}
+    html = environment.get_template("report.html.jinja").render(
+        title=title,
+        machine=machine_line(overall),
+        rule=rule_line(evaluation),
+        overall=overall,
+        speedup=speedup_of(overall),
+        interval=interval(overall),
+        identical=identical(overall),
+        warning=lossy(evaluation),
+        baseline=baseline,
+        baseline_speed=baseline_speed,
+        by_task=_page_table(by_task),
+        by_method=[_page_table(table) for table in by_method],
+        definitions=DEFINITIONS,
+        method_definitions=METHOD_DEFINITIONS,
+        exceptions=exceptions(evaluation),
+        explained=evaluation.get("explained", {}).get(baseline),
+        figures=figures,
+        versions=overall["hardware"] | overall["versions"],
+    )
     path = folder / "report.html"
-    write_atomic(path, page.whole_page(title, _body(title, evaluation, figures)))
+    write_atomic(path, html)
     return path
 
 
-def _figures(
-    folder: Path,
-    evaluation: dict[str, Any],
-    latency: list[tuple[int, float]] | None,
-    tree: TokenTree | None,
-    training_log: list[dict[str, Any]] | None,
-) -> str:
-    figures = []
-    for name, figure in draw_figures(evaluation, latency, tree, training_log):
-        heading, caption = FIGURES[name]
-        save_png(figure, folder / "plots" / f"{name}.png")
-        image = f'<img src="{svg_uri(figure)}" alt="{escape(heading)}. {escape(caption)}">'
-        figures.append(f"<figure><h3>{escape(heading)}</h3>{image}<figcaption>{escape(caption)}</figcaption></figure>")
-    return "".join(figures)
+def machine_line(overall: dict[str, Any]) -> str:
+    """What the numbers were measured on."""
+    machine = overall["hardware"]
+    return (
+        f"{machine['gpu'] or machine['cpu']}; CPU cores: {machine['cores']}, torch threads: {machine['torch_threads']}"
+    )
 
 
-def _body(title: str, evaluation: dict[str, Any], figures: str) -> str:
+def exceptions(evaluation: dict[str, Any]) -> list[str]:
+    """Every answer that is not autoregressive decoding's, and every prompt without one; faults first."""
     overall = evaluation["overall"]
-    rule = rule_line(evaluation)
-    methods = page.method_table(evaluation) if overall.get("methods") else ""
-    explanation = page.explanation(evaluation)
-    parts = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="muted">{escape(page.machine_line(overall))}</p>',
-        f"<p>{escape(rule)}.</p>" if rule else "",
-        page.headline(evaluation),
-        "<h2>By task</h2>",
-        page.task_table(evaluation),
-        f'<p class="muted">{escape(DEFINITIONS)}</p>',
-        f'<h2>By method</h2>{methods}<p class="muted">{escape(METHOD_DEFINITIONS)}</p>' if methods else "",
-        page.speedup_table(evaluation),
-        page.exceptions(evaluation),
-        f"<h2>The speedup explained</h2>{explanation}" if explanation else "",
-        f'<h2>How it comes about</h2><div class="plots">{figures}</div>',
-        "<h2>Measured on</h2>",
-        page.fact_table(overall["hardware"] | overall["versions"]),
-    ]
-    return "\n".join(part for part in parts if part)
+    methods = overall.get("methods") or {"": overall}
+    found: dict[str, list[str]] = {"different": [], "near_ties": []}
+    for method, numbers in methods.items():
+        for kind, lines in found.items():
+            for entry in (numbers.get("identical_outputs") or {}).get(kind, []):
+                name = f"{method}, " if len(methods) > 1 else ""
+                tokens, cause = entry["tokens"], entry.get("diagnosis") if kind == "different" else None
+                lines.append(
+                    f"{'Different' if kind == 'different' else 'Near-tie'}: {name}prompt {entry['prompt']}"
+                    + (f", turn {entry['turn'] + 1}," if "turn" in entry else "")
+                    + f" at answer token {entry['position']}, "
+                    + (f"tokens {tokens[0]} and {tokens[1]}" if tokens else "where one answer ends")
+                    + (f", logits {entry['margin']:.1e} apart" if entry["margin"] is not None else "")
+                    + (f": {cause}" if tokens and cause else "")
+                )
+    return [*found["different"], *(sentence(line)[:-1] for line in failures(evaluation)), *found["near_ties"]]
+
+
+def _page_table(table: ResultTable) -> dict[str, Any]:
+    """Columns, and rows of cells (text, remarks under it)."""
+    rows = []
+    for row in table.rows:
+        cells: list[tuple[str, list[str]]] = []
+        for column, cell in zip(table.columns, row, strict=True):
+            text, _, remark = cell.partition(" (")
+            if column not in REMARK_COLUMNS:
+                cells.append((text, [remark.rstrip(")")] if remark else []))
+            elif text != "–":
+                cells[-1][1].append(text)
+        rows.append(cells)
+    return {
+        "title": table.title,
+        "columns": [column for column in table.columns if column not in REMARK_COLUMNS],
+        "rows": rows,
+        "has_total": table.has_total,
+    }

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from drafthead.eval.metrics import closed_form
 from drafthead.eval.metrics.comparison import speedup
 from drafthead.eval.metrics.speedup_breakdown import StepTerms, best, chain_values, explain, options
-from drafthead.eval.report.html_page import facts, formula
 from drafthead.eval.trees.search import TreeOrder
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 
@@ -126,10 +125,6 @@ def test_terms_counted_by_hand() -> None:
     assert form.draft_cost == pytest.approx(0.1)
     assert form.expected_speedup == pytest.approx(1.75 / 1.2)
     assert found.best_chain is None, "the acceptance of a tree is not a chain's"
-    text = formula(found.to_json(), "drafthead")
-    assert "2.00 tokens a step × 1000.0 ms of a plain step (drafthead)" in text
-    assert "= 1.25x predicted; 1.15x measured" in text
-    assert set(facts(found.to_json())) == {"closed form", "optimal lookahead"}
 
 
 def test_other_answers_are_the_residual() -> None:
@@ -168,7 +163,6 @@ def test_chain_values_are_running_products() -> None:
     found = explain(plain_of(log, Costs()), log, Costs(), order=order)
     assert found is not None and found.best_chain is not None and found.best_tree is not None
     assert found.best_tree.tokens >= found.best_chain.tokens
-    assert set(facts(found.to_json())) == {"closed form", "optimal lookahead", "best chain here", "best tree here"}
     assert json.loads(json.dumps(found.to_json(), allow_nan=False)) == found.to_json()
 
 

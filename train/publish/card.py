@@ -14,7 +14,7 @@ from drafthead.data.utils.hub import REPOSITORY
 from drafthead.eval.metrics.base_quality import quality_markdown
 from drafthead.eval.metrics.summary import speedup_of
 from drafthead.eval.prompts.suites import suite_label
-from drafthead.eval.report.html_page import machine_line
+from drafthead.eval.report.report import machine_line
 from drafthead.eval.report.tables import DEFINITIONS, lossy, markdown_table
 from drafthead.models.base.config import EMBEDDED, BaseConfig
 from drafthead.models.formats import FORMATS

@@ -15,7 +15,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_sealed_json, write_sealed_json
-from drafthead.eval.report.tables import METHOD_COLUMNS, TASK_COLUMNS, method_rows, task_rows
+from drafthead.eval.report.tables import method_table, task_table
 from drafthead.train.config import TrackerConfig
 
 Row = Mapping[str, Any]
@@ -152,11 +152,8 @@ class Tracker:
         import wandb
 
         tables = {
-            f"evaluation/by_{kind}": wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-            for kind, columns, rows in (
-                ("task", TASK_COLUMNS, task_rows(dict(evaluation))),
-                ("method", METHOD_COLUMNS, method_rows(dict(evaluation))),
-            )
+            f"evaluation/by_{table.columns[0]}": wandb.Table(columns=list(table.columns), data=list(table.rows))
+            for table in (task_table(dict(evaluation)), method_table(dict(evaluation)))
         }
         html = self.folder / "report.html"
         report = {"report": wandb.Html(html.read_text(), inject=False)} if html.exists() else {}

@@ -13,9 +13,6 @@ from drafthead.eval.lossless.equality import Diagnosis, Equality
 from drafthead.eval.metrics.summary import RunInfo, summarise
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.report import plots, report, tables
-from drafthead.eval.report import plots as run_plots
-from drafthead.eval.report.figures import MOST_BINS, draw_figures
-from drafthead.eval.report.html_page import exceptions, headline, method_table, task_table
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 from drafthead.models.token_tree import TokenTree
 
@@ -82,8 +79,8 @@ def test_every_figure_is_a_png_too(folder: Path) -> None:
 
 def test_the_headline_is_against_the_faster_baseline(folder: Path) -> None:
     page = (folder / "report.html").read_text()
-    assert "<b>1.40x</b><span>speedup, 95 % 1.30–1.50</span>" in page
-    assert "14.0 tokens/s; plain, drafthead: 10.0" in page
+    assert "<b>1.40x</b><span>speedup, 95\u00a0% 1.30–1.50</span>" in page
+    assert "14.0 tokens/s; drafthead: 10.0" in page
     assert "<b>3 of 3</b><span>outputs identical</span>" in page
     assert 'class="card warn"' not in page
 
@@ -106,30 +103,38 @@ def test_differences_and_failures_are_not_hidden(tmp_path: Path) -> None:
 
 def test_markdown_table() -> None:
     lines = tables.markdown_table(evaluation()).splitlines()
-    assert lines[0] == "| task | speedup | 95 % | accepted | tok/s | plain tok/s | identical |"
-    assert lines[2] == "| math | 1.50x | 1.40–1.60 | 1.80 | 15.0 | 10.0 | 3 of 3 |"
-    assert lines[3].startswith("| <b>\\|odd | 0.90x |"), "a bar in a name must not open a column"
-    assert lines[4] == "| failed | – | – | – | – | – | 0 of 3 |"
-    assert lines[5].startswith("| overall | 1.40x |")
+    assert lines[:4] == [
+        "Speculative against autoregressive decoding:",
+        "",
+        "| task | speedup | 95 % | tau | tok/s | baseline tok/s | identical |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    assert lines[4] == "| math | 1.50x | 1.40–1.60 | 1.80 | 15.0 | 10.0 | 3 of 3 |"
+    assert lines[5].startswith("| <b>\\|odd | 0.90x |"), "a bar in a name must not open a column"
+    assert lines[6] == "| failed | – | – | – | – | – | 0 of 3 |"
+    assert lines[7].startswith("| overall | 1.40x |")
+
+
+def on_console(found: dict[str, Any]) -> str:
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as captured:
+        console.print(tables.console_table(found))
+    assert "…" not in captured.get()
+    return captured.get()
 
 
 def test_console_table_fits_80_columns() -> None:
-    console = Console(width=80, force_terminal=False)
-    with console.capture() as captured:
-        console.print(tables.console_table(evaluation()))
-    text = captured.get()
-    assert "…" not in text
-    assert re.search(r"overall .* 1\.40x .* 1\.30–1\.50 .* 3 of 3", text)
+    assert re.search(r"overall .* 1\.40x .* 1\.30–1\.50 .* 3 of 3", on_console(evaluation()))
 
 
 def test_nothing_measured_draws_nothing() -> None:
     nothing = {"tasks": {}, "overall": group(None, same=0), "failed": []}
-    assert list(draw_figures(nothing, None, None, [])) == []
-    assert list(draw_figures(nothing, None, TokenTree.chain(0), [{"phase": "a", "step": 1, "lr": 0.1}])) == []
+    assert list(plots.draw_figures(nothing, None, None, [])) == []
+    assert list(plots.draw_figures(nothing, None, TokenTree.chain(0), [{"phase": "a", "step": 1, "lr": 0.1}])) == []
 
 
 def test_phases_follow_one_another_although_steps_start_again() -> None:
-    figure = run_plots.training(LOG, "loss_")
+    figure = plots.training(LOG, "loss_")
     assert figure is not None
     drawn = figure.axes[0].get_lines()
     lines = [list(line.get_xdata()) for line in drawn if line.get_linestyle() == "-" and len(line.get_xdata())]
@@ -143,9 +148,9 @@ def test_phases_follow_one_another_although_steps_start_again() -> None:
 
 
 def test_curves_of_training_are_files_of_their_own(tmp_path: Path) -> None:
-    run_plots.save_training_plots(LOG, tmp_path / "plots")
+    plots.save_training_plots(LOG, tmp_path / "plots")
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"training_loss.png", "training_acceptance.png"}
-    run_plots.save_training_plots([], tmp_path / "none")
+    plots.save_training_plots([], tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
@@ -204,10 +209,11 @@ def written(compared: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
 
 def test_several_methods_and_the_explained_speedup(written: Path) -> None:
     page = written.read_text()
-    for name in ("speculative", "prompt_<wbr>lookup", "transformers, plain", "drafthead, plain"):
+    for name in ("speculative", "prompt_<wbr>lookup", "transformers<small>baseline</small>"):
         assert f'<th scope="row">{name}</th>' in page
-    assert "2.00 tokens a step × 10.0 ms of a plain step (drafthead)" in page
-    assert "= 1.54x predicted; 1.46x measured" in page
+    assert "Mean accepted length 2.00 × 10.0 ms of an\nautoregressive step (drafthead)" in page
+    assert "loop) =\n1.54x predicted; 1.46x measured" in page
+    assert "closed form</th>" in page and "optimal lookahead</th>" in page
     assert (
         "Different: prompt_lookup, prompt 1 at answer token 12, tokens 5 and 91, logits 1.7e+00 apart: cache fault"
         in page
@@ -216,57 +222,57 @@ def test_several_methods_and_the_explained_speedup(written: Path) -> None:
     assert names == {"speedup", "methods", "waterfall", "acceptance", "ctar", "by_position", "by_entropy"}
 
 
-def test_a_lossy_rule_stands_beside_every_speedup_of_its_method(compared: dict[str, Any], written: Path) -> None:
+def test_a_lossy_rule_stands_beside_every_speedup_of_its_method(
+    compared: dict[str, Any], written: Path, tmp_path: Path
+) -> None:
     page = written.read_text()
-    assert "Rule: typical, lossy: total variation 0.31 on synthetic laws" in page
+    assert "Rule: typical, lossy: total variation 0.31 on synthetic distributions" in page
     assert "sampler: temperature 1, top-p 0.9." in page, "what changes nothing is not named"
-    assert page.count("<small>TV 0.313</small>") == 3  # the task, overall, the method
-    assert "<b>1.46x</b>" in page and "lossy, TV 0.313; " in page
+    assert page.count("<small>lossy, TV 0.313</small>") == 3  # the task, overall, the method
+    assert "<b>1.46x</b>" in page and ">lossy, TV 0.313; " in page
     markdown = tables.markdown_table(compared)
     assert markdown.count("1.46x (lossy, TV 0.313)") == 3
     assert "| prompt_lookup | 0.92x | 0.92–0.92 |" in markdown
     lossless = compared | {"rule": {"name": "greedy", "lossless": True, "total_variation": 0.0}}
-    assert "lossy" not in headline(lossless) + task_table(lossless) + method_table(lossless)
-    assert tables.rule_line(lossless) == "Rule: greedy, lossless; sampler: temperature 1, top-p 0.9"
-    assert tables.lossy(compared | {"rules": {"prompt_lookup": compared["rule"]}}, "prompt_lookup") == "lossy, TV 0.313"
+    page = report.write_report(tmp_path, lossless, latency=None, tree=None, training_log=None, title="t").read_text()
+    assert "lossy" not in page
+    assert tables.rule_line(lossless) == "rule: greedy, lossless; sampler: temperature 1, top-p 0.9"
 
 
 def test_console_tables_of_methods_fit_80_columns(compared: dict[str, Any]) -> None:
-    console = Console(width=80, force_terminal=False)
-    with console.capture() as captured:
-        console.print(tables.console_table(compared))
-    text = captured.get()
-    assert "…" not in text and "prompt_lookup" in text and "TV 0.313" in text
+    text = on_console(compared)
+    assert "prompt_lookup" in text and "TV 0.313" in text
     lines = tables.console_lines(compared)
-    assert lines[0].endswith("plain 91.5 (our loop) and 77.5 (transformers generate)")
+    assert lines[0].endswith("autoregressive 91.5 (our loop) and 77.5 (transformers generate)")
     assert lines[-1].startswith("rule: typical, lossy: total variation 0.31 ")
 
 
-def test_many_exceptions_wait_behind_a_click(compared: dict[str, Any]) -> None:
+def test_many_exceptions_wait_behind_a_click(compared: dict[str, Any], tmp_path: Path) -> None:
     found = copy.deepcopy(compared)
     entry = found["overall"]["methods"]["prompt_lookup"]["identical_outputs"]["different"][0]
     outputs = found["overall"]["methods"]["speculative"]["identical_outputs"]
     outputs["near_ties"] = [entry | {"prompt": n, "margin": 1e-5} for n in range(20)]
-    page = exceptions(found)
+    page = report.write_report(tmp_path, found, latency=None, tree=None, training_log=None, title="t").read_text()
     assert "<summary>13 more</summary>" in page
     assert page.index("Different: prompt_lookup") < page.index("Near-tie: speculative"), "faults come first"
 
 
-def test_no_comparison_with_plain_decoding_is_no_claim(compared: dict[str, Any]) -> None:
+def test_without_a_comparison_there_is_no_claim_of_identical_outputs(compared: dict[str, Any], tmp_path: Path) -> None:
     found = copy.deepcopy(compared)
     for group in (*found["tasks"].values(), found["overall"]):
         for numbers in (group, *group["methods"].values()):
             numbers.pop("identical_outputs", None)
-    assert "outputs identical" not in headline(found)
+    page = report.write_report(tmp_path, found, latency=None, tree=None, training_log=None, title="t").read_text()
+    assert "outputs identical" not in page
     assert not any("identical" in line for line in tables.console_lines(found))
-    assert tables.markdown_table(found).splitlines()[2].endswith("| – |")
+    assert tables.markdown_table(found).splitlines()[4].endswith("| – |")
 
 
 def test_long_answers_have_few_bars(compared: dict[str, Any]) -> None:
     row = {"steps": 2, "mean_accepted_tokens": 1.5, "first_accepted": None}
     bins = [row | {"low": 32.0 * n, "high": 32.0 * (n + 1)} for n in range(20)]
-    figure = dict(draw_figures(compared | {"by_position": bins}, None, None, None))["by_position"]
-    assert 1 < len(figure.axes[0].patches) <= MOST_BINS
+    figure = dict(plots.draw_figures(compared | {"by_position": bins}, None, None, None))["by_position"]
+    assert 1 < len(figure.axes[0].patches) <= plots.MAX_BINS
     assert figure.axes[0].get_xticklabels()[-1].get_text() == "576–640\n10%"
 
 
