@@ -1,6 +1,5 @@
 """``drafthead import from=DIR base=NAME out=DIR``: a published head as a head folder of ours, attached to a base."""
 
-import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from drafthead.commands.settings import claim, read_settings
+from drafthead.commands.settings import new_folder, read_settings
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json
@@ -69,36 +68,29 @@ def _import(config: ImportConfig) -> None:
     folder = _published_folder(config.source, config.revision)
     content = {**_published_config(folder), **config.config}
     found = recognise(content, str(folder)) if config.format == "auto" else format_named(config.format)
-    artefact = found.read(folder, config.config)
-    out = Path(config.out)
-    aside = claim(out)
+    checkpoint = found.read(folder, config.config)
     display = Display()
-    try:
+    with new_folder(Path(config.out)) as tmp_path:
         with display.stage(f"base {config.base.name or 'random'}"):
             base = BaseModel.load(config.base, default_device(), display.line)
         with display.stage(f"{found.title} from {config.source}"):
-            head = found.attach(artefact, base)
+            head = found.attach(checkpoint, base)
             if (folder / "tree.json").exists():
                 head.tree = read_tree(folder / "tree.json", head.depth)
                 head.confidence_threshold = read_threshold(folder / "tree.json", head.confidence_threshold)
-            head.save_pretrained(aside)
-        if out.exists():
-            out.rmdir()
-        aside.replace(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    for note in [*artefact.notes, *_other_base(content, base)]:
+            head.save_pretrained(tmp_path)
+    for note in checkpoint.notes:
         display.line(f"   note: {note}")
-    parameters = sum(p.numel() for p in head.parameters())
-    display.line(f"{head.depth} draft positions, {parameters / 1e6:.2f} M parameters, drafting for {base.name}: {out}")
+    named = content.get(BASE_NAME)
+    if named and named != base.name and not (base.config.adapter is None and named == published_name(base)):
+        note = f"it was published for {named} and is attached to {base.name}"
+        display.line(f"   note: {note}; if that is no copy, acceptance will tell")
+    parameters = sum(p.numel() for p in head.parameters()) / 1e6
+    display.line(f"{head.depth} draft positions, {parameters:.2f} M parameters, drafting for {base.name}: {config.out}")
 
 
 def _published_folder(source: str, revision: str | None) -> Path:
-    """Where a published head lies; a Hub repository is downloaded.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Where a published head lies; a Hub repository is downloaded."""
     path = Path(source)
     if not path.is_dir() and (path.exists() or path.is_absolute() or source.count("/") != 1):
         what = "that is a file" if path.exists() else "there is no such folder"
@@ -110,11 +102,7 @@ def _published_folder(source: str, revision: str | None) -> Path:
 
 
 def _published_config(folder: Path) -> dict[str, Any]:
-    """The ``config.json`` of a published head.
-
-    Raises:
-        UserError: there is none, or it is drafthead's own.
-    """
+    """The ``config.json`` of a published head; drafthead's own is refused."""
     if not (folder / CONFIG).is_file():
         raise UserError(
             f"{folder} holds no published head: it has no {CONFIG} ({contents(folder)}); name the folder that has it"
@@ -126,14 +114,6 @@ def _published_config(folder: Path) -> dict[str, Any]:
             f"it with `drafthead export head={folder} to=FORMAT out=DIR`"
         )
     return content if isinstance(content, dict) else {}
-
-
-def _other_base(content: dict[str, object], base: BaseModel) -> list[str]:
-    """A remark when the artefact names another base: sizes fit, but only acceptance shows whether weights do."""
-    named = content.get(BASE_NAME)
-    if not named or named == base.name or (base.config.adapter is None and named == published_name(base)):
-        return []
-    return [f"it was published for {named} and is attached to {base.name}; if that is not a copy, acceptance will tell"]
 
 
 if __name__ == "__main__":

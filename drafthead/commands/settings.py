@@ -1,7 +1,9 @@
-"""What commands share: settings from the command line, and an output folder that is claimed before work."""
+"""What commands share: settings from the command line, and an output folder that appears when it is complete."""
 
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,11 +43,12 @@ def read_settings(arguments: list[str], wanted: type[T], usage: str) -> T:
         raise UserError(f"config: {where}{str(error).splitlines()[0]}; see --help") from None
 
 
-def claim(out: Path) -> Path:
-    """The folder beside ``out`` to write into; ``out`` itself must be free.
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside ``out`` to write into; it is renamed to ``out`` when the block ends without an error.
 
     Raises:
-        UserError: it exists, or cannot be made.
+        UserError: ``out`` exists and is not empty, or cannot be made.
     """
     try:
         taken = out.exists() and not (out.is_dir() and not any(out.iterdir()))
@@ -55,7 +58,13 @@ def claim(out: Path) -> Path:
         raise UserError(f"{out} exists; remove it or choose another folder (out=...)")
     out = out.resolve()
     make_folder(out.parent, "out=...")
-    aside = out.with_name(f".{out.name}.unfinished")
-    shutil.rmtree(aside, ignore_errors=True)
-    make_folder(aside, "out=...")
-    return aside
+    tmp_path = out.with_name(f".{out.name}.unfinished")
+    shutil.rmtree(tmp_path, ignore_errors=True)
+    make_folder(tmp_path, "out=...")
+    try:
+        yield tmp_path
+        if out.exists():
+            out.rmdir()
+        tmp_path.replace(out)
+    finally:
+        shutil.rmtree(tmp_path, ignore_errors=True)

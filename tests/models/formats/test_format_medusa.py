@@ -285,3 +285,17 @@ def test_shards_are_read_and_stay_in_their_folder(tiny_base: TinyBase, tmp_path:
     index.write_text(json.dumps({"weight_map": {"a": "../part-0.safetensors"}}))
     with pytest.raises(UserError, match="lists no shards beside it"):
         FORMATS["medusa"].load(tmp_path, base)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_import_may_override_the_keys_that_a_format_reads(tiny_base: TinyBase, tmp_path: Path, name: str) -> None:
+    """What an export wrote there is accepted again; a key that nothing reads is refused."""
+    base, form = tiny_base(), FORMATS[name]
+    head = randomised(form.head_config().build(base).eval())
+    form.export(head, tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": "x"}))
+    again = form.attach(form.read(tmp_path, {k: v for k, v in content.items() if k in form.config_keys}), base)
+    assert all(torch.equal(value, head.state_dict()[key]) for key, value in again.state_dict().items())
+    with pytest.raises(UserError, match=f"the format {name} reads no config.bogus; it reads "):
+        form.read(tmp_path, {"bogus": 1})
