@@ -202,7 +202,7 @@ def make_published(folder: Path) -> None:
 def read_stream(folder: Path) -> Any:
     """A row of the third window, whose position the second one has left."""
     texts = [SourceConfig(kind="builtin", name="stdlib_tiny")]
-    stream = StreamedRows(texts, tiny_tokenizer(), 32, seed=0, lanes=1, turn=1, folder=folder, workers=1)
+    stream = StreamedRows(texts, tiny_tokenizer(), 32, seed=0, shards=1, micro_batch_size=1, folder=folder, workers=1)
     found = stream.batch([2 * WINDOW])
     stream._workers.shutdown()  # it writes positions
     return tensors(vars(found))

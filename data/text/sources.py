@@ -1,93 +1,36 @@
-"""Documents and prompts: hub datasets, local files, files inside packages, and a few that come with the code."""
-# Values of a column as texts and as prompts.
+"""Documents and prompts for training: their sources, what a column may hold, and lists of them without duplicates."""
 
-import gzip
-import json
 import random
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from glob import glob
-from itertools import islice
+from itertools import islice, takewhile
 from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drafthead.data.embedded import builtin_sets
-from drafthead.data.embedded import training_sets as embedded_sets
-from drafthead.data.embedded.training_sets import content_hash
-from drafthead.data.text.chat import Message
-from drafthead.data.text.hub_datasets import hub_errors, open_hub
+from drafthead.data.embedded import training_sets
+from drafthead.data.embedded.training_sets import DOCUMENT_SETS, PROMPT_SETS, content_hash
+from drafthead.data.text.chat import Message, user_turn
+from drafthead.data.text.readers import (
+    COMMIT,
+    dataset_errors,
+    json_object,
+    latest_commit,
+    open_dataset,
+    read_lines,
+    read_text,
+)
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_sealed_json, write_sealed_json
 
-_ROLES = {
+KINDS = ("hf", "jsonl", "text", *DOCUMENT_SETS)
+ROLES = {
     "system": "system",
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }
-
-
-def column_value(row: dict[str, Any], column: str, where: str) -> Any:
-    """The row's value in a column; None where it has none.
-
-    Raises:
-        UserError: there is no such column; the message lists those present, ``where`` says which row it is.
-    """
-    if column not in row:
-        present = ", ".join(map(str, row)) or "none"
-        raise UserError(f"{where} has no column {column!r}; present: {present}; set source.column")
-    return row[column]
-
-
-def as_text(value: Any, column: str, where: str) -> str:
-    """A text.
-
-    Raises:
-        UserError: it is none; ``where`` says which row has it.
-    """
-    if not isinstance(value, str):
-        raise UserError(f"{where}: column {column!r} holds a {type(value).__name__}, expected text; set source.column")
-    return value
-
-
-def as_prompt(value: Any, column: str, where: str) -> list[Message]:
-    """The messages before the first answer, of a text or a conversation; empty where the assistant begins.
-
-    Raises:
-        UserError: it is neither; ``where`` says which row has it.
-    """
-    if isinstance(value, str):
-        return user_turn(value)
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise UserError(
-            f"{where}: column {column!r} holds a {type(value).__name__}, expected text or a list of "
-            "{role, content} or {from, value}; set source.column"
-        )
-    messages: list[Message] = []
-    for turn in value:
-        role, content = (turn.get(a, turn.get(b)) for a, b in (("role", "from"), ("content", "value")))
-        if role not in _ROLES or not isinstance(content, str):
-            raise UserError(
-                f"{where}: a turn has role {role!r} and a {type(content).__name__} as content, expected text and a "
-                f"role among {', '.join(_ROLES)}; repair the row"
-            )
-        if _ROLES[role] == "assistant":
-            break
-        messages.append({"role": _ROLES[role], "content": content})
-    while messages and messages[-1]["role"] != "user":
-        messages.pop()
-    return messages
-
-
-def user_turn(text: str) -> list[Message]:
-    """A prompt of one turn."""
-    return [{"role": "user", "content": text}]
-
-
-KINDS = ("hf", "jsonl", "text", "embedded", "builtin")
-_SETS = {"embedded": embedded_sets, "builtin": builtin_sets}
-_DAMAGE = (OSError, EOFError, zlib.error)
-"""What a file that is unreadable or damaged raises, compressed or not."""
+"""Names of roles in datasets, and ours."""
 T = TypeVar("T")
 
 
@@ -96,19 +39,19 @@ class SourceConfig:
     """Where text or prompts come from."""
 
     kind: str
-    """``hf`` (hub dataset or a local dataset folder), ``jsonl``, ``text``, ``embedded`` or ``builtin``."""
+    """``hf`` (a dataset of the Hub or on disk), ``jsonl``, ``text``, ``embedded`` or ``builtin``."""
     name: str = ""
-    """Hub id; path or glob of files (``.gz`` is read too); or the name of an embedded or builtin set."""
+    """Id on the Hub; path or glob of files (``.gz`` is read too); or the name of an embedded or builtin set."""
     subset: str | None = None
-    """Configuration of a hub dataset."""
+    """Configuration of a dataset."""
     split: str = "train"
-    """Split of a hub dataset."""
+    """Split of a dataset."""
     revision: str | None = None
-    """Commit or tag of a hub dataset."""
+    """Commit or tag of a dataset on the Hub."""
     column: str = "text"
-    """Column of a hub or jsonl row: a text, or for prompts also a conversation."""
+    """Column of a dataset or of JSON lines: a text, or for prompts also a conversation."""
     limit: int | None = None
-    """Read at most this many entries; a hub dataset is then streamed, not downloaded. None: all."""
+    """Read at most this many entries; a dataset is then streamed, not downloaded. None: all."""
     weight: float | None = None
     """Its part of the mixture (of the characters of text, of the number of prompts), relative to the other sources',
     which then have one too. A source that ends before gives what it has. None: everything it has."""
@@ -118,8 +61,9 @@ class SourceConfig:
             raise UserError(f"source.kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
         if not self.name:
             raise UserError(f"source.name must not be empty for kind {self.kind!r}; give a hub id, a path or a set")
-        if self.kind in _SETS and self.name not in (known := _set_names(self.kind)):
-            raise UserError(f"source.name must be one of {', '.join(known)} for kind {self.kind!r}, got {self.name!r}")
+        sets = DOCUMENT_SETS.get(self.kind, ()) + PROMPT_SETS.get(self.kind, ())
+        if sets and self.name not in sets:
+            raise UserError(f"source.name must be one of {', '.join(sets)} for kind {self.kind!r}, got {self.name!r}")
         for key in ("subset", "revision"):
             if self.kind != "hf" and getattr(self, key) is not None:
                 raise UserError(f"source.{key} is for kind 'hf' only, got kind {self.kind!r}; remove it")
@@ -136,26 +80,119 @@ class SourceConfig:
         return f"{self.kind}:{self.name}"
 
 
+def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[SourceConfig]:
+    """The sources, each dataset of the Hub at one commit: later changes there do not change a stream's rows.
+
+    Args:
+        sources: of any kind.
+        path: keeps the commits; those it has are used without asking the Hub.
+    """
+    if not path.exists():
+        found = [latest_commit(s.name, s.revision) if s.kind == "hf" else None for s in sources]
+        write_sealed_json(path, found)
+    commits = read_sealed_json(path)
+    if (
+        not isinstance(commits, list)
+        or len(commits) != len(sources)
+        or not all(c is None or isinstance(c, str) and COMMIT.fullmatch(c) for c in commits)
+    ):
+        raise UserError(f"{path} holds no commits of {len(sources)} sources; remove the folder {path.parent}")
+    return [s if commit is None else replace(s, revision=commit) for s, commit in zip(sources, commits, strict=True)]
+
+
+# Entries of one source ---------------------------------------------------------------------------------------------
+
+
 def iter_documents(source: SourceConfig, max_characters: int | None = None) -> Iterator[str]:
     """The texts of a source in its own order, empty ones left out. A file of kind ``text`` is one document.
 
     Args:
         source: where the texts are.
-        max_characters: stop behind the document that reaches this many; a hub dataset is then streamed. Sets that
-            come with a package are small and always whole.
-
-    Raises:
-        UserError: nothing there, a broken line, a missing column (the message lists those present), no network.
+        max_characters: stop after the document that reaches this many; a dataset is then streamed. Embedded and
+            builtin sets are small and always whole.
     """
-    if source.kind in _SETS:
-        texts = _SETS[source.kind].documents(_set_of(source, "DOCUMENT_SETS"))
+    if source.kind in DOCUMENT_SETS:
+        texts = training_sets.documents(_set_of(source, DOCUMENT_SETS, "documents"))
     elif source.kind == "text":
-        texts = (_read_text(path) for path in _files(source))
+        texts = (read_text(path) for path in _files(source))
     else:
-        values = _column(source, stream=max_characters is not None)
-        texts = (as_text(value, source.column, where) for value, where in values)
+        texts = _texts(source, stream=max_characters is not None)
     kept = islice((text for text in texts if text.strip()), source.limit)
-    return kept if max_characters is None or source.kind in _SETS else _up_to(kept, max_characters)
+    return kept if max_characters is None or source.kind in DOCUMENT_SETS else _up_to(kept, max_characters)
+
+
+def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
+    """Conversations that end with a user's turn, in the source's own order.
+
+    A column holds a text (one user turn) or a conversation, of which what comes before its first assistant turn is
+    kept; one that starts with the assistant is left out. A file of kind ``text`` has one prompt a line.
+    """
+    found: Iterator[list[Message]]
+    if source.kind in PROMPT_SETS:
+        found = map(user_turn, training_sets.prompts(_set_of(source, PROMPT_SETS, "prompts")))
+    elif source.kind == "text":
+        found = (user_turn(line) for path in _files(source) for line in read_text(path).splitlines())
+    else:
+        found = (
+            as_prompt(row[source.column], f"{where}: column {source.column!r}") for row, where in iter_rows(source)
+        )
+    return islice((m for m in found if m and m[-1]["content"].strip()), source.limit)
+
+
+def iter_rows(source: SourceConfig, stream: bool = False) -> Iterator[tuple[dict[str, Any], str]]:
+    """Rows of a source of kind ``hf`` or ``jsonl`` that have a value in its column, each with its name."""
+    for row, where in _dataset_rows(source, stream) if source.kind == "hf" else _json_rows(source):
+        if has_value(row, source, where):
+            yield row, where
+
+
+def has_value(row: dict[str, Any], source: SourceConfig, where: str) -> bool:
+    """Whether a row has a value in the source's column; it is an error if there is no such column."""
+    if source.column not in row:
+        present = ", ".join(map(str, row)) or "none"
+        raise UserError(f"{where} has no column {source.column!r}; present: {present}; set source.column")
+    return row[source.column] is not None
+
+
+def as_text(value: Any, where: str) -> str:
+    """A text; ``where`` says which row and column has it."""
+    if not isinstance(value, str):
+        raise UserError(f"{where} holds a {type(value).__name__}, expected text; set source.column")
+    return value
+
+
+def iter_messages(value: Any) -> Iterator[Message]:
+    """The messages of a conversation in any of the usual forms; the message of the error follows a row's name."""
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        raise UserError(
+            f"holds a {type(value).__name__}, expected text or a list of {{role, content}} or {{from, value}}"
+        )
+    for turn in value:
+        role, content = (turn.get(a, turn.get(b)) for a, b in (("role", "from"), ("content", "value")))
+        if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
+            raise UserError(
+                f"holds a turn of role {role!r} with a {type(content).__name__} as content, expected text and a role "
+                f"among {', '.join(ROLES)}"
+            )
+        yield {"role": ROLES[role], "content": content}
+
+
+def as_prompt(value: Any, where: str) -> list[Message]:
+    """The messages before the first answer, of a text or a conversation; empty where the assistant begins."""
+    if isinstance(value, str):
+        return user_turn(value)
+    try:
+        messages = list(takewhile(lambda m: m["role"] != "assistant", iter_messages(value)))
+    except UserError as error:
+        raise UserError(f"{where} {error}; repair the row, or set source.column") from None
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    return messages
+
+
+def _texts(source: SourceConfig, stream: bool) -> Iterator[str]:
+    for row, where in iter_rows(source, stream):
+        yield as_text(row[source.column], f"{where}: column {source.column!r}")
 
 
 def _up_to(texts: Iterator[str], max_characters: int) -> Iterator[str]:
@@ -167,54 +204,70 @@ def _up_to(texts: Iterator[str], max_characters: int) -> Iterator[str]:
             return
 
 
-def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
-    """Message lists that end with a user turn, in the source's own order.
+def _set_of(source: SourceConfig, sets: dict[str, tuple[str, ...]], what: str) -> str:
+    known = sets[source.kind]
+    if source.name not in known:
+        raise UserError(f"source {source} has no {what}; the {source.kind} sets that have are {', '.join(known)}")
+    return source.name
 
-    A column holds a text (one user turn) or a conversation, ``{role, content}`` or ShareGPT's ``{from, value}``;
-    of a conversation, what stands before its first assistant turn is kept, and one that starts with the
-    assistant is left out. A file of kind ``text`` has one prompt a line.
 
-    Raises:
-        UserError: as ``iter_documents``; or a column holds neither.
-    """
-    found: Iterator[list[Message]]
-    if source.kind in _SETS:
-        found = map(user_turn, _SETS[source.kind].prompts(_set_of(source, "PROMPT_SETS")))
-    elif source.kind == "text":
-        found = (user_turn(line) for path in _files(source) for line in _read_text(path).splitlines())
-    else:
-        found = (as_prompt(value, source.column, where) for value, where in _column(source))
-    return islice((m for m in found if m and m[-1]["role"] == "user" and m[-1]["content"].strip()), source.limit)
+def _files(source: SourceConfig) -> list[Path]:
+    files = [Path(p) for p in sorted(glob(str(Path(source.name).expanduser()), recursive=True)) if Path(p).is_file()]
+    if not files:
+        raise UserError(f"source {source} matches no file; check source.name")
+    return files
+
+
+def _json_rows(source: SourceConfig) -> Iterator[tuple[dict[str, Any], str]]:
+    for path in _files(source):
+        for line, content in read_lines(path):
+            try:
+                row = json_object(content)
+            except UserError as error:
+                raise UserError(f"{path} {line} {error}; repair or remove the line") from None
+            yield row, f"{path} {line}"
+
+
+def _dataset_rows(source: SourceConfig, stream: bool) -> Iterator[tuple[dict[str, Any], str]]:
+    with source_errors(source):
+        for number, row in enumerate(open_source(source, stream or source.limit is not None)):
+            yield row, f"{source} row {number}"
+
+
+def open_source(source: SourceConfig, stream: bool) -> Any:
+    """The dataset of a source of kind ``hf``. Use within ``source_errors``."""
+    return open_dataset(source.name, source.subset, source.split, source.revision, stream)
+
+
+def source_errors(source: SourceConfig) -> Any:
+    """``dataset_errors`` of a source of kind ``hf``."""
+    return dataset_errors(source.name, f"subset {source.subset}, split {source.split!r}")
+
+
+# Entries of all sources --------------------------------------------------------------------------------------------
 
 
 def load_documents(sources: list[SourceConfig], seed: int, max_characters: int | None = None) -> list[str]:
-    """All documents of all sources, without near copies (``content_hash``), in an order fixed by ``seed``.
+    """All documents of all sources, without near-duplicates (``content_hash``), in an order fixed by ``seed``.
 
     Args:
         sources: where the documents are.
         seed: of the shuffle.
         max_characters: of each source, read no more than about this many (``iter_documents``), or its share of them
             where sources have weights; None reads all.
-
-    Raises:
-        UserError: a source is broken or empty; no source is given, or only some have a weight.
     """
 
     def entries(source: SourceConfig, share: float | None) -> Iterator[str]:
         if share is None or max_characters is None:
             return iter_documents(source, max_characters)
         most = ceil(share * max_characters)
-        return _up_to(iter_documents(source, most), most)  # sets that come with a package are whole otherwise
+        return _up_to(iter_documents(source, most), most)  # embedded and builtin sets are whole otherwise
 
     return _load(sources, entries, content_hash, seed)
 
 
 def load_prompts(sources: list[SourceConfig], seed: int, limit: int | None) -> list[list[Message]]:
-    """All prompts of all sources, without near copies, in an order fixed by ``seed``, at most ``limit``.
-
-    Raises:
-        UserError: as ``load_documents``.
-    """
+    """All prompts of all sources, without near-duplicates, in an order fixed by ``seed``, at most ``limit``."""
 
     def entries(source: SourceConfig, share: float | None) -> Iterator[list[Message]]:
         most = limit if share is None or limit is None else ceil(share * limit)
@@ -227,11 +280,7 @@ def load_prompts(sources: list[SourceConfig], seed: int, limit: int | None) -> l
 
 
 def shares(sources: Sequence[SourceConfig]) -> list[float] | None:
-    """The sources' parts of the mixture, which add up to 1; None where no source has a weight.
-
-    Raises:
-        UserError: only some have one.
-    """
+    """The sources' parts of the mixture, which add up to 1; None where no source has a weight."""
     weights = [source.weight for source in sources if source.weight is not None]
     if weights and len(weights) < len(sources):
         bare = next(source for source in sources if source.weight is None)
@@ -264,67 +313,3 @@ def _load(
 
 def _prompt_hash(messages: list[Message]) -> str:
     return content_hash("\n".join(f"{m['role']}: {m['content']}" for m in messages))
-
-
-def _set_names(kind: str) -> list[str]:
-    return [*_SETS[kind].DOCUMENT_SETS, *_SETS[kind].PROMPT_SETS]
-
-
-def _set_of(source: SourceConfig, which: str) -> str:
-    known: tuple[str, ...] = getattr(_SETS[source.kind], which)
-    if source.name not in known:
-        wanted = "documents" if which == "DOCUMENT_SETS" else "prompts"
-        raise UserError(f"source {source} has no {wanted}; the {source.kind} sets that have are {', '.join(known)}")
-    return source.name
-
-
-def _files(source: SourceConfig) -> list[Path]:
-    files = [Path(p) for p in sorted(glob(str(Path(source.name).expanduser()), recursive=True)) if Path(p).is_file()]
-    if not files:
-        raise UserError(f"source {source} matches no file; check source.name")
-    return files
-
-
-def _read_text(path: Path) -> str:
-    try:
-        content = path.read_bytes()
-        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
-    except (UnicodeDecodeError, *_DAMAGE) as error:
-        raise UserError(f"{path} is not UTF-8 text ({error}); convert it or leave it out") from None
-
-
-def _column(source: SourceConfig, stream: bool = False) -> Iterator[tuple[Any, str]]:
-    """Values of the source's column, each with where it stands; rows without a value are left out."""
-    for row, where in _hub_rows(source, stream) if source.kind == "hf" else _jsonl_rows(source):
-        value = column_value(row, source.column, where)
-        if value is not None:
-            yield value, where
-
-
-def _jsonl_rows(source: SourceConfig) -> Iterator[tuple[dict[str, Any], str]]:
-    for path in _files(source):
-        for number, line in enumerate(_lines(path), start=1):
-            if not line.strip():
-                continue
-            where = f"{path} line {number}"
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{where} is not valid JSON ({error}); repair or remove the line") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{where} holds a {type(row).__name__}, expected an object; repair the line")
-            yield row, where
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            yield from file
-    except _DAMAGE as error:
-        raise UserError(f"{path} cannot be read to its end ({error}); copy it again or leave it out") from None
-
-
-def _hub_rows(source: SourceConfig, stream: bool) -> Iterator[tuple[dict[str, Any], str]]:
-    with hub_errors(source):
-        for number, row in enumerate(open_hub(source, stream or source.limit is not None)):
-            yield row, f"{source} row {number}"

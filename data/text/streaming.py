@@ -1,14 +1,16 @@
 """Rows packed from streams while training: any row by its number, the same for every process and every restart.
 
-Row n is in lane ``n // turn % lanes``, so with a turn as long as a micro-batch a process meets few lanes: where the
-number of processes divides the lanes, each reads its own part of the sources and nothing else. A lane is cut into
-windows of ``WINDOW`` rows. A window begins with a text, and the positions where windows begin are kept on disk, so that
-any row can be had again for the price of its window; what a window's end cuts off a text is left out. Within a window
-the rows are shuffled.
+The sources are dealt into shards. Row n is in shard ``n // micro_batch_size % shards``, so a process meets few shards:
+where the number of processes divides the shards, each reads its own part of the sources and nothing else. A shard is
+cut into windows of ``WINDOW`` rows. A window begins with a text, and the positions where windows begin are kept on
+disk, so any row can be had again by reading its window; what a window's end cuts off a text is left out. Within a
+window the rows are shuffled.
+
+``datasets`` streams, shards and positions datasets (``IterableDataset``). The mixture is ours: it counts characters,
+not rows, and has no random state to save.
 
 T row length.
 """
-# Texts of sources larger than the disk, read while training: without end, dealt into lanes, with a position.
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,9 +23,16 @@ import numpy as np
 
 from drafthead.data.batch import TrainBatch
 from drafthead.data.text.chat import Document
-from drafthead.data.text.hub_datasets import hub_errors, open_hub
 from drafthead.data.text.packing import PackedRow, collate_rows, split_rows, text_documents
-from drafthead.data.text.sources import SourceConfig, as_text, column_value, iter_documents, shares
+from drafthead.data.text.sources import (
+    SourceConfig,
+    as_text,
+    has_value,
+    iter_documents,
+    open_source,
+    shares,
+    source_errors,
+)
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import read_sealed_json, write_sealed_json
 
@@ -32,34 +41,43 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 """A position, as JSON values."""
+WINDOW = 64
+KEPT_POSITIONS = 256
+"""Positions kept per shard: going back further reads the shard from its beginning."""
+_WRITING = threading.Lock()
+"""Two phases of a run may have the same shards."""
 
 
 class SourceStream:
-    """One source's texts of one lane, from its beginning again after its end."""
+    """One source's texts of one shard; it starts again after its end."""
 
-    def __init__(self, source: SourceConfig, lane: int, lanes: int) -> None:
-        self.source, self.lane, self.lanes = source, lane, lanes
+    def __init__(self, source: SourceConfig, shard: int, shards: int) -> None:
+        self.source, self.shard, self.shards = source, shard, shards
         self.load({"epoch": 0, "taken": 0})
 
     def load(self, state: State) -> None:
-        """Go to a position that ``state`` returned, of the same source and lane."""
+        """Go to a position that ``state`` returned, of the same source and shard."""
         self._epoch, self._taken = int(state["epoch"]), int(state["taken"])
-        self._dataset: _Dataset | None = None
-        self._begin: State | None = state.get("dataset")
-        self._texts = self._open()
+        self._rows: Any = None
+        self._start: State | None = state.get("dataset")
+        # Local files are read again up to the position.
+        first = self.shard + self._taken * self.shards
+        local = self.source.kind != "hf"
+        self._texts = islice(iter_documents(self.source), first, None, self.shards) if local else self._dataset_texts()
 
     def state(self) -> State:
         """Where the next text is."""
         state: State = {"epoch": self._epoch, "taken": self._taken}
-        dataset = self._begin if self._dataset is None else self._dataset.state()
-        return state if dataset is None else state | {"dataset": dataset}
+        if self._rows is not None:
+            return state | {"dataset": {"rows": self._rows.state_dict(), "number": self._number}}
+        return state if self._start is None else state | {"dataset": self._start}
 
     def __next__(self) -> str:
         text = next(self._texts, None)
         if text is None:
             if not self._taken:
                 raise UserError(
-                    f"source {self.source} has no text for lane {self.lane + 1} of {self.lanes}; lower "
+                    f"source {self.source} has no text for shard {self.shard + 1} of {self.shards}; lower "
                     "data.text.lanes, or leave data.text.stream out for a source so small"
                 )
             self.load({"epoch": self._epoch + 1, "taken": 0})
@@ -67,68 +85,44 @@ class SourceStream:
         self._taken += 1
         return text
 
-    def _open(self) -> Iterator[str]:
-        if self.source.kind == "hf":
-            return self._hub_texts()
-        # Local files are read again up to the position: no more than a disk holds.
-        return islice(iter_documents(self.source), self.lane + self._taken * self.lanes, None, self.lanes)
-
-    def _hub_texts(self) -> Iterator[str]:
-        with hub_errors(self.source):
-            self._dataset = dataset = _Dataset(self.source, self.lane, self.lanes, self._begin)
-            for row, number in dataset:
-                value = _value(row, self.source, number)
-                if value.strip():
-                    yield value
-
-
-class _Dataset:
-    """The rows of one lane of a streamed dataset: files of its own, or where these are too few every so-manieth row."""
-
-    def __init__(self, source: SourceConfig, lane: int, lanes: int, state: State | None) -> None:
-        rows = open_hub(source, stream=True)
-        rows = rows if source.limit is None else rows.take(source.limit)
-        apart = rows.num_shards >= lanes
-        self.rows = rows.shard(lanes, lane) if apart else rows
-        self.lane, self.lanes = (0, 1) if apart else (lane, lanes)
-        self.number = 0
-        """Rows read, those of other lanes among them."""
-        if state is not None:
-            self.rows.load_state_dict(state["rows"])
-            self.number = state["number"]
-
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], int]]:
-        for row in self.rows:
-            self.number += 1
-            if (self.number - 1) % self.lanes == self.lane:
-                yield row, self.number - 1
-
-    def state(self) -> State:
-        return {"rows": self.rows.state_dict(), "number": self.number}
-
-
-def _value(row: dict[str, Any], source: SourceConfig, number: int) -> str:
-    where = f"{source} row {number}"
-    value = column_value(row, source.column, where)
-    return "" if value is None else as_text(value, source.column, where)
+    def _dataset_texts(self) -> Iterator[str]:
+        """Whole files of a dataset where it has enough of them; otherwise every row of this shard's number."""
+        source = self.source
+        with source_errors(source):
+            rows = open_source(source, stream=True)
+            rows = rows if source.limit is None else rows.take(source.limit)
+            by_files = rows.num_shards >= self.shards
+            rows = rows.shard(self.shards, self.shard) if by_files else rows
+            self._number = 0  # rows read, those of other shards among them
+            if self._start is not None:
+                rows.load_state_dict(self._start["rows"])
+                self._number = self._start["number"]
+            self._rows = rows
+            for row in rows:
+                self._number += 1
+                where = f"{source} row {self._number - 1}"
+                if (by_files or (self._number - 1) % self.shards == self.shard) and has_value(row, source, where):
+                    text = as_text(row[source.column], f"{where}: column {source.column!r}")
+                    if text.strip():
+                        yield text
 
 
 class Mixture:
     """Texts of several sources, each with its part of the characters. Without weights all parts are equal.
 
-    The next text is of the source that is furthest behind its part: no chance is involved, and any stretch of the
-    stream has the parts that were asked for, up to a text.
+    The next text is of the source that is furthest behind its part: nothing is random, and any stretch of the stream
+    has the requested parts, up to a text.
     """
 
-    def __init__(self, sources: Sequence[SourceConfig], lane: int, lanes: int) -> None:
+    def __init__(self, sources: Sequence[SourceConfig], shard: int, shards: int) -> None:
         if not sources:
             raise UserError("no data source is given; list at least one")
         self._shares = shares(sources) or [1 / len(sources)] * len(sources)
-        self._streams = [SourceStream(source, lane, lanes) for source in sources]
+        self._streams = [SourceStream(source, shard, shards) for source in sources]
         self._given = [0] * len(sources)
 
     def load(self, state: State) -> None:
-        """Go to a position that ``state`` returned, of the same sources and lane."""
+        """Go to a position that ``state`` returned, of the same sources and shard."""
         self._given = list(state["given"])
         for stream, position in zip(self._streams, state["sources"], strict=True):
             stream.load(position)
@@ -139,18 +133,11 @@ class Mixture:
 
     def __next__(self) -> str:
         total = sum(self._given)
-        behind = [share * total - given for share, given in zip(self._shares, self._given, strict=True)]
-        chosen = behind.index(max(behind))
+        missing = [share * total - given for share, given in zip(self._shares, self._given, strict=True)]
+        chosen = missing.index(max(missing))
         text = next(self._streams[chosen])
         self._given[chosen] += len(text)
         return text
-
-
-WINDOW = 64
-KEPT = 256
-"""Positions kept a lane: going back behind them reads the lane from its beginning."""
-_WRITING = threading.Lock()
-"""Two phases of a run may have the same lanes."""
 
 
 class StreamedRows:
@@ -161,13 +148,10 @@ class StreamedRows:
         tokenizer: of the base.
         seq_len: T.
         seed: of the shuffles.
-        lanes: parts of the sources; decides, like ``turn``, which row has which number.
-        turn: consecutive rows of a lane.
+        shards: parts of the sources; decides, like ``micro_batch_size``, which row has which number.
+        micro_batch_size: consecutive rows of a shard.
         folder: of the positions; one for every combination of all these.
         workers: windows made at a time, ahead of their use.
-
-    Raises:
-        UserError: positions that are kept on disk are damaged.
     """
 
     def __init__(
@@ -177,56 +161,54 @@ class StreamedRows:
         seq_len: int,
         *,
         seed: int,
-        lanes: int,
-        turn: int,
+        shards: int,
+        micro_batch_size: int,
         folder: Path,
         workers: int,
     ) -> None:
-        self.turn, self.lanes = turn, lanes
-        self.seq_len = seq_len
+        self.micro_batch_size, self.seq_len = micro_batch_size, seq_len
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix="rows")
-        self._lanes = [
-            _Lane(Mixture(sources, n, lanes), tokenizer, seq_len, (seed, n), folder / f"lane-{n:03}.json")
-            for n in range(lanes)
+        self._shards = [
+            _Shard(Mixture(sources, n, shards), tokenizer, seq_len, (seed, n), folder / f"lane-{n:03}.json")
+            for n in range(shards)
         ]
         self._windows: dict[tuple[int, int], Future[list[PackedRow]]] = {}
 
     def batch(self, numbers: Sequence[int]) -> TrainBatch:
-        """The rows ``numbers`` as one batch [B, T], in that order.
-
-        Raises:
-            UserError: a source cannot be read.
-        """
+        """The rows ``numbers`` as one batch [B, T], in that order."""
         return collate_rows([self._row(number) for number in numbers], self.seq_len)
 
     def _row(self, number: int) -> PackedRow:
-        turn, place = divmod(number, self.turn)
-        window, row = divmod(turn // self.lanes * self.turn + place, WINDOW)
-        lane = turn % self.lanes
-        rows = self._window(lane, window)
-        self._window(lane, window + 1)
-        for old in [key for key in self._windows if key[0] == lane and key[1] < window - 1]:
+        micro_batch, place = divmod(number, self.micro_batch_size)
+        round_, shard = divmod(micro_batch, len(self._shards))
+        window, row = divmod(round_ * self.micro_batch_size + place, WINDOW)
+        rows = self._window(shard, window)
+        self._window(shard, window + 1)
+        for old in [key for key in self._windows if key[0] == shard and key[1] < window - 1]:
             del self._windows[old]
         return rows.result()[row]
 
-    def _window(self, lane: int, window: int) -> "Future[list[PackedRow]]":
-        if (lane, window) not in self._windows:
-            self._windows[lane, window] = self._workers.submit(self._lanes[lane].window, window)
-        return self._windows[lane, window]
+    def _window(self, shard: int, window: int) -> "Future[list[PackedRow]]":
+        if (shard, window) not in self._windows:
+            self._windows[shard, window] = self._workers.submit(self._shards[shard].window, window)
+        return self._windows[shard, window]
 
 
-class _Lane:
-    """Makes the windows of one lane, in any order; fast in theirs."""
+class _Shard:
+    """Makes the windows of one shard, in any order; fastest one after the other."""
 
     def __init__(
         self, texts: Mixture, tokenizer: "PreTrainedTokenizerBase", seq_len: int, seed: tuple[int, int], path: Path
     ) -> None:
         self.texts, self.tokenizer, self.seq_len, self.seed, self.path = texts, tokenizer, seq_len, seed, path
         self._lock = threading.Lock()
-        self._positions: dict[int, State] = {0: texts.state()}
         self._next = 0
+        self._positions: dict[int, State] = {0: texts.state()}
         if path.exists():
-            self._positions |= _read_positions(path)
+            found = read_sealed_json(path)
+            if not isinstance(found, dict) or not all(window.isdecimal() for window in found):
+                raise UserError(f"{path} holds no positions of a stream; remove it")
+            self._positions |= {int(window): state for window, state in found.items()}
 
     def window(self, number: int) -> list[PackedRow]:
         with self._lock:
@@ -254,7 +236,7 @@ class _Lane:
         self._next += 1
         if self._next not in self._positions:
             self._positions[self._next] = self.texts.state()
-            for old in sorted(self._positions)[1:-KEPT]:
+            for old in sorted(self._positions)[1:-KEPT_POSITIONS]:
                 del self._positions[old]
             with _WRITING:
                 write_sealed_json(self.path, {str(number): state for number, state in sorted(self._positions.items())})
@@ -264,15 +246,3 @@ class _Lane:
         """One text at a time: what is read ahead would be lost at the end of a window."""
         while True:
             yield from text_documents(self.tokenizer, [next(self.texts)])
-
-
-def _read_positions(path: Path) -> dict[int, State]:
-    """Positions by window.
-
-    Raises:
-        UserError: the file is damaged. Without it the lane is read from its beginning, to the same rows.
-    """
-    found = read_sealed_json(path)
-    if not isinstance(found, dict) or not all(window.isdecimal() for window in found):
-        raise UserError(f"{path} holds no positions of a stream; remove it")
-    return {int(window): state for window, state in found.items()}

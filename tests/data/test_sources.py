@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from drafthead.data.embedded import training_sets as embedded_sets
+from drafthead.data.embedded import training_sets
 from drafthead.data.embedded.training_sets import content_hash
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, load_documents, load_prompts
 from drafthead.data.utils.errors import UserError
@@ -87,7 +87,7 @@ def test_broken_rows(tmp_path: Path, row: Any, says: str) -> None:
 def test_broken_turns(tmp_path: Path) -> None:
     for turn in ({"role": "alien", "content": "x"}, {"role": "user", "content": 3}, {}):
         source = jsonl(tmp_path / "x.jsonl", [{"text": [turn]}])
-        with pytest.raises(UserError, match="line 1: a turn has role .* expected text and a role among system"):
+        with pytest.raises(UserError, match="line 1: .* holds a turn of role .* expected text and a role among system"):
             list(iter_prompts(source))
 
 
@@ -214,6 +214,6 @@ def test_embedded_split_by_content(monkeypatch: pytest.MonkeyPatch) -> None:
         return "\n".join(map(json.dumps, rows)).encode()
 
     monkeypatch.setattr("drafthead.data.embedded.packages.read_member", read_member)
-    assert list(embedded_sets.prompts("questions")) == ["where is it"]
-    passages = list(embedded_sets.documents("passages"))
-    assert 360 <= len(passages) <= 395 and not any(map(embedded_sets.held_out, passages))
+    assert list(training_sets.prompts("questions")) == ["where is it"]
+    passages = list(training_sets.documents("passages"))
+    assert 360 <= len(passages) <= 395 and not any(map(training_sets.held_out, passages))

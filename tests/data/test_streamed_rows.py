@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafthead.data.embedded.tiny import tiny_tokenizer
-from drafthead.data.text import streaming as streamed_rows
+from drafthead.data.text import streaming
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.text.streaming import Mixture, StreamedRows
 from drafthead.data.utils.errors import UserError
@@ -20,7 +20,7 @@ T = 32
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed_rows, "WINDOW", 6)
+    monkeypatch.setattr(streaming, "WINDOW", 6)
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def source(tmp_path: Path) -> SourceConfig:
 
 
 def rows(source: SourceConfig, folder: Path, **changes: Any) -> StreamedRows:
-    settings = {"seed": 0, "lanes": 4, "turn": 2, "workers": 2, **changes}
+    settings = {"seed": 0, "shards": 4, "micro_batch_size": 2, "workers": 2, **changes}
     return StreamedRows([source], TOKENIZER, T, folder=folder, **settings)
 
 
@@ -68,7 +68,7 @@ def test_a_row_is_the_same_whoever_asks(source: SourceConfig, tmp_path: Path) ->
         for rank in range(world):
             mine = [n for n in range(96) if n // 2 % world == rank]
             assert torch.equal(ids(rows(source, tmp_path / f"{world}-{rank}"), mine), wanted[mine])
-    together = [rows(source, tmp_path / "shared", workers=1) for _ in range(3)]  # lanes are no multiple of these
+    together = [rows(source, tmp_path / "shared", workers=1) for _ in range(3)]  # shards are no multiple of these
     for rank, stream in enumerate(together):
         mine = [n for n in range(96) if n // 2 % 3 == rank]
         assert torch.equal(ids(stream, mine), wanted[mine])
@@ -77,7 +77,7 @@ def test_a_row_is_the_same_whoever_asks(source: SourceConfig, tmp_path: Path) ->
     assert torch.equal(ids(rows(source, tmp_path / "one"), [90, 3, 41]), wanted[[90, 3, 41]])
 
 
-def test_a_process_reads_its_lanes_only(source: SourceConfig, tmp_path: Path) -> None:
+def test_a_process_reads_its_shards_only(source: SourceConfig, tmp_path: Path) -> None:
     stream = rows(source, tmp_path)
     ids(stream, [n for n in range(96) if n // 2 % 2 == 1])
     assert sorted(path.name for path in tmp_path.glob("lane-*.json")) == ["lane-001.json", "lane-003.json"]
@@ -86,31 +86,31 @@ def test_a_process_reads_its_lanes_only(source: SourceConfig, tmp_path: Path) ->
 def test_a_restart_reads_no_more_than_its_window(
     source: SourceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = ids(rows(source, tmp_path, lanes=1), list(range(60)))
+    wanted = ids(rows(source, tmp_path, shards=1), list(range(60)))
     read: list[int] = []
     original = Mixture.__next__
     monkeypatch.setattr(Mixture, "__next__", lambda self: read.append(1) or original(self))
-    assert torch.equal(ids(rows(source, tmp_path, lanes=1), [54, 55]), wanted[54:56])
+    assert torch.equal(ids(rows(source, tmp_path, shards=1), [54, 55]), wanted[54:56])
     assert len(read) < 30, "60 rows of 32 bytes have some 40 texts, 12 rows hardly 10"
 
 
 def test_positions_are_forgotten_in_the_end(
     source: SourceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamed_rows, "KEPT", 3)
-    stream = rows(source, tmp_path, lanes=1)
+    monkeypatch.setattr(streaming, "KEPT_POSITIONS", 3)
+    stream = rows(source, tmp_path, shards=1)
     wanted = ids(stream, list(range(60)))
     ids(stream, [61])
     kept = sorted(map(int, read_sealed_json(tmp_path / "lane-000.json")))
     assert len(kept) == 4 and kept[0] == 0 and kept[1] >= 9
-    assert torch.equal(ids(rows(source, tmp_path, lanes=1), list(range(60))), wanted)
+    assert torch.equal(ids(rows(source, tmp_path, shards=1), list(range(60))), wanted)
 
 
 def test_damaged_positions_are_refused(source: SourceConfig, tmp_path: Path) -> None:
     """They say which text comes next: a digit that has changed would be other rows, without a word."""
 
     def read(*numbers: int) -> torch.Tensor:
-        stream = rows(source, tmp_path, lanes=1)
+        stream = rows(source, tmp_path, shards=1)
         try:
             return ids(stream, list(numbers))
         finally:
@@ -134,11 +134,11 @@ def test_damaged_positions_are_refused(source: SourceConfig, tmp_path: Path) -> 
 
 
 def test_seeds_shuffle(source: SourceConfig, tmp_path: Path) -> None:
-    a, b = (ids(rows(source, tmp_path / str(seed), lanes=1, seed=seed), list(range(6))) for seed in (0, 1))
+    a, b = (ids(rows(source, tmp_path / str(seed), shards=1, seed=seed), list(range(6))) for seed in (0, 1))
     assert not torch.equal(a, b) and sorted(a.tolist()) == sorted(b.tolist())
 
 
 def test_errors_of_workers_arrive(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"text": "fine"}\n{')
     with pytest.raises(UserError, match="line 2 is not valid JSON"):
-        ids(rows(SourceConfig(kind="jsonl", name=str(tmp_path / "x.jsonl")), tmp_path / "f", lanes=1), [0])
+        ids(rows(SourceConfig(kind="jsonl", name=str(tmp_path / "x.jsonl")), tmp_path / "f", shards=1), [0])

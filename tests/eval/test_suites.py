@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data.embedded import eval_sets
-from drafthead.data.embedded import training_sets as embedded_sets
+from drafthead.data.embedded import eval_sets, training_sets
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts import suites
 from drafthead.eval.prompts.prompt import EvalPrompt
@@ -79,12 +78,10 @@ def test_smoke_covers_every_category_and_does_not_move_with_the_seed() -> None:
 
 
 def test_builtin_needs_no_package_and_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from drafthead.data.embedded import builtin_sets
-
     monkeypatch.delattr("drafthead.data.embedded.packages.read_member")
     prompts = suites.load_suite("builtin")
     assert len(prompts) == 6
-    assert not {p.messages[0]["content"] for p in prompts} & {*builtin_sets.prompts("tiny")}
+    assert not {p.messages[0]["content"] for p in prompts} & {*training_sets.prompts("tiny")}
 
 
 def test_code_is_human_eval() -> None:
@@ -120,7 +117,7 @@ def test_spec_bench_like_leaves_out_what_training_reads(monkeypatch: pytest.Monk
     assert article not in after and f": {sentence}\n" not in after and f": {in_prompt}\n" not in after
     assert len(suites.load_suite("spec_bench_like")) == 480, "others take their place"
     used = [text for name in ("quac", "boolq") for text in passages(name) if f"Passage: {text}\n" in after]
-    assert len(used) == 80 and all(map(embedded_sets.held_out, used))
+    assert len(used) == 80 and all(map(training_sets.held_out, used))
 
 
 def test_what_training_reads_is_told_by_text_and_by_sentence() -> None:
@@ -181,7 +178,7 @@ def test_a_file_and_a_dataset_are_suites(tmp_path: Path) -> None:
     path.write_text('{"prompt": "One"}\n{"input_ids": [1, 2], "task": "ids"}\n')
     assert [p.task for p in suites.load_suite(str(path))] == ["mine", "ids"]
     assert [p.number for p in suites.load_suite(str(path), tasks=["ids"])] == [1]
-    with pytest.raises(UserError, match="'hf:/absent/set.parquet' names a path"):
+    with pytest.raises(UserError, match="'/absent/set.parquet' names a path"):
         suites.load_suite("hf:/absent/set.parquet:train")
 
 
@@ -192,7 +189,12 @@ def test_the_packaged_suites_are_whole_and_unseen() -> None:
     assert len({p.messages[0]["content"] for p in prompts}) == 480
     code = suites.load_suite("code")
     assert len(code) == 164
-    read = {s for name in embedded_sets.DOCUMENT_SETS for d in embedded_sets.documents(name) for s in _sentences(d)}
+    read = {
+        s
+        for name in training_sets.DOCUMENT_SETS["embedded"]
+        for d in training_sets.documents(name)
+        for s in _sentences(d)
+    }
     for prompt in prompts + code:
         seen = read.intersection(_sentences(prompt.messages[0]["content"]))
         assert not seen, f"{prompt.where()} holds a sentence of a training document: {seen}"

@@ -11,7 +11,7 @@ import torch
 
 from drafthead.data.answers.config import SamplerConfig
 from drafthead.data.batch import FeatureSpec
-from drafthead.data.text import hub_datasets as hub_sets
+from drafthead.data.text import readers
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
@@ -118,7 +118,7 @@ def test_a_stream_stays_at_its_commit(tiny_base: TinyBase, tmp_path: Path, monke
         return datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset()
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    monkeypatch.setattr(hub_sets, "_asked", lambda name, revision: (commits["now"], ["a.parquet"]))
+    monkeypatch.setattr(readers, "_hub_info", lambda name, revision: (commits["now"], ["a.parquet"]))
     text = TextConfig(sources=[SourceConfig(kind="hf", name="org/set")], stream=True, lanes=1, workers=1)
 
     def rows() -> tuple[torch.Tensor, dict[str, object]]:

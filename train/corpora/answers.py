@@ -7,7 +7,7 @@ from typing import Any
 
 from drafthead.data.answers.backend import Backend, Prompt, RankGroup
 from drafthead.data.answers.store import GenerationStore
-from drafthead.data.embedded import builtin_sets
+from drafthead.data.embedded import training_sets
 from drafthead.data.text.chat import Message, prompt_ids
 from drafthead.data.text.sources import load_prompts
 from drafthead.data.utils.errors import UserError
@@ -132,7 +132,7 @@ class AnswerGenerator:
         store.remove_leftovers()
 
     def _probes(self) -> list[Prompt]:
-        texts = list(builtin_sets.prompts("tiny"))[:PROBES]
+        texts = list(training_sets.prompts("tiny"))[:PROBES]
         found = [prompt_ids(self.base.tokenizer, [{"role": "user", "content": text}]) for text in texts]
         return [(n, ids[: self.config.max_prompt_tokens]) for n, ids in enumerate(found)]
 

@@ -21,9 +21,8 @@ from drafthead.data.answers.hidden_states import FORMAT, FeatureCache
 from drafthead.data.answers.store import GenerationStore, as_documents
 from drafthead.data.batch import FeatureSpec
 from drafthead.data.text.chat import Document
-from drafthead.data.text.hub_datasets import resolve_revision
 from drafthead.data.text.packing import collate, digest_rows, is_packed, open_packed, pack, text_documents
-from drafthead.data.text.sources import load_documents
+from drafthead.data.text.sources import load_documents, resolve_revision
 from drafthead.data.text.streaming import StreamedRows
 from drafthead.data.utils.config import original_names
 from drafthead.data.utils.errors import UserError
@@ -117,8 +116,8 @@ class Corpora:
             self.base.tokenizer,
             seq_len,
             seed=self.seed,
-            lanes=config.lanes,
-            turn=turn,
+            shards=config.lanes,
+            micro_batch_size=turn,
             folder=folder,
             workers=config.workers,
         )

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from drafthead.data.text import hub_datasets as hub_sets
-from drafthead.data.text.hub_datasets import open_hub, resolve_revision
-from drafthead.data.text.sources import SourceConfig, iter_documents
+from drafthead.data.text import readers
+from drafthead.data.text.sources import SourceConfig, iter_documents, open_source, resolve_revision
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_sealed_json
 
@@ -33,7 +32,7 @@ class Hub:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     found = Hub("README.md", "data/train.parquet")
-    monkeypatch.setattr(hub_sets, "_asked", found)
+    monkeypatch.setattr(readers, "_hub_info", found)
     return found
 
 
@@ -88,10 +87,10 @@ def test_the_hub_is_asked_for_commit_and_files(monkeypatch: pytest.MonkeyPatch) 
         return SimpleNamespace(sha=OLD, siblings=[SimpleNamespace(rfilename="a.parquet")])
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
-    hub_sets._asked.cache_clear()
-    assert hub_sets._asked("org/set", "v1") == hub_sets._asked("org/set", "v1") == (OLD, ["a.parquet"])
+    readers._hub_info.cache_clear()
+    assert readers._hub_info("org/set", "v1") == readers._hub_info("org/set", "v1") == (OLD, ["a.parquet"])
     assert asked == [("org/set", "v1")]
-    hub_sets._asked.cache_clear()
+    readers._hub_info.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["a.pkl", "deep/a.PT", "a.pth", "a.bin", "a.npy", "a.npz", "a.py", "a.pickle"])
@@ -110,7 +109,7 @@ def test_pickles_and_scripts_are_refused_by_name(
             with pytest.raises(
                 UserError, match=rf"has only files that can run code .*\({name}\); convert it to Parquet"
             ):
-                open_hub(source, stream)
+                open_source(source, stream)
 
 
 def test_data_beside_a_script_is_read(tmp_path: Path) -> None:
@@ -122,4 +121,4 @@ def test_data_beside_a_script_is_read(tmp_path: Path) -> None:
 def test_what_cannot_be_listed_is_left_to_the_library(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.up = False
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: options["revision"])
-    assert open_hub(SourceConfig(kind="hf", name="org/set", revision=OLD), True) == OLD
+    assert open_source(SourceConfig(kind="hf", name="org/set", revision=OLD), True) == OLD

@@ -1,0 +1,183 @@
+"""Rows of local files and of datasets, for training and evaluation: only data is read, nothing that can run code.
+
+Files of JSON lines and of text are read here and not by ``datasets``, which names no line of a broken file and refuses
+columns that hold texts in one row and conversations in the next.
+"""
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from drafthead.data.utils.errors import UserError, one_line
+
+EXECUTABLE = {".bin", ".joblib", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".py"}
+"""Suffixes of files that can run code when they are read."""
+BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json"}
+"""Data files that are a dataset by themselves."""
+SPLITS = ("test", "validation", "train")
+"""Test data first: what was made for training may have trained the base."""
+COMMIT = re.compile(r"[0-9a-f]{40}")
+_NO_DATA = re.compile(r"\..*|(readme|licen[cs]e|notice|citation|changelog)\b.*|dataset_infos\.json", re.IGNORECASE)
+"""Files beside the data."""
+
+
+# Files -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _file_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:  # damaged compression included
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+        raise UserError(f"{path} cannot be read to its end ({reason}); check it, or leave it out") from None
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; ``.gz`` is decompressed."""
+    with _file_errors(path):
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error}); convert it or leave it out") from None
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file that are not blank, each after its name ("line 3"); ``.gz`` is decompressed."""
+    with _file_errors(path), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if line.strip():
+                yield f"line {number}", line
+
+
+def json_object(line: bytes) -> dict[str, Any]:
+    """The object in a line of JSON; the message of the error follows the line's name."""
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise UserError(f"is not UTF-8 ({error.reason} at byte {error.start})") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"is not valid JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise UserError(f"holds a {type(row).__name__}, expected an object")
+    return row
+
+
+# Datasets ----------------------------------------------------------------------------------------------------------
+
+
+def open_dataset(
+    name: str, subset: str | None = None, split: str | None = None, revision: str | None = None, stream: bool = False
+) -> Any:
+    """A dataset: on disk, or streamed. Use within ``dataset_errors``.
+
+    Args:
+        name: id on the Hub, a dataset folder (also one of ``save_to_disk``), or a data file (``BUILDERS``).
+        subset: configuration.
+        split: None takes the first there is of ``SPLITS``.
+        revision: commit or tag on the Hub.
+        stream: an ``IterableDataset``, whose rows are not kept on disk.
+    """
+    import datasets
+
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix not in BUILDERS:
+            raise UserError(f"dataset {name!r} is a file, but none of {', '.join(BUILDERS)}; convert it")
+        builder = BUILDERS[path.suffix]
+        return datasets.load_dataset(builder, data_files=str(path), split=split or "train", streaming=stream)
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        return _saved_split(datasets.load_from_disk(str(path)), split, name)
+    if name.startswith(("/", ".", "~")) and not path.exists():
+        raise UserError(f"dataset {name!r} names a path where nothing is; check it")
+    _refuse_executable(name, revision)
+    if path.is_dir():
+        name = str(path)
+    if split is None:
+        split = _first_split(datasets.get_dataset_split_names(name, subset, revision=revision))
+    return datasets.load_dataset(name, subset, split=split, revision=revision, streaming=stream)
+
+
+def _saved_split(loaded: Any, split: str | None, name: str) -> Any:
+    if not isinstance(loaded, dict):
+        return loaded
+    chosen = split or _first_split(list(loaded))
+    if chosen not in loaded:
+        raise UserError(f"dataset {name!r} has no split {chosen!r}; present: {', '.join(loaded)}")
+    return loaded[chosen]
+
+
+def _first_split(names: list[str]) -> str:
+    return next((s for s in SPLITS if s in names), names[0])
+
+
+@contextmanager
+def dataset_errors(name: str, settings: str) -> Iterator[None]:
+    """Turns what ``datasets`` raises (no network, no such dataset or split, a script, a damaged file) into one line."""
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
+        raise UserError(
+            f"dataset {name!r} ({settings}) could not be read: {type(error).__name__}: "
+            f"{one_line(error.__cause__ or error)}; check the name, the split, the network and access, or use local "
+            "files of JSON lines"
+        ) from error
+
+
+def _refuse_executable(name: str, revision: str | None) -> None:
+    """Refuse a dataset of pickles, array files that may hold some, and scripts, by the names of its files."""
+    folder = Path(name).expanduser()
+    try:
+        if folder.is_dir():
+            names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+        else:
+            names = _hub_info(name, revision)[1]
+    except Exception:  # what cannot be listed cannot be loaded, either, and that is reported better
+        return
+    files = [PurePosixPath(name) for name in names if not _NO_DATA.fullmatch(PurePosixPath(name).name)]
+    if files and all(file.suffix.lower() in EXECUTABLE for file in files):
+        shown = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
+        raise UserError(
+            f"dataset {name!r} has only files that can run code when they are read ({shown}); convert it to "
+            "Parquet or JSON Lines, or use another one"
+        )
+
+
+def latest_commit(name: str, revision: str | None) -> str | None:
+    """The commit that a dataset's revision means now; None for a local dataset."""
+    if Path(name).expanduser().exists():
+        return None
+    if revision is not None and COMMIT.fullmatch(revision):
+        return revision
+    try:
+        return _hub_info(name, revision)[0]
+    except Exception as error:  # the client also raises errors of its HTTP library
+        raise UserError(
+            f"the Hub does not say which commit of dataset {name!r} (revision {revision or 'main'}) is "
+            f"the latest: {type(error).__name__}: {one_line(error)}; check the id, the network and access, or set "
+            "source.revision to a commit of 40 digits"
+        ) from None
+
+
+@cache
+def _hub_info(name: str, revision: str | None) -> tuple[str, list[str]]:
+    """Commit and files of a dataset on the Hub; requested once."""
+    from huggingface_hub import HfApi
+
+    found = HfApi().dataset_info(name, revision=revision, timeout=30.0)
+    if not found.sha:
+        raise ValueError("its answer names no commit")
+    return found.sha, [file.rfilename for file in found.siblings or []]
