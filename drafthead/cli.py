@@ -7,45 +7,43 @@ from drafthead import __version__
 from drafthead.data.utils.errors import UserError
 
 COMMANDS = {
-    "train": "drafthead.train.run",
-    "data": "drafthead.commands.data",
-    "eval": "drafthead.commands.eval",
-    "generate": "drafthead.commands.generate",
-    "replay": "drafthead.commands.replay",
-    "sweep": "drafthead.commands.sweep",
-    "certify": "drafthead.eval.lossless.check_lossless",
-    "export": "drafthead.commands.export",
-    "import": "drafthead.commands.import_head",
-    "push": "drafthead.commands.push",
+    "train": ("drafthead.train.run", "run a recipe: corpora, phases, tree, evaluation, head on disk"),
+    "data": ("drafthead.commands.data", "make the corpora of a recipe and stop"),
+    "eval": ("drafthead.commands.eval", "measure a saved head: mean accepted length, speedup, identical outputs"),
+    "generate": ("drafthead.commands.generate", "stream an answer with a head, and say what it gained"),
+    "replay": ("drafthead.commands.replay", "simulate any draft length and tree of a head, without decoding"),
+    "sweep": ("drafthead.commands.sweep", "find the fastest head, draft length and confidence threshold by decoding"),
+    "certify": ("drafthead.commands.certify", "prove that the acceptance rules keep the base's distribution"),
+    "export": (
+        "drafthead.commands.export",
+        "write a head in a published format, and check that it drafts like the head",
+    ),
+    "import": (
+        "drafthead.commands.import_head",
+        "a published head as a head folder, attached to the base it drafts for",
+    ),
+    "push": ("drafthead.commands.push", "upload a head with its card, tree and evaluation to the Hugging Face Hub"),
 }
-HELP = """\
+"""Command -> its module and a line of help."""
+HELP = f"""\
 drafthead: train draft heads for speculative decoding on a frozen Hugging Face causal LM, and prove what they buy.
 
-usage: drafthead COMMAND [arguments]
+usage: drafthead COMMAND [key=value ...]
 
-  train      run a recipe: corpora, pretraining, the base's own answers, distillation, evaluation, head on disk
-  data       make the corpora of a recipe and stop
-  eval       measure a saved head: mean accepted tokens, speedup against plain decoding, identical outputs
-  generate   stream an answer with a head, and say what it gained
-  replay     predict any draft length and tree for a head from plain answers, without decoding
-  sweep      find the fastest head, draft length and confidence threshold by decoding (Kangaroo's exit layers)
-  certify    prove that the acceptance rules keep the base's law: every outcome enumerated, nothing to load
-  export     write a head in a published format, read it back, and fail unless it drafts like the head
-  import     a published head as a head folder, attached to the base that it drafts for
-  push       upload a head with its card, tree and evaluation to the Hugging Face Hub
+{chr(10).join(f"  {name:<10} {line}" for name, (_, line) in COMMANDS.items())}
 
   drafthead train recipe=medusa_smollm2              a real model on 2 CPU cores, nothing to log in to
   drafthead train recipe=medusa_llama3 mode=plan     what a run will cost; loads no weights
   drafthead train recipe=medusa_llama3 debug=tiny    the whole run on a random tiny base, offline
   drafthead eval head=outputs/medusa_smollm2/head suite=mt_bench
-  drafthead generate --head outputs/medusa_smollm2/head "Why is the sky blue?"
-  drafthead replay --head outputs/medusa_smollm2/head --suite mt_bench
+  drafthead generate head=outputs/medusa_smollm2/head Why is the sky blue?
+  drafthead replay head=outputs/medusa_smollm2/head suite=mt_bench
   drafthead certify
   drafthead export head=outputs/eagle3_smollm2/head to=eagle3 out=outputs/eagle3_smollm2/published
   drafthead import from=user/medusa-vicuna-7b base=lmsys/vicuna-7b-v1.3 out=outputs/medusa_vicuna/head
   drafthead push head=outputs/medusa_smollm2/head repo=user/medusa-smollm2
 
-train, data and eval take settings as key=value and know --cfg job (print the settings, start nothing) and --help.
+Every command takes settings as key=value, and knows --cfg job (print the settings, start nothing) and --help.
 Several GPUs: accelerate launch train/run.py recipe=...  takes the same settings as drafthead train.
 
   --version  print the version
@@ -71,7 +69,7 @@ def main() -> None:
         raise SystemExit(2)
     sys.argv = [f"drafthead {command}", *rest]
     try:
-        import_module(COMMANDS[command]).main()
+        import_module(COMMANDS[command][0]).main()
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:

@@ -4,9 +4,6 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hydra.core.config_store import ConfigStore
-
-from drafthead.data.utils.config import schema
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json
 from drafthead.models.base.config import BaseConfig
@@ -162,6 +159,3 @@ class EvalRunConfig(EvalConfig):
         super().__post_init__()
         if not self.head:
             raise UserError("name a head: head=outputs/NAME/head or head=user/repo")
-
-
-ConfigStore.instance().store(name="eval_schema", node=schema(EvalRunConfig))

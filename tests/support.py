@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from drafthead import cli
 from drafthead.data.batch import NO_DOCUMENT, Features, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
@@ -214,3 +216,13 @@ def losses_of(run: Path) -> list[float]:
     """The losses that a run folder has logged."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
+
+
+# Commands ----------------------------------------------------------------------------------------------------
+
+
+def call(command: str, *arguments: str) -> None:
+    """``drafthead COMMAND ...`` in this process; what ends it with a code other than 0 is a ``SystemExit``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["drafthead", command, *arguments])
+        cli.main()

@@ -1,101 +1,129 @@
-"""The command dispatches, forwards what it was given, and explains itself."""
+"""The command dispatches, explains itself, and has one grammar for all commands."""
 
-import importlib.util
 import os
 import subprocess
 import sys
-import types
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import drafthead
 from drafthead import cli
+from drafthead.commands import certify
 from drafthead.data.utils.errors import UserError
+from support import call
 
 ROOT = Path(__file__).parent.parent
-Fake = Callable[[str, Callable[[], None]], None]
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["drafthead", *arguments])
-    cli.main()
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    def install(module: str, main: Callable[[], None]) -> None:
-        replacement = types.ModuleType(module)
-        replacement.main = main  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, module, replacement)
-
-    return install
+SETTINGS = {
+    "train": ["recipe=medusa_smollm2"],
+    "data": ["recipe=medusa_smollm2"],
+    "eval": ["head=x"],
+    "generate": ["head=x", "hello"],
+    "replay": ["head=x"],
+    "sweep": ["heads=[x]"],
+    "certify": [],
+    "export": ["head=x", "to=medusa", "out=y"],
+    "import": ["from=x", "base=b", "out=y"],
+    "push": ["head=x", "repo=me/x"],
+}
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_a_command_gets_its_arguments(fake: Fake, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    seen: list[list[str]] = []
-    fake(cli.COMMANDS[command], lambda: seen.append(sys.argv))
-    run(monkeypatch, command, "recipe=x", "--help", "a b")
-    assert seen == [[f"drafthead {command}", "recipe=x", "--help", "a b"]]
+def test_every_command_explains_and_prints_its_settings(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        call(command, "--help")
+    shown = capsys.readouterr().out
+    assert f"drafthead {'train' if command == 'data' else command}" in shown and "== settings ==" in shown
+    call(command, *SETTINGS[command], "--cfg", "job")
+    assert capsys.readouterr().out.count(": ") >= 2
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_every_command_has_a_module_and_a_line_of_help(command: str) -> None:
-    spec = importlib.util.find_spec(cli.COMMANDS[command])
-    assert spec is not None and spec.origin is not None
-    assert "def main() -> None:" in Path(spec.origin).read_text()
-    assert f"\n  {command} " in cli.HELP
+def test_a_misspelt_setting_is_one_line_with_near_matches(command: str) -> None:
+    known = {
+        "train": "seed",
+        "sweep": "seed",
+        "data": "seed",
+        "certify": "each",
+        "import": "revision",
+        "push": "private",
+    }
+    key = known.get(command, "base")
+    with pytest.raises(SystemExit, match=rf"^error: .*'{key}x'.*; did you mean {key}") as stop:
+        call(command, *SETTINGS[command], f"{key}x=1")
+    assert "\n" not in str(stop.value)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
-def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"], ["--version"], ["-V"]])
+def test_help_and_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        run(monkeypatch, *arguments)
+        call(*(arguments or ["--help"]))
+    version = arguments and arguments[0].lower() in ("--version", "-v")
     assert stop.value.code == 0
-    assert capsys.readouterr().out == cli.HELP
-
-
-def test_help_fits_a_terminal() -> None:
+    assert capsys.readouterr().out == (f"drafthead {drafthead.__version__}\n" if version else cli.HELP)
     assert max(map(len, cli.HELP.splitlines())) <= 120
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_one_line_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        run(monkeypatch, "--version")
-    assert stop.value.code == 0
-    assert capsys.readouterr().out == f"drafthead {drafthead.__version__}\n"
-
-
-def test_an_unknown_command_is_one_line_with_the_list(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        run(monkeypatch, "trian", "recipe=x")
+        call("trian", "recipe=x")
     assert stop.value.code == 2
     shown = capsys.readouterr()
-    commands = "train, data, eval, generate, replay, sweep, certify, export, import, push"
-    assert shown.err == f"drafthead: unknown command 'trian'; choose one of {commands}, or --help\n"
+    assert shown.err == f"drafthead: unknown command 'trian'; choose one of {', '.join(cli.COMMANDS)}, or --help\n"
     assert shown.out == ""
 
 
-def test_bad_input_is_one_line_and_no_traceback(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise UserError("found x, expected y")
+OLD_SPELLINGS = {
+    "generate --head a/b {prompt} --max-new-tokens 9 --no-compare --raw": "generate head=a/b {prompt} max_new_tokens=9 "
+    "compare=false raw=true",
+    "replay --head x --base embedded:smollm2 --nodes 6,16 --siblings with_replacement": "replay head=x "
+    "base=embedded:smollm2 nodes=[6,16] draft_sampling=with_replacement",
+    "sweep --heads a=1/head b --drafts 0 4 --dry": "sweep heads=['a=1/head',b] drafts=[0,4] dry=true",
+    "certify --each --only=block --json=rows.json": "certify each=true only=block json=rows.json",
+}
 
-    fake(cli.COMMANDS["data"], refuse)
+
+@pytest.mark.parametrize("old", OLD_SPELLINGS)
+def test_options_of_version_0_1_0_still_work(old: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """For one version more, with a line each that says the new spelling."""
+    prompt = "it's \\'2 + 2=4', ${PATH}, {a}, [b"
+    call(*(word.format(prompt=prompt) for word in old.split()), "--cfg", "job")
+    shown = capsys.readouterr()
+    call(*(word.format(prompt=prompt) for word in OLD_SPELLINGS[old].split()), "--cfg", "job")
+    again = capsys.readouterr()
+    assert shown.out == again.out and again.err == ""
+    assert shown.err.count(" is now ") >= old.count("--")
+
+
+def test_words_are_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    call("generate", "What", "is", "head=x", "x + y = z?", "--cfg", "job")
+    assert "prompt: What is x + y = z?\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [(["only"], "'only' is no setting"), (["only="], "only= has no value"), (["only=[x"], "only=.x cannot be read")],
+)
+def test_what_is_no_setting_is_one_line(settings: list[str], says: str) -> None:
+    with pytest.raises(SystemExit, match=f"^error: {says}") as stop:
+        call("certify", *settings)
+    assert "\n" not in str(stop.value)
+
+
+def test_errors_are_one_line_and_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(error: Exception) -> None:
+        def fail(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(certify, "certificate", fail)
+        call("certify")
+
     with pytest.raises(SystemExit, match="^error: found x, expected y$"):
-        run(monkeypatch, "data")
-
-
-def test_a_bug_keeps_its_traceback(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash() -> None:
-        raise ZeroDivisionError
-
-    fake(cli.COMMANDS["data"], crash)
+        raises(UserError("found x, expected y"))
+    with pytest.raises(SystemExit, match="^error: .*No space left"):
+        raises(OSError(28, "No space left on device", "rows.json"))
     with pytest.raises(ZeroDivisionError):
-        run(monkeypatch, "data")
+        raises(ZeroDivisionError())
 
 
 def test_a_checkout_imports_from_its_folders_and_the_command_starts_light(tmp_path: Path) -> None:

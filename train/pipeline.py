@@ -234,7 +234,7 @@ def _finish(
         tracker.finish(evaluation)
     display.line("time: " + ", ".join(f"{name.split(':')[0]} {seconds:.0f} s" for name, seconds in display.stages))
     display.line(f"head: {folder / 'head'}   report: {folder / 'report.html'}")
-    display.line(f'try it: drafthead generate --head {folder / "head"} "Why is the sky blue?"')
+    display.line(f'try it: drafthead generate head={folder / "head"} "Why is the sky blue?"')
 
 
 def _calibrate(run: RunConfig, head: DraftHead, corpora: Corpora, folder: Path) -> tuple[StepCosts, Calibration]:

@@ -10,7 +10,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from drafthead.data.utils.config import one_line_errors, run_main, say
-from drafthead.train.config import parse_run
+from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.distributed import signals
 from drafthead.train.estimate import print_plan
 from drafthead.train.pipeline import run_pipeline
@@ -29,7 +29,7 @@ def _main(cfg: DictConfig) -> None:
 
 def main() -> None:
     """Entry point."""
-    run_main(_main)
+    run_main(_main, RunConfig)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -168,7 +170,7 @@ def parse(cfg: DictConfig, wanted: type[T]) -> T:
         plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         return cast(T, OmegaConf.to_object(OmegaConf.merge(schema(wanted), plain)))
     except (OmegaConfBaseException, HydraException) as error:
-        raise UserError(f"config: {_one_line(error)}") from None
+        raise UserError(f"config: {_one_line(error)}{_near(error, wanted)}") from None
     except ValueError as error:
         raise UserError(f"config: {error}") from None
 
@@ -215,7 +217,7 @@ def say(line: str) -> None:
         sys.stderr.write(f"{line}\n")
 
 
-def run_main(main: Callable[[], None]) -> None:
+def run_main(main: Callable[[], None], wanted: type[Any]) -> None:
     """Run a Hydra entry point; what Hydra itself refuses (an unknown group or key) becomes one line, too."""
     sys.argv[1:] = update_overrides(sys.argv[1:])
     read_old_recipes()
@@ -223,7 +225,7 @@ def run_main(main: Callable[[], None]) -> None:
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
-        raise SystemExit(f"error: {_one_line(error)}") from None
+        raise SystemExit(f"error: {_one_line(error)}{_near(error, wanted)}") from None
     except OSError as error:  # Hydra makes the run folder before the task starts
         raise SystemExit(f"error: {error}; choose another run folder (out=...)") from None
 
@@ -243,5 +245,21 @@ def _one_line(error: BaseException) -> str:
     """Message and cause, without what only concerns Hydra."""
     lines = [line.strip() for line in str(error).splitlines()]
     message = " ".join(line for line in lines if line and not line.startswith(_NOISE))
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} cannot be read ({message}); quote the value"
     cause = error.__cause__
     return f"{message}: {_one_line(cause)}" if isinstance(cause, OmegaConfBaseException) else message
+
+
+def _near(error: BaseException, wanted: type[Any]) -> str:
+    """The settings whose names are close to an unknown one."""
+    unknown = re.search(r"Key '(\w+)' (?:is )?not in", f"{error} {error.__cause__}")
+    close = get_close_matches(unknown[1], _field_names(wanted)) if unknown else []
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _field_names(kind: Any) -> set[str]:
+    """The fields of a dataclass and of the dataclasses in it."""
+    if not is_dataclass(kind):
+        return set().union(*map(_field_names, get_args(kind)))
+    return {f.name for f in fields(kind)}.union(*map(_field_names, get_type_hints(kind).values()))

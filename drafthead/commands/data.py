@@ -42,7 +42,7 @@ def build(run: RunConfig, launch: Launch) -> None:
 
 def main() -> None:
     """Entry point."""
-    run_main(_main)
+    run_main(_main, RunConfig)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,8 @@
 """Measure a saved head: ``drafthead eval head=outputs/medusa_smollm2/head suite=mt_bench``."""
 
-import sys
 from pathlib import Path
 
-import hydra
-from omegaconf import DictConfig
-
-from drafthead.data.utils.config import one_line_errors, parse, run_main
+from drafthead.commands.settings import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json_lines, write_atomic
@@ -17,17 +13,41 @@ from drafthead.eval.report.tables import console_lines, console_table, markdown_
 from drafthead.eval.timing.methods import check_drafters, check_peers, is_drafter, make_drafter, merged
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig, Drafter
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling
 from drafthead.models.heads.common.loading import default_device, load_base_and_head
 
-if not __package__:  # run as a file: look in the checkout, not in eval/
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+USAGE = """\
+Measure a saved head: mean accepted length, speedup against both baselines, identical outputs.
+
+usage: drafthead eval head=FOLDER_OR_REPO_OR_DRAFTER [suite=NAME] [key=value ...]
+
+drafthead eval head=outputs/medusa_smollm2/head suite=mt_bench
+drafthead eval head=outputs/medusa_smollm2/head suite=spec_bench_like tasks=[math,rag] limit=40
+drafthead eval head=outputs/medusa_smollm2/head suite=my.jsonl max_new_tokens=256 tree=chain
+drafthead eval head=outputs/medusa_smollm2/head against=[prompt_lookup:3,head+prompt_lookup:4,hf_prompt_lookup:3]
+drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 draft_sampling=without_replacement
+drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 rule.name=typical
+drafthead eval head=prompt_lookup:3 base=embedded:smollm2
+
+suite           smoke, mt_bench, mt_bench_turns, spec_bench_like, code, builtin, FILE.jsonl,
+                hf:NAME[:SPLIT[:COLUMN]] (a line holds prompt, messages, turns or input_ids, and optionally task;
+                NAME may be a local folder)
+limit           prompts in all, spread evenly over the tasks
+length          constant, heuristic (+2 drafts after full acceptance, -1 otherwise)
+tree            head, chain[:K], expansion:1-1-3, dynamic:NODES[:WIDTH], FILE.json
+draft_sampling  {kinds}
+rule.name       exact and block (lossless), typical and lenient (lossy: its total variation is printed beside the
+                speedup)
+drafters        prompt_lookup[:TOKENS], early_exit:LAYERS[:TOKENS], model:NAME[:TOKENS], head:FOLDER:
+                as head=, in merge=[...] and in against=[...], which also knows head+DRAFTER (combined with the head),
+                hf_prompt_lookup[:TOKENS] and hf_assisted:NAME (transformers' own)
+merge_nodes     of a combined tree, as many as the head's own by default: the others first, then the head's likeliest
+"""
 
 
-@hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes.evaluation", config_name="eval")
-@one_line_errors
-def _main(cfg: DictConfig) -> None:
-    config = parse(cfg, EvalRunConfig)
+@command("eval", EvalRunConfig, USAGE.format(kinds=", ".join(kind.value for kind in DraftSampling)))
+def main(config: EvalRunConfig) -> None:
+    """Measure, and write the report."""
     load_suite(config.suite, config.limit, config.seed, config.tasks)  # a wrong name fails before the model loads
     check_peers(config.against)
     check_drafters([*config.merge, *([config.head] if is_drafter(config.head) else [])])
@@ -64,20 +84,15 @@ def _main(cfg: DictConfig) -> None:
 
 
 def _load(config: EvalRunConfig) -> tuple[BaseModel, Drafter, DraftConfig]:
-    """The base, what drafts for it, and the plan."""
+    """The base, what drafts for it, and what it drafts."""
     if not is_drafter(config.head):
         base, head = load_base_and_head(config.head, config.base)
         return base, head, config.draft_config(head)
     if not config.base.name and not config.base.random:
-        raise UserError(f"{config.head} names no base; give one: base.name=embedded:smollm2")
+        raise UserError(f"{config.head} names no base; give one: base=embedded:smollm2")
     base = BaseModel.load(config.base, default_device())
     drafter = make_drafter(config.head, base)
     return base, drafter, config.draft_config(drafter)
-
-
-def main() -> None:
-    """Entry point."""
-    run_main(_main)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ The checkpoint is written beside ``out``, read back, and compared with the head 
 when it drafts like the head (``eval/lossless/export_check.py``).
 """
 
-import sys
-from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,14 +11,13 @@ import torch
 from omegaconf import MISSING
 from rich.table import Table
 
-from drafthead.commands.settings import new_folder, read_settings
+from drafthead.commands.settings import command, new_folder
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.eval.lossless.export_check import ExportCheck, check_export, training_estimate
 from drafthead.eval.prompts.suites import load_suite
-from drafthead.eval.trees.texts import Text, plain_answers, read_texts
-from drafthead.models.base.base_model import BaseModel
+from drafthead.eval.trees.texts import plain_answers, read_texts
 from drafthead.models.base.config import DTYPES, BaseConfig
 from drafthead.models.formats import FORMATS, format_named
 from drafthead.models.formats.contract import Format
@@ -37,7 +34,7 @@ usage: drafthead export head=DIR to=FORMAT out=DIR [setting=value ...]
   base=NAME         base model; by default the one that the head was trained for (base.dtype=..., and so on, too)
   base_name=NAME    what engines download the base by; by default its name here. Bases with an adapter need one
   suite=builtin     prompts to check the export on; limit=N takes fewer, max_new_tokens=64 is the length of an answer
-  texts=FILE        answers to check it on instead, a .jsonl file that `drafthead replay --save` wrote
+  texts=FILE        answers to check it on instead, a .jsonl file that `drafthead replay save=FILE` wrote
   estimate_tolerance=0.2   how far accuracy may fall below the estimate of training, which saw other prompts
 """
 CHECK_FILE = "export_check.json"
@@ -69,18 +66,9 @@ class ExportConfig:
             raise ValueError(f"estimate_tolerance must be in (0, 1], got {self.estimate_tolerance}")
 
 
-def main() -> None:
-    """Entry point."""
-    usage = USAGE.format(formats=", ".join(FORMATS))
-    try:
-        _export(read_settings(sys.argv[1:], ExportConfig, usage))
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
-    except OSError as error:  # a full disk, say: the message names the file
-        raise SystemExit(f"error: {error}; choose another folder (out=...)") from None
-
-
-def _export(config: ExportConfig) -> None:
+@command("export", ExportConfig, USAGE.format(formats=", ".join(FORMATS)))
+def main(config: ExportConfig) -> None:
+    """Write the head, read it back, and keep it only if it drafts like the head."""
     target = format_named(config.to)
     if not config.texts:
         load_suite(config.suite, config.limit, config.seed)  # a wrong name fails before the model loads
@@ -96,7 +84,10 @@ def _export(config: ExportConfig) -> None:
                 tree = {"choices": [list(path) for path in head.tree.paths[1:]]}
                 write_json(folder / "tree.json", {**tree, "confidence_threshold": head.confidence_threshold})
         with display.stage("check: read back and compare"):
-            texts = texts or _plain_answers(base, config)
+            length = min(config.max_new_tokens, base.max_context // 2)
+            texts = texts or plain_answers(
+                base, suite=config.suite, limit=config.limit, max_new_tokens=length, seed=config.seed
+            )
             reloaded, estimate = target.load(folder, base), training_estimate(config.head)
             check = check_export(base, head, reloaded, texts, dtype, estimate, config.estimate_tolerance)
         display.console.print(_table(target, head, check))
@@ -123,13 +114,6 @@ def _table(target: Format, head: DraftHead, check: ExportCheck) -> Table:
     table = Table(*cells)
     table.add_row(*cells.values())
     return table
-
-
-def _plain_answers(base: BaseModel, config: ExportConfig) -> list[Text]:
-    """The base's greedy answers to the prompts of the check."""
-    length = min(config.max_new_tokens, base.max_context // 2)
-    prompts = {"suite": config.suite, "limit": config.limit, "seed": config.seed}
-    return plain_answers(base, Namespace(**prompts, temperature=0.0, max_new_tokens=length))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """``drafthead import from=DIR base=NAME out=DIR``: a published head as a head folder of ours, attached to a base."""
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
 
-from drafthead.commands.settings import new_folder, read_settings
+from drafthead.commands.settings import command, new_folder
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json
@@ -52,19 +51,10 @@ class ImportConfig:
             format_named(self.format)
 
 
-def main() -> None:
-    """Entry point."""
-    # `from` is a keyword of Python, so the field has another name.
-    arguments = ["source=" + a.removeprefix("from=") if a.startswith("from=") else a for a in sys.argv[1:]]
-    try:
-        _import(read_settings(arguments, ImportConfig, USAGE.format(formats=", ".join(FORMATS))))
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
-    except OSError as error:  # a full disk, say: the message names the file
-        raise SystemExit(f"error: {error}; choose another folder (out=...)") from None
-
-
-def _import(config: ImportConfig) -> None:
+# `from` is a keyword of Python, so the field has another name.
+@command("import", ImportConfig, USAGE.format(formats=", ".join(FORMATS)), spelled={"from": "source"})
+def main(config: ImportConfig) -> None:
+    """Read the published head, attach it to the base, and save it as one of ours."""
     folder = _published_folder(config.source, config.revision)
     content = {**_published_config(folder), **config.config}
     found = recognise(content, str(folder)) if config.format == "auto" else format_named(config.format)

@@ -1,13 +1,12 @@
 """``drafthead push head=DIR repo=user/name``: a head that is on disk, on the Hugging Face Hub."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import MISSING
 from safetensors import SafetensorError, safe_open
 
-from drafthead.commands.settings import read_settings
+from drafthead.commands.settings import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import HubConfig, push, require_login
@@ -37,15 +36,9 @@ class PushConfig(HubConfig):
             raise ValueError("repo is missing; name the repository on the Hub, repo=user/name")
 
 
-def main() -> None:
-    """Entry point."""
-    try:
-        _push(read_settings(sys.argv[1:], PushConfig, USAGE))
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
-
-
-def _push(config: PushConfig) -> None:
+@command("push", PushConfig, USAGE)
+def main(config: PushConfig) -> None:
+    """Upload the folder."""
     folder, repo = Path(config.head), str(config.repo)
     check_folder(folder)
     require_login("drafthead push")

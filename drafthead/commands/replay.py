@@ -1,12 +1,13 @@
-"""``drafthead replay --head DIR``: what any draft length and tree would do, from plain answers, without decoding."""
+"""``drafthead replay head=DIR``: simulated acceptance of any draft length and tree, from the base's own answers."""
 
-import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from omegaconf import MISSING
 from rich.table import Table
 
+from drafthead.commands.settings import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.choice import Machine, cross_fitted
@@ -24,6 +25,51 @@ from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 
+USAGE = """\
+usage: drafthead replay head=DIR [key=value ...]
+
+  head=DIR              head folder (outputs/NAME/head) or Hub repository (user/name)
+  base=NAME             base model; by default the one that the head was trained for
+  suite=smoke           prompts that the base answers; limit=N takes fewer, max_new_tokens=128 is an answer's length
+  texts=FILE            answers to replay instead: a .jsonl file that save=FILE wrote
+  save=FILE             write the base's answers there
+  temperature=0         of the target; 0 is greedy
+  nodes=[6,16,64]       tree sizes, root included
+  chain=[1,2,3]         draft lengths of chains
+  draft_sampling=NAME   {kinds}; draft_temperature=1 is for the sampled ones
+  rule=exact            or block: block verification of chains
+  seed=0                of sampling
+"""
+
+
+@dataclass(kw_only=True)
+class ReplayConfig:
+    """Settings of the command."""
+
+    head: str = MISSING
+    base: BaseConfig = field(default_factory=BaseConfig)
+    suite: str = "smoke"
+    limit: int | None = None
+    texts: str | None = None
+    save: str | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    nodes: list[int] = field(default_factory=lambda: [6, 16, 64])
+    chain: list[int] = field(default_factory=lambda: [1, 2, 3])
+    draft_sampling: str = DraftSampling.TOP_K.value
+    draft_temperature: float = 1.0
+    rule: str = "exact"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.chain or min(self.chain) < 1:
+            raise ValueError(f"chain must have lengths of at least 1, got {self.chain}")
+        if not self.nodes or min(self.nodes) < 2:
+            raise ValueError(f"nodes must be at least 2, the root and one draft, got {self.nodes}")
+        if self.rule not in ("exact", "block"):
+            raise ValueError(f"rule must be exact or block, got {self.rule!r}")
+        DraftSampling(self.draft_sampling)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -37,51 +83,28 @@ class Row:
     """Predicted; None where what drafting costs is not known beforehand."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's arguments."""
-    found = argparse.ArgumentParser(prog="drafthead replay", description=__doc__)
-    found.add_argument("--head", required=True, help="head folder (outputs/NAME/head) or Hub repository (user/name)")
-    found.add_argument("--base", default="", help="base model; by default the one that the head was trained for")
-    found.add_argument("--suite", default="smoke", help="prompts that the base answers plainly; default smoke")
-    found.add_argument("--limit", type=int, default=None, help="at most so many prompts")
-    found.add_argument("--texts", type=Path, default=None, help="answers to replay instead: a .jsonl file (--save)")
-    found.add_argument("--save", type=Path, default=None, help="write the base's answers there, for --texts")
-    found.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
-    found.add_argument("--temperature", type=float, default=0.0, help="of the target; default 0, greedy")
-    found.add_argument("--nodes", type=_numbers, default=[6, 16, 64], help="tree sizes, root included: 6,16,64")
-    found.add_argument("--chain", type=_numbers, default=[1, 2, 3], help="draft lengths of chains: 1,2,3")
-    found.add_argument("--draft-sampling", choices=[s.value for s in DraftSampling], default=DraftSampling.TOP_K.value)
-    found.add_argument("--draft-temperature", type=float, default=1.0, help="of sampled siblings; default 1")
-    found.add_argument(
-        "--rule", choices=["exact", "block"], default="exact", help="block: block verification of chains"
-    )
-    found.add_argument("--seed", type=int, default=0)
-    return found
-
-
-def main() -> None:
-    """Entry point."""
-    arguments = parser().parse_args()
-    try:
-        _replay(arguments)
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
-
-
-def _replay(arguments: argparse.Namespace) -> None:
-    texts = read_texts(arguments.texts) if arguments.texts else []
-    if arguments.save:
-        _check_free(arguments.save)
+@command("replay", ReplayConfig, USAGE.format(kinds=", ".join(kind.value for kind in DraftSampling)))
+def main(config: ReplayConfig) -> None:
+    """Print the table."""
+    texts = read_texts(Path(config.texts)) if config.texts else []
+    save = Path(config.save) if config.save else None
+    if save:
+        _check_free(save)
     display = Display()
-    with display.stage(f"head {arguments.head}"):
-        base, head = load_base_and_head(arguments.head, BaseConfig(name=arguments.base))
-    if min(arguments.chain) < 1 or max(arguments.chain) > head.depth:
-        raise UserError(f"--chain {arguments.chain}: the head drafts 1 to {head.depth} positions")
-    if min(arguments.nodes) < 2:
-        raise UserError(f"--nodes {arguments.nodes}: the root and one draft are 2 nodes, the least")
+    with display.stage(f"head {config.head}"):
+        base, head = load_base_and_head(config.head, config.base)
+    if max(config.chain) > head.depth:
+        raise UserError(f"chain={config.chain}: the head drafts 1 to {head.depth} positions")
     if not texts:
-        with display.stage(f"plain answers: {arguments.suite}"):
-            texts = plain_answers(base, arguments)
+        with display.stage(f"plain answers: {config.suite}"):
+            texts = plain_answers(
+                base,
+                suite=config.suite,
+                limit=config.limit,
+                max_new_tokens=config.max_new_tokens,
+                temperature=config.temperature,
+                seed=config.seed,
+            )
     for number, text in enumerate(texts):
         check_ids(
             text.ids,
@@ -90,25 +113,25 @@ def _replay(arguments: argparse.Namespace) -> None:
             max_new_tokens=0,
             where=f"text {number}",
         )
-    if arguments.save:
-        write_texts(arguments.save, texts)
+    if save:
+        write_texts(save, texts)
     plan = ChancePlan(
-        draft_sampling=DraftSampling(arguments.draft_sampling),
-        sampler=Sampler(temperature=arguments.draft_temperature),
-        width=1 if arguments.rule == "block" else 10,
-        rule=AcceptanceRule(name=arguments.rule),
-        seed=arguments.seed,
+        draft_sampling=DraftSampling(config.draft_sampling),
+        sampler=Sampler(temperature=config.draft_temperature),
+        width=1 if config.rule == "block" else 10,
+        rule=AcceptanceRule(name=config.rule),
+        seed=config.seed,
     )
     with display.stage(f"one pass over {len(texts)} texts"):
-        answers = text_chances(base, head, texts, Sampler(temperature=arguments.temperature), plan)
+        answers = text_chances(base, head, texts, Sampler(temperature=config.temperature), plan)
     with display.stage("step costs on this machine"):
         machine = Machine(measure_costs(base, head))
-    sizes = [] if arguments.rule == "block" else arguments.nodes
-    found = rows(answers, machine, arguments.chain, sizes, plan.draft_sampling, arguments.seed)
+    sizes = [] if config.rule == "block" else config.nodes
+    found = rows(answers, machine, config.chain, sizes, plan.draft_sampling, config.seed)
     if head.confidence_threshold and plan.draft_sampling is DraftSampling.TOP_K and plan.rule.name == "exact":
         with display.stage("the head's own plan, drafted at every position for its threshold"):
-            found.append(own_row(base, head, texts, Sampler(temperature=arguments.temperature), arguments.seed))
-    display.console.print(table(found, arguments))
+            found.append(own_row(base, head, texts, Sampler(temperature=config.temperature), config.seed))
+    display.console.print(table(found, config))
 
 
 def own_row(base: BaseModel, head: DraftHead, texts: Sequence[Text], sampler: Sampler, seed: int = 0) -> Row:
@@ -148,20 +171,16 @@ def rows(
     return found
 
 
-def table(found: Sequence[Row], arguments: argparse.Namespace) -> Table:
+def table(found: Sequence[Row], config: ReplayConfig) -> Table:
     """The rows as printed."""
-    title = f"replay of plain answers, {arguments.draft_sampling.replace('_', ' ')} siblings, rule {arguments.rule}"
-    shown = Table("draft", "nodes", "tokens a step", "95 %", "predicted speedup", title=title)
+    title = f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}"
+    shown = Table("draft", "nodes", "mean accepted length", "95 %", "predicted speedup", title=title)
     for row in found:
         low_high = row.replay.interval
         between = "" if low_high is None else f"{low_high[0]:.2f} to {low_high[1]:.2f}"
         tokens, speedup = row.replay.mean_accepted_tokens, "" if row.speedup is None else f"{row.speedup:.2f}"
         shown.add_row(row.name, str(row.nodes), f"{tokens:.2f}", between, speedup)
     return shown
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
 
 
 if __name__ == "__main__":

@@ -1,46 +1,132 @@
-"""What commands share: settings from the command line, and an output folder that appears when it is complete."""
+"""What commands share: one grammar (``key=value``, ``--help``, ``--cfg job``), and output folders.
 
+Version 0.1.0 had ``--key value`` for some commands; these are still read, with a line that says the new spelling.
+"""
+
+import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig
 
-from drafthead.data.utils.config import parse
+from drafthead.data.utils.config import one_line_errors, parse, run_main, say, schema, update_key
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder
 
 T = TypeVar("T")
+Task = Callable[[T], None]
 
 
-def read_settings(arguments: list[str], wanted: type[T], usage: str) -> T:
-    """``key=value`` arguments as a checked dataclass; ``base=NAME`` is short for ``base.name=NAME``.
+_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd")
+"""Hydra's options that take the next argument."""
 
-    Raises:
-        SystemExit: 0 after ``--help``, with ``usage`` printed.
-        UserError: something else than key=value, an unknown key, a wrong, empty or missing value.
+
+def command(
+    name: str, wanted: type[T], usage: str, *, spelled: dict[str, str] | None = None, words: str = ""
+) -> Callable[[Task[T]], Callable[[], None]]:
+    """Make a function of checked settings a command's entry point.
+
+    Args:
+        name: of the command, as in ``drafthead NAME``.
+        wanted: dataclass of its settings; of a field ``base``, ``base=NAME`` sets the name.
+        usage: what ``--help`` prints before the settings.
+        spelled: typed key -> field, where the field cannot have the key's name.
+        words: field that takes the arguments that are no settings, as one text.
     """
-    if not arguments or {"--help", "-h"} & set(arguments):
-        sys.stdout.write(usage)
-        raise SystemExit(0)
-    if wrong := [a for a in arguments if "=" not in a]:
-        raise UserError(f"{wrong[0]!r} is no setting; settings are key=value, see --help")
-    if empty := [a for a in arguments if not a.partition("=")[2].strip()]:
-        raise UserError(f"{empty[0]} has no value; give one ({empty[0]}VALUE), see --help")
-    named = ["base.name=" + a.removeprefix("base=") if a.startswith("base=") else a for a in arguments]
-    try:
-        given = OmegaConf.from_dotlist(named)
-    except Exception as error:  # of the YAML library, whose values these are
-        raise UserError(f"a value is not closed ({' '.join(str(error).split())}); quote it, see --help") from None
-    try:
-        return parse(OmegaConf.merge(OmegaConf.structured(wanted), given), wanted)  # type: ignore[arg-type]
-    except OmegaConfBaseException as error:
-        where = f"{error.full_key}: " if error.full_key else ""
-        raise UserError(f"config: {where}{str(error).splitlines()[0]}; see --help") from None
+    usage = usage.replace("$", "$$")
+    hidden = {"run": {"dir": "."}, "sweep": {"dir": f"outputs/{name}"}, "output_subdir": None}
+    help_text = {"app_name": f"drafthead {name}", "template": usage + "\n== settings ==\n$CONFIG"}
+    defaults = [f"{name}_schema", "_self_", {"override hydra/job_logging": "none"}]
+    store = ConfigStore.instance()
+    store.store(name=f"{name}_schema", node=schema(wanted))
+    store.store(name=name, node={"defaults": defaults, "hydra": {**hidden, "help": help_text}})
+
+    def decorate(task: Task[T]) -> Callable[[], None]:
+        @one_line_errors
+        def checked(cfg: DictConfig) -> None:
+            task(parse(cfg, wanted))
+
+        checked.__module__ = task.__module__
+        composed = hydra.main(version_base="1.3", config_path=None, config_name=name)(checked)
+
+        def main() -> None:
+            """Entry point."""
+            try:
+                sys.argv[1:] = _settings(sys.argv[1:], wanted, spelled or {}, words)
+            except UserError as error:
+                raise SystemExit(f"error: {error}") from None
+            run_main(composed, wanted)
+
+        return main
+
+    return decorate
+
+
+def _settings(arguments: list[str], wanted: type[Any], spelled: dict[str, str], words: str) -> list[str]:
+    """Arguments as typed -> Hydra's overrides and options."""
+    types = {f.name: str(f.type) for f in fields(wanted)} | dict.fromkeys(spelled, "str")
+    if not arguments and any(f.default is MISSING for f in fields(wanted)):
+        return ["--help"]
+    arguments, found, options, text = _without_options(arguments, types), [], [], []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        key, equals, value = argument.partition("=")
+        setting = key.split(".")[0] in types or re.fullmatch(r"[+~]*[a-z_.]+=\S*", argument)
+        if argument.startswith("-") or before in _WITH_VALUE:
+            options.append(argument)
+        elif words and not (equals and setting):
+            text.append(argument)
+        elif not equals and not key.startswith("~"):
+            raise UserError(f"{argument!r} is no setting; settings are key=value, see --help")
+        elif equals and not value.strip():
+            raise UserError(f"{argument} has no value; give one ({argument}VALUE), see --help")
+        else:
+            key = {"base": "base.name", **spelled}.get(key, key)
+            if value.startswith("{") or types.get(key.split(".")[0], "").startswith("dict"):
+                key = f"++{key}"  # free keys, which Hydra takes only as additions
+            found.append(f"{key}{equals}{_quoted(value)}" if equals else argument)
+    found += [f"{words}={_quoted(' '.join(text), always=True)}"] if text else []
+    return found + options
+
+
+def _without_options(arguments: list[str], types: dict[str, str]) -> list[str]:
+    """``--some-key a b`` of version 0.1.0 as ``some_key=[a,b]`` where that is a setting; the rest as it is."""
+    found: list[str] = []
+    rest = list(arguments)
+    while rest:
+        option = rest.pop(0)
+        key, equals, value = option.removeprefix("--").partition("=")
+        key = key.replace("-", "_")
+        negated, key = key.startswith("no_"), update_key(key.removeprefix("no_")) or key
+        if not option.startswith("--") or key not in types:
+            found.append(option)
+            continue
+        if "bool" in types[key]:
+            new = f"{key}={str(not negated).lower()}"
+        elif "list" in types[key]:
+            values = [value] if equals else []
+            while rest and not equals and not rest[0].startswith("--") and re.split("[.=]", rest[0])[0] not in types:
+                values += rest.pop(0).split(",")
+            new = f"{key}=[{','.join(map(_quoted, values))}]"
+        else:
+            new = f"{key}={value if equals else rest.pop(0) if rest else ''}"
+        say(f"{option} is now spelled {new}")
+        found.append(new)
+    return found
+
+
+def _quoted(value: str, always: bool = False) -> str:
+    """A text for Hydra, which would read some of its signs as its own."""
+    if not always and re.fullmatch(r"""['"\[{].*|[\w/\-+.:@,*?|% ]*""", value, re.DOTALL):
+        return value
+    value = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value.replace("${", r"\${"))
+    return f"'{value}'"
 
 
 @contextmanager

@@ -6,21 +6,23 @@ fastest becomes the winner's default if its interval lies above what that head d
 and the default before (sweep.json, sweep.png).
 """
 
-import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from omegaconf import MISSING
 from rich.box import SIMPLE
 from rich.table import Table
 
+from drafthead.commands.settings import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.metrics.acceptance import mean_accepted_tokens, tokens_per_second
+from drafthead.eval.metrics.summary import BASELINES
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.plots import MUTED, new_axes, save_png, styled
@@ -37,7 +39,41 @@ from drafthead.models.heads.common.files import read_head_config
 from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 
-PLAIN = ("drafthead", "transformers")
+TRANSFORMERS, AUTOREGRESSIVE = BASELINES
+USAGE = """\
+usage: drafthead sweep heads=[DIR,...] [key=value ...]
+
+  heads=[DIR,...]                   head folders of one base, e.g. of several exit layers
+  thresholds=[0,0.2,0.4,0.6,0.8]    confidence thresholds: nothing is drafted after a draft with less confidence
+  drafts=[0,4]                      lengths of chains; 0 is the tree that the head drafts by default
+  suite=smoke                       prompts to decode; limit=N takes fewer, max_new_tokens=96 is an answer's length
+  seed=0                            of the order of prompts
+  dry=true                          measure, but leave the heads as they are
+"""
+
+
+@dataclass(kw_only=True)
+class SweepConfig:
+    """Settings of the command."""
+
+    heads: list[str] = MISSING
+    thresholds: list[float] = field(default_factory=lambda: [0.0, 0.2, 0.4, 0.6, 0.8])
+    drafts: list[int] = field(default_factory=lambda: [0, 4])
+    suite: str = "smoke"
+    limit: int | None = None
+    max_new_tokens: int = 96
+    seed: int = 0
+    dry: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.heads:
+            raise ValueError("heads is empty; give head folders, heads=[outputs/NAME/head]")
+        if bad := [t for t in self.thresholds if not 0 <= t < 1]:
+            raise ValueError(f"thresholds must be in [0, 1), got {bad}")
+        if not self.drafts or min(self.drafts) < 0:
+            raise ValueError(f"drafts must be at least 0, got {self.drafts}")
+        if self.max_new_tokens < 2:
+            raise ValueError(f"max_new_tokens must be at least 2, got {self.max_new_tokens}")
 
 
 @dataclass(frozen=True)
@@ -65,50 +101,18 @@ class Candidate:
         return DraftConfig(tree=tree, confidence_threshold=self.threshold)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's arguments."""
-    found = argparse.ArgumentParser(prog="drafthead sweep", description=__doc__)
-    found.add_argument(
-        "--heads", required=True, nargs="+", help="head folders of one base, e.g. of several exit layers"
-    )
-    thresholds = "nothing is drafted behind a draft with less confidence; default 0 0.2 0.4 0.6 0.8"
-    found.add_argument("--thresholds", type=float, nargs="+", default=[0.0, 0.2, 0.4, 0.6, 0.8], help=thresholds)
-    drafts = "lengths of chains; 0 is the tree that the head drafts by default; default 0 4"
-    found.add_argument("--drafts", type=int, nargs="+", default=[0, 4], help=drafts)
-    found.add_argument("--suite", default="smoke", help="prompts to decode; default smoke")
-    found.add_argument("--limit", type=int, default=None, help="at most so many prompts")
-    found.add_argument("--max-new-tokens", type=int, default=96, help="of an answer; default 96")
-    found.add_argument("--seed", type=int, default=0, help="of the order of prompts; default 0")
-    found.add_argument("--dry", action="store_true", help="measure, but leave the heads as they are")
-    return found
-
-
-def main() -> None:
-    """Entry point."""
-    arguments = parser().parse_args()
-    try:
-        _sweep(arguments)
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
-
-
-def _sweep(arguments: argparse.Namespace) -> None:
-    if bad := [t for t in arguments.thresholds if not 0 <= t < 1]:
-        raise UserError(f"--thresholds must be in [0, 1), got {bad}")
-    if min(arguments.drafts) < 0 or arguments.max_new_tokens < 2:
-        raise UserError(
-            f"--drafts must be at least 0 and --max-new-tokens at least 2, got {min(arguments.drafts)} and "
-            f"{arguments.max_new_tokens}"
-        )
-    suite = load_suite(arguments.suite, arguments.limit, arguments.seed)
+@command("sweep", SweepConfig, USAGE)
+def main(config: SweepConfig) -> None:
+    """Decode with every combination, and keep the fastest."""
+    suite = load_suite(config.suite, config.limit, config.seed)
     display = Display()
-    with display.stage(f"{len(arguments.heads)} heads"):
-        base, heads = _load(arguments.heads)
-    candidates = candidates_of(heads, arguments.drafts, arguments.thresholds)
-    new = arguments.max_new_tokens
+    with display.stage(f"{len(config.heads)} heads"):
+        base, heads = _load(config.heads)
+    candidates = candidates_of(heads, config.drafts, config.thresholds)
+    new = config.max_new_tokens
     decoders: dict[str, Decoder] = {
-        "drafthead": lambda ids: decode(base, None, ids, max_new_tokens=new),
-        "transformers": lambda ids: transformers_generate(base, ids, new),
+        AUTOREGRESSIVE: lambda ids: decode(base, None, ids, max_new_tokens=new),
+        TRANSFORMERS: lambda ids: transformers_generate(base, ids, new),
     } | {c.name: _decoder(base, c, new) for c in candidates}
     with display.stage(f"decoding {len(suite)} prompts in {len(decoders)} ways"):
         timing = run_interleaved(
@@ -116,21 +120,21 @@ def _sweep(arguments: argparse.Namespace) -> None:
             lambda prompt, answers: conversation_ids(base.tokenizer, prompt, answers),
             decoders,
             None,
-            arguments.seed,
+            config.seed,
             lambda done, total: display.progress("decoding", done, total),
         )
     rows = rows_of(candidates, timing.results)
     best = max(rows, key=lambda row: row["speedup"])
     display.console.print(table_of(rows))
     winner = next(c for c in candidates if c.name == best["name"])
-    record = {"suite": arguments.suite, "limit": arguments.limit, "max_new_tokens": new, "rows": rows}
+    record: dict[str, Any] = {"suite": config.suite, "limit": config.limit, "max_new_tokens": new, "rows": rows}
     record |= {"best": best["name"], "hardware": hardware(), "versions": versions()}
     record["default_before"] = {
         "choices": None if winner.head.tree is None else [list(path) for path in winner.head.tree.paths[1:]],
         "confidence_threshold": winner.head.confidence_threshold,
     }
-    if arguments.dry:
-        display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; nothing was changed (--dry)")
+    if config.dry:
+        display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; nothing was changed (dry=true)")
         return
     changed = is_faster(best, next(row for row in rows if row["head"] == best["head"] and row["default"]))
     if changed:
@@ -140,7 +144,7 @@ def _sweep(arguments: argparse.Namespace) -> None:
         winner.head.save_pretrained(winner.folder)
     write_json(Path(winner.folder) / "sweep.json", record | {"changed": changed})
     draw(rows, Path(winner.folder) / "sweep.png")
-    now = "now the default" if changed else "the default stays, which is not told apart from it,"
+    now = "now the default" if changed else "the default stays, within the noise of it,"
     now = "the default already" if best["default"] else now
     display.line(f"fastest: {best['name']}, {best['speedup']:.2f}x; {now} of {winner.folder} (sweep.json, sweep.png)")
     display.line(f"   best of {len(rows)} on the prompts that chose it: `drafthead eval` on others says what it buys")
@@ -150,8 +154,8 @@ def _load(folders: list[str]) -> tuple[BaseModel, dict[str, DraftHead]]:
     for folder in folders:
         if not Path(folder).is_dir():
             raise UserError(f"no head folder at {folder}: the fastest head's defaults are written there; give folders")
-    marks = {folder: read_head_config(Path(folder))["base"].get("fingerprint") for folder in folders}
-    if other := [folder for folder in folders if marks[folder] != marks[folders[0]]]:
+    bases = {folder: read_head_config(Path(folder))["base"].get("fingerprint") for folder in folders}
+    if other := [folder for folder in folders if bases[folder] != bases[folders[0]]]:
         raise UserError(
             f"{other[0]} was trained for another base than {folders[0]} (other weights, or an adapter); sweep heads of "
             "one base at a time"
@@ -169,7 +173,7 @@ def candidates_of(heads: dict[str, DraftHead], drafts: list[int], thresholds: li
     deepest = max(head.depth for head in heads.values())
     if max(drafts) > deepest:
         raise UserError(
-            f"--drafts {max(drafts)} is more than the {deepest} positions that the heads draft; give at most {deepest} "
+            f"drafts={max(drafts)} is more than the {deepest} positions that the heads draft; give at most {deepest} "
             "(0 is a head's own tree)"
         )
     found = []
@@ -191,12 +195,12 @@ def _decoder(base: BaseModel, candidate: Candidate, new: int) -> Decoder:
 
 
 def rows_of(candidates: list[Candidate], results: dict[str, list[DecodeResult]]) -> list[dict[str, Any]]:
-    """Plain values of every candidate, the fastest first; speedups over the faster plain baseline."""
-    kept = [n for n, r in enumerate(results[PLAIN[0]]) if not isinstance(r, FailedDecode)]
+    """Plain values of every candidate, the fastest first; speedups over the faster baseline."""
+    kept = [n for n, r in enumerate(results[AUTOREGRESSIVE]) if not isinstance(r, FailedDecode)]
     if not kept:
-        raise UserError("no prompt could be answered; lower --max-new-tokens or choose another suite")
+        raise UserError("no prompt could be answered; lower max_new-tokens or choose another suite")
     of = {name: [row[n] for n in kept] for name, row in results.items()}
-    plain = max((of[name] for name in PLAIN), key=lambda answers: tokens_per_second(answers).value)
+    plain = max((of[name] for name in BASELINES), key=lambda answers: tokens_per_second(answers).value)
     rows = []
     for candidate in candidates:
         found = of[candidate.name]
@@ -216,7 +220,7 @@ def rows_of(candidates: list[Candidate], results: dict[str, list[DecodeResult]])
                 "verify_ms": 1e3 * sum(step.verify_s for step in steps) / max(1, len(steps)),
                 "speedup": speedup,
                 "interval": [low, high] if math.isfinite(low) else None,  # one prompt has none
-                "identical": sum(a.tokens == b.tokens for a, b in zip(of["drafthead"], found, strict=True)),
+                "identical": sum(a.tokens == b.tokens for a, b in zip(of[AUTOREGRESSIVE], found, strict=True)),
                 "answers": len(found),
             }
         )
@@ -283,6 +287,6 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         )
     axes.axhline(1, linewidth=0.8, color=MUTED)
     axes.set_xlabel("confidence threshold")
-    axes.set_ylabel("speedup over plain decoding")
+    axes.set_ylabel("speedup over autoregressive decoding")
     axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
     save_png(figure, path)

@@ -3,7 +3,6 @@
 Shape legend: B texts at a time, T tokens, n positions, V vocabulary, D width.
 """
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -168,23 +167,22 @@ class LikelihoodCheck:
 SLOTS = 8
 
 
-def plain_answers(base: BaseModel, arguments: argparse.Namespace) -> list[Text]:
+def plain_answers(
+    base: BaseModel, *, suite: str, limit: int | None, max_new_tokens: int, temperature: float = 0.0, seed: int = 0
+) -> list[Text]:
     """The base's own answers to a suite's first turns; prompts that do not fit the context are left out.
 
     Raises:
         UserError: an unknown suite, or no prompt fits.
     """
-    sampler = SamplerConfig(
-        temperature=arguments.temperature, max_new_tokens=arguments.max_new_tokens, seed=arguments.seed
-    )
-    suite = load_suite(arguments.suite, arguments.limit, arguments.seed)
-    prompts = [(prompt.number, conversation_ids(base.tokenizer, prompt)) for prompt in suite]
-    room = base.max_context - sampler.max_new_tokens
+    sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    prompts = [(p.number, conversation_ids(base.tokenizer, p)) for p in load_suite(suite, limit, seed)]
+    room = base.max_context - max_new_tokens
     fitting = [ids for _, ids in prompts if len(ids) <= room]
     if not fitting:
         raise UserError(
-            f"no prompt of {arguments.suite} leaves room for {sampler.max_new_tokens} tokens in a context of "
-            f"{base.max_context}; lower --max-new-tokens"
+            f"no prompt of {suite} leaves room for {max_new_tokens} tokens in a context of {base.max_context}; lower "
+            "max_new_tokens"
         )
     longest = max(len(ids) for ids in fitting)
     answers = generate(base, prompts, sampler, slots=SLOTS, max_prompt_tokens=longest)
@@ -201,7 +199,7 @@ def write_texts(path: Path, texts: Sequence[Text]) -> None:
     try:
         path.write_text("".join(json.dumps(text._asdict()) + "\n" for text in texts))
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); choose another file (--save)") from None
+        raise UserError(f"{path} cannot be written ({error.strerror}); choose another file (save=...)") from None
 
 
 def read_texts(path: Path) -> list[Text]:
@@ -213,7 +211,7 @@ def read_texts(path: Path) -> list[Text]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}); give the file that --save wrote") from None
+        raise UserError(f"{path} cannot be read ({error}); give the file that save=FILE wrote") from None
     texts = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -228,7 +226,7 @@ def read_texts(path: Path) -> list[Text]:
             )
         texts.append(text)
     if not texts:
-        raise UserError(f"{path} is empty; give the file that --save wrote")
+        raise UserError(f"{path} is empty; give the file that save=FILE wrote")
     return texts
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafthead.commands import certify as command
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.lossless import check_lossless as certify
 from drafthead.eval.lossless.cases import SHAPES, Case, cases
@@ -242,26 +243,26 @@ def test_biased_constructions_are_refused() -> None:
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["drafthead certify", *arguments])
-    certify.main()
+    command.main()
 
 
 def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    run(monkeypatch, "--only", "chain 1", "--json", str(tmp_path / "rows.json"))
+    run(monkeypatch, "only=chain 1", f"json={tmp_path / 'rows.json'}")
     shown = capsys.readouterr().out
     assert "13 samplers" in shown and "FAILED" not in shown
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {row["verdict"] for row in rows} == {"exact", "lossy", "refused"}
     assert f"{len(rows)} rows" in shown
-    run(monkeypatch, "--only", "top_p 0.9", "--each")
+    run(monkeypatch, "only=top_p 0.9", "each=true")
     assert "temperature 0.8, top_k 4" in capsys.readouterr().out
 
 
 def test_command_fails_with_a_biased_rule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(verify, "_residual", lambda dist, q, token: dist)
-    run(monkeypatch, "--only", "block")  # has a residual of its own
+    run(monkeypatch, "only=block")  # has a residual of its own
     with pytest.raises(SystemExit) as stopped:
-        run(monkeypatch, "--only", "<3>")
+        run(monkeypatch, "only=<3>")
     assert stopped.value.code == 1 and "FAILED" in capsys.readouterr().out
 
 
@@ -269,4 +270,4 @@ def test_unknown_words(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no row of the certificate has 'nonsense'"):
         certify.certificate("nonsense")
     with pytest.raises(SystemExit, match="error: no row"):
-        run(monkeypatch, "--only", "nonsense")
+        run(monkeypatch, "only=nonsense")

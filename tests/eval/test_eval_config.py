@@ -4,8 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize, initialize_config_module
 
+from drafthead.commands import eval as command
 from drafthead.data.utils.config import parse
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig, EvalRunConfig
@@ -106,7 +107,8 @@ def test_nested_settings_can_be_overridden_on_the_command_line() -> None:
     """Frozen dataclasses are read-only nodes to Hydra, unless the schema opens them."""
     assert train_config, "its import registers the schema of train.yaml"
     overrides = ["head=x", "sampler.temperature=0.7", "rule.name=typical", "tree=expansion:1-1-3"]
-    with initialize_config_module("drafthead.recipes.evaluation", version_base="1.3"):
+    assert command, "its import registers the settings of eval"
+    with initialize(config_path=None, version_base="1.3"):
         config = parse(compose("eval", overrides=overrides), EvalRunConfig)
     assert (config.sampler.temperature, config.rule.name) == (0.7, "typical")
     with initialize_config_module("drafthead.recipes", version_base="1.3"):

@@ -1,13 +1,13 @@
 """The replay command: its table, its files of texts, and what it refuses."""
 
-import sys
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from drafthead.commands.replay import main, own_row, parser, rows, table
+from drafthead.commands.replay import own_row, rows
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.choice import Machine
 from drafthead.eval.trees.cost_model import StepCosts
@@ -19,6 +19,7 @@ from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
+from support import call
 
 COSTS = StepCosts(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
 ANSWERS = [chances_of(np.random.default_rng(s).integers(0, 4, size=(50, 3)), 4) for s in range(6)]
@@ -36,14 +37,6 @@ def test_rows_are_chains_and_trees(draft_sampling: DraftSampling) -> None:
     tokens = [r.replay.mean_accepted_tokens for r in found]
     assert tokens[3] > tokens[2] > 1.5 > tokens[0] and tokens[0] == pytest.approx(1.25, abs=0.1)
     assert found[0].speedup == pytest.approx(tokens[0] * 0.0105 / (COSTS.verify_at(2) + 0.0015))
-    assert table(found, parser().parse_args(["--head", "x"])).row_count == 4
-
-
-def test_what_the_head_does_not_draft_is_refused() -> None:
-    with pytest.raises(UserError, match="a chain of 4 drafts is wanted, but the head drafts 1 to 3 positions"):
-        rows(ANSWERS, Machine(COSTS), [4], [], DraftSampling.TOP_K)
-    with pytest.raises(UserError, match="a tree of 1 nodes is wanted"):
-        rows(ANSWERS, Machine(COSTS), [], [1, 5], DraftSampling.TOP_K)
 
 
 def test_texts_are_read_back(tmp_path: Path) -> None:
@@ -55,52 +48,51 @@ def test_texts_are_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "is empty; give the file that --save wrote"),
+        (None, "cannot be read"),
+        ("", "is empty; give the file that save=FILE wrote"),
         ('{"ids": [1, 2]}\n', "line 1 is no text; it needs"),
         ('{"ids": [1, 2], "boundary": 1}\n{"ids"\n', "line 2 is no text"),
         ('{"ids": [1, 2], "boundary": 2}\n', "line 1 has its boundary at 2, outside its 2 ids"),
     ],
 )
-def test_a_broken_file_of_texts_is_named(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "t.jsonl"
-    with pytest.raises(UserError, match="cannot be read"):
-        read_texts(path)
-    path.write_text(line)
-    with pytest.raises(UserError, match=message):
-        read_texts(path)
+def test_a_broken_file_of_texts_is_named(tmp_path: Path, line: str | None, message: str) -> None:
+    if line is not None:
+        (tmp_path / "t.jsonl").write_text(line)
+    with pytest.raises(SystemExit, match=f"^error: .*t.jsonl.* {message}"):
+        call("replay", "head=/nowhere", f"texts={tmp_path / 't.jsonl'}")
 
 
-@pytest.mark.parametrize("path", ["/proc/nope/x.jsonl", "FILE/x.jsonl", "FOLDER"])
-def test_a_file_that_cannot_be_written_is_named_before_anything_is_loaded(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("save=/proc/nope/x.jsonl", "choose another folder"),
+        ("save=FOLDER", "is a folder; name a file in it"),
+        ("nodes=[1,5]", "nodes must be at least 2"),
+        ("chain=[0]", "chain must have lengths of at least 1"),
+        ("rule=typical", "rule must be exact or block"),
+        ("draft_sampling=x", "'x' is not a valid DraftSampling"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_loaded(
+    setting: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "FILE").touch()
     (tmp_path / "FOLDER").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["drafthead replay", "--head", "/nowhere", "--save", path])
-    with pytest.raises(SystemExit, match="^error: .*(choose another folder .--save.|is a folder; name a file in it)"):
-        main()
-    with pytest.raises(UserError, match="cannot be written"):
-        write_texts(Path(path), [Text([1, 2], 1)])
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        call("replay", "head=/nowhere", setting)
 
 
-def test_plain_answers_follow_the_suite(tiny_base: object, tmp_path: Path) -> None:
-    base: BaseModel = tiny_base()  # type: ignore[operator]
-    suite = tmp_path / "s.jsonl"
+def test_base_answers_follow_the_suite(tiny_base: Callable[..., BaseModel], tmp_path: Path) -> None:
+    base, suite = tiny_base(), tmp_path / "s.jsonl"
     suite.write_text('{"prompt": "one"}\n{"prompt": "two words"}\n')
-    arguments = parser().parse_args(["--head", "x", "--suite", str(suite), "--max-new-tokens", "5"])
-    texts = plain_answers(base, arguments)
+    texts = plain_answers(base, suite=str(suite), limit=None, max_new_tokens=5)
     assert len(texts) == 2 and all(2 <= len(t.ids) - t.boundary + 1 <= 6 for t in texts)
-    arguments.max_new_tokens = base.max_context - 1
-    with pytest.raises(UserError, match="lower --max-new-tokens"):
-        plain_answers(base, arguments)
+    with pytest.raises(UserError, match="lower max_new_tokens"):
+        plain_answers(base, suite=str(suite), limit=None, max_new_tokens=base.max_context - 1)
 
 
 def test_a_head_with_a_threshold_has_a_row_of_its_own(
-    tiny_base: Callable[..., BaseModel],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny_base: Callable[..., BaseModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = tiny_base()
     texts = [Text([5, 6, 7, *decode(base, None, [5, 6, 7], max_new_tokens=12, ignore_eos=True).tokens], 3)]
@@ -113,7 +105,10 @@ def test_a_head_with_a_threshold_has_a_row_of_its_own(
     for threshold in (0.0, 0.25):
         head.confidence_threshold, head.tree = threshold, TokenTree.chain(2)
         head.save_pretrained(tmp_path / "head")
-        given = ["--head", str(tmp_path / "head"), "--texts", str(tmp_path / "t.jsonl"), "--nodes", "3", "--chain", "1"]
-        monkeypatch.setattr(sys, "argv", ["drafthead replay", *given])
-        main()
-        assert ("own, threshold 0.25" in capsys.readouterr().out) == (threshold > 0)
+        settings = [f"head={tmp_path / 'head'}", f"texts={tmp_path / 't.jsonl'}", "nodes=[3]"]
+        call("replay", *settings, "chain=[1]")
+        shown = capsys.readouterr().out
+        assert ("own, threshold 0.25" in shown) == (threshold > 0)
+        assert re.search(r"best tree of 3 +│ +3 ", shown)
+        with pytest.raises(SystemExit, match=r"chain=\[1, 4\]: the head drafts 1 to 2 positions"):
+            call("replay", *settings, "chain=[1,4]")

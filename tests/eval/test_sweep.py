@@ -1,23 +1,22 @@
 """The sweep: every combination decodes for real, and the fastest becomes its head's default."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from drafthead.commands import sweep
-from drafthead.commands.sweep import Candidate, candidates_of
-from drafthead.data.utils.errors import UserError
+from drafthead.commands.sweep import Candidate
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.token_tree import TokenTree
+from support import call
 
 TinyBase = Callable[..., BaseModel]
+SHORT = ("thresholds=[0]", "drafts=[1]", "suite=builtin", "limit=1", "max_new_tokens=4")
 
 
 def saved_head(base: BaseModel, folder: Path, exit_layer: int) -> str:
@@ -25,11 +24,6 @@ def saved_head(base: BaseModel, folder: Path, exit_layer: int) -> str:
     head.tree = TokenTree.from_paths([(0,), (1,), (0, 0)])
     head.save_pretrained(folder)
     return str(folder)
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["drafthead sweep", *arguments])
-    sweep.main()
 
 
 def test_the_fastest_is_kept(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,8 +37,8 @@ def test_the_fastest_is_kept(tiny_base: TinyBase, tmp_path: Path, monkeypatch: p
         return sorted(rows, key=lambda row: -row["speedup"])
 
     monkeypatch.setattr(sweep, "rows_of", without_defaults)
-    options = ["--thresholds", "0", "0.3", "--drafts", "0", "3", "--suite", "builtin", "--limit", "2"]
-    run(monkeypatch, "--heads", *folders, *options, "--max-new-tokens", "12")
+    settings = ["thresholds=[0,0.3]", "drafts=[0,3]", "suite=builtin", "limit=2", "max_new_tokens=12"]
+    call("sweep", f"heads=[{','.join(folders)}]", *settings)
     (found,) = tmp_path.glob("*/head/sweep.json")
     record = json.loads(found.read_text())
     speeds = [row["speedup"] for row in record["rows"]]
@@ -69,27 +63,26 @@ def test_what_is_within_the_noise_changes_no_default() -> None:
     assert not sweep.is_faster({"interval": None}, default), "one prompt has no interval"
 
 
-def test_a_dry_run_changes_nothing(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_changes_nothing(tiny_base: TinyBase, tmp_path: Path) -> None:
     folder = saved_head(tiny_base(), tmp_path / "head", 1)
     before = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
-    options = ["--thresholds", "0", "--drafts", "1", "--suite", "builtin", "--limit", "1", "--max-new-tokens", "4"]
-    run(monkeypatch, "--heads", folder, *options, "--dry")
+    call("sweep", f"heads=[{folder}]", *SHORT, "dry=true")
     assert {p.name: p.read_bytes() for p in Path(folder).iterdir()} == before
 
 
-def test_bad_input(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = KangarooConfig(exit_layer=1, num_draft_tokens=3).build(tiny_base())
-    with pytest.raises(UserError, match="--drafts 4 is more than the 3 positions"):
-        candidates_of({"x": head}, [0, 4], [0.5])
+def test_bad_input(tiny_base: TinyBase, tmp_path: Path) -> None:
+    folder = saved_head(tiny_base(), tmp_path / "head", 1)
     bad = (
-        (["--thresholds", "1.5"], "thresholds must be"),
-        (["--drafts", "-1"], "drafts must be at least 0"),
-        ([], "no head folder at"),
+        ("drafts=[0,4]", "drafts=4 is more than the 3 positions"),
+        ("thresholds=[1.5]", "thresholds must be in"),
+        ("drafts=[-1]", "drafts must be at least 0"),
+        ("max_new_tokens=1", "max_new_tokens must be at least 2"),
+        ("heads=[]", "heads is empty"),
+        (f"heads=[{tmp_path / 'none'}]", "no head folder at"),
     )
-    for options, message in bad:
-        with pytest.raises(SystemExit, match=message):
-            run(monkeypatch, "--heads", str(tmp_path / "none"), *options)
-    assert torch.is_grad_enabled()
+    for setting, message in bad:
+        with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+            call("sweep", f"heads=[{folder}]", setting)
 
 
 def test_a_default_that_is_fastest_stays(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +95,7 @@ def test_a_default_that_is_fastest_stays(tiny_base: TinyBase, tmp_path: Path, mo
         return [row | {"speedup": 9.0 if row["default"] else 1.0} for row in rows]
 
     monkeypatch.setattr(sweep, "rows_of", slowed)
-    options = ["--thresholds", "0", "--drafts", "1", "--suite", "builtin", "--limit", "1", "--max-new-tokens", "4"]
-    run(monkeypatch, "--heads", folder, *options)
+    call("sweep", f"heads=[{folder}]", *SHORT)
     after = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
     assert after.keys() - before.keys() == {"sweep.json", "sweep.png"}
     assert {name: after[name] for name in before} == before

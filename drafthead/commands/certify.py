@@ -1,0 +1,113 @@
+"""``drafthead certify``: does every acceptance rule keep the target's distribution? Enumerated exactly, not sampled."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from drafthead.commands.settings import command
+from drafthead.data.utils.display import Display
+from drafthead.data.utils.files import write_json
+from drafthead.eval.lossless.cases import LOSSY
+from drafthead.eval.lossless.check_lossless import PAIRS, Row, _named, certificate, total_variation
+
+USAGE = """\
+usage: drafthead certify [key=value ...]
+
+Each row runs the decoder's own drafting and verification on a small random target and drafter, once for every outcome
+of every random draw. A row is exact when the total variation between the committed tokens and the target's own
+distribution is below 1e-9, lossy when its rule says that it is, refused when it cannot be built because it would bias
+the output. Anything else FAILED, and the exit code is 1.
+
+  drafthead certify                       one line per rule, draft sampling and shape: the worst of all samplers
+  drafthead certify each=true             a line per sampler
+  drafthead certify only=block            only rows with these words, as the table has them
+  drafthead certify json=rows.json        every row, for machines
+"""
+
+
+@dataclass(kw_only=True)
+class CertifyConfig:
+    """Settings of the command."""
+
+    each: bool = False
+    only: str = ""
+    json: str | None = None
+
+
+@command("certify", CertifyConfig, USAGE)
+def main(config: CertifyConfig) -> None:
+    """Enumerate and print; exit code 1 when a row failed."""
+    torch.set_num_threads(1)  # the tensors are small
+    display = Display()
+    with display.stage("enumerating"):
+        rows = certificate(config.only, lambda done, total: display.progress("rows", done, total))
+    if config.json:
+        write_json(Path(config.json), [asdict(row) for row in rows])
+    if not display.console.is_terminal:  # a pipe says that it has 80 columns, which would fold every cell
+        display.console.width = max(display.console.width, 160)
+    display.console.print(table(rows if config.each else worst_samplers(rows)))
+    for row in rows:
+        if row.reason:
+            display.line(f"refused, {row.rule}, {row.draft_sampling}, {row.shape}: {row.reason}")
+    display.line(summary(rows))
+    for rule in LOSSY:
+        mean = total_variation(rule)
+        display.line(
+            f"{_named(rule, 'name')}: lossy, total variation {mean:.3f} of a token's distribution, mean of {PAIRS} "
+            "targets"
+        )
+    if any(row.verdict == "FAILED" for row in rows):
+        raise SystemExit(1)
+
+
+def worst_samplers(rows: Sequence[Row]) -> list[Row]:
+    """The worst row of each rule, siblings and shape, with all of their outcomes."""
+    found = []
+    for _, group in groupby(rows, lambda row: (row.rule, row.draft_sampling, row.shape, row.vocabulary)):
+        alike = list(group)
+        worst = max(alike, key=lambda row: (row.verdict == "FAILED", row.total_variation or 0.0))
+        several = worst.sampler if len(alike) == 1 or worst.verdict == "FAILED" else f"{len(alike)} samplers"
+        found.append(replace(worst, sampler=several, outcomes=sum(row.outcomes for row in alike)))
+    return found
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """The rows as printed."""
+    shown = Table(title="distribution of the committed tokens, against the target's own")
+    for heading in ("rule", "draft_sampling", "sampler", "shape"):
+        shown.add_column(heading, overflow="fold")
+    for heading in ("vocabulary", "outcomes", "total variation"):
+        shown.add_column(heading, justify="right")
+    shown.add_column("verdict", no_wrap=True)
+    for row in rows:
+        style = {"FAILED": "[bold red]", "lossy": "[yellow]"}.get(row.verdict, "[default]")
+        enumerated = row.total_variation is not None
+        shown.add_row(
+            *(row.rule, row.draft_sampling, row.sampler, row.shape),
+            str(row.vocabulary) if enumerated else "",
+            f"{row.outcomes:,}" if enumerated else "",
+            f"{row.total_variation:.1e}" if row.verdict == "exact" else _plain(row.total_variation),
+            f"{style}{row.verdict}[/]",
+        )
+    return shown
+
+
+def _plain(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """One line: how many rows have which verdict."""
+    counts = Counter(row.verdict for row in rows)
+    outcomes = sum(row.outcomes for row in rows)
+    verdicts = ", ".join(f"{counts[v]} {v}" for v in ("exact", "lossy", "refused", "FAILED") if counts[v])
+    return f"{len(rows)} rows, {outcomes:,} outcomes: {verdicts}"
+
+
+if __name__ == "__main__":
+    main()
