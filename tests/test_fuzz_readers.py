@@ -27,13 +27,13 @@ from drafthead.data.text.sources import SourceConfig, iter_documents, iter_promp
 from drafthead.data.text.streaming import WINDOW, StreamedRows
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import (
+    read_checksummed_json,
     read_json,
     read_json_lines,
     read_manifest,
-    read_sealed_json,
+    write_checksummed_json,
     write_json,
     write_manifest,
-    write_sealed_json,
 )
 from drafthead.eval.prompts.files import read_jsonl
 from drafthead.eval.timing.result_log import ResultLog
@@ -280,9 +280,9 @@ READERS = {
     "generations": Reader(make_store, read_store),
     "feature cache": Reader(make_cache, read_cache),
     "packed rows": Reader(make_rows, read_rows),
-    "sealed json": Reader(
-        lambda folder: write_sealed_json(folder / "calibration.json", MADE_BY),
-        lambda folder: read_sealed_json(folder / "calibration.json"),
+    "checksummed json": Reader(
+        lambda folder: write_checksummed_json(folder / "calibration.json", MADE_BY),
+        lambda folder: read_checksummed_json(folder / "calibration.json"),
     ),
     "stream positions": Reader(read_stream, read_stream),
     "prompts": Reader(read_prompts, read_prompts),
@@ -414,7 +414,7 @@ def fuzz(examples: int) -> Callable[[Any], Any]:
 @pytest.mark.parametrize("name", READERS)
 @example(found=[])
 @given(found=st.lists(damages, min_size=1, max_size=2))
-@fuzz(30)
+@fuzz(4)
 def test_damage(name: str, made: Any, scratch: Path, found: list[Damage]) -> None:
     check(READERS[name], *made(name), scratch, found)
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json, read_sealed_json, safe_join, write_json, write_sealed_json
+from drafthead.data.utils.files import read_checksummed_json, read_json, safe_join, write_checksummed_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.files import read_weights
@@ -76,7 +76,7 @@ def test_a_checkpoint_whose_checksum_is_right(checkpoint: Path, path: list[int],
     """Whoever can write the file can write its checksum: the content is checked all the same."""
     (state,) = checkpoint.glob("step-*/state.json")
     intact = state.read_bytes()
-    write_sealed_json(state, put(read_sealed_json(state), path, value))
+    write_checksummed_json(state, put(read_checksummed_json(state), path, value))
     try:
         found = load_latest(checkpoint)
     except UserError as error:

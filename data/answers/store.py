@@ -22,10 +22,10 @@ from safetensors.numpy import save_file
 from drafthead.data.text.chat import Document
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import (
+    atomic_rename,
     check_manifest,
     disk_errors,
     file_digest,
-    publish,
     read_manifest,
     require_space,
     safe_join,
@@ -164,10 +164,10 @@ class GenerationStore:
         if features is not None:
             save_file({"features": features}, aside := self._aside(shard, "safetensors"))
             width, checksum = features.shape[1], file_digest(aside)
-            publish(aside, self._path(shard, "safetensors"))
+            atomic_rename(aside, self._path(shard, "safetensors"))
         table = shard_table(generations, width, checksum)
         pq.write_table(table, aside := self._aside(shard, "parquet"), compression="zstd")
-        publish(aside, self._path(shard, "parquet"))
+        atomic_rename(aside, self._path(shard, "parquet"))
         return table
 
     def read(self, with_features: bool = True) -> Iterator[Generation]:

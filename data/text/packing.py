@@ -17,7 +17,7 @@ import torch
 from drafthead.data.batch import NO_DOCUMENT, TrainBatch
 from drafthead.data.text.chat import Document
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import disk_errors, file_digest, publish, read_json, safe_join, write_json
+from drafthead.data.utils.files import atomic_rename, disk_errors, file_digest, read_json, safe_join, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +88,7 @@ def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path 
             with pa.OSFile(str(aside), "wb") as sink:
                 _write_rows(sink, rows, seq_len)
             write_json(folder / _CHECKSUM, {"sha256": file_digest(aside)})
-            publish(aside, path)
+            atomic_rename(aside, path)
         dataset = open_packed(folder)
     if not len(dataset):
         raise UserError("there is no document to pack; check the data source")

@@ -22,7 +22,7 @@ from drafthead.data.text.readers import (
     read_text,
 )
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_sealed_json, write_sealed_json
+from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 
 KINDS = ("hf", "jsonl", "text", *DOCUMENT_SETS)
 ROLES = {
@@ -89,8 +89,8 @@ def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[Source
     """
     if not path.exists():
         found = [latest_commit(s.name, s.revision) if s.kind == "hf" else None for s in sources]
-        write_sealed_json(path, found)
-    commits = read_sealed_json(path)
+        write_checksummed_json(path, found)
+    commits = read_checksummed_json(path)
     if (
         not isinstance(commits, list)
         or len(commits) != len(sources)

@@ -34,7 +34,7 @@ from drafthead.data.text.sources import (
     source_errors,
 )
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import read_sealed_json, write_sealed_json
+from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -205,7 +205,7 @@ class _Shard:
         self._next = 0
         self._positions: dict[int, State] = {0: texts.state()}
         if path.exists():
-            found = read_sealed_json(path)
+            found = read_checksummed_json(path)
             if not isinstance(found, dict) or not all(window.isdecimal() for window in found):
                 raise UserError(f"{path} holds no positions of a stream; remove it")
             self._positions |= {int(window): state for window, state in found.items()}
@@ -239,7 +239,9 @@ class _Shard:
             for old in sorted(self._positions)[1:-KEPT_POSITIONS]:
                 del self._positions[old]
             with _WRITING:
-                write_sealed_json(self.path, {str(number): state for number, state in sorted(self._positions.items())})
+                write_checksummed_json(
+                    self.path, {str(number): state for number, state in sorted(self._positions.items())}
+                )
         return rows
 
     def _documents(self) -> Iterator[Document]:

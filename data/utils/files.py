@@ -1,6 +1,4 @@
-"""Files that are either whole or absent, and space checked before it is needed."""
-# What made a folder: written beside the data, compared before the data is reused.
-# One process at a time makes what is in a folder.
+"""Files that are whole or absent, manifests that say what made a folder, and locks. Imports nothing heavy."""
 
 import hashlib
 import json
@@ -20,15 +18,7 @@ from drafthead.data.utils.errors import UserError, one_line
 
 
 def make_folder(path: Path, setting: str) -> None:
-    """Make a folder to write into, and try it.
-
-    Args:
-        path: may exist.
-        setting: what the user sets it by, for the message: ``out=...``.
-
-    Raises:
-        UserError: it cannot be made, or nothing can be written there.
-    """
+    """Make a folder, if need be, and check that it can be written; ``setting`` is what the user sets it by."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -41,18 +31,18 @@ def make_folder(path: Path, setting: str) -> None:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write ``content`` to ``path`` through a temporary file, fsync and rename: a reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    tmp_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        aside.write_bytes(content.encode() if isinstance(content, str) else content)
-        publish(aside, path)
+        tmp_path.write_bytes(content.encode() if isinstance(content, str) else content)
+        atomic_rename(tmp_path, path)
     finally:
-        aside.unlink(missing_ok=True)
+        tmp_path.unlink(missing_ok=True)
 
 
-def publish(aside: Path, path: Path) -> None:
+def atomic_rename(tmp_path: Path, path: Path) -> None:
     """Rename a complete file into place: on disk before anyone can see it, and its name on disk when this returns."""
-    fsync(aside)
-    aside.replace(path)
+    fsync(tmp_path)
+    tmp_path.replace(path)
     fsync(path.parent)
 
 
@@ -67,18 +57,14 @@ def fsync(path: Path) -> None:
 
 @contextmanager
 def disk_errors(what: str, folder: Path) -> Iterator[None]:
-    """Around the writing of ``what`` into ``folder``.
-
-    Raises:
-        UserError: the system would not write: the disk is full, a limit is reached, the file system is read-only.
-    """
+    """Around the writing of ``what`` into ``folder``: a full disk, a limit or a read-only file system in one line."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
         raise UserError(
             f"{what} could not be written to {folder} ({reason}); what was there before is kept. Free some space or "
-            "restore access, and the same command goes on from there"
+            "restore access, and the same command resumes there"
         ) from None
 
 
@@ -88,11 +74,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        UserError: the file is missing, cannot be read or is not JSON.
-    """
+    """The value in a JSON file."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -103,17 +85,13 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not valid JSON ({one_line(error)}); restore or remove it") from None
 
 
-def write_sealed_json(path: Path, content: Any) -> None:
+def write_checksummed_json(path: Path, content: Any) -> None:
     """Write ``content`` with its checksum, atomically: for files that nobody edits and that must not be misread."""
     write_json(path, {"content": content, "sha256": _digest(content)})
 
 
-def read_sealed_json(path: Path) -> Any:
-    """The content that ``write_sealed_json`` wrote.
-
-    Raises:
-        UserError: the file is missing, is not JSON, or its content does not have the checksum that it states.
-    """
+def read_checksummed_json(path: Path) -> Any:
+    """The content that ``write_checksummed_json`` wrote."""
     found = read_json(path)
     if (
         not isinstance(found, dict)
@@ -136,15 +114,10 @@ def file_digest(path: Path) -> str:
 
 
 def safe_join(folder: Path, name: str) -> Path:
-    """The path of ``name`` in ``folder``, which may be somebody else's work: it must not lead out of the folder.
+    """The path of ``name`` in ``folder``: no absolute path, no ``..``, no link that leads out of the folder.
 
-    Args:
-        folder: local, or a snapshot in the Hub's cache (or a folder in one), whose files are links to the blobs beside
-            it, which may be links to those that the repositories of the cache share.
-        name: relative, ``/`` between folders; need not exist.
-
-    Raises:
-        UserError: an absolute path, ``..``, or a link to somewhere else.
+    A folder of a snapshot in the Hub's cache may link to the blobs of its repository and to those that the repositories
+    of the cache share. The file need not exist.
     """
     parts = Path(name).parts
     if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
@@ -164,11 +137,7 @@ def safe_join(folder: Path, name: str) -> Path:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON Lines log; empty when there is none. A last line torn by a kill is left out.
-
-    Raises:
-        UserError: the file cannot be read, or another line is not a JSON object.
-    """
+    """The rows of a JSON Lines log; empty when there is none. A last line torn by a kill is left out."""
     try:
         lines = path.read_text(errors="replace").rstrip("\n").split("\n") if path.exists() else []
     except OSError as error:
@@ -193,11 +162,7 @@ def _size(count: int) -> str:
 
 
 def require_space(path: Path, needed: int, purpose: str) -> None:
-    """Refuse to start what cannot end.
-
-    Raises:
-        UserError: the disk of ``path`` has less than ``needed`` bytes free.
-    """
+    """Refuse to start where less than ``needed`` bytes are free."""
     existing = path
     while not existing.exists():
         existing = existing.parent
@@ -218,11 +183,7 @@ def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of ``folder``.
-
-    Raises:
-        UserError: there is none, or it is not a JSON object.
-    """
+    """The manifest of ``folder``, with today's names."""
     entries = read_json(safe_join(folder, MANIFEST_NAME))
     if not isinstance(entries, dict):
         raise UserError(
@@ -232,18 +193,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:
-    """Whether ``folder`` holds data made by ``expected``.
+    """Whether ``folder`` has a manifest; it must be equal to ``expected``.
 
     Args:
         folder: may be missing.
         expected: JSON values; tuples count as lists.
-        remedy: what the user can do about a mismatch, a clause.
-
-    Returns:
-        False when the folder has no manifest, True when it is equal to ``expected``.
-
-    Raises:
-        UserError: the manifest differs; the message names the first differing key, dotted where nested.
+        remedy: what the user can do about a mismatch, a clause. The message names the first key that differs.
     """
     if not (folder / MANIFEST_NAME).exists():
         return False
@@ -276,11 +231,11 @@ def difference(found: Any, expected: Any, key: str = "") -> tuple[str, str, str]
 
 @contextmanager
 def exclusive(folder: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold ``folder``, made if need be; the system lets go of it when the process dies.
+    """Lock ``folder``, made if need be, against other takers of this lock; it is released when the process dies.
 
     Args:
-        folder: only takers of this lock are kept out, readers are not.
-        on_wait: called once if another process holds it.
+        folder: readers are not kept out.
+        on_wait: called once if another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")

@@ -11,7 +11,7 @@ import torch
 
 from drafthead.data.batch import Features, TrainBatch
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_sealed_json, write_sealed_json
+from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.trees.choice import METHODS, Choice, Machine, best
 from drafthead.eval.trees.cost_model import StepCosts
@@ -85,7 +85,7 @@ def measured_with(head: DraftHead) -> str:
 def save_calibration(path: Path, head: DraftHead, costs: StepCosts, calibration: Calibration) -> None:
     """Keep what was measured: measured again, times differ a little, and with them the tree."""
     found = {"measured_with": measured_with(head), "costs": costs.to_json(), "calibration": calibration.to_json()}
-    write_sealed_json(path, found)
+    write_checksummed_json(path, found)
 
 
 def load_calibration(path: Path, head: DraftHead) -> tuple[StepCosts, Calibration] | None:
@@ -96,7 +96,7 @@ def load_calibration(path: Path, head: DraftHead) -> tuple[StepCosts, Calibratio
     """
     if not path.exists():
         return None
-    found = read_sealed_json(path)
+    found = read_checksummed_json(path)
     try:
         if found["measured_with"] != measured_with(head):
             return None

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import publish, read_json, safe_join, write_json
+from drafthead.data.utils.files import atomic_rename, read_json, safe_join, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SCALES = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
@@ -139,7 +139,7 @@ def save(folder: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any])
     aside = folder / f".{WEIGHTS}.tmp"
     values = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
     save_file(values, aside, metadata={"format": "pt"})
-    publish(aside, folder / WEIGHTS)
+    atomic_rename(aside, folder / WEIGHTS)
     write_json(folder / CONFIG, dict(config))
 
 

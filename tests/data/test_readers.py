@@ -9,7 +9,7 @@ import pytest
 from drafthead.data.text import readers
 from drafthead.data.text.sources import SourceConfig, iter_documents, open_source, resolve_revision
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import write_sealed_json
+from drafthead.data.utils.files import write_checksummed_json
 
 OLD, NEW = "a" * 40, "b" * 40
 SET = SourceConfig(kind="hf", name="org/set")
@@ -66,7 +66,7 @@ def test_a_commit_that_nobody_tells(hub: Hub, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, [], [OLD, OLD], ["main"], [1], {"org/set": OLD}])
 def test_kept_commits_are_checked(hub: Hub, tmp_path: Path, content: Any) -> None:
-    write_sealed_json(tmp_path / "commits.json", content)
+    write_checksummed_json(tmp_path / "commits.json", content)
     with pytest.raises(UserError, match="commits.json holds no commits of 1 sources; remove the folder"):
         resolve_revision([SET], tmp_path / "commits.json")
     resolve_revision([SET], tmp_path / "other.json")

@@ -12,7 +12,7 @@ from drafthead.data.text import streaming
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.text.streaming import Mixture, StreamedRows
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_sealed_json, write_sealed_json
+from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 
 TOKENIZER = tiny_tokenizer()
 T = 32
@@ -101,7 +101,7 @@ def test_positions_are_forgotten_in_the_end(
     stream = rows(source, tmp_path, shards=1)
     wanted = ids(stream, list(range(60)))
     ids(stream, [61])
-    kept = sorted(map(int, read_sealed_json(tmp_path / "lane-000.json")))
+    kept = sorted(map(int, read_checksummed_json(tmp_path / "lane-000.json")))
     assert len(kept) == 4 and kept[0] == 0 and kept[1] >= 9
     assert torch.equal(ids(rows(source, tmp_path, shards=1), list(range(60))), wanted)
 
@@ -122,11 +122,11 @@ def test_damaged_positions_are_refused(source: SourceConfig, tmp_path: Path) -> 
     with pytest.raises(UserError, match=r"lane-000.json is damaged: .* remove it"):
         read(0)
     for odd in ([], {"x": {}}):
-        write_sealed_json(path, odd)
+        write_checksummed_json(path, odd)
         with pytest.raises(UserError, match="holds no positions of a stream; remove it"):
             read(0)
     for state in (None, {}, {"given": [0], "sources": []}, {"given": [0], "sources": [{"epoch": "x", "taken": 0}]}):
-        write_sealed_json(path, {"1": state})
+        write_checksummed_json(path, {"1": state})
         with pytest.raises(UserError, match=r"holds a position that is none of these sources .* remove the file"):
             read(7)
     path.unlink()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import write_json, write_sealed_json
+from drafthead.data.utils.files import write_checksummed_json, write_json
 from drafthead.eval.trees import calibrate
 from drafthead.eval.trees.cost_model import StepCosts, measure_costs
 from drafthead.models.base.base_model import BaseModel
@@ -52,7 +52,7 @@ def test_other_weights_or_another_machine_are_measured_again(
 def test_a_foreign_file_is_refused(head: MedusaHead, tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     for content in ([], {}, {"measured_with": calibrate.measured_with(head), "costs": {}}):
-        write_sealed_json(path, content)
+        write_checksummed_json(path, content)
         with pytest.raises(UserError, match=r"is no calibration .*; remove it to measure again"):
             calibrate.load_calibration(path, head)
         write_json(path, content)

@@ -19,7 +19,7 @@ from drafthead.data.answers.config import SamplerConfig, ServerConfig
 from drafthead.data.answers.store import GenerationStore
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import write_json, write_sealed_json
+from drafthead.data.utils.files import write_checksummed_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import generate
 from drafthead.train.config import GenerationsConfig, parse_run
@@ -274,7 +274,7 @@ def test_killed_beside_a_server_every_prompt_is_answered_once(
 
 
 @pytest.mark.parametrize("odd", [{}, [1], [[]], [[1]], [[{"role": "user"}]], [[{"role": "user", "content": 1}]]])
-@pytest.mark.parametrize("write", [write_json, write_sealed_json])
+@pytest.mark.parametrize("write", [write_json, write_checksummed_json])
 def test_odd_prompts_are_refused(base: BaseModel, tmp_path: Path, odd: Any, write: Callable[..., None]) -> None:
     write(tmp_path / "prompts.json", odd)
     with pytest.raises(UserError, match=r"prompts.json (holds no list of prompts|is damaged)"):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_sealed_json, write_sealed_json
+from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 from drafthead.train.config import OptimConfig
 from drafthead.train.trainer.checkpoint import (
     TrainState,
@@ -186,7 +186,7 @@ def test_a_save_that_was_killed_is_invisible_and_swept(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("drafthead.train.trainer.checkpoint.write_sealed_json", killed)
+        patch.setattr("drafthead.train.trainer.checkpoint.write_checksummed_json", killed)
         with pytest.raises(KeyboardInterrupt):
             run.save(tmp_path, 2)
     checkpoint = load_latest(tmp_path)
@@ -243,8 +243,8 @@ def test_a_file_that_leads_elsewhere_is_damage(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"phase": -1}, {"step": "3"}, {"global_step": True}, {"losses": ["nan"]}])
 def test_an_impossible_state_with_the_right_checksum_is_damage(tmp_path: Path, change: dict[str, object]) -> None:
     path = Run().save(tmp_path, 1) / "state.json"
-    content = read_sealed_json(path)
-    write_sealed_json(path, {**content, "state": {**content["state"], **change}})
+    content = read_checksummed_json(path)
+    write_checksummed_json(path, {**content, "state": {**content["state"], **change}})
     with pytest.raises(UserError, match="state.json is not a checkpoint's"):
         load_latest(tmp_path)
 

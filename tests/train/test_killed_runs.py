@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from drafthead.data.utils.files import read_json_lines, read_sealed_json, write_sealed_json
+from drafthead.data.utils.files import read_checksummed_json, read_json_lines, write_checksummed_json
 from drafthead.train.trainer.checkpoint import load_best
 
 KILLED = -signal.SIGKILL
 UNFINISHED = (".writing", ".replaced")
 """What a checkpoint is while it is written, and the one that it takes the place of."""
 MOMENTS = {
-    "while answers are written": ("publish shard", 4),
+    "while answers are written": ("rename shard", 4),
     "while the features of a shard are written": ("save features", 2),
     "in the first phase, while tensors are saved": ("save tensors", 5),
     "between a checkpoint's tensors and its state": ("write state", 2),
@@ -48,10 +48,10 @@ def test_other_corpora_than_the_checkpoint_was_trained_on_are_refused(runs: Any,
     """The checkpoint is made to remember one answer more than there are."""
     assert runs.one(tmp_path, at=("step", 14)) == KILLED
     for path in (tmp_path / "run" / "checkpoints").glob("step-*/state.json"):
-        content = read_sealed_json(path)
+        content = read_checksummed_json(path)
         assert content["manifests"]["generations"]["answers"] == 24 and len(content["manifests"]) == 2
         content["manifests"]["generations"]["answers"] = 25
-        write_sealed_json(path, content)
+        write_checksummed_json(path, content)
     assert runs.one(tmp_path) == 1
     last = runs.said(tmp_path).strip().splitlines()[-1]
     assert "was trained on generations with answers = 25, which now has 24; restore that corpus" in last

@@ -135,7 +135,7 @@ def test_a_launcher_passes_the_signal_on_and_fails_itself(tmp_path: Path, signum
 
 FULL = {
     "while features of answers are written": (("save features", 2), "the next shard of generations"),
-    "while answers are written": (("publish shard", 3), "the next shard of generations"),
+    "while answers are written": (("rename shard", 3), "the next shard of generations"),
     "in the first phase's checkpoints": (("save tensors", 3), "a checkpoint"),
     "in the state of a checkpoint": (("write state", 2), "a checkpoint"),
 }
@@ -145,7 +145,7 @@ FULL = {
 def test_a_full_disk_costs_nothing_that_was_done(runs: Any, whole: Path, tmp_path: Path, how: str) -> None:
     """``full``: the call fails. ``small files``: the system refuses to write more than 3 kB into one file."""
     for when, (call, what) in FULL.items():
-        if how == "small files" and call[0] in ("publish shard", "write state"):
+        if how == "small files" and call[0] in ("rename shard", "write state"):
             continue  # these files are smaller
         before = {p for p in tmp_path.rglob("*") if p.name.startswith(("shard", "step"))}
         assert runs.one(tmp_path, at=call, do=how) == 1, when

@@ -14,11 +14,11 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import (
     MANIFEST_NAME,
     exclusive,
+    read_checksummed_json,
     read_json,
-    read_sealed_json,
     require_space,
+    write_checksummed_json,
     write_json,
-    write_sealed_json,
 )
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import BuiltInBackend, greedy_match_rate, self_prompted_prompts
@@ -179,9 +179,9 @@ class AnswerGenerator:
                 "file system that the nodes share"
             )
         if not path.exists():
-            write_sealed_json(path, self._messages())
+            write_checksummed_json(path, self._messages())
         found = read_json(path)  # a plain list in earlier versions
-        messages: list[list[Message]] = found if isinstance(found, list) else read_sealed_json(path)
+        messages: list[list[Message]] = found if isinstance(found, list) else read_checksummed_json(path)
         if not _are_prompts(messages):
             raise UserError(f"{path} holds no list of prompts; restore it, or remove {self.folder}")
         numbered = enumerate(prompt_ids(self.base.tokenizer, m) for m in messages)

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_sealed_json, write_sealed_json
+from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 from drafthead.eval.report.tables import method_table, task_table
 from drafthead.train.config import TrackerConfig
 
@@ -187,8 +187,8 @@ def wandb_run_id(folder: Path) -> str:
     """The id of the folder's wandb run: kept while ``metrics.jsonl`` has rows to resume, else a new one."""
     file = folder / "wandb-run-id"
     if not ((folder / "metrics.jsonl").exists() and file.exists()):
-        write_sealed_json(file, uuid.uuid4().hex[:12])
-    return str(read_sealed_json(file))
+        write_checksummed_json(file, uuid.uuid4().hex[:12])
+    return str(read_checksummed_json(file))
 
 
 def _numbers(row: Row, prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -35,10 +35,10 @@ from drafthead.data.utils.files import (
     disk_errors,
     file_digest,
     fsync,
-    read_sealed_json,
+    read_checksummed_json,
     require_space,
     safe_join,
-    write_sealed_json,
+    write_checksummed_json,
 )
 
 Plain = Any
@@ -244,7 +244,7 @@ def _write(aside: Path, record: dict[str, Any], contents: Mapping[str, dict[str,
     for name, tensors in contents.items():
         save_file(tensors, aside / name)
         fsync(aside / name)
-    write_sealed_json(aside / STATE, {**record, "files": {name: file_digest(aside / name) for name in contents}})
+    write_checksummed_json(aside / STATE, {**record, "files": {name: file_digest(aside / name) for name in contents}})
     fsync(aside)
 
 
@@ -284,7 +284,7 @@ def load_best(folder: Path) -> Checkpoint | None:
 def _load(path: Path, warnings: tuple[str, ...]) -> Checkpoint:
     """Raises UserError: what is wrong with it."""
     try:
-        record = read_sealed_json(safe_join(path, STATE))
+        record = read_checksummed_json(safe_join(path, STATE))
         if record["format"] != FORMAT:
             raise UserError(f"{STATE} has format {record['format']!r}, this version reads {FORMAT}")
         if set(record["files"]) != {HEAD, OPTIMIZER, RNG}:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from drafthead.data.batch import Features, LossOutput, TrainBatch
 from drafthead.data.utils.config import schema
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import disk_errors, file_digest, publish, safe_join, write_json
+from drafthead.data.utils.files import atomic_rename, disk_errors, file_digest, safe_join, write_json
 from drafthead.models.base import adapter
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import ADAPTER
@@ -217,7 +217,7 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
             aside = folder / ".model.safetensors.tmp"
             save_file({k: v.detach().contiguous().cpu() for k, v in self.saved_weights().items()}, aside)
             config["weights_sha256"] = file_digest(aside)
-            publish(aside, folder / "model.safetensors")
+            atomic_rename(aside, folder / "model.safetensors")
             write_json(folder / "config.json", config)
         if self.tree is not None:
             choices = [list(path) for path in self.tree.paths[1:]]
