@@ -97,7 +97,7 @@ def check_card(card: ModelCard, evaluation: dict[str, Any], head: DraftHead, fol
         "![Loss of each draft position",
         "No current release of an inference engine loads this head",
         "Unknown: the base's could not be read",
-        "| task | speedup | 95 % | accepted |",
+        "| task | speedup | 95 % | tau |",
     ):
         assert line in card.content, line
     assert str(folder) not in card.content

@@ -1,0 +1,162 @@
+"""What a model card says where the tiny run of the Hub's tests does not come: licences, engines, names, data."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+from drafthead.data.answers.store import GenerationStats
+from drafthead.data.text.sources import SourceConfig
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.heads.eagle3 import Eagle3Config
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.train.config import PhaseConfig
+from drafthead.train.publish import card
+from support import composed
+
+TinyBase = Callable[..., BaseModel]
+
+
+@pytest.mark.parametrize(
+    ("front", "wanted"),
+    [
+        ("license: mit", {"license": "mit"}),
+        (
+            "license: other\nlicense_name: acme\nlicense_link: LICENSE",
+            {"license": "other", "license_name": "acme", "license_link": "LICENSE"},
+        ),
+        ("tags: [a]", {"license": "unknown"}),
+        ("license: [", {"license": "unknown"}),
+    ],
+)
+def test_the_licence_is_the_bases(tmp_path: Path, front: str, wanted: dict[str, str]) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{front}\n---\n# A base\n")
+    assert card.base_licences(BaseConfig(name=str(tmp_path))) == wanted
+
+
+def test_a_licence_that_cannot_be_read_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: Any, **options: Any) -> None:
+        raise ConnectionError
+
+    assert card.base_licences(BaseConfig(name=str(tmp_path))) == {"license": "unknown"}
+    monkeypatch.setattr(ModelCard, "load", unreachable)
+    assert card.base_licences(BaseConfig(name="user/base")) == {"license": "unknown"}
+
+
+GROUP: dict[str, Any] = {
+    "mean_accepted_tokens": 1.8,
+    "tokens_per_second": 30.0,
+    "baseline_tokens_per_second": {"transformers": 20.0},
+    "speedup": {"vs_transformers": 1.5, "interval_95": [1.4, 1.6]},
+    "hardware": {"cpu": "a CPU", "cores": 2, "torch_threads": 2, "gpu": None},
+    "versions": {"drafthead": "0.2.0", "torch": "2.13.0"},
+}
+EVALUATION: dict[str, Any] = {
+    "suite": "/home/me/asked.jsonl",
+    "max_new_tokens": 24,
+    "tree": {"spec": "/home/me/tree.json", "nodes": 4},
+    "draft_sampling": "top_k",
+    "rule": {"name": "exact", "lossless": True},
+    "tasks": {"math": GROUP},
+    "overall": GROUP,
+    "resumed": [1, 2],
+}
+
+
+def written_card(folder: Path, base: BaseModel, rule: dict[str, Any]) -> ModelCard:
+    run, _ = composed(folder, "recipe=medusa_smollm2", "debug=tiny")
+    head, answers = MedusaConfig(num_draft_tokens=2).build(base, None), GenerationStats(rows=3, tokens=50, finished=1)
+    (folder / "head").mkdir()
+    card.write_card(run, head, answers, EVALUATION | {"rule": rule}, None, folder, processes=1)
+    return ModelCard.load(folder / "head" / "README.md")
+
+
+def test_a_card_names_no_folder_of_this_machine_and_its_results_are_metadata(
+    tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(card, "base_licences", lambda base: {"license": "other", "license_name": "acme"})
+    found = written_card(tmp_path, tiny_base(), {"name": "exact", "lossless": True})
+    assert "/home/me" not in str(found) + (tmp_path / "head" / "eval.json").read_text()
+    assert "the text stays the base's own" in found.content
+    assert "`acme`, as the base's card has it" in found.content
+    assert "asked, at most 24 new tokens, batch size 1. a CPU; CPU cores: 2" in found.content
+    assert "drafthead 0.2.0, torch 2.13.0." in found.content
+    assert {(r.metric_type, r.dataset_name, r.metric_value) for r in found.data.eval_results} == {
+        (metric, f"asked, {task}", value)
+        for task in ("math", "overall")
+        for metric, value in (("speedup", 1.5), ("mean_accepted_tokens", 1.8))
+    }
+
+
+def test_a_lossy_rule_does_not_promise_the_bases_text(tiny_base: TinyBase, tmp_path: Path) -> None:
+    found = written_card(tmp_path, tiny_base(), {"name": "typical", "lossless": False})
+    assert "stays the base's own" not in found.content and "lossy rule, typical" in found.content
+    assert found.data.eval_results[0].metric_name == "speedup over the faster autoregressive decoding (lossy)"
+    assert "Unknown: the base's could not be read" in found.content
+
+
+def test_engines_of_a_head_that_servers_load_and_of_one_that_they_cannot(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    rows, loaded = card.formats(Eagle3Config(draft_vocab_size=100).build(base, torch.arange(100)))
+    ((name, engines, fits),) = rows
+    assert (
+        loaded and name == "`eagle3`" and "vLLM (0.33.0 loads it" in engines and "SGLang" in engines and fits == "yes"
+    )
+    rows, loaded = card.formats(MedusaConfig(num_draft_tokens=2, num_layers=1, own_lm_head=True).build(base, None))
+    assert loaded and [row[1].partition(" ")[0] for row in rows] == ["none", "TGI", "none"]
+    rows, loaded = card.formats(MedusaConfig(num_draft_tokens=2, draft_vocab_size=100).build(base, torch.arange(100)))
+    assert not loaded and "no: it drafts over 100 of 300 ids" in rows[0][2]
+
+
+def test_a_revision_is_named_by_the_recipe_or_else_by_the_file_that_was_read(
+    tiny_base: TinyBase, tmp_path: Path
+) -> None:
+    head, answers = (
+        MedusaConfig(num_draft_tokens=2).build(tiny_base(), None),
+        GenerationStats(rows=3, tokens=50, finished=1),
+    )
+
+    def base_line(*overrides: str) -> str:
+        run, _ = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny", *overrides)
+        return dict(card.facts(run, head, answers))["base"]
+
+    assert "revision not fixed" in base_line() and "revision v1" in base_line("base.revision=v1")
+    head.base.model.config._commit_hash = "abc"
+    try:
+        assert "revision abc" in base_line()
+    finally:
+        head.base.model.config._commit_hash = None
+
+
+def test_data_is_named_without_this_machines_folders_and_with_its_weights(tiny_base: TinyBase, tmp_path: Path) -> None:
+    run, _ = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny")
+    run.data.generations.sources = [
+        SourceConfig(kind="jsonl", name="/home/me/secret/prompts.jsonl", weight=3),
+        SourceConfig(kind="hf", name="user/set", subset="en", revision="v1", weight=0.5),
+    ]
+    head, answers = (
+        MedusaConfig(num_draft_tokens=2).build(tiny_base(), None),
+        GenerationStats(rows=3, tokens=50, finished=1),
+    )
+    assert dict(card.facts(run, head, answers))["prompts"].startswith(
+        "jsonl `prompts.jsonl` (weight 3), "
+        "[user/set](https://huggingface.co/datasets/user/set) (en, train, revision v1) (weight 0.5)"
+    )
+
+
+def test_tokens_a_step_count_the_processes_that_the_run_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")  # of the launch that finishes it
+    phase = PhaseConfig(corpus="text", seq_len=512, micro_batch_size=8, accumulate=2, steps=1500)
+    assert card.phase_row("pretrain", phase, 4)[:4] == ("pretrain", "text", "1,500", "32,768")
+
+
+def test_a_head_without_a_run_gets_a_card_too(tiny_base: TinyBase, tmp_path: Path) -> None:
+    MedusaConfig(num_draft_tokens=2).build(tiny_base(), None).save_pretrained(tmp_path)
+    card.plain_card(tmp_path)
+    found = ModelCard.load(tmp_path / "README.md")
+    assert found.data.license == "unknown" and "(Medusa) for speculative decoding with `random-llama`" in found.content
+    assert 'load_head("<this repository or folder>")' in found.content
