@@ -23,14 +23,16 @@ from drafthead.data.text.sources import SourceConfig, load_prompts
 from drafthead.data.utils.files import write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import EMBEDDED
-from drafthead.models.decoding.corpus import generate
+from drafthead.models.decoding.corpus import generate_answers
 from drafthead.models.heads.common.loading import load_base
 
 
 def ours(base: BaseModel, prompts: list[list[int]], batch: int, max_new: int, keep_hidden_states: bool) -> int:
     """Answer all prompts; returns the answer tokens."""
     sampler = SamplerConfig(max_new_tokens=max_new)
-    answers = generate(base, list(enumerate(prompts)), sampler, slots=batch, keep_hidden_states=keep_hidden_states)
+    answers = generate_answers(
+        base, list(enumerate(prompts)), sampler, batch_size=batch, keep_hidden_states=keep_hidden_states
+    )
     return sum(len(a.input_ids) - a.boundary for a in answers)
 
 

@@ -19,7 +19,7 @@ from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import Drafter, DraftState
-from drafthead.models.decoding.corpus import generate
+from drafthead.models.decoding.corpus import generate_answers
 from drafthead.models.decoding.sampling import Sampler
 
 BUDGET = 1 << 23
@@ -185,7 +185,7 @@ def plain_answers(
             "max_new_tokens"
         )
     longest = max(len(ids) for ids in fitting)
-    answers = generate(base, prompts, sampler, slots=SLOTS, max_prompt_tokens=longest)
+    answers = generate_answers(base, prompts, sampler, batch_size=SLOTS, max_prompt_tokens=longest)
     found = sorted(answers, key=lambda answer: answer.prompt_number)
     return [Text(answer.input_ids.tolist(), answer.boundary) for answer in found]
 

@@ -248,12 +248,14 @@ class RaggedCache:
 
     def commit_path(self, nodes: Tensor, counts: Tensor) -> None:
         """Commit of each row's pending nodes the path ``nodes[b, :counts[b]]`` ([B, P] int64, ascending)."""
+        if nodes.shape[1] == 1:  # the root alone, which is where it belongs
+            return self.commit(counts)
         rows = torch.arange(self.rows, device=nodes.device)[:, None]
         source = nodes + self.lengths[:, None]
         target = self.lengths[:, None] + torch.arange(nodes.shape[1], device=nodes.device)
         for buffer in (self.keys, self.values):
             buffer[:, rows, :, target] = buffer[:, rows, :, source]  # the right side is a copy
-        self.commit(counts)
+        return self.commit(counts)
 
     def crop(self) -> None:
         """Forget what is pending."""

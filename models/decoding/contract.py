@@ -6,10 +6,11 @@ Shape legend: B rows, T tokens, D base width.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, Self
+from typing import Any, Generic, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from drafthead.data.batch import Features, FeatureSpec
 from drafthead.models.base.base_model import PartialForward
@@ -196,7 +197,10 @@ class DraftState:
         return type(self)(**chosen)
 
 
-class Drafter(ABC):
+StateT = TypeVar("StateT", bound=DraftState, default=Any)
+
+
+class Drafter(ABC, Generic[StateT]):
     """Drafts token trees after the last committed token of every row."""
 
     tree: TokenTree | None = None
@@ -224,14 +228,14 @@ class Drafter(ABC):
         return None
 
     @abstractmethod
-    def init_state(self, batch: int) -> DraftState:
+    def init_state(self, batch: int) -> StateT:
         """The state before anything is read."""
 
     def extra_cache_slots(self, draft_config: "DraftConfig") -> int:
         """Positions that drafting needs in the target's cache besides the nodes of ``plan``, where it writes there."""
         return 0
 
-    def attach(self, state: DraftState, cache: KVCache | RaggedCache) -> DraftState:
+    def attach(self, state: StateT, cache: KVCache | RaggedCache) -> StateT:
         """The same state over the target's own ``cache``, for a drafter that begins the target's pass itself.
 
         Called when a session starts, and again when it goes on with fewer rows.
@@ -239,9 +243,7 @@ class Drafter(ABC):
         return state
 
     @abstractmethod
-    def update(
-        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
-    ) -> DraftState:
+    def update(self, state: StateT, tokens: Tensor, features: Features | None, counts: Tensor | None = None) -> StateT:
         """Take in committed tokens that the base has read: the prompt, then the root and accepted drafts of each step.
 
         Args:
@@ -253,7 +255,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(
-        self, state: DraftState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+        self, state: StateT, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
         """Propose trees after ``last`` ([B] int64), which is committed and not yet read by the base.
 

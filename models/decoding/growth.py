@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, DynamicTree, Proposal
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal, StateT
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 
@@ -35,7 +35,7 @@ def draw_candidates(probs: Tensor, count: int, kind: DraftSampling, rng: RandomS
         ValueError: siblings that are not drawn.
     """
     if kind is DraftSampling.TOP_K:
-        raise ValueError("deterministic siblings are ranked, not drawn")
+        raise ValueError("top-k candidates are ranked, not drawn")
     if kind is DraftSampling.WITH_REPLACEMENT:
         rows, parents, _ = probs.shape
         repeated = probs[:, :, None].expand(-1, -1, count, -1).flatten(1, 2)
@@ -150,18 +150,18 @@ class DraftPass(Protocol):
         ...
 
 
-class StepwiseDrafter(Drafter):
+class StepwiseDrafter(Drafter[StateT]):
     """A drafter with next-token logits of its own."""
 
     d2t: Tensor
     """[W] int64: target id of every draft id."""
 
     @abstractmethod
-    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
+    def start(self, state: StateT, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
         """Start drafting after ``last`` ([B])."""
 
     def draft(
-        self, state: DraftState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+        self, state: StateT, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
         if draft_config.depth > self.depth:
             raise ValueError(f"the tree is {draft_config.depth} deep, but the head drafts {self.depth} positions")

@@ -1,16 +1,19 @@
-"""The one speculative decoding loop. It knows ``Drafter`` and ``BaseModel``, and no head by name.
+"""The one decoding loop: one prompt, batches, and the answers of a corpus.
 
 Every step drafts a token tree after the last committed token, reads it in one pass of the base, accepts a path by
-a rule of ``eval/verify.py`` and commits it with the target's own next token. Plain decoding is the same loop with
+a rule of ``acceptance.py`` and commits it with the target's own next token. Plain decoding is the same loop with
 a tree that is only its root. Rows of a batch have prompts, accepted lengths and ends of their own.
+
+Shape legend: B rows, T tokens, D width, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
@@ -21,38 +24,6 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig, DecodeState, StepOutput
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 from drafthead.models.token_tree import TokenTree
-
-if TYPE_CHECKING:
-    pass
-
-
-def check_ids(ids: Sequence[int], *, vocab_size: int, max_context: int, max_new_tokens: int, where: str) -> None:
-    """Refuse ids that the base cannot read and answer.
-
-    Args:
-        ids: the prompt.
-        vocab_size: ids must be below.
-        max_context: positions of the base.
-        max_new_tokens: of the answer, which needs room in the context too.
-        where: what the message calls the prompt.
-
-    Raises:
-        UserError: no ids, an id outside the vocabulary, or too many ids.
-    """
-    if not ids:
-        raise UserError(f"{where} is empty; give it at least one token, or leave it out")
-    outside = next(((place, token) for place, token in enumerate(ids) if not 0 <= token < vocab_size), None)
-    if outside is not None:
-        raise UserError(
-            f"{where} holds token id {outside[1]} at place {outside[0]}, but the base's ids go from 0 to "
-            f"{vocab_size - 1}; tokenise it with the base's own tokenizer"
-        )
-    if len(ids) + max_new_tokens > max_context:
-        raise UserError(
-            f"{where} has {len(ids)} tokens, which with max_new_tokens={max_new_tokens} is more than the base's "
-            f"context of {max_context}; shorten the prompt or lower max_new_tokens"
-        )
-
 
 OnTokens = Callable[[list[int]], None]
 GREEDY = Sampler()
@@ -66,6 +37,172 @@ def default_draft_config(drafter: Drafter | None) -> DraftConfig:
     return DraftConfig(
         tree=drafter.tree or TokenTree.chain(drafter.depth), confidence_threshold=drafter.confidence_threshold
     )
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One prompt and its answer so far."""
+
+    number: int
+    prompt: list[int]
+    seed: int
+    on_tokens: OnTokens | None = None
+    answer: list[int] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    """float16 [T, D] pieces in order, where they are kept: of every token read, which the last one is not."""
+    ended: bool = False
+    started: float = 0.0
+    prefill_s: float = 0.0
+    total_s: float = 0.0
+    draft_length: int = 0
+    """Levels to draft next, where the length is adaptive."""
+
+    @property
+    def result(self) -> DecodeResult:
+        """The answer and its steps."""
+        return DecodeResult(tokens=self.answer, steps=self.steps, prefill_s=self.prefill_s, total_s=self.total_s)
+
+
+@dataclass(kw_only=True)
+class DecodeLoop:
+    """Decodes prompts, up to ``batch_size`` side by side.
+
+    In plain decoding the next prompt takes over the slot of a row that ended. A drafter's rows cannot be replaced:
+    there a batch runs to its end.
+    """
+
+    base: BaseModel
+    drafter: Drafter | None
+    config: DecodeConfig
+    max_new_tokens: int
+    batch_size: int
+    capacity: int
+    """Tokens of the longest prompt with its answer."""
+    record_steps: bool = True
+    keep_hidden_states: bool = False
+
+    @torch.inference_mode()
+    def run(self, prompts: Iterable[Row]) -> Iterator[Row]:
+        """Rows in the order in which they end."""
+        waiting = deque(prompts)
+        started = perf_counter()  # allocating the cache is part of decoding, as it is in transformers' generate
+        prefixes = [row.prompt for row in waiting] if self.drafter is None else []
+        while waiting:
+            rows = [waiting.popleft() for _ in range(min(self.batch_size, len(waiting)))]
+            room = self.capacity + self.config.draft_config.nodes
+            state = DecodeState(self.base, self.drafter, self.config, len(rows), room)
+            state.share_prefix(prefixes)
+            self._prefill(state, rows, list(range(len(rows))), started)
+            reported: set[int] = set()
+            while True:
+                for slot in range(len(rows)):
+                    while rows[slot].ended and rows[slot].number not in reported:
+                        reported.add(rows[slot].number)
+                        yield rows[slot]
+                        if waiting and self.drafter is None:
+                            rows[slot] = waiting.popleft()
+                            self._prefill(state, [rows[slot]], [slot], perf_counter())
+                active = [slot for slot, row in enumerate(rows) if not row.ended]
+                if not active:
+                    break
+                # Copying the caches costs more than a few empty rows do, but a drafter must not draft for those.
+                if len(active) < len(rows) and (self.drafter is not None or len(active) <= 0.75 * len(rows)):
+                    state.select(active)
+                    rows = [rows[slot] for slot in active]
+                state.clear([slot for slot, row in enumerate(rows) if row.ended])
+                self._step(state, rows)
+
+    def _prefill(self, state: DecodeState, rows: list[Row], slots: list[int], started: float) -> None:
+        rng = PerRowRng([row.seed for row in rows], [0] * len(rows), VERIFY, self.base.device)
+        every = len(slots) == len(state.last_token)
+        hidden = state.read_prompts([row.prompt for row in rows], rng, rows=None if every else slots)
+        first = state.last_token[slots].tolist()
+        prefill_s = perf_counter() - started
+        adaptive = self.config.draft_config.adaptive
+        for row, states, token in zip(rows, hidden, first, strict=True):
+            row.started, row.prefill_s, row.draft_length = started, prefill_s, adaptive.start if adaptive else 0
+            if self.keep_hidden_states:
+                row.hidden.append(states.half())
+            self._commit(row, [token])
+
+    def _commit(self, row: Row, tokens: list[int]) -> None:
+        row.answer += tokens
+        row.ended = tokens[-1] in self.config.eos_ids or len(row.answer) >= self.max_new_tokens
+        row.total_s = perf_counter() - row.started
+        if row.on_tokens:
+            row.on_tokens(tokens)
+
+    def _step(self, state: DecodeState, rows: list[Row]) -> None:
+        started = perf_counter()
+        positions = [len(row.answer) for row in rows]
+        depth = self._max_depth([row for row in rows if not row.ended])
+        room = [max(1, self.max_new_tokens - position) for position in positions]
+        short = min(room) <= min(depth, self.config.draft_config.depth)
+        output = state.step([row.seed for row in rows], positions, depth, room if short else None)
+        tokens, counts = output.tokens.tolist(), output.counts.tolist()
+        hidden = output.hidden.half() if self.keep_hidden_states else None
+        for n, row in enumerate(rows):
+            if row.ended:
+                continue
+            self._commit(row, tokens[n][: counts[n]])
+            if hidden is not None:
+                row.hidden.append(hidden[n, : counts[n]])
+        if self.record_steps:
+            self._record(rows, output, positions, counts, started)
+
+    def _max_depth(self, rows: list[Row]) -> int:
+        """Maximum draft depth: stay within the context and, if greedy, within ``max_new_tokens``."""
+        depth = self.base.max_context - max(len(row.prompt) + len(row.answer) for row in rows)
+        if self.config.greedy:
+            depth = min(depth, self.max_new_tokens - min(len(row.answer) for row in rows) - 1)
+        if self.config.draft_config.adaptive is not None:
+            depth = min(depth, rows[0].draft_length)
+        return max(0, depth)
+
+    def _record(
+        self, rows: list[Row], output: StepOutput, positions: list[int], counts: list[int], started: float
+    ) -> None:
+        nodes, depths = _draft_size(output, len(rows))
+        accepted, entropy = output.acceptance.accepted.tolist(), _entropy(output.root_logits).tolist()
+        total_s = perf_counter() - started
+        config = self.config.draft_config
+        for n, row in enumerate(rows):
+            if len(row.answer) == positions[n]:
+                continue  # it had ended before
+            row.steps.append(
+                StepRecord(
+                    position=positions[n],
+                    proposed=nodes[n],
+                    depth=depths[n],
+                    accepted=accepted[n],
+                    committed=counts[n],
+                    entropy=entropy[n],
+                    draft_s=output.draft_s,
+                    verify_s=output.verify_s,
+                    total_s=total_s,
+                )
+            )
+            if config.adaptive is not None:
+                row.draft_length = min(config.depth, config.adaptive.next(row.draft_length, depths[n], accepted[n]))
+
+
+def _draft_size(output: StepOutput, rows: int) -> tuple[list[int], list[int]]:
+    """Nodes drafted and longest path, per row."""
+    shape = output.proposal.shape
+    if shape.tree is not None:
+        return [len(shape) - 1] * rows, [shape.tree.depth] * rows
+    drafted = (shape.parents >= 0).sum(1).expand(rows)
+    return drafted.tolist(), shape.depths.max(1).values.expand(rows).tolist()
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """[B, V] finite logits -> [B] nats, in one softmax: every step of plain decoding pays for it too."""
+    scores = logits.float()
+    probabilities = scores.softmax(-1)
+    log_sum = scores.max(-1).values - probabilities.max(-1).values.log()
+    entropy: Tensor = log_sum - torch.linalg.vecdot(probabilities, scores)
+    return entropy
 
 
 def decode(
@@ -113,7 +250,6 @@ def decode(
     )[0]
 
 
-@torch.inference_mode()
 def decode_batch(
     base: BaseModel,
     drafter: Drafter | None,
@@ -143,30 +279,53 @@ def decode_batch(
     listeners: Sequence[OnTokens | None] = on_tokens or [None] * len(prompts)
     _check_batch(base, prompts, max_new_tokens, draft_config, seeds, listeners)
     check_drafter(base, drafter, draft_config, rule)
-    eos = frozenset() if ignore_eos else base.eos_ids
-    started = perf_counter()  # allocating the cache is part of decoding, as it is in transformers' generate
-    capacity = max(map(len, prompts)) + max_new_tokens + draft_config.nodes
-    session = DecodeState(
-        base, drafter, DecodeConfig(draft_config=draft_config, sampler=sampler, rule=rule), len(prompts), capacity
+    config = DecodeConfig(
+        draft_config=draft_config,
+        sampler=sampler,
+        rule=rule,
+        eos_ids=frozenset() if ignore_eos else base.eos_ids,
     )
-    first = session.read_prompts(list(prompts), PerRowRng(seeds, [0] * len(prompts), VERIFY, base.device)).tolist()
-    prefill_s = perf_counter() - started
-    length = draft_config.adaptive.start if draft_config.adaptive else 0
+    loop = DecodeLoop(
+        base=base,
+        drafter=drafter,
+        config=config,
+        max_new_tokens=max_new_tokens,
+        batch_size=len(prompts),
+        capacity=max(map(len, prompts)) + max_new_tokens,
+    )
     rows = [
-        _Row(prompt_length=len(ids), seed=seed, on_tokens=listener, length=length)
-        for ids, seed, listener in zip(prompts, seeds, listeners, strict=True)
+        Row(number=number, prompt=list(ids), seed=seed, on_tokens=listener)
+        for number, (ids, seed, listener) in enumerate(zip(prompts, seeds, listeners, strict=True))
     ]
-    for row, token in zip(rows, first, strict=True):
-        row.commit([token], max_new_tokens, eos, started)
-    active = rows
-    while True:
-        running = [place for place, row in enumerate(active) if not row.ended]
-        if not running:
-            return [DecodeResult(tokens=r.answer, steps=r.steps, prefill_s=prefill_s, total_s=r.total_s) for r in rows]
-        if len(running) < len(active):
-            session.select(running)
-            active = [active[place] for place in running]
-        _step(session, active, max_new_tokens, eos, started)
+    return [row.result for row in sorted(loop.run(rows), key=lambda row: row.number)]
+
+
+def check_ids(ids: Sequence[int], *, vocab_size: int, max_context: int, max_new_tokens: int, where: str) -> None:
+    """Refuse ids that the base cannot read and answer.
+
+    Args:
+        ids: the prompt.
+        vocab_size: ids must be below.
+        max_context: positions of the base.
+        max_new_tokens: of the answer, which needs room in the context too.
+        where: what the message calls the prompt.
+
+    Raises:
+        UserError: no ids, an id outside the vocabulary, or too many ids.
+    """
+    if not ids:
+        raise UserError(f"{where} is empty; give it at least one token, or leave it out")
+    outside = next(((place, token) for place, token in enumerate(ids) if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise UserError(
+            f"{where} holds token id {outside[1]} at place {outside[0]}, but the base's ids go from 0 to "
+            f"{vocab_size - 1}; tokenise it with the base's own tokenizer"
+        )
+    if len(ids) + max_new_tokens > max_context:
+        raise UserError(
+            f"{where} has {len(ids)} tokens, which with max_new_tokens={max_new_tokens} is more than the base's "
+            f"context of {max_context}; shorten the prompt or lower max_new_tokens"
+        )
 
 
 def _check_batch(
@@ -196,90 +355,6 @@ def _check_batch(
     if draft_config.adaptive is not None and len(prompts) > 1:
         # All rows share a draft length, so a row's random numbers would depend on its neighbours.
         raise UserError(f"an adaptive draft length needs one prompt at a time, got {len(prompts)}; decode one by one")
-
-
-@dataclass
-class _Row:
-    """One answer in the making."""
-
-    prompt_length: int
-    seed: int
-    on_tokens: OnTokens | None
-    answer: list[int] = field(default_factory=list)
-    steps: list[StepRecord] = field(default_factory=list)
-    ended: bool = False
-    total_s: float = 0.0
-    length: int = 0
-    """Levels to draft next, where the plan is adaptive."""
-
-    def commit(self, tokens: list[int], limit: int, eos: frozenset[int], started: float) -> int:
-        """Add tokens, cut at the limit and behind EOS; returns how many were kept."""
-        kept = truncate(tokens, limit - len(self.answer), eos)
-        self.answer += kept
-        self.ended = self.answer[-1] in eos or len(self.answer) >= limit
-        self.total_s = perf_counter() - started
-        if self.on_tokens:
-            self.on_tokens(kept)
-        return len(kept)
-
-
-def _step(session: DecodeState, rows: list[_Row], limit: int, eos: frozenset[int], started: float) -> None:
-    began = perf_counter()
-    positions = [len(row.answer) for row in rows]
-    output = session.step([row.seed for row in rows], positions, _depth_limit(session, rows, limit))
-    tokens, counts, entropy = output.tokens.tolist(), output.counts.tolist(), output.entropy.tolist()
-    kept = [
-        row.commit(committed[:count], limit, eos, started)
-        for row, committed, count in zip(rows, tokens, counts, strict=True)
-    ]
-    proposed, depths = _offered(output, len(rows))
-    total_s = perf_counter() - began
-    for n, row in enumerate(rows):
-        record = StepRecord(
-            position=positions[n],
-            proposed=proposed[n],
-            depth=depths[n],
-            accepted=counts[n] - 1,
-            committed=kept[n],
-            entropy=entropy[n],
-            draft_s=output.draft_s,
-            verify_s=output.verify_s,
-            total_s=total_s,
-        )
-        row.steps.append(record)
-        adaptive = session.policy.draft_config.adaptive
-        if adaptive is not None:
-            row.length = min(session.policy.draft_config.depth, adaptive.next(row.length, depths[n], counts[n] - 1))
-
-
-def _depth_limit(session: DecodeState, rows: list[_Row], limit: int) -> int:
-    """Levels that positions allow: no draft stands behind the base's context, and at greedy decoding, where it cannot
-    change a token, none behind the end of every answer."""
-    longest = max(row.prompt_length + len(row.answer) for row in rows)
-    depth = session.base.max_context - longest
-    if session.policy.greedy:
-        depth = min(depth, max(limit - len(row.answer) for row in rows) - 1)
-    if session.policy.draft_config.adaptive is not None:
-        depth = min(depth, rows[0].length)
-    return max(0, depth)
-
-
-def _offered(output: StepOutput, rows: int) -> tuple[list[int], list[int]]:
-    """Nodes drafted and longest path, per row."""
-    shape = output.proposal.shape
-    if shape.tree is not None:
-        return [len(shape) - 1] * rows, [shape.tree.depth] * rows
-    drafted = (shape.parents >= 0).sum(1).expand(rows)
-    return drafted.tolist(), shape.depths.max(1).values.expand(rows).tolist()
-
-
-def truncate(tokens: list[int], room: int, eos: frozenset[int]) -> list[int]:
-    """The tokens that count: at most ``room``, and none behind the first EOS."""
-    kept = tokens[:room]
-    for place, token in enumerate(kept):
-        if token in eos:
-            return kept[: place + 1]
-    return kept
 
 
 def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig, rule: AcceptanceRule) -> None:

@@ -86,6 +86,28 @@ class Sampler:
         return scores.softmax(-1)
 
 
+HEAD = 1024
+"""Likeliest tokens that hold a nucleus in nearly all contexts."""
+
+
+class _TopP(TopPLogitsWarper):  # type: ignore[misc]
+    """Top-p without sorting a large vocabulary on a CPU, which would cost more than the base's forward pass."""
+
+    def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
+        if scores.device.type != "cpu" or scores.shape[-1] <= 8 * HEAD:
+            found: Tensor = super().__call__(input_ids, scores)
+            return found
+        values, ids = scores.topk(HEAD)
+        probs = (values - scores.logsumexp(-1, keepdim=True)).exp()
+        before = probs.cumsum(-1) - probs
+        kept = torch.full_like(scores, -torch.inf).scatter(
+            -1, ids, values.masked_fill(before >= self.top_p, -torch.inf)
+        )
+        if (wide := before[:, -1] < self.top_p).any():
+            kept[wide] = super().__call__(input_ids, scores[wide])
+        return kept
+
+
 @lru_cache(maxsize=64)
 def _penalty(penalty: float) -> RepetitionPenaltyLogitsProcessor:
     return RepetitionPenaltyLogitsProcessor(float(penalty))
@@ -100,7 +122,7 @@ def _warpers(sampler: Sampler) -> LogitsProcessorList:
     if sampler.top_k:
         found.append(TopKLogitsWarper(sampler.top_k))
     if sampler.top_p < 1:
-        found.append(TopPLogitsWarper(sampler.top_p))
+        found.append(_TopP(sampler.top_p))
     if sampler.min_p > 0:
         found.append(MinPLogitsWarper(sampler.min_p))
     if sampler.typical_p < 1:

@@ -31,7 +31,7 @@ class CombinedState(DraftState):
         return CombinedState(parts=tuple(part.select(rows) for part in self.parts))
 
 
-class CombinedDrafter(Drafter):
+class CombinedDrafter(Drafter[CombinedState]):
     """Drafts the union of what ``drafters`` draft, each a tree of its own.
 
     The plan's siblings, sampler and threshold hold for all drafters, the depth too; of a dynamic tree's nodes every
@@ -81,9 +81,8 @@ class CombinedDrafter(Drafter):
         return CombinedState(parts=tuple(drafter.init_state(batch) for drafter in self.drafters))
 
     def update(
-        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+        self, state: CombinedState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
     ) -> CombinedState:
-        assert isinstance(state, CombinedState)
         pairs = zip(self.drafters, state.parts, strict=True)
         return CombinedState(
             parts=tuple(drafter.update(part, tokens, self._own(drafter, features), counts) for drafter, part in pairs)
@@ -99,9 +98,8 @@ class CombinedDrafter(Drafter):
 
     @torch.inference_mode()
     def draft(
-        self, state: DraftState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+        self, state: CombinedState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
-        assert isinstance(state, CombinedState)
         (head, own, part), *others = zip(self.drafters, self._plans(draft_config), state.parts, strict=True)
         found = [d.draft(its, last_token, wanted.at_most(d.depth), rng) for d, wanted, its in others]
         if self.nodes is not None and isinstance(own.tree, TokenTree):

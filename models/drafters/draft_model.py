@@ -14,13 +14,13 @@ from drafthead.data.batch import Features
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
-from drafthead.models.decoding.contract import DraftConfig, DraftState, Proposal
+from drafthead.models.decoding.contract import DraftConfig, Proposal
 from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingTokens, TokenBuffer
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.random_source import RandomSource
 
 
-class ModelDrafter(StepwiseDrafter):
+class ModelDrafter(StepwiseDrafter[PendingTokens]):
     """A smaller model with the target's tokenizer."""
 
     def __init__(self, model: BaseModel, target: BaseModel | None = None, *, num_tokens: int = 5) -> None:
@@ -64,20 +64,17 @@ class ModelDrafter(StepwiseDrafter):
         return PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self.model))
 
     def update(
-        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+        self, state: PendingTokens, tokens: Tensor, features: Features | None, counts: Tensor | None = None
     ) -> PendingTokens:
-        assert isinstance(state, PendingTokens)
         return state.append(self._known(tokens), counts)
 
     def draft(
-        self, state: DraftState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+        self, state: PendingTokens, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
-        assert isinstance(state, PendingTokens)
         room = self.model.max_context - state.text.longest - 1
         return super().draft(state, last_token, draft_config.at_most(max(0, room)), rng)
 
-    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> CachedDraftPass:
-        assert isinstance(state, PendingTokens)
+    def start(self, state: PendingTokens, last_token: Tensor, draft_config: DraftConfig) -> CachedDraftPass:
         text = state.text.append(self._known(last_token[:, None]))
         return CachedDraftPass(state.cache, text, draft_config, self.model.logits)
 

@@ -33,7 +33,7 @@ MAX_SNAPSHOTS = 8
 SEED_BYTES = 8
 
 
-class Nested(Drafter):
+class Nested(Drafter["NestedState"]):
     """Chains drafted by speculative decoding of ``model``.
 
     With deterministic siblings the inner session decodes greedily; with sampled ones it draws from ``plan.sampler``'s
@@ -97,9 +97,8 @@ class Nested(Drafter):
         )
 
     def update(
-        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+        self, state: "NestedState", tokens: Tensor, features: Features | None, counts: Tensor | None = None
     ) -> "NestedState":
-        assert isinstance(state, NestedState)
         known = tokens.clamp(max=self.model.vocab_size - 1)  # padding ids of the target: it must read something
         text = state.text.append(known, counts)
         if state.text.longest == 0 and int(text.lengths.min()) > 1:
@@ -108,14 +107,13 @@ class Nested(Drafter):
 
     @torch.inference_mode()
     def draft(
-        self, state: DraftState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+        self, state: "NestedState", last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
         """As any drafter.
 
         Raises:
             UserError: the plan's tree is not a chain.
         """
-        assert isinstance(state, NestedState)
         if not isinstance(draft_config.tree, TokenTree) or draft_config.depth != draft_config.nodes - 1:
             raise UserError("nested drafting drafts chains; plan one, or merge it with a drafter of trees")
         text = state.text.append(last_token.clamp(max=self.model.vocab_size - 1)[:, None])
@@ -125,13 +123,13 @@ class Nested(Drafter):
         sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
         if sampled and rng is None:
             raise ValueError("sampled siblings need coins")
-        policy = DecodeConfig(
+        config = DecodeConfig(
             draft_config=self.draft_config,
             sampler=draft_config.sampler if sampled else Sampler(),
             rule=self.rule,
             return_probs=sampled,
         )
-        state.inner.bring_to(text, policy)
+        state.inner.bring_to(text, config)
         tokens, probs = state.inner.decode(depth, _seeds(last_token, rng))
         prob_index = None
         if probs is not None:
@@ -179,7 +177,7 @@ class _Inner:
         self, model: BaseModel, drafter: Drafter | None, draft_config: DraftConfig, rule: AcceptanceRule
     ) -> None:
         self._model, self._drafter = model, drafter
-        self._policy = DecodeConfig(draft_config=draft_config, sampler=Sampler(), rule=rule)
+        self._config = DecodeConfig(draft_config=draft_config, sampler=Sampler(), rule=rule)
         self._session: DecodeState | None = None
         self._marks: list[tuple[TokenBuffer, Snapshot]] = []
         self._capacity = 0
@@ -202,24 +200,24 @@ class _Inner:
     def begin(self, text: TokenBuffer) -> None:
         """Read ``text`` afresh, all but the last token of every row."""
         rows = len(text.lengths)
-        needed = text.longest + INITIAL_CAPACITY + 2 * self._policy.draft_config.nodes
+        needed = text.longest + INITIAL_CAPACITY + 2 * self._config.draft_config.nodes
         self._capacity = max(needed, 2 * self._capacity)
-        self._session = DecodeState(self._model, self._drafter, self._policy, rows, self._capacity)
+        self._session = DecodeState(self._model, self._drafter, self._config, rows, self._capacity)
         read = text.lengths - 1
         prompts = [row[:length] for row, length in zip(text.tokens.tolist(), read.tolist(), strict=True)]
         self._session.read_prompts(prompts, first=text.tokens.gather(1, read[:, None])[:, 0])
         self._marks = []
         self._remember(text)
 
-    def bring_to(self, text: TokenBuffer, policy: DecodeConfig) -> None:
+    def bring_to(self, text: TokenBuffer, config: DecodeConfig) -> None:
         """Stand where every row of ``text`` ends: its last token is the session's ``last``."""
-        penalised = policy.sampler.repetition_penalty != 1
-        fits = penalised == (self._policy.sampler.repetition_penalty != 1)
-        self._policy = policy
-        room = text.longest + INITIAL_CAPACITY // 2 + policy.draft_config.nodes
+        penalised = config.sampler.repetition_penalty != 1
+        fits = penalised == (self._config.sampler.repetition_penalty != 1)
+        self._config = config
+        room = text.longest + INITIAL_CAPACITY // 2 + config.draft_config.nodes
         if self._session is None or not fits or room > self._capacity:
             return self.begin(text)
-        self._session.policy = policy
+        self._session.config = config
         while self._marks and not _leads_to(self._marks[-1][0], text):
             self._marks.pop()
         if not self._marks:
@@ -239,7 +237,7 @@ class _Inner:
         del self._marks[1:-MAX_SNAPSHOTS]  # the prompt's is kept: whatever comes, it need not be read again
 
     def decode(self, count: int, seeds: list[int]) -> tuple[Tensor, Tensor | None]:
-        """The next ``count`` tokens of every row, [B, K], and their laws [B, K, V] where the policy keeps laws.
+        """The next ``count`` tokens of every row, [B, K], and their laws [B, K, V] where the config keeps laws.
 
         Steps go on until the slowest row has enough; what others decode beyond is dropped.
         """

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from drafthead.data.batch import Features
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, Proposal
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.draft_cache import TokenBuffer
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 
-class PromptLookup(Drafter):
+class PromptLookup(Drafter[TokenBuffer]):
     """The longest n-grams that end a row, looked up in its own prompt and answer.
 
     Its drafts are a function of the prefix, so they are verified with a one-hot law whatever siblings the plan wants.
@@ -59,16 +59,14 @@ class PromptLookup(Drafter):
         return TokenBuffer.none(batch)
 
     def update(
-        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+        self, state: TokenBuffer, tokens: Tensor, features: Features | None, counts: Tensor | None = None
     ) -> TokenBuffer:
-        assert isinstance(state, TokenBuffer)
         return state.append(tokens, counts)
 
     @torch.inference_mode()
     def draft(
-        self, state: DraftState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+        self, state: TokenBuffer, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
-        assert isinstance(state, TokenBuffer)
         depth = min(draft_config.depth, self.depth)
         if depth == 0 or draft_config.nodes == 1:
             return root_only(last_token)

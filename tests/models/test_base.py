@@ -13,7 +13,7 @@ from drafthead.data.batch import FeatureSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig, check_architecture
-from drafthead.models.decoding.corpus import generate
+from drafthead.models.decoding.corpus import generate_answers
 from drafthead.models.decoding.loop import decode
 
 TinyBase = Callable[..., BaseModel]
@@ -50,7 +50,9 @@ def test_batched_generation_equals_decoding_each_prompt(tiny_base: TinyBase) -> 
         (n, [1, 2, 3, *torch.randint(5, 250, (3 + 5 * (n % 4),), generator=generator).tolist()]) for n in range(11)
     ]
     sampler = SamplerConfig(max_new_tokens=20)
-    answers = list(generate(base, prompts, sampler, slots=3, keep_hidden_states=True, max_prompt_tokens=40))
+    answers = list(
+        generate_answers(base, prompts, sampler, batch_size=3, keep_hidden_states=True, max_prompt_tokens=40)
+    )
     assert sorted(a.prompt_number for a in answers) == list(range(11))
     for answer in answers:
         prompt = prompts[answer.prompt_number][1]
@@ -69,7 +71,7 @@ def test_a_sampled_row_does_not_depend_on_its_batch(tiny_base: TinyBase) -> None
     texts = [
         {
             a.prompt_number: a.input_ids.tolist()
-            for a in generate(base, prompts, sampler, slots=slots, max_prompt_tokens=16)
+            for a in generate_answers(base, prompts, sampler, batch_size=slots, max_prompt_tokens=16)
         }
         for slots in (1, 4)
     ]
@@ -90,7 +92,9 @@ def test_samples_follow_the_truncated_distribution(tiny_base: TinyBase) -> None:
     sampler = SamplerConfig(temperature=1.5, top_k=8, top_p=0.8, max_new_tokens=1)
     drawn = [
         a.input_ids[-1]
-        for a in generate(base, [(n, prompt) for n in range(1500)], sampler, slots=50, max_prompt_tokens=16)
+        for a in generate_answers(
+            base, [(n, prompt) for n in range(1500)], sampler, batch_size=50, max_prompt_tokens=16
+        )
     ]
     counts = torch.tensor([sum(t == i for t in drawn) for i in ids.tolist()])
     assert counts.sum() == 1500 and bool((counts[kept == 0] == 0).all())

@@ -21,7 +21,7 @@ from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_checksummed_json, write_json
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.corpus import generate
+from drafthead.models.decoding.corpus import generate_answers
 from drafthead.train.config import GenerationsConfig, parse_run
 from drafthead.train.corpora.answers import AnswerGenerator
 
@@ -69,7 +69,7 @@ def served(base: BaseModel, server: Callable[..., Any], **options: Any) -> Any:
     def answer(prompt: list[int], body: dict[str, Any]) -> list[int]:
         sampler = SamplerConfig(max_new_tokens=body["max_tokens"], temperature=body["temperature"], seed=body["seed"])
         with lock:
-            (found,) = generate(base, [(0, prompt)], sampler, slots=1, max_prompt_tokens=len(prompt))
+            (found,) = generate_answers(base, [(0, prompt)], sampler, batch_size=1, max_prompt_tokens=len(prompt))
         return found.input_ids[found.boundary :].tolist()
 
     return server(answer, base.tokenizer, base.eos_ids, **options)
@@ -269,7 +269,7 @@ def test_killed_beside_a_server_every_prompt_is_answered_once(
     found = rows_of(GenerationStore(folder))
     assert [row[0] for row in found] == list(range(24))
     for number, ids, boundary, _, _ in found:
-        (wanted,) = generate(tiny, [(number, ids[:boundary])], SamplerConfig(max_new_tokens=24), slots=1)
+        (wanted,) = generate_answers(tiny, [(number, ids[:boundary])], SamplerConfig(max_new_tokens=24), batch_size=1)
         assert wanted.input_ids.tolist() == ids
 
 

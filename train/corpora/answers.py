@@ -38,7 +38,7 @@ def backend_of(base: BaseModel, config: GenerationsConfig, say: Say) -> Backend:
         return BuiltInBackend(
             base,
             config.sampler,
-            slots=config.slots,
+            batch_size=config.slots,
             keep_hidden_states=config.keep_hidden_states,
             max_prompt_tokens=config.max_prompt_tokens,
         )

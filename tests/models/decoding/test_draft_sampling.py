@@ -1,4 +1,4 @@
-"""Samples of siblings against their joint law."""
+"""Sampled draft candidates against their joint distribution."""
 
 from itertools import product
 
@@ -11,7 +11,7 @@ from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from support import p_value
 
 CPU = torch.device("cpu")
-LAW = torch.tensor([0.4, 0.0, 0.35, 0.25])
+PROBS = torch.tensor([0.4, 0.0, 0.35, 0.25])
 ROWS = 4000
 
 
@@ -21,18 +21,18 @@ def drawn(probs: torch.Tensor, count: int, kind: DraftSampling) -> torch.Tensor:
 
 
 def joint(kind: DraftSampling) -> dict[tuple[int, ...], float]:
-    """Law of two siblings."""
+    """Probabilities of two candidates of one node."""
     found: dict[tuple[int, ...], float] = {}
     for first, second in product(range(4), repeat=2):
-        left = 1.0 - LAW[first].item() * (kind is DraftSampling.WITHOUT_REPLACEMENT)
+        left = 1.0 - PROBS[first].item() * (kind is DraftSampling.WITHOUT_REPLACEMENT)
         allowed = kind is DraftSampling.WITH_REPLACEMENT or first != second
-        found[first, second] = allowed * LAW[first].item() * LAW[second].item() / left
+        found[first, second] = allowed * PROBS[first].item() * PROBS[second].item() / left
     return found
 
 
 @pytest.mark.parametrize("kind", [DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT])
-def test_two_siblings_have_their_joint_law(kind: DraftSampling) -> None:
-    found = drawn(LAW.expand(ROWS, 1, 4), 2, kind)[:, 0]
+def test_two_candidates_have_their_joint_distribution(kind: DraftSampling) -> None:
+    found = drawn(PROBS.expand(ROWS, 1, 4), 2, kind)[:, 0]
     expected = joint(kind)
     assert sum(expected.values()) == pytest.approx(1)
     possible = [pair for pair, chance in expected.items() if chance > 0]
@@ -46,14 +46,14 @@ def test_every_parent_has_its_own_samples() -> None:
     assert drawn(probs, 2, DraftSampling.WITH_REPLACEMENT).tolist() == [[[3, 3], [1, 1]]] * 2
 
 
-def test_siblings_that_the_law_has_not_are_missing() -> None:
-    probs = torch.stack([LAW, torch.eye(4)[2], torch.full((4,), 0.25)])[None]
+def test_candidates_beyond_the_support_are_missing() -> None:
+    probs = torch.stack([PROBS, torch.eye(4)[2], torch.full((4,), 0.25)])[None]
     found = drawn(probs, 5, DraftSampling.WITHOUT_REPLACEMENT)[0]
     assert sorted(found[0].tolist()) == [MISSING, MISSING, 0, 2, 3] and found[0, 3:].tolist() == [MISSING] * 2
     assert found[1].tolist() == [2, *[MISSING] * 4]
     assert sorted(found[2].tolist()) == [MISSING, 0, 1, 2, 3]
 
 
-def test_ranked_siblings_are_not_drawn() -> None:
-    with pytest.raises(ValueError, match="deterministic siblings are ranked, not drawn"):
-        drawn(LAW[None, None], 1, DraftSampling.TOP_K)
+def test_top_k_candidates_are_not_drawn() -> None:
+    with pytest.raises(ValueError, match="top-k candidates are ranked, not drawn"):
+        drawn(PROBS[None, None], 1, DraftSampling.TOP_K)

@@ -13,7 +13,8 @@ from drafthead.eval.trees.calibrate import answer_ranks
 from drafthead.eval.trees.simulate import chances_of, replay
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig
-from drafthead.models.decoding.loop import decode, truncate
+from drafthead.models.decoding.loop import EXACT, GREEDY, decode
+from drafthead.models.decoding.step import DecodeConfig, DecodeState
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
 
@@ -125,7 +126,7 @@ def test_max_new_tokens_inside_a_block(tiny_base: TinyBase, max_new: int) -> Non
 
 
 def test_eos_inside_a_block(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever token of the answer is EOS, decoding stops right behind its first occurrence."""
+    """Whichever token of the answer is EOS, decoding stops right after its first occurrence."""
     base = tiny_base()
     plain = decode(base, None, PROMPT, max_new_tokens=40, ignore_eos=True).tokens
     head = trained_head(base, plain)
@@ -174,7 +175,20 @@ def test_bad_prompts(tiny_base: TinyBase) -> None:
         decode(base, None, [3], max_new_tokens=0)
 
 
-def test_cut() -> None:
-    assert truncate([1, 2, 3], 5, frozenset({2})) == [1, 2]
-    assert truncate([1, 2, 3], 2, frozenset()) == [1, 2]
-    assert truncate([1, 2, 3], 1, frozenset({2})) == [1]
+def test_nothing_after_eos_or_the_limit_is_committed(tiny_base: TinyBase) -> None:
+    """Tokens, caches and the drafter's state end together, at the first EOS or where the room ends."""
+    base = tiny_base()
+    plain = decode(base, None, PROMPT, max_new_tokens=40, ignore_eos=True).tokens
+    head = trained_head(base, plain)
+    for eos, room in ((plain[1], 9), (plain[2], 9), (-1, 2), (plain[2], 1)):
+        config = DecodeConfig(
+            draft_config=DraftConfig(tree=TREES["tree"]), sampler=GREEDY, rule=EXACT, eos_ids=frozenset({eos})
+        )
+        state = DecodeState(base, head, config, 1, 40)
+        state.read_prompts([PROMPT])
+        output = state.step([0], [1], room=[room])
+        assert int(output.acceptance.accepted) >= 2, "the cut must be inside what was accepted"
+        kept = min(room, plain.index(eos) if eos in plain else room)
+        assert int(output.counts) == kept and output.tokens[0, :kept].tolist() == plain[1 : 1 + kept]
+        assert int(state.cache.positions(torch.zeros(1, 1, dtype=torch.int64))) == len(PROMPT) + kept
+        assert state.last_token.tolist() == [plain[kept]]

@@ -1,4 +1,4 @@
-"""Random numbers of a row: which laws they follow, and what they depend on."""
+"""Random numbers of a row: their distributions, and what they depend on."""
 
 import pytest
 import torch
@@ -24,18 +24,18 @@ def ask(source: PerRowRng, rows: int, times: int, active: torch.Tensor | None = 
     )
 
 
-def test_decisions_and_samples_follow_their_laws() -> None:
+def test_decisions_and_samples_follow_their_probs() -> None:
     rows = 4000
     accepted = rng(list(range(rows))).bernoulli(
         torch.full((rows,), 0.3), torch.full((rows,), 0.4), torch.ones(rows).bool()
     )
     assert abs(float(accepted.float().mean()) - 0.75) < 0.03
-    law = torch.tensor([0.5, 0.0, 2.0, 1.5])  # not normalised
-    drawn = rng(list(range(rows))).categorical(law.expand(rows, 2, 4))
+    probs = torch.tensor([0.5, 0.0, 2.0, 1.5])  # not normalised
+    drawn = rng(list(range(rows))).categorical(probs.expand(rows, 2, 4))
     for column in drawn.T:
         counts = torch.bincount(column, minlength=4)
         assert counts[1] == 0
-        assert p_value(counts[[0, 2, 3]], law[[0, 2, 3]] / 4 * rows) > 1e-3
+        assert p_value(counts[[0, 2, 3]], probs[[0, 2, 3]] / 4 * rows) > 1e-3
     assert (drawn[:, 0] != drawn[:, 1]).any()
 
 
@@ -54,7 +54,7 @@ def test_nothing_accepts_the_impossible_or_rejects_the_certain(p: float, q: floa
 def test_a_number_of_zero_does_not_accept_probability_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """The generator may return 0 exactly: ``u * q <= p`` would then accept a token that the target never emits."""
     source = rng([0, 0])
-    monkeypatch.setattr(source, "_uniform", lambda generators, count: torch.zeros(2, count, dtype=torch.float64))
+    monkeypatch.setattr(source, "_uniform", lambda part, count: torch.zeros(2, count, dtype=torch.float64))
     everywhere = torch.tensor([True, True])
     assert source.bernoulli(torch.tensor([0.0, 1e-30]), torch.tensor([0.5, 0.5]), everywhere).tolist() == [False, True]
     assert source.categorical(torch.tensor([[[0.0, 0.3, 0.7]], [[0.0, 0.0, 1.0]]]))[:, 0].tolist() == [1, 2]
@@ -63,28 +63,28 @@ def test_a_number_of_zero_does_not_accept_probability_zero(monkeypatch: pytest.M
 def test_the_largest_number_draws_the_last_possible_token(monkeypatch: pytest.MonkeyPatch) -> None:
     source = rng([0])
     largest = torch.nextafter(torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
-    monkeypatch.setattr(source, "_uniform", lambda generators, count: largest[None].expand(1, count))
-    law = torch.tensor([[[0.1, 0.2, 0.3, 0.0]]]) / 3
-    assert source.categorical(law).item() == 2
+    monkeypatch.setattr(source, "_uniform", lambda part, count: largest[None].expand(1, count))
+    probs = torch.tensor([[[0.1, 0.2, 0.3, 0.0]]]) / 3
+    assert source.categorical(probs).item() == 2
 
 
-def test_a_law_of_zeros_names_some_token() -> None:
+def test_a_distribution_of_zeros_names_some_token() -> None:
     assert 0 <= rng([0]).categorical(torch.zeros(1, 1, 5)).item() < 5
 
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_row_does_not_depend_on_its_neighbours(data: st.DataObject) -> None:
-    """Neither on who they are nor on how many trials they make."""
+    """Neither on who they are nor on how many decisions they ask for."""
     seeds = data.draw(st.lists(st.integers(-(2**40), 2**63), min_size=2, max_size=4))
     row = data.draw(st.integers(0, len(seeds) - 1))
     together, alone = rng(seeds), rng([seeds[row]])
-    law = torch.rand(1, 3, 20)
+    probs = torch.rand(1, 3, 20)
     for _ in range(data.draw(st.integers(1, 12))):
         active = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(seeds), max_size=len(seeds))))
         found = ask(together, len(seeds), 1, active)[0, row]
         assert found == (ask(alone, 1, 1)[0, 0] if active[row] else False)
-    assert together.categorical(law.expand(len(seeds), -1, -1))[row].tolist() == alone.categorical(law)[0].tolist()
+    assert together.categorical(probs.expand(len(seeds), -1, -1))[row].tolist() == alone.categorical(probs)[0].tolist()
 
 
 def test_more_numbers_than_one_block() -> None:
@@ -105,14 +105,14 @@ def test_seed_position_and_stream_each_matter() -> None:
     assert numbers(3, 4, DRAFT) == numbers(3, 4, DRAFT)
 
 
-def test_a_sample_does_not_depend_on_the_trials_before_it() -> None:
-    law, busy = torch.rand(1, 1, 1000), rng([7])
+def test_a_sample_does_not_depend_on_the_decisions_before_it() -> None:
+    probs, busy = torch.rand(1, 1, 1000), rng([7])
     ask(busy, 1, 5)
-    assert busy.categorical(law).item() == rng([7]).categorical(law).item()
+    assert busy.categorical(probs).item() == rng([7]).categorical(probs).item()
 
 
 def test_decisions_and_samples_are_independent() -> None:
-    """A bonus drawn with the number that rejected a draft would not have the residual's law."""
+    """A bonus drawn with the number that rejected a draft would not have the residual's distribution."""
     rows = 1000
     both = rng(list(range(rows)))
     halves = torch.full((rows, 1, 2), 0.5)
