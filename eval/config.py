@@ -31,8 +31,8 @@ class EvalConfig:
     tree: str = "head"
     """``head`` (calibrated on held-out answers and this machine), ``chain``, ``chain:K``, ``expansion:1-1-3``
     (SpecInfer), ``dynamic:NODES`` or ``dynamic:NODES:WIDTH`` (EAGLE-2), or a path to a ``tree.json``."""
-    draft_sampling: str = "deterministic"
-    """``deterministic``, ``with_replacement`` or ``without_replacement``: how a node's children are drawn."""
+    draft_sampling: str = "top_k"
+    """``top_k``, ``with_replacement`` or ``without_replacement``: how a node's children are drawn."""
     draft_temperature: float = 1.0
     """Of sampled siblings."""
     confidence_threshold: float | None = None

@@ -74,6 +74,8 @@ def test_its_command_lines_compose(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert len(said.err.splitlines()) == len(old)
     assert command(eval, monkeypatch, "head=x", "siblings=with_replacement", "--cfg", "job") == ""
     assert "draft_sampling: with_replacement" in capsys.readouterr().out
+    assert command(eval, monkeypatch, "head=x", "siblings=deterministic", "--cfg", "job") == ""
+    assert "draft_sampling: top_k" in capsys.readouterr().out
 
 
 def test_its_recipes_compose(

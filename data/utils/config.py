@@ -45,6 +45,7 @@ RENAMED_KEYS: dict[str, str | None] = {
 }
 RENAMED_VALUES: dict[str, dict[str, str]] = {
     # New key, with as many parents as it needs: old value -> new value.
+    "draft_sampling": {"deterministic": "top_k"},
     "head_type": {
         f"drafthead.models.{module}.{name}Config": module
         for module, name in {

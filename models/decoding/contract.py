@@ -21,10 +21,10 @@ from drafthead.models.token_tree import TokenTree, TreeShape
 
 
 class DraftSampling(Enum):
-    """How the children of a node were obtained; losslessness under sampling depends on it."""
+    """How the children of a node are chosen; losslessness under sampling depends on it."""
 
-    TOP_K = "deterministic"
-    """A function of the prefix (top-k): verified with a one-hot draft distribution."""
+    TOP_K = "top_k"
+    """The likeliest tokens, a function of the prefix: verified with a one-hot draft distribution."""
     WITH_REPLACEMENT = "with_replacement"
     """Independent samples of q."""
     WITHOUT_REPLACEMENT = "without_replacement"
