@@ -77,7 +77,7 @@ def _run(run: RunConfig, resolved: str, launch: Launch) -> None:
             check_gate(quality, folder)
         if run.push:
             with display.stage("upload to the Hub"):
-                address = push(folder / "head", run.hub.repo or run.name, private=run.hub.private, say=display.line)
+                address = push(folder / "head", run.hub.repo or run.name, private=run.hub.private, log=display.line)
             display.line(f"pushed: {address}")
 
 

@@ -1,8 +1,9 @@
-"""Draft heads on the Hugging Face Hub: uploads that are retried, downloads of safetensors and JSON alone.
+"""Draft heads on the Hugging Face Hub: uploads that are repeated, downloads of safetensors and JSON alone.
 
 ``HF_TOKEN`` (or ``hf auth login``) says who uploads, ``HF_ENDPOINT`` where to; both are huggingface_hub's own.
 """
 
+import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -10,15 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token, snapshot_download
+from huggingface_hub import HfApi, get_token, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported lazily
-    filter_repo_objects,
-    validate_repo_id,
-)
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported lazily
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import safe_join
+from drafthead.data.utils.errors import UserError, one_line
+from drafthead.data.utils.files import safe_join, write_atomic
 
 PICKLES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".pickle")
 """Files that can run code when they are loaded; none is ever downloaded or read."""
@@ -30,9 +28,9 @@ UPLOADED = (
 """What a head consists of. Nothing else of its folder is uploaded; what a new head lacks of it is removed there."""
 REPOSITORY = "<this repository or folder>"
 """Stands in a model card for the repository's name until that is known."""
-WAITS = (2.0, 10.0, 60.0)
+RETRY_WAITS = (2.0, 10.0, 60.0)
 """Seconds before each further attempt at an upload; within one, the client repeats single requests itself."""
-TEMPORARY = (408, 429)
+TEMPORARY_STATUS = (408, 429)
 """Client errors that pass by themselves, as all server errors do."""
 
 
@@ -50,19 +48,14 @@ class HubConfig:
             try:
                 validate_repo_id(self.repo)
             except HFValidationError as error:
-                raise ValueError(f"hub.repo must be like user/name, got {self.repo!r} ({_line(error)})") from None
+                raise ValueError(f"hub.repo must be like user/name, got {self.repo!r} ({one_line(error)})") from None
 
 
 def require_login(purpose: str) -> None:
-    """Check that there is a token, and where the Hub can be reached, that it takes it.
+    """Check that there is a token, and where the Hub can be reached, that it may write.
 
-    A Hub that cannot be reached now is no error: it may be up again by the time of the upload.
-
-    Args:
-        purpose: what needs it, for the message.
-
-    Raises:
-        UserError: no token, one that the Hub does not know, or one that may only read.
+    A Hub that cannot be reached now is no error: it may be up again by the time of the upload. ``purpose`` is for the
+    message.
     """
     how = "set HF_TOKEN to a token that may write, or run `hf auth login`"
     if get_token() is None:
@@ -84,88 +77,75 @@ def push(
     repo: str,
     *,
     private: bool = False,
-    say: Callable[[str], None] = lambda line: None,
-    waits: Sequence[float] = WAITS,
+    log: Callable[[str], None] = lambda line: None,
+    waits: Sequence[float] = RETRY_WAITS,
 ) -> str:
-    """Upload a saved head; an attempt that fails is repeated, and only what is missing is sent again.
+    """Upload a saved head and return the repository's address; only what is missing there is sent.
 
     Args:
         folder: of the head; :data:`UPLOADED` says what is taken of it.
         repo: ``user/name``, or ``name`` under the token's account; made where it does not exist.
         private: see ``HubConfig``.
-        say: receives a line for every attempt that failed.
-        waits: seconds before each further attempt.
-
-    Returns:
-        The repository's address.
-
-    Raises:
-        UserError: refused, or still failing after the last attempt. The folder is as it was, and the message has the
-            command that pushes later.
+        log: receives a line for every attempt that failed.
+        waits: seconds before each further attempt. After the last one, a ``UserError`` has the command that pushes
+            later.
     """
-    later = shlex.join(["drafthead", "push", f"head={folder}", f"repo={repo}", *["private=true"] * private])
     for wait in (*waits, None):
         try:
             return _upload(folder, repo, private)
         except UserError:
             raise
         except Exception as error:  # the client also raises errors of its HTTP library and of its storage
-            reason = _line(error)
+            reason = one_line(error)
             if wait is None or _is_final(error):
+                later = ["drafthead", "push", f"head={folder}", f"repo={repo}", *["private=true"] * private]
                 raise UserError(
                     f"pushing {folder} to {repo} failed ({reason}); the head is whole on disk, push it later with: "
-                    f"{later}"
+                    f"{shlex.join(later)}"
                 ) from None
-            say(f"warning: pushing to {repo} failed ({reason}); next attempt in {wait:g} s")
+            log(f"warning: pushing to {repo} failed ({reason}); next attempt in {wait:g} s")
             time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")
 
 
 def _upload(folder: Path, repo: str, private: bool) -> str:
+    for path in (path for pattern in UPLOADED for path in folder.glob(pattern)):
+        safe_join(folder, path.relative_to(folder).as_posix())  # refuses links that lead out of the folder
     api = HfApi()
     url = api.create_repo(repo, private=private, exist_ok=True)
     if private and not api.model_info(url.repo_id).private:
         raise UserError(
-            f"{url.repo_id} exists and is public, but private=true was asked for; make it private in its settings on "
+            f"{url.repo_id} exists and is public, but private=true was requested; make it private in its settings on "
             "the Hub, or name another repository"
         )
-    found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
-    names = list(filter_repo_objects(found, allow_patterns=list(UPLOADED)))
-    there = filter_repo_objects(api.list_repo_files(url.repo_id), allow_patterns=list(UPLOADED))
-    # One commit, so that whoever downloads meanwhile gets one head or the other.
-    api.create_commit(
-        url.repo_id,
-        [CommitOperationAdd(name, _content(safe_join(folder, name), url.repo_id)) for name in names]
-        + [CommitOperationDelete(name) for name in sorted(set(there) - set(names))],
+    card = folder / "README.md"
+    if card.exists():
+        named = re.sub(
+            r'drafthead\.load_head\("[^"]*"\)', f'drafthead.load_head("{url.repo_id}")', card.read_text(), count=1
+        )
+        write_atomic(card, named)
+    # One commit, so that whoever downloads meanwhile gets one head or the other; stale files of the old one go.
+    api.upload_folder(
+        folder_path=folder,
+        repo_id=url.repo_id,
+        allow_patterns=list(UPLOADED),
+        delete_patterns=list(UPLOADED),
         commit_message="Upload a draft head with drafthead",
     )
     return str(url)
 
 
-def _content(path: Path, repo: str) -> str | bytes:
-    """What is uploaded of a file: a card names the repository, which it cannot know on disk."""
-    if path.name != "README.md":
-        return str(path)
-    return path.read_text().replace(REPOSITORY, repo).encode()
-
-
 def _is_final(error: BaseException) -> bool:
     """Whether another attempt would end in the same way: the Hub refuses, or the client finds the content wrong."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, HfHubHTTPError):
-            status = cause.response.status_code
-            return 400 <= status < 500 and status not in TEMPORARY
-        cause = cause.__cause__
+    cause = error if isinstance(error, HfHubHTTPError) else error.__cause__  # storage errors are wrapped
+    if isinstance(cause, HfHubHTTPError):
+        status = cause.response.status_code
+        return 400 <= status < 500 and status not in TEMPORARY_STATUS
     return isinstance(error, ValueError)
 
 
 def fetch(repo: str, revision: str | None = None) -> Path:
-    """The files of a head's repository, downloaded (or from the client's cache).
-
-    Raises:
-        UserError: the Hub has no such repository or revision or cannot be reached, or holds weights only as pickles.
-    """
+    """The files of a head's repository, downloaded (or from the client's cache); pickles are refused by name."""
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(DOWNLOADED)))
         if any(folder.rglob("*.safetensors")):
@@ -174,18 +154,14 @@ def fetch(repo: str, revision: str | None = None) -> Path:
     except Exception as error:  # the client also raises errors of its HTTP library
         at = "" if revision is None else f" at revision {revision}"
         raise UserError(
-            f"no draft head at {repo}{at}: it is no local folder, and the Hub said: {_line(error)}"
+            f"no draft head at {repo}{at}: it is no local folder, and the Hub said: {one_line(error)}"
         ) from None
     refuse_pickles(repo, names)
     return folder
 
 
 def refuse_pickles(where: Any, names: Sequence[str]) -> None:
-    """Name the pickles among the files of a place that has no safetensors.
-
-    Raises:
-        UserError: there are pickles.
-    """
+    """Raise a ``UserError`` that names the pickles among ``names``, files of a place that has no safetensors."""
     pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
     if pickles:
         into = Path(pickles[0]).stem.removeprefix("pytorch_") + ".safetensors"
@@ -194,8 +170,3 @@ def refuse_pickles(where: Any, names: Sequence[str]) -> None:
             f'you trust, once: python -c "import torch, safetensors.torch as s; s.save_file({{k: v.clone() for k, v in '
             f"torch.load('{pickles[0]}', weights_only=True).items()}}, '{into}')\""
         )
-
-
-def _line(error: BaseException) -> str:
-    """The first line of an error, or its name where it says nothing."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -46,7 +46,7 @@ def main(config: PushConfig) -> None:
     if not (folder / "README.md").exists():  # of a head that was imported, or of a run that did not get to its end
         plain_card(folder)
     with display.stage(f"upload {folder} to the Hub"):
-        address = push(folder, repo, private=config.private, say=display.line)
+        address = push(folder, repo, private=config.private, log=display.line)
     display.line(f"pushed: {address}")
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 from drafthead.eval.report.tables import method_table, task_table
 from drafthead.train.config import TrackerConfig
@@ -94,8 +94,8 @@ class Tracker:
             yield
         except Exception as error:  # a service that is down, full or changed must not cost a training run
             self._active = False
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._log(f"warning: {self.config.kind} failed ({reason}); training continues, metrics.jsonl has every row")
+            failed = f"{self.config.kind} failed ({one_line(error)})"
+            self._log(f"warning: {failed}; training continues, metrics.jsonl has every row")
 
     def _open(self, name: str, settings: Row) -> None:
         kind = self.config.kind
@@ -136,7 +136,7 @@ class Tracker:
                 raise
             wandb.teardown()  # it still holds the run's id
             self.accelerator.trackers.clear()
-            mode, reason = "offline", f" ({str(error).splitlines()[0]})"
+            mode, reason = "offline", f" ({one_line(error)})"
             start(mode)
         run = self._wandb_run = self.accelerator.get_tracker("wandb", unwrap=True)
         if mode == "offline":

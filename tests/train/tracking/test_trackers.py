@@ -44,7 +44,7 @@ class Recorder(GeneralTracker):
     def _call(self, name: str) -> None:
         self.calls.append(name)
         if name == self.fails_in:
-            raise RuntimeError("server is down\nwith a page of details")
+            raise RuntimeError("server is down:\ndetails")
 
     def start(self) -> None:
         self._call("start")
@@ -109,7 +109,9 @@ def test_a_tracker_that_fails_costs_one_line_and_is_not_called_again(open_tracke
         tracker.log(row("distill", step, step), step=step)
     tracker.finish({"a": 1})
     tracker.finish()
-    assert lines == ["warning: mlflow failed (server is down); training continues, metrics.jsonl has every row"]
+    assert lines == [
+        "warning: mlflow failed (server is down: details); training continues, metrics.jsonl has every row"
+    ]
     assert recorder.calls.count(fails_in) == 1 and recorder.calls[-1] == fails_in
 
 
