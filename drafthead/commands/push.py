@@ -39,23 +39,17 @@ class PushConfig(HubConfig):
 @command("push", PushConfig, USAGE)
 def main(config: PushConfig) -> None:
     """Upload the folder."""
-    folder, repo = Path(config.head), str(config.repo)
-    check_folder(folder)
+    folder, display = Path(config.head), Display()
+    _check_head(folder)
     require_login("drafthead push")
-    display = Display()
-    if not (folder / "README.md").exists():  # of a head that was imported, or of a run that did not get to its end
+    if not (folder / "README.md").exists():  # of an imported head, or of a run that did not get to its end
         plain_card(folder)
     with display.stage(f"upload {folder} to the Hub"):
-        address = push(folder, repo, private=config.private, log=display.line)
+        address = push(folder, str(config.repo), private=config.private, log=display.line)
     display.line(f"pushed: {address}")
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse what is no whole head.
-
-    Raises:
-        UserError: with what is missing or damaged.
-    """
+def _check_head(folder: Path) -> None:
     if not folder.is_dir():
         raise UserError(f"no head folder at {folder}; give one that is on this machine (outputs/NAME/head)")
     if not (folder / "config.json").exists() and (folder / "head" / "config.json").exists():
