@@ -21,9 +21,6 @@ def draft_vocabulary(counts: npt.NDArray[np.integer], size: int, always: Iterabl
 
     Returns:
         [W] int64, ascending; fewer than ``size`` when fewer ids were seen.
-
-    Raises:
-        UserError: ``size`` is outside [1, V], ``always`` has an id outside [0, V), or alone exceeds ``size``.
     """
     vocabulary = len(counts)
     if not 1 <= size <= vocabulary:

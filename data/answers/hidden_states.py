@@ -20,10 +20,10 @@ _REMEDY = "remove the folder or choose another one for these settings"
 
 
 class FeatureCache:
-    """Rows of features in one memory-mapped file, with a mark per filled row so that filling resumes.
+    """Rows of features in one memory-mapped file; filling it can be resumed.
 
-    Several processes may fill different rows. A row's mark is its checksum, written after it and compared when a
-    process first reads it, so neither a kill nor a power failure nor a bad disk can pass half a row off as a whole one.
+    Several processes may fill different rows. A row's checksum is written after the row and compared when a process
+    first reads it, so neither a kill nor a power failure nor a bad disk can pass half a row off as a whole one.
     """
 
     def __init__(self, folder: Path, shape: tuple[int, int, int], dtype: str) -> None:
@@ -36,7 +36,7 @@ class FeatureCache:
         # numpy has no bfloat16: the file is mapped as integers of the same size and viewed by torch.
         self._stored = _map(folder, "features.bin", stored, shape)
         self._values = torch.from_numpy(self._stored).view(self._dtype)
-        self._marks = _map(folder, "marks.bin", np.uint32, (self.rows,))
+        self._checksums = _map(folder, "marks.bin", np.uint32, (self.rows,))
         self._checked = np.zeros(self.rows, dtype=np.bool_)
 
     @classmethod
@@ -45,7 +45,7 @@ class FeatureCache:
     ) -> "FeatureCache":
         """A cache for [R, T, D] values; one that exists with the same settings is opened with what it holds.
 
-        Processes that create the same cache at once get the same files: one makes them, the others wait.
+        Of several processes that create the same cache at once one makes the files, and the others wait.
 
         Args:
             folder: of the cache.
@@ -54,9 +54,6 @@ class FeatureCache:
             width: D >= 1.
             dtype: ``float16``, ``bfloat16`` or ``float32``, as stored.
             manifest: what makes the features (base, revision, corpus; JSON values).
-
-        Raises:
-            UserError: a size or the dtype is wrong, the cache was made differently, or the disk is too full.
         """
         if dtype not in _DTYPES:
             raise UserError(f"feature dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
@@ -75,11 +72,7 @@ class FeatureCache:
         return cls(folder, (rows, seq_len, width), dtype)
 
     def write(self, row_numbers: list[int], values: Tensor) -> None:
-        """Store ``values`` [b, T, D] (any float dtype, any device) as the rows ``row_numbers``.
-
-        Raises:
-            UserError: the values do not have the cache's sizes, or do not fit its dtype.
-        """
+        """Store ``values`` [b, T, D] (any float dtype, any device) as the rows ``row_numbers``."""
         want = (len(row_numbers), self.seq_len, self.width)
         if tuple(values.shape) != want:
             raise UserError(f"features are {list(values.shape)}, but {self.folder} takes {list(want)}; make it anew")
@@ -95,22 +88,18 @@ class FeatureCache:
             )
         self._values[row_numbers] = stored
         for row in row_numbers:
-            self._marks[row] = _checksum(self._stored[row])
+            self._checksums[row] = _checksum(self._stored[row])
             self._checked[row] = True
 
     def read(self, row_numbers: list[int]) -> Tensor:
-        """The rows ``row_numbers`` as [b, T, D] float32.
-
-        Raises:
-            UserError: a row was never written, or is not what was written.
-        """
+        """The rows ``row_numbers`` as [b, T, D] float32."""
         self._check_rows(row_numbers)
-        missing = [row for row in row_numbers if not self._marks[row]]
+        missing = [row for row in row_numbers if not self._checksums[row]]
         if missing:
             raise UserError(f"rows {missing[:5]} of {self.folder} have no features yet; fill the cache first")
         for row in row_numbers:
-            if not self._checked[row] and self._marks[row] != _checksum(self._stored[row]):
-                self._marks[row] = 0
+            if not self._checked[row] and self._checksums[row] != _checksum(self._stored[row]):
+                self._checksums[row] = 0
                 raise UserError(
                     f"row {row} of {self.folder} does not have its checksum: the disk or a crash damaged it. Give the "
                     "same command again, and the row is computed anew"
@@ -120,7 +109,7 @@ class FeatureCache:
 
     def missing_rows(self) -> list[int]:
         """Numbers of the rows that are not filled, ascending."""
-        return [int(row) for row in np.flatnonzero(self._marks == 0)]
+        return [int(row) for row in np.flatnonzero(self._checksums == 0)]
 
     def _check_rows(self, row_numbers: list[int]) -> None:
         outside = [row for row in row_numbers if not 0 <= row < self.rows]

@@ -101,12 +101,7 @@ class Completions:
         return common | openai_fields | {"prompt": ids, "extra_body": extra}
 
     def parse(self, completion: Completion, prompt: Prompt, capabilities: ServerCapabilities) -> Generation:
-        """The answer in a response.
-
-        Raises:
-            BadAnswerError: it holds none, or one that cannot be right.
-            UserError: the server does not do what was requested.
-        """
+        """The answer in a response."""
         choice = _only_choice(completion)
         number, ids = prompt
         reason = getattr(choice, "finish_reason", None)

@@ -1,8 +1,8 @@
-"""The phase-2 corpus: the base's own answers as token ids, in shards that exist whole or not at all.
+"""The corpus of the base's own answers: token ids and hidden states, in shards that are whole or absent.
 
-Imports stay light (no torch, no transformers): a generation server's client needs nothing else.
+A shard is a table of rows that states its own checksum and, with hidden states, a file of them beside it. Imports stay
+light: a server's client needs neither torch nor transformers.
 """
-# What one shard of generations holds: a table that states its own checksum, and the features beside it.
 
 import hashlib
 import re
@@ -78,25 +78,20 @@ class _Entry:
 
 
 class GenerationStore:
-    """A folder of generations. One process writes, from opening to the last shard; any number read what is there.
-    Several write at once if all opened the same shards and each names the numbers of its own.
+    """A folder of generations, opened or created. Any number of processes read what is there; one writes, or several
+    that opened the same shards and each write the numbers of their own.
 
     A shard is ``shard-00012.parquet`` and, with features, ``shard-00012.safetensors``. The parquet file is renamed
-    into place last, so whatever kills the writer costs what was not yet appended, and nothing else. What a killed
-    writer leaves behind is ignored by readers and removed before the next shard is written.
+    into place last, so a kill costs what was not yet appended, and nothing else. Leftovers of a killed writer are
+    ignored by readers and removed before the next shard is written.
+
+    Args:
+        folder: of the store.
+        manifest: what makes the generations (base, tokenizer, sampler, prompts; JSON values), compared with that of an
+            existing store; None opens an existing store whatever made it.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any] | None = None) -> None:
-        """Open ``folder``, or create it.
-
-        Args:
-            folder: of the store.
-            manifest: what makes the generations (base, tokenizer, sampler, prompts; JSON values); None opens an
-                existing store whatever made it.
-
-        Raises:
-            UserError: the store was made differently (the message names the key), is damaged, or is not there.
-        """
         self.folder = folder
         if manifest is None:
             read_manifest(folder)
@@ -107,12 +102,12 @@ class GenerationStore:
         self._tables: dict[int, pa.Table] = {}
         self._entries: dict[int, _Entry] = {}
         self._clean = False
-        self._opened = lru_cache(maxsize=32)(self._matrix)
+        self._features = lru_cache(maxsize=32)(self._open_features)
         self._checked: set[int] = set()
         for path in sorted(folder.glob("shard-*.parquet")):
             if (match := _SHARD.fullmatch(path.name)) is None:
                 raise UserError(f"{path} is not named as a shard is (shard-00012.parquet); rename or remove it")
-            self._add(int(match[1]), read_shard(safe_join(folder, path.name)))
+            self._add(int(match[1]), read_table(safe_join(folder, path.name)))
 
     @property
     def done(self) -> set[int]:
@@ -121,7 +116,7 @@ class GenerationStore:
 
     @property
     def next_shard(self) -> int:
-        """The first shard number that is free, and all behind it are."""
+        """The first free shard number."""
         return max(self._tables, default=-1) + 1
 
     def append_shard(self, generations: list[Generation], shard: int | None = None) -> None:
@@ -129,11 +124,8 @@ class GenerationStore:
 
         Args:
             generations: of prompts that are not answered yet.
-            shard: its number, where several processes write (one of them then calls ``remove_leftovers`` before
-                any begins). None: the next one.
-
-        Raises:
-            UserError: a prompt is answered already, another process writes here, or the disk is full.
+            shard: its number, where several processes write (one of them calls ``remove_leftovers`` before any
+                starts). None: the next one.
         """
         if not generations:
             return
@@ -147,35 +139,30 @@ class GenerationStore:
         path = self._path(shard, "parquet")
         if path.exists():
             raise UserError(f"{path} appeared while this run was writing; stop the other process that uses the folder")
-        features = joined_features(generations)
+        features = _join_features(generations)
         size = sum(4 * len(g.input_ids) for g in generations) + (0 if features is None else features.nbytes)
         require_space(self.folder, 1_000_000 + size, "the next shard of generations")
         try:
             with disk_errors("the next shard of generations", self.folder):
-                table = self._write(shard, generations, features)
+                self._add(shard, self._write(shard, generations, features))
         except UserError:
             self._discard(shard)  # it would keep the disk full
             raise
-        self._add(shard, table)
 
     def _write(self, shard: int, generations: list[Generation], features: npt.NDArray[np.float16] | None) -> pa.Table:
         """Write a shard's files, the parquet last."""
         width, checksum = 0, ""
         if features is not None:
-            save_file({"features": features}, aside := self._aside(shard, "safetensors"))
-            width, checksum = features.shape[1], file_digest(aside)
-            atomic_rename(aside, self._path(shard, "safetensors"))
-        table = shard_table(generations, width, checksum)
-        pq.write_table(table, aside := self._aside(shard, "parquet"), compression="zstd")
-        atomic_rename(aside, self._path(shard, "parquet"))
+            save_file({"features": features}, tmp_path := self._tmp_path(shard, "safetensors"))
+            width, checksum = features.shape[1], file_digest(tmp_path)
+            atomic_rename(tmp_path, self._path(shard, "safetensors"))
+        table = make_table(generations, width, checksum)
+        pq.write_table(table, tmp_path := self._tmp_path(shard, "parquet"), compression="zstd")
+        atomic_rename(tmp_path, self._path(shard, "parquet"))
         return table
 
     def read(self, with_features: bool = True) -> Iterator[Generation]:
-        """All generations in the order of their prompt numbers.
-
-        Args:
-            with_features: features are read from disk row by row; without, they are None (see ``features``).
-        """
+        """All generations in the order of their prompt numbers; without features these are None."""
         for number, entry in sorted(self._entries.items()):
             table = self._tables[entry.shard]
             ids = table["input_ids"][entry.row].values.to_numpy()
@@ -187,17 +174,13 @@ class GenerationStore:
         """[n - 1, D] features of one answer, read from disk; None when the store keeps none."""
         entry = self._entries[prompt_number]
         table = self._tables[entry.shard]
-        if not features_width(table):
+        if not _width(table):
             return None
         last = entry.first + len(table["input_ids"][entry.row]) - 1
-        return cast("npt.NDArray[np.float16]", self._opened(entry.shard)[entry.first : last])
+        return cast("npt.NDArray[np.float16]", self._features(entry.shard)[entry.first : last])
 
     def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
-        """[V] how often each id occurs in the answers.
-
-        Raises:
-            UserError: an answer has an id beyond ``vocab_size``.
-        """
+        """[V] how often each id occurs in the answers."""
         counts = np.zeros(vocab_size, dtype=np.int64)
         for ids, start in self._answers():
             found = np.bincount(ids[start:], minlength=vocab_size)
@@ -219,16 +202,12 @@ class GenerationStore:
             for row, start in enumerate(boundaries):
                 yield table["input_ids"][row].values.to_numpy(), start
 
-    def _matrix(self, shard: int) -> Any:
-        """The shard's feature matrix, sliced from disk, once the whole file has proven intact.
-
-        Raises:
-            UserError: it has not.
-        """
+    def _open_features(self, shard: int) -> Any:
+        """The features of a shard, sliced from disk; the whole file must have the checksum kept with its answers."""
         path = safe_join(self.folder, self._path(shard, "safetensors").name)
         try:
-            stated = features_checksum(self._tables[shard])
-            if stated and shard not in self._checked and file_digest(path) != stated:
+            expected = _metadata(self._tables[shard]).get(_FEATURES, b"").decode()
+            if expected and shard not in self._checked and file_digest(path) != expected:
                 raise SafetensorError("it does not have the checksum that was kept with its answers")
             file: Any = safe_open(path, framework="np")
             features = file.get_slice("features")
@@ -239,15 +218,13 @@ class GenerationStore:
         return features
 
     def _add(self, shard: int, table: pa.Table) -> None:
-        if features_width(table) and not self._path(shard, "safetensors").exists():
+        if _width(table) and not self._path(shard, "safetensors").exists():
             raise UserError(f"{self._path(shard, 'safetensors')} is missing; restore it or remove the shard's parquet")
         first = 0
         for row, number in enumerate(table["prompt_number"].to_pylist()):
             if number in self._entries:
                 both = " and ".join(self._path(s, "parquet").name for s in (self._entries[number].shard, shard))
-                raise UserError(
-                    f"prompt {number} stands twice in {self.folder}, in {both}; remove one of the two files"
-                )
+                raise UserError(f"prompt {number} is twice in {self.folder}, in {both}; remove one of the two files")
             self._entries[number] = _Entry(shard, row, first)
             first += len(table["input_ids"][row])
         self._tables[shard] = table
@@ -255,13 +232,13 @@ class GenerationStore:
     def _path(self, shard: int, kind: str) -> Path:
         return self.folder / f"shard-{shard:05}.{kind}"
 
-    def _aside(self, shard: int, kind: str) -> Path:
+    def _tmp_path(self, shard: int, kind: str) -> Path:
         return self.folder / f".shard-{shard:05}.{kind}.tmp"
 
     def _discard(self, shard: int) -> None:
         """Remove what there is of a shard that could not be written; other processes may be writing theirs."""
         orphans = [] if self._path(shard, "parquet").exists() else [self._path(shard, "safetensors")]
-        for path in [self._aside(shard, "safetensors"), self._aside(shard, "parquet"), *orphans]:
+        for path in [self._tmp_path(shard, "safetensors"), self._tmp_path(shard, "parquet"), *orphans]:
             path.unlink(missing_ok=True)
 
     def remove_leftovers(self) -> None:
@@ -279,7 +256,7 @@ def as_documents(generations: Iterable[Generation]) -> Iterator[Document]:
 
 
 _WIDTH, _FEATURES, _DIGEST = b"features_width", b"features_sha256", b"sha256"
-"""Metadata: width and checksum of the features, and the checksum of all that the table says."""
+"""Metadata of a table: width and checksum of the features, and the checksum of all that the table says."""
 _COLUMNS = {
     "prompt_number": pa.int64(),
     "input_ids": pa.list_(pa.int32()),
@@ -288,12 +265,12 @@ _COLUMNS = {
 }
 
 
-def shard_table(generations: "list[Generation]", width: int, checksum: str) -> pa.Table:
-    """One row a generation, without features; the table's own checksum stands in its metadata.
+def make_table(generations: list[Generation], width: int, checksum: str) -> pa.Table:
+    """One row per generation.
 
     Args:
         generations: of one shard.
-        width: of the features kept beside it, 0 for none.
+        width: of the features beside it, 0 for none.
         checksum: of their file, "" for none.
     """
     columns = {name: pa.array([getattr(g, name) for g in generations], type=kind) for name, kind in _COLUMNS.items()}
@@ -302,20 +279,33 @@ def shard_table(generations: "list[Generation]", width: int, checksum: str) -> p
     return table.replace_schema_metadata({**metadata, _DIGEST: _digest(table)})
 
 
-def features_width(table: pa.Table) -> int:
-    """Width of a shard's features; 0 when it has none."""
-    return int((table.schema.metadata or {}).get(_WIDTH, b"0"))
+def read_table(path: Path) -> pa.Table:
+    """A shard's table from disk, which must be what was written."""
+    try:
+        table = pq.read_table(path, columns=list(_COLUMNS), partitioning=None)
+        if {n: table.schema.field(n).type for n in _COLUMNS} != _COLUMNS or any(table[n].null_count for n in _COLUMNS):
+            raise pa.ArrowInvalid("its columns are not those of a shard")
+        expected = _metadata(table).get(_DIGEST)  # shards of earlier versions state none
+        if expected is not None and expected != _digest(table):
+            raise pa.ArrowInvalid("its content does not have the checksum that it states")
+    except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
+        raise UserError(
+            f"{path} cannot be read ({one_line(error)}); remove it, and its prompts are answered again"
+        ) from None
+    return table
 
 
-def features_checksum(table: pa.Table) -> str:
-    """The sha256 that the file of the features beside a shard must have; "" when it states none."""
-    checksum: bytes = (table.schema.metadata or {}).get(_FEATURES, b"")
-    return checksum.decode()
+def _metadata(table: pa.Table) -> dict[bytes, bytes]:
+    return table.schema.metadata or {}
+
+
+def _width(table: pa.Table) -> int:
+    return int(_metadata(table).get(_WIDTH, b"0"))
 
 
 def _digest(table: pa.Table) -> bytes:
-    """Checksum of what a shard says, however it is encoded: values, width of the features and their checksum."""
-    metadata = table.schema.metadata or {}
+    """Checksum of what a shard says, however it is encoded."""
+    metadata = _metadata(table)
     digest = hashlib.sha256(metadata.get(_WIDTH, b"?") + b"," + metadata.get(_FEATURES, b"?"))
     for name in _COLUMNS:
         column = table[name].combine_chunks()
@@ -326,27 +316,7 @@ def _digest(table: pa.Table) -> bytes:
     return digest.hexdigest().encode()
 
 
-def read_shard(path: Path) -> pa.Table:
-    """A shard's table from disk.
-
-    Raises:
-        UserError: it cannot be read, or is not what was written.
-    """
-    try:
-        table = pq.read_table(path, columns=list(_COLUMNS), partitioning=None)
-        if {n: table.schema.field(n).type for n in _COLUMNS} != _COLUMNS or any(table[n].null_count for n in _COLUMNS):
-            raise pa.ArrowInvalid("its columns are not those of a shard")
-        stated = (table.schema.metadata or {}).get(_DIGEST)  # shards of earlier versions state none
-        if stated is not None and stated != _digest(table):
-            raise pa.ArrowInvalid("its content does not have the checksum that it states")
-    except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
-        raise UserError(
-            f"{path} cannot be read ({one_line(error)}); remove it, and its prompts are answered again"
-        ) from None
-    return table
-
-
-def joined_features(generations: "list[Generation]") -> npt.NDArray[np.float16] | None:
+def _join_features(generations: list[Generation]) -> npt.NDArray[np.float16] | None:
     """[sum of n, D]: every row keeps as many features as it has tokens; its last token has none (NaN)."""
     present = [g.features for g in generations if g.features is not None]
     if not present:

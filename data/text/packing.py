@@ -1,10 +1,10 @@
-"""Documents to fixed rows with document ids and positions. R rows, T row length, B batch."""
+"""Documents packed into rows of one length, with document ids and positions. R rows, T row length, B batch."""
 
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MIN_PIECE = 8
-"""A document is not cut into less: drafts need context before them and targets after."""
-_OPEN_ROWS = 64
-_ROWS_A_WRITE = 256
+"""Least tokens of a piece of a document: drafts need context before them and targets after."""
+OPEN_ROWS = 64
+"""Rows that whole documents are fitted into at a time."""
+ROWS_PER_WRITE = 256
 _FILE, _CHECKSUM = "rows.arrow", "rows.sha256.json"
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class _Piece:
 
 @dataclass
 class PackedRow:
-    """A row in the making."""
+    """A row that is being filled."""
 
     space: int
     pieces: list[_Piece] = field(default_factory=list)
@@ -59,19 +60,15 @@ def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path 
     Args:
         documents: empty ones are left out.
         seq_len: T >= 16.
-        split: True cuts a document that does not fit into consecutive pieces of at least ``MIN_PIECE`` tokens;
-            each piece has its own document id and positions from 0, and rows are full but for a few tokens.
-            False keeps documents whole and lays each where it fits best; a longer one loses its end, and how
-            many did is logged.
+        split: True cuts a document that does not fit into consecutive pieces of at least ``MIN_PIECE`` tokens, each
+            with its own document id and positions from 0; rows are full but for a few tokens. False keeps documents
+            whole and lays each where it fits best; a longer one loses its end, and how many did is logged.
         folder: rows are written to a file in it and memory-mapped; None keeps them in memory (13 bytes a token).
 
     Returns:
         Columns input_ids, position_ids, document_ids (int32) and loss_mask (bool), each [R, T], and pieces: per
         row a list of [number of the document, start in it, length, offset in the row]. Padding has document
         id ``NO_DOCUMENT`` and is not trained.
-
-    Raises:
-        UserError: ``seq_len`` is too short, or there is no document.
     """
     if seq_len < 2 * MIN_PIECE:
         raise UserError(f"row length must be >= {2 * MIN_PIECE}, got {seq_len}")
@@ -83,12 +80,12 @@ def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path 
     else:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / _FILE
-        aside = path.with_suffix(".tmp")
+        tmp_path = path.with_suffix(".tmp")
         with disk_errors("the packed rows", folder):
-            with pa.OSFile(str(aside), "wb") as sink:
+            with pa.OSFile(str(tmp_path), "wb") as sink:
                 _write_rows(sink, rows, seq_len)
-            write_json(folder / _CHECKSUM, {"sha256": file_digest(aside)})
-            atomic_rename(aside, path)
+            write_json(folder / _CHECKSUM, {"sha256": file_digest(tmp_path)})
+            atomic_rename(tmp_path, path)
         dataset = open_packed(folder)
     if not len(dataset):
         raise UserError("there is no document to pack; check the data source")
@@ -101,11 +98,7 @@ def is_packed(folder: Path) -> bool:
 
 
 def open_packed(folder: Path) -> datasets.Dataset:
-    """What ``pack`` wrote to ``folder``, memory-mapped.
-
-    Raises:
-        UserError: there is nothing, or not what was written.
-    """
+    """What ``pack`` wrote to ``folder``, memory-mapped."""
     path = safe_join(folder, _FILE)
     again = f"remove {folder}, and its rows are packed again"
     if not path.exists():
@@ -164,9 +157,6 @@ def text_documents(
         tokenizer: its own leading special tokens (a BOS) are kept: the base expects them.
         texts: read lazily, in batches.
         max_tokens: stop after exactly this many; the last document may be cut. None: all.
-
-    Raises:
-        UserError: the tokenizer has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-sequence token, so documents cannot be closed; set eos_token")
@@ -228,7 +218,7 @@ def _whole_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedR
         if fitting:
             row = min(fitting, key=lambda r: r.space)
         else:
-            if len(rows) == _OPEN_ROWS:
+            if len(rows) == OPEN_ROWS:
                 fullest = min(rows, key=lambda r: r.space)
                 rows.remove(fullest)
                 yield fullest
@@ -250,32 +240,23 @@ def _piece(number: int, document: Document, start: int, length: int) -> _Piece:
 
 def _write_rows(sink: pa.NativeFile, rows: Iterator[PackedRow], seq_len: int) -> None:
     numbers = pa.list_(pa.int32(), seq_len)
-    schema = pa.schema(
-        [
-            ("input_ids", numbers),
-            ("position_ids", numbers),
-            ("document_ids", numbers),
-            ("loss_mask", pa.list_(pa.bool_(), seq_len)),
-            ("pieces", pa.list_(pa.list_(pa.int64(), 4))),
-        ]
-    )
+    columns = {"input_ids": numbers, "position_ids": numbers, "document_ids": numbers}
+    columns |= {"loss_mask": pa.list_(pa.bool_(), seq_len), "pieces": pa.list_(pa.list_(pa.int64(), 4))}
+    schema = pa.schema(columns)
     with pa.ipc.new_stream(sink, schema) as writer:
-        for some in _batched(rows, _ROWS_A_WRITE):
-            writer.write_batch(_record_batch(some, seq_len, schema))
+        for some in _batched(rows, ROWS_PER_WRITE):
+            arrays = [
+                pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), seq_len)
+                for column in _arrays(some, seq_len)
+            ]
+            pieces = pa.array([_piece_table(row) for row in some], type=columns["pieces"])
+            writer.write_batch(pa.RecordBatch.from_arrays([*arrays, pieces], schema=schema))
 
 
-def _record_batch(rows: list[PackedRow], seq_len: int, schema: pa.Schema) -> pa.RecordBatch:
-    columns = [
-        pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), seq_len) for column in _arrays(rows, seq_len)
-    ]
-    pieces: list[list[list[int]]] = []
-    for row in rows:
-        offset = 0
-        pieces.append([])
-        for piece in row.pieces:
-            pieces[-1].append([piece.document, piece.start, len(piece), offset])
-            offset += len(piece)
-    return pa.RecordBatch.from_arrays([*columns, pa.array(pieces, type=schema.field("pieces").type)], schema=schema)
+def _piece_table(row: PackedRow) -> list[list[int]]:
+    """[document, start in it, length, offset in the row] of every piece."""
+    offsets = accumulate((len(piece) for piece in row.pieces), initial=0)
+    return [[p.document, p.start, len(p), offset] for p, offset in zip(row.pieces, offsets, strict=False)]
 
 
 def _arrays(rows: list[PackedRow], seq_len: int) -> tuple[npt.NDArray[Any], ...]:
@@ -284,12 +265,10 @@ def _arrays(rows: list[PackedRow], seq_len: int) -> tuple[npt.NDArray[Any], ...]
     ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     numbers, mask = np.full(shape, NO_DOCUMENT, np.int32), np.zeros(shape, np.bool_)
     for r, row in enumerate(rows):
-        offset = 0
-        for number, piece in enumerate(row.pieces):
-            here = slice(offset, offset + len(piece))
+        for number, (piece, (_, _, length, offset)) in enumerate(zip(row.pieces, _piece_table(row), strict=True)):
+            here = slice(offset, offset + length)
             ids[r, here] = piece.content.input_ids
             mask[r, here] = piece.content.loss_mask
-            positions[r, here] = np.arange(len(piece))
+            positions[r, here] = np.arange(length)
             numbers[r, here] = number
-            offset += len(piece)
     return ids, positions, numbers, mask

@@ -1,4 +1,4 @@
-"""One evaluation prompt, and the token ids that each of its turns is asked with."""
+"""One evaluation prompt, and the token ids of each of its turns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ class EvalPrompt:
     number: int
     """Position in the whole suite, before ``tasks`` and ``limit``."""
     messages: list[Message]
-    """What the first answer follows: role and content of each turn, the user's last. Empty with ``input_ids``."""
+    """What comes before the first answer, a user's turn last. Empty with ``input_ids``."""
     later_turns: tuple[str, ...] = ()
-    """The user's further words; each is asked after the answer to the one before it."""
+    """The user's later messages, each sent after the answer to the one before it."""
     input_ids: tuple[int, ...] | None = None
     """A prompt that comes tokenised; no chat template touches it."""
 
     @property
     def turns(self) -> int:
-        """Answers that the conversation asks for."""
+        """Number of answers."""
         return 1 + len(self.later_turns)
 
     def where(self, turn: int = 0) -> str:
@@ -39,34 +39,25 @@ class EvalPrompt:
 def conversation_ids(
     tokenizer: "PreTrainedTokenizerBase", prompt: EvalPrompt, answers: Sequence[Sequence[int]] = ()
 ) -> list[int]:
-    """Ids that turn ``len(answers)`` of ``prompt`` is asked with.
+    """Token ids of turn ``len(answers)`` of ``prompt``.
 
-    Every decoder must read the same context, or their times could not be compared: pass the answers of *plain
-    greedy decoding* to the turns before, whichever decoder is timed. In Spec-Bench the context holds the method's own
-    answer; under lossless greedy decoding the two are equal. As there, an answer enters as text (special tokens and
-    outer spacing removed) and is rendered with the rest of the conversation.
-
-    Args:
-        tokenizer: the base's.
-        prompt: the conversation.
-        answers: token ids of the answers to turns 0, 1, ..., one less than the turn that is asked.
-
-    Raises:
-        UserError: the user's words or ids are empty, or the chat template is missing or refuses them. The message
-            names the prompt.
+    All decoders must read the same context, or their times could not be compared: pass the answers of autoregressive
+    greedy decoding to the turns before, whichever decoder is timed. (In Spec-Bench the context holds the method's own
+    answer; under lossless greedy decoding the two are equal.) As there, an answer enters as text, without special
+    tokens and outer spacing, and is rendered with the rest of the conversation.
     """
     turn = len(answers)
     where = prompt.where(turn)
     if not turn < prompt.turns:
-        raise ValueError(f"{where}: {turn} answers leave no turn to ask")
+        raise ValueError(f"{where}: {turn} answers leave no turn to answer")
     if prompt.input_ids is not None:
         if not prompt.input_ids:
             raise UserError(f"{where} is empty; give it at least one token id, or leave it out")
         return list(prompt.input_ids)
     messages = list(prompt.messages)
     for words, answer in zip(prompt.later_turns, answers, strict=False):
-        said = str(tokenizer.decode(list(answer), skip_special_tokens=True)).strip()
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": words}]
+        text = str(tokenizer.decode(list(answer), skip_special_tokens=True)).strip()
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": words}]
     if not messages or not messages[-1]["content"].strip():
         raise UserError(f"{where} is empty; give it some words, or leave it out")
     try:

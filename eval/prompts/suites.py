@@ -31,17 +31,13 @@ def load_suite(
     """Load the prompts of a suite, in the suite's own order.
 
     Args:
-        name: "spec_bench_like" (480 prompts of six tasks: ``data.eval_sets``), "code" (HumanEval, 164), "mt_bench"
+        name: "spec_bench_like" (480 prompts, six tasks: ``embedded.eval_sets``), "code" (HumanEval, 164), "mt_bench"
             (80 first turns, task = category), "mt_bench_turns" (the same with both turns), "smoke" (12 of mt_bench,
             over all 8 categories), "builtin" (6 written prompts, needs no package), the path of a .jsonl file
-            (``suite_files.read_jsonl``), or "hf:NAME[:SPLIT[:COLUMN]]" (``suite_files.read_dataset``).
+            (``files.read_jsonl``), or "hf:NAME[:SPLIT[:COLUMN]]" (``files.read_dataset``).
         limit: keep this many, spread evenly over the tasks; None keeps all.
         seed: which prompts of a task a ``limit`` keeps.
         tasks: keep these tasks only; None or none keeps all.
-
-    Raises:
-        UserError: an unknown name or task, no prompts, lines or rows that are no prompts (with their numbers),
-            a package or dataset that cannot be fetched, limit < 1.
     """
     if limit is not None and limit < 1:
         raise UserError(f"suite.limit must be at least 1, got {limit}; leave it out to use the whole suite")

@@ -37,7 +37,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("toy/data.txt", "hello")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    monkeypatch.setattr(embedded, "PACKAGES", {"toy": Package("toy", "1.0", WHEEL, digest, 200)})
+    monkeypatch.setattr(embedded, "PACKAGES", {"toy": Package("toy", "1.0", digest, 200)})
     monkeypatch.setenv("DRAFTHEAD_CACHE", str(tmp_path / "cache"))
     return path
 

@@ -201,7 +201,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     content = shard.read_bytes()
     (tmp_path / "shard-00001.parquet").write_bytes(content)
     (tmp_path / "shard-00001.safetensors").write_bytes((tmp_path / "shard-00000.safetensors").read_bytes())
-    with pytest.raises(UserError, match=r"prompt 1 stands twice .* shard-00000.parquet and shard-00001.parquet"):
+    with pytest.raises(UserError, match=r"prompt 1 is twice .* shard-00000.parquet and shard-00001.parquet"):
         GenerationStore(tmp_path, MADE_BY)
     (tmp_path / "shard-00001.parquet").write_bytes(content[:50])
     with pytest.raises(UserError, match=r"shard-00001.parquet cannot be read"):

@@ -28,7 +28,7 @@ def test_each_turn_follows_the_answers_before_it() -> None:
     third = second + "<|im_end|>\n<|im_start|>user\nC<|im_end|>\n<|im_start|>assistant\n"
     assert asked(TWO, ids("one"), []) == third, "an answer may be nothing"
     assert len(TWO.messages) == 2, "the prompt is left as it was"
-    with pytest.raises(ValueError, match="no turn to ask"):
+    with pytest.raises(ValueError, match="no turn to answer"):
         asked(TWO, [], [], [])
 
 
