@@ -1,27 +1,50 @@
-"""What the benchmarks share: how a record describes itself, and how bad input ends a script."""
+"""What the benchmarks share: recipes, comma lists, how a record begins, and how bad input ends a script."""
 
 import math
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.machine import hardware, versions
+from drafthead.train.config import RunConfig, parse_run
 
 BAD_INPUT = 2
 """Exit code after bad input, as argparse's own; ``compare.py`` keeps 1 for numbers that got worse."""
 
 
+def composed(overrides: Sequence[str]) -> RunConfig:
+    """The checked settings that `drafthead train` would run with."""
+    try:
+        with initialize_config_module("drafthead.recipes", version_base="1.3"):
+            return parse_run(compose("train", overrides=list(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"{overrides[0]}: {str(error).splitlines()[0]}") from None
+
+
+def listed(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """A comma list of known names, each once."""
+    found = list(dict.fromkeys(part for part in text.split(",") if part))
+    unknown = [part for part in found if part not in known]
+    if unknown or not found:
+        raise UserError(f"--{option} knows {', '.join(known)}, got {', '.join(unknown) or 'nothing'}")
+    return found
+
+
 def described(benchmark: str, arguments: Namespace) -> dict[str, Any]:
     """How every record begins: benchmark, date (UTC), arguments, hardware, versions."""
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     return {
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "arguments": {name: _plain(value) for name, value in vars(arguments).items()},
+        "arguments": plain,
         "hardware": hardware(),
         "versions": versions(),
     }
@@ -33,11 +56,7 @@ def finite(value: float) -> float | None:
 
 
 def entry_point(main: Callable[[], object]) -> None:
-    """Run ``main``; bad input becomes one line on stderr.
-
-    Raises:
-        SystemExit: 2 after bad input, 130 after an interruption, else what ``main`` returned (None is 0).
-    """
+    """Run ``main``; bad input becomes one line on stderr and exit code 2, an interruption 130."""
     try:
         code = main()
     except UserError as error:
@@ -46,7 +65,3 @@ def entry_point(main: Callable[[], object]) -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     raise SystemExit(code)
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value

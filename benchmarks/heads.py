@@ -6,63 +6,80 @@
     python benchmarks/heads.py --minutes 0.05 --suite builtin --out outputs/tiny_heads debug=tiny     does it run?
     python benchmarks/compare.py before.json heads.json
 
-Three parts, all of them unless --only names some:
+A loop over `drafthead train` and `drafthead eval`; three parts, all of them unless --only names some:
 
-  train  the recipe `<head>_smollm2` of every head on one corpus (--data), each by `drafthead train` in a process of its
-         own. A probe of a few steps measures what a step of each phase takes; the steps are set so that all phases
-         together take --minutes, divided by --shares. Features are cached. Corpora, caches, measuring on held-out
-         answers, checkpoints and the choice of the tree are no part of the budget.
-  eval   the suite, answered by all heads, prompt lookup and both plain decodings in one interleaved run. A head whose
-         base was tuned along has a run of its own, against plain decoding of that base.
+  train  the recipe `<head>_smollm2` of every head on one corpus (--data), with cached hidden states. A probe of a few
+         steps measures what a step of each phase takes; the steps are set so that all phases together take --minutes,
+         divided by --shares. Corpora, caches, held-out measurements and checkpoints are no part of the budget.
+  eval   the suite, answered by all heads, prompt lookup and both baselines in one interleaved run. A head that changed
+         its base has a run of its own, against autoregressive decoding of that base.
   table  from what both left in --out.
 
-Killed at any point, the same command goes on: the chosen steps are kept in each head's folder, and a finished head is
-not trained again. Nothing else should run meanwhile; the probes decide how many steps a head gets.
+Killed at any point, the same command resumes. Nothing else should run meanwhile: the probes decide the steps.
 """
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import replace
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import sleep
 from typing import Any
 
-from common import described, entry_point
-from composed import composed
-from heads_table import console_tables, find_results, markdown, measure_heads, tuned_lines
-from heads_training import KINDS, NEVER, Entry, train_all
+from common import composed, described, entry_point, listed
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
 
-from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import write_atomic, write_json
-from drafthead.eval.config import EvalConfig
-from drafthead.eval.prompts.suites import load_suite
+from drafthead.data.utils.files import read_json, read_json_lines, write_atomic, write_json
+from drafthead.eval.metrics.summary import METHOD, speedup_of
+from drafthead.train.config import PhaseConfig
 
 HEADS = ("medusa", "hydra", "hydra_pp", "mlp_speculator", "kangaroo", "eagle3", "draft_lm", "medusa2")
 PARTS = ("train", "eval", "table")
-OURS = ("recipe", "out", "name", "mode", "resume")
-"""Settings that this benchmark sets, beside the steps."""
+KINDS = ("text", "generations", "joint")
+"""Phases that share a part of the budget: on text, on answers, and those that train the base, too."""
+PROBE_STEPS, PROBE_WARM = 8, 3
+"""Steps of every phase in a probe, and how many of them do not count."""
+LOG_S, SAVE_S, VALIDATIONS = 30.0, 180.0, 4
+"""Seconds of training between two console lines and two checkpoints; measurements on held-out answers in a run."""
+NEVER = 10**9
+LOOKUPS = ("prompt_lookup:3", "hf_prompt_lookup:3", "head+prompt_lookup:4")
+COLUMNS = {
+    "M parameters": "trained_millions",
+    "minutes": "training_minutes",
+    "M tokens": "trained_millions_of_tokens",
+    "top-1": "top1",
+    "chain": "chain",
+    "largest tree": "largest_tree",
+    "tree": "tree_nodes",
+    "tau": "mean_accepted_tokens",
+    "speedup": "ratio_to_fastest_plain",
+    "95 %": "interval_95",
+    "draft ms": "draft_ms",
+    "identical": "identical",
+}
+DEFINITIONS = (
+    "Minutes and tokens: of training. Top-1: share of held-out answers' tokens that the first draft hits. Chain and "
+    "largest tree: mean accepted length on held-out answers, simulated. Tree: nodes of the tree chosen for this "
+    "machine, which is the one measured. Tau: mean accepted length, with the bonus token. Speedup: over the faster "
+    "baseline of the same interleaved run; the interval is a bootstrap over prompts."
+)
 
 
 def parse_arguments(given: list[str] | None) -> argparse.Namespace:
-    """The command line; lists are split.
-
-    Raises:
-        UserError: an unknown part, nothing to do, or a number that cannot be meant.
-    """
+    """The command line; lists are split."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--minutes", type=float, default=20.0, metavar="N", help="training time of a head (default 20)")
     add("--heads", default=",".join(HEADS), metavar="LIST", help=f"comma list; default {','.join(HEADS)}")
     add("--only", default=",".join(PARTS), metavar="PARTS", help=f"comma list of {', '.join(PARTS)}")
     add("--out", type=Path, default=Path("outputs/heads"), metavar="DIR", help="default outputs/heads")
-    add(
-        "--data",
-        default="smollm2_large",
-        metavar="NAME",
-        help="recipes/data/NAME.yaml for all; not used with debug=...",
-    )
-    shares = "of the time, for phases on text, on answers, and with the base (where it is tuned); default 1:6:3"
-    add("--shares", default="1:6:3", metavar="T:A:B", help=shares)
+    add("--data", default="smollm2_large", metavar="NAME", help="recipes/data/NAME.yaml for all, but with debug=...")
+    add("--shares", default="1:6:3", metavar="T:A:B", help="of the time: text, answers, base; default 1:6:3")
     add("--suite", default="spec_bench_like", metavar="NAME", help="prompts, as in `drafthead eval`")
     add("--limit", type=int, default=36, metavar="N", help="of them so many, over all tasks")
     add("--max-new-tokens", type=int, default=96, metavar="N", help="of an answer")
@@ -70,92 +87,239 @@ def parse_arguments(given: list[str] | None) -> argparse.Namespace:
     add("--markdown", type=Path, metavar="FILE", help="write the table here")
     add("overrides", nargs="*", metavar="key=value", help="settings of all recipes, as for `drafthead train`")
     arguments = parser.parse_intermixed_args(given)
-    for name in ("heads", "only"):
-        setattr(arguments, name, list(dict.fromkeys(part for part in getattr(arguments, name).split(",") if part)))
-    unknown = [part for part in arguments.only if part not in PARTS]
-    if unknown or not arguments.only:
-        raise UserError(f"--only knows {', '.join(PARTS)}, got {', '.join(unknown) or 'nothing'}")
-    if not arguments.heads:
-        raise UserError(f"--heads names none; there are {', '.join(HEADS)}")
-    if not 0 < arguments.minutes < NEVER:
-        raise UserError(f"--minutes must be more than 0, got {arguments.minutes:g}")
+    arguments.heads = listed("heads", arguments.heads, HEADS)
+    arguments.only = listed("only", arguments.only, PARTS)
     weights = arguments.shares.split(":")
     if len(weights) != len(KINDS) or not all(weight.isdigit() and int(weight) for weight in weights):
         raise UserError(f"--shares takes three whole numbers above 0 such as 1:6:3, got {arguments.shares}")
     arguments.shares = [int(weight) for weight in weights]
-    _check_overrides(arguments.overrides)
+    if not 0 < arguments.minutes < NEVER:
+        raise UserError(f"--minutes must be more than 0, got {arguments.minutes:g}")
     return arguments
 
 
-def _check_overrides(overrides: Sequence[str]) -> None:
-    for override in overrides:
-        key, given, _ = override.partition("=")
-        if not given:
-            raise UserError(f"{override!r} is no setting; give key=value, as for `drafthead train`")
-        if key.lstrip("+~") in OURS or key.endswith(".steps"):
-            raise UserError(f"{override}: {key} is set here; see --heads, --out, --minutes and --shares")
+def settings_of(name: str, arguments: argparse.Namespace) -> list[str]:
+    """What `drafthead train` gets, but for the steps."""
+    found = [f"recipe={name}_smollm2", f"out={arguments.out / name}", "eval.limit=2", "eval.max_new_tokens=24"]
+    tiny = any(override.startswith("debug=") for override in arguments.overrides)
+    found += [f"data.folder={arguments.out / 'corpora'}" if tiny else f"data={arguments.data}", *arguments.overrides]
+    return [*found, *(f"phases.{phase}.features=cached" for phase in composed(found).phases)]
 
 
-def open_entry(name: str, arguments: argparse.Namespace) -> Entry:
-    """A head's recipe with the shared data, cached features, a short evaluation of its own, and the overrides.
+# Training ------------------------------------------------------------------------------------------------------
 
-    Raises:
-        UserError: no such recipe or setting.
+
+def choose_steps(
+    phases: Mapping[str, PhaseConfig], step_s: Mapping[str, float], seconds: float, shares: Sequence[int]
+) -> dict[str, int]:
+    """Steps per phase that take ``seconds`` in all.
+
+    Phases of one kind divide its share as their steps in the recipe; a kind that no phase has takes no share.
     """
-    folder = arguments.out / name
-    given = [f"recipe={name}_smollm2", f"out={folder}", "eval.limit=2", "eval.max_new_tokens=24"]
-    if any(override.startswith("debug=") for override in arguments.overrides):
-        given.append(f"data.folder={arguments.out / 'corpora'}")
+    kinds = {name: "joint" if phase.train_base else phase.corpus for name, phase in phases.items()}
+    steps_of = {kind: sum(phases[name].steps for name in phases if kinds[name] == kind) for kind in KINDS}
+    weights = {kind: share for kind, share in zip(KINDS, shares, strict=True) if steps_of[kind]}
+    found = {}
+    for name, phase in phases.items():
+        part = weights[kinds[name]] / sum(weights.values()) * phase.steps / steps_of[kinds[name]]
+        found[name] = max(1, round(part * seconds / step_s[name]))
+    return found
+
+
+def probe(settings: Sequence[str], phases: Sequence[str]) -> dict[str, float]:
+    """Seconds of a step of every phase: medians over a short run, which is stopped when it has all of them."""
+    with TemporaryDirectory(prefix="drafthead-probe-") as folder:
+        rare = ["log_every=1", f"validate_every={NEVER}", f"checkpoint.every_steps={NEVER}", f"out={folder}"]
+        steps = [f"phases.{name}.steps={PROBE_STEPS}" for name in phases]
+        with subprocess.Popen(command("train", *settings, *steps, *rare)) as process:
+            times: dict[str, list[float]] = {}
+            while process.poll() is None and min(len(times.get(n, [])) for n in phases) < PROBE_STEPS:
+                sleep(0.2)
+                times = _step_times(Path(folder))
+            process.terminate()
+        times = _step_times(Path(folder))
+    if any(len(times.get(name, [])) < PROBE_STEPS for name in phases):
+        raise UserError("the probe failed; what it printed says why")
+    return {name: median(times[name][PROBE_WARM:]) for name in phases}
+
+
+def _step_times(run: Path) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for row in read_json_lines(run / "metrics.jsonl"):
+        if "step_ms" in row:
+            found.setdefault(row["phase"], []).append(row["step_ms"] / 1e3)
+    return found
+
+
+def train_head(name: str, arguments: argparse.Namespace) -> None:
+    """Train one head for ``--minutes``; a finished one is left as it is."""
+    folder, settings = arguments.out / name, settings_of(name, arguments)
+    wanted = {"minutes": arguments.minutes, "shares": arguments.shares, "overrides": arguments.overrides}
+    phases = composed(settings).phases
+    if (folder / "budget.json").exists():
+        budget = read_json(folder / "budget.json")
+        if {key: budget[key] for key in wanted} != wanted:
+            raise UserError(f"{folder} was begun with other settings; choose another --out, or remove that folder")
     else:
-        given.append(f"data={arguments.data}")
-    given += arguments.overrides
-    run = composed(given)
-    phases = {key: replace(phase, features="cached") for key, phase in run.phases.items()}
-    cached = [f"phases.{key}.features=cached" for key in phases]
-    return Entry(name, folder, replace(run, phases=phases), [*given, *cached])
+        step_s = probe(settings, list(phases))
+        steps = choose_steps(phases, step_s, 60 * arguments.minutes, arguments.shares)
+        budget = {**wanted, "step_s": step_s, "steps": steps}
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "budget.json", budget)
+    if (folder / "eval.json").exists():
+        return
+    steps = budget["steps"]
+    typical = sum(steps[n] * budget["step_s"][n] for n in steps) / sum(steps.values())
+    schedule = [f"phases.{n}.steps={count}" for n, count in steps.items()]
+    # A warm-up over most of a phase would be another recipe.
+    schedule += [f"phases.{n}.optim.warmup_steps={min(p.optim.warmup_steps, steps[n] // 4)}" for n, p in phases.items()]
+    every = {"log_every": LOG_S / typical, "checkpoint.every_steps": SAVE_S / typical}
+    every["validate_every"] = sum(steps.values()) / VALIDATIONS
+    schedule += [f"{key}={max(1, round(value))}" for key, value in every.items()]
+    if subprocess.run(command("train", *settings, *schedule), check=False).returncode:
+        raise UserError(f"training {name} failed; what it printed says why")
+
+
+def command(*words: str) -> list[str]:
+    """A `drafthead` command line."""
+    return [sys.executable, "-m", "drafthead.cli", *words]
+
+
+# Measuring -----------------------------------------------------------------------------------------------------
+
+
+def groups_of(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """Heads by the run that measures them: those of the original base together, each trained base alone.
+
+    The head with the highest expected speedup comes first: prompt lookup is combined with it.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in arguments.heads:
+        alone = composed(settings_of(name, arguments)).trains_base
+        groups.setdefault(name if alone else "shared", []).append(name)
+
+    def expected(name: str) -> float:
+        speedup: float = read_json(arguments.out / name / "eval.json")["calibration"]["expected_speedup"]
+        return speedup
+
+    return {group: sorted(names, key=expected, reverse=True) for group, names in groups.items()}
+
+
+def measure(names: Sequence[str], folder: Path, arguments: argparse.Namespace) -> None:
+    """All of one base in an interleaved `drafthead eval`, which resumes by itself."""
+    first, *others = (arguments.out / name / "head" for name in names)
+    against = [f"head:{path}" for path in others] + list(LOOKUPS if folder.name == "eval-shared" else ())
+    settings = [f"head={first}", f"against=[{','.join(against)}]", f"suite={arguments.suite}"]
+    settings += [f"limit={arguments.limit}", f"max_new_tokens={arguments.max_new_tokens}", f"out={folder}"]
+    if subprocess.run(command("eval", *settings), check=False).returncode:
+        raise UserError(f"measuring {', '.join(names)} failed; what it printed says why")
+
+
+# Results -------------------------------------------------------------------------------------------------------
+
+
+def training_results(folder: Path) -> dict[str, Any]:
+    """What a run folder says of training and of held-out answers."""
+    rows = read_json_lines(folder / "metrics.jsonl")
+    seconds, tokens, done = 0.0, 0.0, 0
+    for row in rows:
+        if "step_ms" in row:  # a mean over the steps since the row before
+            spent = row["step_ms"] / 1e3 * (row["total_step"] - done)
+            seconds, tokens, done = seconds + spent, tokens + row["tokens_per_second"] * spent, row["total_step"]
+    held_out = next(row for row in reversed(rows) if "held_out_tokens_a_step" in row)
+    evaluation = read_json(folder / "eval.json")
+    parameters = 0
+    for path in (folder / "head").rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            parameters += sum(file.get_tensor(k).numel() for k in file.keys() if file.get_tensor(k).is_floating_point())
+    return {
+        "steps": read_json(folder / "budget.json")["steps"],
+        "trained_millions": parameters / 1e6,
+        "training_minutes": seconds / 60,
+        "trained_millions_of_tokens": tokens / 1e6,
+        "top1": held_out["held_out_accept_1"],
+        "chain": held_out["held_out_tokens_a_step"],
+        "largest_tree": evaluation["calibration"]["expected_tokens_largest"],
+        "tree_nodes": evaluation["tree"]["nodes"],
+    }
+
+
+def suite_results(folder: Path, names: Sequence[str], out: Path) -> dict[str, dict[str, Any]]:
+    """What an evaluation says of its heads and peers, by name."""
+    overall = read_json(folder / "eval.json")["overall"]
+    called = {METHOD: names[0], **{f"head:{out / name / 'head'}": name for name in names}}
+    newest = max(folder.glob("eval-log-*.jsonl"), key=lambda path: path.stat().st_mtime)
+    draft_s: dict[str, list[float]] = {}
+    for row in read_json_lines(newest):
+        for step in row.get("result", {}).get("steps", []):
+            draft_s.setdefault(row["decoder"], []).append(step["draft_s"] or 0.0)
+    found = {}
+    for method, numbers in overall["methods"].items():
+        name, same = called.get(method, method.replace("head+", f"{names[0]} + ")), numbers.get("identical_outputs")
+        times = draft_s.get(method)
+        found[name] = {
+            "mean_accepted_tokens": numbers["mean_accepted_tokens"],
+            "ratio_to_fastest_plain": speedup_of(overall, method),
+            "interval_95": numbers["speedup"]["interval_95"],
+            "tokens_per_second": numbers["tokens_per_second"],
+            "draft_ms": 1e3 * sum(times) / len(times) if times else None,
+            "identical": f"{same['same']} of {same['of']}" if same else None,
+        }
+    return found
+
+
+def cells(name: str, numbers: Mapping[str, Any]) -> list[str]:
+    """A row of the table."""
+    found = [name]
+    for key in COLUMNS.values():
+        value = numbers.get(key)
+        if isinstance(value, list):
+            value = None if None in value else "–".join(f"{end:.2f}" for end in value)
+        found.append(f"{value:.3g}" if isinstance(value, float) else "–" if value is None else str(value))
+    return found
 
 
 def main(given: list[str] | None = None) -> int:
-    """Entry point; returns the exit code: 1 when a head could not be trained."""
-    arguments = parse_arguments(given)
-    config = _eval_config(arguments)
-    load_suite(config.suite, config.limit, config.seed)  # a wrong name fails before anything is trained
-    entries = [open_entry(name, arguments) for name in arguments.heads]
-    display = Display()
-    failed = train_all(entries, arguments, display) if "train" in arguments.only else {}
-    done = [entry for entry in entries if entry.finished]
-    if not done:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
-        raise UserError(f"{arguments.out} has no trained head: {reasons or 'run the part train first'}")
-    if "eval" in arguments.only:
-        measure_heads(done, config, arguments.out, display)
+    """Entry point; 1 when a head could not be trained."""
+    arguments, failed = parse_arguments(given), []
+    for name in arguments.heads if "train" in arguments.only else ():
+        try:
+            train_head(name, arguments)
+        except UserError as error:  # the others go on
+            failed.append(name)
+            print(f"left out: {name}: {error}", file=sys.stderr)
+    arguments.heads = [name for name in arguments.heads if (arguments.out / name / "eval.json").exists()]
+    if not arguments.heads:
+        raise UserError(f"{arguments.out} has no trained head; run the part train first")
+    groups = groups_of(arguments)
+    results: dict[str, Any] = {"heads": {}, "peers": {}}
+    for group, names in groups.items():
+        folder = arguments.out / f"eval-{group}"
+        if "eval" in arguments.only:
+            measure(names, folder, arguments)
+        if not (folder / "eval.json").exists():
+            raise UserError(f"{', '.join(names)} not measured yet in {folder}; run the part eval first")
+        measured = suite_results(folder, names, arguments.out)
+        results["heads"] |= {name: training_results(arguments.out / name) | measured.pop(name) for name in names}
+        results["peers"] |= measured
     if "table" in arguments.only:
-        _show(find_results(done, arguments.out), arguments, display)
-    for entry in entries:
-        if not entry.finished:
-            reason = failed.get(entry.name, "it is not trained; run the part train first")
-            display.line(f"left out: {entry.name}: {reason}")
+        show(results, arguments)
     return 1 if failed else 0
 
 
-def _show(results: dict[str, Any], arguments: argparse.Namespace, display: Display) -> None:
-    for table in console_tables(results):
-        display.console.print(table)
-    for line in tuned_lines(results):
-        display.line(line)
+def show(results: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """The table on the console and in Markdown, and the record."""
+    rows = [cells(name, numbers) for part in results.values() for name, numbers in part.items()]
+    table = Table("head", *COLUMNS, caption=DEFINITIONS)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
     if arguments.markdown:
-        write_atomic(arguments.markdown, markdown(results))
-        display.line(f"table: {arguments.markdown}")
+        lines = [["head", *COLUMNS], ["---", *["---:"] * len(COLUMNS)], *rows]
+        text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        write_atomic(arguments.markdown, f"{text}\n\n{DEFINITIONS}\n")
     if arguments.json:
         write_json(arguments.json, described("heads", arguments) | results)
-        display.line(f"record: {arguments.json}")
-
-
-def _eval_config(arguments: argparse.Namespace) -> EvalConfig:
-    try:
-        return EvalConfig(suite=arguments.suite, limit=arguments.limit, max_new_tokens=arguments.max_new_tokens)
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 if __name__ == "__main__":

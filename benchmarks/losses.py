@@ -27,10 +27,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from common import described, entry_point
-from hydra import compose, initialize_config_module
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
+from common import composed, described, entry_point, listed
 from rich.table import Table
 from torch import Tensor
 
@@ -39,7 +36,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json_lines, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.common.losses import TERMS
-from drafthead.train.config import RunConfig, parse_run, preflight
+from drafthead.train.config import RunConfig, preflight
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.trainer.trainer import Trainer
 
@@ -72,10 +69,7 @@ def parse_arguments(given: list[str] | None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write the record here, for compare.py")
     add("overrides", nargs="*", metavar="key=value", help="settings of the recipe, as for `drafthead train`")
     arguments = parser.parse_args(given)
-    arguments.losses = list(dict.fromkeys(name for name in arguments.losses.split(",") if name))
-    unknown = [name for name in arguments.losses if name not in LOSSES]
-    if unknown or not arguments.losses:
-        raise UserError(f"--losses knows {', '.join(LOSSES)}, got {', '.join(unknown) or 'nothing'}")
+    arguments.losses = listed("losses", arguments.losses, list(LOSSES))
     if arguments.seeds < 1:
         raise UserError(f"--seeds must be at least 1, got {arguments.seeds}")
     return arguments
@@ -87,11 +81,7 @@ def load_recipe(name: str, overrides: Sequence[str]) -> RunConfig:
     Raises:
         UserError: no such recipe or setting, or one that cannot be compared.
     """
-    try:
-        with initialize_config_module("drafthead.recipes", version_base="1.3"):
-            run = parse_run(compose("train", overrides=[f"recipe={name}", *overrides]))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(str(error).splitlines()[0]) from None
+    run = composed([f"recipe={name}", *overrides])
     if run.trains_base:
         raise UserError(
             f"recipe {name} trains its base along, so the losses would not start from the same one; compare them with "

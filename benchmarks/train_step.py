@@ -29,8 +29,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from common import described, entry_point
-from composed import composed
+from common import composed, described, entry_point
 from rich.console import Console
 from rich.table import Table
 from step_parts import PARTS, Clock, Memory, random_cache, random_rows

@@ -13,9 +13,12 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.shape import ModelShape
 from drafthead.models.decoding.loop import default_draft_config
 from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
+from drafthead.train.config import PhaseConfig
 from support import small_head
 
 Load = Callable[[str], ModuleType]
@@ -81,39 +84,42 @@ def test_every_repetition_is_timed(script: Load, head: Path, tiny_base: Callable
 def test_a_prompt_that_cannot_be_answered_is_named(
     script: Load, head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    suite = tmp_path / "mine.jsonl"
+    suite, out = tmp_path / "mine.jsonl", tmp_path / "some.json"
     suite.write_text('{"prompt": "' + "long " * 120 + '"}\n{"prompt": "short"}\n')
-    main = script("decode").main
-    main(["--head", str(head), "--only", "overhead", "--suite", str(suite), "--max-new-tokens", "6"])
+    main, only = script("decode").main, ["--only", "overhead", "--suite", str(suite), "--max-new-tokens", "6"]
+    main(["--head", str(head), *only, "--json", str(out)])
     assert "left out: prompt 0" in capsys.readouterr().out
+    record = json.loads(out.read_text())
+    assert set(record["overhead"]) == {"head", "plain"} and not {"costs", "kv", "against"} & record.keys()
     suite.write_text('{"prompt": "' + "long " * 120 + '"}\n')
     with pytest.raises(UserError, match="no prompt could be answered: the prompt has"):
-        main(["--head", str(head), "--only", "overhead", "--suite", str(suite), "--max-new-tokens", "6"])
-
-
-def test_only_some_parts(script: Load, head: Path, tmp_path: Path) -> None:
-    out = tmp_path / "some.json"
-    parts = ["--only", "overhead", "--suite", "builtin", "--prompts", "1", "--max-new-tokens", "6"]
-    script("decode").main(["--head", str(head), "--json", str(out), *parts])
-    record = json.loads(out.read_text())
-    assert set(record["overhead"]) == {"head", "plain"}
-    assert not {"costs", "kv", "against"} & record.keys()
+        main(["--head", str(head), *only])
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("name", "given", "says"),
     [
-        (["--only", "cost"], "--only knows costs, kv, against, overhead, got cost"),
-        (["--against", "prompt_lookup"], "has no plain decoding to divide by; add one of plain, transformers, stock"),
-        (["--against", "plain,wrong"], "unknown drafter or peer 'wrong'"),
-        (["--repeats", "0"], "--repeats must be at least 1, got 0"),
-        (["--context", "300", "--long-context", "300"], "--long-context 300 must be longer than --context 300"),
-        (["--suite", "nowhere"], "unknown suite 'nowhere'"),
+        ("decode", ["--only", "cost"], "--only knows costs, kv, against, overhead, got cost"),
+        ("decode", ["--against", "prompt_lookup"], "has no plain decoding to divide by; add one of plain"),
+        ("decode", ["--against", "plain,wrong"], "unknown drafter or peer 'wrong'"),
+        ("decode", ["--repeats", "0"], "--repeats must be at least 1, got 0"),
+        ("decode", ["--context", "300", "--long-context", "300"], "300 must be longer than --context 300"),
+        ("decode", ["--suite", "nowhere"], "unknown suite 'nowhere'"),
+        ("losses", ["--losses", "ce,mse"], "--losses knows ce, kl, .*, got mse"),
+        ("losses", ["--seeds", "0"], "--seeds must be at least 1, got 0"),
+        ("losses", ["--recipe", "nowhere"], "nowhere"),
+        ("train_step", ["--steps", "0", "recipe=medusa_smollm2"], "--steps must be at least 1, got 0"),
+        ("train_step", ["--phase", "joint", "recipe=medusa_smollm2"], "the recipe has no phase 'joint'; it has"),
+        ("train_step", ["recipe=nowhere"], "recipe=nowhere: "),
+        ("heads", ["--heads", "medsua"], "--heads knows medusa, .*, got medsua"),
+        ("heads", ["--minutes", "0"], "--minutes must be more than 0, got 0"),
+        ("heads", ["--shares", "1:2"], "--shares takes three whole numbers"),
+        ("heads", ["--only", "table", "--out", "nowhere"], "nowhere has no trained head; run the part train first"),
     ],
 )
-def test_bad_input_fails_before_anything_loads(script: Load, given: list[str], says: str) -> None:
+def test_bad_input_fails_before_anything_loads(script: Load, name: str, given: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        script("decode").main(["--head", "nowhere", *given])
+        script(name).main([*(["--head", "nowhere"] if name == "decode" else []), *given])
 
 
 def test_handling_keeps_the_path_and_leaves_the_base_alone(script: Load, tiny_base: Callable[..., BaseModel]) -> None:
@@ -215,29 +221,29 @@ def test_compare_refuses_other_hardware(compare: Callable[..., int]) -> None:
         compare(lambda record: None, "--only", "nothing")
 
 
-@pytest.mark.parametrize(
-    ("path", "direction"),
-    [
-        ("verify_ratio.4", -1),
-        ("costs.draft_by_depth.3", -1),
-        ("one_token.stock_s", -1),
-        ("kv.cases.static tree.handling_s.200", -1),
-        ("kv.cases.static tree.handling_growth", -1),
-        ("kv.cases.static tree.pass_growth", 0),
-        ("overhead.head", -1),
-        ("against.methods.head.ratio_to_fastest_plain", 1),
-        ("against.methods.head.same", 1),
-        ("against.methods.head.interval_95.0", 0),
-        ("against.prompts", 0),
-        ("results.transformers generate.seconds", -1),
-        ("results.drafthead.tokens", 0),
-        ("chunked.bytes", -1),
-        ("chunked.loss", 0),
-        ("times_less", 1),
-    ],
-)
-def test_direction_of_every_kind_of_number(script: Load, path: str, direction: int) -> None:
-    assert script("compare").direction(tuple(path.split("."))) == direction
+def test_every_number_of_a_benchmark_has_a_direction(script: Load) -> None:
+    """1: higher is better, -1: lower is, 0: neither is known."""
+    known = {
+        "verify_ratio.4": -1,
+        "costs.draft_by_depth.3": -1,
+        "one_token.stock_s": -1,
+        "kv.cases.static tree.handling_growth": -1,
+        "kv.cases.static tree.pass_growth": 0,
+        "overhead.head": -1,
+        "against.methods.head.ratio_to_fastest_plain": 1,
+        "against.methods.head.same": 1,
+        "against.methods.head.interval_95.0": 0,
+        "results.transformers generate.seconds": -1,
+        "chunked.bytes": -1,
+        "chunked.loss": 0,
+        "times_less": 1,
+        "ratio_to_floor": 1,
+        "mfu": 1,
+        "memory.part_bytes.base": -1,
+        "data_wait": -1,
+    }
+    direction = script("compare").direction
+    assert {path: direction(tuple(path.split("."))) for path in known} == known
 
 
 def test_scripts_end_with_one_line_and_a_code_of_their_own(script: Load, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,3 +257,109 @@ def test_scripts_end_with_one_line_and_a_code_of_their_own(script: Load, capsys:
             common.entry_point(main)
         assert ended.value.code == code
     assert capsys.readouterr().err == "error: no such thing\n"
+
+
+# Training ------------------------------------------------------------------------------------------------------
+
+
+def test_every_loss_is_trained_alike_and_measured(script: Load, tmp_path: Path) -> None:
+    losses, out = script("losses"), tmp_path / "losses.json"
+    steps = ["phases.pretrain.steps=2", "phases.distill.steps=4"]
+    settings = ["debug=tiny", f"out={tmp_path / 'run'}", f"data.folder={tmp_path / 'corpora'}", *steps]
+    losses.main(["--seeds", "2", "--losses", "ce,lk,ce", "--json", str(out), *settings])
+    record = json.loads(out.read_text())
+    assert record["budget"] == "steps x positions: pretrain 2 x 1024, distill 4 x 1024"
+    assert list(record["results"]) == ["ce", "lk"]
+    for result in record["results"].values():
+        assert len(result["accept"]) == len(result["overlap"]) == 3
+        assert all(0 <= share <= 1 for share in (*result["accept"], *result["overlap"]))
+        assert result["seconds"] > 0 and len(result["by_seed"]) == 2
+    assert record["results"]["ce"]["overlap"] != record["results"]["lk"]["overlap"]
+    run = losses.load_recipe("medusa_smollm2", settings)
+    for name, weights in losses.LOSSES.items():
+        for key, phase in losses.with_loss(run, name, seed=3).phases.items():
+            found = {term: getattr(phase.loss, term) for term in losses.TERMS}
+            assert {term: weight for term, weight in found.items() if weight} == weights
+            assert (phase.loss.decay, phase.optim, phase.steps) == (0.8, run.phases[key].optim, run.phases[key].steps)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("--phase", "distill", "phases.distill.features=cached", "phases.distill.accumulate=2"),
+        ("shard=full", "shard.precision=bfloat16"),
+    ],
+    ids=["computed", "cached", "sharded"],
+)
+def test_the_parts_make_a_step(settings: tuple[str, ...], script: Load, tmp_path: Path) -> None:
+    out = str(tmp_path / "step.json")
+    tiny = ("recipe=medusa_smollm2", "debug=tiny", "--steps", "2", "--warm", "1")
+    script("train_step").main([*tiny, *settings, "--json", out])
+    record = json.loads(Path(out).read_text())
+    assert record["tokens_a_step"] == 2 * 512 * (2 if "--phase" in settings else 1)
+    assert record["tokens_per_second"] == pytest.approx(record["tokens_a_step"] / record["step_s"])
+    assert record["ratio_to_floor"] == pytest.approx(record["tokens_per_second"] / record["floor"]["tokens_per_second"])
+    assert list(record["parts_s"]) == ["data", "base", "head", "optimiser"]
+    assert all(seconds > 0 for seconds in record["parts_s"].values())
+    assert 0 <= record["data_wait"] < 1 and record["mfu"] is None
+    assert set(record["memory"]["part_bytes"]) == {"base", "head", "optimiser"}
+    assert not torch.distributed.is_initialized()
+    assert script("compare").main([out, out]) == 0
+
+
+def test_peaks_and_operations(script: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D 4, one layer of 2 heads of 2 and an MLP of 8: 4 * 16 + 3 * 32 products, and 8 weights of norms."""
+    step = script("train_step")
+    peaks = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA A1000 Laptop GPU": None}
+    for name, peak in peaks.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert step.peak_operations(torch.device("cuda")) == peak
+    sizes = {"hidden_size": 4, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 2}
+    shape = ModelShape(**sizes, intermediate_size=8, vocab_size=10, tied=True)
+    head = MedusaConfig(num_draft_tokens=3, own_lm_head=False)
+    layer = 2 * (4 * 16 + 3 * 32 + 8 + 16 * 4)  # the last: 16 tokens, each over half of them, twice
+    blocks, shared = 6 * 3 * (16 + 4), 4 * 3 * 10 * 4
+    for features, base in (("computed", layer), ("cached", 0)):
+        phase = PhaseConfig(corpus="text", seq_len=16, features=features)
+        assert step.operations_per_token(head, phase, shape) == base + blocks + shared
+
+
+def test_both_forms_of_the_loss_agree(script: Load, tmp_path: Path) -> None:
+    small = ["--heads", "2", "--vocabulary", "500", "--tokens", "64", "--width", "16"]
+    script("loss_memory").main([*small, "--json", str(tmp_path / "memory.json")])
+    record = json.loads((tmp_path / "memory.json").read_text())
+    assert record["chunked"]["loss"] == pytest.approx(record["plain"]["loss"], rel=1e-4)
+
+
+# Heads ---------------------------------------------------------------------------------------------------------
+
+
+def test_steps_fill_the_budget_whatever_a_step_takes(script: Load) -> None:
+    text, answers = PhaseConfig(corpus="text", steps=40), PhaseConfig(corpus="generations", steps=300)
+    phases = {"pretrain": text, "distill": answers}
+    steps = script("heads").choose_steps(phases, {"pretrain": 2.0, "distill": 0.5}, 700, [1, 6, 3])
+    assert steps == {"pretrain": 50, "distill": 1200}
+    phases["joint"] = PhaseConfig(corpus="generations", steps=30, train_base=True)
+    times = {"pretrain": 1.0, "distill": 1.0, "joint": 10.0}
+    steps = script("heads").choose_steps(phases, times, 1000, [1, 6, 3])
+    assert steps == {"pretrain": 100, "distill": 600, "joint": 30}
+
+
+@pytest.mark.slow
+def test_heads_are_trained_measured_and_tabled(script: Load, tmp_path: Path) -> None:
+    out, record = tmp_path / "heads", tmp_path / "heads.json"
+    given = ["--heads", "medusa,hydra,medusa2", "--minutes", "0.02", "--suite", "builtin", "--limit", "2"]
+    given += ["--max-new-tokens", "8", "--out", str(out), "--json", str(record), "debug=tiny"]
+    assert script("heads").main([*given, "--markdown", str(tmp_path / "heads.md")]) == 0
+    found = json.loads(record.read_text())
+    assert set(found["heads"]) == {"medusa", "hydra", "medusa2"}
+    assert len(found["peers"]) == 3, "prompt lookup beside the heads that share their base"
+    for numbers in found["heads"].values():
+        assert numbers["identical"] == "2 of 2" and numbers["training_minutes"] > 0 and numbers["draft_ms"] > 0
+    assert (tmp_path / "heads.md").read_text().count("\n| ") == 1 + 3 + 3
+    trained = (out / "medusa" / "eval.json").stat().st_mtime_ns
+    assert script("heads").main([*given, "--only", "train,table"]) == 0
+    assert (out / "medusa" / "eval.json").stat().st_mtime_ns == trained, "a finished head is not trained again"
+    with pytest.raises(UserError, match="begun with other settings"):
+        script("heads").train_head("medusa", script("heads").parse_arguments([*given, "--minutes", "1"]))
