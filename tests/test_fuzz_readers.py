@@ -38,7 +38,6 @@ from drafthead.data.utils.files import (
 from drafthead.eval.prompts.files import read_jsonl
 from drafthead.eval.timing.result_log import ResultLog
 from drafthead.eval.trees.texts import read_texts
-from drafthead.models.base import adapter
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
@@ -164,13 +163,11 @@ def read_rows(folder: Path) -> Any:
 
 
 def make_adapter(folder: Path) -> None:
-    from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+    from peft import LoraConfig, get_peft_model
 
-    model = BaseModel.load(base().config).model
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    weights = get_peft_model_state_dict(inject_adapter_in_model(config, model))
-    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
-    adapter.save(folder, {f"base_model.model.{k}": v for k, v in weights.items()}, plain)
+    get_peft_model(BaseModel.load(base().config).model, config).save_pretrained(str(folder))
+    (folder / "README.md").unlink()
 
 
 def read_adapter(folder: Path) -> Any:

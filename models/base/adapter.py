@@ -1,8 +1,8 @@
-"""Adapters of a base in peft's own format: read and merged at load, saved, and told apart by what they do to a base.
+"""Adapters of a base in peft's own format: read and merged at load, copied, and told apart by what they do to a base.
 
-A base with a merged adapter is another base: its fingerprint mixes that of the untouched one with a digest of the
-adapter. The mark is kept in the model's config, so a merged model that is saved whole is recognised as the same base.
-Adapters are safetensors only.
+A base with a merged adapter is another base: its fingerprint mixes the original's with a digest of the adapter. The
+digest is kept in the model's config, so a merged model that is saved whole is recognised as the same base. Adapters are
+safetensors only.
 """
 
 import hashlib
@@ -10,86 +10,88 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import atomic_rename, read_json, safe_join, write_json
+from drafthead.data.utils.files import read_json, safe_join
+from drafthead.models.base.config import LOAD_ERRORS
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SCALES = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
 """Settings that decide, beside the weights, what an adapter adds to a base."""
-MARK = "drafthead_adapter"
-"""Key of a model's config that tells of a merged adapter."""
+DIGEST = "drafthead_adapter"
+"""Key of a model's config that holds the digest of the adapter merged into it."""
 
 
-def fingerprint(model: Any, mark: str | None = None) -> str:
+def fingerprint(model: Any, digest: str | None = None) -> str:
     """Hash of the sizes and of two small weights: tells fine-tunes of one architecture apart.
 
     Args:
-        model: as loaded, not fused or prepacked yet (with a mark: at any time).
-        mark: of the adapter merged into it, which then stands for the output head's rows. An adapter may change those,
-            and rounds differently in every dtype.
+        model: as loaded, not fused or prepacked yet (with an adapter: at any time).
+        digest: of an adapter to count as merged; None: of the one that is, if any. It replaces the output head's rows,
+            which an adapter may change and which round differently in every dtype.
     """
     settings = model.config
+    digest = digest or getattr(settings, DIGEST, None)
     parts = [f"{settings.hidden_size},{settings.vocab_size},{settings.num_hidden_layers}".encode()]
     small = [model.model.norm.weight]
-    if mark is None:
+    if digest is None:
         small.append(model.get_output_embeddings().weight[: min(64, settings.vocab_size)])
     for weight in small:
         # Through bfloat16, so that the same weights loaded in another dtype are the same base.
         parts.append(weight.detach().to(torch.bfloat16).float().cpu().numpy().tobytes())
-    return hashlib.sha256(b"".join(parts) + (mark or "").encode()).hexdigest()[:16]
+    return hashlib.sha256(b"".join(parts) + (digest or "").encode()).hexdigest()[:16]
 
 
-def mark_of(model: Any) -> str | None:
-    """The mark of the adapter merged into a loaded model; None when there is none."""
-    mark: str | None = getattr(model.config, MARK, None)
-    return mark
-
-
-def mark_for(untouched: str, folder: Path) -> str:
-    """The mark that a base of fingerprint ``untouched`` gets from the adapter in ``folder``."""
-    digest = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+def digest_of(original: str, folder: Path) -> str:
+    """Digest of the adapter in ``folder`` on a base of fingerprint ``original``."""
+    weights = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
     config = read_json(folder / CONFIG)
     settings = json.dumps({key: config.get(key) for key in SCALES}, sort_keys=True)
-    return hashlib.sha256(f"{untouched},{digest},{settings}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{original},{weights},{settings}".encode()).hexdigest()[:16]
 
 
 def merge(model: Any, name: str) -> Any:
-    """A stock model with the adapter in folder ``name`` merged into its weights, and marked.
+    """A stock model with the adapter in folder ``name`` merged into its weights.
 
     Raises:
         UserError: no adapter in safetensors there, or one that does not fit the model.
     """
     folder = Path(name)
-    keys = _check(folder)
-    mark = mark_for(fingerprint(model, mark_of(model)), folder)
+    found = _tensor_names(folder)
+    digest = digest_of(fingerprint(model), folder)
     from peft import PeftModel, get_peft_model_state_dict  # takes seconds to import
 
     try:
         with quiet():
             adapted = PeftModel.from_pretrained(model, str(folder))
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, OSError, SafetensorError, re.error) as error:
-        raise UserError(
-            f"the adapter in {folder} does not fit the base: {_last_line(error)}; name the base it was trained on"
-        ) from None
-    wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    if odd := sorted(wanted ^ keys):
-        raise UserError(
-            f"the adapter in {folder} does not fit the base: {len(odd)} tensors are on one side only, {odd[0]} first; "
-            "name the base it was trained on"
-        )
+    except (*LOAD_ERRORS, re.error) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        why = lines[-1].strip()
+    else:
+        # Where names differ, peft only warns.
+        odd = sorted(found ^ set(get_peft_model_state_dict(adapted, save_embedding_layers=False)))
+        why = f"{len(odd)} tensors are on one side only, {odd[0]} first" if odd else ""
+    if why:
+        raise UserError(f"the adapter in {folder} does not fit the base: {why}; name the base it was trained on")
     merged = adapted.merge_and_unload()
-    setattr(merged.config, MARK, mark)
+    setattr(merged.config, DIGEST, digest)
     return merged
+
+
+def copy(source: Path, folder: Path) -> None:
+    """Copy an adapter into ``folder``; nothing happens when it is there already."""
+    if folder.exists() and source.resolve() == folder.resolve():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (CONFIG, WEIGHTS):
+        shutil.copyfile(source / name, folder / name)
 
 
 @contextmanager
@@ -100,8 +102,8 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def _check(folder: Path) -> set[str]:
-    """Names of the tensors of an adapter."""
+def _tensor_names(folder: Path) -> set[str]:
+    """Names of the tensors of an adapter, once its files are known to be safe and of the right kind."""
     for name in (CONFIG, WEIGHTS):
         if not safe_join(folder, name).is_file():
             raise UserError(
@@ -120,33 +122,3 @@ def _check(folder: Path) -> set[str]:
             return set(file.keys())
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder / WEIGHTS} cannot be read ({one_line(error)}); copy the adapter again") from None
-
-
-def _last_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else type(error).__name__
-
-
-def save(folder: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write an adapter.
-
-    Args:
-        folder: is made if needed.
-        weights: named as peft names them.
-        config: plain values of peft's own config.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f".{WEIGHTS}.tmp"
-    values = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
-    save_file(values, aside, metadata={"format": "pt"})
-    atomic_rename(aside, folder / WEIGHTS)
-    write_json(folder / CONFIG, dict(config))
-
-
-def copy(source: Path, folder: Path) -> None:
-    """Copy an adapter into ``folder``; nothing happens when it is there already."""
-    if folder.exists() and source.resolve() == folder.resolve():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (CONFIG, WEIGHTS):
-        shutil.copyfile(source / name, folder / name)

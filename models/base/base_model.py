@@ -26,18 +26,18 @@ from drafthead.models.token_tree import TreeShape
 
 @dataclass(frozen=True, kw_only=True)
 class PartialForward:
-    """The first layers of the target's pass over a proposal, done while drafting (early exit).
+    """The first layers of the target's pass over a proposal, computed while drafting (early exit).
 
-    Their keys and values lie in the target's cache already, behind what is committed and in the order of the nodes.
+    Their keys and values are in the target's cache already: after the committed tokens, in the order of the nodes.
     """
 
     layers: int
-    """How many layers are done."""
+    """How many layers are computed."""
     hidden: Tensor
-    """[B, N, D] what they put out."""
+    """[B, N, D] their output."""
 
 
-FINAL = FeatureSpec()
+NO_LAYERS = FeatureSpec()
 
 
 class BaseModel:
@@ -57,13 +57,13 @@ class BaseModel:
         lm_head = model.get_output_embeddings()
         if lm_head is None or lm_head.bias is not None:
             raise UserError(f"{settings.model_type} has no bias-free output head; draft heads are initialised from one")
-        self.head = LMHead(
+        self.lm_head = LMHead(
             weight=lm_head.weight.detach(),
             scale=1.0 / getattr(settings, "logits_scaling", 1.0) if settings.model_type == "granite" else 1.0,
             softcap=getattr(settings, "final_logit_softcapping", None),
         )
         self.dtype, self.device = lm_head.weight.dtype, lm_head.weight.device
-        self.fingerprint = adapter.fingerprint(model, adapter.mark_of(model))
+        self.fingerprint = adapter.fingerprint(model)
         kv_heads, head_dim = attention_sizes(settings)
         self.cache_shape = CacheShape(
             layers=self.num_layers, heads=kv_heads, head_dim=head_dim, dtype=self.dtype, device=self.device
@@ -84,11 +84,7 @@ class BaseModel:
         device: torch.device | str = "cpu",
         progress: Callable[[str], None] = lambda line: None,
     ) -> "BaseModel":
-        """Load or build the base that ``config`` names, onto ``device``; ``progress`` hears of slow first-time work.
-
-        Raises:
-            UserError: it cannot be found, or its architecture is refused.
-        """
+        """Load or build the base that ``config`` names; ``progress`` gets a line about slow first-time work."""
         model, tokenizer = load_weights(config, torch.device(device), progress)
         if config.adapter is not None:
             model = adapter.merge(llama_like(model), config.adapter)
@@ -96,33 +92,25 @@ class BaseModel:
 
     @classmethod
     def wrap(cls, model: Any, tokenizer: Any) -> "BaseModel":
-        """A model that is loaded already. It is frozen and given our attention, and otherwise left as it is.
-
-        Raises:
-            UserError: its architecture is refused.
-        """
+        """A model that is loaded already. It is frozen and given our attention, and otherwise left as it is."""
         model.set_attn_implementation(attention.register())
         config = BaseConfig(name=model.config.name_or_path, prepack=False)
         return cls(model, tokenizer, config)
 
     def _check_logits(self) -> None:
-        """Compare our way to the logits with the model's own on a few tokens.
-
-        Raises:
-            UserError: this architecture scales or shifts its logits in a way that is not known here.
-        """
+        """Refuse a model that scales or shifts its logits in a way that is not known here."""
         ids = torch.arange(3, 7, device=self.device)[None]
         with torch.inference_mode():
-            ours = self.logits(self.forward(ids, self.new_cache(4)).final).float()
-            theirs = self.model(ids).logits.float()
-        if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
+            found = self.logits(self.forward(ids, self.new_cache(4)).final).float()
+            wanted = self.model(ids).logits.float()
+        if not torch.allclose(found, wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max())):
             raise UserError(
                 f"{self.model.config.model_type} computes its logits in a way that is not known here (they differ by "
-                f"{float((ours - theirs).abs().max()):.3g}); please report the architecture"
+                f"{float((found - wanted).abs().max()):.3g}); please report the architecture"
             )
 
     def identity(self) -> dict[str, Any]:
-        """What a corpus or a head must remember of the base it was made with."""
+        """What a corpus or a head stores about the base it was made with."""
         return {
             "name": self.name,
             "revision": self.config.revision,
@@ -130,7 +118,7 @@ class BaseModel:
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
             "num_layers": self.num_layers,
-            "recipe": self.config.origin(),
+            "recipe": self.config.saved(),
         }
 
     @property
@@ -152,8 +140,9 @@ class BaseModel:
             return KVCache(self.cache_shape, capacity)
         if self._static is None:
             # Neither holds this object, whose memory so is free as soon as it is let go.
-            head, lm_head = self.head, self._lm_head
-            self._static = StaticModel(self.cache_shape, self.model.model, lambda h: head.finish(lm_head(h)))
+            head, product = self.lm_head, self._lm_head
+            logits = lambda h: head.scale_and_cap(product(h))  # noqa: E731
+            self._static = StaticModel(self.cache_shape, self.model.model, logits)
         return self._static.cache(capacity)
 
     def new_slots(self, rows: int, capacity: int) -> RaggedCache:
@@ -162,7 +151,11 @@ class BaseModel:
 
     @torch.inference_mode()
     def forward(
-        self, tokens_BT: Tensor, cache: KVCache | RaggedCache, counts: Tensor | None = None, spec: FeatureSpec = FINAL
+        self,
+        tokens_BT: Tensor,
+        cache: KVCache | RaggedCache,
+        counts: Tensor | None = None,
+        spec: FeatureSpec = NO_LAYERS,
     ) -> Features:
         """Append committed tokens to ``cache``; returns the hidden states after each of them.
 
@@ -192,7 +185,7 @@ class BaseModel:
         tokens_BN: Tensor,
         shape: TreeShape,
         cache: KVCache | RaggedCache,
-        spec: FeatureSpec = FINAL,
+        spec: FeatureSpec = NO_LAYERS,
         partial_forward: PartialForward | None = None,
     ) -> Features:
         """One pass over the last N nodes of token trees after the committed prefixes; returns their hidden states.
@@ -217,7 +210,7 @@ class BaseModel:
         tokens_BN: Tensor,
         shape: TreeShape,
         cache: KVCache | RaggedCache,
-        spec: FeatureSpec = FINAL,
+        spec: FeatureSpec = NO_LAYERS,
         partial_forward: PartialForward | None = None,
     ) -> tuple[Features, Tensor]:
         """``verify`` and the logits after every node [B, N, V], by one graph where there are graphs."""
@@ -235,7 +228,7 @@ class BaseModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The base's next-token logits of [..., D] hidden states: [..., V]."""
-        return self.head.finish(self._lm_head(hidden))
+        return self.lm_head.scale_and_cap(self._lm_head(hidden))
 
     @torch.no_grad()
     def features(self, batch: TrainBatch, spec: FeatureSpec) -> Features:

@@ -1,5 +1,4 @@
-"""Which base model a recipe names, where its weights come from, and which architectures are refused."""
-# A base's weights and tokenizer as transformers gives them: loaded, dequantised, or random.
+"""Which base model a recipe names, how its weights and tokenizer are loaded, and which architectures are refused."""
 
 import sys
 from collections.abc import Callable
@@ -27,11 +26,11 @@ from drafthead.models.kernels import attention
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GRAPHS = ("auto", "always", "never")
-ORIGIN = ("name", "revision", "gguf_file", "tokenizer", "max_context", "random", "seed", "shape", "dtype")
-"""Settings that find a base again; what a saved head may say about it."""
+SAVED_KEYS = ("name", "revision", "gguf_file", "tokenizer", "max_context", "random", "seed", "shape", "dtype")
+"""Settings by which a saved head finds its base again."""
 ADAPTER = "adapter"
-"""Folder of a saved head that holds its base's adapter, where there is one: all that a head may say of adapters."""
-BROKEN = (
+"""Folder of a saved head that holds its base's adapter, where there is one."""
+LOAD_ERRORS = (
     OSError,
     ValueError,
     KeyError,
@@ -42,7 +41,7 @@ BROKEN = (
     SafetensorError,
     StrictDataclassError,
 )
-"""What transformers and those it stands on raise for files that are missing, damaged or contradict each other."""
+"""What transformers and its libraries raise for files that are missing, damaged or contradict each other."""
 EMBEDDED = "embedded:smollm2"
 """The base that arrives inside a pinned package, for machines without hub access."""
 
@@ -62,7 +61,7 @@ class BaseConfig:
     max_context: int | None = None
     """Positions to allow; None: the model's own limit. Sliding-window models need one within the window."""
     prepack: bool = True
-    """Prepack the linear layers for skinny products on a CPU (models/linear.py)."""
+    """Prepack the linear layers for skinny products on a CPU (models/kernels/linear.py)."""
     graphs: str = "auto"
     """Passes of fixed shapes, replayed as CUDA graphs: ``auto`` does so on a GPU, ``never`` runs every pass eagerly in
     the shape it has, ``always`` fixes the shapes on a CPU too (slower: for tests)."""
@@ -77,7 +76,7 @@ class BaseConfig:
     """Another tokenizer than the base's: a hub id, a folder, or ``builtin:tiny`` (byte level, offline)."""
     adapter: str | None = None
     """A folder that peft saved (safetensors), merged into the weights at load. The base then is another one: corpora
-    and heads of the untouched base do not fit it."""
+    and heads of the original base do not fit it."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -89,20 +88,15 @@ class BaseConfig:
         if self.random and not self.shape:
             raise ValueError("base.random needs base.shape (model_type and sizes); choose a base group that has one")
 
-    def origin(self) -> dict[str, Any]:
-        """The settings that find this base again: what a saved head remembers. Nothing about device or speed."""
-        only_random = ("random", "seed", "shape", "dtype")
-        kept = ORIGIN if self.random else [key for key in ORIGIN if key not in only_random]
-        # Only where there is one, so that corpora of bases without stay what they are.
-        adapter = {} if self.adapter is None else {"adapter": self.adapter}
-        return {key: getattr(self, key) for key in kept} | adapter
+    def saved(self) -> dict[str, Any]:
+        """The settings by which a saved head finds this base again. Nothing about device or speed."""
+        only_random = () if self.random else ("random", "seed", "shape", "dtype")
+        found = {key: getattr(self, key) for key in SAVED_KEYS if key not in only_random}
+        # Only where there is one: manifests of corpora without an adapter have no such key.
+        return found if self.adapter is None else {**found, "adapter": self.adapter}
 
     def transformers_config(self) -> PreTrainedConfig:
-        """The transformers config, from ``shape`` when given (no network), else from ``name``.
-
-        Raises:
-            UserError: an unknown model type, or a config that cannot be fetched.
-        """
+        """The transformers config, from ``shape`` when given (no network), else from ``name``."""
         if self.shape:
             kwargs = dict(self.shape)
             model_type = kwargs.pop("model_type", None)
@@ -118,15 +112,11 @@ class BaseConfig:
             return AutoConfig.from_pretrained(
                 self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
             )
-        except BROKEN as error:
+        except LOAD_ERRORS as error:
             raise UserError(could_not_load(self.name, error)) from None
 
     def load_tokenizer(self, folder: str) -> PreTrainedTokenizerBase:
-        """The tokenizer to use with the weights in ``folder`` (or of that hub id).
-
-        Raises:
-            UserError: there is none, or not all of it.
-        """
+        """The tokenizer to use with the weights in ``folder`` (or of that hub id)."""
         if self.tokenizer == "builtin:tiny":
             return tiny_tokenizer()
         options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
@@ -134,7 +124,7 @@ class BaseConfig:
             options["gguf_file"] = self.gguf_file
         try:
             return AutoTokenizer.from_pretrained(self.tokenizer or folder, **options)
-        except BROKEN as error:
+        except LOAD_ERRORS as error:
             if self.tokenizer:
                 raise UserError(
                     f"base.tokenizer={self.tokenizer} could not be loaded: {_first_line(error)} Name a folder with a "
@@ -169,18 +159,14 @@ def could_not_load(name: str, error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """A message's first line and, where that announces a list, what follows, as one sentence."""
+    """A message's first line and, where that announces a list, the rest, as one sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    said = " ".join(lines) if lines[0].endswith(":") else lines[0]
-    return said if said.endswith(".") else f"{said}."
+    text = " ".join(lines) if lines[0].endswith(":") else lines[0]
+    return text if text.endswith(".") else f"{text}."
 
 
 def check_architecture(config: PreTrainedConfig, max_context: int | None) -> None:
-    """Refuse what cannot verify a token tree over a key/value cache.
-
-    Raises:
-        UserError: recurrent state, sliding windows shorter than the context, soft-capped attention.
-    """
+    """Refuse what cannot verify a token tree over a key/value cache: recurrent state, short windows, and the like."""
     kind = config.model_type
     layer_types = set(getattr(config, "layer_types", None) or ())
     heads = getattr(config, "num_attention_heads", None)
@@ -215,18 +201,16 @@ def load_weights(
     """The stock model that ``config`` names, with our attention, on ``device``, and its tokenizer.
 
     Args:
-        config: whose adapter is not merged here.
-        device: decides the dtype, too, where the config leaves it open.
-        progress: hears of slow first-time work.
-
-    Raises:
-        UserError: it cannot be found, it lacks weights, or its architecture is refused.
+        config: its adapter is not merged here.
+        device: also decides the dtype where the config leaves it open.
+        progress: gets a line about slow first-time work.
     """
-    dtype = getattr(torch, config.dtype if config.dtype != "auto" else _default_dtype(device))
+    automatic = "float32" if device.type == "cpu" else "bfloat16"
+    dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    made = _random(config, dtype) if config.random else _stored(config, dtype, progress)
-    return made[0].to(device), made[1]
+    model, tokenizer = _random(config, dtype) if config.random else _stored(config, dtype, progress)
+    return model.to(device), tokenizer
 
 
 def _random(config: BaseConfig, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -253,7 +237,7 @@ def _stored(
         )
     except torch.OutOfMemoryError:
         raise  # the files are not to blame
-    except BROKEN as error:
+    except LOAD_ERRORS as error:
         raise UserError(could_not_load(config.name, error)) from None
     if missing := sorted(found["missing_keys"]):
         # transformers would go on with random numbers in their place.
@@ -261,7 +245,3 @@ def _stored(
             f"base model {config.name!r} lacks {len(missing)} weights, {missing[0]} for one; copy or download it again"
         )
     return model, tokenizer
-
-
-def _default_dtype(device: torch.device) -> str:
-    return "float32" if device.type == "cpu" else "bfloat16"

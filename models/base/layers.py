@@ -1,13 +1,13 @@
-"""Parts of a base: its first layers, its last ones, and what leaves a layer in between. Nothing here is copied.
+"""Views of a base: its first or last layers, the output of a layer in between, a Llama's names for its parts.
 
-Shape legend: B rows, T tokens, D width.
+Views share the base's modules and weights; nothing is copied. Shape legend: B rows, T tokens, D width.
 """
-# Bases whose parts have other names than a Llama's, under its names: ``model``, ``layers``, ``norm``.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,15 +24,11 @@ OWN_NAMES = {"gpt_bigcode": {"model": "transformer", "layers": "h", "norm": "ln_
 
 
 def llama_like(model: Any) -> Any:
-    """``model``, with a Llama's names for its decoder, layers and final norm.
-
-    Raises:
-        UserError: it has no such parts.
-    """
-    if model.config.model_type in OWN_NAMES:
-        rename(model, "model", getattr(model, OWN_NAMES[model.config.model_type]["model"]))
+    """``model``, with a Llama's names for its decoder, layers and final norm."""
+    if names := OWN_NAMES.get(model.config.model_type):
+        set_part(model, "model", getattr(model, names["model"]))
         for name in ("layers", "norm"):
-            rename(model.model, name, getattr(model.model, OWN_NAMES[model.config.model_type][name]))
+            set_part(model.model, name, getattr(model.model, names[name]))
     if not (hasattr(model, "model") and hasattr(model.model, "norm") and hasattr(model.model, "layers")):
         raise UserError(
             f"{model.config.model_type} is not built like a Llama (model.layers, model.norm); use a base of the Llama, "
@@ -41,8 +37,8 @@ def llama_like(model: Any) -> Any:
     return model
 
 
-def rename(owner: Any, name: str, part: nn.Module) -> None:
-    """Give ``owner`` another part of that (Llama's) name, under its own name, too, where it has one."""
+def set_part(owner: Any, name: str, part: nn.Module) -> None:
+    """Replace the part of ``owner`` that has this name in a Llama, under the name that it has here as well."""
     own = OWN_NAMES.get(owner.config.model_type, {}).get(name)
     if own is None:
         setattr(owner, name, part)
@@ -60,28 +56,16 @@ def attention_sizes(config: PreTrainedConfig) -> tuple[int, int]:
     return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
-class NoPositions(nn.Module):
-    """In the place of a table of learned positions: its input has them already."""
-
-    def forward(self, positions: Tensor) -> Tensor:
-        """Zero, of any shape."""
-        return torch.zeros((), device=positions.device)
-
-
 def with_layers(
     base: "BaseModel", layers: nn.ModuleList, norm: nn.Module | None = None, dtype: torch.dtype | None = None
 ) -> "BaseModel":
-    """``base`` with other decoder layers (and final norm) between its own embedding and output head.
+    """A view of ``base`` with other decoder layers (``layer_idx`` from 0) between its embedding and output head.
 
-    Args:
-        base: is left as it is.
-        layers: modules as in ``base``, whose ``layer_idx`` count from 0.
-        norm: by default the base's own.
-        dtype: of the layers; by default the base's. Embeddings are cast to it.
+    ``norm`` and ``dtype`` of the layers are the base's by default; embeddings are cast to ``dtype``.
     """
     view, decoder = copy(base), _decoder_of(base, layers, norm)
     view.model = _shallow(base.model)
-    rename(view.model, "model", decoder)
+    set_part(view.model, "model", decoder)
     view.num_layers = len(layers)
     if dtype is not None and dtype != base.dtype:
         view.dtype = dtype
@@ -107,24 +91,20 @@ def last_layers(base: "BaseModel", skipped: int) -> Any:
     if hasattr(decoder, "embedding_multiplier"):  # Granite scales whatever it is given
         decoder.embedding_multiplier = 1.0
     if hasattr(decoder, "wpe"):  # and GPT-BigCode adds positions to it
-        decoder.wpe = NoPositions()
+        decoder.wpe = _NoPositions()
     return decoder
 
 
 @contextmanager
 def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collects what leaves these layers (1 is the first, 0 the embedding) while ``model`` runs."""
+    """Collects the outputs of these layers (1 is the first, 0 the embedding) while ``model`` runs."""
     states: dict[int, Tensor] = {}
 
-    def tap(number: int) -> Any:
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            states[number] = output[0] if isinstance(output, tuple) else output
+    def keep(number: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        states[number] = output[0] if isinstance(output, tuple) else output
 
-        return keep
-
-    stack = model.model.layers
-    modules = [stack[number - 1] if number else model.get_input_embeddings() for number in layers]
-    hooks = [module.register_forward_hook(tap(number)) for module, number in zip(modules, layers, strict=True)]
+    modules = {n: model.model.layers[n - 1] if n else model.get_input_embeddings() for n in layers}
+    hooks = [module.register_forward_hook(partial(keep, number)) for number, module in modules.items()]
     try:
         yield states
     finally:
@@ -132,19 +112,26 @@ def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[in
             hook.remove()
 
 
-def forget_views(base: "BaseModel") -> None:
-    """Drop what ``base`` has captured of its weights and layers: they are about to move."""
+def drop_views(base: "BaseModel") -> None:
+    """Drop captured graphs and views of the base's layers, before their weights move."""
     base._static, base._last_layers = None, {}
 
 
 def _decoder_of(base: "BaseModel", layers: nn.ModuleList, norm: nn.Module | None) -> Any:
     decoder = _shallow(base.model.model)
-    rename(decoder, "layers", layers)
+    set_part(decoder, "layers", layers)
     decoder.config = copy(base.model.config)
     decoder.config.num_hidden_layers = len(layers)
     if norm is not None:
-        rename(decoder, "norm", norm)
+        set_part(decoder, "norm", norm)
     return decoder
+
+
+class _NoPositions(nn.Module):
+    """Instead of a table of learned positions, where the input has them already."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return torch.zeros((), device=positions.device)
 
 
 class _CastEmbedding(nn.Module):
@@ -158,8 +145,8 @@ class _CastEmbedding(nn.Module):
 
 
 def _shallow(module: Any) -> Any:
-    """A module of its own that shares all children and weights; a hook put on one is not on the other."""
-    twin = copy(module)
-    twin.__dict__["_modules"] = dict(module._modules)
-    twin.__dict__ |= {name: copy(hooks) for name, hooks in module.__dict__.items() if "_hooks" in name}
-    return twin
+    """A module that shares all children and weights with another; a hook put on one is not on the other."""
+    view = copy(module)
+    view.__dict__["_modules"] = dict(module._modules)
+    view.__dict__ |= {name: copy(hooks) for name, hooks in module.__dict__.items() if "_hooks" in name}
+    return view

@@ -1,4 +1,4 @@
-"""The base's next-token head as a value: what heads are initialised from, share and are taught by."""
+"""The base's output head as a value: what draft heads are initialised from, share and are taught by."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class LMHead:
-    """The base's own next-token head, or a slice of its rows: logits = softcap(scale * h @ weight.T)."""
+    """The base's own output head, or some of its rows: logits = softcap(scale * h @ weight.T)."""
 
     weight: Tensor
     """[V, D], frozen."""
@@ -21,10 +21,10 @@ class LMHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
-        return self.finish(hidden @ self.weight.t())
+        return self.scale_and_cap(hidden @ self.weight.t())
 
-    def finish(self, product: Tensor) -> Tensor:
-        """Scale and soft-cap of a finished product."""
+    def scale_and_cap(self, product: Tensor) -> Tensor:
+        """The logits of a product ``h @ weight.T``."""
         if self.scale != 1.0:
             product = product * self.scale
         if self.softcap is not None:

@@ -1,15 +1,16 @@
-"""A trainable twin of a frozen base: LoRA adapters (Hu et al., 2106.09685) through peft, on stock modules.
+"""A trainable copy of a frozen base: LoRA adapters (Hu et al., 2106.09685) through peft, on stock modules.
 
-A base may run with fused and prepacked layers, through which no gradient passes. The twin has stock layers: they share
+A base may run with fused and prepacked layers, through which no gradient passes. The copy has stock layers: they share
 the base's weights where those are as they were loaded, and are unpacked once where they are packed. The base itself is
-left as it is: with the adapters off, the twin is the base.
+left as it is: with adapters that add nothing, the copy computes what the base does.
 
 Shape legend: B batch, T time, D width, V vocabulary.
 """
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ class LoraBase:
     """A base with adapters that are trained; no ``nn.Module``, so a head that holds one does not own its weights."""
 
     def __init__(self, base: BaseModel, settings: LoraSettings) -> None:
-        """Make a twin of ``base``; its adapters add nothing yet.
+        """Make a trainable copy of ``base``; its adapters add nothing yet.
 
         Raises:
             UserError: the base has no layer of one of the names, or an output head tied to its embedding is named.
@@ -55,18 +56,20 @@ class LoraBase:
         from peft import LoraConfig, get_peft_model  # takes seconds to import
 
         self.base = base
-        self.model = _twin(base)
+        self.model = _trainable_copy(base)
         found = {name.rpartition(".")[2] for name, part in self.model.named_modules() if isinstance(part, nn.Linear)}
         if unknown := sorted(set(settings.targets) - found):
             raise UserError(
                 f"{base.name} has no linear layer {unknown[0]!r} to put an adapter on; it has {sorted(found)}"
             )
-        if LM_HEAD in settings.targets and base.head.weight.data_ptr() == base.embedding.data_ptr():
+        if LM_HEAD in settings.targets and base.lm_head.weight.data_ptr() == base.embedding.data_ptr():
             raise UserError(
                 f"{base.name} shares its output head with its embedding, which an adapter on the head would change "
                 "too; set head.lora_lm_head=false"
             )
         config = LoraConfig(
+            base_model_name_or_path=base.name,
+            revision=base.config.revision,
             r=settings.rank,
             lora_alpha=settings.alpha,
             lora_dropout=settings.dropout,
@@ -77,7 +80,7 @@ class LoraBase:
             self._peft = get_peft_model(self.model, config)
             if settings.checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
-                # Puts a hook on the embedding, which is the untouched base's too and here needs no gradient.
+                # Puts a hook on the embedding, which is the base's too and here needs no gradient.
                 self.model.disable_input_require_grads()
         self.train(False)
 
@@ -107,42 +110,33 @@ class LoraBase:
 
     def output_head(self) -> LMHead:
         """The tuned output head over the whole vocabulary, with gradients for its adapter if it has one."""
-        head = self.base.head
+        head = self.base.lm_head
         if not self.adapts_head:
             return head
         # One [V, D] sum a step; the loss over it is chunked, which a product per adapter would not allow.
         change = self.model.get_output_embeddings().get_delta_weight(NAME)
-        return LMHead(weight=head.weight + change.to(head.weight.dtype), scale=head.scale, softcap=head.softcap)
+        return replace(head, weight=head.weight + change.to(head.weight.dtype))
 
     def save(self, folder: Path) -> str:
         """Write the adapter in peft's format; returns the fingerprint of the base with it merged."""
-        from peft import get_peft_model_state_dict
-
-        config = self._peft.peft_config[NAME].to_dict()
-        plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-        plain |= {"base_model_name_or_path": self.base.name, "revision": self.base.config.revision}
-        plain["inference_mode"] = True
-        adapter.save(folder, get_peft_model_state_dict(self._peft, save_embedding_layers=False), plain)
-        return adapter.fingerprint(self.base.model, adapter.mark_for(self.base.fingerprint, folder))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder.parent) as tmp_path:
+            self._peft.save_pretrained(tmp_path, save_embedding_layers=False)
+            adapter.copy(Path(tmp_path), folder)  # without peft's empty model card
+        return adapter.fingerprint(self.base.model, adapter.digest_of(self.base.fingerprint, folder))
 
 
-def _twin(base: BaseModel) -> Any:
+def _trainable_copy(base: BaseModel) -> Any:
     """The base's model with stock layers and an output layer of its own, and everything else shared."""
-    stock = base.model.model.layers
+    layers = base.model.model.layers
     if base.prepacked:
-        layers = nn.ModuleList(fresh_copy(layer, base.model.config, n) for n, layer in enumerate(stock))
+        layers = nn.ModuleList(fresh_copy(layer, base.model.config, n) for n, layer in enumerate(layers))
     else:
-        layers = _sharing_copy(stock)
+        # Modules of their own that share weights. The config must be the model's own: attention reads from it.
+        parts = [*layers.parameters(), *layers.buffers(), *(m.config for m in layers.modules() if hasattr(m, "config"))]
+        layers = deepcopy(layers, {id(part): part for part in parts})
     model = with_layers(base, layers).model
     head = nn.Linear(base.hidden_size, base.vocab_size, bias=False, device="meta")
-    head.weight = nn.Parameter(base.head.weight, requires_grad=False)
+    head.weight = nn.Parameter(base.lm_head.weight, requires_grad=False)
     model.set_output_embeddings(head)
     return model
-
-
-def _sharing_copy(module: nn.Module) -> Any:
-    """Modules of their own with the weights of ``module``."""
-    shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    # The config must be the model's own: attention reads the implementation to use from it.
-    configs = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
-    return deepcopy(module, {**shared, **configs})

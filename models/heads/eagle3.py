@@ -412,7 +412,7 @@ class _Packed:
 
     def logits(self, normed: Tensor) -> Tensor:
         """[B, F, D] -> [B, F, W]."""
-        return self._output.finish(self._lm_head(normed.to(self._output.weight.dtype)))
+        return self._output.scale_and_cap(self._lm_head(normed.to(self._output.weight.dtype)))
 
 
 class _EagleDraftPass:

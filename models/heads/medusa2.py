@@ -204,7 +204,7 @@ class Medusa2Head(MedusaHead):
             ids=next_ids[valid],
             valid=torch.ones_like(next_ids[valid], dtype=torch.bool)[None],
             teacher_hidden=untouched.final[valid] if distils else None,
-            target_lm_head=self.base.head if distils else None,
+            target_lm_head=self.base.lm_head if distils else None,
         )
         return heads_loss(
             read.final[valid][None], [self._tuned.output_head()], targets, BASE_LOSSES[self.config.base_loss]

@@ -86,7 +86,7 @@ def test_there_and_back(
         call(monkeypatch, export, f"head={saved}", "to=medusa", f"out={out}", *check)
 
     base, head = load_base_and_head(saved)
-    recipe = base.config.origin()
+    recipe = base.config.saved()
     shape = json.dumps(recipe["shape"]).replace('"', "")
     named = [f"base.shape={shape}", "base.random=true", "base.tokenizer=builtin:tiny", "base.dtype=float32"]
     call(monkeypatch, import_head, f"from={out}", *named, f"out={back}")

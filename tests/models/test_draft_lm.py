@@ -79,7 +79,7 @@ def test_loss_is_that_of_the_next_token_but_one(tiny_base: TinyBase) -> None:
     assert float(out.loss_sum.detach()) == pytest.approx(total, rel=1e-5)
     torch.autograd.backward(out.loss_sum)
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
-    assert not base.embedding.requires_grad and not base.head.weight.requires_grad
+    assert not base.embedding.requires_grad and not base.lm_head.weight.requires_grad
 
 
 def test_the_base_is_a_perfect_student(tiny_base: TinyBase) -> None:

@@ -116,7 +116,7 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, architecture: str
     assert out.loss_sum.item() == pytest.approx(total, rel=1e-4)
     torch.autograd.backward(out.loss_sum)
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
-    assert not base.embedding.requires_grad and not base.head.weight.requires_grad
+    assert not base.embedding.requires_grad and not base.lm_head.weight.requires_grad
 
 
 def test_rows_padding_and_other_documents_change_nothing(tiny_base: TinyBase) -> None:

@@ -59,7 +59,7 @@ def reference_logits(head: HydraHead, k: int, h: Tensor, tokens: list[int]) -> T
     for j in range(1, config.num_layers):
         x = x + F.silu(linear(f"blocks.{k - 1}.{1 if config.tie_blocks else j}.linear", x))
     if not config.own_lm_head:
-        return head.base.head.weight[head.d2t] @ x
+        return head.base.lm_head.weight[head.d2t] @ x
     weight = weights[f"projections.weights.{k - 1}"]
     return weight[:, :-1] @ x + weight[:, -1] if config.projection_bias else weight @ x
 
@@ -104,7 +104,7 @@ def test_untrained_head_is_the_base_next_token_head(tiny_base: TinyBase, archite
     for k in range(3):
         there = reading.valid[k]
         found = head.output_head(k).logits(hidden[k])[there]
-        wanted = base.head.logits(features.final[0][reading.sources[k][there]])
+        wanted = base.lm_head.logits(features.final[0][reading.sources[k][there]])
         if head.config.prefix_layer:
             # The final norm of the base leaves an RMS that varies a little; the prefix layer's does not.
             assert (found.argmax(-1) == wanted.argmax(-1)).all()
@@ -176,7 +176,7 @@ def test_all_weights_learn_and_the_base_does_not(tiny_base: TinyBase) -> None:
     batch = row_of([list(range(20, 32))])
     torch.autograd.backward(head.loss(batch, base.features(batch, head.spec), LossConfig(ce=0.0, kl=1.0)).loss_sum)
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
-    assert not base.embedding.requires_grad and not base.head.weight.requires_grad
+    assert not base.embedding.requires_grad and not base.lm_head.weight.requires_grad
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_untrained_head_is_the_base_next_token_head(tiny_base: TinyBase, own: bo
     head = config.build(base).eval()
     hidden = torch.randn(3, base.hidden_size)
     candidates = head.d2t[head.draft_logits(hidden, torch.tensor([7, 8, 9]), 2).topk(4).indices]
-    wanted = base.head.logits(hidden).topk(4).indices
+    wanted = base.lm_head.logits(hidden).topk(4).indices
     assert torch.equal(candidates[:, 0], wanted) and torch.equal(candidates[:, 1], wanted)
 
 
@@ -65,7 +65,7 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, own: bool, last: 
                         e = base.embedding[batch.input_ids[0, t + 1]]
                         read = torch.cat([x, e / (e.square().mean() + torch.finfo(e.dtype).eps).sqrt()])
                     x = x + F.silu(read @ linear.weight.t() + linear.bias)
-                weight = head.projections.weights[k - 1] if own else base.head.weight[d2t]
+                weight = head.projections.weights[k - 1] if own else base.lm_head.weight[d2t]
                 token = int(batch.input_ids[0, target])
                 if token % 2 == 0:
                     total += 0.8**k * F.cross_entropy(weight @ x, torch.tensor(token // 2)).item()
@@ -81,7 +81,7 @@ def test_loss_of_a_position_is_a_mean_over_what_it_can_draft(tiny_base: TinyBase
     d2t = torch.arange(0, 300, 2)
     ratios = MedusaConfig(num_draft_tokens=1).build(base, d2t).loss(batch, features, LossConfig()).ratios()
     even = [t for t in range(18) if batch.input_ids[0, t + 2] % 2 == 0]
-    logits = features.final[0, even] @ base.head.weight[d2t].t()
+    logits = features.final[0, even] @ base.lm_head.weight[d2t].t()
     wanted = F.cross_entropy(logits, batch.input_ids[0, [t + 2 for t in even]] // 2)
     assert ratios["loss_1"].value == pytest.approx(wanted.item(), rel=1e-5)
     assert ratios["accept_1"].den == 18

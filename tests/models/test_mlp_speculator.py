@@ -74,7 +74,7 @@ def reference_logits(head: MLPSpeculatorHead, h: Tensor, tokens: list[int]) -> l
         if config.own_lm_head:
             logits.append(weights[f"projections.weights.{stage}"] @ state)
         else:
-            logits.append(head.base.head.weight[head.d2t] @ (h + weights[f"outputs.{stage}.weight"] @ state))
+            logits.append(head.base.lm_head.weight[head.d2t] @ (h + weights[f"outputs.{stage}.weight"] @ state))
     return logits
 
 
@@ -180,7 +180,7 @@ def test_all_weights_learn_and_the_base_does_not(tiny_base: TinyBase, own: bool)
     batch = row_of([list(range(20, 32))])
     torch.autograd.backward(head.loss(batch, base.features(batch, head.spec), LossConfig(kl=1.0)).loss_sum)
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
-    assert not base.embedding.requires_grad and not base.head.weight.requires_grad
+    assert not base.embedding.requires_grad and not base.lm_head.weight.requires_grad
 
 
 def test_a_batch_without_targets(tiny_base: TinyBase) -> None:

@@ -227,7 +227,7 @@ def spread(name: str, rank: int) -> dict[str, Any]:
         "validated": validated,
         "held": {name: local(parameter).numel() for name, parameter in head.named_parameters()},
         "layer": tuple(local(layer).shape),
-        "tied": head.base.embedding.data_ptr() == head.base.head.weight.data_ptr(),
+        "tied": head.base.embedding.data_ptr() == head.base.lm_head.weight.data_ptr(),
     }
 
 

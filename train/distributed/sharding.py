@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from drafthead.data.batch import LossOutput
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.config import BaseConfig
-from drafthead.models.base.layers import forget_views
+from drafthead.models.base.layers import drop_views
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.train.config import PRECISIONS, ShardConfig
 
@@ -105,7 +105,7 @@ class Sharding:
         if self.places_base:
             for decoder in head.decoders():
                 self._shard_layers(decoder, mesh, set(head.parameters()))
-            forget_views(head.base)
+            drop_views(head.base)
         _shard_head(head, mesh, PRECISIONS[self.config.precision], elsewhere)
 
     def settle(self, head: DraftHead) -> None:

@@ -148,7 +148,7 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         t2d[ids] = torch.arange(len(ids))
         self.t2d: Tensor
         self.register_buffer("t2d", t2d.to(base.device), persistent=False)
-        self.target_lm_head = base.head if d2t is None else base.head.rows(self.d2t)
+        self.target_lm_head = base.lm_head if d2t is None else base.lm_head.rows(self.d2t)
 
     @property
     def depth(self) -> int:

@@ -44,7 +44,7 @@ class DraftLMHeads(InferenceWeights):
         if place not in self._products:
             self._products[place] = inference_linear(self.head(place).weight, dtype=self._copy_dtype)
         product = self._products[place]
-        return self._teacher.finish(product(hidden.to(self.head(place).weight.dtype)))
+        return self._teacher.scale_and_cap(product(hidden.to(self.head(place).weight.dtype)))
 
     @property
     def distinct(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import ADAPTER, ORIGIN, BaseConfig
+from drafthead.models.base.config import ADAPTER, SAVED_KEYS, BaseConfig
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.files import read_head_config, resolve_folder
 
@@ -51,7 +51,7 @@ def load_base_and_head(name: str | Path, base: BaseConfig | None = None) -> tupl
         # trust_remote_code or undo an override.
         default = BaseConfig()
         recipe = dict(trained.get("recipe") or {})
-        remembered = {k: v for k, v in recipe.items() if k in ORIGIN}
+        remembered = {k: v for k, v in recipe.items() if k in SAVED_KEYS}
         if recipe.get("adapter") is not None:
             # Where it lies beside the head; what a config says of other places is not followed.
             remembered["adapter"] = str(folder / ADAPTER)

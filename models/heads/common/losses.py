@@ -94,7 +94,7 @@ class LossChunk:
 
     def __init__(self, head: LMHead, product: Tensor, ids: Tensor, valid: Tensor) -> None:
         self.head = head
-        self.logits = _wide(head.finish(product))
+        self.logits = _wide(head.scale_and_cap(product))
         self.valid = valid.to(self.logits.dtype)
         self.ids = ids.clamp(min=0)[:, None]
         self.known = (valid & (ids >= 0)).to(self.logits.dtype)

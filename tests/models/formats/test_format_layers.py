@@ -158,7 +158,7 @@ def kangaroo_engine(folder: Path, base: BaseModel) -> Tensor:
     layer = PlainLayer(load_file(folder / "model.safetensors"), config, config["rope_theta"])
     x = states(base)[config["exit_layer"]][0].float()
     x = x + layer.attention(layer.norm(x, "layers.0.input_layernorm"), "layers.0.self_attn.")
-    logits = F.linear(layer.norm(x, "norm"), base.head.weight)
+    logits = F.linear(layer.norm(x, "norm"), base.lm_head.weight)
     assert not layer.unread, f"nobody reads {sorted(layer.unread)}"
     return logits
 

@@ -117,7 +117,7 @@ def test_engine_and_round_trip_give_the_heads_logits(
     FORMATS[name].export(head, tmp_path)
     hidden = torch.randn(4, base.hidden_size, generator=torch.Generator().manual_seed(2))
     wanted = logits_of(head, hidden)
-    assert torch.allclose(ENGINES[name](tmp_path, base.head.weight, hidden), wanted, atol=1e-5)
+    assert torch.allclose(ENGINES[name](tmp_path, base.lm_head.weight, hidden), wanted, atol=1e-5)
     again = FORMATS[name].load(tmp_path, base)
     assert isinstance(again, MedusaHead) and again.config == head.config
     assert torch.equal(logits_of(again, hidden), wanted)
@@ -135,7 +135,7 @@ def test_a_draft_vocabulary_needs_the_token_map(tiny_base: TinyBase, tmp_path: P
         FORMATS["vllm_medusa"].export(head, folder)
         hidden = torch.randn(3, base.hidden_size)
         wanted = logits_of(head, hidden)
-        assert torch.allclose(vllm(folder, base.head.weight, hidden)[..., d2t], wanted, atol=1e-5)
+        assert torch.allclose(vllm(folder, base.lm_head.weight, hidden)[..., d2t], wanted, atol=1e-5)
         again = FORMATS["vllm_medusa"].load(folder, base)
         assert torch.equal(again.d2t, d2t) and torch.equal(logits_of(again, hidden), wanted)
 
