@@ -103,6 +103,9 @@ class BaseModel:
         with torch.inference_mode():
             found = self.logits(self.forward(ids, self.new_cache(4)).final).float()
             wanted = self.model(ids).logits.float()
+        if not wanted.isfinite().all():
+            adapter_note = f" with the adapter {self.config.adapter}" if self.config.adapter else ""
+            raise UserError(f"{self.name}{adapter_note} computes logits that are not finite; copy its weights again")
         if not torch.allclose(found, wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max())):
             raise UserError(
                 f"{self.model.config.model_type} computes its logits in a way that is not known here (they differ by "

@@ -138,6 +138,10 @@ def break_missing(folder: Path) -> None:
     save_file(weights, folder / WEIGHTS)
 
 
+def break_values(folder: Path) -> None:
+    save_file({name: value * torch.nan for name, value in load_file(folder / WEIGHTS).items()}, folder / WEIGHTS)
+
+
 def break_shape(folder: Path) -> None:
     weights = {
         name: value.new_zeros(value.shape[0], value.shape[1] + 1) for name, value in load_file(folder / WEIGHTS).items()
@@ -165,6 +169,7 @@ def break_names(folder: Path) -> None:
         (break_pickle, "it has no adapter_model.safetensors"),
         (break_damage, "adapter_model.safetensors cannot be read"),
         (break_missing, r"does not fit the base: 1 tensors are on one side only, base_model\S+lora_A"),
+        (break_values, "with the adapter .* computes logits that are not finite"),
         (break_shape, "does not fit the base: .*size mismatch"),
         (break_kind, "adapter of type LOHA, only plain LORA is read here"),
         (break_megatron, "only plain LORA"),
