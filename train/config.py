@@ -177,21 +177,21 @@ class TextConfig:
     """Tokens packed on disk; a stream has no limit."""
     stream: bool = False
     """Read and pack the text while training, over and over, instead of keeping rows on disk: for what is larger than
-    the disk. Near copies are not left out."""
-    lanes: int = 8
-    """Parts that a stream's sources are dealt into; a multiple of the processes lets each read a part of its own."""
+    the disk. Near-duplicates are not left out."""
+    stream_shards: int = 8
+    """Parts of a stream's sources; with a multiple of the processes each process reads parts of its own."""
     workers: int = 2
     """Threads of a process that pack a stream's rows ahead of their use."""
 
     def __post_init__(self) -> None:
-        for key, least in (("max_tokens", 64), ("lanes", 1), ("workers", 1)):
+        for key, least in (("max_tokens", 64), ("stream_shards", 1), ("workers", 1)):
             if getattr(self, key) < least:
                 raise ValueError(f"data.text.{key} must be at least {least}, got {getattr(self, key)}")
 
     def manifest(self) -> dict[str, Any]:
         """What decides on the rows."""
         sources = {"sources": [source.manifest() for source in self.sources]}
-        return sources | ({"lanes": self.lanes} if self.stream else {"max_tokens": self.max_tokens})
+        return sources | ({"stream_shards": self.stream_shards} if self.stream else {"max_tokens": self.max_tokens})
 
 
 @dataclass(kw_only=True)

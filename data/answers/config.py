@@ -46,7 +46,7 @@ class ServerConfig:
     """Seconds that an answer may take."""
     tries: int = 25
     """Requests for one answer before the run ends; the waits between them double from half a second to 8 seconds."""
-    min_agreement: float = 0.8
+    min_greedy_match_rate: float = 0.8
     """Smallest share of the server's greedy tokens that the base must choose too: reveals another model."""
 
     def __post_init__(self) -> None:
@@ -55,8 +55,8 @@ class ServerConfig:
                 raise UserError(f"server.{key} must be at least 1, got {getattr(self, key)}")
         if not 0 < self.timeout < float("inf"):
             raise UserError(f"server.timeout must be positive seconds, got {self.timeout}")
-        if not 0 <= self.min_agreement <= 1:
-            raise UserError(f"server.min_agreement must be in [0, 1], got {self.min_agreement}")
+        if not 0 <= self.min_greedy_match_rate <= 1:
+            raise UserError(f"server.min_greedy_match_rate must be in [0, 1], got {self.min_greedy_match_rate}")
         if self.url is not None:
             _check_url(self.url)
 

@@ -343,11 +343,11 @@ class ServerBackend:
         greedy = SamplerConfig(max_new_tokens=min(PROBE_TOKENS, self.sampler.max_new_tokens))
         model, _ = self._model_and_capabilities()
         share = self.greedy_match_rate(list(self._answers(prompts, greedy, check_prompts=True)))
-        if share < self.config.min_agreement:
+        if share < self.config.min_greedy_match_rate:
             raise UserError(
                 f"the base would choose {100 * share:.0f} % of the tokens that {model} at {self.config.root} answered, "
-                f"expected {100 * self.config.min_agreement:.0f} % or more: it is another model, or strongly "
-                "quantised; serve the base, or lower data.generations.server.min_agreement"
+                f"expected {100 * self.config.min_greedy_match_rate:.0f} % or more: it is another model, or strongly "
+                "quantised; serve the base, or lower data.generations.server.min_greedy_match_rate"
             )
 
     def shards(

@@ -78,7 +78,7 @@ class SourceStream:
             if not self._taken:
                 raise UserError(
                     f"source {self.source} has no text for shard {self.shard + 1} of {self.shards}; lower "
-                    "data.text.lanes, or leave data.text.stream out for a source so small"
+                    "data.text.stream_shards, or leave data.text.stream out for a source so small"
                 )
             self.load({"epoch": self._epoch + 1, "taken": 0})
             text = next(self._texts)

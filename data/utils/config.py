@@ -36,6 +36,8 @@ RENAMED_KEYS: dict[str, str | None] = {
     "keep_features": "keep_hidden_states",
     "stop_below": "confidence_threshold",
     "siblings": "draft_sampling",
+    "lanes": "stream_shards",
+    "server.min_agreement": "min_greedy_match_rate",
     "head._target_": "head_type",
     "head.num_heads": "num_draft_tokens",
     "head.n_predict": "num_draft_tokens",

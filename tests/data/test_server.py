@@ -349,7 +349,7 @@ def test_text_prompts_leave_out_the_token_that_servers_add() -> None:
         ({"concurrency": 0}, "server.concurrency must be at least 1, got 0"),
         ({"tries": 0}, "server.tries must be at least 1, got 0"),
         ({"timeout": 0.0}, "server.timeout must be positive seconds, got 0.0"),
-        ({"min_agreement": 1.5}, r"server.min_agreement must be in \[0, 1\], got 1.5"),
+        ({"min_greedy_match_rate": 1.5}, r"server.min_greedy_match_rate must be in \[0, 1\], got 1.5"),
     ],
 )
 def test_limits(settings: dict[str, Any], says: str) -> None:

@@ -210,7 +210,7 @@ def test_a_server_of_text_gives_the_same_up_to_encoding(
 ) -> None:
     """The answers of a random base are no valid UTF-8, so most ids change on their way through text; all are there."""
     server = served(base, completions_server, dialect="text")
-    store = make(base, with_server(server, min_agreement=0.0), tmp_path)
+    store = make(base, with_server(server, min_greedy_match_rate=0.0), tmp_path)
     assert store.done == set(range(27))
     assert '"answers": "text"' in (tmp_path / "manifest.json").read_text()
 

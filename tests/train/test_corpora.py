@@ -119,7 +119,7 @@ def test_a_stream_stays_at_its_commit(tiny_base: TinyBase, tmp_path: Path, monke
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     monkeypatch.setattr(readers, "_hub_info", lambda name, revision: (commits["now"], ["a.parquet"]))
-    text = TextConfig(sources=[SourceConfig(kind="hf", name="org/set")], stream=True, lanes=1, workers=1)
+    text = TextConfig(sources=[SourceConfig(kind="hf", name="org/set")], stream=True, stream_shards=1, workers=1)
 
     def rows() -> tuple[torch.Tensor, dict[str, object]]:
         made = Corpora(tiny_base(), DataConfig(folder=str(tmp_path), text=text), 0, lambda *_: None)

@@ -18,7 +18,7 @@ from drafthead.train.pipeline import run_pipeline
 
 def load(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
     places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
-    common = ["recipe=medusa_smollm2", "debug=tiny", "data.text.stream=true", "data.text.lanes=2"]
+    common = ["recipe=medusa_smollm2", "debug=tiny", "data.text.stream=true", "data.text.stream_shards=2"]
     with initialize_config_module("drafthead.recipes", version_base="1.3"):
         cfg = compose("train", overrides=[*common, *overrides, *places])
     return parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True)
@@ -64,7 +64,7 @@ def test_resume_equals_no_interruption_bit_for_bit(tmp_path: Path) -> None:
     [
         (["phases.pretrain.features=cached"], "phases.pretrain.features=cached keeps features of text that"),
         (["recipe=medusa2_smollm2"], "data.text.stream keeps no text aside for the gate"),
-        (["data.text.lanes=0"], "data.text.lanes must be at least 1, got 0"),
+        (["data.text.stream_shards=0"], "data.text.stream_shards must be at least 1, got 0"),
     ],
 )
 def test_refused(tmp_path: Path, overrides: list[str], says: str) -> None:

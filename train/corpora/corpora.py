@@ -116,7 +116,7 @@ class Corpora:
             self.base.tokenizer,
             seq_len,
             seed=self.seed,
-            shards=config.lanes,
+            shards=config.stream_shards,
             micro_batch_size=turn,
             folder=folder,
             workers=config.workers,
