@@ -58,8 +58,8 @@ def plain_step(hidden: torch.Tensor, heads: list[LMHead], targets: Targets, conf
 
     The strongest plain form: all heads in one graph would keep five times as much.
     """
-    assert targets.target_lm_head is not None and targets.teacher_hidden is not None
-    probs = targets.target_lm_head.logits(targets.teacher_hidden).float().softmax(-1)
+    assert targets.target_lm_head is not None and targets.target_hidden is not None
+    probs = targets.target_lm_head.logits(targets.target_hidden).float().softmax(-1)
     total = 0.0
     for k, head in enumerate(heads):
         logits = head.logits(hidden[k]).float()
@@ -90,7 +90,7 @@ def measure(form: str, heads: int, vocabulary: int, tokens: int, width: int) -> 
     targets = Targets(
         ids=torch.randint(0, vocabulary, (tokens,)),
         valid=torch.ones(heads, tokens, dtype=torch.bool),
-        teacher_hidden=torch.randn(tokens, width),
+        target_hidden=torch.randn(tokens, width),
         target_lm_head=LMHead(weight=weight),
     )
     step = chunked_step if form == "chunked" else plain_step

@@ -33,6 +33,7 @@ from common import composed, described, entry_point
 from rich.console import Console
 from rich.table import Table
 from step_parts import PARTS, Clock, Memory, random_cache, random_rows
+from transformers import PreTrainedConfig
 
 from drafthead.data.batch import Features, FeatureSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
@@ -165,7 +166,7 @@ def build_head(run: RunConfig, base: BaseModel) -> DraftHead:
     return run.head_config().build(base, torch.arange(wanted or 0) if cut else None)
 
 
-def operations_per_token(head: DraftHeadConfig, phase: PhaseConfig, shape: ModelShape) -> float:
+def operations_per_token(head: DraftHeadConfig, phase: PhaseConfig, settings: PreTrainedConfig) -> float:
     """Floating-point operations of the products for one position: two per multiplied weight.
 
     The base's layers once, unless its features are cached, with causal attention over half a row on average; where it
@@ -173,7 +174,7 @@ def operations_per_token(head: DraftHeadConfig, phase: PhaseConfig, shape: Model
     trained weights three times: forward, and both gradients. A projection that heads share and do not train: forward
     and the gradient of its input, for every trained draft position.
     """
-    sizes = head.size(shape)
+    shape, sizes = ModelShape.from_config(settings), head.size(settings)
     attention = phase.seq_len * shape.num_heads * shape.head_dim
     base = 2.0 * shape.num_layers * (shape.layer_parameters() + attention)
     shared = 0 if sizes.projections else head.trained_positions * sizes.draft_vocab_size * shape.hidden_size
@@ -205,8 +206,8 @@ def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, wa
         sharding.leave()
     settings = run.phases[phase]
     tokens = settings.micro_batch_size * settings.seq_len * settings.accumulate
-    shape, devices = ModelShape.from_config(bench.base.model.config), accelerator.num_processes
-    operations, top = operations_per_token(run.head_config(), settings, shape), peak_operations(accelerator.device)
+    operations = operations_per_token(run.head_config(), settings, bench.base.model.config)
+    devices, top = accelerator.num_processes, peak_operations(accelerator.device)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
     planned = plan_of(run, devices, per_node, accelerator.device.type).memory_total(phase)
     peak = max(clock.peaks.values())

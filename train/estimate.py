@@ -17,8 +17,8 @@ from rich.table import Table
 from drafthead.models.base.config import check_architecture
 from drafthead.models.base.lora import LM_HEAD, LoraSettings
 from drafthead.models.base.shape import FLOAT32, ModelShape
-from drafthead.models.heads.common.contract import HeadSize
 from drafthead.models.heads.common.losses import chunk_rows
+from drafthead.models.heads.common.size import HeadSize
 from drafthead.train.config import PRECISIONS, SHARD_MODES, RunConfig
 from drafthead.train.distributed.launcher import asked_for
 
@@ -428,7 +428,7 @@ def plan_of(run: RunConfig, devices: int, per_node: int | None = None, device: s
     head = run.head_config()
     return plan(
         shape,
-        head.size(shape),
+        head.size(config),
         phases,
         generations,
         lora=head.lora() if run.trains_base and isinstance(head, TrainsBase) else None,

@@ -63,7 +63,8 @@ class BaseModel:
             softcap=getattr(settings, "final_logit_softcapping", None),
         )
         self.dtype, self.device = lm_head.weight.dtype, lm_head.weight.device
-        self.fingerprint = adapter.fingerprint(model)
+        counted = self.device.type == "meta"  # a base without weights, to know the sizes of a head on it
+        self.fingerprint = "" if counted else adapter.fingerprint(model)
         kv_heads, head_dim = attention_sizes(settings)
         self.cache_shape = CacheShape(
             layers=self.num_layers, heads=kv_heads, head_dim=head_dim, dtype=self.dtype, device=self.device
@@ -75,7 +76,8 @@ class BaseModel:
         # Only the layers: other code may read the final norm's weight.
         self.prepacked = fuse_modules(self.model.model.layers) + prepack_linears(self.model) if config.prepack else 0
         self._lm_head = self.model.get_output_embeddings()
-        self._check_logits()
+        if not counted:
+            self._check_logits()
 
     @classmethod
     def load(

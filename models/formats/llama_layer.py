@@ -9,8 +9,9 @@ from typing import Any
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.layers import attention_sizes
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.heads.common.attention_layer import AttentionShape, norm_eps
+from drafthead.models.heads.common.attention_layer import norm_eps
 
 LAYER_KEYS = frozenset(
     "model_type num_hidden_layers num_attention_heads num_key_value_heads head_dim attention_bias rms_norm_eps "
@@ -21,16 +22,17 @@ LAYER_KEYS = frozenset(
 
 def layer_config(base: BaseModel) -> dict[str, Any]:
     """Keys of a Llama config of one layer like the base's, with rotary keys that old and new loaders read."""
-    shape, settings = AttentionShape.of(base), base.model.config
+    settings = base.model.config
+    kv_heads, head_dim = attention_sizes(settings)
     theta, scaling = _rotation(getattr(settings, "rope_parameters", None) or {})
     return {
         "model_type": "llama",
         "hidden_size": base.hidden_size,
         "vocab_size": base.vocab_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
+        "num_attention_heads": settings.num_attention_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
         "hidden_act": "silu",
         "attention_bias": False,
         "rms_norm_eps": float(f"{norm_eps(base):.6g}"),  # a float32 of another file format may be 9.9999997e-06

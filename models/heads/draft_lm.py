@@ -3,7 +3,7 @@
 It reads tokens, not hidden states: the base's embedding, copies of a few decoder layers and of the final norm, which
 are trained, and the base's output head, frozen and shared, over the draft vocabulary. Copying layers and distilling
 from the base is how DistilBERT and Distil-Whisper start; as a draft model it needs no tokenizer and no weights from
-elsewhere. It drafts like any model (``models/draft_cache.py``).
+elsewhere.
 
 Shape legend: B batch, T time, D width, W draft vocabulary.
 """
@@ -18,12 +18,9 @@ from drafthead.data.batch import Features, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
-from drafthead.models.base.shape import ModelShape
 from drafthead.models.decoding.contract import DraftConfig, DraftState
 from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingTokens, TokenBuffer
 from drafthead.models.heads.common.autoregressive import AutoregressiveConfig, AutoregressiveHead
-from drafthead.models.heads.common.contract import HeadSize
-from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import fresh_copy, fuse_modules
 from drafthead.models.kernels.linear import prepack_linears
@@ -55,19 +52,6 @@ class DraftLMConfig(AutoregressiveConfig):
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftLM":
         return DraftLM(self, base, d2t)
 
-    def size(self, shape: ModelShape) -> HeadSize:
-        layers = self.num_layers * shape.layer_parameters() + shape.hidden_size
-        return HeadSize(
-            parameters=layers,
-            trainable=layers,
-            positions=self.num_draft_tokens,
-            draft_vocab_size=self.drafted_ids(shape.vocab_size),
-            # Per layer two normed inputs, q, k, v before and after rotation, the attention's output, gate, up and
-            # their product (2.7 D each) with the activation; around it the embedding, the norm and its gradient.
-            activations_per_token=shape.hidden_size * (4 + 22 * self.num_layers),
-            recomputable_per_token=shape.hidden_size * 21 * self.num_layers,
-        )
-
 
 class DraftLM(AutoregressiveHead):
     """A few decoder layers between the base's embedding and output head."""
@@ -83,14 +67,14 @@ class DraftLM(AutoregressiveHead):
         self.layers = nn.ModuleList(fresh_copy(stock[source], settings, n) for n, source in enumerate(sources))
         self.norm = deepcopy(base.model.model.norm).float().requires_grad_(True)
         self._trunk = with_layers(base, self.layers, self.norm, torch.float32)
-        self._reader: BaseModel | None = None
-        self._projections = DraftLMHeads(self.target_lm_head, 0, config.copy_dtype)
+        self._inference_trunk: BaseModel | None = None
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [(layer, "forward") for layer in self.layers]
 
     def invalidate(self) -> None:
-        self._reader = None
+        super().invalidate()
+        self._inference_trunk = None
 
     # Drafting ------------------------------------------------------------------------------------------------
 
@@ -106,18 +90,18 @@ class DraftLM(AutoregressiveHead):
     def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> CachedDraftPass:
         assert isinstance(state, PendingTokens)
         text = state.text.append(last_token[:, None])
-        return CachedDraftPass(state.cache, text, draft_config, lambda hidden: self._projections.logits(hidden, 0))
+        return CachedDraftPass(state.cache, text, draft_config, self.projection.logits)
 
     def _inference_model(self) -> BaseModel:
         """The trunk, with layers fit for few rows where the base has such."""
-        if self._reader is None:
-            self._reader = self._trunk
+        if self._inference_trunk is None:
+            self._inference_trunk = self._trunk
             if self.base.prepacked:
                 layers = deepcopy(self.layers).requires_grad_(False)
-                fuse_modules(layers, self.config.copy_dtype)
-                prepack_linears(layers, self.config.copy_dtype)
-                self._reader = with_layers(self.base, layers, self.norm, torch.float32)
-        return self._reader
+                fuse_modules(layers, self.config.inference_dtype)
+                prepack_linears(layers, self.config.inference_dtype)
+                self._inference_trunk = with_layers(self.base, layers, self.norm, torch.float32)
+        return self._inference_trunk
 
     # Training ------------------------------------------------------------------------------------------------
 

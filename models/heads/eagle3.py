@@ -6,14 +6,13 @@ has not computed yet, for the next draft, and so on. Training goes through the s
 that the layer learns to read its own output. Drafts come from a projection of its own over a draft vocabulary.
 
 Differences from the reference code: losses are of trained tokens only (there, the mean runs over padding too), the
-head starts as about the base's next-token head instead of at random, attention stays inside a document, and the law
-to imitate is that of every target, also where the base's likeliest token cannot be drafted. Trees are those of any
-head; EAGLE-2's (2406.16858) are ``DynamicTree``.
+head starts as about the base's next-token head instead of at random, attention stays inside a document, and the
+distribution to imitate is that of every target, also where the base's likeliest token cannot be drafted. Trees are
+those of any head; EAGLE-2's (2406.16858) are ``DynamicTree``.
 
-Shape legend: B batch, T time, S places that are drafted from, F frontier nodes, K draft positions, n picked targets,
-D width, W draft vocabulary.
+Shape legend: B batch, T time, S places that are drafted from, F frontier nodes, K draft positions, n targets, D width,
+W draft vocabulary.
 """
-# EAGLE-3's decoder layer (2503.01840): unrolled over the training-time test, and packed for drafting.
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,38 +26,39 @@ from drafthead.data.batch import NO_DOCUMENT, Features, FeatureSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.base.shape import ModelShape
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
-from drafthead.models.heads.common.attention_layer import HeadAttention, HeadMLP, HeadRMSNorm, norm_eps
-from drafthead.models.heads.common.contract import DraftHeadConfig, HeadSize
+from drafthead.models.heads.common.attention_layer import HeadAttention, HeadMLP, HeadRMSNorm
+from drafthead.models.heads.common.contract import DraftHeadConfig
 from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
+from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.heads.common.multi_position import MultiPositionHead
 from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.kernels.attention import document_mask
-from drafthead.models.kernels.fused import FusedMLP, FusedRMSNorm
-from drafthead.models.kernels.linear import inference_linear
 
 
 class EagleLayer(nn.Module):
     """Attention over [norm(embedding); norm(feature)], MLP, both added to the feature; names as in checkpoints."""
 
     def __init__(self, base: BaseModel, inner: int | None) -> None:
-        """For ``base``, with an MLP of width ``inner`` or the base's.
-
-        Raises:
-            UserError: the base has no rotary embedding.
-        """
+        """For ``base``, with an MLP of width ``inner`` or the base's."""
         super().__init__()
-        width, eps, device = base.hidden_size, norm_eps(base), base.device
-        self.self_attn = HeadAttention(base, 2 * width)
-        # Only now: a base without rotary embedding may say nothing of its MLP.
-        self.mlp = HeadMLP(width, inner or base.model.config.intermediate_size, device)
-        self.input_layernorm = HeadRMSNorm(width, eps, device)
-        self.hidden_norm = HeadRMSNorm(width, eps, device)
-        self.post_attention_layernorm = HeadRMSNorm(width, eps, device)
+        self.self_attn = HeadAttention(base, 2 * base.hidden_size)
+        self.mlp = HeadMLP(base, inner)
+        self.input_layernorm = HeadRMSNorm(base)
+        self.hidden_norm = HeadRMSNorm(base)
+        self.post_attention_layernorm = HeadRMSNorm(base)
         for last in (self.self_attn.o_proj, self.mlp.down_proj):  # an untrained layer adds nothing to the feature
             nn.init.zeros_(last.weight)
+
+    def forward(self, pairs: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
+        """Drafting: [B, F, 2 D] embeddings and features, side by side -> [B, F, D]; arguments of ``HeadAttention``."""
+        embedded, feature = pairs.chunk(2, -1)
+        return self.add_mlp(feature, self.self_attn(self.normed(embedded, feature), positions, mask, cache))
+
+    def normed(self, embedded: Tensor, feature: Tensor) -> Tensor:
+        """What attention reads of embeddings and features [B, T, D]: [B, T, 2 D]."""
+        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1)
 
     def unroll(
         self,
@@ -70,7 +70,7 @@ class EagleLayer(nn.Module):
         steps: int,
         between: Callable[[Tensor], Tensor],
     ) -> list[Tensor]:
-        """The training-time test: what the layer puts out when it drafts ``steps`` tokens from every place.
+        """The training-time test: the ``steps`` outputs [B, S, D] when it drafts so many tokens from every place.
 
         Step 0 is causal attention over the text. Step i reads the true token and the layer's own output of step
         i - 1, one position later; besides the text up to its place it sees only the steps of its own place, which
@@ -84,9 +84,6 @@ class EagleLayer(nn.Module):
             places: [B, S] int64 the positions to draft from; keys and values of the text are made for all T.
             steps: at least 1.
             between: [B, S, D] output of a step -> the feature that the next one reads.
-
-        Returns:
-            ``steps`` tensors [B, S, D].
         """
         rows = torch.arange(len(places), device=places.device)[:, None]
         everywhere = torch.arange(feature.shape[1], device=places.device).expand(len(places), -1)
@@ -95,7 +92,7 @@ class EagleLayer(nn.Module):
         seen = mask[:, 0][rows, places][:, None]
         query = query.transpose(1, 2)[rows, places].transpose(1, 2)
         attended = self.self_attn.output(query, text_key, text_value, seen)
-        found = [self.behind(feature[rows, places], attended)]
+        found = [self.add_mlp(feature[rows, places], attended)]
         own: list[tuple[Tensor, Tensor]] = []
         for step in range(1, steps):
             feature = between(found[-1])
@@ -105,17 +102,15 @@ class EagleLayer(nn.Module):
             # Without recomputing its scores every step would keep a matrix of S times T for each head.
             out: Tensor = checkpoint(attend_own, query, text_key, text_value, seen, keys, values, use_reentrant=False)
             attended = self.self_attn.o_proj(out.transpose(1, 2).flatten(2))
-            found.append(self.behind(feature, attended))
+            found.append(self.add_mlp(feature, attended))
         return found
 
     def step_states(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``HeadAttention.states`` of pairs [B, T, D] at ``positions`` [B, T]."""
-        return self.self_attn.states(
-            torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1), positions
-        )
+        return self.self_attn.states(self.normed(embedded, feature), positions)
 
-    def behind(self, feature: Tensor, attended: Tensor) -> Tensor:
-        """What a step puts out, of its feature and what attention adds to it: [B, S, D]."""
+    def add_mlp(self, feature: Tensor, attended: Tensor) -> Tensor:
+        """What the layer puts out, of its feature and what attention adds to it: [B, S, D]."""
         hidden = feature + attended
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
@@ -146,25 +141,6 @@ def attend_own(
     return out.flatten(1, 2)
 
 
-class PackedEagleLayer:
-    """An ``EagleLayer`` for drafting: copies of its weights in few, large products. Inference only."""
-
-    def __init__(self, layer: EagleLayer, dtype: torch.dtype | None) -> None:
-        self._norms = FusedRMSNorm(layer.input_layernorm, layer.hidden_norm)
-        self._attention = layer.self_attn.inference(dtype)
-        self._post_norm = FusedRMSNorm(layer.post_attention_layernorm)
-        self._mlp = FusedMLP(layer.mlp, dtype)
-
-    def __call__(self, inputs: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
-        """[B, F, 2 D] embeddings and features, side by side -> [B, F, D]; ``cache`` is open for these F positions."""
-        batch, new, width = inputs.shape
-        halves = inputs.view(batch, new, 2, width // 2)
-        normed = self._norms(halves).view(batch, new, width)
-        hidden = halves[:, :, 1] + self._attention(normed, positions, mask, cache)
-        found: Tensor = hidden + self._mlp(self._post_norm(hidden))
-        return found
-
-
 def followed(documents: Tensor) -> Tensor:
     """[B, T] bool: another token of the same document follows."""
     found = torch.zeros_like(documents, dtype=torch.bool)
@@ -172,11 +148,11 @@ def followed(documents: Tensor) -> Tensor:
     return found
 
 
-def drafting_places(reading: DraftTargets, ids: Tensor) -> tuple[Tensor, Tensor]:
+def drafting_places(draft_targets: DraftTargets, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Where any position drafts from: [B, S] places in the rows, and for every flat place its flat place in there."""
     rows, time = ids.shape
     used = torch.zeros(rows * time, dtype=torch.bool, device=ids.device)
-    used[reading.sources[reading.valid]] = True
+    used[draft_targets.source_idx[draft_targets.valid]] = True
     used = used.view(rows, time)
     most = int(used.sum(1).max())
     places = used.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
@@ -190,7 +166,6 @@ class Eagle3Config(DraftHeadConfig):
     """Settings of :class:`Eagle3Head`."""
 
     num_draft_tokens: int = 7
-    """Draft positions K: most drafts on a path."""
     ttt_steps: int = 7
     """Steps of the training-time test: how many of the K positions are trained. Deeper drafts read the layer's own
     output more often than it was trained for."""
@@ -208,18 +183,12 @@ class Eagle3Config(DraftHeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.num_draft_tokens <= 16:
-            raise ValueError(f"head.num_draft_tokens must be in [1, 16], got {self.num_draft_tokens}")
         if not 1 <= self.ttt_steps <= self.num_draft_tokens:
             raise ValueError(
                 f"head.ttt_steps must be in [1, head.num_draft_tokens={self.num_draft_tokens}], got {self.ttt_steps}"
             )
         if self.intermediate_size is not None and self.intermediate_size < 1:
             raise ValueError(f"head.intermediate_size must be at least 1 or null, got {self.intermediate_size}")
-
-    @property
-    def depth(self) -> int:
-        return self.num_draft_tokens
 
     @property
     def trained_positions(self) -> int:
@@ -231,27 +200,6 @@ class Eagle3Config(DraftHeadConfig):
 
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "Eagle3Head":
         return Eagle3Head(self, base, d2t)
-
-    def size(self, shape: ModelShape) -> HeadSize:
-        hidden_size, vocabulary = shape.hidden_size, self.drafted_ids(shape.vocab_size)
-        sources = 3 if self.layers is None else max(1, len(self.layers))
-        layer = shape.attention_parameters(2 * hidden_size)
-        layer += 3 * (self.intermediate_size or shape.intermediate_size) * hidden_size
-        layer += sources * hidden_size**2 + (4 + sources * self.norm_before_fc) * hidden_size
-        projections = vocabulary * hidden_size if self.own_lm_head else 0
-        return HeadSize(
-            parameters=layer + projections,
-            trainable=layer + projections,
-            positions=self.num_draft_tokens,
-            draft_vocab_size=vocabulary,
-            projections=projections,
-            feature_layers=sources if self.layers is None or self.layers else 0,
-            # Once the states and the feature; every step the normed inputs (2 D), q, k, v before and after rotation,
-            # attention's output and residual, gate, up, their product and activation (2.7 D each), norm and gradient.
-            activations_per_token=hidden_size * (2 * sources + 2 + 26 * self.ttt_steps),
-            # All but a step's inputs, its queries, keys and values, and what attention put out.
-            recomputable_per_token=18 * hidden_size * self.ttt_steps,
-        )
 
 
 @dataclass
@@ -273,15 +221,15 @@ class Eagle3Head(MultiPositionHead):
 
     def __init__(self, config: Eagle3Config, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
-        width, eps, device = base.hidden_size, norm_eps(base), base.device
+        width = base.hidden_size
         layers = published_layers(base.num_layers) if config.layers is None else tuple(config.layers)
         config.check_layers(base.num_layers)
         self.spec = FeatureSpec(layers=layers)
         sources = max(1, len(layers))
-        self.input_norm = HeadRMSNorm(sources * width, eps, device) if config.norm_before_fc else None
-        self.fc = nn.Linear(sources * width, width, bias=False, device=device)
+        self.input_norm = HeadRMSNorm(base, sources * width) if config.norm_before_fc else None
+        self.fc = nn.Linear(sources * width, width, bias=False, device=base.device)
         self.midlayer = EagleLayer(base, config.intermediate_size)
-        self.norm = HeadRMSNorm(width, eps, device)
+        self.norm = HeadRMSNorm(base)
         self.lm_head: nn.Linear | None = None
         if config.own_lm_head:
             self.lm_head = nn.Linear(width, len(self.d2t), bias=False, device="meta")
@@ -289,7 +237,7 @@ class Eagle3Head(MultiPositionHead):
             # Scaled here and not capped: checkpoints have no place for either.
             self.lm_head.weight = nn.Parameter(rows * self.target_lm_head.scale)
         self._start_as_base(layers.index(max(layers)) if layers else None)
-        self._packed: _Packed | None = None
+        self._shared = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype)
 
     @torch.no_grad()
     def _start_as_base(self, deepest: int | None) -> None:
@@ -306,10 +254,10 @@ class Eagle3Head(MultiPositionHead):
         self.norm.weight.copy_(scale.square().mean().sqrt() if deepest is None else scale)
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        return [(self.midlayer, "step_states"), (self.midlayer, "behind")]
+        return [(self.midlayer, "step_states"), (self.midlayer, "add_mlp")]
 
-    def invalidate(self) -> None:
-        self._packed = None
+    def num_calls(self, name: str) -> int:
+        return self.config.ttt_steps if name.startswith("midlayer.") else 1
 
     def output_head(self, k: int) -> LMHead:
         return self.target_lm_head if self.lm_head is None else LMHead(weight=self.lm_head.weight)
@@ -317,6 +265,11 @@ class Eagle3Head(MultiPositionHead):
     def _read(self, features: Features) -> Tensor:
         """[..., sources * D] the base's states that make the feature."""
         return (features.final if features.layers is None else features.layers).to(self.fc.weight.dtype)
+
+    def fuse(self, read: Tensor) -> Tensor:
+        """[..., sources * D] -> [..., D] features."""
+        feature: Tensor = self.fc(read if self.input_norm is None else self.input_norm(read))
+        return feature
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The base's embeddings, frozen: [...] -> [..., D]."""
@@ -326,17 +279,18 @@ class Eagle3Head(MultiPositionHead):
 
     @torch.inference_mode()
     def init_state(self, batch: int) -> EagleState:
-        shape, weight = self.midlayer.self_attn.shape, self.fc.weight
-        memory = LayerKVCache(self.packed().layer, shape.cache_shape(weight.dtype, weight.device))
-        feature = weight.new_full((batch, shape.width), torch.nan)
-        return EagleState(text=PendingInputs.none(memory, batch, weight.new_empty(2 * shape.width)), feature=feature)
+        weight, width = self.fc.weight, self.base.hidden_size
+        shape = self.midlayer.self_attn.cache_shape(weight.dtype, weight.device)
+        cache = LayerKVCache(self.inference().midlayer, shape)
+        text = PendingInputs.none(cache, batch, weight.new_empty(2 * width))
+        return EagleState(text=text, feature=weight.new_full((batch, width), torch.nan))
 
     @torch.inference_mode()
     def update(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
     ) -> EagleState:
         assert isinstance(state, EagleState) and features is not None
-        fused = self.packed().fuse(self._read(features))
+        fused = self.inference().fuse(self._read(features))
         before, paired = fused[:, :-1], counts
         if state.started:
             before = torch.cat([state.feature[:, None], before], 1)
@@ -350,23 +304,17 @@ class Eagle3Head(MultiPositionHead):
         assert isinstance(state, EagleState)
         return _EagleDraftPass(self, state, last_token)
 
-    def packed(self) -> "_Packed":
-        """The head in a form that drafts fast; made anew after training."""
-        if self._packed is None:
-            self._packed = _Packed(self)
-        return self._packed
-
     # Training ------------------------------------------------------------------------------------------------
 
-    def position_hidden(self, batch: TrainBatch, features: Features, reading: DraftTargets) -> Tensor:
-        steps, (_, time) = len(reading.valid), batch.input_ids.shape
-        if len(reading.target_idx) == 0:
+    def position_hidden(self, batch: TrainBatch, features: Features, draft_targets: DraftTargets) -> Tensor:
+        steps, (_, time) = len(draft_targets.valid), batch.input_ids.shape
+        if len(draft_targets.target_idx) == 0:
             return self.fc.weight.new_zeros(steps, 0, self.base.hidden_size)
         read = self._read(features)
         # Where no token of the document follows there is no pair, and the states may be NaN.
         read = torch.where(followed(batch.document_ids)[..., None], read, 0.0)
-        feature: Tensor = self.fc(read if self.input_norm is None else self.input_norm(read))
-        places, slots = drafting_places(reading, batch.input_ids)
+        feature = self.fuse(read)
+        places, slots = drafting_places(draft_targets, batch.input_ids)
         row_starts = torch.arange(len(places), device=places.device)[:, None] * time
         flat = batch.input_ids.flatten()
 
@@ -376,7 +324,10 @@ class Eagle3Head(MultiPositionHead):
         mask = document_mask(batch.document_ids, feature.dtype)
         found = self.midlayer.unroll(feature, embedded, batch.position_ids, mask, places, steps, self._feature)
         return torch.stack(
-            [self.norm(out.flatten(0, 1)[slots[sources]]) for out, sources in zip(found, reading.sources, strict=True)]
+            [
+                self.norm(out.flatten(0, 1)[slots[sources]])
+                for out, sources in zip(found, draft_targets.source_idx, strict=True)
+            ]
         )
 
     def _feature(self, out: Tensor) -> Tensor:
@@ -393,28 +344,6 @@ def published_layers(count: int) -> tuple[int, int, int]:
     return min(2, count), count // 2, max(0, count - 3)
 
 
-class _Packed:
-    """Copies of a head's weights for drafting."""
-
-    def __init__(self, head: Eagle3Head) -> None:
-        dtype = head.config.copy_dtype
-        self.layer = PackedEagleLayer(head.midlayer, dtype)
-        self.input_norm = None if head.input_norm is None else FusedRMSNorm(head.input_norm)
-        self.norm = FusedRMSNorm(head.norm)
-        self._fc = inference_linear(head.fc.weight, dtype=dtype)
-        self._output = head.output_head(0)
-        self._lm_head = inference_linear(self._output.weight, dtype=dtype)
-
-    def fuse(self, read: Tensor) -> Tensor:
-        """[B, T, sources * D] -> [B, T, D] features."""
-        fused: Tensor = self._fc(read if self.input_norm is None else self.input_norm(read))
-        return fused
-
-    def logits(self, normed: Tensor) -> Tensor:
-        """[B, F, D] -> [B, F, W]."""
-        return self._output.scale_and_cap(self._lm_head(normed.to(self._output.weight.dtype)))
-
-
 class _EagleDraftPass:
     """Every level reads its parents' outputs as features."""
 
@@ -424,15 +353,16 @@ class _EagleDraftPass:
 
     def root(self) -> Tensor:
         pair = torch.cat([self._head.embed(self._last), self._state.feature], -1)
-        return self._logits(self._state.text.memory.read_with(self._state.text, pair)[:, None])
+        return self._logits(self._state.text.cache.prefill_with(self._state.text, pair)[:, None])
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         rows = torch.arange(len(parents), device=parents.device)[:, None]
         pairs = torch.cat([self._head.embed(tokens), self._above[rows, parents]], -1)
-        return self._logits(self._state.text.memory.extend(pairs, parents))
+        return self._logits(self._state.text.cache.extend(pairs, parents))
 
     def _logits(self, out: Tensor) -> Tensor:
-        packed = self._head.packed()
-        normed = packed.norm(out)
-        self._above = normed if self._head.config.norm_output else out
-        return packed.logits(normed)
+        head = self._head.inference()
+        normed: Tensor = head.norm(out)
+        self._above = normed if head.config.norm_output else out
+        logits: Tensor = head._shared.logits(normed) if head.lm_head is None else head.lm_head(normed)
+        return logits

@@ -23,19 +23,16 @@ from torch import Tensor, nn
 from drafthead.data.batch import Features, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.base.shape import ModelShape
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.contract import DraftConfig, DraftState
-from drafthead.models.heads.common.attention_layer import HeadAttention, HeadMLP, HeadRMSNorm, Layer, norm_eps
-from drafthead.models.heads.common.contract import DraftHeadConfig, HeadSize
+from drafthead.models.heads.common.attention_layer import HeadAttention, HeadMLP, HeadRMSNorm
+from drafthead.models.heads.common.contract import DraftHeadConfig
 from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.heads.common.multi_position import HeadState, RecurrentDraftPass, RecurrentHead, States
 from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.kernels.attention import document_mask
-from drafthead.models.kernels.fused import FusedMLP, FusedRMSNorm
-from drafthead.models.kernels.linear import inference_copy
 
 
 @dataclass(kw_only=True)
@@ -43,7 +40,6 @@ class HydraConfig(DraftHeadConfig):
     """Settings of :class:`HydraHead`."""
 
     num_draft_tokens: int = 4
-    """Draft positions K."""
     num_layers: int = 1
     """Blocks per head (Hydra++: 4)."""
     prefix_layer: bool = False
@@ -55,14 +51,12 @@ class HydraConfig(DraftHeadConfig):
     projection_bias: bool = False
     """True: own projections have a bias, as in the weights that the authors released."""
     tie_blocks: bool = False
-    """True: the blocks behind a head's first are one, applied repeatedly, as in the reference code."""
+    """True: the blocks after a head's first are one, applied repeatedly, as in the reference code."""
     unit_embeddings: bool = False
     """True: embeddings are read at unit RMS (ours): learnt sooner where the base's are small."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.num_draft_tokens <= 16:
-            raise ValueError(f"head.num_draft_tokens must be in [1, 16], got {self.num_draft_tokens}")
         if not 1 <= self.num_layers <= 8:
             raise ValueError(f"head.num_layers must be in [1, 8], got {self.num_layers}")
         if not 0 <= self.dropout < 1:
@@ -70,34 +64,8 @@ class HydraConfig(DraftHeadConfig):
         if self.projection_bias and not self.own_lm_head:
             raise ValueError("head.projection_bias needs head.own_lm_head: true; the base's projection has none")
 
-    @property
-    def depth(self) -> int:
-        return self.num_draft_tokens
-
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "HydraHead":
         return HydraHead(self, base, d2t)
-
-    def size(self, shape: ModelShape) -> HeadSize:
-        heads, hidden_size, vocabulary = self.num_draft_tokens, shape.hidden_size, self.drafted_ids(shape.vocab_size)
-        further = min(self.num_layers - 1, 1) if self.tie_blocks else self.num_layers - 1
-        inputs = sum(k + 1 for k in range(1, heads + 1))  # widths that first blocks read, in D
-        blocks = 2 * (inputs * hidden_size + heads) * hidden_size + heads * further * (hidden_size + 1) * hidden_size
-        prefix = 0
-        if self.prefix_layer:  # attention, a gated MLP, three norms
-            prefix = shape.attention_parameters() + 3 * (shape.intermediate_size + 1) * hidden_size
-        projections = heads * vocabulary * (hidden_size + self.projection_bias) if self.own_lm_head else 0
-        return HeadSize(
-            parameters=blocks + prefix + projections,
-            trainable=blocks + prefix + projections,
-            positions=heads,
-            draft_vocab_size=vocabulary,
-            projections=projections,
-            # Per head: the masked state, the stacked output and its gradient; its embeddings and their side-by-side
-            # copy; per block both linear outputs, SiLU's and the sum.
-            activations_per_token=hidden_size
-            * (heads * (3 + 4 * self.num_layers) + 2 * inputs + 24 * self.prefix_layer),
-            recomputable_per_token=22 * hidden_size * self.prefix_layer,
-        )
 
 
 class FirstBlock(nn.Module):
@@ -144,34 +112,23 @@ class PrefixLayer(nn.Module):
 
     def __init__(self, base: BaseModel) -> None:
         super().__init__()
-        width, eps, device = base.hidden_size, norm_eps(base), base.device
-        self.input_layernorm = HeadRMSNorm(width, eps, device)
+        self.input_layernorm = HeadRMSNorm(base)
         self.self_attn = HeadAttention(base)
-        self.post_attention_layernorm = HeadRMSNorm(width, eps, device)
-        self.mlp = HeadMLP(width, base.model.config.intermediate_size, device)
-        self.norm = HeadRMSNorm(width, eps, device)
+        self.post_attention_layernorm = HeadRMSNorm(base)
+        self.mlp = HeadMLP(base)
+        self.norm = HeadRMSNorm(base)
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
         with torch.no_grad():
-            states = base.model.model.norm(torch.ones(1, width, dtype=base.dtype, device=device)).float()
+            states = base.model.model.norm(torch.ones_like(base.embedding[:1])).float()
             self.norm.weight.fill_(states.square().mean().sqrt())
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]; ``positions`` [B, T], ``mask`` [B, 1, T, T] additive."""
-        x = x + self.self_attn(self.input_layernorm(x), positions, mask)
+    def forward(
+        self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache | None = None
+    ) -> Tensor:
+        """[B, T, D] -> [B, T, D], with ``positions``, ``mask`` and ``cache`` as ``HeadAttention`` has them."""
+        x = x + self.self_attn(self.input_layernorm(x), positions, mask, cache)
         return cast(Tensor, self.norm(x + self.mlp(self.post_attention_layernorm(x))))
-
-    def inference(self, dtype: torch.dtype | None) -> Layer:
-        """The layer over a cache, with its weights packed as ``dtype`` where that is possible (a copy)."""
-        attention, mlp = self.self_attn.inference(dtype), FusedMLP(self.mlp, dtype)
-        norms = self.input_layernorm, self.post_attention_layernorm, self.norm
-        input_norm, post_norm, norm = (FusedRMSNorm(part) for part in norms)
-
-        def layer(x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
-            x = x + attention(input_norm(x), positions, mask, cache)
-            return cast(Tensor, norm(x + mlp(post_norm(x))))
-
-        return layer
 
 
 @dataclass
@@ -197,16 +154,15 @@ class HydraHead(RecurrentHead):
         if config.projection_bias:
             # The bias is one more column, whose input is 1.
             first = replace(first, weight=F.pad(first.weight, (0, 1)))
-        self.projections = DraftLMHeads(first, config.num_draft_tokens if config.own_lm_head else 0, config.copy_dtype)
-        self._packed: nn.ModuleList | None = None
-        self._prefix_layer: Layer | None = None
+        self.projections = DraftLMHeads(
+            first, config.num_draft_tokens if config.own_lm_head else 0, config.inference_dtype
+        )
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [] if self.prefix is None else [(self.prefix, "forward")]
 
-    def invalidate(self) -> None:
-        self._packed = self._prefix_layer = None
-        super().invalidate()
+    def num_calls(self, name: str) -> int:
+        return self.config.num_layers - 1 if self.config.tie_blocks and name.endswith(".1.linear") else 1
 
     def output_head(self, k: int) -> LMHead:
         return self.projections.head(k)
@@ -226,10 +182,9 @@ class HydraHead(RecurrentHead):
         state = super().init_state(batch)
         if self.prefix is None:
             return state
-        if self._prefix_layer is None:
-            self._prefix_layer = self.prefix.inference(self.config.copy_dtype)
-        shape = self.prefix.self_attn.shape.cache_shape(self.dtype, self.base.device)
-        text = PendingInputs.none(LayerKVCache(self._prefix_layer, shape), batch, self.prefix.norm.weight)
+        layer, shape = self.inference().prefix, self.prefix.self_attn.cache_shape(self.dtype, self.base.device)
+        assert layer is not None
+        text = PendingInputs.none(LayerKVCache(layer, shape), batch, self.prefix.norm.weight)
         return HydraState(hidden=state.hidden, text=text)
 
     def update(
@@ -244,28 +199,26 @@ class HydraHead(RecurrentHead):
 
     def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> RecurrentDraftPass:
         if isinstance(state, HydraState):
-            state = HeadState(hidden=state.text.memory.read(state.text))
+            state = HeadState(hidden=state.text.cache.prefill(state.text))
         return super().start(state, last_token, draft_config)
 
     def first_states(self, hidden: Tensor) -> States:
         return (hidden,)
 
     def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
-        if self._packed is None:
-            self._packed = inference_copy(self.blocks, self.config.copy_dtype)
         x = torch.cat([states[0], self._embed(tokens)], -1)
-        return self.projections.logits(self._projected(self._packed[k](x)), k), (x,)
+        return self.projections.logits(self._projected(self.inference().blocks[k](x)), k), (x,)
 
     # Training ------------------------------------------------------------------------------------------------
 
-    def position_hidden(self, batch: TrainBatch, features: Features, reading: DraftTargets) -> Tensor:
+    def position_hidden(self, batch: TrainBatch, features: Features, draft_targets: DraftTargets) -> Tensor:
         final = features.final.to(self.dtype)
         if self.prefix is not None:
             # A kept feature is missing (NaN) where nobody read; zero times NaN would reach what does not see it.
             mask = document_mask(batch.document_ids, final.dtype)
             final = self.prefix(final.nan_to_num(), batch.position_ids, mask)
-        hidden, found = reading.at_sources(final), []
+        hidden, found = draft_targets.at_sources(final), []
         for k, blocks in enumerate(self.blocks):
-            embedded = [self._embed(reading.tokens(batch.input_ids, j + 1)[k]) for j in range(k + 1)]
+            embedded = [self._embed(draft_targets.tokens(batch.input_ids, j + 1)[k]) for j in range(k + 1)]
             found.append(self._projected(blocks(torch.cat([hidden[k], *embedded], -1))))
         return torch.stack(found)

@@ -9,7 +9,6 @@ Beyond the paper: trees, batches of rows, sampling, a reduced draft vocabulary, 
 
 Shape legend: B rows, T time, F frontier nodes, D width, W draft vocabulary.
 """
-# Early exit inside the target's own pass: its first layers draft, and verification goes on from what they put out.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,18 +20,14 @@ from drafthead.data.batch import Features, FeatureSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.base.layers import first_layers
-from drafthead.models.base.shape import ModelShape
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.contract import DraftConfig, DraftState, DynamicTree, Proposal
 from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingNodes, PendingTokens, TokenBuffer
 from drafthead.models.decoding.growth import DraftPass
-from drafthead.models.heads.common.attention_layer import HeadAttention, HeadRMSNorm, Layer, norm_eps
+from drafthead.models.heads.common.attention_layer import HeadAttention, HeadRMSNorm
 from drafthead.models.heads.common.autoregressive import AutoregressiveConfig, AutoregressiveHead
-from drafthead.models.heads.common.contract import HeadSize
 from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
-from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.kernels.attention import document_mask
-from drafthead.models.kernels.fused import FusedRMSNorm
 
 UNREAD = -1
 
@@ -41,12 +36,12 @@ class SharedPass:
     """One step's nodes in the first layers of the target."""
 
     def __init__(self, first: BaseModel, cache: KVCache | RaggedCache) -> None:
-        """Begin behind what is committed in the target's ``cache``; ``first`` is the target cut to its first layers."""
+        """Start after what is committed in the target's ``cache``; ``first`` is the target cut to its first layers."""
         self._model, self._cache = first, cache.first_layers(first.num_layers)
         self._tokens: list[Tensor] = []
         self._parents: list[Tensor] = []
         self._hidden: list[Tensor] = []
-        self._forest: PendingNodes | None = None
+        self._nodes: PendingNodes | None = None
         self._level = 0  # node where the level before starts
 
     def root(self, last_token: Tensor) -> Tensor:
@@ -60,11 +55,11 @@ class SharedPass:
 
     def _read(self, tokens: Tensor, above: Tensor | None) -> Tensor:
         rows, new = tokens.shape
-        forest = self._forest or PendingNodes.none(rows, tokens.device)
-        self._forest = forest.grown(rows, new, above)
+        forest = self._nodes or PendingNodes.none(rows, tokens.device)
+        self._nodes = forest.grown(rows, new, above)
         self._tokens.append(tokens)
         self._parents.append(torch.full_like(tokens, UNREAD) if above is None else above)
-        self._hidden.append(self._model.verify(tokens, self._forest.shape(), self._cache).final)
+        self._hidden.append(self._model.verify(tokens, self._nodes.shape(), self._cache).final)
         return self._hidden[-1]
 
     def finish(self, proposal: Proposal) -> PartialForward:
@@ -128,7 +123,7 @@ class KangarooConfig(AutoregressiveConfig):
     """Layers of the base that draft (the paper: 2 of 32 for 7B, 3 of 40 for 13B)."""
     num_draft_tokens: int = 6
     confidence_threshold: float = 0.6
-    """Nothing is drafted behind a draft with less confidence, unless a plan says otherwise; 0 never stops."""
+    """Nothing is drafted after a draft with less confidence, unless decoding sets another one; 0 never stops."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -144,19 +139,6 @@ class KangarooConfig(AutoregressiveConfig):
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "KangarooHead":
         return KangarooHead(self, base, d2t)
 
-    def size(self, shape: ModelShape) -> HeadSize:
-        adapter = shape.attention_parameters() + 2 * shape.hidden_size
-        return HeadSize(
-            parameters=adapter,
-            trainable=adapter,
-            positions=self.num_draft_tokens,
-            draft_vocab_size=self.drafted_ids(shape.vocab_size),
-            feature_layers=1,
-            # Both norms, q, k, v before and after rotation, the attention's output, the sum, its gradient.
-            activations_per_token=12 * shape.hidden_size,
-            recomputable_per_token=7 * shape.hidden_size,
-        )
-
 
 class KangarooHead(AutoregressiveHead):
     """An adapter over an exit state of the base."""
@@ -169,49 +151,34 @@ class KangarooHead(AutoregressiveHead):
         self.spec = FeatureSpec(layers=(config.exit_layer,))
         self.confidence_threshold = config.confidence_threshold
         self.early_exit_layers = config.exit_layer
-        self.input_layernorm = HeadRMSNorm(base.hidden_size, norm_eps(base), base.device)
+        self.input_layernorm = HeadRMSNorm(base)
         self.self_attn = HeadAttention(base)
-        self.norm = HeadRMSNorm(base.hidden_size, norm_eps(base), base.device)
+        self.norm = HeadRMSNorm(base)
         self._first = first_layers(base, config.exit_layer)
-        self._projections = DraftLMHeads(self.target_lm_head, 0, config.copy_dtype)
-        self._layer: Layer | None = None
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [(self.self_attn, "forward")]
 
-    def invalidate(self) -> None:
-        self._layer = None
-
     def hidden_states(self, batch: TrainBatch, features: Features) -> Tensor:
         # A kept feature is missing (NaN) where no token was read: there it has no value and no gradient.
-        x = features.layer(0).to(self.norm.weight.dtype).nan_to_num()
+        x = features.layer(0).to(self.dtype).nan_to_num()
         mask = document_mask(batch.document_ids, x.dtype)
-        attended: Tensor = self.self_attn(self.input_layernorm(x), batch.position_ids, mask)
-        normed: Tensor = self.norm(x + attended)
+        return self.adapter(x, batch.position_ids, mask)
+
+    def adapter(
+        self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache | None = None
+    ) -> Tensor:
+        """[B, T, D] exit states -> [B, T, D], with the arguments of ``HeadAttention``."""
+        normed: Tensor = self.norm(x + self.self_attn(self.input_layernorm(x), positions, mask, cache))
         return normed
 
     # Drafting ------------------------------------------------------------------------------------------------
 
-    def _inference_layer(self) -> Layer:
-        """The adapter as one function over a cache, packed for few rows where that is possible."""
-        if self._layer is None:
-            attention = self.self_attn.inference(self.config.copy_dtype)
-            input_norm, norm = FusedRMSNorm(self.input_layernorm), FusedRMSNorm(self.norm)
-
-            def adapter(x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
-                x = x.float()
-                normed: Tensor = norm(x + attention(input_norm(x), positions, mask, cache))
-                return normed
-
-            self._layer = adapter
-        return self._layer
-
     def init_state(self, batch: int) -> "KangarooState":
-        memory = LayerKVCache(
-            self._inference_layer(), self.self_attn.shape.cache_shape(torch.float32, self.base.device)
-        )
+        adapter, shape = self.inference().adapter, self.self_attn.cache_shape(torch.float32, self.base.device)
+        cache = LayerKVCache(lambda x, *rest: adapter(x.float(), *rest), shape)
         own = PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self._first))
-        return KangarooState(adapter=PendingInputs.none(memory, batch, self.norm.weight), own=own, target=None)
+        return KangarooState(adapter=PendingInputs.none(cache, batch, self.norm.weight), own=own, target=None)
 
     def attach(self, state: DraftState, cache: KVCache | RaggedCache) -> "KangarooState":
         assert isinstance(state, KangarooState)
@@ -237,7 +204,7 @@ class KangarooHead(AutoregressiveHead):
         else:
             text = state.own.text.append(last_token[:, None])
             shallow = CachedDraftPass(state.own.cache, text, draft_config, lambda hidden: hidden)
-        return _KangarooDraftPass(shallow, state.adapter, lambda hidden: self._projections.logits(hidden, 0))
+        return _KangarooDraftPass(shallow, state.adapter, self.projection.logits)
 
     def finish(self, draft_pass: DraftPass, proposal: Proposal) -> Proposal:
         assert isinstance(draft_pass, _KangarooDraftPass)
@@ -288,7 +255,7 @@ class _KangarooDraftPass:
         self.shallow, self._text, self._logits = shallow, text, logits
 
     def root(self) -> Tensor:
-        return self._logits(self._text.memory.read_with(self._text, self.shallow.root()[:, 0])[:, None])
+        return self._logits(self._text.cache.prefill_with(self._text, self.shallow.root()[:, 0])[:, None])
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self._logits(self._text.memory.extend(self.shallow.step(tokens, parents), parents))
+        return self._logits(self._text.cache.extend(self.shallow.step(tokens, parents), parents))

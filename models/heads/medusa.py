@@ -8,10 +8,9 @@ next-token head, and the projections can be cut to a draft vocabulary.
 
 ``reads_last_token`` goes beyond the paper: at drafting time ``x_{t+1}`` is already committed, but a Medusa head has to
 guess it again from ``h_t``. With the option the first block of every head also reads its embedding, as the first Hydra
-head does (2402.05109); the heads stay independent of each other, so drafting still is one pass. ``docs/log.md`` has
-what it buys.
+head does (2402.05109); the heads stay independent of each other, so drafting still is one pass.
 
-Shape legend: B batch, T time, N tree nodes, K heads, n selected positions, D width, W draft vocabulary.
+Shape legend: B batch, T time, K heads, n targets, D width, W draft vocabulary.
 """
 
 from collections.abc import Iterator
@@ -25,10 +24,9 @@ from torch import Tensor, nn
 from drafthead.data.batch import Features, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.base.shape import ModelShape
 from drafthead.models.decoding.contract import DraftConfig, DraftState
-from drafthead.models.heads.common.contract import DraftHeadConfig, HeadSize
-from drafthead.models.heads.common.lm_heads import DraftLMHeads, stack_logits
+from drafthead.models.heads.common.contract import DraftHeadConfig
+from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.heads.common.multi_position import HeadState, LastStateHead
 from drafthead.models.heads.common.targets import DraftTargets
 
@@ -37,8 +35,6 @@ from drafthead.models.heads.common.targets import DraftTargets
 class MedusaConfig(DraftHeadConfig):
     """Settings of :class:`MedusaHead`."""
 
-    num_draft_tokens: int = 5
-    """Draft positions K."""
     num_layers: int = 1
     """Residual blocks per head."""
     own_lm_head: bool = True
@@ -50,36 +46,13 @@ class MedusaConfig(DraftHeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.num_draft_tokens <= 16:
-            raise ValueError(f"head.num_draft_tokens must be in [1, 16], got {self.num_draft_tokens}")
         if self.tie_blocks and self.reads_last_token:
             raise ValueError("head.tie_blocks and head.reads_last_token exclude each other: the first block is wider")
         if not 1 <= self.num_layers <= 8:
             raise ValueError(f"head.num_layers must be in [1, 8], got {self.num_layers}")
 
-    @property
-    def depth(self) -> int:
-        return self.num_draft_tokens
-
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "MedusaHead":
         return MedusaHead(self, base, d2t)
-
-    def size(self, shape: ModelShape) -> HeadSize:
-        hidden_size, vocabulary = shape.hidden_size, self.drafted_ids(shape.vocab_size)
-        blocks = 1 if self.tie_blocks else self.num_layers
-        per_head = blocks * (hidden_size + 1) * hidden_size + self.reads_last_token * hidden_size**2
-        all_blocks = self.num_draft_tokens * per_head
-        projections = self.num_draft_tokens * vocabulary * hidden_size if self.own_lm_head else 0
-        return HeadSize(
-            parameters=all_blocks + projections,
-            trainable=all_blocks + projections,
-            positions=self.num_draft_tokens,
-            draft_vocab_size=vocabulary,
-            projections=projections,
-            # Per head: the gathered input, its masked copy, the stacked output and its gradient; per block: the
-            # linear's and SiLU's outputs.
-            activations_per_token=self.num_draft_tokens * hidden_size * (4 + 2 * self.num_layers),
-        )
 
 
 class ResBlock(nn.Module):
@@ -124,16 +97,19 @@ class MedusaHead(LastStateHead):
             for _ in range(config.num_draft_tokens)
         ).to(base.device)
         self.projections = DraftLMHeads(
-            self.target_lm_head, config.num_draft_tokens if config.own_lm_head else 0, config.copy_dtype
+            self.target_lm_head, config.num_draft_tokens if config.own_lm_head else 0, config.inference_dtype
         )
         self._stacks: list[tuple[Tensor, Tensor]] | None = None
 
     def invalidate(self) -> None:
-        self._stacks = None
         super().invalidate()
+        self._stacks = None
 
     def output_head(self, k: int) -> LMHead:
         return self.projections.head(k)
+
+    def num_calls(self, name: str) -> int:
+        return self.config.num_layers if self.config.tie_blocks else 1
 
     def _condition(self, last_token: Tensor) -> Tensor | None:
         """What the heads know of the last committed token: its embedding at unit RMS, [...] -> [..., D]."""
@@ -158,7 +134,7 @@ class MedusaHead(LastStateHead):
             read = x if layer or condition is None else torch.cat([x, condition], -1)
             read = read.expand(depth, -1, -1) if layer == 0 else read
             x = x + F.silu(torch.baddbmm(biases[:depth], read, weights[:depth]))
-        return stack_logits(self.projections, x.transpose(0, 1))
+        return self.projections.all_logits(x.transpose(0, 1))
 
     def _stacked_blocks(self) -> list[tuple[Tensor, Tensor]]:
         """Per block the weights [K, in, D] and biases [K, 1, D] of all heads: drafting is then one product a block."""
@@ -173,16 +149,16 @@ class MedusaHead(LastStateHead):
             ]
         return self._stacks
 
-    def position_hidden(self, batch: TrainBatch, features: Features, reading: DraftTargets) -> Tensor:
-        read = reading.at_sources(features.final).to(self.dtype)
-        condition = self._condition(reading.tokens(batch.input_ids, 1))
+    def position_hidden(self, batch: TrainBatch, features: Features, draft_targets: DraftTargets) -> Tensor:
+        read = draft_targets.at_sources(features.final).to(self.dtype)
+        condition = self._condition(draft_targets.tokens(batch.input_ids, 1))
         return torch.stack(
             [blocks(read[k], None if condition is None else condition[k]) for k, blocks in enumerate(self.blocks)]
         )
 
 
 class _MedusaDraftPass:
-    """Independent heads: all nodes of a level have the law of that level's head."""
+    """Independent heads: all nodes of a level have the distribution of that level's head."""
 
     def __init__(self, logits: Tensor) -> None:
         self._levels: Iterator[Tensor] = iter(logits.split(1, 1))  # type: ignore[no-untyped-call]

@@ -203,7 +203,7 @@ class Medusa2Head(MedusaHead):
         targets = Targets(
             ids=next_ids[valid],
             valid=torch.ones_like(next_ids[valid], dtype=torch.bool)[None],
-            teacher_hidden=untouched.final[valid] if distils else None,
+            target_hidden=untouched.final[valid] if distils else None,
             target_lm_head=self.base.lm_head if distils else None,
         )
         return heads_loss(

@@ -11,12 +11,11 @@ head is the base's next-token head.
 Shape legend: B batch, T time, F frontier nodes, K draft positions, n picked targets, m places, D base width, E inner
 width, W draft vocabulary.
 """
-# The recurrent cells of MLP speculators: what one more token makes of a state.
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +24,10 @@ from torch import Tensor, nn
 from drafthead.data.batch import Features, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.base.shape import ModelShape
-from drafthead.models.heads.common.contract import DraftHeadConfig, HeadSize
+from drafthead.models.heads.common.contract import DraftHeadConfig
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.heads.common.multi_position import RecurrentHead, States
 from drafthead.models.heads.common.targets import DraftTargets
-from drafthead.models.kernels.linear import inference_copy
 
 NORM_EPS = 1e-6
 GATES = ("forget", "input", "output", "cell")
@@ -143,7 +140,7 @@ def _at(modules: nn.ModuleList, k: int) -> nn.Module:
 
 
 def _start(cells: nn.Module, deviation: Callable[[torch.Size], float]) -> None:
-    """Weights of embeddings and projections from a normal law, as the reference code does; norms start as ones."""
+    """Normally distributed weights of embeddings and projections, as in the reference code; norms start as ones."""
     for module in cells.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, 0, deviation(module.weight.shape))
@@ -154,7 +151,6 @@ class MLPSpeculatorConfig(DraftHeadConfig):
     """Settings of :class:`MLPSpeculatorHead`."""
 
     num_draft_tokens: int = 3
-    """Draft positions K."""
     inner_dim: int = 0
     """Width E of the state; 0: the base's."""
     tie_weights: bool = False
@@ -187,36 +183,8 @@ class MLPSpeculatorConfig(DraftHeadConfig):
                 "head.tie_weights needs head.num_draft_tokens of at least 2: one position has nothing to share"
             )
 
-    @property
-    def depth(self) -> int:
-        return self.num_draft_tokens
-
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "MLPSpeculatorHead":
         return MLPSpeculatorHead(self, base, d2t)
-
-    def size(self, shape: ModelShape) -> HeadSize:
-        hidden_size, vocabulary = shape.hidden_size, self.drafted_ids(shape.vocab_size)
-        width = self.inner_dim or hidden_size
-        stages = 1 if self.tie_weights else self.num_draft_tokens
-        embedding = (shape.vocab_size if self.own_embedding else hidden_size) * width
-        if self.cell == "lstm":
-            embeddings = embedding * (1 if self.tie_lstm_embs else 4)
-            cells = embeddings + 4 * (hidden_size + width) * width + 2 * 2 * width
-        else:
-            projected = hidden_size + width * (1 if self.tie_weights else self.num_draft_tokens - 1)
-            cells = stages * (embedding + 2 * width) + projected * width
-        projections = stages * width * vocabulary if self.own_lm_head else 0
-        outputs = 0 if self.own_lm_head else stages * width * hidden_size
-        return HeadSize(
-            parameters=cells + outputs + projections,
-            trainable=cells + outputs + projections,
-            positions=self.num_draft_tokens,
-            draft_vocab_size=vocabulary,
-            projections=projections,
-            # RNN: embedding, mixture, normed, activated, and the picked state with its gradient; LSTM: three of these
-            # a gate, and the cell's.
-            activations_per_token=self.num_draft_tokens * width * (6 if self.cell == "rnn" else 20),
-        )
 
 
 class MLPSpeculatorHead(RecurrentHead):
@@ -244,16 +212,14 @@ class MLPSpeculatorHead(RecurrentHead):
         if config.own_lm_head:
             # Of a width of its own, so there is nothing to copy from the base.
             blank = torch.zeros(1, 1, device=base.device).expand(len(self.d2t), width)
-            self.projections = DraftLMHeads(LMHead(weight=blank), stages, config.copy_dtype)
+            self.projections = DraftLMHeads(LMHead(weight=blank), stages, config.inference_dtype)
             for weight in self.projections.weights:
                 nn.init.normal_(weight, 0, min(width, len(self.d2t) if config.cell == "lstm" else width) ** -0.5)
         else:
-            self.projections = DraftLMHeads(self.target_lm_head, 0, config.copy_dtype)
-        self._packed: _Modules | None = None
+            self.projections = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype)
 
-    def invalidate(self) -> None:
-        self._packed = None
-        super().invalidate()
+    def num_calls(self, name: str) -> int:
+        return self.depth if self.config.tie_weights else 1
 
     def output_head(self, k: int) -> LMHead:
         return self.projections.head(k)
@@ -267,39 +233,28 @@ class MLPSpeculatorHead(RecurrentHead):
         return states if self.config.own_lm_head else (*states, hidden)
 
     def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
-        if self._packed is None:
-            dtype = self.config.copy_dtype
-            self._packed = _Modules(inference_copy(self.cells, dtype), inference_copy(self.outputs, dtype))
-        states, read = _step(self._packed, k, states, tokens)
+        states, read = self.inference()._step(k, states, tokens)
         return self.projections.logits(read, k), states
 
-    def position_hidden(self, batch: TrainBatch, features: Features, reading: DraftTargets) -> Tensor:
+    def position_hidden(self, batch: TrainBatch, features: Features, draft_targets: DraftTargets) -> Tensor:
         ids, hidden = batch.input_ids.flatten(), features.final.flatten(0, 1)
-        starts = torch.unique(reading.sources[reading.valid])  # [m]
+        starts = torch.unique(draft_targets.source_idx[draft_targets.valid])  # [m]
         place = torch.zeros_like(ids)
         place[starts] = torch.arange(len(starts), device=ids.device)
-        modules = _Modules(self.cells, self.outputs)
         states, found = self.first_states(hidden[starts].to(self.dtype)), []
         for k in range(self.depth):
-            states, read = _step(modules, k, states, ids[(starts + k + 1).clamp(max=len(ids) - 1)])
-            found.append(read[place[reading.sources[k]]])
+            states, read = self._step(k, states, ids[(starts + k + 1).clamp(max=len(ids) - 1)])
+            found.append(read[place[draft_targets.source_idx[k]]])
         return torch.stack(found)
 
-
-class _Modules(NamedTuple):
-    cells: nn.Module
-    outputs: nn.ModuleList
-
-
-def _step(modules: _Modules, k: int, states: States, tokens: Tensor) -> tuple[States, Tensor]:
-    """The states after position k has read ``tokens``, and what its projection reads."""
-    if not len(modules.outputs):
-        states = modules.cells(k, states, tokens)
-        return states, states[0]
-    *state, hidden = states
-    states = (*modules.cells(k, tuple(state), tokens), hidden)
-    output = modules.outputs[min(k, len(modules.outputs) - 1)]
-    return states, hidden + output(states[0])
+    def _step(self, k: int, states: States, tokens: Tensor) -> tuple[States, Tensor]:
+        """The states after position k has read ``tokens``, and what its projection reads."""
+        if not len(self.outputs):
+            states = self.cells(k, states, tokens)
+            return states, states[0]
+        *state, hidden = states
+        states = (*self.cells(k, tuple(state), tokens), hidden)
+        return states, hidden + _at(self.outputs, k)(states[0])
 
 
 def _zeros(inputs: int, outputs: int) -> nn.Linear:

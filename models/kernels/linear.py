@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 
 class InferenceWeights(nn.Module):
-    """A module whose copies are void once its weights may change (``train``, ``eval``) or move (``to``, ``float``)."""
+    """Drops cached inference weights on ``.train()``, ``.eval()``, ``.to()`` and ``.float()``."""
 
     def invalidate(self) -> None:
-        """Drop copies of weights, and graphs that read them where they are; by default there are none."""
+        """Drop packed copies of weights, and graphs that read weights where they are."""
 
     def train(self, mode: bool = True) -> Self:
-        """As any module's; the copies are forgotten."""
         self.invalidate()
         super().train(mode)
         return self
@@ -160,13 +159,17 @@ def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None) -> int:
 
 
 def inference_copy(module: Any, dtype: torch.dtype | None = None) -> Any:
-    """``module`` for inference on few rows: shares all its weights, but has packed copies of its linear layers' ones.
+    """``module`` for inference on few rows, with packed copies of its linear layers' weights; all others are shared.
 
-    The copies are of ``dtype``, by default of their own. It is in evaluation mode, and void once those weights change.
+    Modules with a method ``inference(dtype)`` say themselves what takes their place. The copies are of ``dtype``, by
+    default of their own. The result is in evaluation mode, and void once those weights change.
     """
     if type(module) is nn.Linear:
         return inference_linear(module.weight, module.bias, dtype)
     twin = copy(module)
-    twin.__dict__["_modules"] = {name: inference_copy(child, dtype) for name, child in module._modules.items()}
+    twin.__dict__["_modules"] = {
+        name: child.inference(dtype) if hasattr(child, "inference") else inference_copy(child, dtype)
+        for name, child in module._modules.items()
+    }
     twin.__dict__["training"] = False
     return twin

@@ -14,7 +14,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.lora import LoraBase, LoraSettings
 from drafthead.models.base.shape import ModelShape
-from drafthead.models.heads.common.contract import HeadSize
+from drafthead.models.heads.common.size import HeadSize
 from drafthead.train.config import parse_run
 from drafthead.train.estimate import PhasePlan, plan, plan_of, render
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafthead.models.base.shape import ModelShape
-from drafthead.models.heads.common.contract import HeadSize
+from drafthead.models.heads.common.size import HeadSize
 from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.estimate import GATHERED_LAYERS, PhasePlan, Plan, ShardLayout, plan, plan_of, render, size
 
@@ -136,9 +136,11 @@ def test_a_trained_base_has_a_sharded_twin() -> None:
 
 def test_recomputable_is_less_than_all() -> None:
     for head in ("hydra_pp", "kangaroo", "eagle3"):
-        found = load(f"recipe={head}_smollm2").head_config().size(SHAPE)
+        run = load(f"recipe={head}_smollm2")
+        found = run.head_config().size(run.base.transformers_config())
         assert 0 < found.recomputable_per_token < found.activations_per_token
-    assert load("recipe=medusa_smollm2").head_config().size(SHAPE).recomputable_per_token == 0
+    run = load("recipe=medusa_smollm2")
+    assert run.head_config().size(run.base.transformers_config()).recomputable_per_token == 0
 
 
 def test_a_part_of_uneven_rows_is_rounded_up() -> None:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import Features, LossOutput, TrainBatch
+from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
+from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.heads.common.losses import LossConfig, heads_loss, loss_output
 from drafthead.models.heads.common.targets import DraftTargets, rank_of
 
@@ -22,18 +24,6 @@ from drafthead.models.heads.common.targets import DraftTargets, rank_of
 @dataclass(kw_only=True)
 class AutoregressiveConfig(DraftHeadConfig):
     """Settings that all such heads have."""
-
-    num_draft_tokens: int
-    """Most drafts on a path."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.num_draft_tokens <= 16:
-            raise ValueError(f"head.num_draft_tokens must be in [1, 16], got {self.num_draft_tokens}")
-
-    @property
-    def depth(self) -> int:
-        return self.num_draft_tokens
 
     @property
     def trained_positions(self) -> int:
@@ -47,14 +37,17 @@ class AutoregressiveHead(DraftHead):
     def hidden_states(self, batch: TrainBatch, features: Features) -> Tensor:
         """[B, T, D] what the projection reads after every token; a token sees its own document only."""
 
+    def __init__(self, config: AutoregressiveConfig, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__(config, base, d2t)
+        self.projection = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype)
+
     def output_head(self, k: int) -> LMHead:
-        """The projection; the same for every draft position."""
         return self.target_lm_head
 
     def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
-        reading = DraftTargets.of(batch, 1)
-        targets = reading.targets(batch, features, self.t2d, self.target_lm_head)
-        hidden = self.hidden_states(batch, features).flatten(0, 1)[reading.target_idx - 1]
+        draft_targets = DraftTargets.of(batch, 1)
+        targets = draft_targets.loss_targets(batch, features, self.t2d, self.target_lm_head)
+        hidden = self.hidden_states(batch, features).flatten(0, 1)[draft_targets.target_idx - 1]
         loss_sum, stats = heads_loss(hidden[None], [self.output_head(0)], targets, config)
         return loss_output(loss_sum, stats.expand(self.depth, -1), training=torch.is_grad_enabled())
 

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from drafthead.data.batch import Features, LossOutput, TrainBatch
 from drafthead.data.utils.config import schema
@@ -27,7 +28,7 @@ from drafthead.data.utils.files import atomic_rename, disk_errors, file_digest, 
 from drafthead.models.base import adapter
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import ADAPTER
-from drafthead.models.base.shape import ModelShape
+from drafthead.models.base.lm_head import LMHead
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.heads.common.files import (
     FORMAT,
@@ -41,36 +42,19 @@ from drafthead.models.heads.common.files import (
     resolve_folder,
 )
 from drafthead.models.heads.common.losses import LossConfig
-from drafthead.models.kernels.linear import InferenceWeights
+from drafthead.models.heads.common.size import HeadSize, head_size
+from drafthead.models.kernels.linear import InferenceWeights, inference_copy
 from drafthead.models.token_tree import TokenTree
 
 PACKAGE = "drafthead.models.heads"
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadSize:
-    """Sizes of a head, known from its settings alone: what ``mode=plan`` adds up."""
-
-    parameters: int
-    """All parameters the head keeps, frozen ones that it shares with the base not counted."""
-    trainable: int
-    positions: int
-    """Draft positions K."""
-    draft_vocab_size: int
-    projections: int = 0
-    """Trainable parameters of the vocabulary projections, whose gradients the chunked loss makes itself."""
-    feature_layers: int = 0
-    """Hidden states of the base that it reads besides the final one."""
-    activations_per_token: int = 0
-    """Values a token keeps for the backward pass. Medusa with L blocks: ``K D (4 + 2 L)``."""
-    recomputable_per_token: int = 0
-    """Of these, what activation checkpointing computes again."""
 
 
 @dataclass(kw_only=True)
 class DraftHeadConfig(ABC):
     """Settings of a head. A module of ``models/heads/`` has one subclass, and recipes name it by ``head_type``."""
 
+    num_draft_tokens: int = 5
+    """Draft positions K: the most drafts on a path."""
     draft_vocab_size: int | None = None
     """Ids the head can draft: the most frequent ones of the generated corpus; None drafts over the whole vocabulary."""
     draft_dtype: str | None = None
@@ -78,9 +62,11 @@ class DraftHeadConfig(ABC):
     them, so exact rules stay exact; drafts near a tie may differ. null: as trained, in float32."""
 
     trains_base: ClassVar[bool] = False
-    """Whether its heads can train the base along (``DraftHead.train_base``)."""
+    """Whether its heads can train the base, too (``DraftHead.train_base``)."""
 
     def __post_init__(self) -> None:
+        if not 1 <= self.num_draft_tokens <= 16:
+            raise ValueError(f"head.num_draft_tokens must be in [1, 16], got {self.num_draft_tokens}")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
             raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
         if self.draft_dtype not in (None, "bfloat16"):
@@ -92,13 +78,13 @@ class DraftHeadConfig(ABC):
         return type(self).__module__.rpartition(".")[2]
 
     @property
-    @abstractmethod
     def depth(self) -> int:
-        """Draft positions K the head can fill."""
+        """Draft positions K."""
+        return self.num_draft_tokens
 
     @property
-    def copy_dtype(self) -> torch.dtype | None:
-        """Of the copies that the head drafts with; None: of its weights."""
+    def inference_dtype(self) -> torch.dtype | None:
+        """Of the weights that it drafts with; None: as they are."""
         return torch.bfloat16 if self.draft_dtype else None
 
     @property
@@ -111,20 +97,16 @@ class DraftHeadConfig(ABC):
         return min(self.draft_vocab_size or vocab_size, vocab_size)
 
     def check_layers(self, num_layers: int) -> None:
-        """Refuse settings that a base with so many layers cannot serve.
-
-        Raises:
-            UserError: they name a layer that it has not.
-        """
+        """Refuse settings that name a layer which a base of so many does not have (UserError)."""
         return
 
     @abstractmethod
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":
         """The untrained head for ``base``; ``d2t`` ([W] int64) lists the draft vocabulary's target ids."""
 
-    @abstractmethod
-    def size(self, shape: ModelShape) -> HeadSize:
-        """Sizes on a base of that shape; no weights are made."""
+    def size(self, settings: PreTrainedConfig) -> HeadSize:
+        """Sizes on a base of transformers' ``settings``; no weights are made."""
+        return head_size(self, settings)
 
 
 class DraftHead(InferenceWeights, StepwiseDrafter):
@@ -138,14 +120,15 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         self.tree: TokenTree | None = None
         """The tree calibrated for it; None until evaluation has chosen one."""
         self.progress = 0.0
-        """Part of the phase that will be done after the current step, in (0, 1]; the loop sets it."""
-        ids = torch.arange(base.vocab_size) if d2t is None else d2t.to(torch.int64)
+        """Part of the phase that is done after the current step, in (0, 1]; the trainer sets it."""
+        self._inference: tuple[Self] | None = None  # in a tuple, it is no part of this module
+        ids = torch.arange(base.vocab_size, device="cpu") if d2t is None else d2t.to(torch.int64)
         if len(ids) == 0 or int(ids.max()) >= base.vocab_size or int(ids.min()) < 0:
             raise UserError(f"the draft vocabulary must hold ids in [0, {base.vocab_size}), got {ids.tolist()[:4]}...")
         self.d2t: Tensor
         self.register_buffer("d2t", ids.to(base.device))
-        t2d = torch.full((base.vocab_size,), -1, dtype=torch.int64)
-        t2d[ids] = torch.arange(len(ids))
+        t2d = torch.full((base.vocab_size,), -1, dtype=torch.int64, device="cpu")
+        t2d[ids] = torch.arange(len(ids), device="cpu")
         self.t2d: Tensor
         self.register_buffer("t2d", t2d.to(base.device), persistent=False)
         self.target_lm_head = base.lm_head if d2t is None else base.lm_head.rows(self.d2t)
@@ -167,6 +150,24 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
     def vocab_size(self) -> int:
         return self.base.vocab_size
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the head's weights."""
+        return next(self.parameters()).dtype
+
+    def inference(self) -> Self:
+        """The head with packed copies of its weights, to draft with; made anew after training."""
+        if self._inference is None:
+            self._inference = (inference_copy(self, self.config.inference_dtype),)
+        return self._inference[0]
+
+    def invalidate(self) -> None:
+        self._inference = None
+
+    @abstractmethod
+    def output_head(self, k: int) -> LMHead:
+        """The vocabulary projection of draft position k (0-based)."""
+
     @abstractmethod
     def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
         """Summed loss and metrics over the batch's trained tokens."""
@@ -181,19 +182,19 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         """
 
     def train_base(self, now: bool) -> None:
-        """Make ready to train the base along; ``now`` says whether the next phase does.
-
-        Raises:
-            UserError: this head, or this base, cannot.
-        """
+        """Make ready to train the base, too; ``now`` says whether the next phase does."""
         raise UserError(f"{type(self).__name__} cannot train its base; set phases.*.train_base=false")
 
     def lr_mult(self, parameter: nn.Parameter) -> float:
-        """Learning rate of a parameter over the phase's."""
+        """What the phase's learning rate is multiplied by for a parameter."""
         return 1.0
 
+    def num_calls(self, name: str) -> int:
+        """How often training calls the module of that name for a token; more than once where weights are shared."""
+        return 1
+
     def decoders(self) -> list[nn.Module]:
-        """Stacks of frozen layers that training runs: the base's, and its trained twin where there is one."""
+        """Stacks of base layers that training runs: the frozen ones, and those with adapters where there are any."""
         return [self.base.model.model]
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
@@ -214,10 +215,10 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
             "draft_vocab": None if len(self.d2t) == len(self.t2d) else len(self.d2t),
         }
         with disk_errors("the head", folder):
-            aside = folder / ".model.safetensors.tmp"
-            save_file({k: v.detach().contiguous().cpu() for k, v in self.saved_weights().items()}, aside)
-            config["weights_sha256"] = file_digest(aside)
-            atomic_rename(aside, folder / "model.safetensors")
+            tmp_path = folder / ".model.safetensors.tmp"
+            save_file({k: v.detach().contiguous().cpu() for k, v in self.saved_weights().items()}, tmp_path)
+            config["weights_sha256"] = file_digest(tmp_path)
+            atomic_rename(tmp_path, folder / "model.safetensors")
             write_json(folder / "config.json", config)
         if self.tree is not None:
             choices = [list(path) for path in self.tree.paths[1:]]
@@ -237,11 +238,7 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, base: BaseModel, revision: str | None = None) -> Self:
-        """Load a head from a folder or a Hub repository and attach it to ``base``.
-
-        Raises:
-            UserError: nothing there, a damaged file, settings or a tree that do not fit, another base than the head's.
-        """
+        """Load a head from a folder or a Hub repository and attach it to ``base``; a UserError says what is wrong."""
         folder = resolve_folder(name, revision)
         config = read_head_config(folder)
         check_base(folder, config["base"], base)

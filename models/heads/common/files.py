@@ -13,7 +13,6 @@ from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import file_digest, read_json, safe_join
 from drafthead.data.utils.hub import fetch, refuse_pickles
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.shape import ModelShape
 from drafthead.models.token_tree import TokenTree
 
 if TYPE_CHECKING:
@@ -21,18 +20,14 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 """Format 1 names the head by the path of a class (``head``), format 2 by its type (``head_type``)."""
-SLACK = 10_000_000
+EXTRA_PARAMETERS = 10_000_000
 """Parameters that a head may have besides twice those in its file: what it takes from the base, and no bomb."""
-MOST_NODES, MOST_RANKS = 4096, 1 << 16
-"""Of a tree that is read: more nodes than a pass could verify, more candidates than a head could offer."""
+MAX_NODES, MAX_RANKS = 4096, 1 << 16
+"""Of a tree that is read: more nodes than a pass could verify, more candidates than a head could draft."""
 
 
 def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
-    """A local folder as it is, a Hub repository downloaded.
-
-    Raises:
-        UserError: neither exists, or the repository holds weights only as pickles.
-    """
+    """A local folder as it is, a Hub repository downloaded."""
     path = Path(name)
     if path.is_dir():
         return path
@@ -44,11 +39,7 @@ def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
 
 
 def read_head_config(folder: Path) -> dict[str, Any]:
-    """The checked ``config.json`` of a saved head (no weights are read).
-
-    Raises:
-        UserError: not a head of ours, or of a newer format.
-    """
+    """The checked ``config.json`` of a saved head (no weights are read)."""
     config = read_json(safe_join(folder, "config.json"))
     kinds = {"format": int, "head_type": str, "settings": dict, "base": dict, "draft_vocab": int}
     if isinstance(config, dict) and "head" in config:
@@ -70,14 +61,15 @@ def read_head_config(folder: Path) -> dict[str, Any]:
 
 
 def check_settings(folder: Path, config: "DraftHeadConfig", weights: dict[str, Tensor], base: BaseModel) -> None:
-    """Refuse settings that speak of far more parameters than the file has, before memory is taken for them.
-
-    Raises:
-        UserError: they do.
-    """
-    named = config.size(ModelShape.from_config(base.model.config)).parameters
+    """Refuse settings that speak of far more parameters than the file has, before memory is taken for them."""
+    try:
+        named = config.size(base.model.config).parameters
+    except UserError:
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"{folder}/config.json has bad settings ({one_line(error)}); copy the head again") from None
     stored = sum(tensor.numel() for tensor in weights.values())
-    if named > 2 * stored + SLACK:
+    if named > 2 * stored + EXTRA_PARAMETERS:
         raise UserError(
             f"{folder}/model.safetensors does not fit its config: its settings name {named:,} parameters, the file has "
             f"{stored:,}; copy the head again"
@@ -85,18 +77,14 @@ def check_settings(folder: Path, config: "DraftHeadConfig", weights: dict[str, T
 
 
 def read_tree(path: Path, depth: int) -> TokenTree:
-    """The tree in a ``tree.json``.
-
-    Raises:
-        UserError: no such file, no tree in it, or one deeper than the ``depth`` positions that the head drafts.
-    """
+    """The tree in a ``tree.json``."""
     content = read_json(safe_join(path.parent, path.name))
     try:
         choices = content["choices"]
-        if not all(isinstance(c, list) and all(type(rank) is int and rank < MOST_RANKS for rank in c) for c in choices):
-            raise ValueError(f"a path is a list of ranks, whole numbers below {MOST_RANKS}")
-        if len(choices) > MOST_NODES:
-            raise ValueError(f"it has {len(choices)} nodes, at most {MOST_NODES} are read")
+        if not all(isinstance(c, list) and all(type(rank) is int and rank < MAX_RANKS for rank in c) for c in choices):
+            raise ValueError(f"a path is a list of ranks, whole numbers below {MAX_RANKS}")
+        if len(choices) > MAX_NODES:
+            raise ValueError(f"it has {len(choices)} nodes, at most {MAX_NODES} are read")
         tree = TokenTree.from_paths([tuple(c) for c in choices])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is no tree.json ({error}); it needs choices: a list of rank paths") from None
@@ -108,11 +96,7 @@ def read_tree(path: Path, depth: int) -> TokenTree:
 
 
 def read_threshold(path: Path, default: float) -> float:
-    """The confidence threshold in a ``tree.json``, ``default`` where it has none.
-
-    Raises:
-        UserError: it is no threshold.
-    """
+    """The confidence threshold in a ``tree.json``, ``default`` where it has none."""
     content = read_json(safe_join(path.parent, path.name))
     found = content.get("confidence_threshold", default) if isinstance(content, dict) else content
     if not isinstance(found, int | float) or not 0 <= found < 1:
@@ -128,9 +112,6 @@ def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]
     Args:
         folder: of the head.
         checksum: the sha256 that the file must have; None for heads that state none.
-
-    Raises:
-        UserError: no file, a damaged one, or pickles alone.
     """
     path = safe_join(folder, "model.safetensors")
     if not path.exists():
@@ -148,11 +129,7 @@ def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]
 
 
 def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], vocab_size: int) -> Tensor | None:
-    """[W] int64: the ids of a saved head's draft vocabulary; None when it drafts over the whole one.
-
-    Raises:
-        UserError: they are no ids, or not as many as the config says.
-    """
+    """[W] int64: the ids of a saved head's draft vocabulary; None when it drafts over the whole one."""
     count = config["draft_vocab"]
     if count is None:
         return None
@@ -169,11 +146,7 @@ def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], 
 
 
 def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
-    """Compare the base that a head was ``trained`` for with ``base``.
-
-    Raises:
-        UserError: they differ.
-    """
+    """Compare the base that a head was ``trained`` for with ``base``."""
     actual = base.identity()
     for key in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
         if trained.get(key) != actual[key]:

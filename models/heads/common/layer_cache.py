@@ -18,7 +18,7 @@ from drafthead.models.decoding.draft_cache import ROW_BY_ROW, PendingNodes, rewi
 from drafthead.models.heads.common.attention_layer import Layer
 
 INITIAL_CAPACITY = 256
-"""Positions to begin with, behind what is read first; doubled when they run out."""
+"""Positions to begin with, after what is read first; doubled when they run out."""
 
 
 class LayerKVCache:
@@ -27,11 +27,11 @@ class LayerKVCache:
     def __init__(self, layer: Layer, shape: CacheShape) -> None:
         self.layer, self._shape = layer, shape
         self._cache: KVCache | RaggedCache | None = None
-        self._forest = PendingNodes.none(0, shape.device)
+        self._nodes = PendingNodes.none(0, shape.device)
         self._depth = self._width = 0  # of the nodes that are pending
-        self._up_to: PendingInputs | None = None
+        self.text: PendingInputs | None = None
         """The text that was read last, all of its unread positions included."""
-        self._last: Tensor | None = None
+        self._last_out: Tensor | None = None
         """What the layer put out after that text; None when it was read together with a root."""
 
     def select(self, rows: list[int]) -> "LayerKVCache":
@@ -42,60 +42,44 @@ class LayerKVCache:
             chosen._cache = self._cache.select(rows)
         return chosen
 
-    def read(self, text: "PendingInputs") -> Tensor:
+    def prefill(self, text: "PendingInputs") -> Tensor:
         """Read what ``text`` has not read yet; [B, D] after every row's last position."""
-        if self._up_to is not text or self._last is None:
-            self._last = self._read(text.unread, text.lengths, text.counts)
-            self._up_to = text
+        if self.text is not text or self._last_out is None:
+            self._last_out = self._forward(text.unread, text.lengths, text.counts)
+            self.text = text
         else:
-            assert self._cache is not None  # a root or nodes may stand behind the text
+            assert self._cache is not None  # a root or nodes may stand after the text
             rewind(self._cache, text.lengths + text.counts)
             self._forget_nodes(len(text.counts))
-        return self._last
+        return self._last_out
 
-    def catch_up(self, text: "PendingInputs") -> None:
-        """Read what ``text`` has not read yet, if nobody has."""
-        if self._up_to is not text:
-            self.read(text)
-
-    def read_with(self, text: "PendingInputs", root: Tensor) -> Tensor:
-        """Read what ``text`` has not read yet, and ``root`` ([B, I]) behind it; [B, D] after the root.
-
-        The root belongs to the drafting, not to the text.
-        """
-        if self._up_to is text:
-            return self._read(root[:, None], text.lengths + text.counts, torch.ones_like(text.counts))
+    def prefill_with(self, text: "PendingInputs", root: Tensor) -> Tensor:
+        """Read what ``text`` has not read yet and, as a draft node, the root ([B, I]) after it; [B, D] at the root."""
+        if self.text is text:
+            return self._forward(root[:, None], text.lengths + text.counts, torch.ones_like(text.counts))
         rows = torch.arange(len(root), device=root.device)
         inputs = torch.cat([text.unread, torch.zeros_like(root)[:, None]], 1)
         inputs[rows, text.counts] = root
-        self._up_to, self._last = text, None
-        return self._read(inputs, text.lengths, text.counts + 1)
+        self.text, self._last_out = text, None
+        return self._forward(inputs, text.lengths, text.counts + 1)
 
     def extend(self, inputs: Tensor, parents: Tensor) -> Tensor:
-        """Read one more level of nodes behind what was read last.
-
-        Args:
-            inputs: [B, F, I].
-            parents: [B, F] int64 each node's parent as its place on the level before.
-
-        Returns:
-            [B, F, D].
-        """
+        """Read one more level of nodes: inputs [B, F, I] -> [B, F, D]; ``parents`` [B, F] are places a level before."""
         cache = self._cache
         assert cache is not None
-        new, pending = inputs.shape[1], self._forest.ancestors.shape[1]
+        new, pending = inputs.shape[1], self._nodes.ancestors.shape[1]
         root = torch.zeros(1, 1, dtype=torch.int64, device=inputs.device)
-        self._make_room(cache.positions(root)[:, 0] + pending, new)
+        self._reserve(cache.positions(root)[:, 0] + pending, new)
         above = parents + (pending - self._width) if self._depth else None
-        self._forest = self._forest.grown(inputs.shape[0], new, above)
+        self._nodes = self._nodes.grown(inputs.shape[0], new, above)
         depths = torch.full((1, new), self._depth, device=inputs.device)
         self._depth, self._width = self._depth + 1, new
-        return self._run(inputs, depths, self._forest.ancestors[:, -new:])
+        return self._run(inputs, depths, self._nodes.ancestors[:, -new:])
 
-    def _read(self, inputs: Tensor, start: Tensor, counts: Tensor) -> Tensor:
-        """Inputs [B, P, I], of which ``counts`` count, behind the first ``start`` positions; [B, D] after the last."""
+    def _forward(self, inputs: Tensor, start: Tensor, counts: Tensor) -> Tensor:
+        """Inputs [B, P, I], of which ``counts`` count, after the first ``start`` positions; [B, D] after the last."""
         rows, new = inputs.shape[:2]
-        cache = self._make_room(start, new)
+        cache = self._reserve(start, new)
         self._forget_nodes(rows)
         chain = torch.ones(1, new, new, dtype=torch.bool, device=inputs.device).tril_()
         depths = torch.arange(new, device=inputs.device)[None]
@@ -113,7 +97,7 @@ class LayerKVCache:
         return last_valid(found, counts)
 
     def _forget_nodes(self, rows: int) -> None:
-        self._forest, self._depth, self._width = PendingNodes.none(rows, self._shape.device), 0, 0
+        self._nodes, self._depth, self._width = PendingNodes.none(rows, self._shape.device), 0, 0
 
     def _run(
         self, inputs: Tensor, depths: Tensor, ancestors: Tensor, cache: KVCache | RaggedCache | None = None
@@ -124,9 +108,9 @@ class LayerKVCache:
         cache.reserve(inputs.shape[1])
         return self.layer(inputs, positions, cache.mask(ancestors, self._shape.dtype), cache)
 
-    def _make_room(self, start: Tensor, new: int) -> KVCache | RaggedCache:
-        """A cache that holds ``new`` positions behind ``start``, made or enlarged."""
-        needed, old = int(start.max()) + new, self._cache  # a padded pass writes behind the shorter rows too
+    def _reserve(self, start: Tensor, new: int) -> KVCache | RaggedCache:
+        """A cache that holds ``new`` positions after ``start``, made or enlarged."""
+        needed, old = int(start.max()) + new, self._cache  # a padded pass writes after the shorter rows too
         if old is not None and old.capacity >= needed:
             return old
         capacity = needed + INITIAL_CAPACITY if old is None else 2 * needed
@@ -143,28 +127,28 @@ class LayerKVCache:
 class PendingInputs(DraftState):
     """How far a layer has read for one state, and what it has still to read. Never changed in place."""
 
-    memory: LayerKVCache
+    cache: LayerKVCache
     lengths: Tensor
     """[B] int64 positions before the unread ones."""
     unread: Tensor
-    """[B, P, I] inputs of the positions behind them; P may be 0."""
+    """[B, P, I] inputs of the positions after them; P may be 0."""
     counts: Tensor
     """[B] int64 how many of them count."""
 
     @classmethod
-    def none(cls, memory: LayerKVCache, rows: int, like: Tensor) -> "PendingInputs":
+    def none(cls, cache: LayerKVCache, rows: int, like: Tensor) -> "PendingInputs":
         """Nothing yet; inputs will be as wide as ``like`` ([..., I]), of its dtype and on its device."""
         zero = torch.zeros(rows, dtype=torch.int64, device=like.device)
-        return cls(memory=memory, lengths=zero, unread=like.new_zeros(rows, 0, like.shape[-1]), counts=zero)
+        return cls(cache=cache, lengths=zero, unread=like.new_zeros(rows, 0, like.shape[-1]), counts=zero)
 
     def append(self, inputs: Tensor, counts: Tensor | None) -> "PendingInputs":
         """With the inputs of more positions ([B, P, I]); those unread so far are read, if drafting has not done so."""
         if counts is None:
             counts = torch.full_like(self.lengths, inputs.shape[1])
         first = self.unread.shape[1] == 0
-        if not first:
-            self.memory.catch_up(self)
-        state = PendingInputs(memory=self.memory, lengths=self.lengths + self.counts, unread=inputs, counts=counts)
+        if not first and self.cache.text is not self:
+            self.cache.prefill(self)
+        state = PendingInputs(cache=self.cache, lengths=self.lengths + self.counts, unread=inputs, counts=counts)
         if first and inputs.shape[1]:
-            self.memory.read(state)  # the prompt: belongs to the prefill, and not to the first step
+            self.cache.prefill(state)  # the prompt: belongs to the prefill, and not to the first step
         return state

@@ -1,6 +1,6 @@
 """The vocabulary projections of a head's draft positions, in training and in drafting.
 
-Shape legend: B rows, F nodes, K draft positions, D width, W draft vocabulary.
+Shape legend: D width, W draft vocabulary.
 """
 
 import torch
@@ -16,44 +16,38 @@ class DraftLMHeads(InferenceWeights):
     Position k (0-based) reads projection k, or the last one there is.
     """
 
-    def __init__(self, target_lm_head: LMHead, count: int, copy_dtype: torch.dtype | None = None) -> None:
-        """Initialise ``count`` projections from ``target_lm_head``; drafting reads copies in ``copy_dtype``, if
-        given.
-        """
+    def __init__(self, target_lm_head: LMHead, count: int, draft_dtype: torch.dtype | None = None) -> None:
+        """Drafting reads copies in ``draft_dtype``, if given."""
         super().__init__()
-        self._copy_dtype = copy_dtype
+        self._draft_dtype = draft_dtype
         self.weights = nn.ParameterList(
             nn.Parameter(target_lm_head.weight.detach().float().clone()) for _ in range(count)
         )
-        self._teacher = target_lm_head
-        self._products: dict[int, nn.Module] = {}
+        self._target_lm_head = target_lm_head
+        self._packed: dict[int, nn.Module] = {}
 
     def invalidate(self) -> None:
-        self._products.clear()
+        self._packed.clear()
 
     def head(self, k: int) -> LMHead:
         """The projection of draft position k (0-based), with the base's scale and soft-cap."""
+        shared = self._target_lm_head
         if not len(self.weights):
-            return self._teacher
-        weight = self.weights[min(k, len(self.weights) - 1)]
-        return LMHead(weight=weight, scale=self._teacher.scale, softcap=self._teacher.softcap)
+            return shared
+        return LMHead(weight=self.weights[self._place(k)], scale=shared.scale, softcap=shared.softcap)
 
-    def logits(self, hidden: Tensor, k: int) -> Tensor:
+    def logits(self, hidden: Tensor, k: int = 0) -> Tensor:
         """Draft logits of position k (0-based), for inference: [..., D] -> [..., W]."""
-        place = min(k, max(0, len(self.weights) - 1))
-        if place not in self._products:
-            self._products[place] = inference_linear(self.head(place).weight, dtype=self._copy_dtype)
-        product = self._products[place]
-        return self._teacher.scale_and_cap(product(hidden.to(self.head(place).weight.dtype)))
+        place, weight = self._place(k), self.head(k).weight
+        if place not in self._packed:
+            self._packed[place] = inference_linear(weight, dtype=self._draft_dtype)
+        return self._target_lm_head.scale_and_cap(self._packed[place](hidden.to(weight.dtype)))
 
-    @property
-    def distinct(self) -> int:
-        """Different projections."""
-        return max(1, len(self.weights))
+    def all_logits(self, hidden: Tensor) -> Tensor:
+        """Draft logits of the first K positions at once, for inference: [B, K, D] -> [B, K, W]."""
+        if len(self.weights) <= 1:
+            return self.logits(hidden)
+        return torch.stack([self.logits(hidden[:, k], k) for k in range(hidden.shape[1])], 1)
 
-
-def stack_logits(projections: DraftLMHeads, hidden: Tensor) -> Tensor:
-    """Draft logits of the first K positions at once: [B, K, D] -> [B, K, W]."""
-    if projections.distinct == 1:
-        return projections.logits(hidden, 0)
-    return torch.stack([projections.logits(hidden[:, k], k) for k in range(hidden.shape[1])], 1)
+    def _place(self, k: int) -> int:
+        return min(k, max(0, len(self.weights) - 1))

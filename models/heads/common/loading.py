@@ -13,11 +13,7 @@ from drafthead.models.heads.common.files import read_head_config, resolve_folder
 
 
 def load_base(name: str, **settings: Any) -> BaseModel:
-    """A frozen base onto the GPU if there is one: hub id, folder or ``embedded:smollm2``; settings of ``BaseConfig``.
-
-    Raises:
-        UserError: it cannot be loaded, or its architecture is refused.
-    """
+    """A frozen base, on the GPU if there is one: hub id, folder or ``embedded:smollm2``; ``BaseConfig``'s settings."""
     return BaseModel.load(BaseConfig(name=name, **settings), default_device())
 
 
@@ -25,9 +21,6 @@ def load_head(name: str | Path, base: BaseModel | None = None, revision: str | N
     """A head from a folder or a Hub repository, attached to ``base``; without one, to the base that it names.
 
     ``revision`` is a branch, tag or commit of the repository; None is its newest commit.
-
-    Raises:
-        UserError: no head there, or one for another base.
     """
     folder = resolve_folder(name, revision)
     return DraftHead.from_pretrained(folder, base) if base else load_base_and_head(folder)[1]
@@ -39,9 +32,6 @@ def load_base_and_head(name: str | Path, base: BaseConfig | None = None) -> tupl
     Args:
         name: head folder or Hub repository.
         base: overrides; without a name (and not random) the base that the head was trained for is loaded.
-
-    Raises:
-        UserError: no head there, a base that cannot be loaded, or one that the head does not fit.
     """
     folder = resolve_folder(name)
     trained = read_head_config(folder)["base"]

@@ -1,8 +1,12 @@
 """Losses of draft heads, chunked so that a [tokens, vocabulary] matrix never exists whole.
 
-Shape legend: K draft positions, n target positions, D width, W draft vocabulary.
+q is the head's distribution and p the base's, both on the draft vocabulary, and ``alpha = sum_v min(p_v, q_v)`` at
+each target. p is renormalised on that vocabulary, because the base's mass outside it would cost its whole projection.
+So alpha is the acceptance rate of speculative sampling given that the base's token can be drafted. The true rate, with
+p as it is, is at most that; q = p maximises both.
+
+Shape legend: K draft positions, n target positions, c those of a chunk, D width, W draft vocabulary.
 """
-# The terms of a draft head's loss on one chunk of targets: their weights, values and analytic gradients.
 
 import math
 from collections.abc import Sequence
@@ -19,22 +23,21 @@ from drafthead.models.base.lm_head import LMHead
 SHARPNESS = 3.0
 """eta of the adaptive mixture, the best of the LK paper."""
 FLOOR = 1e-30
-"""Smallest alpha that is divided by; in float32 a sure teacher and a sure head that disagree have an alpha of 0."""
+"""Smallest alpha that is divided by; in float32 a sure base and a sure head that disagree have an alpha of 0."""
 STATS = ("accept", "ce", "count", "overlap", "known")
 """Sums per draft position: top-1 hits, cross-entropies of in-vocabulary targets, targets, min(p, q) (nan in training,
 where it would cost two passes over the logits for a metric), and in-vocabulary targets."""
 TERMS = ("ce", "kl", "tv", "lk", "lk_adaptive")
 
 
-@dataclass(kw_only=True)
-class TermWeights:
-    """Weights of the terms of a loss.
+CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
+"""Size of one chunk's float32 logits: within a CPU's last-level cache; large enough to fill a GPU. About three
+matrices of that size are alive at the peak."""
 
-    q is the head's law and p the base's, both on the draft vocabulary, and ``alpha = sum_v min(p_v, q_v)`` at each
-    target. p is renormalised on that vocabulary, because the base's mass outside it would cost its whole projection.
-    So alpha is the acceptance rate of speculative sampling given that the base's token can be drafted. The true rate,
-    with p as it is, is at most that; q = p maximises both.
-    """
+
+@dataclass(kw_only=True)
+class LossConfig:
+    """What a phase minimises: ``sum_k w_k (ce CE_k + kl KL_k + tv TV_k + ...)``, over trained tokens."""
 
     ce: float = 1.0
     """Weight of the hard cross-entropy against the corpus token. Targets outside the draft vocabulary add nothing."""
@@ -47,6 +50,10 @@ class TermWeights:
     lk_adaptive: float = 0.0
     """Weight of s KL + (1 - s) TV with s = exp(-3 alpha) held constant (2602.23881). s is that of each target; the
     authors' code takes the batch's mean alpha."""
+    decay: float = 0.8
+    """Weight w_k of draft position k is ``decay ** k``, k from 1 (Medusa, 2401.10774)."""
+    depth_weights: list[float] | None = None
+    """The weights w_k themselves, one per draft position; null takes ``decay``."""
 
     def __post_init__(self) -> None:
         for key in TERMS:
@@ -54,6 +61,11 @@ class TermWeights:
                 raise ValueError(f"loss.{key} must be >= 0, got {getattr(self, key)}")
         if not any(getattr(self, key) for key in TERMS):
             raise ValueError(f"loss.{', loss.'.join(TERMS)} are all 0: nothing would be trained; set one of them")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"loss.decay must be in (0, 1], got {self.decay}")
+        weights = self.depth_weights
+        if weights is not None and not (any(weights) and all(0 <= w < math.inf for w in weights)):
+            raise ValueError(f"loss.depth_weights must be >= 0 and not all 0, or null, got {list(weights)}")
 
     @property
     def reads_alpha(self) -> bool:
@@ -61,9 +73,20 @@ class TermWeights:
         return self.tv > 0 or self.lk > 0 or self.lk_adaptive > 0
 
     @property
-    def needs_teacher(self) -> bool:
+    def needs_target_probs(self) -> bool:
         """Whether a term compares with the base's distribution."""
         return self.kl > 0 or self.reads_alpha
+
+    def weights_of(self, depth: int) -> list[float]:
+        """The weight of each of ``depth`` draft positions; a UserError if ``depth_weights`` has another number."""
+        if self.depth_weights is None:
+            return [self.decay**k for k in range(1, depth + 1)]
+        if len(self.depth_weights) != depth:
+            raise UserError(
+                f"loss.depth_weights has {len(self.depth_weights)} weights, but the head is trained at {depth} draft "
+                f"positions; give {depth}, or null for decay ** k"
+            )
+        return list(self.depth_weights)
 
 
 @dataclass(frozen=True)
@@ -77,7 +100,7 @@ class TargetDistribution:
 
     @staticmethod
     def of(head: LMHead, hidden: Tensor) -> "TargetDistribution":
-        """The law of ``head`` (rows of the draft vocabulary) after ``hidden``, [c, D]."""
+        """That of ``head`` (rows of the draft vocabulary) after ``hidden``, [c, D]."""
         log_probs = _wide(head.logits(hidden.to(head.weight.dtype))).log_softmax(-1)
         probs = log_probs.exp()
         return TargetDistribution(probs, _row_dot(probs, log_probs))
@@ -104,26 +127,24 @@ class LossChunk:
         self.sums = self.exponentials.sum(-1)
         self.lse = self.largest + self.sums.log()
 
-    def stats(self, target_lm_head: "TargetDistribution | None") -> Tensor:
+    def stats(self, target: TargetDistribution | None) -> Tensor:
         """The ``STATS`` of the chunk, [len(STATS)] float32."""
         hits = (self.true >= self.largest) * self.known
         overlap = self.logits.new_full((), torch.nan)
-        if target_lm_head is not None:
+        if target is not None:
             q = self.exponentials / self.sums[:, None]
-            overlap = (torch.minimum(q, target_lm_head.probs).sum(-1) * self.valid).sum()
+            overlap = (torch.minimum(q, target.probs).sum(-1) * self.valid).sum()
         ce = (self.lse - self.true) * self.known
         return torch.stack([hits.sum(), ce.sum(), self.valid.sum(), overlap, self.known.sum()])
 
-    def loss_and_gradient(
-        self, target_lm_head: "TargetDistribution | None", config: TermWeights
-    ) -> tuple[Tensor, Tensor]:
+    def loss_and_gradient(self, target: TargetDistribution | None, config: LossConfig) -> tuple[Tensor, Tensor]:
         """Summed loss without the position's weight, and its gradient by the product ([c, W], the logits' dtype)."""
         on_target = config.ce * self.known
         loss = (on_target * (self.lse - self.true)).sum()
         on_q, on_p = on_target, config.kl * self.valid
         short: Tensor | None = None
-        if config.reads_alpha and target_lm_head is not None:
-            short, alpha = self._short_and_alpha(target_lm_head)
+        if config.reads_alpha and target is not None:
+            short, alpha = self._short_and_alpha(target)
             share = torch.exp(-SHARPNESS * alpha)
             variation = self.valid * (config.tv + config.lk_adaptive * (1 - share))
             log_alpha = alpha.clamp(min=FLOOR).log()
@@ -132,7 +153,7 @@ class LossChunk:
             on_short = variation + config.lk * self.valid / alpha.clamp(min=FLOOR)
             on_q = on_q + on_short * short.sum(-1)
             short.mul_(on_short[:, None])
-        dist = target_lm_head if config.kl > 0 or config.lk_adaptive > 0 else None
+        dist = target if config.kl > 0 or config.lk_adaptive > 0 else None
         if dist is not None:
             kl = dist.negative_entropy - _row_dot(dist.probs, self.logits) + self.lse
             loss = loss + (on_p * kl).sum()
@@ -143,17 +164,17 @@ class LossChunk:
         if short is not None:
             gradient.sub_(short)
         gradient.scatter_add_(1, self.ids, -on_target[:, None])
-        return loss, self._through_finish(gradient)
+        return loss, self._through_cap(gradient)
 
-    def _short_and_alpha(self, target_lm_head: "TargetDistribution") -> tuple[Tensor, Tensor]:
+    def _short_and_alpha(self, target: TargetDistribution) -> tuple[Tensor, Tensor]:
         """``q [q < p]`` ([c, W]) and alpha ([c]). Leaves q in place of the exponentials, to keep one matrix fewer."""
         q = self.exponentials.div_(self.sums[:, None])
         self.sums = torch.ones_like(self.sums)
-        smaller = torch.minimum(q, target_lm_head.probs)
+        smaller = torch.minimum(q, target.probs)
         alpha = smaller.sum(-1)
-        return smaller.mul_(q < target_lm_head.probs), alpha
+        return smaller.mul_(q < target.probs), alpha
 
-    def _through_finish(self, gradient: Tensor) -> Tensor:
+    def _through_cap(self, gradient: Tensor) -> Tensor:
         """Chain rule through scale and soft-cap."""
         if self.head.softcap is not None:
             gradient = gradient * (1 - (self.logits / self.head.softcap) ** 2)
@@ -170,44 +191,6 @@ def _row_dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]
 
 
-CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
-"""Size of one chunk's float32 logits: within a CPU's last-level cache; large enough to fill a GPU. About three
-matrices of that size are alive at the peak."""
-
-
-@dataclass(kw_only=True)
-class LossConfig(TermWeights):
-    """What a phase minimises: ``sum_k w_k (ce CE_k + kl KL_k + tv TV_k + ...)``, over trained tokens."""
-
-    decay: float = 0.8
-    """Weight w_k of draft position k is ``decay ** k``, k from 1 (Medusa, 2401.10774)."""
-    depth_weights: list[float] | None = None
-    """The weights w_k themselves, one per draft position; null takes ``decay``."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"loss.decay must be in (0, 1], got {self.decay}")
-        weights = self.depth_weights
-        if weights is not None and not (any(weights) and all(0 <= w < math.inf for w in weights)):
-            raise ValueError(f"loss.depth_weights must be >= 0 and not all 0, or null, got {list(weights)}")
-
-    def weights_of(self, depth: int) -> list[float]:
-        """The weight of each of ``depth`` draft positions.
-
-        Raises:
-            UserError: ``depth_weights`` has another number of them.
-        """
-        if self.depth_weights is None:
-            return [self.decay**k for k in range(1, depth + 1)]
-        if len(self.depth_weights) != depth:
-            raise UserError(
-                f"loss.depth_weights has {len(self.depth_weights)} weights, but the head is trained at {depth} draft "
-                f"positions; give {depth}, or null for decay ** k"
-            )
-        return list(self.depth_weights)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Targets:
     """What the K heads should predict at n target positions."""
@@ -216,10 +199,16 @@ class Targets:
     """[n] int64 index in the draft vocabulary, -1 when the token is outside it."""
     valid: Tensor
     """[K, n] bool: head k is trained on (and measured at) this target."""
-    teacher_hidden: Tensor | None
+    target_hidden: Tensor | None
     """[n, D] the base's ``h`` one position before each target; None when nothing but ``ce`` is wanted."""
     target_lm_head: LMHead | None
     """The base's head over the draft vocabulary."""
+
+    def distribution(self, part: slice) -> TargetDistribution | None:
+        """The base's distribution at a chunk of targets, shared by all heads; None where it is not known."""
+        if self.target_lm_head is None or self.target_hidden is None:
+            return None
+        return TargetDistribution.of(self.target_lm_head, self.target_hidden[part])
 
 
 def chunk_rows(vocabulary: int, device: str) -> int:
@@ -233,7 +222,7 @@ def heads_loss(
     """``sum_k w_k loss_k`` over n target positions, in chunks, with gradients for ``hidden`` and the weights.
 
     The gradients are computed in the forward pass, chunk by chunk, so nothing of size [n, W] is kept: memory is
-    flat in n * W. The value and the gradients equal the plain form's (``tests/models/test_losses.py``).
+    flat in n * W.
 
     Args:
         hidden: [K, n, D] what each head's projection reads, aligned with the targets.
@@ -245,13 +234,9 @@ def heads_loss(
     Returns:
         Scalar loss sum (float32, or float64 for a float64 head), and the ``STATS`` of each position,
         [K, len(STATS)] float32.
-
-    Raises:
-        UserError: ``depth_weights`` of another length than K.
-        ValueError: a term needs the teacher, and ``targets`` has none.
     """
-    if config.needs_teacher and (targets.target_lm_head is None or targets.teacher_hidden is None):
-        raise ValueError("the loss compares with the base's distribution, but the targets have no teacher")
+    if config.needs_target_probs and (targets.target_lm_head is None or targets.target_hidden is None):
+        raise ValueError("the loss compares with the base's distribution, but the targets name none")
     rows = rows or chunk_rows(heads[0].weight.shape[0], hidden.device.type)
     weights = [h.weight if torch.is_grad_enabled() else h.weight.detach() for h in heads]
     result: tuple[Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
@@ -284,12 +269,12 @@ class _ChunkedLoss(torch.autograd.Function):
         stats = hidden.new_zeros((depth, len(STATS)), dtype=torch.float32)
         for start in range(0, n, rows):
             part = slice(start, min(n, start + rows))
-            target_lm_head = _target_probs(targets, part) if config.needs_teacher or not training else None
+            target = targets.distribution(part) if config.needs_target_probs or not training else None
             for k in range(depth):
                 h = hidden[k, part].to(weights[k].dtype)
                 chunk = LossChunk(heads[k], h @ weights[k].t(), targets.ids[part], targets.valid[k, part])
-                stats[k] += chunk.stats(None if training else target_lm_head)
-                loss, gradient = chunk.loss_and_gradient(target_lm_head, config)
+                stats[k] += chunk.stats(None if training else target)
+                loss, gradient = chunk.loss_and_gradient(target, config)
                 total += factors[k] * loss
                 if training:
                     gradient = (factors[k] * gradient).to(h.dtype)
@@ -309,13 +294,6 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_hidden, grad_weights = ctx.grads
         scaled = [None if g is None else g.mul_(grad_total) for g in (grad_hidden, *grad_weights)]
         return scaled[0], None, None, None, None, *scaled[1:]
-
-
-def _target_probs(targets: Targets, part: slice) -> TargetDistribution | None:
-    """The base's law at a chunk of targets, shared by all heads; None where the targets name no teacher."""
-    if targets.target_lm_head is None or targets.teacher_hidden is None:
-        return None
-    return TargetDistribution.of(targets.target_lm_head, targets.teacher_hidden[part])
 
 
 _METRICS = (("loss", "ce", "known"), ("accept", "accept", "count"), ("overlap", "overlap", "count"))

@@ -1,8 +1,10 @@
 """Heads with a prediction of its own for every draft position: Medusa, Hydra, MLP speculators, EAGLE-3.
 
-Shape legend: B batch, T time, K draft positions, n picked targets, D width.
+``MultiPositionHead`` makes loss and ranks of them; ``LastStateHead`` drafts from the base's last hidden state, and
+``RecurrentHead`` from a state per node (Hydra and MLP speculators).
+
+Shape legend: B batch, T time, K draft positions, F frontier nodes, n targets, D width.
 """
-# Heads that draft with a state per node: Hydra and MLP speculators.
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -14,7 +16,6 @@ from torch import Tensor
 
 from drafthead.data.batch import Features, LossOutput, TrainBatch
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.lm_head import LMHead
 from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
 from drafthead.models.heads.common.losses import LossConfig, heads_loss, loss_output
@@ -26,33 +27,29 @@ class MultiPositionHead(DraftHead):
     """A head that says what each position's projection reads; loss and ranks follow."""
 
     @abstractmethod
-    def position_hidden(self, batch: TrainBatch, features: Features, reading: DraftTargets) -> Tensor:
-        """[K, n, width] what the projection of every position reads for every target of ``reading``.
+    def position_hidden(self, batch: TrainBatch, features: Features, draft_targets: DraftTargets) -> Tensor:
+        """[K, n, width] what the projection of every position reads for every target.
 
-        Where ``reading.valid`` is false, any finite values.
+        Any finite values where ``draft_targets.valid`` is false.
         """
-
-    @abstractmethod
-    def output_head(self, k: int) -> LMHead:
-        """The projection of draft position k (0-based)."""
 
     def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
         weights = config.weights_of(self.config.trained_positions)
         depth = len(weights) if torch.is_grad_enabled() else self.depth  # deeper ones are only measured
         config = replace(config, depth_weights=weights + [0.0] * (depth - len(weights)))
-        reading = DraftTargets.of(batch, depth)
-        targets = reading.targets(batch, features, self.t2d, self.target_lm_head)
-        hidden = self.position_hidden(batch, features, reading)
+        draft_targets = DraftTargets.of(batch, depth)
+        targets = draft_targets.loss_targets(batch, features, self.t2d, self.target_lm_head)
+        hidden = self.position_hidden(batch, features, draft_targets)
         loss_sum, stats = heads_loss(hidden, [self.output_head(k) for k in range(depth)], targets, config)
         return loss_output(loss_sum, stats, training=torch.is_grad_enabled())
 
     @torch.no_grad()
     def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:
-        reading = DraftTargets.of(batch, self.depth)
-        hidden = self.position_hidden(batch, features, reading)
+        draft_targets = DraftTargets.of(batch, self.depth)
+        hidden = self.position_hidden(batch, features, draft_targets)
         heads = [self.output_head(k) for k in range(self.depth)]
-        wanted = self.t2d[batch.input_ids.flatten()[reading.target_idx]]
-        return reading.ranks(wanted, hidden, heads, batch.input_ids.shape, top)
+        wanted = self.t2d[batch.input_ids.flatten()[draft_targets.target_idx]]
+        return draft_targets.ranks(wanted, hidden, heads, batch.input_ids.shape, top)
 
 
 @dataclass
@@ -70,19 +67,14 @@ class LastStateHead(MultiPositionHead):
         super().__init__(config, base, d2t)
         self._static = StaticCalls(base.device) if base.uses_graphs else None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the head's weights."""
-        return next(self.parameters()).dtype
-
     def invalidate(self) -> None:
+        super().invalidate()
         if self._static is not None:
             self._static.clear()
 
     def init_state(self, batch: int) -> HeadState:
-        return HeadState(
-            hidden=self.target_lm_head.weight.new_full((batch, self.target_lm_head.weight.shape[1]), torch.nan)
-        )
+        weight = self.target_lm_head.weight
+        return HeadState(hidden=weight.new_full((batch, weight.shape[1]), torch.nan))
 
     def update(
         self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
@@ -117,7 +109,7 @@ class RecurrentHead(LastStateHead):
         return RecurrentDraftPass(self.advance, self.first_states(state.hidden[:, None].to(self.dtype)), last_token)
 
     def advance(self, k: int, tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
-        """Logits and states of position k, of ``states`` [B, P, ...] above and ``parents`` [B, F], places there."""
+        """Logits and states of position k, from its parents' ``states`` [B, P, ...]; ``parents`` [B, F] index P."""
         if self._static is None:
             return self._advance(k, tokens, parents, *states)
         return self._static(k, partial(self._advance, k), tokens, parents, *states)
@@ -132,7 +124,7 @@ class RecurrentDraftPass:
     """Drafting in progress: the states of the level that was read last."""
 
     def __init__(self, advance: Callable[..., States], states: States, last_token: Tensor) -> None:
-        """``advance`` as :meth:`RecurrentHead.advance`; ``states`` [B, 1, ...] before ``last`` ([B]) is read."""
+        """``states`` [B, 1, ...] are those before ``last_token`` ([B]) is read."""
         self._advance, self._states, self._last = advance, states, last_token
         self._position = 0
 
@@ -142,7 +134,7 @@ class RecurrentDraftPass:
         return self.step(tokens, torch.zeros_like(tokens))
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """As ``DraftPass.grow``: [B, F] int64 each -> [B, F, W]."""
+        """As ``DraftPass.step``: [B, F] int64 each -> [B, F, W]."""
         logits, *states = self._advance(self._position, tokens, parents, *self._states)
         self._states = tuple(states)
         self._position += 1

@@ -1,9 +1,9 @@
-"""Which tokens a head is trained to predict, and where it stands when it does: shared by all position-wise heads.
+"""Which tokens a head is trained to predict, and from where: shared by all heads.
 
-Losses want predictions aligned with what they predict, so that the teacher's law at a token is computed once for all
-draft positions that predict it. Heads compute at the place they draft from. A ``DraftTargets`` translates.
+Losses want predictions aligned with what they predict, so that the base's distribution at a token is computed once for
+all draft positions that predict it. Heads compute at the place they draft from. ``DraftTargets`` translates.
 
-Shape legend: B batch, T time, K draft positions, n picked targets, D width, W draft vocabulary.
+Shape legend: B batch, T time, K draft positions, n targets, D width, W draft vocabulary.
 """
 
 from dataclasses import dataclass
@@ -18,50 +18,48 @@ from drafthead.models.heads.common.losses import Targets, chunk_rows
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTargets:
-    """The picked targets of a batch, and the flat (row * T + t) places that draft position k predicts them from."""
+    """The targets of a batch, and the flat (row * T + t) places that every draft position predicts them from."""
 
     target_idx: Tensor
     """[n] int64 flat place of each target ``x_{t+1+k}``."""
     valid: Tensor
     """[K, n] bool: position k is trained on this target."""
-    sources: Tensor
-    """[K, n] int64 flat place of ``t``, whose ``h_t`` position k starts from; 0 or nonsense where not valid."""
+    source_idx: Tensor
+    """[K, n] int64 flat place of ``t``, whose ``h_t`` position k starts from; anything in range where not valid."""
 
     @classmethod
     def of(cls, batch: TrainBatch, depth: int) -> "DraftTargets":
         """Every token of the batch that some of ``depth`` draft positions is trained to predict."""
-        rows, time = batch.input_ids.shape
-        valid = batch.loss_mask.new_zeros((depth, rows, time))
+        valid = batch.loss_mask.new_zeros((depth, *batch.input_ids.shape))
         for k in range(1, depth + 1):
             _, at_source = batch.draft_targets(k)
             valid[k - 1, :, 1 + k :] = at_source[:, : -(1 + k)]
         flat_valid = valid.flatten(1)
         target_idx = flat_valid.any(0).nonzero()[:, 0]
         offsets = torch.arange(2, depth + 2, device=target_idx.device)
-        sources = (target_idx[None] - offsets[:, None]).clamp_(min=0)
-        return cls(target_idx=target_idx, valid=flat_valid[:, target_idx], sources=sources)
+        source_idx = (target_idx[None] - offsets[:, None]).clamp_(min=0)
+        return cls(target_idx=target_idx, valid=flat_valid[:, target_idx], source_idx=source_idx)
 
     def at_sources(self, values: Tensor) -> Tensor:
         """Values [B, T, D] where each position starts: [K, n, D].
 
-        Zero where a position has no valid source: a feature there may be another document's, or NaN where none was
-        kept, and zero carries neither value nor gradient.
+        Zero where a position has no valid source: a hidden state there may be another document's, or NaN where none
+        was kept, and zero carries neither value nor gradient.
         """
-        return torch.where(self.valid[..., None], values.flatten(0, 1)[self.sources], 0.0)
+        return torch.where(self.valid[..., None], values.flatten(0, 1)[self.source_idx], 0.0)
 
     def tokens(self, input_ids: Tensor, ahead: int) -> Tensor:
         """[K, n] int64: ``x_{t+ahead}`` as seen from each position's source t. Any token where not valid."""
         flat = input_ids.flatten()
-        return flat[(self.sources + ahead).clamp(max=len(flat) - 1)]
+        return flat[(self.source_idx + ahead).clamp(max=len(flat) - 1)]
 
-    def targets(self, batch: TrainBatch, features: Features | None, t2d: Tensor, target_lm_head: LMHead) -> Targets:
-        """What to predict; with the teacher's hidden states when features are given."""
-        final = None if features is None else features.final.flatten(0, 1)[self.target_idx - 1]
+    def loss_targets(self, batch: TrainBatch, features: Features, t2d: Tensor, target_lm_head: LMHead) -> Targets:
+        """What to predict, with the base's hidden states before it."""
         return Targets(
             ids=t2d[batch.input_ids.flatten()[self.target_idx]],
             valid=self.valid,
-            teacher_hidden=final,
-            target_lm_head=None if features is None else target_lm_head,
+            target_hidden=features.final.flatten(0, 1)[self.target_idx - 1],
+            target_lm_head=target_lm_head,
         )
 
     def ranks(self, wanted: Tensor, hidden: Tensor, heads: list[LMHead], shape: torch.Size, top: int) -> Tensor:
@@ -74,12 +72,11 @@ class DraftTargets:
             shape: (B, T).
             top: rank of whatever is not among the first ``top``.
         """
-        depth = len(heads)
-        ranks = torch.full((shape.numel(), depth), -1, dtype=torch.int64, device=wanted.device)
+        ranks = torch.full((shape.numel(), len(heads)), -1, dtype=torch.int64, device=wanted.device)
         for k, head in enumerate(heads):
             there = self.valid[k].nonzero()[:, 0]
-            ranks[self.sources[k, there], k] = rank_of(hidden[k, there], head, wanted[there], top)
-        return ranks.view(*shape, depth)
+            ranks[self.source_idx[k, there], k] = rank_of(hidden[k, there], head, wanted[there], top)
+        return ranks.view(*shape, len(heads))
 
 
 def rank_of(hidden: Tensor, head: LMHead, wanted: Tensor, top: int) -> Tensor:

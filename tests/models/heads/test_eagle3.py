@@ -21,7 +21,7 @@ TinyBase = Callable[..., BaseModel]
 
 def reference(head: Eagle3Head, base: BaseModel, ids: list[int], steps: int) -> dict[tuple[int, int], Tensor]:
     """Logits of step i at place t of one document, token by token and attention head by attention head."""
-    weights, settings, size = head.state_dict(), base.model.config, head.midlayer.self_attn.shape.head_dim
+    weights, settings, size = head.state_dict(), base.model.config, head.midlayer.self_attn.head_dim
     states = base.model.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
     read = [states[n][0] for n in head.spec.layers] or [states[-1][0]]
 

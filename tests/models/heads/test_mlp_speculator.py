@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.shape import ModelShape
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.heads.mlp_speculator import (
@@ -109,7 +108,7 @@ def test_size_is_the_built_head(tiny_base: TinyBase, variant: str, vocabulary: i
     base = tiny_base()
     config = MLPSpeculatorConfig(num_draft_tokens=4, draft_vocab_size=vocabulary, **VARIANTS[variant])  # type: ignore[arg-type]
     head = config.build(base, torch.arange(vocabulary))
-    size = config.size(ModelShape.from_config(base.model.config))
+    size = config.size(base.model.config)
     assert size.parameters == size.trainable == sum(p.numel() for p in head.parameters())
     assert size.projections == sum(p.numel() for p in head.projections.parameters())
     assert (size.positions, size.draft_vocab_size) == (4, vocabulary)
@@ -118,7 +117,7 @@ def test_size_is_the_built_head(tiny_base: TinyBase, variant: str, vocabulary: i
 def test_published_sizes() -> None:
     """Llama-3-8B's speculator has 3.2 B parameters, Llama-3-70B's 961 M (ibm-ai-platform)."""
     shapes = [
-        ModelShape.from_config(LlamaConfig(hidden_size=width, vocab_size=128256, num_attention_heads=heads))
+        LlamaConfig(hidden_size=width, vocab_size=128256, num_attention_heads=heads)
         for width, heads in ((4096, 32), (8192, 64))
     ]
     llama8b = MLPSpeculatorConfig(num_draft_tokens=4, inner_dim=3072).size(shapes[0])
@@ -158,10 +157,10 @@ def test_untrained_head_on_the_base_is_its_next_token_head(tiny_base: TinyBase) 
     head = MLPSpeculatorConfig(num_draft_tokens=2, inner_dim=16, own_lm_head=False).build(base)
     batch = row_of([list(range(20, 32))])
     features = base.features(batch, head.spec)
-    reading = DraftTargets.of(batch, 2)
-    hidden = head.position_hidden(batch, features, reading)
-    wanted = features.final[0][reading.sources[0]]
-    torch.testing.assert_close(hidden[0][reading.valid[0]], wanted[reading.valid[0]])
+    draft_targets = DraftTargets.of(batch, 2)
+    hidden = head.position_hidden(batch, features, draft_targets)
+    wanted = features.final[0][draft_targets.source_idx[0]]
+    torch.testing.assert_close(hidden[0][draft_targets.valid[0]], wanted[draft_targets.valid[0]])
 
 
 def test_norm_takes_no_mean_off() -> None:

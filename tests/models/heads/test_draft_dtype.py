@@ -76,7 +76,7 @@ def test_greedy_text_is_plain_text(name: str, tiny_base: TinyBase) -> None:
 def test_setting_is_saved(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
     replace(CONFIGS["medusa"], draft_dtype="bfloat16").build(base).save_pretrained(tmp_path)
-    assert DraftHead.from_pretrained(tmp_path, base).config.copy_dtype == torch.bfloat16
+    assert DraftHead.from_pretrained(tmp_path, base).config.inference_dtype == torch.bfloat16
 
 
 def test_other_dtypes_are_refused() -> None:

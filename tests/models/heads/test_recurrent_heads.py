@@ -54,8 +54,8 @@ def test_drafting_along_a_text_is_what_training_computes(tiny_base: TinyBase, ki
     texts = [torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (12, 9)]
     batch = rows_of(texts)
     features = base.features(batch, head.spec)
-    reading = DraftTargets.of(batch, 3)
-    hidden = head.position_hidden(batch, features, reading)
+    draft_targets = DraftTargets.of(batch, 3)
+    hidden = head.position_hidden(batch, features, draft_targets)
     trained = [head.output_head(k).logits(hidden[k]) for k in range(3)]
     seen = 0
     ids = batch.input_ids
@@ -79,7 +79,7 @@ def test_drafting_along_a_text_is_what_training_computes(tiny_base: TinyBase, ki
         for k, found in enumerate(logits):
             for row in range(2):
                 flat = row * ids.shape[1] + here
-                match = (reading.sources[k] == flat) & reading.valid[k]
+                match = (draft_targets.source_idx[k] == flat) & draft_targets.valid[k]
                 if match.any():
                     seen += 1
                     torch.testing.assert_close(found[row, -1], trained[k][match][0], rtol=1e-4, atol=1e-4)

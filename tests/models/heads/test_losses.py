@@ -62,13 +62,13 @@ def make(
     ids[::5] = -1
     valid = torch.rand(K, N, generator=generator) < 0.7
     target_lm_head = LMHead(weight=normal(W, D), scale=0.5, softcap=softcap)
-    return hidden, heads, Targets(ids=ids, valid=valid, teacher_hidden=normal(N, D) * 2, target_lm_head=target_lm_head)
+    return hidden, heads, Targets(ids=ids, valid=valid, target_hidden=normal(N, D) * 2, target_lm_head=target_lm_head)
 
 
 def plain(hidden: Tensor, heads: list[LMHead], targets: Targets, config: LossConfig) -> Tensor:
     """Independent few-line reference: whole matrices, torch's own losses, a loop over positions."""
-    assert targets.target_lm_head is not None and targets.teacher_hidden is not None
-    p = targets.target_lm_head.logits(targets.teacher_hidden).softmax(-1)
+    assert targets.target_lm_head is not None and targets.target_hidden is not None
+    p = targets.target_lm_head.logits(targets.target_hidden).softmax(-1)
     total = hidden.new_zeros(())
     for k in range(K):
         weight = config.decay ** (k + 1) if config.depth_weights is None else config.depth_weights[k]
@@ -145,14 +145,14 @@ def test_overlap_is_the_sampled_acceptance(name: str) -> None:
     with torch.no_grad():
         value, stats = heads_loss(hidden, heads, targets, CASES[name], 8)
         torch.testing.assert_close(value, plain(hidden, heads, targets, CASES[name]), rtol=EXACT, atol=0)
-    assert targets.target_lm_head is not None and targets.teacher_hidden is not None
-    p = targets.target_lm_head.logits(targets.teacher_hidden).softmax(-1)
+    assert targets.target_lm_head is not None and targets.target_hidden is not None
+    p = targets.target_lm_head.logits(targets.target_hidden).softmax(-1)
     q = heads[1].logits(hidden[1]).softmax(-1)
     wanted = (torch.minimum(p, q).sum(-1) * targets.valid[1]).sum().detach()
     assert float(stats[1, STATS.index("overlap")]) == pytest.approx(float(wanted), rel=1e-5)
 
 
-def test_no_pass_over_the_teacher_for_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_pass_over_the_base_distribution_for_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a term that has no weight was computed")
 
@@ -244,12 +244,12 @@ def test_depth_weights_must_fit_the_head() -> None:
     assert LossConfig(decay=0.5).weights_of(3) == [0.5, 0.25, 0.125]
 
 
-def test_a_missing_teacher_is_our_bug() -> None:
+def test_a_missing_base_distribution_is_our_bug() -> None:
     hidden, heads, targets = make()
-    blind = replace(targets, target_lm_head=None, teacher_hidden=None)
+    blind = replace(targets, target_lm_head=None, target_hidden=None)
     heads_loss(hidden, heads, blind, LossConfig())
     for name in ("kl", "tv", "lk", "lk_adaptive"):
-        with pytest.raises(ValueError, match="the targets have no teacher"):
+        with pytest.raises(ValueError, match="the targets name none"):
             heads_loss(hidden, heads, blind, CASES[name])
 
 
@@ -267,7 +267,7 @@ def test_bfloat16_sums_over_chunks_in_float32() -> None:
     targets = Targets(
         ids=torch.zeros(count, dtype=torch.int64),
         valid=torch.ones(1, count, dtype=torch.bool),
-        teacher_hidden=None,
+        target_hidden=None,
         target_lm_head=None,
     )
     loss, _ = heads_loss(hidden, [LMHead(weight=weight)], targets, LossConfig(decay=1.0), rows=1)

@@ -54,7 +54,7 @@ def reference(head: KangarooHead, base: BaseModel, ids: Tensor) -> Tensor:
         a, b = v[:half], v[half:]
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
 
-    normed, size = rms(x, head.input_layernorm.weight), head.self_attn.shape.head_dim
+    normed, size = rms(x, head.input_layernorm.weight), head.self_attn.head_dim
     q, k, v = (getattr(head.self_attn, f"{n}_proj")(normed).view(len(ids), -1, size) for n in "qkv")
     out = []
     for t in range(len(ids)):

@@ -5,7 +5,6 @@ import torch
 
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
-from drafthead.models.base.shape import ModelShape
 from drafthead.models.heads.common.contract import DraftHeadConfig
 from drafthead.models.heads.draft_lm import DraftLMConfig
 from drafthead.models.heads.eagle3 import Eagle3Config
@@ -41,7 +40,7 @@ def test_size_is_the_built_head(grouping: str, name: str) -> None:
     base = BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", prepack=False))
     config = CONFIGS[name]
     head = config.build(base, None if config.draft_vocab_size is None else torch.arange(100))
-    size = config.size(ModelShape.from_config(base.model.config))
+    size = config.size(base.model.config)
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     assert size.parameters == size.trainable == trained
     assert (size.positions, size.draft_vocab_size) == (config.depth, len(head.d2t))

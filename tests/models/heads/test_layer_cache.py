@@ -22,15 +22,15 @@ STEPS = {
 
 
 class Reader:
-    """A layer, a memory for it, and the rows' inputs."""
+    """A layer, a cache for it, and the rows' inputs."""
 
     def __init__(self, base: BaseModel, rows: int, time: int) -> None:
         torch.manual_seed(0)
         self.attention = HeadAttention(base).requires_grad_(False)
         self.inputs = torch.randn(rows, time, 32, generator=torch.Generator().manual_seed(1))
-        shape = self.attention.shape.cache_shape(torch.float32, torch.device("cpu"))
-        self.memory = LayerKVCache(self.attention.inference(), shape)
-        self.text = PendingInputs.none(self.memory, rows, self.inputs)
+        shape = self.attention.cache_shape(torch.float32, torch.device("cpu"))
+        self.cache = LayerKVCache(self.attention.inference(), shape)
+        self.text = PendingInputs.none(self.cache, rows, self.inputs)
         self.done = torch.zeros(rows, dtype=torch.int64)
 
     def append(self, counts: list[int]) -> None:
@@ -64,8 +64,8 @@ def test_a_text_in_pieces(tiny_base: TinyBase, kind: str, drafting: bool) -> Non
     for number, counts in enumerate(steps):
         reader.append(counts)
         if drafting or number == len(steps) - 1:
-            found = reader.memory.read(reader.text)
-            assert torch.equal(reader.memory.read(reader.text), found)
+            found = reader.cache.prefill(reader.text)
+            assert torch.equal(reader.cache.prefill(reader.text), found)
             for row in range(len(counts)):
                 same(found[row], reader.at_once(row))
 
@@ -81,11 +81,11 @@ def test_nodes_of_a_tree(tiny_base: TinyBase, kind: str) -> None:
     for counts in steps:
         reader.append(counts)
         for _ in range(2):  # a second draft from the same state finds what the first did
-            root = reader.memory.read_with(reader.text, nodes[:, 0])
-            first = reader.memory.extend(nodes[:, 1:3], torch.zeros(rows, 2, dtype=torch.int64))
+            root = reader.cache.prefill_with(reader.text, nodes[:, 0])
+            first = reader.cache.extend(nodes[:, 1:3], torch.zeros(rows, 2, dtype=torch.int64))
             parents = torch.tensor([[1, 0, 1]]).expand(rows, -1)
-            second = reader.memory.extend(nodes[:, 3:6], parents)
-            third = reader.memory.extend(nodes[:, 6:8], torch.tensor([[2, 1]]).expand(rows, -1))
+            second = reader.cache.extend(nodes[:, 3:6], parents)
+            third = reader.cache.extend(nodes[:, 6:8], torch.tensor([[2, 1]]).expand(rows, -1))
             for row in range(rows):
                 x = nodes[row]
                 same(root[row], reader.at_once(row, x[0]))
@@ -105,9 +105,9 @@ def test_nodes_directly_behind_a_text(tiny_base: TinyBase) -> None:
     nodes = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(2))
     for draft in range(3):
         if draft == 2:
-            reader.memory.read_with(reader.text, nodes[:, 2])
-        found = reader.memory.read(reader.text)
-        below = reader.memory.extend(nodes[:, :2], torch.zeros(2, 2, dtype=torch.int64))
+            reader.cache.prefill_with(reader.text, nodes[:, 2])
+        found = reader.cache.prefill(reader.text)
+        below = reader.cache.extend(nodes[:, :2], torch.zeros(2, 2, dtype=torch.int64))
         for row in range(2):
             same(found[row], reader.at_once(row))
             for place in range(2):
@@ -121,14 +121,14 @@ def test_an_old_text_reads_as_it_did(tiny_base: TinyBase) -> None:
     reader.append([5, 3])
     reader.append([2, 1])
     old, done = reader.text, reader.done
-    before = reader.memory.read(old)
+    before = reader.cache.prefill(old)
     reader.append([1, 2])
-    reader.memory.read(reader.text)
-    same(reader.memory.read(old), before)
+    reader.cache.prefill(reader.text)
+    same(reader.cache.prefill(old), before)
     reader.text, reader.done = old, done
     reader.append([3, 3])  # and it can be gone on from again
     for row in range(2):
-        same(reader.memory.read(reader.text)[row], reader.at_once(row))
+        same(reader.cache.prefill(reader.text)[row], reader.at_once(row))
 
 
 @pytest.mark.parametrize("rows", [[2, 0], [1]])
@@ -139,20 +139,20 @@ def test_some_rows_go_on(tiny_base: TinyBase, rows: list[int]) -> None:
     for counts in STEPS["ragged"][:3]:
         reader.append(counts)
     whole = reader.text
-    reader.memory.read_with(whole, reader.inputs[:, 0])
-    reader.memory.extend(reader.inputs[:, :2], torch.zeros(3, 2, dtype=torch.int64))
+    reader.cache.prefill_with(whole, reader.inputs[:, 0])
+    reader.cache.extend(reader.inputs[:, :2], torch.zeros(3, 2, dtype=torch.int64))
     chosen = whole.select(rows)
-    assert chosen.memory is not reader.memory
-    found = chosen.memory.read(chosen)
+    assert chosen.cache is not reader.cache
+    found = chosen.cache.prefill(chosen)
     for place, row in enumerate(rows):
         same(found[place], reader.at_once(row))
     more = torch.stack([reader.inputs[row, reader.done[row] : reader.done[row] + 2] for row in rows])
     longer = chosen.append(more, None)
-    after = longer.memory.read(longer)
+    after = longer.cache.prefill(longer)
     for place, row in enumerate(rows):
         same(after[place], reader.at_once(row, *more[place]))
     for row in range(3):
-        same(reader.memory.read(whole)[row], reader.at_once(row))
+        same(reader.cache.prefill(whole)[row], reader.at_once(row))
 
 
 @torch.inference_mode()
@@ -160,11 +160,11 @@ def test_a_prompt_is_read_when_it_comes(tiny_base: TinyBase) -> None:
     """It belongs to the prefill, and not to the first step; what is appended later is read when drafting needs it."""
     reader = Reader(tiny_base(), 1, 8)
     calls = []
-    layer = reader.memory.layer
-    reader.memory.layer = lambda x, *rest: (calls.append(x.shape[1]), layer(x, *rest))[1]  # type: ignore[func-returns-value]
+    layer = reader.cache.layer
+    reader.cache.layer = lambda x, *rest: (calls.append(x.shape[1]), layer(x, *rest))[1]  # type: ignore[func-returns-value]
     reader.append([4])
     assert calls == [4]
     reader.append([2])
     assert calls == [4]
-    reader.memory.read(reader.text)
+    reader.cache.prefill(reader.text)
     assert calls == [4, 2]

@@ -40,12 +40,12 @@ PLANS = {
 def text_logits(head: Eagle3Head, base: BaseModel, ids: list[int]) -> Tensor:
     """[K, T, W] draft logits of the training path, every position at the place it drafts from."""
     batch = row_of([ids])
-    reading = DraftTargets.of(batch, head.depth)
-    hidden = head.position_hidden(batch, base.features(batch, head.spec), reading)
+    draft_targets = DraftTargets.of(batch, head.depth)
+    hidden = head.position_hidden(batch, base.features(batch, head.spec), draft_targets)
     found = torch.full((head.depth, len(ids), len(head.d2t)), torch.nan)
     for k in range(head.depth):
-        valid = reading.valid[k]
-        found[k, reading.sources[k, valid]] = head.output_head(k).logits(hidden[k, valid]).detach()
+        valid = draft_targets.valid[k]
+        found[k, draft_targets.source_idx[k, valid]] = head.output_head(k).logits(hidden[k, valid]).detach()
     return found
 
 
@@ -170,10 +170,10 @@ def test_save_and_load(tiny_base: TinyBase, tmp_path: Path, variant: str) -> Non
 
 def test_training_renews_what_drafting_packed(tiny_base: TinyBase) -> None:
     head = eagle3_head(tiny_base())
-    before = head.packed()
-    assert head.packed() is before
+    before = head.inference()
+    assert head.inference() is before
     head.train()
     head.eval()
-    assert head.packed() is not before
-    before = head.packed()
-    assert head.to("cpu").packed() is not before
+    assert head.inference() is not before
+    before = head.inference()
+    assert head.to("cpu").inference() is not before

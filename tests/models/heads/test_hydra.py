@@ -10,7 +10,6 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from drafthead.data.batch import Features, TrainBatch
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.shape import ModelShape
 from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.common.targets import DraftTargets
@@ -99,12 +98,12 @@ def test_untrained_head_is_the_base_next_token_head(tiny_base: TinyBase, archite
     head = HydraConfig(num_draft_tokens=3, **VARIANTS[variant]).build(base).eval()  # type: ignore[arg-type]
     batch = row_of([list(range(20, 40))])
     features = base.features(batch, head.spec)
-    reading = DraftTargets.of(batch, 3)
-    hidden = head.position_hidden(batch, features, reading)
+    draft_targets = DraftTargets.of(batch, 3)
+    hidden = head.position_hidden(batch, features, draft_targets)
     for k in range(3):
-        there = reading.valid[k]
+        there = draft_targets.valid[k]
         found = head.output_head(k).logits(hidden[k])[there]
-        wanted = base.lm_head.logits(features.final[0][reading.sources[k][there]])
+        wanted = base.lm_head.logits(features.final[0][draft_targets.source_idx[k][there]])
         if head.config.prefix_layer:
             # The final norm of the base leaves an RMS that varies a little; the prefix layer's does not.
             assert (found.argmax(-1) == wanted.argmax(-1)).all()
@@ -118,7 +117,7 @@ def test_size_is_the_built_head(tiny_base: TinyBase, variant: str) -> None:
     base = tiny_base()
     config = HydraConfig(num_draft_tokens=3, draft_vocab_size=100, **VARIANTS[variant])  # type: ignore[arg-type]
     head = config.build(base, torch.arange(100))
-    size = config.size(ModelShape.from_config(base.model.config))
+    size = config.size(base.model.config)
     assert size.parameters == size.trainable == sum(p.numel() for p in head.parameters())
     assert size.projections == sum(p.numel() for p in head.projections.parameters())
 
@@ -135,21 +134,23 @@ def test_nothing_wraps_around_and_nothing_leaks(tiny_base: TinyBase) -> None:
     documents = [list(range(20, 30)), list(range(50, 60))]
     batch = row_of(documents)
     final = base.features(batch, head.spec).final
-    reading = DraftTargets.of(batch, 2)
-    plain = head.position_hidden(batch, Features(final=final), reading)
+    draft_targets = DraftTargets.of(batch, 2)
+    plain = head.position_hidden(batch, Features(final=final), draft_targets)
     for place in range(20):
         ids, states = batch.input_ids.clone(), final.clone()
         ids[0, place] = 250
         states[0, place] += 1.0
-        changed = head.position_hidden(TrainBatch(**{**vars(batch), "input_ids": ids}), Features(final=states), reading)
+        changed = head.position_hidden(
+            TrainBatch(**{**vars(batch), "input_ids": ids}), Features(final=states), draft_targets
+        )
         for k in range(2):
-            target = reading.target_idx
+            target = draft_targets.target_idx
             start = torch.where(target < 10, 0, 10)
             # Head k reads the tokens up to the one before its target, of its document; and the states up to its source.
-            tokens = (place > reading.sources[k]) & (place < target)
-            seen = tokens | ((place <= reading.sources[k]) & (place >= start))
+            tokens = (place > draft_targets.source_idx[k]) & (place < target)
+            seen = tokens | ((place <= draft_targets.source_idx[k]) & (place >= start))
             moved = (changed[k] != plain[k]).any(-1)
-            assert torch.equal(moved[reading.valid[k]], seen[reading.valid[k]]), (place, k)
+            assert torch.equal(moved[draft_targets.valid[k]], seen[draft_targets.valid[k]]), (place, k)
 
 
 def test_dropout_only_in_training(tiny_base: TinyBase) -> None:
