@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "qwen2": {},
     "qwen3": {},
     "gemma": {},
+    "gpt_bigcode": {},
 }
 
 

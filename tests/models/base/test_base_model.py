@@ -1,4 +1,4 @@
-"""What the base reads, and what it refuses."""
+"""What a base computes, alone and in batches, and what is refused as one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,36 +9,29 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafthead.data.answers.config import SamplerConfig
-from drafthead.data.batch import FeatureSpec, TrainBatch
+from drafthead.data.batch import FeatureSpec
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig, check_architecture
 from drafthead.models.decoding.corpus import generate_answers
 from drafthead.models.decoding.loop import decode
+from drafthead.models.decoding.sampling import Sampler
+from support import hidden_and_law, p_value, row_of
 
 TinyBase = Callable[..., BaseModel]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gpt_bigcode"])
 def test_features_of_packed_documents_equal_each_alone(tiny_base: TinyBase, architecture: str) -> None:
-    base = tiny_base(architecture)
+    base, start = tiny_base(architecture), 0
     documents = [[3, 4, 5, 6, 7], [9, 8, 7], [1, 2, 3, 4]]
-    flat = [i for d in documents for i in d]
-    batch = TrainBatch(
-        input_ids=torch.tensor([flat]),
-        position_ids=torch.tensor([[p for d in documents for p in range(len(d))]]),
-        document_ids=torch.tensor([[n for n, d in enumerate(documents) for _ in d]]),
-        loss_mask=torch.ones(1, len(flat), dtype=torch.bool),
-    )
-    features = base.features(batch, FeatureSpec(layers=(0, 2)))
-    start = 0
+    features = base.features(row_of(documents, padding=0), FeatureSpec(layers=(0, 2)))
     for document in documents:
-        ids = torch.tensor([document])
-        alone = base.model(ids, output_hidden_states=True).hidden_states
+        alone = base.model(torch.tensor([document]), output_hidden_states=True).hidden_states
         part = slice(start, start + len(document))
         torch.testing.assert_close(features.final[:, part], alone[-1], rtol=1e-4, atol=1e-5)
-        assert features.layers is not None
-        torch.testing.assert_close(features.layers[:, part], torch.cat([alone[0], alone[2]], -1), rtol=1e-4, atol=1e-5)
+        for place, layer in enumerate((0, 2)):
+            torch.testing.assert_close(features.layer(place)[:, part], alone[layer], rtol=1e-4, atol=1e-5)
         start += len(document)
 
 
@@ -68,40 +61,23 @@ def test_a_sampled_row_does_not_depend_on_its_batch(tiny_base: TinyBase) -> None
     base = tiny_base()
     prompts = [(n, [7, 8, 9 + n]) for n in range(6)]
     sampler = SamplerConfig(temperature=1.0, top_k=20, top_p=0.9, max_new_tokens=15, seed=3)
-    texts = [
-        {
-            a.prompt_number: a.input_ids.tolist()
-            for a in generate_answers(base, prompts, sampler, batch_size=slots, max_prompt_tokens=16)
-        }
-        for slots in (1, 4)
-    ]
+    texts = []
+    for batch_size in (1, 4):
+        answers = generate_answers(base, prompts, sampler, batch_size=batch_size, max_prompt_tokens=16)
+        texts.append({a.prompt_number: a.input_ids.tolist() for a in answers})
     assert texts[0] == texts[1]
 
 
 def test_samples_follow_the_truncated_distribution(tiny_base: TinyBase) -> None:
-    """Chi-square of the first sampled token, after top-k and top-p, over 1500 seeds."""
-    base = tiny_base()
-    prompt = [5, 6, 7]
-    logits = base.logits(base.forward(torch.tensor([prompt]), base.new_cache(4)).final[:, -1])[0]
-    probs = (logits / 1.5).softmax(-1)
-    kept, ids = probs.topk(8)
-    kept = kept / kept.sum()
-    before = kept.cumsum(0) - kept
-    kept = torch.where(before < 0.8, kept, 0.0)
-    kept = kept / kept.sum()
-    sampler = SamplerConfig(temperature=1.5, top_k=8, top_p=0.8, max_new_tokens=1)
-    drawn = [
-        a.input_ids[-1]
-        for a in generate_answers(
-            base, [(n, prompt) for n in range(1500)], sampler, batch_size=50, max_prompt_tokens=16
-        )
-    ]
-    counts = torch.tensor([sum(t == i for t in drawn) for i in ids.tolist()])
-    assert counts.sum() == 1500 and bool((counts[kept == 0] == 0).all())
-    support = kept > 0
-    expected = 1500 * kept[support]
-    statistic = float(((counts[support] - expected) ** 2 / expected).sum())
-    assert statistic < 30, f"chi-square {statistic} with {int(support.sum()) - 1} degrees of freedom"
+    """Chi-square of the first sampled token, after top-k and top-p, over 1500 prompts of a seed."""
+    base, cut = tiny_base(), {"temperature": 1.5, "top_k": 8, "top_p": 0.8}
+    _, probs = hidden_and_law(base, [5, 6, 7], Sampler(**cut))
+    sampler = SamplerConfig(**cut, max_new_tokens=1)
+    prompts = [(n, [5, 6, 7]) for n in range(1500)]
+    answers = generate_answers(base, prompts, sampler, batch_size=50, max_prompt_tokens=16)
+    counts = torch.bincount(torch.tensor([int(a.input_ids[-1]) for a in answers]), minlength=len(probs))
+    assert int(counts.sum()) == 1500 and not counts[probs == 0].any()
+    assert p_value(counts[probs > 0], 1500 * probs[probs > 0]) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -118,21 +94,18 @@ def test_samples_follow_the_truncated_distribution(tiny_base: TinyBase) -> None:
 def test_refused_architectures(model_type: str, settings: dict[str, int], says: str) -> None:
     with pytest.raises(UserError, match=says):
         check_architecture(AutoConfig.for_model(model_type, **settings), None)
+    if "sliding_window" in settings:
+        check_architecture(AutoConfig.for_model(model_type, **settings), 64)
 
 
 @pytest.mark.parametrize(("model_type", "says"), [("gpt2", "gpt2 is not built like a Llama"), ("cohere", "its logits")])
 def test_bases_that_would_be_wrong_are_refused(model_type: str, says: str) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    shape = {"model_type": model_type, "vocab_size": 300, **(sizes if model_type != "gpt2" else {"n_embd": 32})}
-    shape |= (
-        {"logit_scale": 0.0625, "num_key_value_heads": 4} if model_type == "cohere" else {"n_layer": 2, "n_head": 4}
-    )
+    shape = {"model_type": model_type, "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4}
+    if model_type == "cohere":
+        shape |= {"intermediate_size": 64, "logit_scale": 0.0625, "num_key_value_heads": 4}
     with pytest.raises(UserError, match=says):
         BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32"))
-
-
-def test_a_window_as_long_as_the_context_is_accepted() -> None:
-    check_architecture(AutoConfig.for_model("mistral", sliding_window=64), 64)
 
 
 def test_bad_base_settings() -> None:
@@ -154,3 +127,28 @@ def test_a_base_with_missing_weights_is_refused(tiny_base: TinyBase, tmp_path: P
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"lacks 1 weights, model.layers.1.mlp.up_proj.weight for one"):
         BaseModel.load(config)
+
+
+def test_a_base_that_is_not_there(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "file").touch()
+    tiny_base().model.config.save_pretrained(tmp_path / "folder")
+    cases = {
+        "/nowhere/x": "no base model at /nowhere/x: there is no such folder; correct base.name",
+        "./nowhere": "no base model at ./nowhere: there is no such folder",
+        str(tmp_path / "file"): "file: that is a file; correct base.name",
+        str(tmp_path / "folder"): f"no tokenizer in {tmp_path / 'folder'}, .*base.tokenizer=",
+        "nobody/nothing": "'nobody/nothing' is no local folder and could not be fetched: .*debug=tiny",
+    }
+    for name, says in cases.items():
+        with pytest.raises(UserError, match=says) as found:
+            BaseModel.load(BaseConfig(name=name))
+        assert "\n" not in str(found.value)
+        if "folder" not in name:
+            with pytest.raises(UserError, match=says):
+                BaseConfig(name=name).transformers_config()
+    folder = str(tmp_path / "folder")
+    with pytest.raises(UserError, match="base.tokenizer=/nowhere could not be loaded: .* Name a folder"):
+        BaseModel.load(BaseConfig(name=folder, tokenizer="/nowhere"))
+    with pytest.raises(UserError, match=f"the base model in {folder} could not be loaded: .*save_pretrained"):
+        BaseModel.load(BaseConfig(name=folder, tokenizer="builtin:tiny"))

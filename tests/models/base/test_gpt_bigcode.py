@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drafthead.data.batch import FeatureSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.base.config import BaseConfig
@@ -87,22 +86,6 @@ def test_greedy_equals_plain_decoding(name: str, graphs: str, base: BaseModel) -
         assert [r.tokens for r in together] == plain
 
 
-def test_features_of_packed_documents_equal_each_alone(base: BaseModel) -> None:
-    documents = [[3, 4, 5, 6, 7], [9, 8, 7]]
-    flat = [i for d in documents for i in d]
-    batch = TrainBatch(
-        input_ids=torch.tensor([flat]),
-        position_ids=torch.tensor([[p for d in documents for p in range(len(d))]]),
-        document_ids=torch.tensor([[n for n, d in enumerate(documents) for _ in d]]),
-        loss_mask=torch.ones(1, len(flat), dtype=torch.bool),
-    )
-    features = base.features(batch, FeatureSpec(layers=(2,)))
-    for part, document in ((slice(0, 5), documents[0]), (slice(5, 8), documents[1])):
-        alone = base.model(torch.tensor([document]), output_hidden_states=True).hidden_states
-        torch.testing.assert_close(features.final[:, part], alone[-1], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(features.layer(0)[:, part], alone[2], rtol=1e-4, atol=1e-5)
-
-
 def test_parts_of_the_stack(base: BaseModel) -> None:
     """An early exit drafts with its own layers, and the last layers go on from what the first leave."""
     shallow = early_exit(base, 2)
@@ -133,10 +116,3 @@ def test_the_names_are_in_no_register(base: BaseModel) -> None:
     for model in (base.model, early_exit(base, 2).model.model):
         names = [name for name, _ in model.named_modules(remove_duplicate=False)]
         assert names and not [name for name in names if name.startswith("model") or ".layers" in name]
-
-
-def test_a_base_of_another_build_is_refused() -> None:
-    shape = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 300}
-    config = BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32")
-    with pytest.raises(UserError, match="gpt2 is not built like a Llama"):
-        BaseModel.load(config)
