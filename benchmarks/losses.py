@@ -38,6 +38,9 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.common.losses import TERMS
 from drafthead.train.config import RunConfig, preflight
 from drafthead.train.corpora.corpora import Corpora
+from drafthead.train.distributed.launcher import Launch
+from drafthead.train.distributed.processes import Processes
+from drafthead.train.distributed.sharding import Sharding
 from drafthead.train.trainer.trainer import Trainer
 
 LOSSES: dict[str, dict[str, float]] = {
@@ -87,7 +90,7 @@ def load_recipe(name: str, overrides: Sequence[str]) -> RunConfig:
             f"recipe {name} trains its base along, so the losses would not start from the same one; compare them with "
             "a recipe that does not"
         )
-    phases = {key: replace(phase, features="cached") for key, phase in run.phases.items()}
+    phases = {key: replace(phase, hidden_states="cached") for key, phase in run.phases.items()}
     checkpoint = replace(run.checkpoint, every_steps=NEVER)
     return replace(run, phases=phases, checkpoint=checkpoint, validate_every=NEVER)
 
@@ -103,8 +106,10 @@ def train(run: RunConfig, corpora: Corpora, d2t: Tensor | None, accelerator: Acc
     """Train one head; what the held-out answers say of it, and the seconds of its training steps."""
     set_seed(run.seed)
     head = run.head_config().build(corpora.base, d2t)
+    sharding = Sharding(run.shard, corpora.base.device)
+    launch = Launch(accelerator, Processes(run.heartbeat_timeout_s), sharding, Display(enabled=False))
     with TemporaryDirectory(prefix="drafthead-losses-") as folder:
-        Trainer(run, head, corpora, Path(folder), accelerator, Display(enabled=False), tracker=None).train()
+        Trainer(run, head, corpora, Path(folder), launch, tracker=None).train()
         rows = read_json_lines(Path(folder) / "metrics.jsonl")
     last = rows[-1]
     positions = range(1, head.depth + 1)
@@ -169,7 +174,7 @@ def main(given: list[str] | None = None) -> None:
 
 def budget(run: RunConfig) -> str:
     """What every loss has: the phases' steps and positions a step."""
-    steps = (f"{n} {p.steps} x {p.accumulate * p.micro_batch_size * p.seq_len}" for n, p in run.phases.items())
+    steps = (f"{n} {p.steps} x {p.grad_accum_steps * p.micro_batch_size * p.seq_len}" for n, p in run.phases.items())
     return f"steps x positions: {', '.join(steps)}"
 
 

@@ -82,7 +82,7 @@ class Clock:
 def random_rows(phase: PhaseConfig, vocabulary: int) -> datasets.Dataset:
     """Full rows of random tokens, one document each, all of them trained."""
     random = np.random.default_rng(0)
-    count = max(ROWS, phase.micro_batch_size * phase.accumulate)
+    count = max(ROWS, phase.micro_batch_size * phase.grad_accum_steps)
     length = phase.seq_len
     documents = (
         Document(random.integers(0, vocabulary, length, dtype=np.int32), np.ones(length, dtype=np.bool_))

@@ -13,8 +13,8 @@ random weights (no step is faster or slower for it); a base without a shape is l
   parts        seconds of a step in data (waiting for rows), base (features), head (loss, forward and backward) and
                optimiser (sum over processes, clipping, update), from other steps, with a stop behind each part.
   MFU          of the device's bfloat16 peak, where that is known, by the products of base and head alone.
-  memory       the peak of the steps, of each part, and what `mode=plan` says: allocated bytes on a GPU; on a CPU how
-               far resident memory rose above what the interpreter had.
+  memory       the peak of the steps, of each part, and what `mode=estimate` says: allocated bytes on a GPU; on a CPU
+               how far resident memory rose above what the interpreter had.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.distributed.launcher import follow_launcher
 from drafthead.train.distributed.sharding import Sharding
-from drafthead.train.estimate import plan_of, size
+from drafthead.train.estimate import estimate_of, size
 from drafthead.train.trainer.batches import PhaseData
 from drafthead.train.trainer.optim import build_optimizer
 from drafthead.train.trainer.step import StepResult, train_step
@@ -95,7 +95,7 @@ class Bench:
             self.head.train_base(now=self.phase.train_base)
         cache = random_cache(folder, rows, self.head) if self.phase.features == "cached" else None
         self.data = PhaseData(rows, self.base, self.head.spec, cache)
-        sharding.place(self.head.train())
+        sharding.shard(self.head.train())
         self.optimizer = build_optimizer(self.head.parameters(), self.phase.optim, self.head.lr_mult)
 
     def rows(self) -> Iterator[list[int]]:
@@ -108,12 +108,12 @@ class Bench:
         return train_step(
             self.head,
             self.optimizer,
-            islice(batches, self.phase.accumulate),
+            islice(batches, self.phase.grad_accum_steps),
             self.phase.loss,
             lr=self.phase.optim.lr,
             clip_norm=self.phase.optim.clip_norm,
             reduce=lambda value: self.accelerator.reduce(value, "sum"),
-            mark=(lambda part: None) if clock is None else clock.mark,
+            profile_hook=(lambda part: None) if clock is None else clock.mark,
         )
 
     def whole_steps(self, steps: int, warm: int) -> float:
@@ -148,7 +148,7 @@ class Bench:
 
     def bare_forward(self, steps: int, warm: int) -> float:
         """Seconds of the base's pass over the rows of a step."""
-        batches = [self.data.read(numbers)[0] for numbers in islice(self.rows(), self.phase.accumulate)]
+        batches = [self.data.read(numbers)[0] for numbers in islice(self.rows(), self.phase.grad_accum_steps)]
         for number in range(warm + steps):
             if number == warm:
                 self.base.synchronise()
@@ -203,13 +203,13 @@ def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, wa
         with memory:
             clock = bench.parted_steps(steps, memory)
         floor_s = bench.bare_forward(steps, warm)
-        sharding.leave()
+        sharding.close()
     settings = run.phases[phase]
-    tokens = settings.micro_batch_size * settings.seq_len * settings.accumulate
+    tokens = settings.micro_batch_size * settings.seq_len * settings.grad_accum_steps
     operations = operations_per_token(run.head_config(), settings, bench.base.model.config)
     devices, top = accelerator.num_processes, peak_operations(accelerator.device)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
-    planned = plan_of(run, devices, per_node, accelerator.device.type).memory_total(phase)
+    planned = estimate_of(run, devices, per_node, accelerator.device.type).memory_total(phase)
     peak = max(clock.peaks.values())
     return {
         "phase": phase,

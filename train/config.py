@@ -1,5 +1,4 @@
-"""The run schema: every key a recipe may set, its type, its default and its limits."""
-# Settings of a run's corpora.
+"""The schema of a run: every key a recipe may set, its type, its default and its limits."""
 
 import math
 import re
@@ -26,12 +25,20 @@ from drafthead.models.base.config import BaseConfig
 from drafthead.models.heads.common.contract import DraftHeadConfig, parse_head
 from drafthead.models.heads.common.losses import LossConfig
 
+STAGES = ("corpora", "train", "quality", "tree", "evaluate", "card", "push")
+"""What a run does, in order; ``train/pipeline.py`` has a function of each name."""
+RUN_MODES = ("train", "estimate")
 COMPLETE = "complete.json"
 """Written when every prompt is answered: the server is not needed any more."""
+WHOLLY_READ = ("jsonl", "text")
+"""Kinds of sources that are read to their end before a run starts, so that a broken line is found then; streamed ones
+may be large and are not."""
+CORPORA = ("text", "generations")
+HIDDEN_STATES = ("computed", "cached")
 SHARD_MODES = ("none", "head", "full")
-TRACKER_MODES = ("auto", "online", "offline", "disabled")
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HISTORY = 16
-"""Losses before the median says anything: until then only what is not finite is skipped."""
+"""Losses before the median is used: until then only steps that are not finite are skipped."""
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     "linear": lambda done: 1 - done,
@@ -43,7 +50,24 @@ WARMUPS: dict[str, Callable[[float], float]] = {
     "parabolic": lambda done: 1 - (1 - done) ** 2,
 }
 """Part of the peak reached over the part of the warm-up that is done, both 0 -> 1."""
-STARTS = ("warmup", "start")
+THROUGH_ACCELERATE = (
+    "tensorboard", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio",
+)  # fmt: skip
+
+
+def _require(config: Any, group: str, **limits: tuple[bool, str]) -> None:
+    """Check ``field=(whether its limit holds, the limit in words)``; ``group`` is the key of ``config`` in a recipe."""
+    for key, (holds, limit) in limits.items():
+        if not holds:
+            raise ValueError(f"{group}{key} must be {limit}, got {getattr(config, key)!r}")
+
+
+def _at_least(value: float, least: float) -> tuple[bool, str]:
+    return value >= least, f"at least {least}"
+
+
+def _one_of(value: str, allowed: Iterable[str]) -> tuple[bool, str]:
+    return value in allowed, f"one of {list(allowed)}"
 
 
 @dataclass(kw_only=True)
@@ -70,25 +94,20 @@ class OptimConfig:
     """Largest global gradient norm; 0 turns clipping off."""
 
     def __post_init__(self) -> None:
-        limits = (
-            ("lr", 0 < self.lr < 1, "in (0, 1)", self.lr),
-            (
-                "betas",
-                len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
-                "two numbers in [0, 1)",
-                self.betas,
-            ),
-            ("weight_decay", self.weight_decay >= 0, ">= 0", self.weight_decay),
-            ("warmup_steps", self.warmup_steps >= 0, ">= 0", self.warmup_steps),
-            ("schedule", self.schedule in SCHEDULES, f"one of {list(SCHEDULES)}", self.schedule),
-            ("decay_from", self.decay_from in STARTS, f"one of {list(STARTS)}", self.decay_from),
-            ("final_lr_ratio", 0 <= self.final_lr_ratio <= 1, "in [0, 1]", self.final_lr_ratio),
-            ("warmup", self.warmup in WARMUPS, f"one of {list(WARMUPS)}", self.warmup),
-            ("clip_norm", self.clip_norm >= 0, ">= 0 (0 is off)", self.clip_norm),
+        betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        _require(
+            self,
+            "optim.",
+            lr=(0 < self.lr < 1, "in (0, 1)"),
+            betas=(betas, "two numbers in [0, 1)"),
+            weight_decay=_at_least(self.weight_decay, 0),
+            warmup_steps=_at_least(self.warmup_steps, 0),
+            schedule=_one_of(self.schedule, SCHEDULES),
+            decay_from=_one_of(self.decay_from, ("warmup", "start")),
+            final_lr_ratio=(0 <= self.final_lr_ratio <= 1, "in [0, 1]"),
+            warmup=_one_of(self.warmup, WARMUPS),
+            clip_norm=(self.clip_norm >= 0, ">= 0 (0 is off)"),
         )
-        for key, holds, limit, value in limits:
-            if not holds:
-                raise UserError(f"optim.{key} must be {limit}, got {value}")
 
 
 @dataclass(kw_only=True)
@@ -104,15 +123,13 @@ class LossSpikeConfig:
     """Updates that may be skipped among them; one more ends the run, with the weights of the last good update."""
 
     def __post_init__(self) -> None:
-        if self.spike != 0 and not 1 < self.spike < math.inf:
-            raise UserError(f"guard.spike must be > 1, or 0 to skip nothing finite, got {self.spike}")
-        if self.window < HISTORY:
-            raise UserError(f"guard.window must be at least {HISTORY}, got {self.window}")
-        if not 0 <= self.limit < self.window:
-            raise UserError(f"guard.limit must be in [0, guard.window), got {self.limit}")
-
-
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+        _require(
+            self,
+            "loss_spikes.",
+            spike=(self.spike == 0 or 1 < self.spike < math.inf, "> 1, or 0 to skip nothing finite"),
+            window=_at_least(self.window, HISTORY),
+            limit=(0 <= self.limit < self.window, "in [0, loss_spikes.window)"),
+        )
 
 
 @dataclass(kw_only=True)
@@ -131,20 +148,14 @@ class ShardConfig:
     """The base's shards wait in host memory and come to the device layer by layer; needs ``mode: full``."""
 
     def __post_init__(self) -> None:
-        if self.mode not in SHARD_MODES:
-            raise ValueError(f"shard.mode must be one of {list(SHARD_MODES)}, got {self.mode!r}")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"shard.precision must be one of {list(PRECISIONS)}, got {self.precision!r}")
-        if self.hybrid and self.mode == "none":
-            raise ValueError("shard.hybrid=true has nothing to shard within a node; set shard.mode to head or full")
-        if self.offload_base and self.mode != "full":
-            raise ValueError(f"shard.offload_base=true needs shard.mode=full, got {self.mode}")
-
-
-THROUGH_ACCELERATE = (
-    "tensorboard", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio",
-)  # fmt: skip
-KINDS = ("none", "wandb", *THROUGH_ACCELERATE)
+        _require(
+            self,
+            "shard.",
+            mode=_one_of(self.mode, SHARD_MODES),
+            precision=_one_of(self.precision, PRECISIONS),
+            hybrid=(not self.hybrid or self.mode != "none", "false unless shard.mode is head or full"),
+            offload_base=(not self.offload_base or self.mode == "full", "false unless shard.mode is full"),
+        )
 
 
 @dataclass(kw_only=True)
@@ -163,9 +174,8 @@ class TrackerConfig:
     """wandb's. ``auto`` obeys WANDB_MODE, else is online when a login is found and offline when none is."""
 
     def __post_init__(self) -> None:
-        for key, allowed in (("kind", KINDS), ("mode", TRACKER_MODES)):
-            if getattr(self, key) not in allowed:
-                raise UserError(f"tracker.{key} must be one of {list(allowed)}, got {getattr(self, key)!r}")
+        kinds, modes = ("none", "wandb", *THROUGH_ACCELERATE), ("auto", "online", "offline", "disabled")
+        _require(self, "tracker.", kind=_one_of(self.kind, kinds), mode=_one_of(self.mode, modes))
 
 
 @dataclass(kw_only=True)
@@ -207,7 +217,7 @@ class GenerationsConfig:
     max_prompt_tokens: int = 128
     """Longer prompts are left out."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    slots: int = 64
+    batch_size: int = 64
     """Answers generated at a time by the built-in decoding, on each process."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """A server that generates the answers instead (vLLM, SGLang, TGI)."""
@@ -216,18 +226,22 @@ class GenerationsConfig:
     A server gives none."""
 
     def __post_init__(self) -> None:
-        for key, least in (("prompts", 0), ("self_prompted", 0), ("max_prompt_tokens", 8), ("slots", 1)):
-            if getattr(self, key) < least:
-                raise ValueError(f"data.generations.{key} must be at least {least}, got {getattr(self, key)}")
-        if self.server.url is not None and self.keep_hidden_states:
-            raise ValueError(
-                "data.generations.keep_hidden_states must be false with a server, which gives no hidden states; the "
-                "distillation phase then computes them"
-            )
+        _require(
+            self,
+            "data.generations.",
+            prompts=_at_least(self.prompts, 0),
+            self_prompted=_at_least(self.self_prompted, 0),
+            max_prompt_tokens=_at_least(self.max_prompt_tokens, 8),
+            batch_size=_at_least(self.batch_size, 1),
+            keep_hidden_states=(
+                self.server.url is None or not self.keep_hidden_states,
+                "false with a server, which gives no hidden states; the distillation phase then computes them",
+            ),
+        )
 
     def manifest(self) -> dict[str, Any]:
         """What decides on the answers; not how many are made at a time, and where."""
-        kept = {key: value for key, value in asdict(self).items() if key not in ("slots", "server")}
+        kept = {key: value for key, value in asdict(self).items() if key not in ("batch_size", "server")}
         return kept | {"sources": [source.manifest() for source in self.sources]}
 
 
@@ -241,15 +255,6 @@ class DataConfig:
     generations: GenerationsConfig = field(default_factory=GenerationsConfig)
 
 
-RUN_MODES = ("train", "plan")
-CORPORA = ("text", "generations")
-FEATURES = ("computed", "cached")
-FINAL = ("last", "best")
-FILES = ("jsonl", "text")
-"""Kinds of sources that are read to their end before a run starts, so that a broken line is found then; not those
-that are streamed, which may be large."""
-
-
 @dataclass(kw_only=True)
 class PhaseConfig:
     """One training phase."""
@@ -260,31 +265,35 @@ class PhaseConfig:
     """Tokens a packed row."""
     micro_batch_size: int = 8
     """Rows a process and micro-batch."""
-    accumulate: int = 1
+    grad_accum_steps: int = 1
     """Micro-batches an optimiser step."""
     steps: int = 100
     """Optimiser steps; the corpus is reshuffled and repeated as needed."""
-    features: str = "computed"
+    hidden_states: str = "computed"
     """``cached``: the base's hidden states are computed once per row and kept on disk, those of the held-out answers
     too. ``computed``: anew each time."""
     train_base: bool = False
-    """Train the base along, through the head's adapters (head=medusa2). ``features`` are the untouched base's."""
+    """Train the base along, through the head's adapters (head=medusa2). ``hidden_states`` are those of the
+    original base."""
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     @property
     def cached(self) -> bool:
         """Whether hidden states are kept on disk."""
-        return self.features == "cached"
+        return self.hidden_states == "cached"
 
     def __post_init__(self) -> None:
-        if self.corpus not in CORPORA:
-            raise ValueError(f"phases.*.corpus must be one of {list(CORPORA)}, got {self.corpus!r}")
-        if self.features not in FEATURES:
-            raise ValueError(f"phases.*.features must be one of {list(FEATURES)}, got {self.features!r}")
-        for key, least in (("seq_len", 16), ("micro_batch_size", 1), ("accumulate", 1), ("steps", 1)):
-            if getattr(self, key) < least:
-                raise ValueError(f"phases.*.{key} must be at least {least}, got {getattr(self, key)}")
+        _require(
+            self,
+            "phases.*.",
+            corpus=_one_of(self.corpus, CORPORA),
+            hidden_states=_one_of(self.hidden_states, HIDDEN_STATES),
+            seq_len=_at_least(self.seq_len, 16),
+            micro_batch_size=_at_least(self.micro_batch_size, 1),
+            grad_accum_steps=_at_least(self.grad_accum_steps, 1),
+            steps=_at_least(self.steps, 1),
+        )
 
 
 @dataclass(kw_only=True)
@@ -298,10 +307,13 @@ class CheckpointConfig:
     """Which weights the run ends with: the ``last``, or the ``best`` by held-out tokens a step."""
 
     def __post_init__(self) -> None:
-        if self.every_steps < 1 or self.keep < 1:
-            raise ValueError(f"checkpoint.every_steps and .keep must be >= 1, got {self.every_steps} and {self.keep}")
-        if self.final not in FINAL:
-            raise ValueError(f"checkpoint.final must be one of {list(FINAL)}, got {self.final!r}")
+        _require(
+            self,
+            "checkpoint.",
+            every_steps=_at_least(self.every_steps, 1),
+            keep=_at_least(self.keep, 1),
+            final=_one_of(self.final, ("last", "best")),
+        )
 
 
 @dataclass(kw_only=True)
@@ -312,7 +324,9 @@ class RunConfig:
     """Names the run folder, ``outputs/<name>``."""
     seed: int = 0
     mode: str = "train"
-    """``plan`` prints what the run will cost, without loading weights."""
+    """``estimate`` prints what the run will cost, without loading weights."""
+    stages: list[str] = field(default_factory=lambda: list(STAGES))
+    """Any of ``corpora, train, quality, tree, evaluate, card, push``; each reads what it needs from the run folder."""
     out: str = MISSING
     """The run folder."""
     resume: bool = True
@@ -328,7 +342,7 @@ class RunConfig:
     """Every node makes and keeps corpora and caches of its own under ``data.folder``: for nodes without a common one.
     The run folder must be common in any case."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    guard: LossSpikeConfig = field(default_factory=LossSpikeConfig)
+    loss_spikes: LossSpikeConfig = field(default_factory=LossSpikeConfig)
     """Which updates are skipped, and how many of them end the run."""
     heartbeat_timeout_s: float = 120.0
     """Of several processes, one without a sign of life for this long counts as dead, and the others end."""
@@ -338,7 +352,7 @@ class RunConfig:
     """Optimiser steps between two measurements of acceptance on held-out answers."""
     tree_search: str = "search"
     """How the tree is chosen: ``search`` (joint counts of whole paths) or ``sequoia`` (its dynamic program)."""
-    gate: GateConfig = field(default_factory=GateConfig)
+    quality_limits: GateConfig = field(default_factory=GateConfig)
     """How far phases with ``train_base`` may take the base from what it was; a run that goes too far ends as failed."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
@@ -348,22 +362,24 @@ class RunConfig:
     """Where to: by default a repository of the run's name under the token's own account."""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9._-]+", self.name):
-            raise ValueError(f"name must consist of letters, digits, '.', '_' and '-', got {self.name!r}")
-        if self.mode not in RUN_MODES:
-            raise ValueError(f"mode must be one of {list(RUN_MODES)}, got {self.mode!r}")
         if not self.phases:
             raise ValueError("the recipe has no phases; choose one, e.g. recipe=medusa_smollm2")
         if not any(p.corpus == "generations" for p in self.phases.values()):
             raise ValueError("no phase trains on generations, which acceptance and the tree are measured on; add one")
-        if self.seed < 0:
-            raise ValueError(f"seed must be >= 0, got {self.seed}")
-        if not 1 <= self.heartbeat_timeout_s < float("inf"):
-            raise ValueError(f"heartbeat_timeout_s must be at least 1, got {self.heartbeat_timeout_s}")
-        if self.tree_search not in METHODS:
-            raise ValueError(f"tree_search must be one of {', '.join(METHODS)}, got {self.tree_search!r}")
-        if self.log_every < 1 or self.validate_every < 1:
-            raise ValueError("log_every and validate_every must be at least 1")
+        name = re.fullmatch(r"[A-Za-z0-9._-]+", self.name) is not None
+        unknown = [stage for stage in self.stages if stage not in STAGES]
+        _require(
+            self,
+            "",
+            name=(name, "letters, digits, '.', '_' and '-' only"),
+            mode=_one_of(self.mode, RUN_MODES),
+            stages=(bool(self.stages) and not unknown, f"a list of {', '.join(STAGES)}"),
+            seed=_at_least(self.seed, 0),
+            heartbeat_timeout_s=(1 <= self.heartbeat_timeout_s < math.inf, "at least 1 and finite"),
+            tree_search=_one_of(self.tree_search, METHODS),
+            log_every=_at_least(self.log_every, 1),
+            validate_every=_at_least(self.validate_every, 1),
+        )
 
     @property
     def trains_base(self) -> bool:
@@ -390,7 +406,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
         UserError: with the offending key.
     """
     run = parse(cfg, RunConfig)
-    _check_tuning(run)
+    _check_base_training(run)
     _check_stream(run)
     if "num_hidden_layers" in run.base.shape:
         run.head_config().check_layers(run.base.shape["num_hidden_layers"])
@@ -412,14 +428,16 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     return run
 
 
-def _check_tuning(run: RunConfig) -> None:
-    """Refuse phases that train the base where that cannot work, and a gate without one."""
+def _check_base_training(run: RunConfig) -> None:
+    """Refuse phases that train the base where that cannot work, and quality limits without one."""
     head = run.head_config()
     names = list(run.phases)
     tuning = [name for name in names if run.phases[name].train_base]
     if not tuning:
-        if run.gate != GateConfig():
-            raise UserError("gate has limits, but no phase trains the base; set phases.*.train_base or leave gate out")
+        if run.quality_limits != GateConfig():
+            raise UserError(
+                "quality_limits has limits, but no phase trains the base; set phases.*.train_base or leave them out"
+            )
         return
     if not head.trains_base:
         raise UserError(
@@ -428,14 +446,14 @@ def _check_tuning(run: RunConfig) -> None:
         )
     if tuning != names[-len(tuning) :]:
         raise UserError(
-            f"phases.{names[-1]} leaves the base as it is after phases.{tuning[0]} has changed it, so its heads would "
-            "read another base than they are for; put phases with train_base last"
+            f"phases.{names[-1]} trains heads for the original base after phases.{tuning[0]} has changed it; put "
+            "phases with train_base last"
         )
     lengths = {run.phases[name].seq_len for name in tuning if run.phases[name].corpus == "text"}
     if len(lengths) > 1:
         raise UserError(
-            f"phases with train_base on text have rows of {sorted(lengths)} tokens: what is kept aside for the gate "
-            "would not be the same text; give them one seq_len"
+            f"phases with train_base on text have rows of {sorted(lengths)} tokens: the text kept for quality_limits "
+            "would not be the same; give them one seq_len"
         )
     if run.base.adapter is not None:
         raise UserError(
@@ -449,41 +467,41 @@ def _check_stream(run: RunConfig) -> None:
     if not run.data.text.stream:
         return
     if run.trains_base:
-        raise UserError("data.text.stream keeps no text aside for the gate of a trained base; leave it out")
+        raise UserError("data.text.stream keeps no text for quality_limits of a trained base; leave it out")
     for name, phase in run.phases.items():
-        if phase.corpus == "text" and phase.features == "cached":
+        if phase.corpus == "text" and phase.cached:
             raise UserError(
-                f"phases.{name}.features=cached keeps features of text that data.text.stream reads once; set it to "
-                "computed"
+                f"phases.{name}.hidden_states=cached keeps hidden states of text that data.text.stream reads once; set "
+                "it to computed"
             )
 
 
 def preflight(run: RunConfig) -> None:
-    """Everything about a run's inputs that can be checked before its model is loaded.
+    """Check the inputs of a run that can be checked before its model is loaded.
 
     Raises:
         UserError: an unknown suite or tree; a source that is empty, misses its column or cannot be reached; a server
-            that cannot, or has another model or too short a context.
+            that cannot be reached, or has another model or too short a context.
     """
     if run.push:
         require_login("push=true")
     load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks)
     check_peers(run.eval.against)
     check_drafters(run.eval.merge)
-    answers = run.data.generations
+    answers, text = run.data.generations, run.data.text
     if answers.server.url is not None and not (Path(run.data.folder) / "generations" / COMPLETE).exists():
         from drafthead.data.answers.server import check_server
 
         check_server(answers.server, run.base.name, answers.max_prompt_tokens + answers.sampler.max_new_tokens)
-    for source in run.data.text.sources:
-        whole = source.kind in FILES and not run.data.text.stream
-        if _is_empty(iter_documents(source, max_characters=None if whole else 1), whole):
-            raise UserError(f"text source {source} is empty; name another one in data.text.sources")
-    for source in run.data.generations.sources:
-        if _is_empty(iter_prompts(source), source.kind in FILES):
-            raise UserError(f"prompt source {source} is empty; name another one in data.generations.sources")
+    for source in text.sources:
+        wholly = source.kind in WHOLLY_READ and not text.stream
+        _require_entries(iter_documents(source, max_characters=None if wholly else 1), wholly, "text", source)
+    for source in answers.sources:
+        _require_entries(iter_prompts(source), source.kind in WHOLLY_READ, "generations", source)
 
 
-def _is_empty(entries: Iterable[object], whole: bool) -> bool:
-    """Whether there are no entries; ``whole`` reads all of them, which finds every broken one."""
-    return sum(1 for _ in entries) == 0 if whole else next(iter(entries), None) is None
+def _require_entries(entries: Iterable[object], wholly: bool, corpus: str, source: SourceConfig) -> None:
+    """Refuse an empty source; ``wholly`` reads all of it, which finds every broken entry."""
+    if (sum(1 for _ in entries) if wholly else next(iter(entries), None)) in (0, None):
+        kind = "prompt" if corpus == "generations" else "text"
+        raise UserError(f"{kind} source {source} is empty; name another one in data.{corpus}.sources")

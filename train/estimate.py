@@ -4,7 +4,7 @@ Memory is a sum of the tensors that the code keeps at the peak of a training ste
 context and workspaces of matrix products come on top: keep about 10 % and 1 GiB free.
 """
 # What sharding makes of a device's memory, part by part.
-# ``mode=plan``: what a recipe will cost, printed. Needs the base's shape, and no weights.
+# ``mode=estimate``: what a recipe will cost, printed. Needs the base's shape, and no weights.
 
 import os
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from drafthead.models.base.shape import FLOAT32, ModelShape
 from drafthead.models.heads.common.losses import chunk_rows
 from drafthead.models.heads.common.size import HeadSize
 from drafthead.train.config import PRECISIONS, SHARD_MODES, RunConfig
-from drafthead.train.distributed.launcher import asked_for
+from drafthead.train.distributed.launcher import with_launcher_settings
 
 GATHERED_LAYERS = 2
 """Layers of a sharded base that are whole at a time: the one that computes, and the one that is on its way."""
@@ -43,7 +43,7 @@ class ShardLayout:
     """What attends in a head is computed again in the backward pass."""
 
     @property
-    def places_head(self) -> bool:
+    def wraps_head(self) -> bool:
         """Whether the head is under ``fully_shard``."""
         return self.mode != "none" or self.compute_bytes < FLOAT32
 
@@ -79,7 +79,7 @@ def sharded_memory(
     kept = head.activations_per_token - (head.recomputable_per_token if spread.checkpointing else 0)
     found["head activations"] = tokens * kept * spread.compute_bytes
     shards = 1 if spread.mode == "none" else spread.shards
-    if spread.places_head:
+    if spread.wraps_head:
         shared = -(-head.trainable // shards)
         found["head weights"] = memory["head weights"] - (head.trainable - shared) * FLOAT32
         found["gradients"] = shared * FLOAT32
@@ -104,14 +104,14 @@ CHUNK_COPIES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhasePlan:
+class PhaseEstimate:
     """One phase of the recipe."""
 
     name: str
     seq_len: int
     micro_batch_size: int
     """Rows a process and micro-batch."""
-    accumulate: int
+    grad_accum_steps: int
     steps: int
     trained_share: float = 1.0
     """Part of the positions that is trained: 1 on text, answers / (prompts + answers) on generations."""
@@ -122,8 +122,8 @@ class PhasePlan:
     """The base is trained along, through adapters."""
 
     def tokens(self, devices: int) -> int:
-        """Positions read over the phase: steps x accumulate x rows x row length x devices."""
-        return self.steps * self.accumulate * self.micro_batch_size * self.seq_len * devices
+        """Positions read over the phase: steps x grad_accum_steps x rows x row length x devices."""
+        return self.steps * self.grad_accum_steps * self.micro_batch_size * self.seq_len * devices
 
     def trained_tokens(self, devices: int) -> int:
         """Positions trained over the phase, an upper bound when rows are padded."""
@@ -177,7 +177,7 @@ class Plan:
 def plan(
     shape: ModelShape,
     head: HeadSize,
-    phases: Sequence[PhasePlan],
+    phases: Sequence[PhaseEstimate],
     generations: GenerationPlan | None = None,
     *,
     lora: LoraSettings | None = None,
@@ -235,7 +235,7 @@ def plan(
     )
 
 
-def _memory(shape: ModelShape, head: HeadSize, phase: PhasePlan, base_bytes: int, device: str) -> dict[str, int]:
+def _memory(shape: ModelShape, head: HeadSize, phase: PhaseEstimate, base_bytes: int, device: str) -> dict[str, int]:
     """Bytes by part at the peak of a step of ``phase``, all whole and float32; M is the tokens of a micro-batch.
 
     - base activations: ``M x layer_width + M D`` values (a layer's peak and the features), and the mask of the packed
@@ -249,7 +249,7 @@ def _memory(shape: ModelShape, head: HeadSize, phase: PhasePlan, base_bytes: int
     features = tokens * shape.hidden_size * (1 + head.feature_layers) * base_bytes
     mask = phase.micro_batch_size * phase.seq_len**2 * (base_bytes + 1)
     rows = min(tokens, chunk_rows(head.draft_vocab_size, device))
-    sets = 2 if phase.accumulate > 1 else 1
+    sets = 2 if phase.grad_accum_steps > 1 else 1
     return {
         "base weights": shape.base_parameters() * base_bytes,
         "head weights": head.parameters * FLOAT32,
@@ -266,7 +266,7 @@ def _memory(shape: ModelShape, head: HeadSize, phase: PhasePlan, base_bytes: int
 def _with_adapters(
     memory: dict[str, int],
     shape: ModelShape,
-    phase: PhasePlan,
+    phase: PhaseEstimate,
     lora: LoraSettings | None,
     base_bytes: int,
     device: str,
@@ -309,7 +309,7 @@ def _with_adapters(
 def _disk(
     shape: ModelShape,
     head: HeadSize,
-    phases: Sequence[PhasePlan],
+    phases: Sequence[PhaseEstimate],
     generations: GenerationPlan | None,
     adapters: int,
 ) -> dict[str, int]:
@@ -377,7 +377,7 @@ class TrainsBase(Protocol):
         """The base's adapters."""
 
 
-def print_plan(run: RunConfig) -> None:
+def print_estimate(run: RunConfig) -> None:
     """Parameters, trained tokens, memory per GPU and disk of a run on as many processes as the launcher started.
 
     Raises:
@@ -388,15 +388,15 @@ def print_plan(run: RunConfig) -> None:
     console = Console(highlight=False)
     console.print(f"[bold]{run.name}[/bold]: {run.base.name or run.base.transformers_config().model_type}")
     devices = int(os.environ.get("WORLD_SIZE", "1"))
-    run = replace(run, shard=asked_for(os.environ, run.shard))
-    console.print(render(plan_of(run, devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))))
+    run = replace(run, shard=with_launcher_settings(os.environ, run.shard))
+    console.print(render(estimate_of(run, devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))))
 
 
-def plan_of(run: RunConfig, devices: int, per_node: int | None = None, device: str = "cuda") -> Plan:
+def estimate_of(run: RunConfig, devices: int, per_node: int | None = None, device: str = "cuda") -> Plan:
     """What a run will cost on so many processes, of which ``per_node`` (or all) are on one node; ``cuda`` or ``cpu``.
 
     Raises:
-        UserError: as ``print_plan``.
+        UserError: as ``print_estimate``.
     """
     shard = run.shard
     config = run.base.transformers_config()
@@ -412,11 +412,11 @@ def plan_of(run: RunConfig, devices: int, per_node: int | None = None, device: s
     )
     answers = corpus.sampler.max_new_tokens / (corpus.sampler.max_new_tokens + corpus.max_prompt_tokens)
     phases = [
-        PhasePlan(
+        PhaseEstimate(
             name=name,
             seq_len=phase.seq_len,
             micro_batch_size=phase.micro_batch_size,
-            accumulate=phase.accumulate,
+            grad_accum_steps=phase.grad_accum_steps,
             steps=phase.steps,
             trained_share=1.0 if phase.corpus == "text" else answers,
             corpus_tokens=run.data.text.max_tokens if phase.corpus == "text" else generations.tokens(),

@@ -1,114 +1,328 @@
-"""A whole run: corpora -> phases -> tree -> evaluation -> head on disk (-> Hub)."""
+"""A run is a list of stages over its folder: corpora, train, quality, tree, evaluate, card, push.
+
+Each stage reads what it needs from the run folder and leaves its results there, so each can run alone
+(``stages=[tree,evaluate]``). What is on disk already is not done again.
+"""
 
 import json
 import shutil
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 
+from drafthead.data.answers.backend import RankGroup
 from drafthead.data.answers.draft_vocab import coverage
+from drafthead.data.text.packing import collate
 from drafthead.data.utils.config import update_names
-from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, read_json_lines, write_json
-from drafthead.data.utils.hub import push
-from drafthead.eval.evaluate import evaluate
+from drafthead.data.utils.hub import push as push_to_hub
+from drafthead.eval.evaluate import evaluate as evaluate_drafter
+from drafthead.eval.metrics.base_quality import compare_bases, judge, quality_table
 from drafthead.eval.report.plots import save_training_plots
 from drafthead.eval.report.tables import console_lines, console_table
 from drafthead.eval.timing.methods import merged
-from drafthead.eval.trees.calibrate import Calibration, answer_ranks, calibrate, load_calibration, save_calibration
-from drafthead.eval.trees.cost_model import StepCosts, measure_costs
+from drafthead.eval.trees.calibrate import answer_ranks, calibrate, load_calibration, save_calibration
+from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import ADAPTER
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.train.config import RunConfig, preflight
 from drafthead.train.corpora.corpora import Corpora
-from drafthead.train.distributed.sharding import Sharding, whole
-from drafthead.train.joint import QUALITY, check_gate, measure_quality, with_tuned_base
+from drafthead.train.distributed.launcher import Launch, launched, rank_group
 from drafthead.train.publish.card import write_card
-from drafthead.train.start import Launch, launched, open_corpora
 from drafthead.train.tracking.provenance import write_provenance
 from drafthead.train.tracking.tracker import Tracker
-from drafthead.train.trainer.batches import open_held_out
+from drafthead.train.trainer.batches import open_held_out, unseen_text
+from drafthead.train.trainer.checkpoint import (
+    checkpoints,
+    load_best,
+    load_latest,
+    load_weights,
+    saved_state,
+    undisturbed_rng,
+)
 from drafthead.train.trainer.trainer import Trainer
+
+SETTINGS = "training-settings.json"
+QUALITY = "quality.json"
+RESULTS = {
+    "train": ("checkpoints", "head", "metrics.jsonl"),
+    "quality": (QUALITY,),
+    "tree": ("calibration.json",),
+    "evaluate": ("eval.json", "eval-log-*.jsonl"),
+}
+"""What a stage leaves in the run folder and ``resume=false`` removes."""
+
+
+class Workspace:
+    """What the stages of a run share: settings, run folder, processes, and the frozen bases."""
+
+    def __init__(self, run: RunConfig, launch: Launch) -> None:
+        self.run, self.launch, self.display = run, launch, launch.display
+        self.folder = Path(run.out)
+        self.head_folder, self.checkpoints = self.folder / "head", self.folder / "checkpoints"
+
+    @cached_property
+    def corpora(self) -> Corpora:
+        """The corpora, with the original base, which is loaded."""
+        run, launch = self.run, self.launch
+        with self.display.stage(f"base model {run.base.name or 'random'}"):
+            config = launch.sharding.base_config(run.base) if "train" in run.stages else run.base
+            base = BaseModel.load(config, launch.accelerator.device, self.display.line)
+        run.head_config().check_layers(base.num_layers)  # before hours of generation
+        together = any(stage in COLLECTIVE for stage in run.stages)
+        group = rank_group(launch.accelerator, run.per_node_data) if together else RankGroup()
+        return Corpora(base, run.data, run.seed, self.display.progress, group, self.display.line)
+
+    @cached_property
+    def base(self) -> BaseModel:
+        """The base that the trained head drafts for: the original one, or with the adapter of a run that trains it."""
+        if not self.run.trains_base:
+            return self.corpora.base
+        config = replace(self.run.base, adapter=str(self.head_folder / ADAPTER))
+        return BaseModel.load(config, self.corpora.base.device)
+
+    @cached_property
+    def tracker(self) -> Tracker:
+        """The experiment tracker; on the main process only."""
+        run = self.run
+        settings = asdict(run) | {"head": {**run.head, **asdict(run.head_config())}}  # with the defaults of this head
+        return Tracker(self.launch.accelerator, run.tracker, self.folder, run.name, settings, self.display.line)
+
+    def load_head(self) -> DraftHead:
+        """The trained head, attached to its base."""
+        if not (self.head_folder / "config.json").exists():
+            raise UserError(f"{self.head_folder} holds no head yet; run the stage train first")
+        return DraftHead.from_pretrained(self.head_folder, self.base)
+
+    def new_head(self) -> DraftHead:
+        """The untrained head."""
+        config, base = self.run.head_config(), self.corpora.base
+        size = config.draft_vocab_size
+        if size is None or size >= base.vocab_size:
+            return config.build(base)
+        d2t = self.corpora.draft_vocabulary(size)
+        return config.build(base, d2t)
 
 
 def run_pipeline(run: RunConfig, resolved: str) -> None:
-    """Do everything the recipe says that is not on disk yet; the run folder holds every result.
+    """Run the stages of the recipe.
 
     Args:
         run: the checked recipe.
         resolved: the same as YAML, for the run folder.
     """
     with launched(run) as launch:
-        _run(run, resolved, launch)
+        work = Workspace(run, launch)
+        if launch.is_main:
+            preflight(run)
+            _open_folder(work, resolved)
+        launch.accelerator.wait_for_everyone()
+        for name, stage in STAGES.items():
+            if name in run.stages and (launch.is_main or name in COLLECTIVE):
+                stage(work)
+        launch.display.line(
+            "time: " + ", ".join(f"{name.split(':')[0]} {seconds:.0f} s" for name, seconds in launch.display.stages)
+        )
 
 
-def _run(run: RunConfig, resolved: str, launch: Launch) -> None:
-    accelerator, display, sharding = launch.accelerator, launch.display, launch.sharding
-    folder = Path(run.out)
-    if launch.is_main:
-        preflight(run)
-        _open_folder(folder, run, resolved, display)
-    accelerator.wait_for_everyone()
+def corpora(work: Workspace) -> None:
+    """Have the base answer the prompts, and pack the text; all processes share the work."""
+    corpora, display, run = work.corpora, work.display, work.run
+    with undisturbed_rng(), display.stage("corpus: the base's own answers"):
+        stats = corpora.generations().stats
+        display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")
+    lengths = {phase.seq_len for phase in run.phases.values() if phase.corpus == "text" and not run.data.text.stream}
+    for seq_len in sorted(lengths):
+        with undisturbed_rng(), display.stage(f"corpus: text in rows of {seq_len}"):
+            with work.launch.main_process_first(run.per_node_data):
+                rows = corpora.text_rows(seq_len)
+        display.line(f"   {len(rows)} rows of {seq_len} tokens")
+    display.line(f"corpora: {run.data.folder}")
+
+
+def train(work: Workspace) -> None:
+    """Train the head through the phases and save it, on all processes."""
+    run, launch = work.run, work.launch
+    tracker = work.tracker if launch.is_main else None
+    work.corpora.generations()
     set_seed(run.seed)
-    tracker = _open_tracker(run, folder, launch) if launch.is_main else None
-    corpora = open_corpora(run, launch)
-    head = _new_head(run, corpora, display)
-    trainer = Trainer(run, head, corpora, folder, accelerator, display, tracker, sharding, launch.processes)
-    trainer.train()
-    keeper = trainer.keeper
-    del trainer
-    accelerator.wait_for_everyone()
-    if sharding.places_head:
-        head = _whole_again(run, head, corpora, sharding, accelerator)
-    if launch.is_main:
-        keeper.choose_final(head)
-        save_training_plots(read_json_lines(folder / "metrics.jsonl"), folder / "plots")
-        quality = None
-        if run.trains_base:
-            with display.stage("the tuned base beside the untouched one"):
-                head = with_tuned_base(run, head, folder / "head")
-                quality = measure_quality(run, head.base, corpora, folder, display)
-        _finish(run, head, corpora, folder, display, tracker, quality, keeper.initial_world_size)
-        if quality is not None:
-            check_gate(quality, folder)
-        if run.push:
-            with display.stage("upload to the Hub"):
-                address = push(folder / "head", run.hub.repo or run.name, private=run.hub.private, log=display.line)
-            display.line(f"pushed: {address}")
+    head = work.new_head()
+    if len(head.d2t) < head.vocab_size:
+        counts = work.corpora.generations().token_counts(head.vocab_size)
+        share = 100 * coverage(counts, head.d2t.cpu().numpy())
+        work.display.line(
+            f"   draft vocabulary: {len(head.d2t):,} of {head.vocab_size:,} ids, {share:.2f} % of the answers' tokens"
+        )
+    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    work.display.line(f"   head: {type(head).__name__}, {head.depth} draft positions, {trained:,} trained parameters")
+    Trainer(run, head, work.corpora, work.folder, launch, tracker).train()
+    del head
+    launch.accelerator.wait_for_everyone()
+    launch.sharding.close()
+    if not launch.is_main:
+        return
+    work.corpora.group = RankGroup()  # the main process goes on alone
+    if launch.sharding.shards_base:
+        work.corpora.base = BaseModel.load(run.base, work.corpora.base.device)
+    save_training_plots(read_json_lines(work.folder / "metrics.jsonl"), work.folder / "plots")
+    _save_trained_head(work)
 
 
-def _open_tracker(run: RunConfig, folder: Path, launch: Launch) -> Tracker:
-    settings = asdict(run) | {"head": {**run.head, **asdict(run.head_config())}}  # with the defaults of this head
-    return Tracker(launch.accelerator, run.tracker, folder, run.name, settings, launch.display.line)
+def _save_trained_head(work: Workspace) -> None:
+    """Write the head of the last checkpoint, or of the best one, to the run folder."""
+    last, best = load_latest(work.checkpoints), load_best(work.checkpoints)
+    assert last is not None
+    chosen = last
+    if best is not None and best.state.global_step != last.state.global_step:
+        found = f"held-out mean accepted length {best.state.score:.3f}, after step {best.state.global_step}"
+        if work.run.checkpoint.final == "best":
+            chosen = best
+            work.display.line(f"   the weights are the best ones: {found}")
+        else:
+            work.display.line(f"   the best weights ({found}) are in {best.path}; checkpoint.final=best takes them")
+    head = work.new_head()
+    if work.run.trains_base:
+        head.train_base(now=False)
+    load_weights(head, chosen)
+    head.save_pretrained(work.head_folder)
 
 
-def _open_folder(folder: Path, run: RunConfig, resolved: str, display: Display) -> None:
-    """Make the run folder, or check that what it holds came from the same settings.
+def quality(work: Workspace) -> None:
+    """Compare a trained base with the original one on text and answers that training has not seen."""
+    run = work.run
+    if not run.trains_base:
+        return
+    with work.display.stage("the trained base beside the original one"):
+        rows = {"answers": work.corpora.generation_rows(run.answer_row_length, held_out=True)[0]}
+        text = unseen_text(work.corpora, run.phases)
+        if text is not None:
+            rows = {"text": text, **rows}
+        found = {
+            name: compare_bases(work.corpora.base, work.base, (collate(part, [n]) for n in range(len(part))))
+            for name, part in rows.items()
+        }
+        result = judge(found, run.quality_limits)
+        for folder in (work.folder, work.head_folder):
+            write_json(folder / QUALITY, result)
+        work.display.console.print(quality_table(result))
 
-    Raises:
-        UserError: it holds checkpoints of other settings, or ``resume=false`` would clear what is no run's folder.
-    """
-    settings = folder / "training-settings.json"
-    wanted = json.loads(json.dumps(_training_settings(run), default=str))
+
+def tree(work: Workspace) -> None:
+    """Measure the costs of a step on this machine, and choose the tree with the highest expected speedup."""
+    run, display, head = work.run, work.display, work.load_head()
+    path = work.folder / "calibration.json"
+    with display.stage("tree: step costs on this machine, accuracies on held-out answers"):
+        found = load_calibration(path, head)
+        if found is None:
+            costs = measure_costs(head.base, head)
+            cached = any(phase.cached for phase in run.phases.values())  # then they are, since training
+            held_out = open_held_out(work.corpora, run.answer_row_length, head.spec, cached, head.base)
+            answers = []
+            for row in range(len(held_out)):
+                answers += answer_ranks(head, *held_out.load([row]))
+            found = costs, calibrate(answers, costs, run.tree_search)
+            save_calibration(path, head, *found)
+        calibration = found[1]
+        head.tree = calibration.tree
+        head.save_pretrained(work.head_folder)
+        display.line(
+            f"   {len(calibration.tree)} nodes: expect a mean accepted length of {calibration.expected_tokens:.2f}, "
+            f"speedup {calibration.expected_speedup:.2f}; {calibration.expected_tokens_largest:.2f} with 64 nodes"
+            + (f" (without its threshold of {head.confidence_threshold:g})" if head.confidence_threshold else "")
+        )
+
+
+def evaluate(work: Workspace) -> None:
+    """Answer the suite with the head and its baselines; leaves ``eval.json`` and ``report.html``."""
+    run, display, head = work.run, work.display, work.load_head()
+    found = load_calibration(work.folder / "calibration.json", head)
+    if found is None:
+        raise UserError(
+            f"{work.folder}/calibration.json is missing, or of another head or machine; run the stage tree first "
+            "(stages=[tree,evaluate])"
+        )
+    costs, calibration = found
+    head.tree = calibration.tree
+    log = read_json_lines(work.folder / "metrics.jsonl")
+    with display.stage(f"evaluation: {run.eval.suite}"):
+        drafter, draft_config = merged(
+            head.base, head, run.eval.draft_config(head), run.eval.merge, run.eval.merge_nodes
+        )
+        evaluation = evaluate_drafter(
+            head.base,
+            drafter,
+            run.eval,
+            work.folder,
+            display.progress,
+            draft_config=draft_config,
+            calibration=calibration,
+            costs=costs,
+            training_log=log,
+        )
+    display.console.print(console_table(evaluation))
+    for line in console_lines(evaluation, log):
+        display.line(line)
+    work.tracker.finish(evaluation)
+
+
+def card(work: Workspace) -> None:
+    """Write the model card; end a run that took its base further from the original than the recipe allows."""
+    folder, path = work.folder, work.folder / "eval.json"
+    if not path.exists():
+        raise UserError(f"{path} is missing; run the stage evaluate first")
+    saved = checkpoints(work.checkpoints)
+    processes = saved_state(saved[-1]).get("processes", 1) if saved else 1
+    result = read_json(folder / QUALITY) if work.run.trains_base else None
+    write_card(work.run, work.load_head(), work.corpora.generations().stats, read_json(path), result, folder, processes)
+    work.display.line(f"head: {work.head_folder}   report: {folder / 'report.html'}")
+    work.display.line(f'try it: drafthead generate head={work.head_folder} "Why is the sky blue?"')
+    if result is not None and not result["passed"]:
+        raise UserError(
+            f"the base changed more than quality_limits allow: {'; '.join(result['failures'])}. The head is saved in "
+            f"{work.head_folder} and works, but its base is not what it was. Lower the learning rate or the steps of "
+            "the phases with train_base, or head.heads_weight, and start over with resume=false; or raise the limits"
+        )
+
+
+def push(work: Workspace) -> None:
+    """Upload the head to the Hub, where the recipe asks for it."""
+    run = work.run
+    if run.push:
+        with work.display.stage("upload to the Hub"):
+            address = push_to_hub(
+                work.head_folder, run.hub.repo or run.name, private=run.hub.private, log=work.display.line
+            )
+        work.display.line(f"pushed: {address}")
+
+
+STAGES: dict[str, Callable[[Workspace], None]] = {
+    stage.__name__: stage for stage in (corpora, train, quality, tree, evaluate, card, push)
+}
+COLLECTIVE = ("corpora", "train")
+"""Stages that all processes take part in; the others are the main process's."""
+
+
+def _open_folder(work: Workspace, resolved: str) -> None:
+    """Make the run folder, or check that what it holds came from the same settings."""
+    run, settings = work.run, work.folder / SETTINGS
+    wanted = json.loads(json.dumps(training_settings(run), default=str))
     if not run.resume:
-        _clear(folder, settings)
+        _clear(work)
     if settings.exists():
-        _check_settings(settings, wanted)
+        check_settings(settings, wanted)
     write_json(settings, wanted)
-    for warning in write_provenance(folder, resolved):
-        display.line(f"warning: {warning}")
+    for warning in write_provenance(work.folder, resolved):
+        work.display.line(f"warning: {warning}")
 
 
-def _check_settings(path: Path, wanted: dict[str, Any]) -> None:
-    """Refuse to go on in the folder of ``path``, what it was trained with, with settings that differ.
-
-    Raises:
-        UserError: it was trained with others, or the file is damaged.
-    """
+def check_settings(path: Path, wanted: dict[str, Any]) -> None:
+    """Refuse to resume in the folder of ``path`` with settings that differ from those in it."""
     found, folder = read_json(path), path.parent
     if not isinstance(found, dict):
         raise UserError(f"{path} holds a {type(found).__name__}, expected an object; restore it, or use resume=false")
@@ -123,132 +337,32 @@ def _check_settings(path: Path, wanted: dict[str, Any]) -> None:
         )
 
 
-def _clear(folder: Path, settings: Path) -> None:
-    """Remove what a run left in its folder; ``settings``, which marks it as a run's, goes last."""
-    names = ("checkpoints", "head", "metrics.jsonl", "eval.json", "calibration.json", QUALITY)
-    found = [p for p in (*(folder / name for name in names), *folder.glob("eval-log-*.jsonl")) if p.exists()]
+def training_settings(run: RunConfig) -> dict[str, Any]:
+    """What may not change between a run's start and its continuation, by dotted key."""
+    kept = {k: v for k, v in asdict(run).items() if k in ("seed", "base", "head", "data", "phases")}
+    del kept["data"]["folder"], kept["data"]["generations"]["batch_size"], kept["data"]["generations"]["server"]
+
+    def flat(prefix: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict) or not value:
+            return {prefix: value}
+        return {k: v for key, inner in value.items() for k, v in flat(f"{prefix}.{key}".lstrip("."), inner).items()}
+
+    return flat("", kept)
+
+
+def _clear(work: Workspace) -> None:
+    """Remove what the run's stages left in its folder; the settings, which mark it as a run's, go last."""
+    folder, settings = work.folder, work.folder / SETTINGS
+    found = [path for stage in work.run.stages for name in RESULTS.get(stage, ()) for path in folder.glob(name)]
     if found and not settings.exists():
         raise UserError(
-            f"resume=false would remove {found[0]}, but {folder} has no {settings.name}, so no run of this program "
-            "made it; choose another folder (out=...), or remove it yourself"
+            f"resume=false would remove {found[0]}, but {folder} has no {SETTINGS}, so no run of this program made it; "
+            "choose another folder (out=...), or remove it yourself"
         )
     for path in found:
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink()
-    settings.unlink(missing_ok=True)
-
-
-def _training_settings(run: RunConfig) -> dict[str, Any]:
-    """What may not change between a run's start and its continuation, flattened to dotted keys."""
-    kept = {k: v for k, v in asdict(run).items() if k in ("seed", "base", "head", "data", "phases")}
-    del kept["data"]["folder"], kept["data"]["generations"]["slots"], kept["data"]["generations"]["server"]
-    flat: dict[str, Any] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                walk(f"{prefix}.{key}" if prefix else str(key), inner)
-        else:
-            flat[prefix] = value
-
-    walk("", kept)
-    return flat
-
-
-def _whole_again(
-    run: RunConfig, head: DraftHead, corpora: Corpora, sharding: Sharding, accelerator: Accelerator
-) -> DraftHead:
-    """The trained head as it is without sharding, on the main process, which goes on alone; elsewhere ``head``."""
-    weights = whole(head.state_dict(), keep=accelerator.is_main_process)
-    sharding.leave()
-    if not accelerator.is_main_process:
-        return head
-    if sharding.places_base:
-        corpora.base = BaseModel.load(run.base, head.base.device)
-    d2t = weights["d2t"] if len(head.d2t) < len(head.t2d) else None
-    found = run.head_config().build(corpora.base, d2t)
-    if run.trains_base:
-        found.train_base(now=False)
-    found.load_state_dict(weights)
-    return found
-
-
-def _new_head(run: RunConfig, corpora: Corpora, display: Display) -> DraftHead:
-    config, base = run.head_config(), corpora.base
-    size = config.draft_vocab_size
-    d2t = None
-    if size is not None and size < base.vocab_size:
-        d2t = corpora.draft_vocabulary(size)
-        counts = corpora.generations().token_counts(base.vocab_size)
-        share = 100 * coverage(counts, d2t.numpy())
-        display.line(
-            f"   draft vocabulary: {len(d2t):,} of {base.vocab_size:,} ids, {share:.2f} % of the answers' tokens"
-        )
-    head = config.build(base, d2t)
-    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    display.line(f"   head: {type(head).__name__}, {head.depth} draft positions, {trained:,} trained parameters")
-    return head
-
-
-def _finish(
-    run: RunConfig,
-    head: DraftHead,
-    corpora: Corpora,
-    folder: Path,
-    display: Display,
-    tracker: Tracker | None,
-    quality: dict[str, Any] | None,
-    initial_world_size: int,
-) -> None:
-    base = head.base
-    head.eval()
-    with display.stage("tree: step costs on this machine, accuracies on held-out answers"):
-        costs, calibration = _calibrate(run, head, corpora, folder)
-        head.tree = calibration.tree
-        head.save_pretrained(folder / "head")
-        display.line(
-            f"   {len(calibration.tree)} nodes: expect {calibration.expected_tokens:.2f} tokens a step, speedup "
-            f"{calibration.expected_speedup:.2f}; {calibration.expected_tokens_largest:.2f} tokens with 64 nodes"
-            + (f" (without its threshold of {head.confidence_threshold:g})" if head.confidence_threshold else "")
-        )
-    with display.stage(f"evaluation: {run.eval.suite}"):
-        drafter, draft_config = merged(base, head, run.eval.draft_config(head), run.eval.merge, run.eval.merge_nodes)
-        evaluation = evaluate(
-            base,
-            drafter,
-            run.eval,
-            folder,
-            display.progress,
-            draft_config=draft_config,
-            calibration=calibration,
-            costs=costs,
-            training_log=read_json_lines(folder / "metrics.jsonl"),
-        )
-    write_card(run, head, corpora.generations().stats, evaluation, quality, folder, initial_world_size)
-    display.console.print(console_table(evaluation))
-    for line in console_lines(evaluation, read_json_lines(folder / "metrics.jsonl")):
-        display.line(line)
-    if tracker is not None:
-        tracker.finish(evaluation)
-    display.line("time: " + ", ".join(f"{name.split(':')[0]} {seconds:.0f} s" for name, seconds in display.stages))
-    display.line(f"head: {folder / 'head'}   report: {folder / 'report.html'}")
-    display.line(f'try it: drafthead generate head={folder / "head"} "Why is the sky blue?"')
-
-
-def _calibrate(run: RunConfig, head: DraftHead, corpora: Corpora, folder: Path) -> tuple[StepCosts, Calibration]:
-    path = folder / "calibration.json"
-    kept = load_calibration(path, head)
-    if kept is not None:
-        return kept
-    costs = measure_costs(head.base, head)
-    cached = any(phase.cached for phase in run.phases.values())  # then they are, since training
-    held_out = open_held_out(corpora, run.answer_row_length, head.spec, cached, head.base)
-    answers = []
-    for row in range(len(held_out.rows)):
-        batch, features = held_out.load([row])
-        answers += answer_ranks(head, batch, features)
-    calibration = calibrate(answers, costs, run.tree_search)
-    save_calibration(path, head, costs, calibration)
-    return costs, calibration
+    if "train" in work.run.stages:
+        settings.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from drafthead.data.utils.config import one_line_errors, run_main, say
 from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.distributed import signals
-from drafthead.train.estimate import print_plan
+from drafthead.train.estimate import print_estimate
 from drafthead.train.pipeline import run_pipeline
 
 
@@ -20,10 +20,10 @@ from drafthead.train.pipeline import run_pipeline
 @one_line_errors
 def _main(cfg: DictConfig) -> None:
     run = parse_run(cfg)
-    if run.mode == "plan":
-        print_plan(run)
+    if run.mode == "estimate":
+        print_estimate(run)
         return
-    with signals.handled(say):
+    with signals.install_handlers(say):
         run_pipeline(run, OmegaConf.to_yaml(cfg, resolve=True))
 
 

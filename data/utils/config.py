@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import wraps
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
@@ -44,10 +45,17 @@ RENAMED_KEYS: dict[str, str | None] = {
     "head.num_tokens": "num_draft_tokens",
     "head.own_projection": "own_lm_head",
     "head.threshold": "confidence_threshold",
+    "phases.*.accumulate": "grad_accum_steps",
+    "phases.*.features": "hidden_states",
+    "generations.slots": "batch_size",
+    "lanes": "stream_shards",
+    "guard": "loss_spikes",
+    "gate": "quality_limits",
 }
 RENAMED_VALUES: dict[str, dict[str, str]] = {
     # New key, with as many parents as it needs: old value -> new value.
     "draft_sampling": {"deterministic": "top_k"},
+    "mode": {"plan": "estimate"},
     "head_type": {
         f"drafthead.models.{module}.{name}Config": module
         for module, name in {
@@ -100,7 +108,7 @@ def update_key(key: str) -> str | None:
 
 
 def _ends(path: str, pattern: str) -> bool:
-    return f".{path}".endswith(f".{pattern}")
+    return fnmatchcase(f".{path}", f"*.{pattern}")
 
 
 def original_names(value: Any) -> Any:

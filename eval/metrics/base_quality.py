@@ -32,9 +32,9 @@ class GateConfig:
 
     def __post_init__(self) -> None:
         if self.max_perplexity_ratio is not None and self.max_perplexity_ratio <= 0:
-            raise ValueError(f"gate.max_perplexity_ratio must be above 0, got {self.max_perplexity_ratio}")
+            raise ValueError(f"quality_limits.max_perplexity_ratio must be above 0, got {self.max_perplexity_ratio}")
         if self.min_agreement is not None and not 0 <= self.min_agreement <= 1:
-            raise ValueError(f"gate.min_agreement must be in [0, 1], got {self.min_agreement}")
+            raise ValueError(f"quality_limits.min_agreement must be in [0, 1], got {self.min_agreement}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,7 @@ class BaseConfig:
     seed: int = 0
     """Seed of the random weights."""
     shape: dict[str, Any] = field(default_factory=dict)
-    """Transformers config of the base (``model_type`` and sizes): lets ``mode=plan`` and ``random`` work offline."""
+    """Transformers config of the base (``model_type`` and sizes): ``mode=estimate`` and ``random`` work offline."""
     tokenizer: str | None = None
     """Another tokenizer than the base's: a hub id, a folder, or ``builtin:tiny`` (byte level, offline)."""
     adapter: str | None = None

@@ -1,4 +1,4 @@
-"""A base as ``mode=plan`` knows it: its sizes, and what they make of parameters and activations.
+"""A base as ``mode=estimate`` knows it: its sizes, and what they make of parameters and activations.
 
 Shape legend: D width, H query heads, KV key/value heads, E head width, I inner width of an MLP, V vocabulary, L layers.
 """

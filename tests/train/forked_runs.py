@@ -7,14 +7,11 @@ Started by tests as ``python forked_runs.py``; reads one job a line and answers 
     log          file for all output, rank 1's in FILE.1 and so on
     processes    how many (default 1)
     environment  variables that the processes have besides
-    program      "train" (the default) or "data", which makes the corpora and nothing else
     kill_after   seconds after which all are killed
     patience     seconds that the others are waited for when one has ended (default 300)
     at           things to do: {"rank": 0, "call": [name, n], "do": what}, just before the n-th call (from 1) of a
                  function in CALLS. What: "SIGKILL", "SIGTERM" and so on; "full": this and all later calls find the disk
                  full; "small files": from here on no file may be larger than LARGEST_FILE; "raise": it fails
-
-A run ends with its phases: the head is saved as trained, nothing is evaluated.
 """
 
 import errno
@@ -25,25 +22,22 @@ import signal
 import socket
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from drafthead.commands import data as data_run
 from drafthead.data.answers import store as generations
 from drafthead.data.utils import files
 from drafthead.data.utils.config import say
 from drafthead.data.utils.errors import UserError
 from drafthead.models.decoding import corpus as batched_generation
-from drafthead.train import pipeline, start
-from drafthead.train.config import RunConfig, parse_run
+from drafthead.train import pipeline
+from drafthead.train.config import parse_run
 from drafthead.train.distributed import signals
 from drafthead.train.tracking import tracker as tracking
 from drafthead.train.trainer import checkpoint
-from drafthead.train.trainer import checkpoint_manager as keeper
 from drafthead.train.trainer import trainer as loop
 
 CALLS: dict[str, tuple[Any, str]] = {
@@ -51,7 +45,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     "save tensors": (checkpoint, "save_file"),
     "write state": (checkpoint, "write_checksummed_json"),
     "prune": (checkpoint, "_prune"),
-    "save": (keeper, "save_checkpoint"),
+    "save": (checkpoint, "save_checkpoint"),
     "rename": (files, "atomic_rename"),
     "answer": (batched_generation, "Generation"),
     "save features": (generations, "save_file"),
@@ -88,16 +82,6 @@ def arrange(event: dict[str, Any]) -> None:
     setattr(module, attribute, watched)
 
 
-def finish_at_once(run: Any, head: Any, used: Any, folder: Path, *rest: Any) -> None:
-    head.save_pretrained(folder / "head")
-    print(f"the card says that {rest[-1]} processes began")
-
-
-def build_data(run: RunConfig, resolved: str) -> None:
-    with start.launched(run) as launch:
-        data_run.build(run, launch)
-
-
 def work(job: dict[str, Any], rank: int) -> None:
     """Do the job's part of one process, in this one, and end it."""
     log = os.open(job["log"] + (f".{rank}" if rank else ""), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -107,14 +91,12 @@ def work(job: dict[str, Any], rank: int) -> None:
         if event.get("rank", 0) == rank:
             arrange(event)
     os.environ.update(job.get("environment", {}))
-    pipeline._finish = finish_at_once
-    programs = {"train": pipeline.run_pipeline, "data": build_data}
     code: object = 0
     try:
-        with signals.handled(say):
+        with signals.install_handlers(say):
             with initialize_config_module("drafthead.recipes", version_base="1.3"):
                 cfg = compose("train", overrides=job["overrides"])
-            programs[job.get("program", "train")](parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True))
+            pipeline.run_pipeline(parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True))
     except UserError as error:
         print(f"error: {error}")
         code = 1

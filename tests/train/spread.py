@@ -29,7 +29,7 @@ from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.medusa2 import Medusa2Config
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from drafthead.train.config import OptimConfig, ShardConfig
-from drafthead.train.distributed.sharding import Sharding, load_optimizer, whole
+from drafthead.train.distributed.sharding import Sharding, full_state_dict, load_optimizer
 from drafthead.train.trainer.optim import build_optimizer
 from drafthead.train.trainer.step import evaluate_loss, train_step
 
@@ -61,7 +61,7 @@ class Case:
 
     head: DraftHeadConfig
     shard: ShardConfig
-    accumulate: int = 1
+    grad_accum_steps: int = 1
     train_base: bool = False
     tied: bool = False
     empty: int | None = None
@@ -73,27 +73,27 @@ FULL, HEAD = ShardConfig(mode="full"), ShardConfig(mode="head")
 BF16 = ShardConfig(precision="bfloat16")
 CASES = {
     "medusa whole": Case(MEDUSA, ShardConfig()),
-    "medusa head": Case(MEDUSA, HEAD, accumulate=2),
+    "medusa head": Case(MEDUSA, HEAD, grad_accum_steps=2),
     "medusa full": Case(MEDUSA, FULL),
-    "medusa full, accumulated": Case(MEDUSA, FULL, accumulate=2),
-    "medusa hybrid": Case(MEDUSA, ShardConfig(mode="full", hybrid=True), accumulate=2),
+    "medusa full, accumulated": Case(MEDUSA, FULL, grad_accum_steps=2),
+    "medusa hybrid": Case(MEDUSA, ShardConfig(mode="full", hybrid=True), grad_accum_steps=2),
     "medusa offloaded": Case(MEDUSA, ShardConfig(mode="full", offload_base=True)),
     "medusa shared and tied": Case(MedusaConfig(num_draft_tokens=2, own_lm_head=False), FULL, tied=True),
     "medusa, one part empty": Case(MEDUSA, FULL, empty=1),
     "medusa2 whole": Case(MEDUSA2, ShardConfig(), train_base=True),
-    "medusa2 head": Case(MEDUSA2, HEAD, accumulate=2, train_base=True),
-    "medusa2 full": Case(MEDUSA2, FULL, accumulate=2, train_base=True),
+    "medusa2 head": Case(MEDUSA2, HEAD, grad_accum_steps=2, train_base=True),
+    "medusa2 full": Case(MEDUSA2, FULL, grad_accum_steps=2, train_base=True),
     "medusa2 full, one rate": Case(
         Medusa2Config(num_draft_tokens=2, lora_rank=4, lora_dropout=0.0, heads_lr_factor=1.0, checkpointing=True),
         FULL,
         train_base=True,
     ),
-    "hydra++ full": Case(HYDRA_PP, FULL, accumulate=2),
+    "hydra++ full": Case(HYDRA_PP, FULL, grad_accum_steps=2),
     "hydra++ recomputed": Case(HYDRA_PP, ShardConfig(mode="full", checkpointing=True)),
-    "eagle3 full": Case(EAGLE3, FULL, accumulate=2),
+    "eagle3 full": Case(EAGLE3, FULL, grad_accum_steps=2),
     "eagle3 recomputed": Case(EAGLE3, ShardConfig(mode="head", checkpointing=True)),
     "eagle3, one part empty": Case(
-        Eagle3Config(num_draft_tokens=3, ttt_steps=3, own_lm_head=False), FULL, empty=0, accumulate=2
+        Eagle3Config(num_draft_tokens=3, ttt_steps=3, own_lm_head=False), FULL, empty=0, grad_accum_steps=2
     ),
     "kangaroo full": Case(
         KangarooConfig(num_draft_tokens=2, exit_layer=1), ShardConfig(mode="full", checkpointing=True)
@@ -102,7 +102,7 @@ CASES = {
         DraftLMConfig(num_draft_tokens=2, num_layers=1), ShardConfig(mode="full", checkpointing=True)
     ),
     "mlp full": Case(MLPSpeculatorConfig(num_draft_tokens=2, inner_dim=24), FULL),
-    "medusa bf16": Case(MEDUSA, BF16, accumulate=2),
+    "medusa bf16": Case(MEDUSA, BF16, grad_accum_steps=2),
     "medusa2 bf16": Case(MEDUSA2, replace(BF16, mode="full"), train_base=True),
     "hydra++ bf16": Case(HYDRA_PP, replace(BF16, mode="head", checkpointing=True)),
     "eagle3 bf16": Case(EAGLE3, replace(BF16, mode="full")),
@@ -152,9 +152,9 @@ def batch_of(number: int, empty: bool) -> TrainBatch:
 def micro_batches(
     case: Case, head: DraftHead, step: int, parts: range | list[int]
 ) -> Iterator[tuple[TrainBatch, Features]]:
-    for micro in range(case.accumulate):
+    for micro in range(case.grad_accum_steps):
         for part in parts:
-            batch = batch_of((step * case.accumulate + micro) * PROCESSES + part, part == case.empty)
+            batch = batch_of((step * case.grad_accum_steps + micro) * PROCESSES + part, part == case.empty)
             yield batch, head.base.features(batch, head.spec)
 
 
@@ -184,10 +184,11 @@ def one_process(name: str, saved: dict[str, Any] | None = None) -> dict[str, Any
         head.load_state_dict(saved["weights"])
     optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_mult)
     if saved is not None:
-        load_optimizer(optimizer, saved["optimizer"])
+        load_optimizer(head, optimizer, saved["optimizer"])
     numbers = range(STEPS) if saved is None else range(STEPS - 1, STEPS)
     metrics = steps(case, head, optimizer, numbers, [0, 1], lambda value: value)
-    return {"metrics": metrics, "weights": head.state_dict(), "optimizer": optimizer.state_dict()}
+    weights, optimizer_state = full_state_dict(head, optimizer)
+    return {"metrics": metrics, "weights": weights, "optimizer": optimizer_state}
 
 
 def spread(name: str, rank: int) -> dict[str, Any]:
@@ -204,25 +205,28 @@ def spread(name: str, rank: int) -> dict[str, Any]:
         return value
 
     head, sharding = begin()
-    sharding.place(head)
+    sharding.shard(head)
     optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_mult)
     metrics = steps(case, head, optimizer, range(STEPS - 1), [rank], reduce)
-    saved = {"weights": whole(head.state_dict(), keep=True), "optimizer": whole(optimizer.state_dict(), keep=True)}
+    shared: list[Any] = [full_state_dict(head, optimizer)]
+    dist.broadcast_object_list(shared)  # as if each had read the file
+    saved = {"weights": shared[0][0], "optimizer": shared[0][1]}
 
     head, sharding = begin()
     head.load_state_dict(saved["weights"])
-    sharding.place(head)
+    sharding.shard(head)
     optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_mult)
-    load_optimizer(optimizer, saved["optimizer"])
+    load_optimizer(head, optimizer, saved["optimizer"])
     head.eval()
     validated = evaluate_loss(head, micro_batches(case, head, 0, [1 if case.empty == 0 else 0]), case.loss)
-    sharding.settle(head.train())
+    sharding.reshard(head.train())
     metrics += steps(case, head, optimizer, range(STEPS - 1, STEPS), [rank], reduce)
     layer = next(head.base.model.model.layers[0].parameters())
+    weights, optimizer_state = full_state_dict(head, optimizer)
     return {
         "metrics": metrics,
-        "weights": whole(head.state_dict(), keep=rank == 0),
-        "optimizer": whole(optimizer.state_dict(), keep=rank == 0),
+        "weights": weights,
+        "optimizer": optimizer_state,
         "saved": saved,
         "validated": validated,
         "held": {name: local(parameter).numel() for name, parameter in head.named_parameters()},

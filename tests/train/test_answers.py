@@ -31,7 +31,7 @@ CONFIG = GenerationsConfig(
     self_prompted=3,
     max_prompt_tokens=400,
     sampler=SamplerConfig(max_new_tokens=8),
-    slots=2,
+    batch_size=2,
 )
 Row = tuple[int, list[int], int, bool, bytes]
 TinyBase = Callable[..., BaseModel]
@@ -165,7 +165,7 @@ dist.init_process_group("gloo", init_method=f"file://{folder}-meeting", rank=ran
 base = BaseModel.load(BaseConfig(**eval(sys.argv[4])))
 config = GenerationsConfig(
     sources=[SourceConfig(kind="builtin", name="tiny")], prompts=24, self_prompted=3, max_prompt_tokens=400,
-    sampler=SamplerConfig(max_new_tokens=8), slots=2,
+    sampler=SamplerConfig(max_new_tokens=8), batch_size=2,
 )
 AnswerGenerator(base, config, 0, folder, RankGroup(rank, size, dist.barrier), lambda *_: None).complete()
 dist.destroy_process_group()

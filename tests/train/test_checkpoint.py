@@ -263,8 +263,3 @@ def test_no_space_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=100))
     with pytest.raises(UserError, match="a checkpoint needs about .* are free"):
         Run().save(tmp_path, 1)
-
-
-def test_keep_zero_is_our_bug(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
-        Run().save(tmp_path, 1, keep=0)

@@ -1,4 +1,4 @@
-"""``drafthead data`` on two processes: one corpus, or one a node, and what the launcher sets for training."""
+"""The corpora on two processes: one corpus, or one a node, and what the launcher sets for training."""
 
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ def assert_same_corpora(found: Path, wanted: Path) -> None:
 
 def test_two_processes_make_the_corpora_of_one(runs: Any, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    assert runs.all(one, program="data") == [0], runs.said(one)
-    assert runs.all(two, program="data", processes=2) == [0, 0], runs.said(two)
+    assert runs.all(one, "stages=[corpora]") == [0], runs.said(one)
+    assert runs.all(two, "stages=[corpora]", processes=2) == [0, 0], runs.said(two)
     assert "generating answers (process 1 of 2)" in runs.said(two)
     assert_same_corpora(two / "corpora", one / "corpora")
 
@@ -47,10 +47,10 @@ def test_two_processes_make_the_corpora_of_one(runs: Any, tmp_path: Path) -> Non
 def test_every_node_makes_its_own(runs: Any, tmp_path: Path) -> None:
     """Two nodes of one process each: neither sees the other's folder."""
     one, two = tmp_path / "one", tmp_path / "two"
-    assert runs.all(one, program="data") == [0], runs.said(one)
+    assert runs.all(one, "stages=[corpora]") == [0], runs.said(one)
     options = ("per_node_data=true", f"data.folder={two}/node${{oc.env:RANK}}")
     nodes = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    codes = runs.all(two, *options, program="data", processes=2, environment=nodes)
+    codes = runs.all(two, *options, "stages=[corpora]", processes=2, environment=nodes)
     assert codes == [0, 0], runs.said(two) + runs.said(two, rank=1)
     for node in range(2):
         assert_same_corpora(two / f"node{node}", one / "corpora")
@@ -58,7 +58,7 @@ def test_every_node_makes_its_own(runs: Any, tmp_path: Path) -> None:
 
 def test_accelerates_settings_are_refused_as_in_training(runs: Any, tmp_path: Path) -> None:
     plugin = {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}
-    assert runs.all(tmp_path, program="data", environment=plugin) == [1], runs.said(tmp_path)
+    assert runs.all(tmp_path, "stages=[corpora]", environment=plugin) == [1], runs.said(tmp_path)
     assert "fsdp_sharding_strategy=SHARD_GRAD_OP is not followed" in runs.said(tmp_path)
     assert not (tmp_path / "corpora").exists()
 
@@ -72,7 +72,7 @@ def test_accelerates_fsdp_changes_no_corpus(runs: Any, tmp_path: Path) -> None:
     named = (f"base.name={tmp_path}/base", "base.random=false", "base.tokenizer=null", "base.prepack=false")
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_VERSION": "2"}
     one, two = tmp_path / "one", tmp_path / "two"
-    assert runs.all(one, *named, program="data") == [0], runs.said(one)
-    codes = runs.all(two, *named, program="data", processes=2, environment=fsdp)
+    assert runs.all(one, *named, "stages=[corpora]") == [0], runs.said(one)
+    codes = runs.all(two, *named, "stages=[corpora]", processes=2, environment=fsdp)
     assert codes == [0, 0], runs.said(two) + runs.said(two, rank=1)
     assert_same_corpora(two / "corpora", one / "corpora")

@@ -2,19 +2,24 @@
 
 import os
 import subprocess
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from drafthead.data.utils.errors import UserError
 from drafthead.train.config import ShardConfig
 from drafthead.train.distributed import launcher
-from drafthead.train.distributed.launcher import FSDP, asked_for, follow_launcher, main_process_first
+from drafthead.train.distributed.launcher import FSDP, NO_EFFECT, follow_launcher, with_launcher_settings
+from drafthead.train.trainer import trainer
+from support import composed
 
 LAUNCH = Path(__file__).parent.parent.parent / "recipes" / "launch"
 NONE, FULL = ShardConfig(), ShardConfig(mode="full")
@@ -30,15 +35,15 @@ def launched(*flags: str) -> dict[str, str]:
 
 def test_accelerates_own_launcher_is_followed() -> None:
     """Its defaults, which it writes for every setting, are none that we refuse."""
-    assert asked_for(launched(), NONE) == NONE
-    assert asked_for(launched("--use_fsdp"), NONE) == FULL
-    assert asked_for(launched("--use_fsdp", "--fsdp_version", "2"), NONE) == FULL
+    assert with_launcher_settings(launched(), NONE) == NONE
+    assert with_launcher_settings(launched("--use_fsdp"), NONE) == FULL
+    assert with_launcher_settings(launched("--use_fsdp", "--fsdp_version", "2"), NONE) == FULL
 
 
 def test_every_setting_of_the_plugin_has_a_rule() -> None:
     """One that is missing would be refused as unknown."""
     keys = {key for key in launched("--use_fsdp", "--fsdp_version", "2") if key.startswith("FSDP_")}
-    assert keys and {key.removeprefix("FSDP_") for key in keys} <= set(FSDP)
+    assert keys and {key.removeprefix("FSDP_") for key in keys} <= {*FSDP, *NO_EFFECT}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +62,7 @@ def test_every_setting_of_the_plugin_has_a_rule() -> None:
     ],
 )
 def test_what_is_followed(flags: list[str], shard: ShardConfig, wanted: ShardConfig) -> None:
-    assert asked_for(launched(*flags), shard) == wanted
+    assert with_launcher_settings(launched(*flags), shard) == wanted
 
 
 @pytest.mark.parametrize(
@@ -90,7 +95,7 @@ def test_what_is_followed(flags: list[str], shard: ShardConfig, wanted: ShardCon
 )
 def test_what_is_refused_by_name(flags: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        asked_for(launched(*flags), NONE)
+        with_launcher_settings(launched(*flags), NONE)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +103,7 @@ def test_what_is_refused_by_name(flags: list[str], says: str) -> None:
 )
 def test_settings_that_its_command_line_does_not_have(key: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        asked_for({"ACCELERATE_USE_FSDP": "true", f"FSDP_{key}": "7"}, NONE)
+        with_launcher_settings({"ACCELERATE_USE_FSDP": "true", f"FSDP_{key}": "7"}, NONE)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +116,12 @@ def test_settings_that_its_command_line_does_not_have(key: str, says: str) -> No
 )
 def test_other_ways_to_shard_are_refused(switch: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        asked_for({switch: "true"}, NONE)
+        with_launcher_settings({switch: "true"}, NONE)
 
 
 def test_a_recipe_that_says_otherwise() -> None:
     with pytest.raises(UserError, match="the recipe only the head .shard.mode=head.; launch without --use_fsdp"):
-        asked_for(launched("--use_fsdp"), ShardConfig(mode="head"))
+        with_launcher_settings(launched("--use_fsdp"), ShardConfig(mode="head"))
 
 
 def test_transformers_does_not_see_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,31 +136,40 @@ def test_transformers_does_not_see_the_plugin(monkeypatch: pytest.MonkeyPatch) -
     assert not fsdp.is_fsdp_enabled() and os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
 
 
-def test_who_writes_first() -> None:
-    entered = []
-
-    def first(name: str) -> object:
-        @contextmanager
-        def block() -> object:
-            entered.append(name)
-            yield
-
-        return block
-
-    accelerator = SimpleNamespace(main_process_first=first("run"), local_main_process_first=first("node"))
-    for per_node_data in (False, True):
-        with main_process_first(accelerator, per_node_data):
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+def test_launchers_that_the_loop_would_not_follow(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = SimpleNamespace(distributed_type=DistributedType[kind])
+    monkeypatch.setattr(launcher, "Accelerator", lambda **_: accelerator)
+    run, _ = composed(tmp_path, "recipe=medusa_smollm2")
+    with pytest.raises(UserError, match=f"accelerate is set to {kind}, .* choose plain multi-GPU .* and shard=full"):
+        with launcher.launched(run):
             pass
-    assert entered == ["run", "node"]
+
+
+def test_who_writes_first() -> None:
+    """One process of the run, or with data of their own one of every node."""
+    entered: list[str] = []
+
+    @contextmanager
+    def block(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+
+    first = {f"{kind}main_process_first": partial(block, kind) for kind in ("", "local_")}
+    launch = launcher.Launch(SimpleNamespace(**first), *[None] * 3)  # type: ignore[arg-type]
+    for per_node_data in (False, True):
+        with launch.main_process_first(per_node_data):
+            pass
+    assert entered == ["", "local_"]
 
 
 def test_corpora_that_differ_between_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "gather_object", lambda digests: [*digests, "abc"])
-    launcher.check_common(SimpleNamespace(), "phase distill", "abc")
+    monkeypatch.setattr(trainer, "gather_object", lambda digests: [*digests, "abc"])
+    trainer.check_common("phase distill", "abc")
     with pytest.raises(
         UserError, match=r"the rows of phase distill differ between processes .def, abc.: per_node_data"
     ):
-        launcher.check_common(SimpleNamespace(), "phase distill", "def")
+        trainer.check_common("phase distill", "def")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +182,7 @@ def test_the_configurations_that_come_along(name: str, wanted: ShardConfig) -> N
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(given))
     arguments.main_process_port = 12345
     environment = prepare_multi_gpu_env(arguments)
-    assert asked_for(environment, NONE) == replace(wanted, precision="bfloat16")
+    assert with_launcher_settings(environment, NONE) == replace(wanted, precision="bfloat16")
     if name == "nodes":
         assert (arguments.nnodes, arguments.nproc_per_node, arguments.node_rank) == ("2", "8", 1)
         assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("static", "host:12345")

@@ -20,7 +20,7 @@ from support import composed, losses_of
 
 SHORT = ("phases.joint.steps=6", "phases.pretrain.steps=2", "phases.distill.steps=4")
 PLAIN_MEDUSA = ("head=medusa", "~head.base_loss", "~head.heads_weight", "~head.heads_schedule")
-LOOSE = ("gate.max_perplexity_ratio=null", "gate.min_agreement=null")
+LOOSE = ("quality_limits.max_perplexity_ratio=null", "quality_limits.min_agreement=null")
 
 
 def load(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
@@ -63,9 +63,10 @@ def test_resume_in_the_joint_phase_equals_no_interruption_bit_for_bit(tmp_path: 
 
 def test_past_a_limit_the_run_fails_and_all_is_saved(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"the quality gate failed: .*agreement on text is 0\.\d+ .limit 1.*is saved in"
+        UserError,
+        match=r"the base changed more than quality_limits allow: .*agreement on text is 0\.\d+ .limit 1.*is saved in",
     ):
-        train(tmp_path, "gate.min_agreement=1.0", "phases.joint.optim.lr=0.05")
+        train(tmp_path, "quality_limits.min_agreement=1.0", "phases.joint.optim.lr=0.05")
     run = tmp_path / "run"
     quality = read_json(run / "quality.json")
     assert quality == read_json(run / "head" / "quality.json")
@@ -75,14 +76,21 @@ def test_past_a_limit_the_run_fails_and_all_is_saved(tmp_path: Path) -> None:
     assert "The base was tuned along" in (run / "head" / "README.md").read_text()
     base, head = load_base_and_head(run / "head")
     assert base.fingerprint == head.base_fingerprint
-    with pytest.raises(UserError, match="the quality gate failed"):  # a second start changes nothing
-        train(tmp_path, "gate.min_agreement=1.0", "phases.joint.optim.lr=0.05")
-    train(tmp_path, "gate.min_agreement=0.01", "gate.max_perplexity_ratio=100", "phases.joint.optim.lr=0.05")
+    with pytest.raises(
+        UserError, match="the base changed more than quality_limits allow"
+    ):  # a second start changes nothing
+        train(tmp_path, "quality_limits.min_agreement=1.0", "phases.joint.optim.lr=0.05")
+    train(
+        tmp_path,
+        "quality_limits.min_agreement=0.01",
+        "quality_limits.max_perplexity_ratio=100",
+        "phases.joint.optim.lr=0.05",
+    )
     assert read_json(run / "quality.json")["passed"]
 
 
 def test_text_that_the_base_is_measured_on_is_not_trained_on(tmp_path: Path) -> None:
-    run, _ = load(tmp_path, *LOOSE, "phases.joint.corpus=text", "phases.joint.features=computed")
+    run, _ = load(tmp_path, *LOOSE, "phases.joint.corpus=text", "phases.joint.hidden_states=computed")
     corpora = Corpora(BaseModel.load(run.base), run.data, run.seed, lambda *_: None)
     kept = unseen_text(corpora, run.phases)
     assert kept is not None and len(kept) >= 1
@@ -97,13 +105,13 @@ def test_text_that_the_base_is_measured_on_is_not_trained_on(tmp_path: Path) -> 
     ("overrides", "says"),
     [
         (PLAIN_MEDUSA, "phases.joint.train_base needs a head that trains its base, .*MedusaConfig cannot"),
-        (("phases.joint.train_base=false",), "gate has limits, but no phase trains the base"),
+        (("phases.joint.train_base=false",), "quality_limits has limits, but no phase trains the base"),
         (
             ("phases.distill.train_base=true", "phases.joint.train_base=false"),
-            "phases.joint leaves the base as it is after phases.distill",
+            "phases.joint trains heads for the original base after phases.distill",
         ),
         (("base.adapter=some/folder",), "base.adapter=some/folder and phases.joint.train_base exclude each other"),
-        (("gate.min_agreement=2",), r"gate.min_agreement must be in \[0, 1\], got 2"),
+        (("quality_limits.min_agreement=2",), r"quality_limits.min_agreement must be in \[0, 1\], got 2"),
         (("head.base_loss=mse",), "head.base_loss must be one of"),
     ],
 )

@@ -1,29 +1,23 @@
-"""What a second start of a run does again, what ``resume=false`` removes, and launchers that are refused."""
+"""What a second start of a run does again, what ``resume=false`` removes, and stages that run alone."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import DistributedType
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 
 from drafthead.data.batch import LossOutput
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json
 from drafthead.eval.timing import methods
 from drafthead.models.heads.medusa import MedusaHead
-from drafthead.train import pipeline, start
-from drafthead.train.config import parse_run
+from drafthead.train import pipeline
+from drafthead.train.pipeline import run_pipeline
+from support import composed
 
 
 def train(folder: Path, *overrides: str) -> Path:
-    places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
-    with initialize_config_module("drafthead.recipes", version_base="1.3"):
-        cfg = compose("train", overrides=["recipe=medusa_smollm2", "debug=tiny", *overrides, *places])
-    pipeline.run_pipeline(parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True))
+    run_pipeline(*composed(folder, "recipe=medusa_smollm2", "debug=tiny", *overrides))
     return folder / "run"
 
 
@@ -58,23 +52,6 @@ def test_resume_false_keeps_what_no_run_made(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"would remove .*head, but .* has no training-settings.json"):
         train(tmp_path, "resume=false")
     assert precious.exists()
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        (DistributedType.FSDP, "accelerate is set to FSDP, .* choose plain multi-GPU .* and shard=full"),
-        (DistributedType.DEEPSPEED, "accelerate is set to DEEPSPEED"),
-    ],
-)
-def test_launchers_that_the_loop_would_not_follow(kind: DistributedType, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        start.check_accelerator(SimpleNamespace(distributed_type=kind))
-
-
-@pytest.mark.parametrize("kind", [DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU])
-def test_plain_launchers(kind: DistributedType) -> None:
-    start.check_accelerator(SimpleNamespace(distributed_type=kind))
 
 
 def test_what_the_launcher_says_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +95,30 @@ def test_validation_and_saving_do_not_count_as_training_time(tmp_path: Path, mon
 
 @pytest.mark.parametrize("content", ["null", "[1]", "3", "{"])
 def test_damaged_settings_are_refused(tmp_path: Path, content: str) -> None:
-    settings = tmp_path / "training-settings.json"
-    settings.write_text(content)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "training-settings.json").write_text(content)
     with pytest.raises(UserError, match=r"training-settings.json (holds a|is not valid JSON)"):
-        pipeline._check_settings(settings, {"seed": 0})
+        train(tmp_path)
+
+
+def test_each_stage_runs_alone(tmp_path: Path) -> None:
+    """From what the stages before it left on disk; without that, the line names the stage that is missing."""
+    short = ("eval.limit=1", "eval.max_new_tokens=8")
+    for stage, missing in (("tree", "train"), ("evaluate", "train"), ("card", "evaluate")):
+        with pytest.raises(UserError, match=f"run the stage {missing} first"):
+            train(tmp_path, *short, f"stages=[{stage}]")
+    train(tmp_path, *short, "stages=[corpora]")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    train(tmp_path, *short, "stages=[train]")
+    assert not (tmp_path / "run" / "calibration.json").exists()
+    with pytest.raises(UserError, match="run the stage tree first"):
+        train(tmp_path, *short, "stages=[evaluate]")
+    for stage in ("tree", "evaluate", "card"):
+        train(tmp_path, *short, f"stages=[{stage}]")
+    run = tmp_path / "run"
+    assert (run / "head" / "README.md").exists() and (run / "report.html").exists()
+    kept = read_json(run / "eval.json")
+    train(tmp_path, *short, "stages=[evaluate]", "resume=false")
+    assert read_json(run / "eval.json")["suite"] == kept["suite"] and (run / "checkpoints").exists()
+    with pytest.raises(UserError, match=r"stages must be a list of corpora, train, .*, got \['trein'\]"):
+        train(tmp_path, "stages=[trein]")

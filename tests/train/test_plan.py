@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafthead.models.base.shape import ModelShape
 from drafthead.train.config import OptimConfig
-from drafthead.train.estimate import GenerationPlan, HeadSize, PhasePlan, plan, render, size
+from drafthead.train.estimate import GenerationPlan, HeadSize, PhaseEstimate, plan, render, size
 from drafthead.train.trainer.optim import build_optimizer
 
 LLAMA3_8B = ModelShape(
@@ -31,7 +31,7 @@ MEDUSA_5 = HeadSize(
     projections=5 * 128256 * 4096,
     activations_per_token=5 * 4096 * 6,
 )
-PHASE = PhasePlan(name="pretrain", seq_len=4096, micro_batch_size=2, accumulate=1, steps=100)
+PHASE = PhaseEstimate(name="pretrain", seq_len=4096, micro_batch_size=2, grad_accum_steps=1, steps=100)
 
 
 def test_llama3_8b_is_the_published_8_03_billion() -> None:
@@ -71,7 +71,10 @@ def test_gpt_bigcode_is_close() -> None:
 
 def test_tokens_of_the_llama_recipe() -> None:
     found = plan(
-        LLAMA3_8B, MEDUSA_5, [replace(PHASE, accumulate=4), replace(PHASE, name="d", trained_share=0.25)], devices=8
+        LLAMA3_8B,
+        MEDUSA_5,
+        [replace(PHASE, grad_accum_steps=4), replace(PHASE, name="d", trained_share=0.25)],
+        devices=8,
     )
     assert found.tokens == {"pretrain": 100 * 4 * 2 * 4096 * 8, "d": 100 * 2 * 4096 * 8}
     assert found.trained_tokens == {"pretrain": 100 * 4 * 2 * 4096 * 8, "d": 100 * 2 * 4096 * 2}
@@ -111,7 +114,7 @@ def test_a_cpu_takes_smaller_chunks() -> None:
 
 
 def test_accumulation_holds_a_second_set_of_gradients() -> None:
-    memory = plan(LLAMA3_8B, MEDUSA_5, [replace(PHASE, accumulate=2)]).memory["pretrain"]
+    memory = plan(LLAMA3_8B, MEDUSA_5, [replace(PHASE, grad_accum_steps=2)]).memory["pretrain"]
     assert memory["gradients in flight"] == 2 * 5 * 128256 * 4096 * 4
 
 

@@ -1,4 +1,4 @@
-"""What ``mode=plan`` says of phases that train the base, against a base with adapters that is really built."""
+"""What ``mode=estimate`` says of phases that train the base, against a base with adapters that is really built."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from drafthead.models.base.lora import LoraBase, LoraSettings
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.heads.common.size import HeadSize
 from drafthead.train.config import parse_run
-from drafthead.train.estimate import PhasePlan, plan, plan_of, render
+from drafthead.train.estimate import PhaseEstimate, estimate_of, plan, render
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA = {"model_type": "llama", **SIZES, "head_dim": 16, "intermediate_size": 80, "vocab_size": 300}
@@ -24,7 +24,7 @@ BIGCODE = {"model_type": "gpt_bigcode", **SIZES, "n_inner": 80, "vocab_size": 30
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.05, targets=SEVEN, checkpointing=False)
 HEAD = HeadSize(parameters=1000, trainable=1000, positions=1, draft_vocab_size=300)
-PHASE = PhasePlan(name="pretrain", seq_len=64, micro_batch_size=2, accumulate=1, steps=10)
+PHASE = PhaseEstimate(name="pretrain", seq_len=64, micro_batch_size=2, grad_accum_steps=1, steps=10)
 JOINT = replace(PHASE, name="joint", train_base=True)
 
 
@@ -140,7 +140,7 @@ def test_the_recipe_prints_it() -> None:
     """Rank 32 on the seven projections of 32 layers: the 83.9 million of Llama 3 8B."""
     with initialize_config_module("drafthead.recipes", version_base="1.3"):
         run = parse_run(compose("train", overrides=["recipe=medusa2_llama3"]))
-    found = plan_of(run, 8)
+    found = estimate_of(run, 8)
     assert found.adapter_parameters == 83_886_080
     console = Console(width=120)
     with console.capture() as capture:

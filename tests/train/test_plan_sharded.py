@@ -1,4 +1,4 @@
-"""What ``mode=plan`` says of sharded runs, against weights that are really sharded."""
+"""What ``mode=estimate`` says of sharded runs, against weights that are really sharded."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.heads.common.size import HeadSize
 from drafthead.train.config import RunConfig, parse_run
-from drafthead.train.estimate import GATHERED_LAYERS, PhasePlan, Plan, ShardLayout, plan, plan_of, render, size
+from drafthead.train.estimate import GATHERED_LAYERS, PhaseEstimate, Plan, ShardLayout, estimate_of, plan, render, size
 
 SHAPE = ModelShape(
     hidden_size=64,
@@ -32,7 +32,7 @@ HEAD = HeadSize(
     activations_per_token=1000,
     recomputable_per_token=600,
 )
-PHASE = PhasePlan(name="pretrain", seq_len=64, micro_batch_size=2, accumulate=1, steps=10)
+PHASE = PhaseEstimate(name="pretrain", seq_len=64, micro_batch_size=2, grad_accum_steps=1, steps=10)
 TOKENS = 128
 
 
@@ -107,28 +107,31 @@ def shown(found: Plan) -> str:
 
 def test_every_way_to_shard_is_shown() -> None:
     run = load("recipe=medusa_llama3", "shard=full")
-    found = plan_of(run, 8)
+    found = estimate_of(run, 8)
     assert {p: found.memory_total(p) for p in found.memory} == found.totals["full"]
     for mode in ("none", "head"):
-        other = plan_of(replace(run, shard=replace(run.shard, mode=mode)), 8)
+        other = estimate_of(replace(run, shard=replace(run.shard, mode=mode)), 8)
         assert {p: other.memory_total(p) for p in other.memory} == found.totals[mode] == other.totals[mode]
     assert found.totals["full"]["pretrain"] < found.totals["head"]["pretrain"] < found.totals["none"]["pretrain"]
     text = shown(found)
     for mode, totals in found.totals.items():
         line = next(line for line in text.splitlines() if line.startswith(f"shard={mode}"))
         assert all(size(total) in line for total in totals.values())
-    assert "shard=full" not in shown(plan_of(run, 1))
+    assert "shard=full" not in shown(estimate_of(run, 1))
 
 
 def test_hybrid_shards_within_a_node() -> None:
     run = load("recipe=medusa_llama3", "shard=hybrid")
-    assert plan_of(run, 32, per_node=8).memory == plan_of(load("recipe=medusa_llama3", "shard=full"), 8).memory
+    assert estimate_of(run, 32, per_node=8).memory == estimate_of(load("recipe=medusa_llama3", "shard=full"), 8).memory
 
 
 def test_a_trained_base_has_a_sharded_twin() -> None:
     """Whole, the twin shares the base's layers; sharded, both have their parts."""
     run = load("recipe=medusa2_llama3", "shard=full")
-    joint, alone = plan_of(run, 8).memory["joint"], plan_of(load("recipe=medusa_llama3", "shard=full"), 8).memory
+    joint, alone = (
+        estimate_of(run, 8).memory["joint"],
+        estimate_of(load("recipe=medusa_llama3", "shard=full"), 8).memory,
+    )
     config = ModelShape.from_config(run.base.transformers_config())
     layers = 2 * config.num_layers * config.layer_parameters()
     assert joint["base weights"] - alone["pretrain"]["base weights"] == pytest.approx(layers / 8, abs=8)

@@ -11,7 +11,7 @@ import torch
 
 from drafthead.data.utils.errors import UserError
 from drafthead.train.distributed import processes as module
-from drafthead.train.trainer.batches import rows_of_rank
+from drafthead.train.trainer.batches import split_rows
 from drafthead.train.trainer.checkpoint import load_latest
 
 TERMINATED, KILLED = 128 + signal.SIGTERM, -signal.SIGKILL
@@ -32,16 +32,16 @@ def test_a_steps_rows_do_not_depend_on_who_takes_part(
 ) -> None:
     numbers = list(range(100, 100 + rows))
     for processes in range(1, rows + 1):
-        parts = [rows_of_rank(numbers, micro_batch_size, processes, rank) for rank in range(processes)]
+        parts = [split_rows(numbers, micro_batch_size, processes, rank) for rank in range(processes)]
         assert sorted(row for part in parts for batch in part for row in batch) == numbers
         assert len({len(part) for part in parts}) == 1, "every process must take part in every collective"
         assert all(1 <= len(batch) <= micro_batch_size for part in parts for batch in part)
     with pytest.raises(UserError, match=f"a step of this run has {rows} rows, which {rows + 1} processes cannot share"):
-        rows_of_rank(numbers, micro_batch_size, rows + 1, 0)
+        split_rows(numbers, micro_batch_size, rows + 1, 0)
 
 
 def test_dealing_to_those_who_began_keeps_blocks_whole() -> None:
-    assert rows_of_rank(list(range(8)), 2, 2, 0) == [[0, 1], [4, 5]] and rows_of_rank(list(range(8)), 2, 2, 1) == [
+    assert split_rows(list(range(8)), 2, 2, 0) == [[0, 1], [4, 5]] and split_rows(list(range(8)), 2, 2, 1) == [
         [2, 3],
         [6, 7],
     ]
@@ -51,11 +51,11 @@ def test_signs_of_life_end_before_their_process(monkeypatch: pytest.MonkeyPatch)
     """A thread inside the store while the interpreter ends would abort it."""
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # of the platform
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    watch = module._Watch(0, 1, dead_after=60.0)
+    watch = module._Heartbeat(0, 1, 60.0)
     watch.start()
-    assert "signs of life" in {thread.name for thread in threading.enumerate()}
-    watch.leave(0, "")
-    assert "signs of life" not in {thread.name for thread in threading.enumerate()}
+    assert "heartbeat" in {thread.name for thread in threading.enumerate()}
+    watch.end(0, "")
+    assert "heartbeat" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_signal_to_one_stops_both_and_both_go_on(runs: Any, tmp_path: Path) -> None:
@@ -91,13 +91,14 @@ def test_killed_while_generating_two_go_on_bit_for_bit(runs: Any, tmp_path: Path
 def test_another_number_of_processes_goes_on(runs: Any, tmp_path: Path, before: int, after: int) -> None:
     """The losses are those of the number that began, up to rounding (``TOLERANCE``)."""
     whole, moved = tmp_path / "whole", tmp_path / "moved"
-    still = ("head.dropout=0", "phases.distill.accumulate=2")
+    still = ("head.dropout=0", "phases.distill.grad_accum_steps=2")
     assert runs.all(whole, *still, processes=before) == [0] * before
     codes = runs.all(moved, *still, processes=before, at=events(0, ("step", 7), "SIGTERM"))
     assert codes == [TERMINATED] * before
     assert runs.all(moved, *still, processes=after) == [0] * after, runs.said(moved)[-2000:]
     assert f"on {after} processes instead of {before}: the same rows a step" in runs.said(moved)
-    assert f"the card says that {before} processes began" in runs.said(moved)
+    newest = load_latest(moved / "run" / "checkpoints")
+    assert newest is not None and newest.state.processes == before
     found, wanted = runs.losses(moved), runs.losses(whole)
     assert found[:7] == wanted[:7]
     assert all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(found, wanted, strict=True)), (found, wanted)
@@ -107,7 +108,7 @@ def test_a_process_that_is_killed_is_named(runs: Any, tmp_path: Path) -> None:
     codes = runs.all(tmp_path, QUICK, processes=2, at=events(1, ("step", 4), "SIGKILL"))
     assert codes == [1, KILLED]
     last = runs.said(tmp_path).strip().splitlines()[-1]
-    assert last.startswith("error: process 1 of 2 (") and "has not been heard of for" in last and "goes on from" in last
+    assert last.startswith("error: process 1 of 2 (") and "has sent no heartbeat for" in last and "resumes from" in last
     assert runs.seconds < 60
     codes = runs.all(tmp_path, QUICK, processes=2, at=events(0, ("step", 4), "SIGKILL"))
     assert codes == [KILLED, 1]

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from drafthead.data.utils.errors import UserError
 from drafthead.train.config import RunConfig
-from drafthead.train.estimate import plan_of
+from drafthead.train.estimate import estimate_of
 from drafthead.train.pipeline import run_pipeline
 from support import composed
 
@@ -80,7 +80,7 @@ def test_it_composes_for_its_real_base_and_says_what_to_expect(name: str, tmp_pa
     assert "Not run here: no figures of our own. Published" in said
     assert re.search(r"Not measured; by arithmetic at least \d+ h", said)
     devices, size = (int(number) for number in hardware.groups())
-    plan = plan_of(run, devices)
+    plan = estimate_of(run, devices)
     for phase in plan.memory:
         assert 2**30 < plan.memory_total(phase) < 0.9 * size * 10**9 - 2**30, f"{phase} does not fit {hardware[0]}"
 
@@ -90,7 +90,7 @@ def test_tiny_shrinks_every_phase(name: str, tmp_path: Path) -> None:
     run, _ = load(name, tmp_path, "debug=tiny")
     assert list(run.phases) == list(load(name, tmp_path)[0].phases)
     for phase in run.phases.values():
-        assert (phase.steps, phase.seq_len, phase.micro_batch_size, phase.accumulate) == (10, 512, 2, 1)
+        assert (phase.steps, phase.seq_len, phase.micro_batch_size, phase.grad_accum_steps) == (10, 512, 2, 1)
 
 
 @pytest.mark.parametrize(

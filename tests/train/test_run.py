@@ -117,7 +117,7 @@ def test_command_line_errors_are_one_line(override: str, says: str, tmp_path: Pa
 
 def test_killed_while_generating_every_prompt_is_answered_once(tmp_path: Path) -> None:
     """kill -9 between shards, twice: finished shards are kept, and the corpus is an uninterrupted one, bit for bit."""
-    options = ["recipe=medusa_smollm2", "debug=tiny", "data.generations.prompts=24", "data.generations.slots=2"]
+    options = ["recipe=medusa_smollm2", "debug=tiny", "data.generations.prompts=24", "data.generations.batch_size=2"]
     options += ["data.generations.sampler.max_new_tokens=60", "data.generations.max_prompt_tokens=400"]
     places = [f"out={tmp_path / 'run'}", f"data.folder={tmp_path / 'corpora'}"]
     command = [sys.executable, "-m", "drafthead.commands.data", *options, *places]

@@ -25,7 +25,12 @@ SHORT = (
 )
 STOCK = "base.prepack=false"
 """A sharded base has stock layers, which round differently from packed ones."""
-JOINT = ("phases.joint.steps=3", "head.lora_dropout=0.0", "gate.max_perplexity_ratio=null", "gate.min_agreement=null")
+JOINT = (
+    "phases.joint.steps=3",
+    "head.lora_dropout=0.0",
+    "quality_limits.max_perplexity_ratio=null",
+    "quality_limits.min_agreement=null",
+)
 TIMEOUT_S = 600
 LOSS_TOLERANCE, WEIGHT_TOLERANCE, BFLOAT16_TOLERANCE = 1e-5, 2e-5, 0.03
 """As in test_sharding.py."""

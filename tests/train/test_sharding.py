@@ -157,8 +157,11 @@ def test_hooks_of_a_view_are_its_own() -> None:
     [
         ({"mode": "all"}, "shard.mode must be one of .*, got 'all'"),
         ({"precision": "float16"}, "shard.precision must be one of .*, got 'float16'"),
-        ({"hybrid": True}, "shard.hybrid=true has nothing to shard within a node; set shard.mode"),
-        ({"mode": "head", "offload_base": True}, "shard.offload_base=true needs shard.mode=full, got head"),
+        ({"hybrid": True}, "shard.hybrid must be false unless shard.mode is head or full, got True"),
+        (
+            {"mode": "head", "offload_base": True},
+            "shard.offload_base must be false unless shard.mode is full, got True",
+        ),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], says: str) -> None:
@@ -178,7 +181,7 @@ def test_hybrid_needs_to_know_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     sharding = Sharding(ShardConfig(mode="head", hybrid=True), torch.device("cpu"))
     try:
         with pytest.raises(UserError, match=r"of 1 processes the launcher says that an unknown number are on this one"):
-            sharding.place(spread.build_head(spread.CASES["medusa head"]))
+            sharding.shard(spread.build_head(spread.CASES["medusa head"]))
     finally:
-        sharding.leave()
+        sharding.close()
     assert not torch.distributed.is_initialized()

@@ -23,7 +23,7 @@ def steps_saved(folder: Path) -> list[int]:
 def test_a_preempted_job_goes_on_bit_for_bit(runs: Any, whole: Path, tmp_path: Path) -> None:
     """While generating, in the first phase, and by Ctrl-C in the second."""
     assert runs.one(tmp_path, at=("answer", 6), do="SIGTERM") == TERMINATED
-    assert "stopped by SIGTERM; what is done is kept, the same command goes on" in runs.said(tmp_path)
+    assert "stopped by SIGTERM; what is done is kept, the same command resumes" in runs.said(tmp_path)
     assert runs.one(tmp_path, at=("step", 7), do="SIGTERM") == TERMINATED
     assert "stopped by SIGTERM after step 7 (over all phases), which is saved" in runs.said(tmp_path)
     assert steps_saved(tmp_path)[-1] == 7
@@ -46,16 +46,16 @@ PROGRAM = """
     from drafthead.train.distributed import signals
 
     def leave():
-        with signals.handled(lambda line: print(line, flush=True)):
+        with signals.install_handlers(lambda line: print(line, flush=True)):
             print("ready", flush=True)
-            with signals.held():
+            with signals.defer_signals():
                 for _ in range(600):
                     time.sleep(0.01)
-                    if signals.pending() and "patient" not in sys.argv:
+                    if signals.stop_signal() and "patient" not in sys.argv:
                         break
             print("never", flush=True)
 
-    signals.IMPATIENT_S = 0.2
+    signals.REPEAT_S = 0.2
     leave()
 """
 

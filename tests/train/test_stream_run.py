@@ -1,42 +1,26 @@
 """Whole runs that stream their text: resumed to the bit, and refused where rows on disk are needed."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from drafthead.data.utils.errors import UserError
-from drafthead.train import pipeline
-from drafthead.train.config import RunConfig, parse_run, preflight
+from drafthead.train.config import RunConfig, preflight
 from drafthead.train.pipeline import run_pipeline
+from support import composed, losses_of
 
 
 def load(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
-    places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
     common = ["recipe=medusa_smollm2", "debug=tiny", "data.text.stream=true", "data.text.stream_shards=2"]
-    with initialize_config_module("drafthead.recipes", version_base="1.3"):
-        cfg = compose("train", overrides=[*common, *overrides, *places])
-    return parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_finish", lambda run, head, *rest: head.save_pretrained(Path(run.out) / "head"))
+    return composed(folder, *common, "stages=[corpora,train]", *overrides)
 
 
 def train(folder: Path, *overrides: str) -> Path:
     run_pipeline(*load(folder, "log_every=1", "checkpoint.every_steps=4", "checkpoint.keep=20", *overrides))
     return folder / "run"
-
-
-def losses(run: Path) -> list[float]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
 
 
 def test_resume_equals_no_interruption_bit_for_bit(tmp_path: Path) -> None:
@@ -54,7 +38,7 @@ def test_resume_equals_no_interruption_bit_for_bit(tmp_path: Path) -> None:
         if not positions:
             shutil.rmtree(part / "corpora" / "stream")
         resumed = train(part)
-        assert losses(resumed) == losses(whole)
+        assert losses_of(resumed) == losses_of(whole)
         want, got = (load_file(r / "head" / "model.safetensors") for r in (whole, resumed))
         assert all(torch.equal(want[k], got[k]) for k in want)
 
@@ -62,8 +46,11 @@ def test_resume_equals_no_interruption_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["phases.pretrain.features=cached"], "phases.pretrain.features=cached keeps features of text that"),
-        (["recipe=medusa2_smollm2"], "data.text.stream keeps no text aside for the gate"),
+        (
+            ["phases.pretrain.hidden_states=cached"],
+            "phases.pretrain.hidden_states=cached keeps hidden states of",
+        ),
+        (["recipe=medusa2_smollm2"], "data.text.stream keeps no text for quality_limits"),
         (["data.text.stream_shards=0"], "data.text.stream_shards must be at least 1, got 0"),
     ],
 )

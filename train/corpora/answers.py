@@ -38,7 +38,7 @@ def backend_of(base: BaseModel, config: GenerationsConfig, say: Say) -> Backend:
         return BuiltInBackend(
             base,
             config.sampler,
-            batch_size=config.slots,
+            batch_size=config.batch_size,
             keep_hidden_states=config.keep_hidden_states,
             max_prompt_tokens=config.max_prompt_tokens,
         )
@@ -196,7 +196,7 @@ class AnswerGenerator:
                 self.backend,
                 config.self_prompted,
                 self.seed,
-                config.slots,
+                config.batch_size,
                 self.progress,
                 config.max_prompt_tokens,
             )

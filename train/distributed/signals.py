@@ -1,9 +1,7 @@
-"""Told to stop: SIGTERM and SIGINT let a run save what it has and leave.
+"""Graceful shutdown: on SIGTERM or SIGINT finish the step, save a checkpoint, exit with 128 plus the signal's number.
 
-The first signal ends the program at once where all that is done is on disk already, and at the end of the piece of
-work in hand where it is not (``held``): an optimiser step, an answer on its way into a shard. The exit code is 128 plus
-the signal's number, as shells and schedulers count: 143 after SIGTERM, 130 after SIGINT. A second Ctrl-C leaves without
-waiting.
+Where everything is on disk already the program ends at once; inside ``defer_signals`` at the end of the block, or
+before where ``stop_signal`` is read. A second Ctrl-C ends it without waiting.
 """
 
 import os
@@ -14,50 +12,46 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-IMPATIENT_S = 1.0
+REPEAT_S = 1.0
 """Repeats within this time are one signal: terminals, launchers and schedulers each send their own."""
 
 
 class Stopped(SystemExit):
-    """The program was told to stop and has kept what it did."""
+    """The program received a signal and has saved what it did."""
 
     def __init__(self, signum: int, done: str = "") -> None:
-        """``done`` says what was reached, a clause."""
+        """``done`` says how far it came, a clause."""
         super().__init__(128 + signum)
         self.line = (
             f"stopped by {signal.Signals(signum).name}{f' {done}' if done else ''}; what is done is kept, the same "
-            "command goes on from there"
+            "command resumes from there"
         )
 
 
 class _State:
-    pending = 0
-    """The signal that was received and not obeyed yet, 0 for none."""
+    received = 0
+    """The signal that was received and not obeyed yet; 0 for none."""
     since = 0.0
-    held = 0
+    deferring = 0
 
 
 _state = _State()
 
 
-def pending() -> int:
-    """Number of the signal that this process has received inside ``held``; 0 for none."""
-    return _state.pending
+def stop_signal() -> int:
+    """Number of the signal that this process has received inside ``defer_signals``; 0 for none."""
+    return _state.received
 
 
 @contextmanager
-def handled(say: Callable[[str], None]) -> Iterator[None]:
-    """Obey signals inside; on the main thread only, around a whole program.
-
-    Args:
-        say: receives the line for the user when the program was stopped.
-    """
+def install_handlers(log: Callable[[str], None]) -> Iterator[None]:
+    """Obey signals inside; on the main thread only, around a whole program. ``log`` receives the user's line."""
     previous = {signum: signal.signal(signum, _receive) for signum in SIGNALS}
-    _state.pending, _state.held = 0, 0
+    _state.received, _state.deferring = 0, 0
     try:
         yield
     except Stopped as stopped:
-        say(stopped.line)
+        log(stopped.line)
         raise
     finally:
         for signum, handler in previous.items():
@@ -65,23 +59,23 @@ def handled(say: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def held() -> Iterator[None]:
-    """A signal that comes inside is obeyed at the end, or before by who asks ``pending``."""
-    _state.held += 1
+def defer_signals() -> Iterator[None]:
+    """A signal that comes inside is obeyed at the end of the block."""
+    _state.deferring += 1
     try:
         yield
     finally:
-        _state.held -= 1
-    if _state.pending and not _state.held:
-        raise Stopped(_state.pending)
+        _state.deferring -= 1
+    if _state.received and not _state.deferring:
+        raise Stopped(_state.received)
 
 
 def _receive(signum: int, frame: FrameType | None) -> None:
-    now, first = time.monotonic(), not _state.pending
-    if not first and now - _state.since <= IMPATIENT_S:
+    now, first = time.monotonic(), not _state.received
+    if not first and now - _state.since <= REPEAT_S:
         return
-    _state.pending, _state.since = _state.pending or signum, now
-    if not _state.held:
+    _state.received, _state.since = _state.received or signum, now
+    if not _state.deferring:
         raise Stopped(signum)
     if first:
         line = f"{signal.Signals(signum).name}: saving and leaving after this step; Ctrl-C again leaves at once\n"

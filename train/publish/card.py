@@ -235,7 +235,7 @@ def phase_row(name: str, phase: PhaseConfig, processes: int) -> tuple[str, ...]:
     ``processes`` are those that the run began with, which set the rows of a step; others may have finished it.
     """
     optim, loss = phase.optim, phase.loss
-    tokens = phase.seq_len * phase.micro_batch_size * phase.accumulate * processes
+    tokens = phase.seq_len * phase.micro_batch_size * phase.grad_accum_steps * processes
     rate = f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of {optim.warmup} warm-up"
     terms = " + ".join(f"{getattr(loss, term):g} {term}" for term in TERMS if getattr(loss, term))
     weights = f"decay {loss.decay:g}" if loss.depth_weights is None else f"weights {loss.depth_weights}"

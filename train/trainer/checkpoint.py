@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, checked before use, everything that is needed to go on bit for bit.
+"""Checkpoints: complete or absent, checked before use, all that is needed to resume bit for bit.
 
 A checkpoint is the folder ``step-0000123``::
 
@@ -8,10 +8,8 @@ A checkpoint is the folder ``step-0000123``::
     state.json              everything else (``TrainState``, manifests of the corpora, the plain parts of the two
                             states), and the sha256 of every other file and of itself
 
-``best`` is a link to the checkpoint with most held-out tokens a step. Nothing is ever unpickled.
+``best`` is a link to the checkpoint with the largest held-out mean accepted length. Nothing is ever unpickled.
 """
-# Nested state (an optimiser's, a random generator's) as plain JSON and named tensors, so that no file needs pickle.
-# The random generators of a process: Python's, numpy's, torch's and every CUDA device's.
 
 import json
 import os
@@ -20,18 +18,22 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafthead.data.utils.config import update_names
+from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import (
+    difference,
     disk_errors,
     file_digest,
     fsync,
@@ -40,20 +42,19 @@ from drafthead.data.utils.files import (
     safe_join,
     write_checksummed_json,
 )
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.train.config import RunConfig
+from drafthead.train.corpora.corpora import Corpora
+from drafthead.train.distributed.processes import Processes
+from drafthead.train.distributed.sharding import full_state_dict
+from drafthead.train.trainer.step import LossSpikeFilter
 
 Plain = Any
 """What JSON can say."""
 
 
 def split_tensors(value: Any, name: str = "") -> tuple[Plain, dict[str, Tensor]]:
-    """Take the tensors out of nested dictionaries, lists and tuples.
-
-    Returns:
-        The rest as JSON values, each tensor replaced by its name; and the tensors by name, on the CPU and contiguous.
-
-    Raises:
-        TypeError: something else is in it.
-    """
+    """Nested dictionaries, lists and tuples as JSON with each tensor replaced by its name; and the tensors by name."""
     tensors: dict[str, Tensor] = {}
 
     def walk(item: Any, path: str) -> Plain:
@@ -78,11 +79,7 @@ def split_tensors(value: Any, name: str = "") -> tuple[Plain, dict[str, Tensor]]
 
 
 def join_tensors(plain: Plain, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that ``split_tensors`` took apart.
-
-    Raises:
-        KeyError, TypeError, ValueError: ``plain`` is something else, or names a tensor that is not there.
-    """
+    """The inverse of ``split_tensors``."""
     if not isinstance(plain, dict):
         return plain
     ((kind, content),) = plain.items()
@@ -121,7 +118,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def undisturbed_rng() -> Iterator[None]:
-    """What happens inside leaves the generators as they were: work that a resumed run does again, or not at all."""
+    """Leaves the random generators as they were: for work that a resumed run does again, or not at all."""
     kept = capture_rng()
     try:
         yield
@@ -146,11 +143,11 @@ class TrainState:
     global_step: int
     """Optimiser steps finished over all phases; names the checkpoint."""
     processes: int = 1
-    """Processes that the run began with: they set how many rows a step has, on however many it goes on."""
+    """Processes that the run began with, which set how many rows a step has, whatever their number is later."""
     score: float | None = None
-    """Held-out tokens a step, where they were measured at this very step."""
+    """Held-out mean accepted length, where it was measured at this very step."""
     losses: list[float | None] = field(default_factory=list)
-    """What the guard remembers of the phase's latest steps: losses, None for one whose update was skipped."""
+    """Losses of the phase's latest steps, None for one whose update was skipped."""
 
     def __post_init__(self) -> None:
         for name, least in (("phase", 0), ("step", 0), ("global_step", 0), ("processes", 1)):
@@ -196,18 +193,15 @@ def save_checkpoint(
     Args:
         folder: the run's ``checkpoints`` folder.
         state: counters; ``global_step`` names the checkpoint, an existing one of that name is replaced.
-        head: the head's ``state_dict`` (full tensors when sharded).
-        optimizer: the optimiser's ``state_dict`` (full tensors when sharded).
+        head: full tensors of the head.
+        optimizer: its state with full tensors.
         rng: ``capture_rng()`` of every rank, in order.
         manifests: JSON values: what made the corpora that were trained on.
-        keep: newest checkpoints to keep, this one included, at least 1.
+        keep: newest checkpoints to keep, this one included.
 
     Raises:
         UserError: the disk has no room for it; the checkpoints before it are kept.
-        ValueError: ``keep`` is less than 1.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, got {keep}")
     plain_optimizer, optimizer_tensors = split_tensors(optimizer)
     plain_rng, rng_tensors = split_tensors(list(rng), "rank")
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in head.items()}
@@ -224,45 +218,45 @@ def save_checkpoint(
     with disk_errors("a checkpoint", folder):
         folder.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
-        aside = folder / f".writing.{os.getpid()}"
+        tmp_path = folder / f".writing.{os.getpid()}"
         try:
-            _write(aside, record, contents)
+            _write(tmp_path, record, contents)
         except (OSError, SafetensorError):
-            shutil.rmtree(aside, ignore_errors=True)  # it would keep the disk full
+            shutil.rmtree(tmp_path, ignore_errors=True)  # it would keep the disk full
             raise
         path = folder / f"step-{state.global_step:07d}"
         if path.exists():  # a folder cannot be renamed onto another; leftovers go with the next save
             path.rename(folder / f".replaced.{os.getpid()}")
-        aside.rename(path)
+        tmp_path.rename(path)
         fsync(folder)
         _prune(folder, path, keep)
     return path
 
 
-def _write(aside: Path, record: dict[str, Any], contents: Mapping[str, dict[str, Tensor]]) -> None:
-    aside.mkdir()
+def _write(tmp_path: Path, record: dict[str, Any], contents: Mapping[str, dict[str, Tensor]]) -> None:
+    tmp_path.mkdir()
     for name, tensors in contents.items():
-        save_file(tensors, aside / name)
-        fsync(aside / name)
-    write_checksummed_json(aside / STATE, {**record, "files": {name: file_digest(aside / name) for name in contents}})
-    fsync(aside)
+        save_file(tensors, tmp_path / name)
+        fsync(tmp_path / name)
+    write_checksummed_json(tmp_path / STATE, {**record, "files": {name: file_digest(tmp_path / name) for name in contents}})
+    fsync(tmp_path)
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint of ``folder`` that is whole; None when there is none at all.
+    """The newest intact checkpoint of ``folder``; None when there is none at all.
 
     A damaged one (a missing file, another checksum) is skipped and named in ``Checkpoint.warnings``.
 
     Raises:
         UserError: there are checkpoints and all are damaged.
     """
-    found = _checkpoints(folder)
+    found = checkpoints(folder)
     warnings: list[str] = []
     for path in reversed(found):
         try:
             return _load(path, tuple(warnings))
         except UserError as damage:
-            warnings.append(f"checkpoint {path} is damaged ({damage}); falling back to the one before it")
+            warnings.append(f"checkpoint {path} is damaged ({damage}); falling back to the one before")
     if found:
         raise UserError(
             f"every checkpoint in {folder} is damaged: {'; '.join(w.rpartition(';')[0] for w in warnings)}. "
@@ -272,12 +266,12 @@ def load_latest(folder: Path) -> Checkpoint | None:
 
 
 def load_best(folder: Path) -> Checkpoint | None:
-    """The checkpoint with most held-out tokens a step (of equal ones the latest); None when none was measured.
+    """The checkpoint with the largest held-out mean accepted length (the latest of equals); None without any.
 
     Raises:
         UserError: it is damaged.
     """
-    best = _best(_checkpoints(folder))
+    best = best_of(checkpoints(folder))
     return None if best is None else _load(best, ())
 
 
@@ -295,7 +289,7 @@ def _load(path: Path, warnings: tuple[str, ...]) -> Checkpoint:
         tensors = {name: load_file(path / name) for name in record["files"]}
         return Checkpoint(
             path=path,
-            state=_state_of(record),
+            state=TrainState(**record["state"]),
             head=tensors[HEAD],
             optimizer=join_tensors(record["optimizer"], tensors[OPTIMIZER]),
             rng=join_tensors(record["rng"], tensors[RNG]),
@@ -310,50 +304,41 @@ def _load(path: Path, warnings: tuple[str, ...]) -> Checkpoint:
         raise UserError(f"{STATE} is not a checkpoint's: {error!r}") from None
 
 
-def _state_of(record: dict[str, Any]) -> TrainState:
-    known = {f.name for f in fields(TrainState)}
-    if set(record["state"]) != known:
-        raise ValueError(f"its state has {sorted(record['state'])}, expected {sorted(known)}")
-    return TrainState(**record["state"])
-
-
-def _checkpoints(folder: Path) -> list[Path]:
+def checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
     found = {p: NAME.fullmatch(p.name) for p in folder.glob("step-*")}
     return [p for _, p in sorted((int(match[1]), path) for path, match in found.items() if match)]
 
 
-def _best(found: list[Path]) -> Path | None:
-    scores = {}
-    for path in found:
-        try:
-            score = json.loads((path / STATE).read_bytes())["content"]["state"]["score"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            continue  # damaged: nothing to keep
-        if isinstance(score, int | float):
-            scores[path] = float(score)
-    return max(reversed(found), key=lambda path: scores.get(path, float("-inf"))) if scores else None
+def best_of(found: list[Path]) -> Path | None:
+    """The best of some checkpoints, oldest first; None when none was measured."""
+    scores = {path: saved_state(path).get("score") for path in found}
+    measured = [path for path in reversed(found) if isinstance(scores[path], int | float)]
+    return max(measured, key=lambda path: float(scores[path] or 0), default=None)
 
 
-def best_score(folder: Path) -> float | None:
-    """Held-out tokens a step of the best checkpoint in ``folder``; None when none was measured."""
-    best = _best(_checkpoints(folder))
-    return None if best is None else float(json.loads((best / STATE).read_bytes())["content"]["state"]["score"])
+def saved_state(path: Path) -> dict[str, Any]:
+    """The counters and the score of the checkpoint ``path``, unchecked; empty where it is damaged."""
+    try:
+        found = json.loads((path / STATE).read_bytes())["content"]["state"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:
-    found = _checkpoints(folder)
+    found = checkpoints(folder)
     index = found.index(newest)
-    best = _best(found[: index + 1])
+    best = best_of(found[: index + 1])
     for path in found[: max(0, index + 1 - keep)] + found[index + 1 :]:
         if path != best:
             # Renamed first: a kill in the middle of rmtree must not leave something that looks like a checkpoint.
             path.rename(folder / f".replaced.{path.name}")
-    _mark(folder, best)
+    _link_best(folder, best)
     _remove_leftovers(folder)
 
 
-def _mark(folder: Path, best: Path | None) -> None:
+def _link_best(folder: Path, best: Path | None) -> None:
     """Point the link ``best`` at ``best``, in one step."""
     link = folder / BEST
     if link.is_dir() and not link.is_symlink():  # a copy of the run, made by what follows links
@@ -361,10 +346,10 @@ def _mark(folder: Path, best: Path | None) -> None:
     if best is None:
         link.unlink(missing_ok=True)
         return
-    aside = folder / f".replaced.{BEST}"
-    aside.unlink(missing_ok=True)
-    aside.symlink_to(best.name)
-    aside.replace(link)
+    tmp_path = folder / f".replaced.{BEST}"
+    tmp_path.unlink(missing_ok=True)
+    tmp_path.symlink_to(best.name)
+    tmp_path.replace(link)
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -374,3 +359,143 @@ def _remove_leftovers(folder: Path) -> None:
             path.unlink()
         else:
             shutil.rmtree(path)
+
+
+@dataclass
+class TrainProgress:
+    """Where training is: the next step to do."""
+
+    phase: int = 0
+    step: int = 0
+    total_steps: int = 0
+    """Optimiser steps done over all phases."""
+
+
+class CheckpointManager:
+    """Saves and restores one run. Made on every process at once."""
+
+    def __init__(
+        self, run: RunConfig, head: DraftHead, corpora: Corpora, folder: Path, processes: Processes, display: Display
+    ) -> None:
+        self.run, self.head, self.corpora, self.folder = run, head, corpora, folder
+        self.processes, self.display = processes, display
+        self.checkpoints = folder / "checkpoints"
+        self.progress = TrainProgress()
+        self.loss_spikes = LossSpikeFilter(run.loss_spikes)
+        """Of the phase that is trained."""
+        self.initial_world_size = processes.count
+        """Processes that the run began with, which set the rows of a step."""
+        self.score: float | None = None
+        """Held-out mean accepted length, where it was measured after the latest step."""
+        best = best_of(checkpoints(self.checkpoints))
+        self.best_score: float | None = processes.gather(saved_state(best)["score"] if best else None)[0]
+        self._trained_on: dict[str, Any] = {}
+        """Manifests of the corpora in the checkpoint that the run resumed from."""
+
+    def record_score(self, score: float) -> bool:
+        """Remember a measurement after the latest step; returns whether it was never better."""
+        self.score = self.processes.gather(score)[0]  # all processes must save, or none
+        better = self.best_score is None or self.score > self.best_score
+        self.best_score = self.score if better else self.best_score
+        return better
+
+    def save(self, optimizer: torch.optim.Optimizer, end_of_phase: bool) -> None:
+        """Save all that is needed to resume from here. Every process takes part, the main one writes.
+
+        Raises:
+            UserError: the disk is full, or a weight is not finite; what was saved before is kept.
+        """
+        weights, optimizer_state = full_state_dict(self.head, optimizer)
+        rng = self.processes.gather(capture_rng())
+        if self.processes.rank:
+            return
+        broken = [name for name, t in weights.items() if not bool(torch.isfinite(t).all())]
+        if broken:
+            raise self.diverged(f"{broken[0]} is not finite")
+        progress = self.progress
+        state = TrainState(
+            phase=progress.phase + end_of_phase,
+            step=0 if end_of_phase else progress.step,
+            global_step=progress.total_steps,
+            processes=self.initial_world_size,
+            score=self.score,
+            losses=[] if end_of_phase else self.loss_spikes.losses,
+        )
+        save_checkpoint(
+            self.checkpoints,
+            state,
+            weights,
+            optimizer_state,
+            rng=rng,
+            manifests=self.corpora.manifests,
+            keep=self.run.checkpoint.keep,
+        )
+
+    def restore(self) -> Checkpoint | None:
+        """Put head, progress and random generators back to the newest intact checkpoint, the same on every process.
+
+        Raises:
+            UserError: it is another run's, or the processes see different ones.
+        """
+        found, processes = load_latest(self.checkpoints), self.processes
+        seen = processes.gather(None if found is None else found.path.name)
+        odd = next((rank for rank, name in enumerate(seen) if name != seen[0]), None)
+        if odd is not None:
+            raise UserError(
+                f"process 0 resumes from {seen[0]}, but process {odd} from {seen[odd]}: {self.checkpoints} must be one "
+                "folder that all of them see; put out=... on a shared file system"
+            )
+        if found is None:
+            return None
+        for warning in found.warnings:
+            self.display.line(f"warning: {warning}")
+        state = found.state
+        if state.phase > len(self.run.phases):
+            raise UserError(f"{found.path} is in phase {state.phase + 1} of another run; use resume=false")
+        self.progress = TrainProgress(state.phase, state.step, state.global_step)
+        self.initial_world_size, self._trained_on = state.processes, found.manifests
+        load_weights(self.head, found)
+        if processes.rank < len(found.rng):
+            restore_rng(found.rng[processes.rank])
+        else:
+            set_seed(self.run.seed + state.global_step * processes.count + processes.rank)
+        self.display.line(f"   resuming after step {state.global_step} (over all phases) of {self.folder}")
+        if len(found.rng) != processes.count:
+            self.display.line(
+                f"   on {processes.count} processes instead of {len(found.rng)}: the same rows a step, split anew; "
+                "sums round differently, and dropout draws other numbers"
+            )
+        return found
+
+    def check_corpora(self) -> None:
+        """Refuse to resume with other data than the checkpoint was trained on.
+
+        Raises:
+            UserError: a corpus is another one; the message names what differs.
+        """
+        for name, manifest in self.corpora.manifests.items():
+            different = difference(update_names(self._trained_on[name]), manifest) if name in self._trained_on else None
+            if different is not None:
+                key, was, found = different
+                raise UserError(
+                    f"the run in {self.folder} was trained on {name} with {key} = {was}, which now has {found}; "
+                    "restore that corpus, or start over with resume=false"
+                )
+
+    def diverged(self, found: str) -> UserError:
+        """The error that ends a run which does not learn any more."""
+        name = list(self.run.phases)[self.progress.phase]
+        return UserError(
+            f"phase {name}, step {self.progress.step}: {found}; stopped, and the last good weights are kept in "
+            f"{self.checkpoints}. Lower phases.{name}.optim.lr (now {self.run.phases[name].optim.lr}) and start over "
+            "with resume=false, or move the limits in loss_spikes"
+        )
+
+
+def load_weights(head: DraftHead, checkpoint: Checkpoint) -> None:
+    """Load the head's weights; one line says so when it is another head."""
+    try:
+        head.load_state_dict(checkpoint.head)
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"{checkpoint.path} holds another head ({first}); start over with resume=false") from None

@@ -1,7 +1,13 @@
-"""One optimiser step: gradients of summed losses, divided once by the global count of trained tokens."""
+"""One optimiser step: gradients of summed losses, divided once by the global count of trained tokens.
 
+An update whose loss is not finite or far above the latest ones is skipped (``LossSpikeFilter``).
+"""
+
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +16,14 @@ from torch.distributed.tensor import DTensor
 from drafthead.data.batch import Features, Ratio, TrainBatch
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.losses import LossConfig
+from drafthead.train.config import HISTORY, LossSpikeConfig
 
 ShouldSkip = Callable[[float, float], str | None]
-"""(mean loss, gradient norm) of a step -> why its update must be skipped, None to do it."""
+"""(mean loss, gradient norm) of a step -> the reason to skip its update, None to do it."""
 Reduce = Callable[[Tensor], Tensor]
 """Sum of a tensor over all processes."""
 ProfileHook = Callable[[str], None]
-"""Hears that a part of a step is done: ``head`` after a backward pass, ``optimiser`` after the update."""
+"""Called when a part of a step is done: ``head`` after a backward pass, ``optimiser`` after the update."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +62,10 @@ def train_step(
     lr: float,
     clip_norm: float,
     reduce: Reduce,
-    judge: ShouldSkip = lambda loss, grad_norm: None,
-    mark: ProfileHook = lambda part: None,
+    should_skip: ShouldSkip = lambda loss, grad_norm: None,
+    profile_hook: ProfileHook = lambda part: None,
 ) -> StepResult:
-    """Accumulate, reduce, divide, clip, update. The one wait for the device is for the two numbers that are judged.
+    """Accumulate, reduce, divide, clip, update. It waits for the device once, for the numbers ``should_skip`` reads.
 
     Args:
         head: the head being trained.
@@ -68,8 +75,8 @@ def train_step(
         lr: learning rate of this step.
         clip_norm: largest norm of the mean loss's gradient; 0 is off.
         reduce: sum over processes; sharded gradients are summed by their backward pass.
-        judge: is not asked about a step without trained tokens.
-        mark: for who measures the parts.
+        should_skip: not called for a step without trained tokens.
+        profile_hook: for measurements of the parts.
     """
     optimizer.zero_grad(set_to_none=True)
     parts = []
@@ -78,7 +85,7 @@ def train_step(
         if out.loss_sum.requires_grad:
             torch.autograd.backward(out.loss_sum)
         parts.append(out)
-        mark("head")
+        profile_hook("head")
     tokens = reduce(torch.stack([p.tokens for p in parts]).sum())
     parameters = [p for p in head.parameters() if p.requires_grad]
     for parameter in parameters:
@@ -89,10 +96,10 @@ def train_step(
         group["lr"] = lr * group.get("lr_mult", 1.0)
     loss_sum = reduce(torch.stack([p.loss_sum.detach() for p in parts]).sum())
     trained, mean, grad_norm = torch.stack([tokens, loss_sum / tokens, norm]).tolist()
-    skip_reason = judge(mean, grad_norm) if trained else None
+    skip_reason = should_skip(mean, grad_norm) if trained else None
     if skip_reason is None:
         optimizer.step()
-    mark("optimiser")
+    profile_hook("optimiser")
     return StepResult(
         loss_sum=loss_sum,
         tokens=tokens,
@@ -103,12 +110,12 @@ def train_step(
     )
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], most: float) -> Tensor:
-    """Scale the gradients to a norm of at most ``most``; returns the norm they had, over all of them.
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale the gradients to a norm of at most ``max_norm``; returns the norm they had, over all of them.
 
     Args:
-        parameters: with gradients; sharded and whole ones may be mixed.
-        most: ``inf`` measures only.
+        parameters: with gradients; sharded and replicated ones may be mixed.
+        max_norm: ``inf`` measures only.
     """
     kinds = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (False, True)]
     norms = []
@@ -117,7 +124,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], most: float) -> Tensor:
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     for kind in filter(None, kinds):
-        nn.utils.clip_grads_with_norm_(kind, most, total)
+        nn.utils.clip_grads_with_norm_(kind, max_norm, total)
     return total
 
 
@@ -137,3 +144,41 @@ def evaluate_loss(
     metrics = total.metrics()
     del metrics["grad_norm"]
     return metrics
+
+
+class LossSpikeFilter:
+    """Decides for each step of a phase whether its update is skipped.
+
+    Every process sees the same reduced numbers, so all of them agree.
+    """
+
+    def __init__(self, config: LossSpikeConfig, losses: Iterable[float | None] = ()) -> None:
+        """``losses`` are those that a checkpoint in the phase has."""
+        self.config = config
+        self._losses: deque[float | None] = deque(losses, maxlen=config.window)
+
+    @property
+    def losses(self) -> list[float | None]:
+        """Losses of the latest steps, None for a skipped one: all that a resumed run needs."""
+        return list(self._losses)
+
+    @property
+    def skipped(self) -> int:
+        """Skipped updates among the latest steps."""
+        return sum(loss is None for loss in self._losses)
+
+    def skip_reason(self, loss: float, grad_norm: float) -> str | None:
+        """The reason to skip the step's update; None to do it. Call it once a step.
+
+        Args:
+            loss: mean over the trained tokens of all processes.
+            grad_norm: of its gradient, before clipping.
+        """
+        found = None
+        usual = [kept for kept in self._losses if kept is not None]
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            found = f"the loss is {loss:.4g} and the gradient norm {grad_norm:.4g}"
+        elif self.config.spike and len(usual) >= HISTORY and loss > self.config.spike * median(usual) > 0:
+            found = f"the loss is {loss:.4g}, over {self.config.spike:g} times the median of {median(usual):.4g}"
+        self._losses.append(loss if found is None else None)
+        return found

@@ -1,4 +1,4 @@
-"""What ``mode=plan`` says of a head is what the built one has, on bases with few key and value heads."""
+"""What ``mode=estimate`` says of a head is what the built one has, on bases with few key and value heads."""
 
 import pytest
 import torch
