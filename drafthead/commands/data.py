@@ -7,7 +7,7 @@ import hydra
 from omegaconf import DictConfig
 
 from drafthead.data.utils.config import one_line_errors, run_main, say
-from drafthead.train.config import parse_run, preflight
+from drafthead.train.config import RunConfig, parse_run, preflight
 from drafthead.train.distributed import signals
 from drafthead.train.distributed.launcher import launched
 from drafthead.train.pipeline import Workspace, corpora

@@ -238,7 +238,9 @@ def _write(tmp_path: Path, record: dict[str, Any], contents: Mapping[str, dict[s
     for name, tensors in contents.items():
         save_file(tensors, tmp_path / name)
         fsync(tmp_path / name)
-    write_checksummed_json(tmp_path / STATE, {**record, "files": {name: file_digest(tmp_path / name) for name in contents}})
+    write_checksummed_json(
+        tmp_path / STATE, {**record, "files": {name: file_digest(tmp_path / name) for name in contents}}
+    )
     fsync(tmp_path)
 
 

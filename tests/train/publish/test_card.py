@@ -150,7 +150,7 @@ def test_data_is_named_without_this_machines_folders_and_with_its_weights(tiny_b
 
 def test_tokens_a_step_count_the_processes_that_the_run_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")  # of the launch that finishes it
-    phase = PhaseConfig(corpus="text", seq_len=512, micro_batch_size=8, accumulate=2, steps=1500)
+    phase = PhaseConfig(corpus="text", seq_len=512, micro_batch_size=8, grad_accum_steps=2, steps=1500)
     assert card.phase_row("pretrain", phase, 4)[:4] == ("pretrain", "text", "1,500", "32,768")
 
 
