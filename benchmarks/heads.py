@@ -103,7 +103,7 @@ def settings_of(name: str, arguments: argparse.Namespace) -> list[str]:
     found = [f"recipe={name}_smollm2", f"out={arguments.out / name}", "eval.limit=2", "eval.max_new_tokens=24"]
     tiny = any(override.startswith("debug=") for override in arguments.overrides)
     found += [f"data.folder={arguments.out / 'corpora'}" if tiny else f"data={arguments.data}", *arguments.overrides]
-    return [*found, *(f"phases.{phase}.features=cached" for phase in composed(found).phases)]
+    return [*found, *(f"phases.{phase}.hidden_states=cached" for phase in composed(found).phases)]
 
 
 # Training ------------------------------------------------------------------------------------------------------

@@ -287,7 +287,7 @@ def test_every_loss_is_trained_alike_and_measured(script: Load, tmp_path: Path) 
     "settings",
     [
         (),
-        ("--phase", "distill", "phases.distill.features=cached", "phases.distill.accumulate=2"),
+        ("--phase", "distill", "phases.distill.hidden_states=cached", "phases.distill.grad_accum_steps=2"),
         ("shard=full", "shard.precision=bfloat16"),
     ],
     ids=["computed", "cached", "sharded"],
