@@ -48,7 +48,6 @@ RENAMED_KEYS: dict[str, str | None] = {
     "phases.*.accumulate": "grad_accum_steps",
     "phases.*.features": "hidden_states",
     "generations.slots": "batch_size",
-    "lanes": "stream_shards",
     "guard": "loss_spikes",
     "gate": "quality_limits",
 }
