@@ -1,6 +1,6 @@
-"""The types that cross folder boundaries: frozen dataclasses, no ``nn.Module``, no I/O.
+"""What training reads and returns: batches, hidden states, metrics.
 
-Positions follow one convention everywhere. ``h_t`` is the base's hidden state after its final norm at
+``h_t`` is the hidden state of the base after its final norm at
 position t, having read ``x_t``; the base's own head turns it into p(x_{t+1}). Draft position k (1-based)
 predicts ``x_{t+1+k}``.
 
@@ -48,8 +48,8 @@ class TrainBatch:
             targets[:, :-shift] = self.input_ids[:, shift:]
             same = self.document_ids[:, :-shift] == self.document_ids[:, shift:]
             # Documents are contiguous, so equal ends mean that everything between lies in it too.
-            safe_join = same & (self.document_ids[:, shift:] != NO_DOCUMENT)
-            valid[:, :-shift] = safe_join & self.loss_mask[:, shift:]
+            same &= self.document_ids[:, shift:] != NO_DOCUMENT
+            valid[:, :-shift] = same & self.loss_mask[:, shift:]
         return targets, valid
 
     def to(self, device: torch.device | str) -> "TrainBatch":

@@ -182,7 +182,7 @@ class Server:
         self._client = openai.AsyncOpenAI(
             base_url=self.config.root,
             api_key=self._key or "none",
-            timeout=self.config.timeout,
+            timeout=openai.Timeout(self.config.timeout, connect=min(30.0, self.config.timeout)),
             max_retries=self.config.tries - 1,
             http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [self._note_status]}),
         )
@@ -196,24 +196,34 @@ class Server:
         try:
             rows = (await self._client.with_options(max_retries=0).models.list()).data
         except openai.OpenAIError as error:
-            raise self._user_error(error, "the list of models", tries=1) from None
+            raise self._refusal(error, "the list of models") or UserError(
+                f"no completions server answers at {self.config.root} ({self._error_text(error)}); start it (such as "
+                "`vllm serve MODEL`) or correct data.generations.server.url"
+            ) from None
         except ValueError:
             rows = []
         return {row.id: getattr(row, "max_model_len", None) for row in rows or [] if getattr(row, "id", None)}
 
     async def ask(self, request: dict[str, Any], parse: Callable[[Completion], T], request_name: str) -> T:
         """``parse`` of the response."""
-        for tried in range(1, self.config.tries + 1):
+        root, tries = self.config.root, self.config.tries
+        for tried in range(1, tries + 1):
             try:
                 return parse(await self._create(request))
             except BadAnswerError as error:
-                fault = str(error)
+                reason = str(error)
+                self._log_once(reason, f"{request_name}: the server gave {reason}")
             except openai.OpenAIError as error:
-                raise self._user_error(error, request_name, self.config.tries) from None
-            self._log_once(fault, f"{request_name}: the server gave {fault}")
-            if tried < self.config.tries:
+                if refusal := self._refusal(error, request_name):
+                    raise refusal from None
+                reason = self._error_text(error)
+                break
+            if tried < tries:
                 await asyncio.sleep(0.5)
-        raise self._no_answer(request_name, self.config.tries, fault)
+        raise UserError(
+            f"{root} gave no answer to {request_name} in {tries} tries, lastly: {reason}; {RESUMES}. Check the server, "
+            "or lower server.concurrency or raise server.timeout or .tries"
+        )
 
     async def _create(self, request: dict[str, Any]) -> Completion:
         try:
@@ -232,9 +242,9 @@ class Server:
             self._logged.add(kind[:40])
             self._log(f"warning: {line}; retried (logged once)")
 
-    def _user_error(self, error: openai.OpenAIError, request_name: str, tries: int) -> UserError:
-        root = self.config.root
-        text = self._error_text(error)
+    def _refusal(self, error: openai.OpenAIError, request_name: str) -> UserError | None:
+        """The error of a server that will not answer, however often it is asked."""
+        root, text = self.config.root, self._error_text(error)
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
             state = f"{API_KEY} is set, but not accepted" if self._key else f"{API_KEY} is not set"
             return UserError(f"{root} refuses access ({text}); {state}. {RESUMES.capitalize()}")
@@ -245,18 +255,7 @@ class Server:
             )
         if isinstance(error, openai.APIStatusError) and error.status_code < 500 and error.status_code not in TRANSIENT:
             return RefusedError(f"{root} refuses {request_name} ({text}); {RESUMES}")
-        return self._no_answer(request_name, tries, text)
-
-    def _no_answer(self, request_name: str, tries: int, last: str) -> UserError:
-        if tries == 1:
-            return UserError(
-                f"no completions server answers at {self.config.root} ({last}); start it (such as `vllm serve MODEL`) "
-                "or correct data.generations.server.url"
-            )
-        return UserError(
-            f"{self.config.root} gave no answer to {request_name} in {tries} tries, lastly: {last}; {RESUMES}. Check "
-            "the server, or lower server.concurrency or raise server.timeout or .tries"
-        )
+        return None
 
     def _error_text(self, error: openai.OpenAIError) -> str:
         """What went wrong, in one line and without the key, which some servers repeat."""

@@ -31,7 +31,7 @@ class EvalItem:
 
     task: str
     turns: tuple[str, ...]
-    """Each after the first is asked when the one before it is answered."""
+    """Each after the first is sent after the answer to the one before."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def spec_bench_like() -> list[EvalItem]:
     """The six task kinds of Spec-Bench, 480 items from data that comes in packages.
 
     ============= ===== ==========================================================================================
-    task          items what is asked
+    task          items prompts
     ============= ===== ==========================================================================================
     chat          80    MT-Bench, both turns
     translation   80    English sentences of at least 8 words, to be translated to German (Spec-Bench: German to
@@ -108,7 +108,7 @@ def _choose(candidates: Sequence[_Candidate], trained: _Trained, most: int = PER
     """At most ``most`` unseen and different candidates, in their own order."""
     unseen = {content_hash(c.text): c for c in reversed(candidates) if not trained.holds(c.text)}
     kept = set(sorted(unseen)[:most])
-    # Of equal texts the first one stands in `unseen`: it was put there last.
+    # `unseen` holds the first of equal texts.
     return [c.turns for c in candidates if (key := content_hash(c.text)) in kept and unseen[key] is c]
 
 

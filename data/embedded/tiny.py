@@ -23,8 +23,9 @@ def tiny_tokenizer() -> "PreTrainedTokenizerFast":
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+    vocabulary = {symbol: byte for byte, symbol in sorted(bytes_to_unicode().items())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,10 +39,3 @@ def tiny_tokenizer() -> "PreTrainedTokenizerFast":
         model_max_length=2048,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _byte_symbols() -> list[str]:
-    """The printable character that the byte-level alphabet of GPT-2 gives to each byte."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    shifted = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(shifted)) for byte in range(256)]

@@ -14,7 +14,7 @@ from drafthead.eval.prompts.prompt import EvalPrompt
 
 __all__ = ["SUITES", "EvalPrompt", "load_suite", "suite_label"]
 SMOKE_PROMPTS = 12
-# Closed tasks whose answers repeat the question stand beside open ones: acceptance depends on that most.
+# Closed tasks whose answers repeat the question, and open ones: acceptance depends on that most.
 BUILTIN = (
     ("writing", "Write a short letter to a friend about a walk in the rain."),
     ("reasoning", "Anna is taller than Ben, and Ben is taller than Carl. Who is the shortest, and why?"),
