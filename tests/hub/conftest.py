@@ -1,7 +1,6 @@
 """A Hub on loopback that speaks what huggingface_hub really sends: repositories, uploads, commits, downloads.
 
-Files of up to ``SMALL`` bytes travel inside the commit, larger ones as LFS objects (or through Xet, whose store is
-then a folder on disk). Faults are injected by path: see ``Fault``.
+Files of up to ``SMALL`` bytes travel inside the commit, larger ones as LFS objects. Faults are injected by path.
 """
 
 import base64
@@ -54,13 +53,12 @@ class Repo:
 class Hub:
     """The state behind the handler, and what was asked of it."""
 
-    def __init__(self, store: Path) -> None:
+    def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
         self.faults: list[Fault] = []
         self.asked: list[str] = []
         self.role = "write"
-        self.store = store
         self.url = ""
 
     def files(self, repo: str) -> dict[str, bytes]:
@@ -84,17 +82,6 @@ class Hub:
         """Put a commit there without an upload."""
         return self.commit(self.repos.setdefault(repo, Repo()), files)
 
-    def in_xet(self, sha: str, size: int) -> bytes:
-        """A pointer to what the client has put into the Xet store (one segment long): its hash there and its size."""
-        wanted = swapped(bytes.fromhex(sha))
-        for shard in sorted(self.store.rglob("*.mdb")):
-            data = shard.read_bytes()
-            if (
-                at := data.find(wanted)
-            ) >= 0:  # behind the file's header, a segment and its verification, 48 bytes each
-                return json.dumps({"xet": swapped(data[at - 144 : at - 112]).hex(), "sha": sha, "size": size}).encode()
-        raise AssertionError(f"{sha} was committed and never uploaded")
-
     @staticmethod
     def commit(repo: Repo, files: dict[str, bytes]) -> str:
         """Add a commit of all ``files``."""
@@ -103,17 +90,8 @@ class Hub:
         return oid
 
 
-def swapped(digest: bytes) -> bytes:
-    """Xet's hashes are four little-endian words."""
-    return b"".join(digest[at : at + 8][::-1] for at in range(0, 32, 8))
-
-
 def described(path: str, content: bytes) -> dict[str, Any]:
     """A file as the Hub lists it."""
-    if content.startswith(b'{"xet"'):
-        stored = json.loads(content)
-        lfs = {"oid": stored["sha"], "size": stored["size"], "pointerSize": 134}
-        return {"path": path, "size": stored["size"], "oid": blob_id(content), "lfs": lfs, "xetHash": stored["xet"]}
     told = {"path": path, "size": len(content), "oid": blob_id(content)}
     lfs = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
     return told | ({"lfs": lfs} if len(content) > SMALL else {})
@@ -212,11 +190,6 @@ class Handler(BaseHTTPRequestHandler):
             self.hub.objects[oid] = body
         self.answer({}, 200 if right else 422)
 
-    def xet_token(self, body: bytes, name: str, revision: str) -> None:
-        told = {"accessToken": "x", "exp": 2**40, "casUrl": f"local://{self.hub.store}"}
-        names = {"accessToken": "X-Xet-Access-Token", "exp": "X-Xet-Token-Expiration", "casUrl": "X-Xet-Cas-Url"}
-        self.answer(told, headers={names[key]: str(value) for key, value in told.items()})
-
     def commit_files(self, body: bytes, name: str, revision: str) -> None:
         files = dict(self.hub.files(name))
         for line in map(json.loads, body.splitlines()):
@@ -224,9 +197,7 @@ class Handler(BaseHTTPRequestHandler):
             if line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
-                files[value["path"]] = self.hub.objects.get(value["oid"]) or self.hub.in_xet(
-                    value["oid"], value["size"]
-                )
+                files[value["path"]] = self.hub.objects[value["oid"]]
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
         oid = self.hub.commit(self.hub.repos[name], files)
@@ -243,10 +214,8 @@ class Handler(BaseHTTPRequestHandler):
     def info(self, body: bytes, name: str, revision: str | None = None) -> None:
         if found := self.found(name, revision or "main"):
             oid, files = found
-            draft_sampling = [{"rfilename": path} for path in files]
-            self.answer(
-                {"id": name, "sha": oid, "private": self.hub.repos[name].private, "draft_sampling": draft_sampling}
-            )
+            siblings = [{"rfilename": path} for path in files]
+            self.answer({"id": name, "sha": oid, "private": self.hub.repos[name].private, "siblings": siblings})
 
     def tree(self, body: bytes, name: str, revision: str) -> None:
         if found := self.found(name, revision):
@@ -265,9 +234,6 @@ class Handler(BaseHTTPRequestHandler):
             "X-Repo-Commit": oid,
             "X-Linked-Size": str(told["size"]),
         }
-        if "xetHash" in told:
-            route = f"{self.hub.url}/api/models/{name}/xet-read-token/{oid}"
-            headers |= {"X-Xet-Hash": told["xetHash"], "X-Xet-Refresh-Route": route}
         self.answer(files[path], headers=headers)
 
 
@@ -279,7 +245,6 @@ ROUTES: list[tuple[str, str, Any, bool]] = [
     ("POST", f"/api/models/{NAME}/preupload/(.+)", Handler.preupload, True),
     ("POST", rf"/{NAME}\.git/info/lfs/objects/batch", Handler.batch, True),
     ("PUT", "/lfs/([0-9a-f]{64})", Handler.put_object, False),
-    ("GET", f"/api/models/{NAME}/xet-(?:write|read)-token/(.+)", Handler.xet_token, True),
     ("POST", f"/api/models/{NAME}/commit/(.+)", Handler.commit_files, True),
     ("GET", f"/api/models/{NAME}", Handler.info, False),
     ("GET", f"/api/models/{NAME}/revision/(.+)", Handler.info, False),
@@ -291,7 +256,7 @@ ROUTES: list[tuple[str, str, Any, bool]] = [
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """The stand-in, and the client pointed at it (which reads its environment once, at import) with an empty cache."""
-    found = Hub(tmp_path / "xet")
+    found = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": found}))
     found.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)

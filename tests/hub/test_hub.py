@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
 
 import drafthead
 from drafthead.data.utils.errors import UserError
@@ -57,14 +56,9 @@ def same(first: MedusaHead, second: Any) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
-@pytest.mark.parametrize("xet", [False, True], ids=["lfs", "xet"])
-def test_a_head_comes_back_as_it_was(
-    hub: Any, tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, xet: bool
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", not xet)
+def test_a_head_comes_back_as_it_was(hub: Any, tiny_base: TinyBase, tmp_path: Path) -> None:
     first = save(tiny_base(), tmp_path / "head")
     assert push(tmp_path / "head", "user/medusa") == f"{hub.url}/user/medusa"
-    assert hub.count("xet-write-token") == xet and hub.count("PUT /lfs/") == (not xet)
     old = list(hub.repos["user/medusa"].commits)[-1]
     second = save(tiny_base(), tmp_path / "head", seed=1, tree=None)
     (tmp_path / "head" / "tree.json").unlink()
@@ -75,7 +69,6 @@ def test_a_head_comes_back_as_it_was(
     assert same(first, before) and before.tree == TREE
     assert not same(first, newest)
     assert same(second, drafthead.load_head("user/medusa", tiny_base()))
-    assert hub.count("xet-read-token") == 2 * xet
 
 
 def test_a_tuned_base_comes_back_with_its_adapter(hub: Any, tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -140,7 +133,7 @@ def test_the_card_names_the_repository(hub: Any, saved: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [500, None], ids=["500", "cut"])
-@pytest.mark.parametrize("path", ["repos/create", "preupload", "objects/batch", "^/lfs/", "/commit/", "validate-yaml"])
+@pytest.mark.parametrize("path", ["repos/create", "preupload", "^/lfs/", "/commit/"])
 def test_an_upload_that_fails_is_repeated(
     hub: Any, saved: Path, slept: list[float], path: str, status: int | None
 ) -> None:
@@ -241,8 +234,8 @@ def test_names_that_the_hub_forbids(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_command_and_the_environment(hub: Any, saved: Path, tmp_path: Path) -> None:
-    """In processes of their own, because the client reads HF_ENDPOINT at import; through Xet, as it comes."""
-    home = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    """In processes of their own, because the client reads HF_ENDPOINT at import."""
+    home = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
     environment = {**os.environ, **home}
 
     def call(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
@@ -259,7 +252,7 @@ def test_the_command_and_the_environment(hub: Any, saved: Path, tmp_path: Path) 
     done = call(*push_it, "private=true")
     assert done.returncode == 0, done.stderr
     assert f"pushed: {hub.url}/user/medusa" in done.stdout
-    assert hub.repos["user/medusa"].private and hub.count("xet-write-token") == 1
+    assert hub.repos["user/medusa"].private
     code = "import drafthead, sys; drafthead.load_head('user/medusa').save_pretrained(sys.argv[1])"
     loaded = call("-c", code, str(tmp_path / "again"))
     assert loaded.returncode == 0, loaded.stderr
