@@ -11,7 +11,7 @@ from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import HubConfig, push, require_login
 from drafthead.models.heads.common.files import read_head_config
-from drafthead.train.publish.card import plain_card
+from drafthead.train.publish.card import minimal_card
 
 USAGE = """\
 usage: drafthead push head=DIR repo=user/name [private=true]
@@ -43,7 +43,7 @@ def main(config: PushConfig) -> None:
     _check_head(folder)
     require_login("drafthead push")
     if not (folder / "README.md").exists():  # of an imported head, or of a run that did not get to its end
-        plain_card(folder)
+        minimal_card(folder)
     with display.stage(f"upload {folder} to the Hub"):
         address = push(folder, str(config.repo), private=config.private, log=display.line)
     display.line(f"pushed: {address}")

@@ -194,8 +194,8 @@ def ctar(by_width: dict[str, float | None]) -> Figure:
     values = [value or 0.0 for value in by_width.values()]
     axes.plot(widths, values, "o-", color=ACCENT)
     axes.fill_between(widths, values, color=SOFT, alpha=0.35, linewidth=0)
-    for width, value in zip(widths, values, strict=True):
-        axes.annotate(f"{value:.0%}", (width, value), (3, 6), textcoords="offset points", ha="center", fontsize=10)
+    for point in zip(widths, values, strict=True):
+        _label(axes, f"{point[1]:.0%}", point, (3, 6), ha="center")
     axes.set(xlabel="w, tokens", ylabel="steps with more than w", xticks=widths)
     _percent_axis(axes)
     return figure
@@ -214,7 +214,7 @@ def bins(found: Sequence[dict[str, Any]], label: str, pattern: str) -> Figure:
     values = [row["mean_accepted_tokens"] for row in found]
     axes.bar(range(len(found)), values, width=0.7, color=SOFT)
     for x, value in enumerate(values):  # at the foot, where the dashed line of the mean does not cross the number
-        axes.annotate(f"{value:.2f}", (x, 0), (0, 5), textcoords="offset points", ha="center", fontsize=10)
+        _label(axes, f"{value:.2f}", (x, 0), (0, 5), ha="center")
     total, mean = sum(row["steps"] for row in found), _mean_length(found)
     axes.axhline(mean, color=ACCENT, linestyle="--", linewidth=1.4, label=f"all steps: {mean:.2f}")
     names = [f"{pattern.format(r['low'])}–{pattern.format(r['high'])}\n{r['steps'] / total:.0%}" for r in found]
@@ -230,8 +230,8 @@ def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
     """A metric for each draft position over the steps of all phases, one after the other; None where no row has it.
 
     Args:
-        rows: of metrics.jsonl: "phase", "step" (counted within the phase), and ``prefix`` followed by 1, 2, ... where
-            measured; "held_out_" and the same become dots.
+        rows: of metrics.jsonl: "phase", "total_step", and ``prefix`` followed by 1, 2, ... where measured; "held_out_"
+            and the same become dots.
         prefix: "loss_" or "accept_".
     """
     keys = {key for row in rows for key in row if key.startswith(prefix)}
@@ -239,13 +239,11 @@ def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
     if not positions:
         return None
     figure, axes = new_axes(height=3.4)
-    phases, start = {}, 0
-    for phase in dict.fromkeys(str(row["phase"]) for row in rows):
-        own = [(start + row["step"], row) for row in rows if row["phase"] == phase]
-        phases[phase], start = own, own[-1][0]
-    shades = _shades(len(positions))
+    phases: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        phases.setdefault(str(row["phase"]), []).append(row)
     handles = []
-    for position, colour in zip(positions, shades, strict=True):
+    for position, colour in zip(positions, _shades(len(positions)), strict=True):
         for own in phases.values():  # apart: a phase has other data, and what lies between the two was never measured
             x, y = _curve(own, f"{prefix}{position}")
             # A single point would be no line at all, and thousands of them read better thin.
@@ -300,9 +298,11 @@ def _render(figure: Figure, kind: str, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _label(axes: Axes, text: str, point: tuple[float, float]) -> None:
-    """``text`` to the right of ``point``."""
-    axes.annotate(text, point, (5, 0), textcoords="offset points", va="center", fontsize=10)
+def _label(
+    axes: Axes, text: str, point: tuple[float, float], shift: tuple[float, float] = (5, 0), **align: Any
+) -> None:
+    """``text`` beside ``point``, to its right unless ``shift`` (in points) says otherwise."""
+    axes.annotate(text, point, shift, textcoords="offset points", fontsize=10, **(align or {"va": "center"}))
 
 
 def _percent_axis(axes: Axes) -> None:
@@ -340,28 +340,18 @@ def _mean_length(found: Sequence[dict[str, Any]]) -> float:
     return float(total / sum(row["steps"] for row in found))
 
 
-def _curve(points: Sequence[tuple[float, dict[str, Any]]], key: str) -> tuple[list[float], list[float]]:
-    kept = [(x, float(row[key])) for x, row in points if row.get(key) is not None and math.isfinite(row[key])]
-    return [x for x, _ in kept], [y for _, y in kept]
+def _curve(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    kept = [row for row in rows if row.get(key) is not None and math.isfinite(row[key])]
+    return [row["total_step"] for row in kept], [row[key] for row in kept]
 
 
-def _mark_phases(axes: Axes, phases: dict[str, list[tuple[float, dict[str, Any]]]]) -> None:
-    """A line where one phase ends and another begins, with their names on both sides of it.
-
-    The first name ends where its phase does and the others begin with theirs: so short phases have room.
-    """
-    end = 0.0
-    for n, (phase, points) in enumerate(phases.items()):
-        start, end = end, points[-1][0]
-        ends_here = n == 0 and len(phases) > 1
-        if n + 1 < len(phases):
-            axes.axvline(end, color=MUTED, linestyle=":", linewidth=1.4)
-        axes.annotate(
-            phase,
-            (end if ends_here else start, 1),
-            (-4 if ends_here else 4, 4),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            ha="right" if ends_here else "left",
-            color=MUTED,
-        )
+def _mark_phases(axes: Axes, phases: dict[str, list[dict[str, Any]]]) -> None:
+    """A line between phases, with their names: the first ends where its phase does, so that a short one has room."""
+    ends = [rows[-1]["total_step"] for rows in phases.values()]
+    for end in ends[:-1]:
+        axes.axvline(end, color=MUTED, linestyle=":", linewidth=1.4)
+    for n, phase in enumerate(phases):
+        is_left = n == 0 and len(phases) > 1
+        x, shift, side = (ends[0], -4, "right") if is_left else ([0, *ends][n], 4, "left")
+        place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": side}
+        axes.annotate(phase, (x, 1), (shift, 4), color=MUTED, **place)

@@ -51,13 +51,13 @@ class Repo:
 
 
 class Hub:
-    """The state behind the handler, and what was asked of it."""
+    """The state behind the handler, and what was requested."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
         self.faults: list[Fault] = []
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.role = "write"
         self.url = ""
 
@@ -68,7 +68,7 @@ class Hub:
 
     def count(self, pattern: str) -> int:
         """How many requests (``METHOD /path``) matched."""
-        return sum(re.search(pattern, line) is not None for line in self.asked)
+        return sum(re.search(pattern, line) is not None for line in self.requests)
 
     def fail(self, path: str, times: int, status: int | None = 500, done: bool = False) -> None:
         """Inject a fault."""
@@ -92,9 +92,9 @@ class Hub:
 
 def described(path: str, content: bytes) -> dict[str, Any]:
     """A file as the Hub lists it."""
-    told = {"path": path, "size": len(content), "oid": blob_id(content)}
+    entry = {"path": path, "size": len(content), "oid": blob_id(content)}
     lfs = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
-    return told | ({"lfs": lfs} if len(content) > SMALL else {})
+    return entry | ({"lfs": lfs} if len(content) > SMALL else {})
 
 
 def blob_id(content: bytes) -> str:
@@ -113,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
     def handle_any(self) -> None:
         path = unquote(urlsplit(self.path).path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.hub.asked.append(f"{self.command} {path}")
+        self.hub.requests.append(f"{self.command} {path}")
         for fault in self.hub.faults:
             if fault.times and re.search(fault.path, path):
                 fault.times -= 1
@@ -228,11 +228,11 @@ class Handler(BaseHTTPRequestHandler):
         if path not in files:
             self.answer({"error": "EntryNotFound"}, 404, {"X-Error-Code": "EntryNotFound"})
             return
-        told = described(path, files[path])
+        entry = described(path, files[path])
         headers = {
-            "ETag": f'"{told.get("lfs", told)["oid"]}"',
+            "ETag": f'"{entry.get("lfs", entry)["oid"]}"',
             "X-Repo-Commit": oid,
-            "X-Linked-Size": str(told["size"]),
+            "X-Linked-Size": str(entry["size"]),
         }
         self.answer(files[path], headers=headers)
 

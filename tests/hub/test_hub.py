@@ -1,4 +1,4 @@
-"""Heads to the Hub and back: whole, through faults, private when asked for, and never a pickle."""
+"""Heads to the Hub and back: whole, through faults, private when requested, and never a pickle."""
 
 import os
 import shlex
@@ -65,7 +65,7 @@ def test_a_head_comes_back_as_it_was(hub: Any, tiny_base: TinyBase, tmp_path: Pa
     push(tmp_path / "head", "user/medusa")
 
     newest, before = drafthead.load_head("user/medusa"), drafthead.load_head("user/medusa", revision=old)
-    assert same(second, newest) and newest.tree is None, "the tree of the head before must not stay behind"
+    assert same(second, newest) and newest.tree is None, "the tree of the head before must not stay"
     assert same(first, before) and before.tree == TREE
     assert not same(first, newest)
     assert same(second, drafthead.load_head("user/medusa", tiny_base()))
@@ -104,7 +104,7 @@ def test_links_out_of_the_folder_are_not_uploaded(hub: Any, saved: Path, tmp_pat
     except UserError as error:
         assert "leads out of" in str(error) or "outside" in str(error), error
     else:
-        assert name == "adapter", "a link to a file has to be refused; folders behind links are not walked"
+        assert name == "adapter", "a link to a file has to be refused; linked folders are not walked"
     assert not hub.repos or not any(b"secret" in content for content in hub.files("user/medusa").values())
 
 
@@ -138,11 +138,11 @@ def test_an_upload_that_fails_is_repeated(
     hub: Any, saved: Path, slept: list[float], path: str, status: int | None
 ) -> None:
     hub.fail(path, times=2, status=status)
-    said: list[str] = []
-    push(saved, "user/medusa", log=said.append)
+    lines: list[str] = []
+    push(saved, "user/medusa", log=lines.append)
     assert hub.left() == 0 and len(slept) == 2
     assert {"config.json", "model.safetensors", "tree.json"} <= set(hub.files("user/medusa"))
-    for line in said:
+    for line in lines:
         assert line.startswith("warning: pushing to user/medusa failed (") and "; next attempt in " in line
 
 
@@ -156,10 +156,10 @@ def test_a_commit_whose_answer_is_lost_is_not_made_twice(hub: Any, saved: Path, 
 def test_an_upload_that_goes_on_failing_says_how_to_push_later(hub: Any, saved: Path, slept: list[float]) -> None:
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
     hub.fail("/commit/", times=3)
-    said: list[str] = []
+    lines: list[str] = []
     with pytest.raises(UserError, match=r"pushing .* failed \(.*500.*\); the head is whole on disk, .*") as error:
-        push(saved, "user/medusa", private=True, log=said.append, waits=(1, 2))
-    assert slept == [1, 2] and len(said) == 2
+        push(saved, "user/medusa", private=True, log=lines.append, waits=(1, 2))
+    assert slept == [1, 2] and len(lines) == 2
     kept = {path.name: path.read_bytes() for path in saved.iterdir()}
     assert {k: v for k, v in kept.items() if k != "README.md"} == {k: v for k, v in before.items() if k != "README.md"}
     later = shlex.split(str(error.value).partition("push it later with: ")[2])

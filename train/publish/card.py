@@ -78,7 +78,7 @@ def write_card(
     write_atomic(target / "README.md", str(card))
 
 
-def plain_card(folder: Path) -> None:
+def minimal_card(folder: Path) -> None:
     """Write a short ``README.md`` into the folder of a head whose run is not known, such as an imported one."""
     config = read_head_config(folder)
     name = str(config["base"].get("name"))

@@ -177,10 +177,10 @@ def wandb_mode(mode: str, environment: Mapping[str, str]) -> str:
         return "online"
     host = urlsplit(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
     try:
-        known = netrc.netrc(environment.get("NETRC") or Path.home() / ".netrc").hosts
+        hosts = netrc.netrc(environment.get("NETRC") or Path.home() / ".netrc").hosts
     except (OSError, netrc.NetrcParseError):
         return "offline"
-    return "online" if host in known else "offline"
+    return "online" if host in hosts else "offline"
 
 
 def wandb_run_id(folder: Path) -> str:

@@ -19,10 +19,17 @@ from drafthead.models.token_tree import TokenTree
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 LATENCY = [(1, 0.05), (4, 0.06), (16, 0.09)]
 LOG: list[dict[str, Any]] = [
-    {"phase": phase, "step": step, "loss_1": 3.0 - step / 100, "loss_2": math.nan, "accept_1": 0.2}
-    for phase in ("pretrain", "distill")
+    {
+        "phase": phase,
+        "step": step,
+        "total_step": start + step,
+        "loss_1": 3.0 - step / 100,
+        "loss_2": math.nan,
+        "accept_1": 0.2,
+    }
+    for phase, start in (("pretrain", 0), ("distill", 30))
     for step in (10, 20, 30)
-] + [{"phase": "distill", "step": 30, "held_out_loss_1": 2.5, "held_out_accept_1": 0.3}]
+] + [{"phase": "distill", "step": 30, "total_step": 60, "held_out_loss_1": 2.5, "held_out_accept_1": 0.3}]
 
 
 def group(speedup: float | None, same: int = 3) -> dict[str, Any]:

@@ -56,7 +56,7 @@ GROUP: dict[str, Any] = {
     "versions": {"drafthead": "0.2.0", "torch": "2.13.0"},
 }
 EVALUATION: dict[str, Any] = {
-    "suite": "/home/me/asked.jsonl",
+    "suite": "/home/me/mine.jsonl",
     "max_new_tokens": 24,
     "tree": {"spec": "/home/me/tree.json", "nodes": 4},
     "draft_sampling": "top_k",
@@ -83,10 +83,10 @@ def test_a_card_names_no_folder_of_this_machine_and_its_results_are_metadata(
     assert "/home/me" not in str(found) + (tmp_path / "head" / "eval.json").read_text()
     assert "the text stays the base's own" in found.content
     assert "`acme`, as the base's card has it" in found.content
-    assert "asked, at most 24 new tokens, batch size 1. a CPU; CPU cores: 2" in found.content
+    assert "mine, at most 24 new tokens, batch size 1. a CPU; CPU cores: 2" in found.content
     assert "drafthead 0.2.0, torch 2.13.0." in found.content
     assert {(r.metric_type, r.dataset_name, r.metric_value) for r in found.data.eval_results} == {
-        (metric, f"asked, {task}", value)
+        (metric, f"mine, {task}", value)
         for task in ("math", "overall")
         for metric, value in (("speedup", 1.5), ("mean_accepted_tokens", 1.8))
     }
@@ -156,7 +156,7 @@ def test_tokens_a_step_count_the_processes_that_the_run_began_with(monkeypatch: 
 
 def test_a_head_without_a_run_gets_a_card_too(tiny_base: TinyBase, tmp_path: Path) -> None:
     MedusaConfig(num_draft_tokens=2).build(tiny_base(), None).save_pretrained(tmp_path)
-    card.plain_card(tmp_path)
+    card.minimal_card(tmp_path)
     found = ModelCard.load(tmp_path / "README.md")
     assert found.data.license == "unknown" and "(Medusa) for speculative decoding with `random-llama`" in found.content
     assert 'load_head("<this repository or folder>")' in found.content

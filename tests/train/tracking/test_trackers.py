@@ -31,7 +31,7 @@ def row(phase: str, step: int, total: int, **more: Any) -> dict[str, Any]:
 
 
 class Recorder(GeneralTracker):
-    """A tracker of accelerate's kind that keeps what it receives, and fails where it is asked to."""
+    """A tracker of accelerate's kind that keeps what it receives, and fails on request."""
 
     name = "recorder"
     requires_logging_directory = False
