@@ -8,7 +8,7 @@ over), by how they end:
 
   lower is better    _s, _ms, seconds, bytes, verify, verify_ratio, draft, draft_by_depth, overhead, handling_growth,
                      data_wait
-  higher is better   tokens_per_second, ratio_to_fastest_plain, ratio_to_floor, mfu, mean_accepted_tokens,
+  higher is better   tokens_per_second, ratio_to_fastest_plain, ratio_to_floor, mfu, mean_accepted_length,
                      times_less, same
 
 Other numbers (sizes, counts, intervals) are shown, but never called worse. A number that only one file has is listed.
@@ -36,7 +36,7 @@ LOWER = (
     *("verify", "verify_ratio", "draft", "draft_by_depth", "overhead", "handling_growth", "data_wait"),
 )
 HIGHER = (
-    *("tokens_per_second", "ratio_to_fastest_plain", "ratio_to_floor", "mfu", "mean_accepted_tokens"),
+    *("tokens_per_second", "ratio_to_fastest_plain", "ratio_to_floor", "mfu", "mean_accepted_length"),
     *("times_less", "same"),
 )
 DESCRIPTION = ("benchmark", "date", "arguments", "hardware", "versions")

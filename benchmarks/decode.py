@@ -34,8 +34,8 @@ from drafthead.data.utils.files import write_json
 from drafthead.eval.config import TREES, EvalConfig
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.prompts.suites import load_suite
-from drafthead.eval.timing.methods import PEER_FORMS
-from drafthead.eval.trees.cost_model import StepCosts
+from drafthead.eval.timing.methods import METHOD_FORMS
+from drafthead.eval.trees.cost_model import CostModel
 from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 
@@ -63,7 +63,7 @@ def parse_arguments(given: list[str] | None) -> argparse.Namespace:
     costs("--cost-repeats", type=int, default=15, metavar="N", help="times that every pass is timed; medians count")
     race = parser.add_argument_group("against and overhead").add_argument
     plain = "plain (our loop without a drafter), transformers (generate over our modules), stock (over unmodified ones)"
-    race("--against", default=AGAINST, metavar="LIST", help=f"comma list of {plain}, {PEER_FORMS}; default {AGAINST}")
+    race("--against", default=AGAINST, metavar="LIST", help=f"comma list of {plain}, {METHOD_FORMS}; default {AGAINST}")
     race("--suite", default="smoke", metavar="NAME", help="prompts, as in `drafthead eval`")
     race("--prompts", type=int, default=4, metavar="N", help="of them so many, over all tasks")
     race("--repeats", type=int, default=3, metavar="N", help="times that every prompt is answered in every way")
@@ -172,7 +172,7 @@ def _checked_config(arguments: argparse.Namespace) -> EvalConfig:
         raise UserError(str(error)) from None
 
 
-def show_costs(display: Display, costs: StepCosts, plain: PlainTokens) -> None:
+def show_costs(display: Display, costs: CostModel, plain: PlainTokens) -> None:
     """v(n), c, o, and what v(n) is divided by."""
     name, fastest = plain.fastest
     display.line(
@@ -228,7 +228,7 @@ def show_race(display: Display, found: dict[str, Any]) -> None:
             _cell(numbers["tokens_per_second"], ".1f"),
             _cell(numbers["ratio_to_fastest_plain"], ".2f"),
             f"{_cell(low, '.2f')} to {_cell(high, '.2f')}",
-            _cell(numbers["mean_accepted_tokens"], ".2f"),
+            _cell(numbers["mean_accepted_length"], ".2f"),
             f"{numbers['same']}/{found['prompts']}",
             _cell(numbers["overhead"], ".1%"),
         )

@@ -56,7 +56,7 @@ COLUMNS = {
     "chain": "chain",
     "largest tree": "largest_tree",
     "tree": "tree_nodes",
-    "tau": "mean_accepted_tokens",
+    "tau": "mean_accepted_length",
     "speedup": "ratio_to_fastest_plain",
     "95 %": "interval_95",
     "draft ms": "draft_ms",
@@ -209,7 +209,7 @@ def measure(names: Sequence[str], folder: Path, arguments: argparse.Namespace) -
     """All of one base in an interleaved `drafthead eval`, which resumes by itself."""
     first, *others = (arguments.out / name / "head" for name in names)
     against = [f"head:{path}" for path in others] + list(LOOKUPS if folder.name == "eval-shared" else ())
-    settings = [f"head={first}", f"against=[{','.join(against)}]", f"suite={arguments.suite}"]
+    settings = [f"head={first}", f"baselines=[{','.join(against)}]", f"suite={arguments.suite}"]
     settings += [f"limit={arguments.limit}", f"max_new_tokens={arguments.max_new_tokens}", f"out={folder}"]
     if subprocess.run(command("eval", *settings), check=False).returncode:
         raise UserError(f"measuring {', '.join(names)} failed; what it printed says why")
@@ -258,7 +258,7 @@ def suite_results(folder: Path, names: Sequence[str], out: Path) -> dict[str, di
         name, same = called.get(method, method.replace("head+", f"{names[0]} + ")), numbers.get("identical_outputs")
         times = draft_s.get(method)
         found[name] = {
-            "mean_accepted_tokens": numbers["mean_accepted_tokens"],
+            "mean_accepted_length": numbers["mean_accepted_length"],
             "ratio_to_fastest_plain": speedup_of(overall, method),
             "interval_95": numbers["speedup"]["interval_95"],
             "tokens_per_second": numbers["tokens_per_second"],

@@ -115,7 +115,7 @@ def train(run: RunConfig, corpora: Corpora, d2t: Tensor | None, accelerator: Acc
     positions = range(1, head.depth + 1)
     return {
         "seconds": _training_seconds(rows),
-        "mean_accepted_tokens": last["held_out_tokens_a_step"],
+        "mean_accepted_length": last["held_out_tokens_a_step"],
         "accept": [last[f"held_out_accept_{k}"] for k in positions],
         "overlap": [last[f"held_out_overlap_{k}"] for k in positions],
     }
@@ -135,10 +135,10 @@ def mean_result(results: Sequence[Result]) -> Result:
     """Means over the seeds, and every seed's tokens a step."""
     return {
         "seconds": fmean(r["seconds"] for r in results),
-        "mean_accepted_tokens": fmean(r["mean_accepted_tokens"] for r in results),
+        "mean_accepted_length": fmean(r["mean_accepted_length"] for r in results),
         "accept": [fmean(column) for column in zip(*(r["accept"] for r in results), strict=True)],
         "overlap": [fmean(column) for column in zip(*(r["overlap"] for r in results), strict=True)],
-        "by_seed": [r["mean_accepted_tokens"] for r in results],
+        "by_seed": [r["mean_accepted_length"] for r in results],
     }
 
 
@@ -162,7 +162,7 @@ def main(given: list[str] | None = None) -> None:
                 result = train(with_loss(run, name, seed), corpora, d2t, accelerator)
             found[name].append(result)
             display.line(
-                f"   {result['mean_accepted_tokens']:.3f} tokens a step, {result['seconds']:.0f} s of training"
+                f"   {result['mean_accepted_length']:.3f} tokens a step, {result['seconds']:.0f} s of training"
             )
     results = {name: mean_result(entries) for name, entries in found.items()}
     display.console.print(results_table(results, title=f"{arguments.recipe}, {budget(run)}"))
@@ -182,7 +182,7 @@ def results_table(results: dict[str, Result], title: str) -> Table:
     """One row a loss."""
     table = Table("loss", "top-1 by position", "overlap by position", "tokens a step", "seconds", title=title)
     for name, result in results.items():
-        tokens = f"{result['mean_accepted_tokens']:.3f}"
+        tokens = f"{result['mean_accepted_length']:.3f}"
         if len(result["by_seed"]) > 1:
             tokens += f" ({min(result['by_seed']):.3f} to {max(result['by_seed']):.3f})"
         shares = (" ".join(f"{value:.3f}" for value in result[key]) for key in ("accept", "overlap"))

@@ -9,10 +9,11 @@ from common import finite
 
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig
-from drafthead.eval.metrics.acceptance import mean_accepted_tokens, overhead, tokens_per_second
+from drafthead.eval.metrics.acceptance import mean_accepted_length
+from drafthead.eval.metrics.speed import loop_overhead, speedup_interval, tokens_per_second
 from drafthead.eval.prompts.prompt import EvalPrompt, conversation_ids
-from drafthead.eval.timing.interleaved import Decoder, run_interleaved, speedup_interval
-from drafthead.eval.timing.methods import PEER_FORMS, check_peers, methods
+from drafthead.eval.timing.interleaved import Decoder, run_interleaved
+from drafthead.eval.timing.methods import METHOD_FORMS, check_methods, methods
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.models.base.base_model import BaseModel
@@ -22,7 +23,7 @@ from drafthead.models.decoding.step_log import DecodeResult
 HEAD = "head"
 PLAIN = ("plain", "transformers", "stock")
 """Plain decoding: our loop, ``generate`` over our modules, ``generate`` over stock modules."""
-METHODS_NAME = {"plain": "drafthead", "transformers": "transformers", HEAD: "speculative"}
+METHODS_NAME = {"plain": "autoregressive", "transformers": "transformers", HEAD: "speculative"}
 """What ``eval/methods.py`` calls them."""
 STRIDE = 10**6
 """Between the numbers of one prompt's repetitions: ``run_interleaved`` answers a prompt number once."""
@@ -44,11 +45,11 @@ def check_against(specs: Sequence[str]) -> None:
     Raises:
         UserError: an unknown name, or none that decodes plainly.
     """
-    check_peers([spec for spec in specs if spec not in PLAIN])
+    check_methods([spec for spec in specs if spec not in PLAIN])
     if not set(specs) & set(PLAIN):
         raise UserError(
             f"--against {','.join(specs)} has no plain decoding to divide by; add one of {', '.join(PLAIN)} "
-            f"(peers: {PEER_FORMS})"
+            f"(peers: {METHOD_FORMS})"
         )
 
 
@@ -69,7 +70,7 @@ class Runners:
     def ways(self) -> dict[str, Decoder]:
         """A decoder per name, the head's first."""
         peers = [spec for spec in self.specs if spec not in PLAIN]
-        known = methods(self.base, self.drafter, self.draft_config, replace(self.config, against=peers))
+        known = methods(self.base, self.drafter, self.draft_config, replace(self.config, baselines=peers))
         names = {spec: METHODS_NAME.get(spec, spec) for spec in (HEAD, *self.specs)}
         return {spec: self._stock if spec == "stock" else known[name].answer for spec, name in names.items()}
 
@@ -120,7 +121,7 @@ def race_record(race: Race, seed: int) -> dict[str, Any]:
     Returns:
         "fastest_plain", "reference" (whose tokens the others are compared with), "prompts", "failed", and "methods":
         per method "tokens_per_second", "ratio_to_fastest_plain", "interval_95" (bootstrap over prompts),
-        "mean_accepted_tokens", "same" (prompts answered like the reference in every repetition), "overhead" (None
+        "mean_accepted_length", "same" (prompts answered like the reference in every repetition), "overhead" (None
         where only transformers knows).
     """
     typical = {
@@ -138,7 +139,7 @@ def race_record(race: Race, seed: int) -> dict[str, Any]:
             "tokens_per_second": finite(speeds[name]),
             "ratio_to_fastest_plain": finite(ratio),
             "interval_95": [finite(low), finite(high)],
-            "mean_accepted_tokens": finite(mean_accepted_tokens(results).value),
+            "mean_accepted_length": finite(mean_accepted_length(results).value),
             "same": sum(map(_same, race.runs[name], reference)),
             "overhead": loop_share(race, name),
         }
@@ -155,7 +156,7 @@ def loop_share(race: Race, name: str) -> float | None:
     """Share of a method's step time outside base and drafter; None where transformers runs the loop."""
     if name in ("transformers", "stock") or name.startswith("hf_"):
         return None
-    return finite(overhead([run for runs in race.runs[name] for run in runs]).value)
+    return finite(loop_overhead([run for runs in race.runs[name] for run in runs]).value)
 
 
 def _same(runs: Sequence[DecodeResult], reference: Sequence[DecodeResult]) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from drafthead.eval.timing.transformers_generate import transformers_generate
-from drafthead.eval.trees.cost_model import StepCosts, measure_costs
+from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.contract import Drafter
@@ -78,10 +78,10 @@ def measure_steps(
     repeats: int,
     sizes: Sequence[int],
     on_progress: Progress,
-) -> tuple[StepCosts, PlainTokens]:
+) -> tuple[CostModel, PlainTokens]:
     """v(n), c and o of ``measure_costs`` and the plain ways to a token, in rounds that take turns."""
     rounds = -(-repeats // ROUND)
-    found: list[StepCosts] = []
+    found: list[CostModel] = []
     plain: dict[str, list[float]] = {"plain_s": [], "transformers_s": [], "stock_s": []}
     for number in range(rounds):
         found.append(measure_costs(base, drafter, context, ROUND, sizes))
@@ -101,8 +101,8 @@ def measure_steps(
     return costs, PlainTokens(verify_s=costs.verify[1], **seconds)
 
 
-def steps_record(costs: StepCosts, plain: PlainTokens) -> dict[str, Any]:
-    """For the JSON file; "costs" is what ``StepCosts.from_json`` reads."""
+def steps_record(costs: CostModel, plain: PlainTokens) -> dict[str, Any]:
+    """For the JSON file; "costs" is what ``CostModel.from_json`` reads."""
     name, fastest = plain.fastest
     return {
         "costs": costs.to_json(),
@@ -111,9 +111,9 @@ def steps_record(costs: StepCosts, plain: PlainTokens) -> dict[str, Any]:
     }
 
 
-def _median_costs(rounds: list[StepCosts]) -> StepCosts:
+def _median_costs(rounds: list[CostModel]) -> CostModel:
     tables = [costs.draft_by_depth or [] for costs in rounds]
-    return StepCosts(
+    return CostModel(
         verify={n: median(costs.verify[n] for costs in rounds) for n in rounds[0].verify},
         draft=median(costs.draft for costs in rounds),
         overhead=median(costs.overhead for costs in rounds),

@@ -18,7 +18,7 @@ TREES = "head, chain, chain:K, expansion:1-1-3, dynamic:NODES[:WIDTH], or a tree
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    """Prompts, lengths, trees, the law of the output and how drafts are accepted."""
+    """Prompts, lengths, trees, the distribution of the output and how drafts are accepted."""
 
     suite: str = "smoke"
     """``smoke``, ``mt_bench``, ``mt_bench_turns``, ``spec_bench_like``, ``code``, ``builtin``, a path to a JSONL file
@@ -31,28 +31,28 @@ class EvalConfig:
     tree: str = "head"
     """``head`` (calibrated on held-out answers and this machine), ``chain``, ``chain:K``, ``expansion:1-1-3``
     (SpecInfer), ``dynamic:NODES`` or ``dynamic:NODES:WIDTH`` (EAGLE-2), or a path to a ``tree.json``."""
-    draft_sampling: str = "top_k"
+    draft_sampling: str = DraftSampling.TOP_K.value
     """``top_k``, ``with_replacement`` or ``without_replacement``: how a node's children are drawn."""
     draft_temperature: float = 1.0
-    """Of sampled siblings."""
+    """Of sampled children."""
     confidence_threshold: float | None = None
     """Nothing is drafted after a draft with less confidence (Kangaroo's threshold); 0: never stop; null: the head's own
-    threshold where the plan has room for one."""
+    threshold, where drafts are top-k in a static tree."""
     length: str = "constant"
     """``constant``, or ``heuristic``: two drafts more after a step that accepted all, one less after any other."""
     sampler: Sampler = field(default_factory=Sampler)
-    """The law of the output; temperature 0 is greedy decoding."""
+    """The distribution of the output; temperature 0 is greedy decoding."""
     rule: AcceptanceRule = field(default_factory=AcceptanceRule)
     """How drafts are accepted: ``exact`` or ``block`` (lossless), ``typical`` or ``lenient`` (lossy)."""
-    merge: list[str] = field(default_factory=list)
+    combine: list[str] = field(default_factory=list)
     """Drafters whose drafts join the head's in one tree: ``prompt_lookup:3``, ``early_exit:24``, ``model:NAME``."""
-    merge_nodes: int | None = None
-    """Nodes of a merged tree, root included: the others draft first, the head's likeliest drafts fill what is left.
+    combine_nodes: int | None = None
+    """Nodes of a combined tree, root included: the others draft first, the head's likeliest drafts fill what is left.
     null: as many as the head's own tree has."""
-    against: list[str] = field(default_factory=list)
-    """Peers in the same interleaved run, see ``eval/methods.py``: ``prompt_lookup``, ``early_exit:24``,
-    ``model:NAME``, ``head+prompt_lookup:3`` (merged with the head's tree), ``hf_prompt_lookup:3``,
-    ``hf_assisted:NAME``."""
+    baselines: list[str] = field(default_factory=list)
+    """Other methods in the same interleaved run, see ``eval/timing/methods.py``: ``prompt_lookup``, ``early_exit:24``,
+    ``model:NAME``, ``head+prompt_lookup:3`` (combined with the head's tree), ``hf_prompt_lookup:3``,
+    ``hf_assisted:NAME``. Both kinds of autoregressive decoding are always among them."""
     seed: int = 0
     """Of the prompt order, sampling and the bootstrap."""
 
@@ -61,9 +61,9 @@ class EvalConfig:
             raise ValueError(f"eval.max_new_tokens must be at least 2, got {self.max_new_tokens}")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"eval.limit must be >= 1 or null, got {self.limit}")
-        if self.merge_nodes is not None and self.merge_nodes < 2:
+        if self.combine_nodes is not None and self.combine_nodes < 2:
             raise ValueError(
-                f"eval.merge_nodes must be at least 2 (the root and one draft) or null, got {self.merge_nodes}"
+                f"eval.combine_nodes must be at least 2 (the root and one draft) or null, got {self.combine_nodes}"
             )
         known = [kind.value for kind in DraftSampling]
         if self.draft_sampling not in known:
@@ -72,15 +72,16 @@ class EvalConfig:
             raise ValueError(f"eval.length must be constant or heuristic, got {self.length!r}")
         if self.draft_temperature <= 0:
             raise ValueError(f"eval.draft_temperature must be above 0, got {self.draft_temperature}")
-        check_tree(self.tree)
+        if parse_tree(self.tree, depth=1) is None and self.tree != "head":
+            read_json(Path(self.tree))
 
     def draft_config(self, drafter: Drafter) -> DraftConfig:
-        """What to draft with ``drafter``.
-
-        Raises:
-            UserError: no such file, or a tree deeper than the drafter.
-        """
-        tree = named_tree(self.tree, drafter)
+        """What to draft with ``drafter``."""
+        tree: TokenTree | DynamicTree
+        if self.tree == "head":
+            tree = drafter.tree or TokenTree.chain(drafter.depth)
+        else:
+            tree = parse_tree(self.tree, drafter.depth) or read_tree(Path(self.tree), drafter.depth)
         if isinstance(tree, TokenTree) and tree.depth > drafter.depth:
             raise UserError(
                 f"tree {self.tree} is {tree.depth} deep, but the drafter drafts {drafter.depth} positions; choose a "
@@ -102,44 +103,28 @@ class EvalConfig:
             raise UserError(f"{error} (tree={self.tree} draft_sampling={self.draft_sampling})") from None
 
 
-def named_tree(name: str, drafter: Drafter) -> TokenTree | DynamicTree:
-    """The tree that ``eval.tree`` names.
+def parse_tree(spec: str, depth: int) -> TokenTree | DynamicTree | None:
+    """``chain``, ``chain:K``, ``expansion:1-1-3`` or ``dynamic:NODES[:WIDTH]``; None: the head's own tree, or a file.
 
-    Raises:
-        UserError: no such file, no such tree.
+    Args:
+        spec: the tree in words.
+        depth: draft positions, where the words leave them out.
     """
-    kind, _, detail = name.partition(":")
-    if name == "head":
-        return drafter.tree or TokenTree.chain(drafter.depth)
-    if kind == "chain":
-        return TokenTree.chain(int(detail) if detail else drafter.depth)
-    if kind == "expansion":
-        return TokenTree.expansion([int(width) for width in re.split("[-,]", detail)])
-    if kind == "dynamic":
-        nodes, _, width = detail.partition(":")
-        return DynamicTree(nodes=int(nodes), width=int(width or 8), depth=drafter.depth)
-    return read_tree(Path(name), drafter.depth)
-
-
-def check_tree(name: str) -> None:
-    """Refuse a tree that cannot be meant, before anything is loaded.
-
-    Raises:
-        UserError: a file that is no tree; bad numbers.
-    """
-    kind, _, detail = name.partition(":")
+    kind, _, detail = spec.partition(":")
     try:
+        if kind == "chain":
+            length = int(detail) if detail else depth
+            if length < 1:
+                raise ValueError("a chain needs at least one draft")
+            return TokenTree.chain(length)
         if kind == "expansion":
-            TokenTree.expansion([int(width) for width in re.split("[-,]", detail)])
-        elif kind == "dynamic":
+            return TokenTree.expansion([int(width) for width in re.split("[-,]", detail)])
+        if kind == "dynamic":
             nodes, _, width = detail.partition(":")
-            DynamicTree(nodes=int(nodes), width=int(width or 8))
-        elif kind == "chain" and detail and int(detail) < 1:
-            raise ValueError("a chain needs at least one draft")
+            return DynamicTree(nodes=int(nodes), width=int(width or 8), depth=depth)
     except ValueError as error:
-        raise UserError(f"tree {name!r} cannot be read ({error}); give one of {TREES}") from None
-    if kind not in ("head", "chain", "expansion", "dynamic"):
-        read_json(Path(name))
+        raise UserError(f"tree {spec!r} cannot be read ({error}); give one of {TREES}") from None
+    return None
 
 
 @dataclass(kw_only=True)
@@ -147,7 +132,7 @@ class EvalRunConfig(EvalConfig):
     """``drafthead eval``: a saved head, or a drafter that needs no training, on a suite."""
 
     head: str = ""
-    """A head folder (``outputs/NAME/head``), a Hub repository, or a drafter as in ``against``."""
+    """A head folder (``outputs/NAME/head``), a Hub repository, or a drafter as in ``baselines``."""
     base: BaseConfig = field(default_factory=BaseConfig)
     """By default the base that the head names."""
     out: str = ""

@@ -1,4 +1,4 @@
-"""Evaluate a drafter: interleaved timing against both plain baselines and its peers, metrics, report."""
+"""Evaluate a drafter: interleaved timing against autoregressive decoding and other methods, metrics, report."""
 
 import hashlib
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.lossless.check_lossless import total_variation
-from drafthead.eval.lossless.equality import Equality, compare_outputs, logit_margin, probe_tokens
+from drafthead.eval.lossless.equality import Equality, compare_outputs, logit_margin, recompute_tokens
 from drafthead.eval.metrics.summary import RunInfo, method_names, summarise
 from drafthead.eval.prompts.prompt import EvalPrompt, conversation_ids
 from drafthead.eval.prompts.suites import load_suite
@@ -19,7 +19,7 @@ from drafthead.eval.timing.interleaved import TimedResults, run_interleaved
 from drafthead.eval.timing.methods import methods
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.trees.calibrate import Calibration
-from drafthead.eval.trees.cost_model import StepCosts
+from drafthead.eval.trees.cost_model import CostModel
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig, Drafter
 from drafthead.models.decoding.loop import check_ids
@@ -39,47 +39,40 @@ def evaluate(
     *,
     draft_config: DraftConfig | None = None,
     calibration: Calibration | None = None,
-    costs: StepCosts | None = None,
+    costs: CostModel | None = None,
     training_log: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Answer a suite plainly (transformers and ours), speculatively and with the peers; write ``eval.json`` and a page.
+    """Answer a suite autoregressively, speculatively and with the config's baselines; write ``eval.json`` and a page.
 
-    An interrupted evaluation continues: finished prompts are kept in ``eval-log-*.jsonl``.
+    An interrupted evaluation resumes: finished prompts are kept in ``eval-log-*.jsonl``.
 
     Returns:
         The contents of ``eval.json``, and "resumed": how many of how many turns an earlier run had answered.
-
-    Raises:
-        UserError: an unknown suite, a tree deeper than the head, no prompt that could be decoded.
     """
     draft_config = draft_config or config.draft_config(drafter)
     config.rule.check(draft_config.draft_sampling, draft_config.tree)
     suite = load_suite(config.suite, config.limit, config.seed, config.tasks)
-    ways = methods(base, drafter, draft_config, config)
-    timing = run_interleaved(
+    compared = methods(base, drafter, draft_config, config)
+    timed = run_interleaved(
         suite,
-        lambda prompt, answers: _ask(base, prompt, answers, config.max_new_tokens),
-        {name: way.answer for name, way in ways.items()},
-        folder / f"eval-log-{_digest(ways['speculative'].made_of, config)}.jsonl",
+        lambda prompt, answers: _prompt_ids(base, prompt, answers, config.max_new_tokens),
+        {name: method.answer for name, method in compared.items()},
+        folder / f"eval-log-{_digest(compared['speculative'].made_of, config)}.jsonl",
         config.seed,
         lambda done, total: progress("decoding", done, total),
-        made_of={name: ways[name].made_of for name in config.against if ways[name].made_of},
+        made_of={name: compared[name].made_of for name in config.baselines if compared[name].made_of},
     )
-    _require_answers(timing)
-    equalities: dict[str, list[Equality]] = {}
-    if config.sampler.greedy:
-        policy = DecodeConfig(draft_config=draft_config, sampler=config.sampler, rule=config.rule)
-        equalities = _equalities(base, drafter, policy, timing)
-    known = RunInfo(
-        turns=timing.turns,
+    _require_answers(timed)
+    decode_config = DecodeConfig(draft_config=draft_config, sampler=config.sampler, rule=config.rule)
+    info = RunInfo(
+        turns=timed.turns,
         retokenised=lambda tokens: _retokenised(base, tokens),
         costs=costs,
-        draft_s=costs.draft_at if costs else None,
         order=calibration.order if calibration else None,
         dtype=base.dtype,
     )
-    evaluation = summarise(timing.prompts, timing.results, equalities, known)
-    evaluation |= _described(config, draft_config, timing)
+    equalities = _equalities(base, drafter, decode_config, timed) if config.sampler.greedy else {}
+    evaluation = summarise(timed.prompts, timed.results, equalities, info) | _settings(config, draft_config, timed)
     if calibration is not None:
         evaluation["calibration"] = calibration.to_json()
     if costs is not None:
@@ -88,11 +81,11 @@ def evaluate(
     latency = None if costs is None else sorted(costs.verify.items())
     tree = draft_config.tree if isinstance(draft_config.tree, TokenTree) else None
     write_report(folder, evaluation, latency=latency, tree=tree, training_log=training_log, title=folder.name)
-    # Not in the file: measured or taken over, the numbers are the same.
-    return evaluation | {"resumed": [timing.resumed, len(timing.prompts)]}
+    # Left out of the file, which is the same for measured and for resumed answers.
+    return evaluation | {"resumed": [timed.resumed, len(timed.prompts)]}
 
 
-def _ask(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], max_new_tokens: int) -> list[int]:
+def _prompt_ids(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], max_new_tokens: int) -> list[int]:
     ids = conversation_ids(base.tokenizer, prompt, answers)
     check_ids(
         ids,
@@ -104,14 +97,15 @@ def _ask(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], max_new_
     return ids
 
 
-def _require_answers(timing: TimedResults) -> None:
-    results = timing.results["speculative"]
-    if all(isinstance(result, FailedDecode) for result in results):
-        first = next((r.error for r in results if isinstance(r, FailedDecode)), "the suite is empty")
+def _require_answers(timed: TimedResults) -> None:
+    results = timed.results["speculative"]
+    errors = [result.error for result in results if isinstance(result, FailedDecode)]
+    if len(errors) == len(results):
+        first = errors[0] if errors else "the suite is empty"
         raise UserError(f"none of {len(results)} prompts could be answered; the first: {first}")
 
 
-def _described(config: EvalConfig, draft_config: DraftConfig, timing: TimedResults) -> dict[str, Any]:
+def _settings(config: EvalConfig, draft_config: DraftConfig, timed: TimedResults) -> dict[str, Any]:
     """What was run, beside the numbers."""
     # At temperature 0 every rule accepts the target's own choice and nothing else.
     lossless = config.rule.lossless or config.sampler.greedy
@@ -128,15 +122,15 @@ def _described(config: EvalConfig, draft_config: DraftConfig, timing: TimedResul
         "draft_sampling": config.draft_sampling,
         "sampler": vars(config.sampler),
         "rule": rule,
-        "prompt_order": timing.order,
+        "prompt_order": timed.order,
         "seed": config.seed,
     }
 
 
 def _digest(drafter: str, config: EvalConfig) -> str:
-    """Hash of all that decides a finished prompt's result, peers aside, so that a log continues only itself."""
-    # The seed orders the decoders: with another order, a prompt that was cut off could be completed piecemeal.
-    settings = {f.name: getattr(config, f.name) for f in fields(EvalConfig) if f.name not in ("against", "limit")}
+    """Hash of all that decides a finished prompt's result, baselines aside, so that a log resumes only itself."""
+    # The seed orders the decoders: with another order, a prompt that was interrupted could be completed piecemeal.
+    settings = {f.name: getattr(config, f.name) for f in fields(EvalConfig) if f.name not in ("baselines", "limit")}
     return hashlib.sha256(repr((drafter, settings)).encode()).hexdigest()[:8]
 
 
@@ -147,23 +141,24 @@ def _retokenised(base: BaseModel, tokens: list[int]) -> int:
 
 
 def _equalities(
-    base: BaseModel, drafter: Drafter, policy: DecodeConfig, timing: TimedResults
+    base: BaseModel, drafter: Drafter, config: DecodeConfig, timed: TimedResults
 ) -> dict[str, list[Equality]]:
-    """Per method and turn, how its answer compares with our plain loop's."""
+    """Per method and turn, how its answer compares with our autoregressive one."""
 
-    def compared(name: str, number: int, result: DecodeResult) -> Equality:
-        ids, plain = timing.ids[number], timing.results["drafthead"][number].tokens
+    def compare(name: str, number: int, result: DecodeResult) -> Equality:
+        ids, expected = timed.ids[number], timed.results["autoregressive"][number].tokens
 
         def margin(position: int) -> float:
-            return logit_margin(base, ids, plain, result.tokens, position)
+            return logit_margin(base, ids, expected, result.tokens, position)
 
-        def probe(position: int) -> tuple[int | None, int | None]:
-            return probe_tokens(base, drafter, policy, ids, result, position)
+        def recompute(position: int) -> tuple[int | None, int | None]:
+            return recompute_tokens(base, drafter, config, ids, result, position)
 
-        own = probe if name == "speculative" else None  # of a peer only the target's own view is known
-        return compare_outputs(plain, result.tokens, margin, own, base.dtype)
+        # Of a baseline only the target's own view is known.
+        own = recompute if name == "speculative" else None
+        return compare_outputs(expected, result.tokens, margin, own, base.dtype)
 
     return {
-        name: [compared(name, number, result) for number, result in enumerate(timing.results[name])]
-        for name in method_names(timing.results)
+        name: [compare(name, number, result) for number, result in enumerate(timed.results[name])]
+        for name in method_names(timed.results)
     }

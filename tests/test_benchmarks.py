@@ -101,7 +101,7 @@ def test_a_prompt_that_cannot_be_answered_is_named(
     [
         ("decode", ["--only", "cost"], "--only knows costs, kv, against, overhead, got cost"),
         ("decode", ["--against", "prompt_lookup"], "has no plain decoding to divide by; add one of plain"),
-        ("decode", ["--against", "plain,wrong"], "unknown drafter or peer 'wrong'"),
+        ("decode", ["--against", "plain,wrong"], "unknown drafter or method 'wrong'"),
         ("decode", ["--repeats", "0"], "--repeats must be at least 1, got 0"),
         ("decode", ["--context", "300", "--long-context", "300"], "300 must be longer than --context 300"),
         ("decode", ["--suite", "nowhere"], "unknown suite 'nowhere'"),

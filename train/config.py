@@ -17,10 +17,10 @@ from drafthead.data.utils.config import parse, schema
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import HubConfig, require_login
 from drafthead.eval.config import EvalConfig
-from drafthead.eval.metrics.base_quality import GateConfig
+from drafthead.eval.metrics.base_quality import QualityLimits
 from drafthead.eval.prompts.suites import load_suite
-from drafthead.eval.timing.methods import check_drafters, check_peers
-from drafthead.eval.trees.choice import METHODS
+from drafthead.eval.timing.methods import check_drafters, check_methods
+from drafthead.eval.trees.search import METHODS
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.heads.common.contract import DraftHeadConfig, parse_head
 from drafthead.models.heads.common.losses import LossConfig
@@ -350,9 +350,9 @@ class RunConfig:
     """Optimiser steps between two console lines."""
     validate_every: int = 200
     """Optimiser steps between two measurements of acceptance on held-out answers."""
-    tree_search: str = "search"
-    """How the tree is chosen: ``search`` (joint counts of whole paths) or ``sequoia`` (its dynamic program)."""
-    quality_limits: GateConfig = field(default_factory=GateConfig)
+    tree_search: str = "greedy"
+    """How the tree is chosen: ``greedy`` (joint counts of whole paths) or ``sequoia`` (its dynamic program)."""
+    quality_limits: QualityLimits = field(default_factory=QualityLimits)
     """How far phases with ``train_base`` may take the base from what it was; a run that goes too far ends as failed."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
@@ -434,7 +434,7 @@ def _check_base_training(run: RunConfig) -> None:
     names = list(run.phases)
     tuning = [name for name in names if run.phases[name].train_base]
     if not tuning:
-        if run.quality_limits != GateConfig():
+        if run.quality_limits != QualityLimits():
             raise UserError(
                 "quality_limits has limits, but no phase trains the base; set phases.*.train_base or leave them out"
             )
@@ -486,8 +486,8 @@ def preflight(run: RunConfig) -> None:
     if run.push:
         require_login("push=true")
     load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks)
-    check_peers(run.eval.against)
-    check_drafters(run.eval.merge)
+    check_methods(run.eval.baselines)
+    check_drafters(run.eval.combine)
     answers, text = run.data.generations, run.data.text
     if answers.server.url is not None and not (Path(run.data.folder) / "generations" / COMPLETE).exists():
         from drafthead.data.answers.server import check_server

@@ -22,10 +22,10 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, read_json_lines, write_json
 from drafthead.data.utils.hub import push as push_to_hub
 from drafthead.eval.evaluate import evaluate as evaluate_drafter
-from drafthead.eval.metrics.base_quality import compare_bases, judge, quality_table
+from drafthead.eval.metrics.base_quality import check_quality, compare_bases, quality_table
 from drafthead.eval.report.plots import save_training_plots
 from drafthead.eval.report.tables import console_lines, console_table
-from drafthead.eval.timing.methods import merged
+from drafthead.eval.timing.methods import combined
 from drafthead.eval.trees.calibrate import answer_ranks, calibrate, load_calibration, save_calibration
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_model import BaseModel
@@ -207,7 +207,7 @@ def quality(work: Workspace) -> None:
             name: compare_bases(work.corpora.base, work.base, (collate(part, [n]) for n in range(len(part))))
             for name, part in rows.items()
         }
-        result = judge(found, run.quality_limits)
+        result = check_quality(found, run.quality_limits)
         for folder in (work.folder, work.head_folder):
             write_json(folder / QUALITY, result)
         work.display.console.print(quality_table(result))
@@ -251,8 +251,8 @@ def evaluate(work: Workspace) -> None:
     head.tree = calibration.tree
     log = read_json_lines(work.folder / "metrics.jsonl")
     with display.stage(f"evaluation: {run.eval.suite}"):
-        drafter, draft_config = merged(
-            head.base, head, run.eval.draft_config(head), run.eval.merge, run.eval.merge_nodes
+        drafter, draft_config = combined(
+            head.base, head, run.eval.draft_config(head), run.eval.combine, run.eval.combine_nodes
         )
         evaluation = evaluate_drafter(
             head.base,

@@ -50,11 +50,16 @@ RENAMED_KEYS: dict[str, str | None] = {
     "generations.slots": "batch_size",
     "guard": "loss_spikes",
     "gate": "quality_limits",
+    "quality_limits.min_agreement": "min_greedy_match_rate",
+    "against": "baselines",
+    "merge": "combine",
+    "merge_nodes": "combine_nodes",
 }
 RENAMED_VALUES: dict[str, dict[str, str]] = {
     # New key, with as many parents as it needs: old value -> new value.
     "draft_sampling": {"deterministic": "top_k"},
     "mode": {"plan": "estimate"},
+    "tree_search": {"search": "greedy"},
     "head_type": {
         f"drafthead.models.{module}.{name}Config": module
         for module, name in {

@@ -10,7 +10,7 @@ from drafthead.eval.config import EvalRunConfig
 from drafthead.eval.evaluate import evaluate
 from drafthead.eval.prompts.suites import load_suite, suite_label
 from drafthead.eval.report.tables import console_lines, console_table, markdown_table
-from drafthead.eval.timing.methods import check_drafters, check_peers, is_drafter, make_drafter, merged
+from drafthead.eval.timing.methods import check_drafters, check_methods, combined, is_drafter, make_drafter
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling
@@ -24,7 +24,7 @@ usage: drafthead eval head=FOLDER_OR_REPO_OR_DRAFTER [suite=NAME] [key=value ...
 drafthead eval head=outputs/medusa_smollm2/head suite=mt_bench
 drafthead eval head=outputs/medusa_smollm2/head suite=spec_bench_like tasks=[math,rag] limit=40
 drafthead eval head=outputs/medusa_smollm2/head suite=my.jsonl max_new_tokens=256 tree=chain
-drafthead eval head=outputs/medusa_smollm2/head against=[prompt_lookup:3,head+prompt_lookup:4,hf_prompt_lookup:3]
+drafthead eval head=outputs/medusa_smollm2/head baselines=[prompt_lookup:3,head+prompt_lookup:4,hf_prompt_lookup:3]
 drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 draft_sampling=without_replacement
 drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 rule.name=typical
 drafthead eval head=prompt_lookup:3 base=embedded:smollm2
@@ -39,9 +39,9 @@ draft_sampling  {kinds}
 rule.name       exact and block (lossless), typical and lenient (lossy: its total variation is printed beside the
                 speedup)
 drafters        prompt_lookup[:TOKENS], early_exit:LAYERS[:TOKENS], model:NAME[:TOKENS], head:FOLDER:
-                as head=, in merge=[...] and in against=[...], which also knows head+DRAFTER (combined with the head),
-                hf_prompt_lookup[:TOKENS] and hf_assisted:NAME (transformers' own)
-merge_nodes     of a combined tree, as many as the head's own by default: the others first, then the head's likeliest
+                as head=, in combine=[...] and in baselines=[...], which also knows head+DRAFTER (combined with the
+                head), hf_prompt_lookup[:TOKENS] and hf_assisted:NAME (transformers' own)
+combine_nodes     of a combined tree, as many as the head's own by default: the others first, then the head's likeliest
 """
 
 
@@ -49,12 +49,12 @@ merge_nodes     of a combined tree, as many as the head's own by default: the ot
 def main(config: EvalRunConfig) -> None:
     """Measure, and write the report."""
     load_suite(config.suite, config.limit, config.seed, config.tasks)  # a wrong name fails before the model loads
-    check_peers(config.against)
-    check_drafters([*config.merge, *([config.head] if is_drafter(config.head) else [])])
+    check_methods(config.baselines)
+    check_drafters([*config.combine, *([config.head] if is_drafter(config.head) else [])])
     display = Display()
     with display.stage(f"head {config.head}"):
         base, drafter, draft_config = _load(config)
-        drafter, draft_config = merged(base, drafter, draft_config, config.merge, config.merge_nodes)
+        drafter, draft_config = combined(base, drafter, draft_config, config.combine, config.combine_nodes)
     config.rule.check(draft_config.draft_sampling, draft_config.tree)
     default = Path(config.head).parent if Path(config.head).is_dir() else Path("outputs") / suite_label(config.head)
     folder = Path(config.out) if config.out else default / f"eval-{suite_label(config.suite)}"

@@ -17,7 +17,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.eval.lossless.export_check import ExportCheck, check_export, training_estimate
 from drafthead.eval.prompts.suites import load_suite
-from drafthead.eval.trees.texts import plain_answers, read_texts
+from drafthead.eval.trees.texts import base_answers, read_texts
 from drafthead.models.base.config import DTYPES, BaseConfig
 from drafthead.models.formats import FORMATS, format_named
 from drafthead.models.formats.contract import Format
@@ -85,7 +85,7 @@ def main(config: ExportConfig) -> None:
                 write_json(folder / "tree.json", {**tree, "confidence_threshold": head.confidence_threshold})
         with display.stage("check: read back and compare"):
             length = min(config.max_new_tokens, base.max_context // 2)
-            texts = texts or plain_answers(
+            texts = texts or base_answers(
                 base, suite=config.suite, limit=config.limit, max_new_tokens=length, seed=config.seed
             )
             reloaded, estimate = target.load(folder, base), training_estimate(config.head)
@@ -106,8 +106,8 @@ def _table(target: Format, head: DraftHead, check: ExportCheck) -> Table:
         "loaded by": ", ".join(target.loaded_by(head)) or "no current engine",
         "parameters": f"{sum(p.numel() for p in head.parameters()) / 1e6:.2f} M",
         "dtype": str(check.dtype).removeprefix("torch."),
-        "mean accepted length": f"{check.before.accepted_length:.3f}",
-        "exported": f"{check.after.accepted_length:.3f}",
+        "mean accepted length": f"{check.before.mean_accepted_length:.3f}",
+        "exported": f"{check.after.mean_accepted_length:.3f}",
         "logit error": f"{check.logit_error:.1e}",
         "accuracy": f"{check.after.accuracy:.0%}{trained}",
     }

@@ -10,11 +10,19 @@ from rich.table import Table
 from drafthead.commands.settings import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
-from drafthead.eval.trees.choice import Machine, cross_fitted
-from drafthead.eval.trees.cost_model import measure_costs
-from drafthead.eval.trees.simulate import Chances, Replay, replay
-from drafthead.eval.trees.simulate_texts import ChancePlan, replay_texts, text_chances
-from drafthead.eval.trees.texts import Text, _check_free, plain_answers, read_texts, write_texts
+from drafthead.eval.trees.cost_model import CostModel, measure_costs
+from drafthead.eval.trees.search import cross_fitted
+from drafthead.eval.trees.simulate import AcceptProbs, SimulatedAcceptance, simulate_acceptance
+from drafthead.eval.trees.texts import (
+    AcceptProbsConfig,
+    Text,
+    base_answers,
+    check_writable,
+    read_texts,
+    simulate_texts,
+    text_accept_probs,
+    write_texts,
+)
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.acceptance import AcceptanceRule
@@ -78,7 +86,7 @@ class Row:
     name: str
     nodes: int
     depth: int
-    replay: Replay
+    simulated: SimulatedAcceptance
     speedup: float | None
     """Predicted; None where what drafting costs is not known beforehand."""
 
@@ -89,7 +97,7 @@ def main(config: ReplayConfig) -> None:
     texts = read_texts(Path(config.texts)) if config.texts else []
     save = Path(config.save) if config.save else None
     if save:
-        _check_free(save)
+        check_writable(save)
     display = Display()
     with display.stage(f"head {config.head}"):
         base, head = load_base_and_head(config.head, config.base)
@@ -97,7 +105,7 @@ def main(config: ReplayConfig) -> None:
         raise UserError(f"chain={config.chain}: the head drafts 1 to {head.depth} positions")
     if not texts:
         with display.stage(f"plain answers: {config.suite}"):
-            texts = plain_answers(
+            texts = base_answers(
                 base,
                 suite=config.suite,
                 limit=config.limit,
@@ -115,7 +123,7 @@ def main(config: ReplayConfig) -> None:
         )
     if save:
         write_texts(save, texts)
-    plan = ChancePlan(
+    probs_config = AcceptProbsConfig(
         draft_sampling=DraftSampling(config.draft_sampling),
         sampler=Sampler(temperature=config.draft_temperature),
         width=1 if config.rule == "block" else 10,
@@ -123,27 +131,28 @@ def main(config: ReplayConfig) -> None:
         seed=config.seed,
     )
     with display.stage(f"one pass over {len(texts)} texts"):
-        answers = text_chances(base, head, texts, Sampler(temperature=config.temperature), plan)
+        answers = text_accept_probs(base, head, texts, Sampler(temperature=config.temperature), probs_config)
     with display.stage("step costs on this machine"):
-        machine = Machine(measure_costs(base, head))
+        costs = measure_costs(base, head)
     sizes = [] if config.rule == "block" else config.nodes
-    found = rows(answers, machine, config.chain, sizes, plan.draft_sampling, config.seed)
-    if head.confidence_threshold and plan.draft_sampling is DraftSampling.TOP_K and plan.rule.name == "exact":
-        with display.stage("the head's own plan, drafted at every position for its threshold"):
+    found = rows(answers, costs, config.chain, sizes, probs_config.draft_sampling, config.seed)
+    top_k = probs_config.draft_sampling is DraftSampling.TOP_K and config.rule == "exact"
+    if head.confidence_threshold and top_k:
+        with display.stage("the head's own tree, drafted at every position for its threshold"):
             found.append(own_row(base, head, texts, Sampler(temperature=config.temperature), config.seed))
     display.console.print(table(found, config))
 
 
 def own_row(base: BaseModel, head: DraftHead, texts: Sequence[Text], sampler: Sampler, seed: int = 0) -> Row:
-    """The head's own tree with its threshold, which the other rows know nothing of: they replay whole trees."""
+    """The head's own tree with its threshold, which the other rows ignore: they simulate whole trees."""
     own = default_draft_config(head)
-    replayed = replay_texts(base, head, texts, own, sampler, seed=seed)
-    return Row(f"own, threshold {own.confidence_threshold:g}", own.nodes, own.depth, replayed, None)
+    simulated = simulate_texts(base, head, texts, own, sampler, seed=seed)
+    return Row(f"own, threshold {own.confidence_threshold:g}", own.nodes, own.depth, simulated, None)
 
 
 def rows(
-    answers: Sequence[Chances],
-    machine: Machine,
+    answers: Sequence[AcceptProbs],
+    costs: CostModel,
     lengths: Sequence[int],
     sizes: Sequence[int],
     draft_sampling: DraftSampling,
@@ -151,23 +160,21 @@ def rows(
 ) -> list[Row]:
     """Chains of these lengths, and the best trees of these sizes, each measured on answers it was not searched on."""
     depth = answers[0].shape[1]
-    plain = machine.step(TokenTree.chain(0))
     found = []
     for length in lengths:
         if not 1 <= length <= depth:
             raise UserError(f"a chain of {length} drafts is wanted, but the head drafts 1 to {depth} positions")
         chain = TokenTree.chain(length)
-        replayed = replay(answers, chain, seed)
-        speedup = replayed.mean_accepted_tokens * plain / machine.step(chain)
-        found.append(Row(f"chain of {length}", length + 1, length, replayed, speedup))
+        simulated = simulate_acceptance(answers, chain, seed)
+        speedup = costs.speedup(simulated.mean_accepted_length, length + 1, length)
+        found.append(Row(f"chain of {length}", length + 1, length, simulated, speedup))
     if sizes and min(sizes) < 2:
         raise UserError(f"a tree of {min(sizes)} nodes is wanted; the root and one draft are 2")
     # Sampled siblings are trials in order, which only Sequoia's program keeps to.
-    method = "search" if draft_sampling is DraftSampling.TOP_K else "sequoia"
-    for size, replayed in zip(sizes, cross_fitted(answers, sizes, method, seed) if sizes else [], strict=True):
-        seconds = machine.costs.step(size, depth)
-        speedup = replayed.mean_accepted_tokens * plain / seconds
-        found.append(Row(f"best tree of {size}", size, depth, replayed, speedup))
+    method = "greedy" if draft_sampling is DraftSampling.TOP_K else "sequoia"
+    for size, simulated in zip(sizes, cross_fitted(answers, sizes, method, seed) if sizes else [], strict=True):
+        speedup = costs.speedup(simulated.mean_accepted_length, size, depth)
+        found.append(Row(f"best tree of {size}", size, depth, simulated, speedup))
     return found
 
 
@@ -176,9 +183,9 @@ def table(found: Sequence[Row], config: ReplayConfig) -> Table:
     title = f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}"
     shown = Table("draft", "nodes", "mean accepted length", "95 %", "predicted speedup", title=title)
     for row in found:
-        low_high = row.replay.interval
+        low_high = row.simulated.interval
         between = "" if low_high is None else f"{low_high[0]:.2f} to {low_high[1]:.2f}"
-        tokens, speedup = row.replay.mean_accepted_tokens, "" if row.speedup is None else f"{row.speedup:.2f}"
+        tokens, speedup = row.simulated.mean_accepted_length, "" if row.speedup is None else f"{row.speedup:.2f}"
         shown.add_row(row.name, str(row.nodes), f"{tokens:.2f}", between, speedup)
     return shown
 

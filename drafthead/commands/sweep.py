@@ -21,12 +21,13 @@ from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.data.utils.machine import hardware, versions
-from drafthead.eval.metrics.acceptance import mean_accepted_tokens, tokens_per_second
-from drafthead.eval.metrics.summary import BASELINES
+from drafthead.eval.metrics.acceptance import mean_accepted_length
+from drafthead.eval.metrics.speed import speedup_interval, tokens_per_second
+from drafthead.eval.metrics.summary import AUTOREGRESSIVE
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.plots import MUTED, new_axes, save_png, styled
-from drafthead.eval.timing.interleaved import Decoder, run_interleaved, speedup_interval
+from drafthead.eval.timing.interleaved import Decoder, run_interleaved
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.models.base.base_model import BaseModel
@@ -39,7 +40,7 @@ from drafthead.models.heads.common.files import read_head_config
 from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 
-TRANSFORMERS, AUTOREGRESSIVE = BASELINES
+TRANSFORMERS, OURS = AUTOREGRESSIVE
 USAGE = """\
 usage: drafthead sweep heads=[DIR,...] [key=value ...]
 
@@ -111,7 +112,7 @@ def main(config: SweepConfig) -> None:
     candidates = candidates_of(heads, config.drafts, config.thresholds)
     new = config.max_new_tokens
     decoders: dict[str, Decoder] = {
-        AUTOREGRESSIVE: lambda ids: decode(base, None, ids, max_new_tokens=new),
+        OURS: lambda ids: decode(base, None, ids, max_new_tokens=new),
         TRANSFORMERS: lambda ids: transformers_generate(base, ids, new),
     } | {c.name: _decoder(base, c, new) for c in candidates}
     with display.stage(f"decoding {len(suite)} prompts in {len(decoders)} ways"):
@@ -196,11 +197,11 @@ def _decoder(base: BaseModel, candidate: Candidate, new: int) -> Decoder:
 
 def rows_of(candidates: list[Candidate], results: dict[str, list[DecodeResult]]) -> list[dict[str, Any]]:
     """Plain values of every candidate, the fastest first; speedups over the faster baseline."""
-    kept = [n for n, r in enumerate(results[AUTOREGRESSIVE]) if not isinstance(r, FailedDecode)]
+    kept = [n for n, r in enumerate(results[OURS]) if not isinstance(r, FailedDecode)]
     if not kept:
         raise UserError("no prompt could be answered; lower max_new-tokens or choose another suite")
     of = {name: [row[n] for n in kept] for name, row in results.items()}
-    plain = max((of[name] for name in BASELINES), key=lambda answers: tokens_per_second(answers).value)
+    plain = max((of[name] for name in AUTOREGRESSIVE), key=lambda answers: tokens_per_second(answers).value)
     rows = []
     for candidate in candidates:
         found = of[candidate.name]
@@ -214,13 +215,13 @@ def rows_of(candidates: list[Candidate], results: dict[str, list[DecodeResult]])
                 "drafts": candidate.drafts,
                 "threshold": candidate.threshold,
                 "default": candidate.default,
-                "mean_accepted_tokens": mean_accepted_tokens(found).value,
+                "mean_accepted_length": mean_accepted_length(found).value,
                 "drafted": sum(step.proposed for step in steps) / max(1, len(steps)),
                 "draft_ms": 1e3 * sum(step.draft_s for step in steps) / max(1, len(steps)),
                 "verify_ms": 1e3 * sum(step.verify_s for step in steps) / max(1, len(steps)),
                 "speedup": speedup,
                 "interval": [low, high] if math.isfinite(low) else None,  # one prompt has none
-                "identical": sum(a.tokens == b.tokens for a, b in zip(of[AUTOREGRESSIVE], found, strict=True)),
+                "identical": sum(a.tokens == b.tokens for a, b in zip(of[OURS], found, strict=True)),
                 "answers": len(found),
             }
         )
@@ -245,7 +246,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
             str(row["exit_layer"] or "–"),
             (str(row["drafts"]) if row["drafts"] else "tree") + ("*" if row["default"] else ""),
             f"{row['threshold']:g}",
-            f"{row['mean_accepted_tokens']:.2f}",
+            f"{row['mean_accepted_length']:.2f}",
             f"{row['draft_ms']:.1f}",
             f"{row['speedup']:.2f}x",
             interval or "–",

@@ -1,10 +1,10 @@
-"""Is an answer plain decoding's, token for token, and if not: rounding, or which fault?
+"""Is an answer that of autoregressive decoding, token for token, and if not: rounding, or which fault?
 
 Two orders of the same sums differ in the last bits, so two nearly equal logits may swap: a tie, no fault. Beyond that
 two recomputations of the target at the first difference tell faults apart, see :func:`diagnose`.
 """
-# Recomputations of the target at a place where two answers differ: rounding, or which fault?
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +18,11 @@ from drafthead.models.decoding.random_source import VERIFY, PerRowRng
 from drafthead.models.decoding.step import DecodeConfig, DecodeState
 from drafthead.models.decoding.step_log import DecodeResult
 
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.75}
+"""Logits closer than this may swap by rounding. One forward over 40 tokens of SmolLM2-135M against the same step by
+step moved two of the eight likeliest tokens against each other by up to 3e-5 in float32, 0.05 in float16 and 0.5 in
+bfloat16, at logits of 24 to 28."""
+
 
 @torch.inference_mode()
 def fresh_logits(base: BaseModel, ids: list[int]) -> torch.Tensor:
@@ -27,17 +32,17 @@ def fresh_logits(base: BaseModel, ids: list[int]) -> torch.Tensor:
     return base.logits(hidden[:, -1])[0]
 
 
-def logit_margin(base: BaseModel, ids: list[int], plain: list[int], other: list[int], position: int) -> float:
+def logit_margin(base: BaseModel, ids: list[int], expected: list[int], other: list[int], position: int) -> float:
     """Distance of the target's logits of the two answers' tokens at ``position``; infinite where one has ended."""
-    if position >= min(len(plain), len(other)):
+    if position >= min(len(expected), len(other)):
         return float("inf")
-    logits = fresh_logits(base, ids + plain[:position])
-    return abs(float(logits[plain[position]] - logits[other[position]]))
+    logits = fresh_logits(base, ids + expected[:position])
+    return abs(float(logits[expected[position]] - logits[other[position]]))
 
 
 @torch.inference_mode()
-def probe_tokens(
-    base: BaseModel, drafter: Drafter, policy: DecodeConfig, ids: list[int], result: DecodeResult, position: int
+def recompute_tokens(
+    base: BaseModel, drafter: Drafter, config: DecodeConfig, ids: list[int], result: DecodeResult, position: int
 ) -> tuple[int | None, int | None]:
     """The target's choice at answer position ``position``, computed again in two ways.
 
@@ -50,41 +55,35 @@ def probe_tokens(
     if step is None or step.position < 1:
         return fresh, None
     before = ids + result.tokens[: step.position - 1]
-    session = DecodeState(base, drafter, policy, 1, len(before) + policy.draft_config.nodes + 1)
-    session.read_prompts([before], PerRowRng([0], [0], VERIFY, base.device))
-    session.last_token = torch.tensor([result.tokens[step.position - 1]], device=base.device)
-    output = session.step([0], [step.position])
+    state = DecodeState(base, drafter, config, 1, len(before) + config.draft_config.nodes + 1)
+    state.read_prompts([before], PerRowRng([0], [0], VERIFY, base.device))
+    state.last_token = torch.tensor([result.tokens[step.position - 1]], device=base.device)
+    output = state.step([0], [step.position])
     committed = output.tokens[0, : int(output.counts[0])].tolist()
     place = position - step.position
     return fresh, committed[place] if place < len(committed) else None
 
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.75}
-"""Logits closer than this may swap by rounding. One forward over 40 tokens of SmolLM2-135M against the same step by
-step moved two of the eight likeliest tokens against each other by up to 3e-5 in float32, 0.05 in float16 and 0.5 in
-bfloat16, at logits of 24 to 28."""
-
-
 class Diagnosis(Enum):
-    """Why an answer differs from plain decoding's."""
+    """Why an answer differs from that of autoregressive decoding."""
 
     TIE = "tie"
     MASK = "mask or position fault in tree verification"
     CACHE = "cache fault"
-    PLAIN = "fault in plain decoding"
+    AUTOREGRESSIVE = "fault in autoregressive decoding"
     STOP = "one answer ends early"
     UNKNOWN = "unexplained"
 
 
 @dataclass(frozen=True)
 class Equality:
-    """How an answer compares with plain decoding's, token for token."""
+    """How an answer compares with that of autoregressive decoding, token for token."""
 
     same: bool
     position: int | None = None
     """First answer position that differs; None when the same."""
     tokens: tuple[int, int] | None = None
-    """Plain decoding's and the answer's token there; None when one answer ended before the other."""
+    """The expected and the answer's token there; None when one answer ended before the other."""
     margin: float | None = None
     """Distance of the target's logits of the two tokens."""
     near_tie: bool = False
@@ -93,9 +92,8 @@ class Equality:
     """None when the same."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values of a difference."""
         return {
-            "same": self.same,
             "position": self.position,
             "tokens": self.tokens and list(self.tokens),
             "margin": self.margin,
@@ -108,31 +106,31 @@ def diagnose(
     margin: float,
     fresh_token: int | None,
     cached_token: int | None,
-    plain_token: int,
+    expected_token: int,
     speculative_token: int,
     dtype: torch.dtype = torch.float32,
     position: int | None = None,
 ) -> Equality:
-    """Explain the first difference from plain greedy decoding.
+    """Explain the first difference from greedy autoregressive decoding.
 
     ===========================  ===================  ==========================================================
     fresh_token                  cached_token         diagnosis
     ===========================  ===================  ==========================================================
     any, margin below tolerance  any                  tie
-    the speculative one          any                  fault in plain decoding: its running cache or its forward
-    the plain one                the plain one        cache fault: the same tree on a fresh cache is right, so
+    the speculative one          any                  fault in autoregressive decoding: its cache or its forward
+    the expected one             the expected one     cache fault: the same tree on a fresh cache is right, so
                                                       the running cache was wrong
-    the plain one                anything else        mask or position fault: a fresh cache does not mend it
-    another, or not probed       any                  unexplained
-    the plain one                not probed           unexplained
+    the expected one             anything else        mask or position fault: a fresh cache does not repair it
+    another, or not recomputed   any                  unexplained
+    the expected one             not recomputed       unexplained
     ===========================  ===================  ==========================================================
 
     Args:
         margin: distance of the two tokens' logits in the fresh forward.
-        fresh_token: the target's argmax there in one forward over the whole prefix, without a cache; None: not probed.
+        fresh_token: the target's argmax there in one forward over the whole prefix, without a cache; None: unknown.
         cached_token: its argmax there when the differing step is verified again, same tree, same place in it, on a
-            cache that was freshly filled with the prefix; None: not probed.
-        plain_token: plain decoding's token.
+            cache that was freshly filled with the prefix; None: unknown.
+        expected_token: that of autoregressive decoding.
         speculative_token: the answer's.
         dtype: that the target computes in.
         position: answer position of the two tokens.
@@ -141,47 +139,48 @@ def diagnose(
     if tie:
         found = Diagnosis.TIE
     elif fresh_token == speculative_token:
-        found = Diagnosis.PLAIN
-    elif fresh_token != plain_token or cached_token is None:
+        found = Diagnosis.AUTOREGRESSIVE
+    elif fresh_token != expected_token or cached_token is None:
         found = Diagnosis.UNKNOWN
     else:
-        found = Diagnosis.CACHE if cached_token == plain_token else Diagnosis.MASK
-    pair = (plain_token, speculative_token)
+        found = Diagnosis.CACHE if cached_token == expected_token else Diagnosis.MASK
+    pair = (expected_token, speculative_token)
     return Equality(False, position, pair, margin=abs(margin), near_tie=tie, diagnosis=found)
 
 
 def compare_outputs(
-    reference: list[int],
+    expected: list[int],
     tokens: list[int],
     margin: Callable[[int], float],
-    probe: Callable[[int], tuple[int | None, int | None]] | None = None,
+    recompute: Callable[[int], tuple[int | None, int | None]] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Equality:
-    """Compare an answer with plain decoding's.
+    """Compare an answer with that of autoregressive decoding.
 
     Args:
-        reference: plain decoding's tokens.
+        expected: tokens of autoregressive decoding.
         tokens: the answer's.
         margin: given the first differing position, the distance of the target's logits of the two tokens there;
             called only when both answers have a token there.
-        probe: given the position, ``fresh_token`` and ``cached_token`` of :func:`diagnose`; called only when the
+        recompute: given the position, ``fresh_token`` and ``cached_token`` of :func:`diagnose`; called only when the
             margin is no tie. None leaves such a difference unexplained.
         dtype: that the target computes in.
     """
-    if reference == tokens:
+    if expected == tokens:
         return Equality(same=True)
-    shared = min(len(reference), len(tokens))
-    position = next((i for i in range(shared) if reference[i] != tokens[i]), shared)
+    shared = min(len(expected), len(tokens))
+    position = next((i for i in range(shared) if expected[i] != tokens[i]), shared)
     if position == shared:
         return Equality(same=False, position=position, diagnosis=Diagnosis.STOP)
     distance = margin(position)
-    asked = probe is not None and not abs(distance) < TOLERANCE[dtype]
-    fresh, cached = probe(position) if probe is not None and asked else (None, None)
+    fresh = cached = None
+    if recompute is not None and not abs(distance) < TOLERANCE[dtype]:
+        fresh, cached = recompute(position)
     return diagnose(
         margin=distance,
         fresh_token=fresh,
         cached_token=cached,
-        plain_token=reference[position],
+        expected_token=expected[position],
         speculative_token=tokens[position],
         dtype=dtype,
         position=position,
@@ -189,17 +188,13 @@ def compare_outputs(
 
 
 def equality_rate(equalities: Sequence[Equality], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """How many of the answers are plain decoding's: "dtype", "same", "of", and "found" (diagnoses counted).
+    """How many of the answers are equal: "dtype", "same", "of", and "found" (diagnoses counted).
 
     In bfloat16 ties are common, so the rate is the result; in float32 everything but ties is a fault.
     """
-    found: dict[str, int] = {}
-    for equality in equalities:
-        if equality.diagnosis is not None:
-            found[equality.diagnosis.value] = found.get(equality.diagnosis.value, 0) + 1
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "same": sum(equality.same for equality in equalities),
         "of": len(equalities),
-        "found": found,
+        "found": dict(Counter(equality.diagnosis.value for equality in equalities if equality.diagnosis)),
     }

@@ -17,11 +17,16 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.files import read_json_lines
-from drafthead.eval.trees.simulate import replay
-from drafthead.eval.trees.simulate_texts import ChancePlan, text_chances
-from drafthead.eval.trees.texts import Text, positions, read_features
+from drafthead.eval.trees.simulate import simulate_acceptance
+from drafthead.eval.trees.texts import (
+    AcceptProbsConfig,
+    Text,
+    forced_logits,
+    positions,
+    read_features,
+    text_accept_probs,
+)
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.token_tree import TokenTree
@@ -41,7 +46,7 @@ class DraftQuality:
 
     logits: Tensor
     """[n, K, W] float32."""
-    accepted_length: float
+    mean_accepted_length: float
     """Mean accepted length, bonus token included, greedily with the head's own tree (a chain without one)."""
     accuracy: float
     """Share of positions whose next-but-one token is the first head's likeliest: ``held_out_accept_1`` of training."""
@@ -73,7 +78,7 @@ class ExportCheck:
         found = [] if self.same_vocabulary else ["the draft vocabulary changed"]
         if self.logit_error > (limit := LOGIT_TOLERANCE[self.dtype]):
             found.append(f"its logits differ by {self.logit_error:.2g} of the largest one, the limit is {limit:g}")
-        before, after = self.before.accepted_length, self.after.accepted_length
+        before, after = self.before.mean_accepted_length, self.after.mean_accepted_length
         # Written so that NaN fails.
         if not abs(before - after) <= (limit := LENGTH_TOLERANCE[self.dtype]):
             found.append(f"its mean accepted length is {after:.3f}, the head's {before:.3f}; the limit is {limit:g}")
@@ -90,7 +95,7 @@ class ExportCheck:
         before, after = self.before, self.after
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
-            "mean_accepted_length": {"head": before.accepted_length, "exported": after.accepted_length},
+            "mean_accepted_length": {"head": before.mean_accepted_length, "exported": after.mean_accepted_length},
             "logit_error": self.logit_error,
             "first_position_accuracy": {
                 "head": before.accuracy,
@@ -129,11 +134,11 @@ def training_estimate(head: str | Path) -> float | None:
 
 
 def _quality(base: BaseModel, head: DraftHead, texts: Sequence[Text], tree: TokenTree) -> DraftQuality:
-    chances = text_chances(base, head, texts, Sampler(temperature=0.0), ChancePlan())
-    first = np.concatenate([answer[:, 0, 0] for answer in chances])
+    probs = text_accept_probs(base, head, texts, Sampler(temperature=0.0), AcceptProbsConfig())
+    first = np.concatenate([answer[:, 0, 0] for answer in probs])
     return DraftQuality(
         logits=_logits_along(base, head, next(text for text in texts if text.positions)),
-        accepted_length=replay(chances, tree).mean_accepted_tokens,
+        mean_accepted_length=simulate_acceptance(probs, tree).mean_accepted_length,
         accuracy=float(np.nanmean(first)),
     )
 
@@ -141,16 +146,10 @@ def _quality(base: BaseModel, head: DraftHead, texts: Sequence[Text], tree: Toke
 @torch.inference_mode()
 def _logits_along(base: BaseModel, head: DraftHead, text: Text) -> Tensor:
     """The draft logits [n, K, W] at the first positions of a text, after the text's own tokens."""
-    draft_config = DraftConfig(tree=TokenTree.chain(head.depth))
     found = []
-    for _, state, last, t in positions(head, [text], read_features(base, head, [text]), base.device):
+    for _, state, last_token, t in positions(head, [text], read_features(base, head, [text]), base.device):
         if t == POSITIONS:
             break
-        draft_pass = head.start(state, last, draft_config)
-        levels = [draft_pass.root()[0, 0]]
-        for k in range(1, head.depth):
-            token = text.ids[min(text.boundary + t + k, len(text.ids) - 1)]
-            tokens = torch.full((1, 1), token, device=base.device)
-            levels.append(draft_pass.step(tokens, torch.zeros_like(tokens))[0, 0])
-        found.append(torch.stack(levels).float())
+        logits = forced_logits(head, state, last_token, [text], t, head.depth)
+        found.append(torch.stack([level[0] for level in logits]))
     return torch.stack(found)

@@ -1,30 +1,29 @@
-"""What ``eval.json`` holds: the metrics of every method, per task and over all, and the headline's explained."""
+"""What ``eval.json`` holds: the metrics of every method, per task and over all, and the headline's speedup taken apart.
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+Plain JSON values, null where nothing was measured.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from drafthead.data.utils.floats import finite
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.lossless.equality import Equality, equality_rate
-from drafthead.eval.metrics import acceptance as metrics
-from drafthead.eval.metrics.breakdown import by_entropy, by_position
-from drafthead.eval.metrics.comparison import Log, Retokenised, measure, spec_bench
-from drafthead.eval.metrics.speedup_breakdown import Costs, explain
+from drafthead.eval.metrics import acceptance, speed
+from drafthead.eval.metrics.speedup_breakdown import speedup_breakdown
 from drafthead.eval.prompts.prompt import EvalPrompt
-from drafthead.eval.timing.interleaved import speedup_interval
 from drafthead.eval.timing.result_log import FailedDecode
+from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import TreeOrder
 from drafthead.models.decoding.step_log import DecodeResult
 
-BASELINES = ("transformers", "drafthead")
-"""Plain decoding: transformers' ``generate``, and our loop."""
+AUTOREGRESSIVE = ("transformers", "autoregressive")
+"""Autoregressive decoding: transformers' ``generate``, and our loop."""
 METHOD = "speculative"
 """The method that the headline is about, where it ran."""
-Row = TypeVar("Row")
-Results = Mapping[str, Sequence[DecodeResult]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,193 +32,158 @@ class RunInfo:
 
     turns: Sequence[int] | None = None
     """Of each result its turn in the conversation, from 0; None: all first."""
-    retokenised: Retokenised | None = None
+    retokenised: speed.Retokenised | None = None
     """For the Spec-Bench-compatible numbers."""
-    costs: Costs | None = None
+    costs: CostModel | None = None
     """For the best draft on this machine."""
     order: TreeOrder | None = None
     """Calibrated nodes, for the best tree."""
-    draft_s: Callable[[int], float] | None = None
-    """Seconds that the headline's drafter takes for a tree d deep; None: as long as ``costs.draft`` for any."""
-    dtype: torch.dtype = field(default=torch.float32)
+    dtype: torch.dtype = torch.float32
     """That the target computed in: what counts as a tie."""
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Some turns, answered by all methods."""
+
+    questions: list[tuple[str, int]]
+    """Task and number: what the turns of one conversation share."""
+    places: list[dict[str, int]]
+    results: dict[str, list[DecodeResult]]
+    equalities: dict[str, list[Equality]]
+
+    def choose(self, members: Sequence[int]) -> "_Answers":
+        def of(rows: Sequence[Any]) -> list[Any]:
+            return [rows[n] for n in members]
+
+        return _Answers(
+            of(self.questions),
+            of(self.places),
+            {name: of(rows) for name, rows in self.results.items()},
+            {name: of(rows) for name, rows in self.equalities.items()},
+        )
 
 
 def summarise(
     prompts: Sequence[EvalPrompt],
-    results: Results,
-    equalities: Mapping[str, Sequence[Equality]] | Sequence[Equality],
-    known: RunInfo | None = None,
+    results: Mapping[str, Sequence[DecodeResult]],
+    equalities: Mapping[str, Sequence[Equality]],
+    info: RunInfo | None = None,
 ) -> dict[str, Any]:
-    """Everything ``eval.json`` holds; plain JSON values, None where nothing was measured.
+    """Everything that ``eval.json`` says of the answers.
 
     Args:
         prompts: in the order of the results; every turn of a conversation has the same one.
-        results: of ``run_interleaved``, at least one of ``BASELINES`` and one method; any other name is a method.
-        equalities: per method one per prompt, ignored for failed prompts; methods may be missing. A bare sequence is
-            the headline method's.
-        known: what else is known of the run.
+        results: of ``run_interleaved``, at least one of ``AUTOREGRESSIVE`` and one method; any other name is a method.
+        equalities: per method one per prompt, ignored for failed prompts; methods may be missing.
+        info: what else is known of the run.
 
     Returns:
         "tasks": per task, and "overall": the headline method's numbers, and under "methods" each method's;
         "failed": prompts left out of both, with the reason; "headline": its method's name; "metrics": per method every
-        metric there is; "by_position", "by_entropy": the headline's acceptance in bins; "explained": its speedup over
-        each baseline, term by term; "equality": its rate and the target's type.
-
-    Raises:
-        ValueError: no baseline or no method among the results.
+        metric there is; "by_position", "by_entropy": the headline's acceptance in bins; "speedup_breakdown": its
+        speedup over each baseline, term by term; "equality": its rate and the target's type.
     """
-    known = known or RunInfo()
-    methods, plain_names = method_names(results), _plain_names(results)
+    info = info or RunInfo()
+    methods, baselines = method_names(results), [name for name in AUTOREGRESSIVE if name in results]
+    if not methods or not baselines:
+        raise ValueError(f"a summary needs one of {AUTOREGRESSIVE} and a method, got results of {list(results)}")
     headline = methods[0]
-    by_method = equalities if isinstance(equalities, Mapping) else {headline: equalities}
-    failed = {n: r for n, r in enumerate(results[headline]) if isinstance(r, FailedDecode)}
+    turns = info.turns or [0] * len(prompts)
+    every = _Answers(
+        [(prompt.task, prompt.number) for prompt in prompts],
+        [{"prompt": p.number} | ({"turn": t} if p.turns > 1 else {}) for p, t in zip(prompts, turns, strict=True)],
+        {name: list(rows) for name, rows in results.items()},
+        {name: list(rows) for name, rows in equalities.items()},
+    )
+    failed = {n: row for n, row in enumerate(results[headline]) if isinstance(row, FailedDecode)}
     kept = [n for n in range(len(prompts)) if n not in failed]
-    tasks: dict[str, list[int]] = {}
-    for n, prompt in enumerate(prompts):
-        tasks.setdefault(prompt.task, []).append(n)
-    machine = {"hardware": hardware(), "versions": versions()}
-
-    def group(members: list[int]) -> dict[str, Any]:
-        return _group(prompts, _chosen(results, members), _chosen(by_method, members), members, known) | machine
-
-    chosen = _chosen(results, kept)
-    return {
-        "headline": headline,
-        "tasks": {task: group([n for n in members if n not in failed]) for task, members in tasks.items()},
-        "overall": group(kept),
-        "failed": [_failure(prompts, n, known, row.error) for n, row in failed.items()],
-        "metrics": _every_metric(chosen, methods, known, [_question(prompts[n]) for n in kept]),
-        "by_position": [found.to_json() for found in by_position(chosen[headline])],
-        "by_entropy": [found.to_json() for found in by_entropy(chosen[headline])],
-        "explained": {name: _explained(chosen[name], chosen[headline], known) for name in plain_names},
-        "equality": equality_rate(_chosen(by_method, kept).get(headline, []), known.dtype),
+    answers, machine = every.choose(kept), {"hardware": hardware(), "versions": versions()}
+    tasks = {
+        task: every.choose([n for n in kept if prompts[n].task == task])
+        for task in dict.fromkeys(prompt.task for prompt in prompts)
     }
+    overall = _group(answers, info)
+    fastest = answers.results[fastest_autoregressive(overall)[0]]
+    found = {
+        "headline": headline,
+        "tasks": {task: _group(group, info) | machine for task, group in tasks.items()},
+        "overall": overall | machine,
+        "failed": [every.places[n] | {"task": prompts[n].task, "message": row.error} for n, row in failed.items()],
+        "metrics": {
+            name: speed.measure(fastest, answers.results[name], info.retokenised, answers.questions) for name in methods
+        },
+        "by_position": [found.to_json() for found in acceptance.by_position(answers.results[headline])],
+        "by_entropy": [found.to_json() for found in acceptance.by_entropy(answers.results[headline])],
+        "speedup_breakdown": {name: _breakdown(answers, name, headline, info) for name in baselines},
+        "equality": equality_rate(answers.equalities.get(headline, []), info.dtype),
+    }
+    plain: dict[str, Any] = finite(found)
+    return plain
 
 
 def method_names(names: Mapping[str, object]) -> list[str]:
     """Which of ``names`` are methods, the headline's first."""
-    found = [name for name in names if name not in BASELINES]
+    found = [name for name in names if name not in AUTOREGRESSIVE]
     return sorted(found, key=lambda name: name != METHOD)
 
 
-def _plain_names(results: Results) -> list[str]:
-    found = [name for name in BASELINES if name in results]
-    if not found or not method_names(results):
-        raise ValueError(f"a summary needs one of {BASELINES} and a method, got results of {list(results)}")
-    return found
-
-
-def fastest_baseline(group: dict[str, Any]) -> tuple[str, float | None]:
-    """Name and tokens per second of the faster plain decoding in a group of ``summarise``."""
-    speeds: dict[str, float | None] = group["baseline_tokens_per_second"]
+def fastest_autoregressive(group: dict[str, Any]) -> tuple[str, float | None]:
+    """Name and tokens per second of the faster baseline in a group of ``summarise``."""
+    speeds: dict[str, float | None] = group["autoregressive_tokens_per_second"]
     name = max(speeds, key=lambda baseline: speeds[baseline] or 0.0)
     return name, speeds[name]
 
 
 def speedup_of(group: dict[str, Any], method: str | None = None) -> float | None:
-    """Speedup over the faster plain decoding in a group of ``summarise``: the one to quote.
-
-    Args:
-        group: of ``summarise``.
-        method: which; None is the headline's.
-    """
+    """Speedup over the faster baseline, the one to quote, in a group of ``summarise``; None is the headline's."""
     numbers = group if method is None else group["methods"][method]
-    value: float | None = numbers["speedup"][f"vs_{fastest_baseline(group)[0]}"]
+    value: float | None = numbers["speedup"][f"vs_{fastest_autoregressive(group)[0]}"]
     return value
 
 
-def _group(
-    prompts: Sequence[EvalPrompt],
-    results: dict[str, list[DecodeResult]],
-    equalities: dict[str, list[Equality]],
-    members: list[int],
-    known: RunInfo,
-) -> dict[str, Any]:
-    """The numbers of the answers ``members``; results and equalities are already those."""
-    speeds = {name: _number(metrics.tokens_per_second(results[name]).value) for name in BASELINES if name in results}
-    shared: dict[str, Any] = {"baseline_tokens_per_second": speeds}
-    fastest, _ = fastest_baseline(shared)
-    methods = {}
-    for name in method_names(results):
-        numbers = _numbers(results, name, fastest, known, [_question(prompts[n]) for n in members])
-        if name in equalities:
-            places = [_place(prompts, n, known) for n in members]
-            numbers["identical_outputs"] = _identical(places, equalities[name])
-        methods[name] = numbers
+def _group(answers: _Answers, info: RunInfo) -> dict[str, Any]:
+    """The numbers of these answers: the headline's, and each method's."""
+    speeds = {
+        name: finite(speed.tokens_per_second(answers.results[name]).value)
+        for name in AUTOREGRESSIVE
+        if name in answers.results
+    }
+    shared: dict[str, Any] = {"autoregressive_tokens_per_second": speeds}
+    fastest, _ = fastest_autoregressive(shared)
+    methods = {name: _numbers(answers, name, fastest, info) for name in method_names(answers.results)}
     return shared | next(iter(methods.values())) | {"methods": methods}
 
 
-def _numbers(
-    results: dict[str, list[DecodeResult]], name: str, fastest: str, known: RunInfo, questions: list[tuple[str, int]]
-) -> dict[str, Any]:
-    method = results[name]
-    intervals = {base: speedup_interval(results[base], method, questions) for base in BASELINES if base in results}
-    ratios: dict[str, Any] = {f"vs_{base}": _number(found[0]) for base, found in intervals.items()}
-    # The faster baseline is the honest denominator.
-    ratios["interval_95"] = [_number(bound) for bound in intervals[fastest][1:]]
-    compatible = None
-    if known.retokenised is not None:
-        compatible = spec_bench(results[fastest], method, known.retokenised, questions).to_json()
-    return {
-        "mean_accepted_tokens": _number(metrics.mean_accepted_tokens(method).value),
-        "acceptance_per_depth": [_number(ratio.value) for ratio in metrics.acceptance_per_depth(method)],
-        "ctar": {str(width): _number(metrics.ctar(method, width).value) for width in metrics.CTAR_WIDTHS},
-        "tokens_per_second": _number(metrics.tokens_per_second(method).value),
-        "decode_tokens_per_second": _number(metrics.decode_tokens_per_second(method).value),
-        "speedup": ratios,
-        "spec_bench": compatible,
+def _numbers(answers: _Answers, name: str, fastest: str, info: RunInfo) -> dict[str, Any]:
+    method, results, questions = answers.results[name], answers.results, answers.questions
+    speedups = {n: speed.speedup_interval(results[n], method, questions) for n in AUTOREGRESSIVE if n in results}
+    compatible = info.retokenised and speed.spec_bench(results[fastest], method, info.retokenised, questions)
+    numbers = {
+        "mean_accepted_length": acceptance.mean_accepted_length(method).value,
+        "acceptance_per_depth": [ratio.value for ratio in acceptance.acceptance_per_depth(method)],
+        "ctar": {str(width): acceptance.ctar(method, width).value for width in acceptance.CTAR_WIDTHS},
+        "tokens_per_second": speed.tokens_per_second(method).value,
+        "decode_tokens_per_second": speed.decode_tokens_per_second(method).value,
+        # The faster baseline is the honest denominator.
+        "speedup": {f"vs_{n}": found[0] for n, found in speedups.items()} | {"interval_95": speedups[fastest][1:]},
+        "spec_bench": compatible and vars(compatible),
     }
-
-
-def _every_metric(
-    results: dict[str, list[DecodeResult]], methods: list[str], known: RunInfo, questions: list[tuple[str, int]]
-) -> dict[str, Any]:
-    speeds = {name: metrics.tokens_per_second(results[name]).value for name in BASELINES if name in results}
-    plain = results[max(speeds, key=lambda name: speeds[name] if math.isfinite(speeds[name]) else 0.0)]
-    return {
-        name: measure(Log(method=results[name], plain=plain, retokenised=known.retokenised, questions=questions))
-        for name in methods
-    }
-
-
-def _explained(plain: list[DecodeResult], method: list[DecodeResult], known: RunInfo) -> dict[str, Any] | None:
-    found = explain(plain, method, known.costs, order=known.order, draft_s=known.draft_s)
-    return None if found is None else found.to_json()
-
-
-def _chosen(rows: Mapping[str, Sequence[Row]], members: list[int]) -> dict[str, list[Row]]:
-    return {name: [row[n] for n in members] for name, row in rows.items()}
+    if name in answers.equalities:
+        numbers["identical_outputs"] = _identical(answers.places, answers.equalities[name])
+    return numbers
 
 
 def _identical(places: Sequence[dict[str, int]], equalities: Sequence[Equality]) -> dict[str, Any]:
-    differing = [
-        (equality, place | {name: value for name, value in equality.to_json().items() if name != "same"})
-        for place, equality in zip(places, equalities, strict=True)
-        if not equality.same
-    ]
-    return {
-        "same": sum(equality.same for equality in equalities),
-        "of": len(equalities),
-        "near_ties": [entry for equality, entry in differing if equality.near_tie],
-        "different": [entry for equality, entry in differing if not equality.near_tie],
-    }
+    near_ties: list[dict[str, Any]] = []
+    different: list[dict[str, Any]] = []
+    for place, equality in zip(places, equalities, strict=True):
+        if not equality.same:
+            (near_ties if equality.near_tie else different).append(place | equality.to_json())
+    same = sum(equality.same for equality in equalities)
+    return {"same": same, "of": len(equalities), "near_ties": near_ties, "different": different}
 
 
-def _question(prompt: EvalPrompt) -> tuple[str, int]:
-    """What the turns of one conversation share."""
-    return prompt.task, prompt.number
-
-
-def _failure(prompts: Sequence[EvalPrompt], at: int, known: RunInfo, message: str) -> dict[str, Any]:
-    return _place(prompts, at, known) | {"task": prompts[at].task, "message": message}
-
-
-def _place(prompts: Sequence[EvalPrompt], at: int, known: RunInfo) -> dict[str, int]:
-    """Which prompt the result ``at`` is of, and which turn, where there are several."""
-    turn = known.turns[at] if known.turns is not None else 0
-    return {"prompt": prompts[at].number} | ({"turn": turn} if prompts[at].turns > 1 else {})
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _breakdown(answers: _Answers, baseline: str, method: str, info: RunInfo) -> dict[str, Any] | None:
+    found = speedup_breakdown(answers.results[baseline], answers.results[method], info.costs, info.order)
+    return None if found is None else found.to_json()

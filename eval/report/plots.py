@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from drafthead.data.utils.files import write_atomic
-from drafthead.eval.metrics.summary import fastest_baseline, speedup_of
+from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
 from drafthead.models.token_tree import TokenTree
 
 INK, MUTED, GRID = "#1b2430", "#5b6775", "#e3e7ec"  # also in report.mplstyle
@@ -51,13 +51,13 @@ def draw_figures(
     methods = _with_speedup((name, speedup_of(overall, name), numbers) for name, numbers in by_method)
     if len(methods) > 1:
         yield "methods", speedup(methods)
-    if explained := evaluation.get("explained", {}).get(fastest_baseline(overall)[0]):
+    if explained := evaluation.get("speedup_breakdown", {}).get(fastest_autoregressive(overall)[0]):
         yield "waterfall", waterfall(explained)
     if latency:
-        yield "cost", cost(latency, None if tree is None else len(tree), overall["mean_accepted_tokens"])
+        yield "cost", cost(latency, None if tree is None else len(tree), overall["mean_accepted_length"])
     if overall["acceptance_per_depth"]:
         yield "acceptance", acceptance(overall["acceptance_per_depth"])
-    if overall["mean_accepted_tokens"] is not None:
+    if overall["mean_accepted_length"] is not None:
         yield "ctar", ctar(overall["ctar"])
     if positions := evaluation.get("by_position"):
         yield "by_position", bins(_merge_bins(positions), "answer tokens before the step", "{:.0f}")
@@ -211,7 +211,7 @@ def bins(found: Sequence[dict[str, Any]], label: str, pattern: str) -> Figure:
         pattern: how to write a bin's bounds, as "{:.0f}".
     """
     figure, axes = new_axes()
-    values = [row["mean_accepted_tokens"] for row in found]
+    values = [row["mean_accepted_length"] for row in found]
     axes.bar(range(len(found)), values, width=0.7, color=SOFT)
     for x, value in enumerate(values):  # at the foot, where the dashed line of the mean does not cross the number
         _label(axes, f"{value:.2f}", (x, 0), (0, 5), ha="center")
@@ -329,14 +329,14 @@ def _merge_bins(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "low": group[0]["low"],
             "high": group[-1]["high"],
             "steps": sum(row["steps"] for row in group),
-            "mean_accepted_tokens": _mean_length(group),
+            "mean_accepted_length": _mean_length(group),
         }
         for group in groups
     ]
 
 
 def _mean_length(found: Sequence[dict[str, Any]]) -> float:
-    total = sum(row["steps"] * row["mean_accepted_tokens"] for row in found)
+    total = sum(row["steps"] * row["mean_accepted_length"] for row in found)
     return float(total / sum(row["steps"] for row in found))
 
 

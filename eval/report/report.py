@@ -6,7 +6,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 
 from drafthead.data.utils.files import write_atomic
-from drafthead.eval.metrics.summary import fastest_baseline, speedup_of
+from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
 from drafthead.eval.report.plots import draw_figures, save_png, svg_uri
 from drafthead.eval.report.tables import (
     DEFINITIONS,
@@ -54,7 +54,7 @@ def write_report(
         save_png(figure, folder / "plots" / f"{name}.png")
         figures.append((name, svg_uri(figure)))
     overall, (by_task, *by_method) = evaluation["overall"], result_tables(evaluation)
-    baseline, baseline_speed = fastest_baseline(overall)
+    baseline, baseline_speed = fastest_autoregressive(overall)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -75,7 +75,7 @@ def write_report(
         definitions=DEFINITIONS,
         method_definitions=METHOD_DEFINITIONS,
         exceptions=exceptions(evaluation),
-        explained=evaluation.get("explained", {}).get(baseline),
+        explained=evaluation.get("speedup_breakdown", {}).get(baseline),
         figures=figures,
         versions=overall["hardware"] | overall["versions"],
     )

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from drafthead.eval.metrics.summary import fastest_baseline, speedup_of
+from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
 
 DEFINITIONS = (
     "Speedup: tokens per second of speculative decoding over the faster autoregressive decoding (the baseline), totals "
@@ -65,9 +65,9 @@ def task_table(evaluation: dict[str, Any]) -> ResultTable:
             name,
             _with_remark(number(speedup_of(group), "{:.2f}x"), lossy(evaluation)),
             interval(group),
-            number(group["mean_accepted_tokens"]),
+            number(group["mean_accepted_length"]),
             number(group["tokens_per_second"], "{:.1f}"),
-            number(fastest_baseline(group)[1], "{:.1f}"),
+            number(fastest_autoregressive(group)[1], "{:.1f}"),
             identical(group),
         )
         for name, group in _groups(evaluation)
@@ -85,15 +85,15 @@ def method_table(evaluation: dict[str, Any]) -> ResultTable:
             _with_remark(number(speedup_of(overall, name), "{:.2f}x"), lossy(evaluation, name)),
             interval(numbers),
             number((numbers["spec_bench"] or {}).get("speedup"), "{:.2f}x"),
-            number(numbers["mean_accepted_tokens"]),
+            number(numbers["mean_accepted_length"]),
             number(numbers["tokens_per_second"], "{:.1f}"),
             number(numbers["decode_tokens_per_second"], "{:.1f}"),
             identical(numbers),
         )
         for name, numbers in overall.get("methods", {}).items()
     ]
-    _, fastest = fastest_baseline(overall)
-    for name, speed in overall["baseline_tokens_per_second"].items():
+    _, fastest = fastest_autoregressive(overall)
+    for name, speed in overall["autoregressive_tokens_per_second"].items():
         ratio = None if speed is None or not fastest else speed / fastest
         cells = (number(ratio, "{:.2f}x"), "–", "–", "1.00", number(speed, "{:.1f}"), "–", "–")
         rows.append((f"{name} (baseline)", *cells))
@@ -137,15 +137,15 @@ def console_table(evaluation: dict[str, Any]) -> RenderableType:
 def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]] | None = None) -> list[str]:
     """What the tables have no room for: baselines, acceptance by draft position, accuracy of the heads, equality."""
     overall = evaluation["overall"]
-    names = {"drafthead": "our loop", "transformers": "transformers generate"}
+    names = {"autoregressive": "our loop", "transformers": "transformers generate"}
     baselines = [
         f"{number(speed, '{:.1f}')} ({names.get(name, name)})"
-        for name, speed in sorted(overall["baseline_tokens_per_second"].items())
+        for name, speed in sorted(overall["autoregressive_tokens_per_second"].items())
     ]
     lines = [
         f"tokens/s: speculative {number(overall['tokens_per_second'], '{:.1f}')}, autoregressive "
         f"{' and '.join(baselines)}",
-        f"mean accepted length (tau, with the bonus token): {number(overall['mean_accepted_tokens'])}; accepted by "
+        f"mean accepted length (tau, with the bonus token): {number(overall['mean_accepted_length'])}; accepted by "
         f"draft position, given the one before: {' '.join(number(value) for value in overall['acceptance_per_depth'])}",
     ]
     held_out = [row for row in training_log or [] if row.get("held_out_accept_1") is not None]

@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.floats import finite
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 
@@ -23,7 +23,7 @@ class FailedDecode(DecodeResult):
 
 
 def prompt_key(prompt: EvalPrompt, ids: list[int], turn: int = 0) -> str:
-    """Hash of the ids that a turn (from 0) is asked with; task, number and turn keep equal ids of a suite apart."""
+    """Hash of a turn's prompt ids (turns count from 0); task, number and turn tell equal ids of a suite apart."""
     # A first turn is hashed without its number, so that logs of single turns stay readable.
     identity = [prompt.task, prompt.number, ids, *([turn] if turn else [])]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
@@ -44,9 +44,6 @@ class ResultLog:
             path: JSONL file.
             made_of: marks of decoders that may change under one name, such as a hash of their weights. Results under
                 another mark are not read.
-
-        Raises:
-            UserError: another line is broken.
         """
         self._path, self._made_of = path, made_of or {}
         self._results: dict[tuple[str, str], DecodeResult] = {}
@@ -81,8 +78,13 @@ class ResultLog:
         self._results[key, decoder] = result
         if self._path is None:
             return
-        row: dict[str, Any] = {"key": key, "task": prompt.task, "prompt": prompt.number, "turn": turn}
-        row |= {"decoder": decoder}
+        row: dict[str, Any] = {
+            "key": key,
+            "task": prompt.task,
+            "prompt": prompt.number,
+            "turn": turn,
+            "decoder": decoder,
+        }
         if decoder in self._made_of:
             row["made_of"] = self._made_of[decoder]
         row |= {"error": result.error} if isinstance(result, FailedDecode) else {"result": _to_json(result)}
@@ -94,13 +96,8 @@ class ResultLog:
 
 
 def _to_json(result: DecodeResult) -> dict[str, Any]:
-    steps = [{key: _known(value) for key, value in vars(step).items()} for step in result.steps]
-    return vars(result) | {"steps": steps}
-
-
-def _known(value: float) -> float | None:
-    """JSON has no nan, which stands for a value that was not measured: null."""
-    return value if math.isfinite(value) else None
+    found: dict[str, Any] = finite(asdict(result))
+    return found
 
 
 def _from_json(row: dict[str, Any]) -> DecodeResult:

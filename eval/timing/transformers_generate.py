@@ -1,4 +1,4 @@
-"""transformers' own ``generate`` over the same modules: the other plain baseline, and its speculative peers."""
+"""transformers' own ``generate`` over the same modules: the other baseline, and its own speculative methods."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 
 
 class _StepClock(BaseStreamer):  # type: ignore[misc]
-    """Notes when ``generate`` hands over tokens, and how many; the first time it is the prompt."""
+    """When ``generate`` streams tokens, and how many; the first time it is the prompt."""
 
     def __init__(self) -> None:
         self.chunks: list[tuple[float, int]] = []
@@ -38,7 +38,7 @@ def transformers_generate(
     max_new_tokens: int,
     sampler: Sampler | None = None,
     seed: int = 0,
-    **peer: Any,
+    **speculation: Any,
 ) -> DecodeResult:
     """``generate`` of transformers over the base's (prepacked) modules.
 
@@ -48,14 +48,11 @@ def transformers_generate(
         max_new_tokens: at most so many.
         sampler: by default greedy.
         seed: of a sampled answer.
-        peer: what makes ``generate`` speculative: ``prompt_lookup_num_tokens=10``, ``assistant_model=...``.
+        speculation: what makes ``generate`` speculative: ``prompt_lookup_num_tokens=10``, ``assistant_model=...``.
 
     Returns:
-        The answer. What a speculative peer proposed is not known, only what was accepted: its steps offer nothing, and
+        The answer. What a speculative method drafted is not known, only what was accepted: its steps have depth 0, and
         rates of acceptance are left out. What its first pass accepts, together with the prompt, counts as prefill.
-
-    Raises:
-        UserError: ``generate`` refuses the peer.
     """
     inputs = torch.tensor([ids], device=base.device)
     clock = _StepClock()
@@ -64,10 +61,10 @@ def transformers_generate(
             torch.manual_seed(seed)
         started = perf_counter()
         try:
-            output = base.model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=clock, **peer)
+            output = base.model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=clock, **speculation)
         except (ValueError, RuntimeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"transformers' generate with {sorted(peer)} failed: {reason}") from error
+            raise UserError(f"transformers' generate with {sorted(speculation)} failed: {reason}") from error
         tokens = output[0, len(ids) :].tolist()
         total = perf_counter() - started
     steps: list[StepRecord] = []
@@ -114,8 +111,7 @@ def _settings(base: BaseModel, max_new_tokens: int, sampler: Sampler) -> Generat
 
 @contextmanager
 def _generation_config(base: BaseModel, config: GenerationConfig) -> Iterator[None]:
-    """Exactly these settings: what a call leaves open comes from the model's own, where a repetition penalty, say,
-    would make this another rule."""
+    """Exactly these settings: what a call leaves out would come from the model's own, such as a repetition penalty."""
     own = base.model.generation_config
     base.model.generation_config = config
     try:

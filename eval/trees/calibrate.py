@@ -13,10 +13,9 @@ from drafthead.data.batch import Features, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 from drafthead.data.utils.machine import hardware, versions
-from drafthead.eval.trees.choice import METHODS, Choice, Machine, best
-from drafthead.eval.trees.cost_model import StepCosts
-from drafthead.eval.trees.search import TreeOrder, search_visited
-from drafthead.eval.trees.simulate import Chances, Ranks, chances_of
+from drafthead.eval.trees.cost_model import CostModel
+from drafthead.eval.trees.search import METHODS, Choice, TreeOrder, fastest, greedy_tree
+from drafthead.eval.trees.simulate import AcceptProbs, Ranks, accept_probs_of_ranks
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.token_tree import TokenTree
 
@@ -30,7 +29,7 @@ WIDTH = 10
 
 @dataclass(frozen=True)
 class Calibration:
-    """The chosen tree and what it is expected to do, drafted whole: a head's confidence threshold plays no part."""
+    """The chosen tree and what it is expected to do; the predicted speedup ignores a head's confidence threshold."""
 
     tree: TokenTree
     method: str
@@ -38,15 +37,15 @@ class Calibration:
     order: TreeOrder
     """Nodes by how often their whole path is accepted, whatever the method: what explains a tree's worth."""
     expected_tokens: float
-    """Mean accepted tokens of the chosen tree by replay of the held-out answers."""
+    """Mean accepted length of the chosen tree, simulated on the held-out answers."""
     expected_tokens_largest: float
     """The same for the best tree of ``LARGEST_TREE`` nodes, or of the most that there are."""
     expected_speedup: float
-    """Against plain decoding with v(1), by the measured step costs."""
+    """Over autoregressive decoding with v(1), by the measured step costs."""
     curve: list[tuple[int, float, float]]
-    """(nodes, mean accepted tokens by replay, expected speedup) of the best tree of every size."""
+    """(nodes, simulated mean accepted length, expected speedup) of the best tree of every size."""
     methods: dict[str, dict[str, float]]
-    """Per method, of the tree that it would have chosen: nodes, depth, ``expected_tokens`` by replay,
+    """Per method, of the tree that it would have chosen: nodes, depth, ``expected_tokens`` (simulated),
     ``model_tokens`` by the method's own model, ``expected_speedup``."""
 
     def to_json(self) -> dict[str, Any]:
@@ -58,11 +57,7 @@ class Calibration:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Self:
-        """The calibration that ``to_json`` wrote.
-
-        Raises:
-            KeyError, TypeError, ValueError: ``found`` is something else.
-        """
+        """What ``to_json`` wrote."""
         values = {f.name: found[f.name] for f in fields(cls) if f.name != "tree"}
         order = found["order"]
         values["order"] = TreeOrder([tuple(p) for p in order["paths"]], [float(v) for v in order["values"]])
@@ -82,25 +77,21 @@ def measured_with(head: DraftHead) -> str:
     return digest.hexdigest()
 
 
-def save_calibration(path: Path, head: DraftHead, costs: StepCosts, calibration: Calibration) -> None:
+def save_calibration(path: Path, head: DraftHead, costs: CostModel, calibration: Calibration) -> None:
     """Keep what was measured: measured again, times differ a little, and with them the tree."""
     found = {"measured_with": measured_with(head), "costs": costs.to_json(), "calibration": calibration.to_json()}
     write_checksummed_json(path, found)
 
 
-def load_calibration(path: Path, head: DraftHead) -> tuple[StepCosts, Calibration] | None:
-    """What ``save_calibration`` kept; None when it kept nothing, or for other weights or another machine.
-
-    Raises:
-        UserError: the file holds something else.
-    """
+def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibration] | None:
+    """What ``save_calibration`` kept; None when it kept nothing, or for other weights or another machine."""
     if not path.exists():
         return None
     found = read_checksummed_json(path)
     try:
         if found["measured_with"] != measured_with(head):
             return None
-        return StepCosts.from_json(found["costs"]), Calibration.from_json(found["calibration"])
+        return CostModel.from_json(found["costs"]), Calibration.from_json(found["calibration"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is no calibration ({error!r}); remove it to measure again") from None
 
@@ -116,35 +107,28 @@ def answer_ranks(head: DraftHead, batch: TrainBatch, features: Features) -> list
         documents, counts = torch.unique_consecutive(batch.document_ids[row].cpu(), return_counts=True)
         start = 0
         for document, length in zip(documents.tolist(), counts.tolist(), strict=True):
-            safe_join = slice(start, start + length)
+            places = slice(start, start + length)
             start += length
-            found = ranks[row, safe_join].numpy()
+            found = ranks[row, places].numpy()
             drafted = np.flatnonzero(found[:, 0] >= 0)
-            trained = np.flatnonzero(batch.loss_mask[row, safe_join].cpu().numpy())
+            trained = np.flatnonzero(batch.loss_mask[row, places].cpu().numpy())
             first = max(0, int(trained[0]) - 1) if len(trained) else length
             if document >= 0 and len(drafted) and first <= drafted[-1]:
                 answers.append(found[first : drafted[-1] + 1])
     return answers
 
 
-def calibrate(
-    answers: Sequence[Ranks | Chances],
-    costs: StepCosts,
-    method: str = "search",
-) -> Calibration:
+def calibrate(answers: Sequence[Ranks | AcceptProbs], costs: CostModel, method: str = "greedy") -> Calibration:
     """The tree with the highest expected speedup among the best trees of every size and depth.
 
-    A step with a tree of n nodes d deep takes v(n) + c(d) + o seconds and commits a number of tokens that replay of the
-    held-out answers gives exactly; plain decoding takes v(1) + o for one.
+    A step with a tree of n nodes d deep takes v(n) + c(d) + o seconds and commits a number of tokens that is simulated
+    exactly on the held-out answers; autoregressive decoding takes v(1) + o for one.
 
     Args:
-        answers: per answer the ranks [T, K] of deterministic siblings, or chances [T, K, S] of any.
+        answers: per answer the ranks [T, K] of top-k drafts, or acceptance probabilities [T, K, S] of any.
         costs: measured on this machine.
-        method: ``search`` (greedy, on joint counts of whole paths) or ``sequoia`` (its dynamic program, on acceptance
-            by depth and trial). What the other would have chosen is reported beside it.
-
-    Raises:
-        UserError: no answer has a step, or there is no such method.
+        method: ``greedy`` (on joint counts of whole paths) or ``sequoia`` (its dynamic program, on acceptance
+            by depth and candidate). What the other would have chosen is reported beside it.
     """
     if method not in METHODS:
         raise UserError(f"there is no method {method!r} to calibrate a tree; choose one of {', '.join(METHODS)}")
@@ -153,21 +137,20 @@ def calibrate(
             "the held-out answers have one token each, too few to choose a tree by; raise "
             "data.generations.sampler.max_new_tokens or data.generations.prompts"
         )
-    machine = Machine(costs)
-    chances = [chances_of(a.astype(np.int64), WIDTH) if a.ndim == 2 else a.astype(np.float64) for a in answers]
-    found = {name: find(chances, machine, LARGEST_TREE) for name, find in METHODS.items()}
+    probs = [accept_probs_of_ranks(a.astype(np.int64), WIDTH) if a.ndim == 2 else a.astype(np.float64) for a in answers]
+    found = {name: find(probs, costs, LARGEST_TREE) for name, find in METHODS.items()}
     sizes = sorted({len(c.tree) for c in found[method]})
-    curve = [best(c for c in found[method] if len(c.tree) == n) for n in sizes]
-    chosen = best(curve)
+    curve = [fastest(c for c in found[method] if len(c.tree) == n) for n in sizes]
+    chosen = fastest(curve)
     return Calibration(
         tree=chosen.tree,
         method=method,
-        order=search_visited(chances, LARGEST_TREE - 1),
+        order=greedy_tree(probs, LARGEST_TREE - 1),
         expected_tokens=chosen.expected_tokens,
         expected_tokens_largest=curve[-1].expected_tokens,
         expected_speedup=chosen.expected_speedup,
         curve=[(len(c.tree), c.expected_tokens, c.expected_speedup) for c in curve],
-        methods={name: _summary(best(choices)) for name, choices in found.items()},
+        methods={name: _summary(fastest(choices)) for name, choices in found.items()},
     )
 
 

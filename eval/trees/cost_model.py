@@ -7,6 +7,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from drafthead.models.base.base_model import BaseModel, PartialForward
@@ -23,8 +24,8 @@ DEEPEST = 8
 
 
 @dataclass(frozen=True)
-class StepCosts:
-    """Seconds. Medians of interleaved repeats."""
+class CostModel:
+    """Seconds of the parts of a step. Medians of interleaved repeats."""
 
     verify: dict[int, float]
     """v(n): one verification pass over n tokens, logits and argmax included."""
@@ -38,20 +39,14 @@ class StepCosts:
     """Seconds to draft a chain d deep, at index d; None: ``draft`` whatever the depth, as for heads that draft all
     positions in one pass."""
 
-    def verify_at(self, nodes: int) -> float:
-        """v(n), linearly interpolated between measured sizes."""
+    def verify_at(self, nodes: float) -> float:
+        """v(n), linear between measured sizes and in proportion after the last; ``nodes`` may be a mean."""
         sizes = sorted(self.verify)
-        if nodes >= sizes[-1]:
-            return self.verify[sizes[-1]] * nodes / sizes[-1]
-        upper = next(n for n in sizes if n >= nodes)
-        lower = max(n for n in sizes if n <= nodes)
-        if upper == lower:
-            return self.verify[upper]
-        part = (nodes - lower) / (upper - lower)
-        return self.verify[lower] * (1 - part) + self.verify[upper] * part
+        found = float(np.interp(nodes, sizes, [self.verify[n] for n in sizes]))
+        return found * max(1.0, nodes / sizes[-1])
 
     def draft_at(self, depth: int) -> float:
-        """Seconds to draft a tree of that depth; 0 drafts nothing. Behind the table, levels cost what the last did."""
+        """Seconds to draft a tree of that depth; after the table, a level costs what the last one did."""
         table = self.draft_by_depth
         if depth == 0:
             return 0.0
@@ -62,9 +57,13 @@ class StepCosts:
             return table[depth]
         return table[last] + (depth - last) * (table[last] - table[last - 1])
 
-    def step(self, nodes: int, depth: int) -> float:
-        """A whole step with a tree of that size and depth; depth 0 drafts nothing."""
+    def step(self, nodes: float, depth: int) -> float:
+        """Seconds of a whole step with a tree of that size (root included) and depth; depth 0 drafts nothing."""
         return self.verify_at(nodes) + self.overhead + self.draft_at(depth)
+
+    def speedup(self, tokens: float, nodes: float, depth: int) -> float:
+        """Expected speedup over autoregressive decoding of steps that commit ``tokens`` with such a tree."""
+        return tokens * self.step(1, 0) / self.step(nodes, depth)
 
     def to_json(self) -> dict[str, object]:
         """Plain values, for ``eval.json`` and ``from_json``."""
@@ -72,18 +71,14 @@ class StepCosts:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Self:
-        """The costs that ``to_json`` wrote; JSON turned the sizes into text.
-
-        Raises:
-            KeyError, TypeError, ValueError: ``found`` is something else.
-        """
+        """What ``to_json`` wrote; JSON turned the sizes into text."""
         return cls(**{**found, "verify": {int(n): float(seconds) for n, seconds in found["verify"].items()}})
 
 
 @torch.inference_mode()
 def measure_costs(
     base: BaseModel, drafter: Drafter, context: int = 200, repeats: int = 9, sizes: Sequence[int] = SIZES
-) -> StepCosts:
+) -> CostModel:
     """Time every part of a step on random tokens after ``context`` tokens (timing does not depend on the ids).
 
     A base that reads less than twice ``context`` is timed after half of what it reads, and only trees that fit into
@@ -96,14 +91,14 @@ def measure_costs(
     cache = base.new_cache(context + max(sizes))
     state = drafter.attach(drafter.init_state(1), cache)
     state = drafter.update(state, ids, base.forward(ids, cache, spec=drafter.spec))
-    # Level by level only what grows trees level by level; of a merged or nested drafter its own tree.
+    # Depth by depth only for drafters that grow trees level by level; a combined or nested drafter drafts its own tree.
     depths = range(1, min(drafter.depth, DEEPEST) + 1) if isinstance(drafter, StepwiseDrafter) else ()
     plans = {d: DraftConfig(tree=TokenTree.chain(d)) for d in depths}
     tree = TokenTree.from_paths([(r,) for r in range(4)] + [(0,) * d for d in depths]) if depths else drafter.tree
     whole = DraftConfig(tree=tree or TokenTree.chain(drafter.depth))
     parts: dict[tuple[str, int], Callable[[], object]] = {
         **{("verify", n): partial(_verify, base, ids[:, :n], cache, drafter) for n in sizes},
-        **{("draft", d): partial(drafter.draft, state, ids[:, -1], draft_config) for d, draft_config in plans.items()},
+        **{("draft", d): partial(drafter.draft, state, ids[:, -1], config) for d, config in plans.items()},
         ("tree", 0): partial(drafter.draft, state, ids[:, -1], whole),
     }
     times: dict[tuple[str, int], list[float]] = {part: [] for part in parts}
@@ -114,7 +109,7 @@ def measure_costs(
                 times[part].append(seconds)
     new = min(24, base.max_context - context)
     result = decode(base, drafter, ids[0].tolist(), max_new_tokens=new, draft_config=whole, ignore_eos=True)
-    return StepCosts(
+    return CostModel(
         verify={n: median(times["verify", n]) for n in sizes},
         draft=median(times["tree", 0]),
         overhead=median(s.total_s - s.draft_s - s.verify_s for s in result.steps),

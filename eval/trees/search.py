@@ -1,25 +1,34 @@
-"""Static token trees searched for the most accepted tokens: greedily on joint counts, and by Sequoia's program.
+"""Static token trees searched for speed: greedily on joint counts, and by Sequoia's program.
 
-Both read what replay reads: ``chances[t, k, s]``, the probability that a step from position t with k drafts accepted
-accepts the next token as trial s (``eval/replay.py``).
+Both read simulated acceptance: ``accept_probs[t, k, s]``, the probability that a step from position t with k drafts
+accepted accepts the next token as candidate s (``simulate.py``). Which tree pays, the machine's ``CostModel`` says.
 
-Shape legend: T positions of one answer, K draft positions, S trials at a node, M nodes (root included).
+Shape legend: T positions of one answer, K draft positions, S candidates at a node, M nodes (root included).
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from drafthead.eval.trees.simulate import Chances, ends, visits
+from drafthead.eval.trees.cost_model import CostModel
+from drafthead.eval.trees.simulate import (
+    AcceptProbs,
+    Floats,
+    SimulatedAcceptance,
+    accepted_length_probs,
+    simulate_acceptance,
+    simulate_steps,
+    start_probs,
+)
 from drafthead.models.token_tree import TokenTree
 
 PRIOR_WEIGHT = 20.0
 """Observations that the product of marginal accuracies counts for beside the joint counts of a path."""
-Weights = Sequence[npt.NDArray[np.float64]]
-"""Per answer [T]: how much each position counts."""
+ROUNDS = 3
+"""Searches, each on the positions where decoding with the tree before starts its steps."""
 
 
 @dataclass(frozen=True)
@@ -35,66 +44,63 @@ class TreeOrder:
         return TokenTree.from_paths(self.paths[:drafts])
 
 
-def search(answers: Sequence[Chances], size: int, weights: Weights | None = None) -> TreeOrder:
-    """Greedy search of the tree with the most accepted tokens.
+def _started(answers: Sequence[AcceptProbs], tree: TokenTree) -> list[Floats]:
+    """Where decoding with ``tree`` starts its steps: after a rejection drafting is harder than elsewhere."""
+    return start_probs([accepted_length_probs(a, tree) for a in answers])
+
+
+def greedy_tree(answers: Sequence[AcceptProbs], size: int, rounds: int = ROUNDS) -> TreeOrder:
+    """Greedy search of the tree with the most accepted tokens, on the positions where steps start.
 
     Medusa (2401.10774) scores a node by the product of its ranks' marginal accuracies, as if draft positions were
     independent. Here a node's value is how often its whole path was accepted, shrunk towards that product
     by ``PRIOR_WEIGHT`` observations. A child is never likelier than its parent, so greedy is optimal for the value.
 
     Args:
-        answers: per held-out answer [T, K, S]; every position of every answer counts, by ``weights``.
+        answers: per held-out answer [T, K, S].
         size: nodes to order, root excluded.
-        weights: by default 1.
+        rounds: 1 counts every position alike.
     """
+    order = _greedy_order(answers, size, None)
+    for _ in range(rounds - 1):
+        order = _greedy_order(answers, size, _started(answers, order.tree(size)))
+    return order
+
+
+def _greedy_order(answers: Sequence[AcceptProbs], size: int, weights: Sequence[Floats] | None) -> TreeOrder:
     table, weight = _stack(answers, weights)
     known = np.nan_to_num(table)
-    _, depth, width = table.shape
+    depth = table.shape[1]
     valid = ~np.isnan(table[:, :, 0])
     seen = np.maximum((weight[:, None] * valid).sum(0), 1.0)
     marginal = np.einsum("t,tks->ks", weight, known) / seen[:, None]
     frontier: list[tuple[float, tuple[int, ...]]] = []
-    # Weight with which each path was accepted, per position; kept for nodes whose children may still be wanted.
-    accepted: dict[tuple[int, ...], npt.NDArray[np.float64]] = {(): weight * valid[:, 0]}
+    # Weight with which each path was accepted, per position.
+    accepted: dict[tuple[int, ...], Floats] = {(): weight * valid[:, 0]}
 
     def push_children(parent: float, path: tuple[int, ...]) -> None:
         k = len(path)
-        counts = accepted[path] @ known[:, k]
-        total = float(accepted[path].sum())
+        counts, total = accepted[path] @ known[:, k], float(accepted[path].sum())
         conditional = (counts + PRIOR_WEIGHT * marginal[k]) / (total + PRIOR_WEIGHT)
         for s, value in enumerate(np.minimum(conditional, 1.0).tolist()):
             heapq.heappush(frontier, (-parent * value, (*path, s)))
 
     push_children(1.0, ())
-    paths: list[tuple[int, ...]] = []
-    values: list[float] = []
-    while frontier and len(paths) < size:
+    order = TreeOrder([], [])
+    while frontier and len(order.paths) < size:
         negative, path = heapq.heappop(frontier)
-        paths.append(path)
-        values.append(-negative)
+        order.paths.append(path)
+        order.values.append(-negative)
         if len(path) < depth:
             accepted[path] = accepted[path[:-1]] * known[:, len(path) - 1, path[-1]]
             push_children(-negative, path)
-    return TreeOrder(paths, values)
-
-
-def search_visited(answers: Sequence[Chances], size: int, rounds: int = 3) -> TreeOrder:
-    """``search`` on the positions where decoding really starts a step.
-
-    Steps start behind a rejection more often than elsewhere, and drafting is harder there; so the search is
-    repeated on the positions that decoding with the tree found before would visit.
-    """
-    order = search(answers, size)
-    for _ in range(rounds - 1):
-        tree = order.tree(size)
-        order = search(answers, size, visits([ends(a, tree) for a in answers]))
     return order
 
 
-def first_accepted(answers: Sequence[Chances], weights: Weights | None = None) -> npt.NDArray[np.float64]:
-    """Acceptance by depth and trial: [K, S], P(trial s is the one accepted | the node is reached).
+def first_accepted(answers: Sequence[AcceptProbs], weights: Sequence[Floats] | None = None) -> Floats:
+    """Acceptance by depth and candidate: [K, S], P(candidate s is the one accepted | the node is reached).
 
-    A depth is reached by the weight with which some trial was accepted on every depth above it.
+    A depth is reached by the weight with which some candidate was accepted on every depth above it.
     """
     table, weight = _stack(answers, weights)
     known = np.nan_to_num(table)
@@ -106,28 +112,30 @@ def first_accepted(answers: Sequence[Chances], weights: Weights | None = None) -
     return accepted
 
 
+def _stack(answers: Sequence[AcceptProbs], weights: Sequence[Floats] | None) -> tuple[Floats, Floats]:
+    """All positions: [T, K, S] and their weights [T], by default 1."""
+    table = np.concatenate(list(answers)) if answers else np.zeros((0, 1, 1))
+    return table, np.ones(len(table)) if weights is None else np.concatenate(list(weights))
+
+
 @dataclass(frozen=True)
 class SequoiaTrees:
-    """The best tree of every size and depth bound, under acceptance by depth and trial."""
+    """The best tree of every size and depth bound, under acceptance by depth and candidate."""
 
-    expected: npt.NDArray[np.float64]
-    """[L+1, M+1]: expected tokens a step (bonus included) with exactly m nodes (root included) and at most l drafts on
+    expected: Floats
+    """[L+1, M+1]: mean accepted length with exactly m nodes (root included) and at most l drafts on
     a path; ``-inf`` where no such tree exists. Column 0 is empty."""
     _children: list[npt.NDArray[np.int64]] = field(repr=False)
     """Per depth bound l: [l+1, M+1] how many children the best subtree of m nodes has whose root is d deep."""
     _kept: list[npt.NDArray[np.int64]] = field(repr=False)
-    """Per depth bound l: [l+1, S+1, M+1] nodes that such a root and its first b-1 children keep when it has b."""
+    """Per depth bound l: [l+1, S+1, M+1] nodes of such a root and its first b-1 children when it has b."""
 
     def at_most(self, nodes: int, depth: int) -> int:
         """The largest size up to ``nodes`` that a tree within the depth bound has."""
         return int(np.flatnonzero(self.expected[depth, : nodes + 1] > 0)[-1])
 
     def tree(self, nodes: int, depth: int) -> TokenTree:
-        """The best tree of ``nodes`` nodes, root included, and at most ``depth`` drafts on a path.
-
-        Raises:
-            ValueError: no such tree exists.
-        """
+        """The best tree of ``nodes`` nodes, root included, and at most ``depth`` drafts on a path."""
         if not (0 <= depth < len(self.expected) and 1 <= nodes < self.expected.shape[1]) or np.isneginf(
             self.expected[depth, nodes]
         ):
@@ -144,22 +152,22 @@ class SequoiaTrees:
         return TokenTree.from_paths(paths)
 
 
-def sequoia(acceptance: npt.NDArray[np.float64], nodes: int, depth: int) -> SequoiaTrees:
+def sequoia(acceptance: Floats, nodes: int, depth: int) -> SequoiaTrees:
     """Sequoia's dynamic program (2402.12374) over size, depth bound and number of children.
 
     A tree of m nodes whose root has b children is one of y nodes with b-1 children and a subtree of m-y nodes as the
     b-th child: ``T[m, l, b] = max_y T[y, l, b-1] + P[b] max_b' T[m-y, l-1, b']``, ``T[1, l, 0] = 1``. Children of a
-    node are always its first trials, since a trial is only made when those before it failed.
+    node are always its first candidates, since one is only tried when those before it failed.
 
     Args:
-        acceptance: [S], or [K, S] by depth: P(trial b is the first accepted at a node that is reached).
+        acceptance: [S], or [K, S] by depth: P(candidate b is the first accepted at a node that is reached).
         nodes: largest tree, root included.
         depth: largest depth bound; at most K where acceptance is given by depth.
     """
     if acceptance.ndim == 1:
         acceptance = np.tile(acceptance, (depth, 1))
     if len(acceptance) < depth:
-        raise ValueError(f"acceptance is known for {len(acceptance)} draft positions, asked for {depth}")
+        raise ValueError(f"acceptance is known for {len(acceptance)} draft positions, {depth} were requested")
     expected = np.full((depth + 1, nodes + 1), -np.inf)
     children, kept = [], []
     for bound in range(depth + 1):
@@ -170,23 +178,21 @@ def sequoia(acceptance: npt.NDArray[np.float64], nodes: int, depth: int) -> Sequ
     return SequoiaTrees(expected, children, kept)
 
 
-def _one_bound(
-    acceptance: npt.NDArray[np.float64], nodes: int
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _one_bound(acceptance: Floats, nodes: int) -> tuple[Floats, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """The program for one depth bound, from the deepest level up: values of the whole tree [M+1], and the choices."""
-    depth, trials = acceptance.shape
+    depth, candidates = acceptance.shape
     m, y = np.ogrid[: nodes + 1, : nodes + 1]
     subtree = np.where(m > y, m - y, 0)  # size 0 is infeasible
     below = np.full(nodes + 1, -np.inf)
     below[1] = 1.0
     leaf = below.copy()
     child_count = np.zeros((depth + 1, nodes + 1), dtype=np.int64)
-    keep = np.zeros((depth + 1, trials + 1, nodes + 1), dtype=np.int64)
+    keep = np.zeros((depth + 1, candidates + 1, nodes + 1), dtype=np.int64)
     for d in range(depth - 1, -1, -1):
         value = leaf.copy()
         best = leaf.copy()
-        for b in range(1, trials + 1):
-            # A trial that is never accepted adds nothing: -inf times 0 must stay infeasible.
+        for b in range(1, candidates + 1):
+            # A candidate that is never accepted adds nothing: -inf times 0 must stay infeasible.
             gain = np.where(np.isneginf(below), -np.inf, acceptance[d, b - 1] * np.maximum(below, 0.0))
             options = value[None, :] + gain[subtree]
             keep[d, b] = options.argmax(1)
@@ -198,10 +204,95 @@ def _one_bound(
     return below, child_count, keep
 
 
-def _stack(
-    answers: Sequence[Chances], weights: Weights | None
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """All positions that have a target: [T, K, S] and their weights [T]."""
-    table = np.concatenate(list(answers)) if answers else np.zeros((0, 1, 1))
-    weight = np.ones(len(table)) if weights is None else np.concatenate(list(weights))
-    return table, weight
+def sequoia_tree(answers: Sequence[AcceptProbs], nodes: int, depth: int) -> SequoiaTrees:
+    """Sequoia's program, with acceptance measured where decoding with the tree found before starts its steps."""
+    trees = sequoia(first_accepted(answers), nodes, depth)
+    for _ in range(ROUNDS - 1):
+        tree = trees.tree(trees.at_most(nodes, depth), depth)
+        trees = sequoia(first_accepted(answers, _started(answers, tree)), nodes, depth)
+    return trees
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tree and what it is expected to do."""
+
+    tree: TokenTree
+    expected_tokens: float
+    """Mean accepted length, simulated."""
+    expected_speedup: float
+    """Over autoregressive decoding with v(1), by the measured step costs."""
+    model_tokens: float
+    """Mean accepted length by the model that the tree was searched under."""
+
+    @classmethod
+    def of(cls, answers: Sequence[AcceptProbs], costs: CostModel, tree: TokenTree, model_tokens: float) -> "Choice":
+        """What ``tree`` is expected to do on ``answers``."""
+        tokens = simulate_acceptance(answers, tree).mean_accepted_length
+        return cls(tree, tokens, costs.speedup(tokens, len(tree), tree.depth), model_tokens)
+
+
+def fastest(choices: Iterable[Choice]) -> Choice:
+    """The highest expected speedup; the smaller tree of equals."""
+    return max(choices, key=lambda c: (c.expected_speedup, -len(c.tree)))
+
+
+def _depths(answers: Sequence[AcceptProbs], costs: CostModel) -> Iterable[int]:
+    """Depth bounds that change the cost of drafting."""
+    depth = answers[0].shape[1]
+    return [depth] if costs.draft_by_depth is None else range(1, depth + 1)
+
+
+def greedy_choices(answers: Sequence[AcceptProbs], costs: CostModel, nodes: int) -> list[Choice]:
+    """The best trees of 2 to ``nodes`` nodes by greedy search on joint counts."""
+    choices = []
+    for bound in _depths(answers, costs):
+        shallow = [a[:, :bound] for a in answers]
+        order = greedy_tree(shallow, nodes - 1)
+        expected = 1.0 + np.cumsum(order.values)
+        choices += [Choice.of(shallow, costs, order.tree(n), float(e)) for n, e in enumerate(expected, start=1)]
+    return choices
+
+
+def sequoia_choices(answers: Sequence[AcceptProbs], costs: CostModel, nodes: int) -> list[Choice]:
+    """The best trees of 2 to ``nodes`` nodes by Sequoia's program."""
+    trees = sequoia_tree(answers, nodes, answers[0].shape[1])
+    return [
+        Choice.of(answers, costs, trees.tree(size, bound), float(trees.expected[bound, size]))
+        for bound in _depths(answers, costs)
+        for size in range(2, nodes + 1)
+        if trees.expected[bound, size] > 0  # -inf: no tree has exactly this size and depth bound
+    ]
+
+
+METHODS: Mapping[str, Callable[[Sequence[AcceptProbs], CostModel, int], list[Choice]]] = {
+    "greedy": greedy_choices,
+    "sequoia": sequoia_choices,
+}
+"""Ways to find trees: on joint counts of whole paths, or on acceptance by depth and candidate."""
+
+
+def cross_fitted(
+    answers: Sequence[AcceptProbs], sizes: Sequence[int], method: str = "greedy", seed: int = 0
+) -> list[SimulatedAcceptance]:
+    """What the best tree of each size (root included) does on answers that it was not searched on.
+
+    Two folds: each half of the answers is simulated with the tree of the other. A size that no tree has gives the
+    next smaller one.
+    """
+    halves = [answers[0::2], answers[1::2] or answers]
+    largest, depth = max(sizes), answers[0].shape[1]
+
+    def trees(half: Sequence[AcceptProbs]) -> list[TokenTree]:
+        if method == "greedy":
+            order = greedy_tree(half, largest - 1)
+            return [order.tree(size - 1) for size in sizes]
+        found = sequoia_tree(half, largest, depth)
+        return [found.tree(found.at_most(size, depth), depth) for size in sizes]
+
+    of_other = [trees(half) for half in reversed(halves)]
+    found = []
+    for pair in zip(*of_other, strict=True):
+        parts = [[accepted_length_probs(a, tree) for a in half] for half, tree in zip(halves, pair, strict=True)]
+        found.append(simulate_steps(parts[0] + parts[1] if len(answers) > 1 else parts[0], seed))
+    return found

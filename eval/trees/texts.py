@@ -1,15 +1,19 @@
-"""A drafter led along finished texts: the base reads each once, and every position is a place where a step may start.
+"""Simulated acceptance along finished texts: the base reads each text once, the drafter drafts at every position.
 
-Shape legend: B texts at a time, T tokens, n positions, V vocabulary, D width.
+Shape legend: B texts at a time, T tokens, K draft positions, S candidates, n positions, W draft vocabulary,
+V vocabulary, D width.
 """
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from drafthead.data.answers.config import SamplerConfig
 from drafthead.data.batch import Features, TrainBatch
@@ -17,15 +21,31 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite
+from drafthead.eval.trees.simulate import (
+    AcceptProbs,
+    LengthProbs,
+    SimulatedAcceptance,
+    block_accept_probs,
+    candidate_accept_probs,
+    simulate_acceptance,
+    simulate_steps,
+    top_k_accept_probs,
+    trials_in_order,
+)
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import Drafter, DraftState
+from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, Proposal
 from drafthead.models.decoding.corpus import generate_answers
+from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.token_tree import TokenTree
 
-BUDGET = 1 << 23
-"""Most values of laws held at a time (per tensor; float64 takes 8 bytes each)."""
-OFF_LAW, Z_LIMIT, NATS_LIMIT = 0.02, 6.0, 0.1
-"""Texts are refused when more than this share of tokens is impossible, or their surprise is off by so much."""
+EXACT = AcceptanceRule()
+MAX_VALUES = 1 << 23
+"""Most probabilities held at a time (per tensor; float64 takes 8 bytes each)."""
+IMPOSSIBLE_SHARE, Z_LIMIT, NATS_LIMIT = 0.02, 6.0, 0.1
+"""Texts are refused when more than this share of tokens is impossible, or their surprisal is off by so much."""
+BATCH_SIZE = 8
 
 
 class Text(NamedTuple):
@@ -42,172 +62,39 @@ class Text(NamedTuple):
         return max(0, len(self.ids) - self.boundary - 1)
 
 
-def target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sampler: Sampler) -> Tensor:
-    """The target's warped laws after hidden states [n, D] with the tokens before each: [n, V]."""
-    logits = base.logits(hidden)
-    if sampler.repetition_penalty == 1.0:
-        return sampler.probs(logits)
-    each = [
-        sampler.probs(row[None], torch.tensor([context], device=row.device))
-        for row, context in zip(logits, contexts, strict=True)
-    ]
-    return torch.cat(each)
-
-
-def positions(
-    drafter: Drafter, texts: list[Text], features: list[Features], device: torch.device
-) -> Iterator[tuple[list[int], DraftState, Tensor, int]]:
-    """The drafter's state and last token wherever a step may start: rows that are not finished, and the position."""
-    prompts = torch.zeros(len(texts), max(text.boundary for text in texts), dtype=torch.int64, device=device)
-    for row, text in zip(prompts, texts, strict=True):
-        row[: text.boundary] = torch.tensor(text.ids[: text.boundary], device=device)
-    counts = torch.tensor([text.boundary for text in texts], device=device)
-    read = _stack([_slice(f, 0, text.boundary) for f, text in zip(features, texts, strict=True)])
-    state = drafter.update(drafter.init_state(len(texts)), prompts, read, counts)
-    rows = list(range(len(texts)))
-    for t in range(max(text.positions for text in texts)):
-        kept = [i for i, row in enumerate(rows) if t < texts[row].positions]
-        if len(kept) < len(rows):
-            rows, state = [rows[i] for i in kept], state.select(kept)
-        last = torch.tensor([texts[row].ids[texts[row].boundary + t] for row in rows], device=device)
-        yield rows, state, last, t
-        now = _stack([_slice(features[row], texts[row].boundary + t, 1) for row in rows])
-        state = drafter.update(state, last[:, None], now)
-
-
-def read_features(base: BaseModel, drafter: Drafter, texts: list[Text]) -> list[Features]:
-    """Per text the base's hidden states [1, T, D], read in one pass."""
-    found = []
-    for text in texts:
-        ids = torch.tensor([text.ids])
-        batch = TrainBatch(
-            input_ids=ids,
-            position_ids=torch.arange(ids.shape[1])[None],
-            document_ids=torch.zeros_like(ids),
-            loss_mask=torch.ones_like(ids, dtype=torch.bool),
-        )
-        found.append(base.features(batch.to(base.device), drafter.spec))
-    return found
-
-
-def _slice(features: Features, start: int, count: int) -> Features:
-    layers = features.layers
-    return Features(
-        final=features.final[:, start : start + count],
-        layers=None if layers is None else layers[:, start : start + count],
-    )
-
-
-def _stack(parts: list[Features]) -> Features:
-    """Features [1, T, ...] of several rows as one [B, longest T, ...], zeros behind a row's end."""
-    final = torch.nn.utils.rnn.pad_sequence([p.final[0] for p in parts], batch_first=True)
-    layers = [p.layers[0] for p in parts if p.layers is not None]
-    return Features(final=final, layers=torch.nn.utils.rnn.pad_sequence(layers, batch_first=True) if layers else None)
-
-
-def batches(texts: Sequence[Text], size: int) -> Iterator[list[Text]]:
-    """Texts that have a step, at most ``size`` at a time.
-
-    Raises:
-        UserError: none has one.
-    """
-    whole = [text for text in texts if text.positions]
-    if not whole:
-        raise UserError("no text has two answer tokens, so there is no step to replay; give longer answers")
-    size = max(1, size)
-    for start in range(0, len(whole), size):
-        yield whole[start : start + size]
-
-
-class LikelihoodCheck:
-    """Whether texts can be samples of the target's law: their surprise against the entropy that it should average."""
-
-    def __init__(self, sampler: Sampler) -> None:
-        self.sampler = sampler
-        self.tokens = self.impossible = 0
-        self.excess = self.variance = 0.0
-
-    def read(self, base: BaseModel, texts: list[Text], features: list[Features]) -> None:
-        """Add the answers of ``texts``, whose hidden states [1, T, D] are ``features``."""
-        size = max(1, BUDGET // base.vocab_size)
-        for text, feature in zip(texts, features, strict=True):
-            for start in range(text.boundary, len(text.ids), size):
-                places = range(start, min(start + size, len(text.ids)))
-                hidden = feature.final[0, places.start - 1 : places.stop - 1]
-                probs = target_probs(base, hidden, [text.ids[:at] for at in places], self.sampler).double()
-                self.add(probs, torch.tensor([text.ids[at] for at in places], device=base.device))
-
-    def add(self, probs: Tensor, tokens: Tensor) -> None:
-        """Laws [n, V] and the tokens [n] that should be samples of them."""
-        surprise = -probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
-        possible = probs.gather(1, tokens[:, None])[:, 0] > 0
-        mean = (probs * surprise).sum(-1)
-        spread = (probs * (surprise - mean[:, None]) ** 2).sum(-1)
-        self.tokens += len(tokens)
-        self.impossible += int((~possible).sum())
-        self.excess += float((surprise.gather(1, tokens[:, None])[:, 0] - mean)[possible].sum())
-        self.variance += float(spread[possible].sum())
-
-    def check(self) -> None:
-        """Refuse texts that the sampler can hardly have made.
-
-        Raises:
-            UserError: too many impossible tokens, or too surprising or too likely ones on average.
-        """
-        off = abs(self.excess) / max(1, self.tokens)
-        z = abs(self.excess) / max(self.variance, 1e-12) ** 0.5
-        if self.impossible > OFF_LAW * self.tokens or (z > Z_LIMIT and off > NATS_LIMIT):
-            raise UserError(
-                f"the texts are no samples of the target at {self.sampler}: {self.impossible} of {self.tokens} tokens "
-                f"are impossible there, and the others' surprise is {self.excess / max(1, self.tokens):+.2f} nats from "
-                "the law's entropy; replay texts that the same sampler made"
-            )
-
-
-SLOTS = 8
-
-
-def plain_answers(
+def base_answers(
     base: BaseModel, *, suite: str, limit: int | None, max_new_tokens: int, temperature: float = 0.0, seed: int = 0
 ) -> list[Text]:
-    """The base's own answers to a suite's first turns; prompts that do not fit the context are left out.
-
-    Raises:
-        UserError: an unknown suite, or no prompt fits.
-    """
+    """The base's own answers to a suite's first turns; prompts that do not fit the context are left out."""
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     prompts = [(p.number, conversation_ids(base.tokenizer, p)) for p in load_suite(suite, limit, seed)]
-    room = base.max_context - max_new_tokens
-    fitting = [ids for _, ids in prompts if len(ids) <= room]
-    if not fitting:
+    lengths = [len(ids) for _, ids in prompts if len(ids) <= base.max_context - max_new_tokens]
+    if not lengths:
         raise UserError(
-            f"no prompt of {suite} leaves room for {max_new_tokens} tokens in a context of {base.max_context}; lower "
+            f"no prompt of {suite} leaves {max_new_tokens} tokens free in a context of {base.max_context}; lower "
             "max_new_tokens"
         )
-    longest = max(len(ids) for ids in fitting)
-    answers = generate_answers(base, prompts, sampler, batch_size=SLOTS, max_prompt_tokens=longest)
-    found = sorted(answers, key=lambda answer: answer.prompt_number)
-    return [Text(answer.input_ids.tolist(), answer.boundary) for answer in found]
+    answers = generate_answers(base, prompts, sampler, batch_size=BATCH_SIZE, max_prompt_tokens=max(lengths))
+    return [Text(a.input_ids.tolist(), a.boundary) for a in sorted(answers, key=lambda a: a.prompt_number)]
 
 
 def write_texts(path: Path, texts: Sequence[Text]) -> None:
-    """One {"ids": [...], "boundary": n} a line.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """One {"ids": [...], "boundary": n} a line."""
     try:
         path.write_text("".join(json.dumps(text._asdict()) + "\n" for text in texts))
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); choose another file (save=...)") from None
 
 
-def read_texts(path: Path) -> list[Text]:
-    """What ``write_texts`` wrote.
+def check_writable(path: Path) -> None:
+    """Refuse a file that could not be written, before the base has answered."""
+    if path.is_dir():
+        raise UserError(f"save={path} is a folder; name a file in it, say {path / 'texts.jsonl'}")
+    make_folder(path.parent, "save")
 
-    Raises:
-        UserError: no such file, or a line that is no text.
-    """
+
+def read_texts(path: Path) -> list[Text]:
+    """What ``write_texts`` wrote."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -230,12 +117,301 @@ def read_texts(path: Path) -> list[Text]:
     return texts
 
 
-def _check_free(path: Path) -> None:
-    """Refuse a file that could not be written, before the base has answered.
+def positions(
+    drafter: Drafter, texts: list[Text], features: list[Features], device: torch.device
+) -> Iterator[tuple[list[int], DraftState, Tensor, int]]:
+    """The drafter's state and last token wherever a step may start: rows that are not finished, and the position."""
+    prompts = pad_sequence([torch.tensor(text.ids[: text.boundary], device=device) for text in texts], batch_first=True)
+    counts = torch.tensor([text.boundary for text in texts], device=device)
+    read = _stack([_slice(f, 0, text.boundary) for f, text in zip(features, texts, strict=True)])
+    state = drafter.update(drafter.init_state(len(texts)), prompts, read, counts)
+    rows = list(range(len(texts)))
+    for t in range(max(text.positions for text in texts)):
+        kept = [i for i, row in enumerate(rows) if t < texts[row].positions]
+        if len(kept) < len(rows):
+            rows, state = [rows[i] for i in kept], state.select(kept)
+        last = torch.tensor([texts[row].ids[texts[row].boundary + t] for row in rows], device=device)
+        yield rows, state, last, t
+        now = _stack([_slice(features[row], texts[row].boundary + t, 1) for row in rows])
+        state = drafter.update(state, last[:, None], now)
 
-    Raises:
-        UserError: a folder of that name, or one that cannot be written.
+
+def read_features(base: BaseModel, drafter: Drafter, texts: Sequence[Text]) -> list[Features]:
+    """Per text the base's hidden states [1, T, D], read in one pass."""
+    found = []
+    for text in texts:
+        ids = torch.tensor([text.ids])
+        batch = TrainBatch(
+            input_ids=ids,
+            position_ids=torch.arange(ids.shape[1])[None],
+            document_ids=torch.zeros_like(ids),
+            loss_mask=torch.ones_like(ids, dtype=torch.bool),
+        )
+        found.append(base.features(batch.to(base.device), drafter.spec))
+    return found
+
+
+def _slice(features: Features, start: int, count: int) -> Features:
+    layers, part = features.layers, slice(start, start + count)
+    return Features(final=features.final[:, part], layers=None if layers is None else layers[:, part])
+
+
+def _stack(parts: list[Features]) -> Features:
+    """Features [1, T, ...] of several rows as one [B, longest T, ...], zeros after a row's end."""
+    layers = [p.layers[0] for p in parts if p.layers is not None]
+    return Features(
+        final=pad_sequence([p.final[0] for p in parts], batch_first=True),
+        layers=pad_sequence(layers, batch_first=True) if layers else None,
+    )
+
+
+def _target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sampler: Sampler) -> Tensor:
+    """The target's warped probabilities after hidden states [n, D] with the tokens before each: [n, V]."""
+    logits = base.logits(hidden)
+    if sampler.repetition_penalty == 1.0:
+        return sampler.probs(logits)
+    rows = zip(logits, contexts, strict=True)
+    return torch.cat([sampler.probs(row[None], torch.tensor([ids], device=row.device)) for row, ids in rows])
+
+
+class LikelihoodCheck:
+    """Whether texts can be samples of the target: their surprisal against the entropy that it should average."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.tokens = self.impossible = 0
+        self.excess = self.variance = 0.0
+
+    def read(self, base: BaseModel, texts: Sequence[Text], features: list[Features]) -> None:
+        """Add the answers of ``texts``, whose hidden states [1, T, D] are ``features``."""
+        size = max(1, MAX_VALUES // base.vocab_size)
+        for text, feature in zip(texts, features, strict=True):
+            for start in range(text.boundary, len(text.ids), size):
+                places = range(start, min(start + size, len(text.ids)))
+                hidden = feature.final[0, places.start - 1 : places.stop - 1]
+                probs = _target_probs(base, hidden, [text.ids[:at] for at in places], self.sampler).double()
+                self.add(probs, torch.tensor([text.ids[at] for at in places], device=base.device))
+
+    def add(self, probs: Tensor, tokens: Tensor) -> None:
+        """Probabilities [n, V] and the tokens [n] that should be samples of them."""
+        surprisal = -probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
+        possible = probs.gather(1, tokens[:, None])[:, 0] > 0
+        mean = (probs * surprisal).sum(-1)
+        variance = (probs * (surprisal - mean[:, None]) ** 2).sum(-1)
+        self.tokens += len(tokens)
+        self.impossible += int((~possible).sum())
+        self.excess += float((surprisal.gather(1, tokens[:, None])[:, 0] - mean)[possible].sum())
+        self.variance += float(variance[possible].sum())
+
+    def check(self) -> None:
+        """Refuse texts that the sampler can hardly have made."""
+        off = self.excess / max(1, self.tokens)
+        z = abs(self.excess) / max(self.variance, 1e-12) ** 0.5
+        if self.impossible > IMPOSSIBLE_SHARE * self.tokens or (z > Z_LIMIT and abs(off) > NATS_LIMIT):
+            raise UserError(
+                f"the texts are no samples of the target at {self.sampler}: {self.impossible} of {self.tokens} tokens "
+                f"are impossible there, and the others' surprisal is {off:+.2f} nats from the target's entropy; "
+                "simulate on texts that the same sampler made"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptProbsConfig:
+    """What the acceptance probabilities of a whole family of trees depend on."""
+
+    draft_sampling: DraftSampling = DraftSampling.TOP_K
+    sampler: Sampler = Sampler(temperature=1.0)
+    """How the drafter's distribution is warped; top-k drafting does not depend on it."""
+    depth: int | None = None
+    """Draft positions; None: all that the drafter has."""
+    width: int = 10
+    """Candidates at a node."""
+    rule: AcceptanceRule = EXACT
+    """A lossless one."""
+    seed: int = 0
+
+
+def simulate_texts(
+    base: BaseModel,
+    drafter: Drafter,
+    texts: Sequence[Text],
+    draft_config: DraftConfig,
+    sampler: Sampler,
+    rule: AcceptanceRule = EXACT,
+    seed: int = 0,
+) -> SimulatedAcceptance:
+    """What decoding with ``draft_config`` is expected to do on these texts.
+
+    Top-k drafts (static or dynamic trees, of any drafter) are drafted at every position; sampled ones need a drafter
+    that grows trees level by level.
+
+    Args:
+        base: the target.
+        drafter: attached to it.
+        texts: the target's own answers under ``sampler``.
+        draft_config: what to draft.
+        sampler: the target's.
+        rule: a lossless one.
+        seed: of the bootstrap, and of candidates without replacement.
     """
-    if path.is_dir():
-        raise UserError(f"--save {path} is a folder; name a file in it, say {path / 'texts.jsonl'}")
-    make_folder(path.parent, "--save")
+    draft_config = draft_config.at_most(drafter.depth)
+    rule.check(draft_config.draft_sampling, draft_config.tree)
+    _require_lossless(rule)
+    if draft_config.draft_sampling is DraftSampling.TOP_K:
+        return simulate_steps(_drafted_length_probs(base, drafter, texts, draft_config, sampler), seed)
+    tree = draft_config.tree
+    assert isinstance(tree, TokenTree)  # sampled drafts have no other
+    config = AcceptProbsConfig(
+        draft_sampling=draft_config.draft_sampling,
+        sampler=draft_config.sampler,
+        depth=draft_config.depth,
+        width=max(tree.parents.count(n) for n in range(len(tree))),
+        rule=rule,
+        seed=seed,
+    )
+    return simulate_acceptance(text_accept_probs(base, drafter, texts, sampler, config), trials_in_order(tree), seed)
+
+
+@torch.inference_mode()
+def text_accept_probs(
+    base: BaseModel, drafter: Drafter, texts: Sequence[Text], sampler: Sampler, config: AcceptProbsConfig
+) -> list[AcceptProbs]:
+    """Per text with a step [T, K, S]: acceptance of every draft position and candidate, good for any static tree.
+
+    For sampled siblings give trees through ``trials_in_order``. ``MAX_VALUES`` bounds the memory.
+    """
+    _require_lossless(config.rule)
+    if config.rule.name == "block" and config.width > 1:
+        raise UserError("block verification is for chains; set width to 1, or simulate trees with the exact rule")
+    if not isinstance(drafter, StepwiseDrafter):
+        raise UserError(
+            f"{type(drafter).__name__} has no distributions of its own, so the acceptance of whole families of "
+            "trees is unknown; simulate one tree at a time"
+        )
+    depth = min(config.depth or drafter.depth, drafter.depth)
+    reader = _Reader(base, drafter, sampler, config, torch.Generator(base.device).manual_seed(config.seed))
+    found: list[AcceptProbs] = []
+    likelihood = LikelihoodCheck(sampler)
+    for batch in _batches(texts, MAX_VALUES // (depth * base.vocab_size)):
+        tables = [np.full((text.positions, depth, config.width), np.nan) for text in batch]
+        features = read_features(base, drafter, batch)
+        likelihood.read(base, batch, features)
+        for rows, state, last, t in positions(drafter, batch, features, base.device):
+            active = [batch[row] for row in rows]
+            logits = forced_logits(drafter, state, last, active, t, depth)
+            probs = reader.at(active, [features[row].final[0] for row in rows], t, logits)
+            for row, values in zip(rows, probs, strict=True):
+                tables[row][t, : len(values)] = values
+        found += tables
+    likelihood.check()
+    return found
+
+
+def forced_logits(
+    drafter: StepwiseDrafter, state: DraftState, last: Tensor, texts: Sequence[Text], t: int, depth: int
+) -> list[Tensor]:
+    """Per draft position the drafter's logits [B, W] after the text's own tokens."""
+    draft_pass = drafter.start(state, last, DraftConfig(tree=TokenTree.chain(depth)))
+    logits = [draft_pass.root()[:, 0].float()]
+    for k in range(1, depth):
+        # After a text's end its last token stands in: nothing reads what follows.
+        ids = [text.ids[min(text.boundary + t + k, len(text.ids) - 1)] for text in texts]
+        tokens = torch.tensor(ids, device=last.device)[:, None]
+        logits.append(draft_pass.step(tokens, torch.zeros_like(tokens))[:, 0].float())
+    return logits
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Turns draft logits along the texts into acceptance probabilities."""
+
+    base: BaseModel
+    drafter: StepwiseDrafter
+    sampler: Sampler
+    config: AcceptProbsConfig
+    generator: torch.Generator
+
+    def at(self, texts: list[Text], hidden: list[Tensor], t: int, logits: list[Tensor]) -> list[AcceptProbs]:
+        """Per text the probabilities [K, S] of the draft positions that it has at its t-th position.
+
+        Args:
+            texts: all have that position.
+            hidden: [T, D] of each.
+            t: position.
+            logits: [B, W] of each draft position.
+        """
+        # Draft position k (0-based) stands at this index of the text; after the text's end there is none.
+        places = [(i, k, text.boundary + t + 1 + k) for i, text in enumerate(texts) for k in range(len(logits))]
+        places = [(i, k, at) for i, k, at in places if at < len(texts[i].ids)]
+        tokens = torch.tensor([texts[i].ids[at] for i, _, at in places], device=self.base.device)
+        draft = torch.stack([logits[k][i] for i, k, _ in places])
+        lengths = [min(len(logits), text.positions - t) for text in texts]
+        config = self.config
+        if config.draft_sampling is DraftSampling.TOP_K:
+            found = top_k_accept_probs(draft, tokens, self.drafter.d2t, config.width)
+        else:
+            states = torch.stack([hidden[i][at - 1] for i, _, at in places])
+            p = _target_probs(self.base, states, [texts[i].ids[:at] for i, _, at in places], self.sampler)
+            q = config.sampler.probs(draft)
+            if q.shape[1] < p.shape[1]:
+                q = torch.zeros_like(p).index_copy_(1, self.drafter.d2t, q)
+            if config.rule.name == "block":
+                on_text = torch.stack([x.gather(1, tokens[:, None])[:, 0] for x in (p, q)])
+                chains = torch.split(on_text, lengths, dim=1)
+                found = torch.cat([block_accept_probs(a[None], b[None])[0] for a, b in chains])[:, None]
+            else:
+                found = candidate_accept_probs(p, q, tokens, config.draft_sampling, config.width, self.generator)
+        return [part.cpu().numpy() for part in torch.split(found, lengths)]
+
+
+@torch.inference_mode()
+def _drafted_length_probs(
+    base: BaseModel, drafter: Drafter, texts: Sequence[Text], draft_config: DraftConfig, sampler: Sampler
+) -> list[LengthProbs]:
+    """Per text with a step [T, D+1]: how many top-k drafts agree with the text.
+
+    They are accepted exactly when the target's own sample is among them, and the text is that sample.
+    """
+    found, likelihood = [], LikelihoodCheck(sampler)
+    for batch in _batches(texts, MAX_VALUES // (draft_config.depth * base.vocab_size + 1)):
+        accepted = [np.zeros(text.positions, dtype=np.int64) for text in batch]
+        features = read_features(base, drafter, batch)
+        likelihood.read(base, batch, features)
+        for rows, state, last, t in positions(drafter, batch, features, base.device):
+            counts = _matching_drafts(drafter.draft(state, last, draft_config), [batch[row] for row in rows], t)
+            for row, count in zip(rows, counts.tolist(), strict=True):
+                accepted[row][t] = count
+        found += [np.eye(int(a.max()) + 1)[a] for a in accepted]
+    likelihood.check()
+    return found
+
+
+def _matching_drafts(proposal: Proposal, texts: list[Text], t: int) -> Tensor:
+    """[B] drafts on the longest drafted path that the texts follow after their t-th position."""
+    tokens, depths = proposal.tokens, proposal.shape.depths.expand_as(proposal.tokens)
+    ahead = int(depths.max()) + 1
+    starts = [text.boundary + t for text in texts]
+    following = [torch.tensor(text.ids[start : start + ahead]) for text, start in zip(texts, starts, strict=True)]
+    wanted = torch.nn.functional.pad(pad_sequence(following, batch_first=True, padding_value=-1), (0, ahead), value=-1)
+    wrong = tokens != wanted.to(tokens.device).gather(1, depths)
+    wrong[:, 1:] |= proposal.shape.parents.expand_as(tokens)[:, 1:] < 0  # padding
+    failed = (proposal.shape.ancestors.expand(len(texts), -1, -1) & wrong[:, None, :]).any(-1)
+    return torch.where(failed, 0, depths).amax(1)
+
+
+def _batches(texts: Sequence[Text], size: int) -> Iterator[list[Text]]:
+    """Texts that have a step, at most ``size`` at a time."""
+    with_steps = [text for text in texts if text.positions]
+    if not with_steps:
+        raise UserError("no text has two answer tokens, so there is no step to simulate; give longer answers")
+    size = max(1, size)
+    for start in range(0, len(with_steps), size):
+        yield with_steps[start : start + size]
+
+
+def _require_lossless(rule: AcceptanceRule) -> None:
+    if not rule.lossless:
+        raise UserError(
+            f"the rule {rule.name!r} cannot be simulated: it is lossy, so the text depends on what was drafted; decode "
+            "instead, or simulate the exact rule"
+        )

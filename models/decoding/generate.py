@@ -19,7 +19,7 @@ class Answer:
 
     text: str
     tokens: list[int]
-    mean_accepted_tokens: float
+    mean_accepted_length: float
     """Tokens committed a step, bonus included; 1 for plain decoding."""
     tokens_per_second: float
     log: DecodeResult
@@ -73,7 +73,7 @@ def generate(
     return Answer(
         text=base.tokenizer.decode(log.tokens, skip_special_tokens=True),
         tokens=log.tokens,
-        mean_accepted_tokens=sum(s.committed for s in log.steps) / steps if steps else 1.0,
+        mean_accepted_length=sum(s.committed for s in log.steps) / steps if steps else 1.0,
         tokens_per_second=len(log.tokens) / log.total_s,
         log=log,
     )

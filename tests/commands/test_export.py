@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drafthead.eval.lossless.export_check import DraftQuality, ExportCheck, check_export, training_estimate
-from drafthead.eval.trees.texts import Text, plain_answers, write_texts
+from drafthead.eval.trees.texts import Text, base_answers, write_texts
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import format_named
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
@@ -33,7 +33,7 @@ TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 
 @cache
 def answers(base: BaseModel) -> list[Text]:
-    return plain_answers(base, suite="builtin", limit=3, max_new_tokens=24)
+    return base_answers(base, suite="builtin", limit=3, max_new_tokens=24)
 
 
 @cache
@@ -167,7 +167,7 @@ def test_the_check_names_every_failure(tiny_base: TinyBase) -> None:
     half = ExportCheck(
         dtype=torch.float16,
         before=good.before,
-        after=replace(good.after, accepted_length=good.before.accepted_length + 0.01),
+        after=replace(good.after, mean_accepted_length=good.before.mean_accepted_length + 0.01),
         same_vocabulary=True,
         estimate=None,
         estimate_tolerance=0.2,

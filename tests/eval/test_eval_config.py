@@ -10,7 +10,7 @@ from drafthead.commands import eval as command
 from drafthead.data.utils.config import parse
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig, EvalRunConfig
-from drafthead.eval.timing.methods import check_peers, is_drafter, make_drafter, merged
+from drafthead.eval.timing.methods import check_methods, combined, is_drafter, make_drafter
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftSampling, DynamicTree
 from drafthead.models.drafters.combined import CombinedDrafter
@@ -80,10 +80,10 @@ def test_pruned_trees_of_samples_are_refused(head: MedusaHead) -> None:
 
 def test_peers(tiny_base: Callable[..., BaseModel]) -> None:
     base = tiny_base()
-    check_peers(["prompt_lookup", "early_exit:2", "hf_prompt_lookup:3", "head+prompt_lookup:3", "model:a:b:7"])
+    check_methods(["prompt_lookup", "early_exit:2", "hf_prompt_lookup:3", "head+prompt_lookup:3", "model:a:b:7"])
     for wrong in ("prompt_lokup", "early_exit", "model", "prompt_lookup:x", "early_exit:2:0", "head+hf_assisted:a"):
-        with pytest.raises(UserError, match=f"unknown drafter or peer '.*{wrong[5:]}'; give any of prompt_lookup"):
-            check_peers([wrong])
+        with pytest.raises(UserError, match=f"unknown drafter or method '.*{wrong[5:]}'; give any of prompt_lookup"):
+            check_methods([wrong])
     assert is_drafter("early_exit:2") and not is_drafter("outputs/a/head")
     assert make_drafter("prompt_lookup:4", base).depth == 4
     assert make_drafter("early_exit:2:3", base).depth == 3
@@ -92,15 +92,15 @@ def test_peers(tiny_base: Callable[..., BaseModel]) -> None:
 
 
 def test_a_merged_tree_holds_both(head: MedusaHead) -> None:
-    union, draft_config = merged(head.base, head, EvalConfig(tree="chain:2").draft_config(head), ["prompt_lookup:4"])
+    union, draft_config = combined(head.base, head, EvalConfig(tree="chain:2").draft_config(head), ["prompt_lookup:4"])
     assert (union.depth, draft_config.depth, draft_config.nodes) == (4, 4, 7)
     assert isinstance(union, CombinedDrafter) and union.nodes == 3, "as many as the head's own"
-    union, _ = merged(head.base, head, EvalConfig().draft_config(head), ["prompt_lookup:4"], nodes=9)
+    union, _ = combined(head.base, head, EvalConfig().draft_config(head), ["prompt_lookup:4"], nodes=9)
     assert isinstance(union, CombinedDrafter) and union.nodes == 9
-    with pytest.raises(ValueError, match="merge_nodes must be at least 2"):
-        EvalConfig(merge_nodes=1)
-    with pytest.raises(UserError, match="merged with a static tree"):
-        merged(head.base, head, EvalConfig(tree="dynamic:8").draft_config(head), ["prompt_lookup:4"])
+    with pytest.raises(ValueError, match="combine_nodes must be at least 2"):
+        EvalConfig(combine_nodes=1)
+    with pytest.raises(UserError, match="only a static tree of the head can be combined"):
+        combined(head.base, head, EvalConfig(tree="dynamic:8").draft_config(head), ["prompt_lookup:4"])
 
 
 def test_nested_settings_can_be_overridden_on_the_command_line() -> None:

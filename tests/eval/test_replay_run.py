@@ -9,10 +9,9 @@ import pytest
 
 from drafthead.commands.replay import own_row, rows
 from drafthead.data.utils.errors import UserError
-from drafthead.eval.trees.choice import Machine
-from drafthead.eval.trees.cost_model import StepCosts
-from drafthead.eval.trees.simulate import chances_of
-from drafthead.eval.trees.texts import Text, plain_answers, read_texts, write_texts
+from drafthead.eval.trees.cost_model import CostModel
+from drafthead.eval.trees.simulate import accept_probs_of_ranks
+from drafthead.eval.trees.texts import Text, base_answers, read_texts, write_texts
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftSampling
 from drafthead.models.decoding.loop import decode
@@ -21,20 +20,20 @@ from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
 from support import call
 
-COSTS = StepCosts(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
-ANSWERS = [chances_of(np.random.default_rng(s).integers(0, 4, size=(50, 3)), 4) for s in range(6)]
+COSTS = CostModel(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
+ANSWERS = [accept_probs_of_ranks(np.random.default_rng(s).integers(0, 4, size=(50, 3)), 4) for s in range(6)]
 
 
 @pytest.mark.parametrize("draft_sampling", [DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT])
 def test_rows_are_chains_and_trees(draft_sampling: DraftSampling) -> None:
-    found = rows(ANSWERS, Machine(COSTS), [1, 3], [4, 16], draft_sampling)
+    found = rows(ANSWERS, COSTS, [1, 3], [4, 16], draft_sampling)
     assert [(r.name, r.nodes, r.depth) for r in found] == [
         ("chain of 1", 2, 1),
         ("chain of 3", 4, 3),
         ("best tree of 4", 4, 3),
         ("best tree of 16", 16, 3),
     ]
-    tokens = [r.replay.mean_accepted_tokens for r in found]
+    tokens = [r.simulated.mean_accepted_length for r in found]
     assert tokens[3] > tokens[2] > 1.5 > tokens[0] and tokens[0] == pytest.approx(1.25, abs=0.1)
     assert found[0].speedup == pytest.approx(tokens[0] * 0.0105 / (COSTS.verify_at(2) + 0.0015))
 
@@ -85,10 +84,10 @@ def test_bad_settings_are_refused_before_anything_is_loaded(
 def test_base_answers_follow_the_suite(tiny_base: Callable[..., BaseModel], tmp_path: Path) -> None:
     base, suite = tiny_base(), tmp_path / "s.jsonl"
     suite.write_text('{"prompt": "one"}\n{"prompt": "two words"}\n')
-    texts = plain_answers(base, suite=str(suite), limit=None, max_new_tokens=5)
+    texts = base_answers(base, suite=str(suite), limit=None, max_new_tokens=5)
     assert len(texts) == 2 and all(2 <= len(t.ids) - t.boundary + 1 <= 6 for t in texts)
     with pytest.raises(UserError, match="lower max_new_tokens"):
-        plain_answers(base, suite=str(suite), limit=None, max_new_tokens=base.max_context - 1)
+        base_answers(base, suite=str(suite), limit=None, max_new_tokens=base.max_context - 1)
 
 
 def test_a_head_with_a_threshold_has_a_row_of_its_own(
@@ -100,7 +99,7 @@ def test_a_head_with_a_threshold_has_a_row_of_its_own(
     plain = own_row(base, head, texts, Sampler())
     head.confidence_threshold = 0.999
     row = own_row(base, head, texts, Sampler())
-    assert row.speedup is None and row.replay.mean_accepted_tokens < plain.replay.mean_accepted_tokens
+    assert row.speedup is None and row.simulated.mean_accepted_length < plain.simulated.mean_accepted_length
     write_texts(tmp_path / "t.jsonl", texts)
     for threshold in (0.0, 0.25):
         head.confidence_threshold, head.tree = threshold, TokenTree.chain(2)

@@ -74,13 +74,13 @@ def check_card(card: ModelCard, evaluation: dict[str, Any], head: DraftHead, fol
     found = {(r.metric_type, r.dataset_config): r for r in data.eval_results}
     assert {key for key in found if key[1] == "overall"} == {
         ("speedup", "overall"),
-        ("mean_accepted_tokens", "overall"),
+        ("mean_accepted_length", "overall"),
     }
     assert len(evaluation["tasks"]) > 1
     for name, group in [*evaluation["tasks"].items(), ("overall", evaluation["overall"])]:
-        speedup, accepted = speedup_of(group), group["mean_accepted_tokens"]
+        speedup, accepted = speedup_of(group), group["mean_accepted_length"]
         assert found["speedup", name].metric_value == round(speedup, 3)
-        assert found["mean_accepted_tokens", name].metric_value == round(accepted, 3)
+        assert found["mean_accepted_length", name].metric_value == round(accepted, 3)
         (row,) = (line for line in card.content.splitlines() if line.startswith(f"| {name} | {speedup:.2f}x |"))
         assert row.split(" | ")[3] == f"{accepted:.2f}"
     assert "CPU cores" in found["speedup", "overall"].metric_args["hardware"]

@@ -20,7 +20,7 @@ from support import composed, losses_of
 
 SHORT = ("phases.joint.steps=6", "phases.pretrain.steps=2", "phases.distill.steps=4")
 PLAIN_MEDUSA = ("head=medusa", "~head.base_loss", "~head.heads_weight", "~head.heads_schedule")
-LOOSE = ("quality_limits.max_perplexity_ratio=null", "quality_limits.min_agreement=null")
+LOOSE = ("quality_limits.max_perplexity_ratio=null", "quality_limits.min_greedy_match_rate=null")
 
 
 def load(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
@@ -64,13 +64,13 @@ def test_resume_in_the_joint_phase_equals_no_interruption_bit_for_bit(tmp_path: 
 def test_past_a_limit_the_run_fails_and_all_is_saved(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
-        match=r"the base changed more than quality_limits allow: .*agreement on text is 0\.\d+ .limit 1.*is saved in",
+        match=r"the base changed more than quality_limits allow: .*match rate on text is 0\.\d+ .limit 1.*is saved in",
     ):
-        train(tmp_path, "quality_limits.min_agreement=1.0", "phases.joint.optim.lr=0.05")
+        train(tmp_path, "quality_limits.min_greedy_match_rate=1.0", "phases.joint.optim.lr=0.05")
     run = tmp_path / "run"
     quality = read_json(run / "quality.json")
     assert quality == read_json(run / "head" / "quality.json")
-    assert not quality["passed"] and quality["limits"]["min_agreement"] == 1.0
+    assert not quality["passed"] and quality["limits"]["min_greedy_match_rate"] == 1.0
     for path in ("eval.json", "report.html", "head/tree.json", "head/adapter/adapter_config.json"):
         assert (run / path).stat().st_size > 0
     assert "The base was tuned along" in (run / "head" / "README.md").read_text()
@@ -79,10 +79,10 @@ def test_past_a_limit_the_run_fails_and_all_is_saved(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="the base changed more than quality_limits allow"
     ):  # a second start changes nothing
-        train(tmp_path, "quality_limits.min_agreement=1.0", "phases.joint.optim.lr=0.05")
+        train(tmp_path, "quality_limits.min_greedy_match_rate=1.0", "phases.joint.optim.lr=0.05")
     train(
         tmp_path,
-        "quality_limits.min_agreement=0.01",
+        "quality_limits.min_greedy_match_rate=0.01",
         "quality_limits.max_perplexity_ratio=100",
         "phases.joint.optim.lr=0.05",
     )
@@ -111,7 +111,7 @@ def test_text_that_the_base_is_measured_on_is_not_trained_on(tmp_path: Path) -> 
             "phases.joint trains heads for the original base after phases.distill",
         ),
         (("base.adapter=some/folder",), "base.adapter=some/folder and phases.joint.train_base exclude each other"),
-        (("quality_limits.min_agreement=2",), r"quality_limits.min_agreement must be in \[0, 1\], got 2"),
+        (("quality_limits.min_greedy_match_rate=2",), r"min_greedy_match_rate must be in \[0, 1\], got 2"),
         (("head.base_loss=mse",), "head.base_loss must be one of"),
     ],
 )

@@ -106,7 +106,13 @@ def test_it_runs_tiny(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert ("without its threshold of" in capsys.readouterr().out) == name.startswith("kangaroo")
     run = tmp_path / "run"
     evaluation = json.loads((run / "eval.json").read_text())
-    wanted = {"mean_accepted_tokens", "acceptance_per_depth", "ctar", "tokens_per_second", "baseline_tokens_per_second"}
+    wanted = {
+        "mean_accepted_length",
+        "acceptance_per_depth",
+        "ctar",
+        "tokens_per_second",
+        "autoregressive_tokens_per_second",
+    }
     assert wanted | {"speedup", "identical_outputs", "hardware", "versions", "tasks"} <= set(evaluation) | set(
         evaluation["overall"]
     )

@@ -29,7 +29,7 @@ JOINT = (
     "phases.joint.steps=3",
     "head.lora_dropout=0.0",
     "quality_limits.max_perplexity_ratio=null",
-    "quality_limits.min_agreement=null",
+    "quality_limits.min_greedy_match_rate=null",
 )
 TIMEOUT_S = 600
 LOSS_TOLERANCE, WEIGHT_TOLERANCE, BFLOAT16_TOLERANCE = 1e-5, 2e-5, 0.03

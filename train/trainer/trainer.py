@@ -13,7 +13,7 @@ from drafthead.data.text.packing import digest_rows
 from drafthead.data.text.streaming import StreamedRows
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.calibrate import WIDTH, answer_ranks
-from drafthead.eval.trees.simulate import Ranks, chances_of, replay
+from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import PhaseConfig, RunConfig
@@ -221,7 +221,8 @@ class Trainer:
         self.head.train()
         # Of greedy decoding with a chain over all positions.
         chain = TokenTree.chain(self.head.depth)
-        length = replay([chances_of(ranks, WIDTH) for ranks in answers], chain).mean_accepted_tokens
+        probs = [accept_probs_of_ranks(ranks, WIDTH) for ranks in answers]
+        length = simulate_acceptance(probs, chain).mean_accepted_length
         progress = self.checkpoints.progress
         row: dict[str, Any] = {"phase": name, "step": progress.step, "total_step": progress.total_steps}
         row |= {f"held_out_{key}": value for key, value in found.items()}

@@ -35,12 +35,16 @@ LOG: list[dict[str, Any]] = [
 def group(speedup: float | None, same: int = 3) -> dict[str, Any]:
     interval = [None, None] if speedup is None else [speedup - 0.1, speedup + 0.1]
     return {
-        "mean_accepted_tokens": speedup and 1.8,
+        "mean_accepted_length": speedup and 1.8,
         "acceptance_per_depth": [0.5, 0.4, None] if speedup else [],
         "ctar": {str(w): speedup and 0.5 / w for w in range(1, 7)},
         "tokens_per_second": speedup and 10 * speedup,
-        "baseline_tokens_per_second": {"transformers": speedup and 8.0, "drafthead": speedup and 10.0},
-        "speedup": {"vs_transformers": speedup and 1.25 * speedup, "vs_drafthead": speedup, "interval_95": interval},
+        "autoregressive_tokens_per_second": {"transformers": speedup and 8.0, "autoregressive": speedup and 10.0},
+        "speedup": {
+            "vs_transformers": speedup and 1.25 * speedup,
+            "vs_autoregressive": speedup,
+            "interval_95": interval,
+        },
         "identical_outputs": {"same": same, "of": 3, "near_ties": [], "different": []},
         "hardware": {"cpu": "Some <CPU>", "cores": 2, "torch_threads": 2, "ram_gb": 8.0, "gpu": None},
         "versions": {"drafthead": "0.1.0", "torch": "2.13.0"},
@@ -87,7 +91,7 @@ def test_every_figure_is_a_png_too(folder: Path) -> None:
 def test_the_headline_is_against_the_faster_baseline(folder: Path) -> None:
     page = (folder / "report.html").read_text()
     assert "<b>1.40x</b><span>speedup, 95\u00a0% 1.30–1.50</span>" in page
-    assert "14.0 tokens/s; drafthead: 10.0" in page
+    assert "14.0 tokens/s; autoregressive: 10.0" in page
     assert "<b>3 of 3</b><span>outputs identical</span>" in page
     assert 'class="card warn"' not in page
 
@@ -192,7 +196,7 @@ def compared() -> dict[str, Any]:
     """What ``summarise`` says of three methods, the headline's with a lossy rule."""
     results = {
         "transformers": [answer(1, 0.012, 0)] * 3,
-        "drafthead": [answer(1, 0.010, 0)] * 3,
+        "autoregressive": [answer(1, 0.010, 0)] * 3,
         "speculative": [answer(2, 0.013, 4)] * 3,
         "prompt_lookup": [answer(1, 0.011, 2)] * 3,
     }
@@ -218,7 +222,7 @@ def test_several_methods_and_the_explained_speedup(written: Path) -> None:
     page = written.read_text()
     for name in ("speculative", "prompt_<wbr>lookup", "transformers<small>baseline</small>"):
         assert f'<th scope="row">{name}</th>' in page
-    assert "Mean accepted length 2.00 × 10.0 ms of an\nautoregressive step (drafthead)" in page
+    assert "Mean accepted length 2.00 × 10.0 ms of an\nautoregressive step (autoregressive)" in page
     assert "loop) =\n1.54x predicted; 1.46x measured" in page
     assert "closed form</th>" in page and "optimal lookahead</th>" in page
     assert (
@@ -276,7 +280,7 @@ def test_without_a_comparison_there_is_no_claim_of_identical_outputs(compared: d
 
 
 def test_long_answers_have_few_bars(compared: dict[str, Any]) -> None:
-    row = {"steps": 2, "mean_accepted_tokens": 1.5, "first_accepted": None}
+    row = {"steps": 2, "mean_accepted_length": 1.5, "first_accepted": None}
     bins = [row | {"low": 32.0 * n, "high": 32.0 * (n + 1)} for n in range(20)]
     figure = dict(plots.draw_figures(compared | {"by_position": bins}, None, None, None))["by_position"]
     assert 1 < len(figure.axes[0].patches) <= plots.MAX_BINS

@@ -10,7 +10,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.metrics import acceptance as metrics
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.eval.trees.calibrate import answer_ranks
-from drafthead.eval.trees.simulate import chances_of, replay
+from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.decoding.loop import EXACT, GREEDY, decode
@@ -94,7 +94,7 @@ def test_the_transformers_baseline_is_greedy_whatever_the_model_asks_for(tiny_ba
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:2], PROMPT[:1]], ids=["prompt", "two tokens", "one token"])
 @pytest.mark.parametrize("tree", TREES, ids=list(TREES))
 def test_replay_is_real_decoding(tiny_base: TinyBase, tree: str, prompt: list[int], new: int) -> None:
-    """Steps and mean accepted tokens that calibration expects on an answer, against decoding it."""
+    """Steps and mean accepted length that calibration expects on an answer, against decoding it."""
     base = tiny_base()
     plain = decode(base, None, prompt, max_new_tokens=new, ignore_eos=True).tokens
     head = trained_head(base, decode(base, None, PROMPT, max_new_tokens=60, ignore_eos=True).tokens)
@@ -107,9 +107,9 @@ def test_replay_is_real_decoding(tiny_base: TinyBase, tree: str, prompt: list[in
         loss_mask=torch.arange(length)[None] >= len(prompt),
     )
     answers = answer_ranks(head, batch, base.features(batch, head.spec))
-    replayed = replay([chances_of(a) for a in answers], TREES[tree])
+    replayed = simulate_acceptance([accept_probs_of_ranks(a) for a in answers], TREES[tree])
     assert replayed.steps == len(real.steps)
-    assert replayed.mean_accepted_tokens == metrics.mean_accepted_tokens([real]).value
+    assert replayed.mean_accepted_length == metrics.mean_accepted_length([real]).value
     assert new < 60 or prompt != PROMPT or sum(s.accepted for s in real.steps) > 5, "nothing accepted proves nothing"
 
 

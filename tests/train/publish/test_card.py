@@ -48,9 +48,9 @@ def test_a_licence_that_cannot_be_read_is_unknown(tmp_path: Path, monkeypatch: p
 
 
 GROUP: dict[str, Any] = {
-    "mean_accepted_tokens": 1.8,
+    "mean_accepted_length": 1.8,
     "tokens_per_second": 30.0,
-    "baseline_tokens_per_second": {"transformers": 20.0},
+    "autoregressive_tokens_per_second": {"transformers": 20.0},
     "speedup": {"vs_transformers": 1.5, "interval_95": [1.4, 1.6]},
     "hardware": {"cpu": "a CPU", "cores": 2, "torch_threads": 2, "gpu": None},
     "versions": {"drafthead": "0.2.0", "torch": "2.13.0"},
@@ -88,7 +88,7 @@ def test_a_card_names_no_folder_of_this_machine_and_its_results_are_metadata(
     assert {(r.metric_type, r.dataset_name, r.metric_value) for r in found.data.eval_results} == {
         (metric, f"mine, {task}", value)
         for task in ("math", "overall")
-        for metric, value in (("speedup", 1.5), ("mean_accepted_tokens", 1.8))
+        for metric, value in (("speedup", 1.5), ("mean_accepted_length", 1.8))
     }
 
 

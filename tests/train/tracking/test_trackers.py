@@ -161,10 +161,10 @@ def test_tensorboard_receives_settings_and_curves(open_tracker: Open, tmp_path: 
 def evaluation() -> dict[str, Any]:
     """As ``evaluate`` returns it, as far as tables read it."""
     group = {
-        "mean_accepted_tokens": 1.8,
+        "mean_accepted_length": 1.8,
         "tokens_per_second": 30.0,
-        "baseline_tokens_per_second": {"transformers": 18.0, "drafthead": 20.0},
-        "speedup": {"vs_transformers": 1.67, "vs_drafthead": 1.5, "interval_95": [1.4, 1.6]},
+        "autoregressive_tokens_per_second": {"transformers": 18.0, "autoregressive": 20.0},
+        "speedup": {"vs_transformers": 1.67, "vs_autoregressive": 1.5, "interval_95": [1.4, 1.6]},
         "identical_outputs": {"same": 3, "of": 3},
     }
     return {"tasks": {"math": group}, "overall": group, "rule": {"name": "exact", "lossless": True}}

@@ -1,4 +1,4 @@
-"""Teacher-forced replay on tiny random bases: against the heads' own laws and ranks, and against real decoding."""
+"""Simulated acceptance along texts of tiny random bases: against the heads' own logits and real decoding."""
 
 import math
 from collections.abc import Callable
@@ -14,12 +14,17 @@ from torch import Tensor
 from drafthead.data.batch import Features, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.metrics import acceptance as metrics
-from drafthead.eval.trees import simulate_texts as replay_texts
-from drafthead.eval.trees import texts as text_pass
+from drafthead.eval.trees import texts as texts_module
 from drafthead.eval.trees.calibrate import answer_ranks
-from drafthead.eval.trees.simulate import by_trial, chances_of, ends, ends_of, expected_steps, replay, replay_ends
-from drafthead.eval.trees.simulate_texts import ChancePlan, text_chances
-from drafthead.eval.trees.texts import Text
+from drafthead.eval.trees.simulate import (
+    accept_probs_of_ranks,
+    accepted_length_probs,
+    simulate_acceptance,
+    simulate_steps,
+    start_probs,
+    trials_in_order,
+)
+from drafthead.eval.trees.texts import AcceptProbsConfig, Text, simulate_texts, text_accept_probs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, DynamicTree
@@ -83,33 +88,31 @@ def as_batch(text: Text) -> TrainBatch:
 
 
 @pytest.mark.parametrize("reads_last", [False, True])
-def test_deterministic_chances_are_the_ranks(base: BaseModel, reads_last: bool) -> None:
-    """What replay reads position by position, against what calibration reads in one go."""
+def test_top_k_accept_probs_are_the_ranks(base: BaseModel, reads_last: bool) -> None:
+    """What the simulation reads position by position, against what calibration reads in one go."""
     head, texts = fitted(base, reads_last), answered(base, 0.0, 30)
-    found = text_chances(base, head, texts, GREEDY, ChancePlan(width=4))
-    for text, chances in zip(texts, found, strict=True):
+    found = text_accept_probs(base, head, texts, GREEDY, AcceptProbsConfig(width=4))
+    for text, probs in zip(texts, found, strict=True):
         batch = as_batch(text)
         (ranks,) = answer_ranks(head, batch, base.features(batch, head.spec))
-        assert np.array_equal(chances, chances_of(ranks, 4), equal_nan=True)
-        assert chances[:, 0, 0].sum() > 3, "a head that is never right shows nothing"
+        assert np.array_equal(probs, accept_probs_of_ranks(ranks, 4), equal_nan=True)
+        assert probs[:, 0, 0].sum() > 3, "a head that is never right shows nothing"
 
 
 @pytest.mark.parametrize("sampler", [GREEDY, WARM], ids=["greedy", "sampled"])
 def test_a_deterministic_plan_is_the_tree_on_ranks(base: BaseModel, sampler: Sampler) -> None:
-    """Drafting for real at every position, against chances of the whole family."""
+    """Drafting for real at every position, against probs of the whole family."""
     head, texts = fitted(base), answered(base, sampler.temperature, 25)
-    whole = text_chances(base, head, texts, sampler, ChancePlan())
-    found = replay_texts.replay_texts(base, head, texts, DraftConfig(tree=TREE), sampler)
-    assert found == replay(whole, TREE) and found.steps < found.tokens
+    whole = text_accept_probs(base, head, texts, sampler, AcceptProbsConfig())
+    found = simulate_texts(base, head, texts, DraftConfig(tree=TREE), sampler)
+    assert found == simulate_acceptance(whole, TREE) and found.steps < found.tokens
 
 
 def test_a_dynamic_tree_of_all_candidates_is_the_expansion(base: BaseModel) -> None:
     head, texts = fitted(base), answered(base, 0.0, 25)
     dynamic = DraftConfig(tree=DynamicTree(nodes=13, width=3, depth=2))
     static = DraftConfig(tree=TokenTree.expansion([3, 3]))
-    assert replay_texts.replay_texts(base, head, texts, dynamic, GREEDY) == replay_texts.replay_texts(
-        base, head, texts, static, GREEDY
-    )
+    assert simulate_texts(base, head, texts, dynamic, GREEDY) == simulate_texts(base, head, texts, static, GREEDY)
 
 
 def warmed(logits: Tensor, temperature: float) -> Tensor:
@@ -117,12 +120,14 @@ def warmed(logits: Tensor, temperature: float) -> Tensor:
 
 
 @torch.no_grad()
-def test_a_chain_of_samples_is_the_ratio_of_laws(base: BaseModel) -> None:
+def test_a_chain_of_samples_is_the_ratio_of_probabilities(base: BaseModel) -> None:
     """min(1, q(x) / p(x)) from the model's own logits and the heads' modules, at every position and draft."""
     head, texts = fitted(base), answered(base, 0.7, 12, copies=2)
-    draft_config = ChancePlan(draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=1.3), width=1)
-    found = text_chances(base, head, texts, WARM, draft_config)
-    for text, chances in zip(texts, found, strict=True):
+    draft_config = AcceptProbsConfig(
+        draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=1.3), width=1
+    )
+    found = text_accept_probs(base, head, texts, WARM, draft_config)
+    for text, probs in zip(texts, found, strict=True):
         ids = torch.tensor([text.ids])
         p = warmed(base.model(ids).logits[0], 0.7)
         hidden = base.forward(ids, base.new_cache(len(text.ids))).final[0]
@@ -131,20 +136,19 @@ def test_a_chain_of_samples_is_the_ratio_of_laws(base: BaseModel) -> None:
             for k in range(3):
                 at = start + 2 + k
                 if at >= len(text.ids):
-                    assert math.isnan(chances[t, k, 0])
+                    assert math.isnan(probs[t, k, 0])
                     continue
                 x = text.ids[at]
                 q = warmed(head.output_head(k).logits(head.blocks[k](hidden[start], None)), 1.3)[x]
-                assert chances[t, k, 0] == pytest.approx(min(1.0, float(q / p[at - 1, x])), rel=1e-3)
+                assert probs[t, k, 0] == pytest.approx(min(1.0, float(q / p[at - 1, x])), rel=1e-3)
 
 
-def test_chances_do_not_depend_on_the_batch(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probs_do_not_depend_on_the_batch(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     head, texts = fitted(base), answered(base, 0.7, 8, copies=2)
-    draft_config = ChancePlan(draft_sampling=DraftSampling.WITH_REPLACEMENT, width=3)
-    together = text_chances(base, head, texts, WARM, draft_config)
-    monkeypatch.setattr(replay_texts, "BUDGET", 1)
-    monkeypatch.setattr(text_pass, "BUDGET", 1000)
-    for a, b in zip(together, text_chances(base, head, texts, WARM, draft_config), strict=True):
+    draft_config = AcceptProbsConfig(draft_sampling=DraftSampling.WITH_REPLACEMENT, width=3)
+    together = text_accept_probs(base, head, texts, WARM, draft_config)
+    monkeypatch.setattr(texts_module, "MAX_VALUES", 1000)
+    for a, b in zip(together, text_accept_probs(base, head, texts, WARM, draft_config), strict=True):
         assert np.allclose(a, b, rtol=1e-4, equal_nan=True)
 
 
@@ -152,33 +156,36 @@ def test_a_draft_vocabulary_misses_the_tokens_outside_it(base: BaseModel) -> Non
     texts = answered(base, 0.7, 20)
     head = MedusaConfig(num_draft_tokens=2, draft_vocab_size=100).build(base, torch.arange(100)).eval()
     for draft_sampling in DraftSampling:
-        draft_config = ChancePlan(draft_sampling=draft_sampling, width=2)
-        for text, chances in zip(texts, text_chances(base, head, texts, WARM, draft_config), strict=True):
+        draft_config = AcceptProbsConfig(draft_sampling=draft_sampling, width=2)
+        for text, probs in zip(texts, text_accept_probs(base, head, texts, WARM, draft_config), strict=True):
             outside = np.array(text.ids[text.boundary + 1 :]) >= 100
-            assert outside.any() and (chances[outside, 0] == 0).all()
-            assert draft_sampling is DraftSampling.TOP_K or (chances[~outside, 0, 0] > 0).all()
+            assert outside.any() and (probs[outside, 0] == 0).all()
+            assert draft_sampling is DraftSampling.TOP_K or (probs[~outside, 0, 0] > 0).all()
 
 
 def test_more_trials_and_deeper_trees_accept_more(base: BaseModel) -> None:
     head, texts = fitted(base), answered(base, 0.7, 30)
-    draft_config = ChancePlan(draft_sampling=DraftSampling.WITHOUT_REPLACEMENT, width=3)
-    found = text_chances(base, head, texts, WARM, draft_config)
-    means = [replay(found, TokenTree.expansion(w)).mean_accepted_tokens for w in ([1], [2], [3], [3, 2], [3, 2, 2])]
+    draft_config = AcceptProbsConfig(draft_sampling=DraftSampling.WITHOUT_REPLACEMENT, width=3)
+    found = text_accept_probs(base, head, texts, WARM, draft_config)
+    means = [
+        simulate_acceptance(found, TokenTree.expansion(w)).mean_accepted_length
+        for w in ([1], [2], [3], [3, 2], [3, 2, 2])
+    ]
     assert means == sorted(means) and means[0] > 1.0 and means[-1] > means[0]
 
 
-def test_what_cannot_be_replayed_is_refused(base: BaseModel) -> None:
+def test_what_cannot_be_simulated_is_refused(base: BaseModel) -> None:
     head, texts = fitted(base), answered(base, 0.0, 20)
     chain = DraftConfig(tree=TokenTree.chain(2))
     sampled = {"draft_sampling": DraftSampling.WITH_REPLACEMENT}
-    run = replay_texts.replay_texts
-    with pytest.raises(UserError, match="'typical' cannot be replayed: it is lossy, so the text depends on"):
+    run = simulate_texts
+    with pytest.raises(UserError, match="'typical' cannot be simulated: it is lossy, so the text depends on"):
         run(base, head, texts, chain, GREEDY, rule=AcceptanceRule(name="typical"))
     block = AcceptanceRule(name="block")
     with pytest.raises(UserError, match="block verification judges a chain as a whole"):
         run(base, head, texts, DraftConfig(tree=TREE, **sampled), WARM, rule=block)
     with pytest.raises(UserError, match="block verification is for chains; set width to 1"):
-        text_chances(base, head, texts, WARM, ChancePlan(rule=block, **sampled))
+        text_accept_probs(base, head, texts, WARM, AcceptProbsConfig(rule=block, **sampled))
     with pytest.raises(UserError, match="no text has two answer tokens"):
         run(base, head, [Text([1, 2, 3], 2)], chain, GREEDY)
 
@@ -187,16 +194,16 @@ def test_what_cannot_be_replayed_is_refused(base: BaseModel) -> None:
 def test_texts_of_another_temperature_are_refused(base: BaseModel, made: float, sampler: Sampler) -> None:
     texts = answered(base, made, 40, copies=4)
     with pytest.raises(UserError, match="are no samples of the target at"):
-        replay_texts.replay_texts(base, fitted(base), texts, DraftConfig(tree=TokenTree.chain(1)), sampler)
+        simulate_texts(base, fitted(base), texts, DraftConfig(tree=TokenTree.chain(1)), sampler)
 
 
-def test_a_drafter_without_laws_is_named(base: BaseModel) -> None:
+def test_a_drafter_without_distributions_is_named(base: BaseModel) -> None:
     class Silent(Drafter):
         depth = 2
         init_state = update = draft = None  # type: ignore[assignment]
 
-    with pytest.raises(UserError, match="Silent has no laws of its own"):
-        text_chances(base, Silent(), answered(base, 0.0, 3), GREEDY, ChancePlan())
+    with pytest.raises(UserError, match="Silent has no distributions of its own"):
+        text_accept_probs(base, Silent(), answered(base, 0.0, 3), GREEDY, AcceptProbsConfig())
 
 
 @dataclass
@@ -249,15 +256,17 @@ class ShadowExpansion:
 def test_a_drafter_that_sees_its_path_is_led_along_the_text(base: BaseModel) -> None:
     """Shadow's law before a token is the same from wherever the step started."""
     drafter, texts = Shadow(base), answered(base, 0.7, 6)
-    draft_config = ChancePlan(draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=0.9), width=1)
-    for text, chances in zip(texts, text_chances(base, drafter, texts, WARM, draft_config), strict=True):
+    draft_config = AcceptProbsConfig(
+        draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=0.9), width=1
+    )
+    for text, probs in zip(texts, text_accept_probs(base, drafter, texts, WARM, draft_config), strict=True):
         logits = base.model(torch.tensor([text.ids])).logits[0]
         p, q = warmed(logits, 0.7), warmed(logits + drafter.shift, 0.9)
         for t, k in product(range(text.positions), range(3)):
             at = text.boundary + 1 + t + k
             if at < len(text.ids):
                 x = text.ids[at]
-                assert chances[t, k, 0] == pytest.approx(min(1.0, float(q[at - 1, x] / p[at - 1, x])), rel=1e-3)
+                assert probs[t, k, 0] == pytest.approx(min(1.0, float(q[at - 1, x] / p[at - 1, x])), rel=1e-3)
 
 
 def decoded(
@@ -292,30 +301,32 @@ CASES = {
 @pytest.mark.parametrize(
     "case", [c if c == "without" else pytest.param(c, marks=pytest.mark.slow) for c in CASES], ids=list(CASES)
 )
-def test_sampled_decoding_takes_the_replayed_steps(base: BaseModel, case: str) -> None:
-    """Decoding's own texts, replayed: what is left is the chance of acceptance, and it averages out."""
+def test_sampled_decoding_takes_the_simulated_steps(base: BaseModel, case: str) -> None:
+    """Decoding's own texts, simulated: what is left is the chance of acceptance, and it averages out."""
     draft_sampling, tree, name = CASES[case]
     draft_config = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=Sampler(temperature=0.9))
     rule, seeds = AcceptanceRule(name=name), 3
     results = decoded(base, draft_config, rule, 16, seeds)
     prompts = [prompt for prompt in PROMPTS for _ in range(seeds)]
     texts = [Text(prompt + result.tokens, len(prompt)) for prompt, result in zip(prompts, results, strict=True)]
-    found = replay_texts.replay_texts(base, Shadow(base), texts, draft_config, WARM, rule)
+    found = simulate_texts(base, Shadow(base), texts, draft_config, WARM, rule)
     steps = np.array([len(result.steps) for result in results], dtype=float)
     assert found.tokens == sum(s.committed for result in results for s in result.steps)
     assert found.tokens / found.steps > 1.05, "nothing accepted proves nothing"
     if draft_sampling is DraftSampling.TOP_K:
         assert found.steps == pytest.approx(steps.sum())
         return
-    wanted = ChancePlan(
+    wanted = AcceptProbsConfig(
         draft_sampling=draft_sampling,
         sampler=draft_config.sampler,
         width=1 if name == "block" else 3,
         rule=rule,
         seed=1,
     )
-    chances = text_chances(base, Shadow(base), texts, WARM, wanted)
-    expected = expected_steps([ends(a, by_trial(tree)) for a in chances])
+    probs = text_accept_probs(base, Shadow(base), texts, WARM, wanted)
+    expected = np.array(
+        [s.sum() for s in start_probs([accepted_length_probs(a, trials_in_order(tree)) for a in probs])]
+    )
     assert (np.abs(expected - steps) > 1e-6).any(), "chance takes part"
     error = float((steps - expected).std(ddof=1)) * math.sqrt(len(steps))
     assert abs(found.steps - steps.sum()) < 4 * error
@@ -331,12 +342,12 @@ def test_replay_of_other_texts_predicts_decoding(base: BaseModel, case: str) -> 
     results = decoded(base, draft_config, rule, new, 20)
     # The plain answers must be as long as the decoded ones.
     texts = [Text(t.ids[: t.boundary + new], t.boundary) for t in answered(base, 0.7, new, copies=30, seed=1)]
-    found = replay_texts.replay_texts(base, Shadow(base), texts, draft_config, WARM, rule)
-    real = replay_ends([ends_of(_taken(result, new)) for result in results])
-    assert real.mean_accepted_tokens == pytest.approx(metrics.mean_accepted_tokens(results).value)
+    found = simulate_texts(base, Shadow(base), texts, draft_config, WARM, rule)
+    real = simulate_steps([np.eye(4)[_taken(result, new)] for result in results])
+    assert real.mean_accepted_length == pytest.approx(metrics.mean_accepted_length(results).value)
     assert found.interval is not None and real.interval is not None
     error = math.hypot(*((high - low) / 3.92 for low, high in (found.interval, real.interval)))
-    assert abs(found.mean_accepted_tokens - real.mean_accepted_tokens) < 4 * error
+    assert abs(found.mean_accepted_length - real.mean_accepted_length) < 4 * error
 
 
 def _taken(result: DecodeResult, new: int) -> np.ndarray:
@@ -347,13 +358,11 @@ def _taken(result: DecodeResult, new: int) -> np.ndarray:
     return accepted
 
 
-def test_greedy_decoding_takes_exactly_the_replayed_steps(base: BaseModel) -> None:
+def test_greedy_decoding_takes_exactly_the_simulated_steps(base: BaseModel) -> None:
     head = fitted(base)
     for prompt in PROMPTS:
         for draft_config in (DraftConfig(tree=TREE), DraftConfig(tree=TREE, confidence_threshold=0.2)):
             real = decode(base, head, prompt, max_new_tokens=30, draft_config=draft_config, ignore_eos=True)
-            found = replay_texts.replay_texts(
-                base, head, [Text(prompt + real.tokens, len(prompt))], draft_config, GREEDY
-            )
+            found = simulate_texts(base, head, [Text(prompt + real.tokens, len(prompt))], draft_config, GREEDY)
             assert found.steps == len(real.steps)
-            assert found.mean_accepted_tokens == metrics.mean_accepted_tokens([real]).value
+            assert found.mean_accepted_length == metrics.mean_accepted_length([real]).value

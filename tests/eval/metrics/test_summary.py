@@ -5,16 +5,16 @@ import json
 import pytest
 
 from drafthead.eval.lossless.equality import Diagnosis, Equality
-from drafthead.eval.metrics.summary import RunInfo, fastest_baseline, method_names, speedup_of, summarise
+from drafthead.eval.metrics.summary import RunInfo, fastest_autoregressive, method_names, speedup_of, summarise
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.result_log import FailedDecode
 from support import steady_answer
 
-NAMES = ("transformers", "drafthead", "speculative")
+NAMES = ("transformers", "autoregressive", "speculative")
 SAME = Equality(same=True)
 FAILED = FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error="the prompt is too long; shorten it")
 HEADLINE_KEYS = {
-    "mean_accepted_tokens",
+    "mean_accepted_length",
     "acceptance_per_depth",
     "ctar",
     "tokens_per_second",
@@ -32,21 +32,23 @@ def prompts(count: int) -> list[EvalPrompt]:
 def test_promised_keys_and_the_faster_baseline_as_denominator() -> None:
     results = {
         "transformers": [steady_answer(9, 3.0), steady_answer(9, 2.5)],
-        "drafthead": [steady_answer(9, 2.0), steady_answer(9, 2.2)],
+        "autoregressive": [steady_answer(9, 2.0), steady_answer(9, 2.2)],
         "speculative": [steady_answer(9, 1.0, committed=2), steady_answer(9, 1.1, committed=4)],
     }
     tie = Equality(same=False, position=4, tokens=(1, 2), margin=1e-6, near_tie=True, diagnosis=Diagnosis.TIE)
-    summary = summarise(prompts(2), results, [SAME, tie])
+    summary = summarise(prompts(2), results, {"speculative": [SAME, tie]})
     assert set(summary["tasks"]) == {"coding", "math"}
     for group in (*summary["tasks"].values(), summary["overall"]):
-        assert set(group) == HEADLINE_KEYS | {"baseline_tokens_per_second", "methods", "hardware", "versions"}
+        assert set(group) == HEADLINE_KEYS | {"autoregressive_tokens_per_second", "methods", "hardware", "versions"}
         assert {key: group[key] for key in HEADLINE_KEYS} == group["methods"]["speculative"]
     overall = summary["overall"]
-    assert overall["speedup"]["vs_drafthead"] == pytest.approx(2.0)
-    assert overall["speedup"]["interval_95"] == pytest.approx([2.0, 2.0]), "against drafthead, the faster one"
-    assert fastest_baseline(overall) == ("drafthead", pytest.approx(18 / 4.2))
-    assert overall["mean_accepted_tokens"] == pytest.approx(16 / 6)
-    assert overall["baseline_tokens_per_second"] == pytest.approx({"transformers": 18 / 5.5, "drafthead": 18 / 4.2})
+    assert overall["speedup"]["vs_autoregressive"] == pytest.approx(2.0)
+    assert overall["speedup"]["interval_95"] == pytest.approx([2.0, 2.0]), "against the faster one"
+    assert fastest_autoregressive(overall) == ("autoregressive", pytest.approx(18 / 4.2))
+    assert overall["mean_accepted_length"] == pytest.approx(16 / 6)
+    assert overall["autoregressive_tokens_per_second"] == pytest.approx(
+        {"transformers": 18 / 5.5, "autoregressive": 18 / 4.2}
+    )
     assert overall["ctar"]["1"] == 1.0 and overall["ctar"]["2"] == pytest.approx(2 / 6) and len(overall["ctar"]) == 6
     assert overall["identical_outputs"] == {
         "same": 1,
@@ -76,14 +78,14 @@ def test_any_number_of_methods() -> None:
     assert overall["methods"]["lookup"]["identical_outputs"]["of"] == 2
     assert "identical_outputs" not in overall["methods"]["assisted"], "not compared is not the same as different"
     assert set(summary["metrics"]) == set(overall["methods"])
-    assert summary["metrics"]["assisted"]["mean_accepted_tokens"] == 4
-    assert list(summary["explained"]) == ["transformers"]
+    assert summary["metrics"]["assisted"]["mean_accepted_length"] == 4
+    assert list(summary["speedup_breakdown"]) == ["transformers"]
 
 
 def test_a_summary_needs_a_baseline_and_a_method() -> None:
-    for names in (("speculative",), ("drafthead",)):
+    for names in (("speculative",), ("autoregressive",)):
         with pytest.raises(ValueError, match="needs one of"):
-            summarise(prompts(1), {name: [steady_answer(9, 1.0)] for name in names}, [SAME])
+            summarise(prompts(1), {name: [steady_answer(9, 1.0)] for name in names}, {})
 
 
 def test_failures_are_named_and_counted_nowhere() -> None:
@@ -91,24 +93,24 @@ def test_failures_are_named_and_counted_nowhere() -> None:
     broken = {name: [FAILED, FAILED, *row] for name, row in whole.items()}
     numbered = [EvalPrompt("lost", 7, []), EvalPrompt("math", 8, []), *prompts(2)]
     different = Equality(same=False, position=5, diagnosis=Diagnosis.STOP)
-    summary = summarise(numbered, broken, [different, different, SAME, SAME])
+    summary = summarise(numbered, broken, {"speculative": [different, different, SAME, SAME]})
     message = "the prompt is too long; shorten it"
     assert summary["failed"] == [
         {"prompt": 7, "task": "lost", "message": message},
         {"prompt": 8, "task": "math", "message": message},
     ]
-    expected = summarise(prompts(2), whole, [SAME, SAME])
-    for key in ("overall", "metrics", "by_position", "by_entropy", "explained", "equality"):
+    expected = summarise(prompts(2), whole, {"speculative": [SAME, SAME]})
+    for key in ("overall", "metrics", "by_position", "by_entropy", "speedup_breakdown", "equality"):
         assert summary[key] == expected[key]
     assert summary["tasks"]["math"] == expected["tasks"]["math"]
-    assert summary["tasks"]["lost"]["mean_accepted_tokens"] is None
+    assert summary["tasks"]["lost"]["mean_accepted_length"] is None
     json.dumps(summary, allow_nan=False)
 
 
 def test_an_unexplained_difference_is_no_near_tie() -> None:
     results = {name: [steady_answer(9, 1.0)] for name in NAMES}
     ended = Equality(same=False, position=5, diagnosis=Diagnosis.STOP)
-    outputs = summarise(prompts(1), results, [ended])["overall"]["identical_outputs"]
+    outputs = summarise(prompts(1), results, {"speculative": [ended]})["overall"]["identical_outputs"]
     assert outputs["near_ties"] == []
     assert outputs["different"] == [
         {"prompt": 0, "position": 5, "tokens": None, "margin": None, "diagnosis": "one answer ends early"}
@@ -120,7 +122,7 @@ def test_the_turns_of_a_conversation_are_one_spec_bench_question() -> None:
     results = {name: [steady_answer(9, 1.0), steady_answer(17, 4.0)] for name in NAMES}
     different = Equality(same=False, position=2, tokens=(1, 2), margin=3.0, diagnosis=Diagnosis.CACHE)
     known = RunInfo(retokenised=len, turns=[0, 1])
-    summary = summarise([chat, chat], results, [SAME, different], known)
+    summary = summarise([chat, chat], results, {"speculative": [SAME, different]}, known)
     assert summary["overall"]["spec_bench"]["tokens_per_second"] == pytest.approx(26 / 5.0)
     assert summary["metrics"]["speculative"]["spec_bench_tokens_per_second"] == pytest.approx(26 / 5.0)
     (entry,) = summary["overall"]["identical_outputs"]["different"]

@@ -1,4 +1,4 @@
-"""Replay of finished answers against exact enumeration of decoding, with every kind of sibling."""
+"""Simulated acceptance on finished answers against exact enumeration of decoding, with every kind of drafting."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from drafthead.eval.trees.simulate import (
-    block_chances,
-    by_trial,
+    accept_probs_of_ranks,
+    accepted_length_probs,
+    block_accept_probs,
     candidate_accept_probs,
-    chances_of,
-    ends,
-    ends_of,
-    expected_steps,
-    rank_chances,
-    replay,
-    replay_ends,
-    visits,
+    simulate_acceptance,
+    simulate_steps,
+    start_probs,
+    top_k_accept_probs,
+    trials_in_order,
 )
 from drafthead.models.decoding.contract import DraftSampling
 from drafthead.models.token_tree import TokenTree
@@ -35,47 +33,47 @@ Context = tuple[int, ...]
 
 @given(RANKS, token_trees())
 def test_a_step_accepts_the_longest_offered_path(ranks: np.ndarray, tree: TokenTree) -> None:
-    table = ends(chances_of(ranks), tree)
+    table = accepted_length_probs(accept_probs_of_ranks(ranks), tree)
     for t, row in enumerate(ranks.tolist()):
         offered = [len(p) for p in tree.paths if tuple(row[: len(p)]) == p]
         assert table[t].tolist() == np.eye(tree.depth + 1)[max(offered)].tolist()
 
 
 @given(st.lists(RANKS, min_size=1, max_size=3), token_trees())
-def test_replay_counts_steps(answers: list[np.ndarray], tree: TokenTree) -> None:
+def test_steps_are_counted(answers: list[np.ndarray], tree: TokenTree) -> None:
     """Answers of different lengths, each against a loop over its steps."""
-    tables = [ends(chances_of(a), tree) for a in answers]
+    tables = [accepted_length_probs(accept_probs_of_ranks(a), tree) for a in answers]
     counts = []
-    for table, started in zip(tables, visits(tables), strict=True):
+    for table, started in zip(tables, start_probs(tables), strict=True):
         positions, t = [], 0
         while t < len(table):
             positions.append(t)
             t += int(table[t].argmax()) + 1
         assert np.flatnonzero(started).tolist() == positions and set(started) <= {0.0, 1.0}
         counts.append(len(positions))
-    found = replay_ends(tables)
-    assert expected_steps(tables).tolist() == counts and found.steps == sum(counts)
-    assert found.mean_accepted_tokens == sum(len(a) for a in answers) / sum(counts)
+    found = simulate_steps(tables)
+    assert found.steps == sum(counts)
+    assert found.mean_accepted_length == sum(len(a) for a in answers) / sum(counts)
 
 
-def test_no_draft_is_accepted_behind_the_end() -> None:
-    chances = chances_of(np.array([[0, 0], [0, -1]]), 1)
-    assert ends(chances, TokenTree.chain(2)).tolist() == [[0, 0, 1], [0, 1, 0]]
+def test_no_draft_is_accepted_after_the_end() -> None:
+    probs = accept_probs_of_ranks(np.array([[0, 0], [0, -1]]), 1)
+    assert accepted_length_probs(probs, TokenTree.chain(2)).tolist() == [[0, 0, 1], [0, 1, 0]]
 
 
 def test_the_interval_is_over_answers() -> None:
     """Half of the answers take 1 step for 3 tokens, half 3: the mean is in the interval, which shrinks with them."""
-    tables = [ends_of(np.array([2, 1, 0])), ends_of(np.array([0, 0, 0]))]
-    few, many = replay_ends(tables * 4), replay_ends(tables * 100)
+    tables = [np.eye(3)[[2, 1, 0]], np.eye(1)[[0, 0, 0]]]
+    few, many = simulate_steps(tables * 4), simulate_steps(tables * 100)
     assert few.interval is not None and many.interval is not None
-    assert few.mean_accepted_tokens == many.mean_accepted_tokens == 1.5
+    assert few.mean_accepted_length == many.mean_accepted_length == 1.5
     assert few.interval[0] < many.interval[0] < 1.5 < many.interval[1] < few.interval[1]
-    assert replay_ends(tables[:1]).interval is None
+    assert simulate_steps(tables[:1]).interval is None
 
 
-def test_sampled_siblings_are_trials_in_order() -> None:
+def test_sampled_siblings_are_tried_in_order() -> None:
     tree = TokenTree.from_paths([(1,), (3,), (3, 2), (3, 5)])
-    assert set(by_trial(tree).paths) == {(), (0,), (1,), (1, 0), (1, 1)}
+    assert set(trials_in_order(tree).paths) == {(), (0,), (1,), (1, 0), (1, 1)}
 
 
 # Sampling, against exact enumeration -------------------------------------------------------------------------
@@ -83,13 +81,13 @@ def test_sampled_siblings_are_trials_in_order() -> None:
 
 @cache
 def dist(kind: str, context: Context, k: int = 0) -> np.ndarray:
-    """The target's law after a context, or an independent head's for its k-th draft."""
+    """The target's distribution after a context, or an independent head's for its k-th draft."""
     seed = [ord(kind[0]), k, len(context), *context]
     return np.random.default_rng(seed).dirichlet([0.8] * V)
 
 
 def outcomes(root: Context, tree: TokenTree, draft_sampling: DraftSampling) -> Iterator[tuple[Context, float]]:
-    """Every (committed tokens, probability) of one step: the walk of the multi-step rule, trial by trial."""
+    """Every (committed tokens, probability) of one step: the walk of the rule, candidate by candidate."""
 
     def walk(node: int, path: Context, mass: float) -> Iterator[tuple[Context, float]]:
         children = [n for n, parent in enumerate(tree.parents) if parent == node]
@@ -128,16 +126,16 @@ def decoding_steps(context: Context, tree: TokenTree, draft_sampling: DraftSampl
 
 
 def text_table(text: Context, draft_sampling: DraftSampling, width: int, repeats: int) -> np.ndarray:
-    """The chances along a text, averaged over the draws of rejected tokens."""
+    """Acceptance along a text, averaged over the draws of rejected tokens."""
     table = np.full((LENGTH, DEPTH, width), np.nan)
     for t in range(LENGTH):
         for k in range(min(DEPTH, LENGTH - t)):
-            table[t, k] = text_chance(text[: t + k + 1], t, draft_sampling, width, repeats)
+            table[t, k] = text_position(text[: t + k + 1], t, draft_sampling, width, repeats)
     return table
 
 
 @cache
-def text_chance(text: Context, root: int, draft_sampling: DraftSampling, width: int, repeats: int) -> np.ndarray:
+def text_position(text: Context, root: int, draft_sampling: DraftSampling, width: int, repeats: int) -> np.ndarray:
     p, q = dist("target", text[:-1]), dist("draft", text[:root], len(text) - 1 - root)
     rows = [torch.from_numpy(a).expand(repeats, -1) for a in (p, q)]
     generator = torch.Generator().manual_seed(0)
@@ -156,41 +154,41 @@ def text_chance(text: Context, root: int, draft_sampling: DraftSampling, width: 
     ],
     ids=["chain", "iid", "iid uneven", "chain without", "without"],
 )
-def test_replay_expects_the_steps_of_real_decoding(draft_sampling: DraftSampling, tree: TokenTree) -> None:
-    """Averaged over the target's own texts, replay is decoding: steps, path by path, with heads that do not see it."""
+def test_it_expects_the_steps_of_real_decoding(draft_sampling: DraftSampling, tree: TokenTree) -> None:
+    """Averaged over the target's own texts it is decoding, with heads that do not see the path."""
     replacing = draft_sampling is DraftSampling.WITH_REPLACEMENT
     width = max(tree.parents.count(n) for n in range(len(tree)))
     expected = 0.0
     for text in product(range(V), repeat=LENGTH):
         probability = float(np.prod([dist("target", text[:i])[x] for i, x in enumerate(text)]))
         table = text_table(text, draft_sampling, width, repeats=1 if replacing or width == 1 else 4000)
-        expected += probability * float(expected_steps([ends(table, tree)])[0])
+        expected += probability * simulate_acceptance([table], tree).steps
     tolerance = 1e-9 if replacing or width == 1 else 5e-3  # rejected tokens are drawn
     assert expected == pytest.approx(decoding_steps((), tree, draft_sampling), abs=tolerance)
 
 
-def test_one_trial_is_accepted_as_often_as_the_laws_overlap() -> None:
+def test_one_candidate_is_accepted_as_often_as_the_distributions_overlap() -> None:
     generator = torch.Generator().manual_seed(0)
     p, q = torch.rand(2, 6, generator=generator, dtype=torch.float64).softmax(-1)
-    chances = candidate_accept_probs(
+    probs = candidate_accept_probs(
         p.expand(6, -1), q.expand(6, -1), torch.arange(6), DraftSampling.WITH_REPLACEMENT, 3, generator
     )
-    assert float(p @ chances[:, 0]) == pytest.approx(float(torch.minimum(p, q).sum()))
-    assert (chances.sum(-1) <= 1 + 1e-12).all()
+    assert float(p @ probs[:, 0]) == pytest.approx(float(torch.minimum(p, q).sum()))
+    assert (probs.sum(-1) <= 1 + 1e-12).all()
 
 
 def test_all_tokens_sampled_without_replacement_are_all_there_are() -> None:
-    """With as many trials as the vocabulary has tokens nothing is left to the bonus."""
+    """With as many candidates as the vocabulary has tokens nothing is left to the bonus."""
     generator = torch.Generator().manual_seed(1)
     p, q = torch.rand(2, 500, 4, generator=generator, dtype=torch.float64).softmax(-1)
     tokens = p.multinomial(1, generator=generator)[:, 0]
-    chances = candidate_accept_probs(p, q, tokens, DraftSampling.WITHOUT_REPLACEMENT, 5, generator)
-    assert torch.allclose(chances.sum(-1), torch.ones(500, dtype=torch.float64))
+    probs = candidate_accept_probs(p, q, tokens, DraftSampling.WITHOUT_REPLACEMENT, 5, generator)
+    assert torch.allclose(probs.sum(-1), torch.ones(500, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("draft_sampling", [DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT])
-def test_equal_and_greedy_laws(draft_sampling: DraftSampling) -> None:
-    """Where the laws are the same every draft is accepted; a greedy target accepts what the draft samples of it."""
+def test_equal_and_greedy_targets(draft_sampling: DraftSampling) -> None:
+    """Equal distributions accept every draft; a greedy target accepts what the draft samples of it."""
     generator = torch.Generator().manual_seed(0)
     q = torch.rand(1, 4, generator=generator).softmax(-1)
     assert torch.allclose(
@@ -198,8 +196,8 @@ def test_equal_and_greedy_laws(draft_sampling: DraftSampling) -> None:
         torch.tensor([[1.0, 0.0]]).double(),
     )
     greedy = torch.tensor([[0.0, 0.0, 1.0, 0.0]])
-    chance = candidate_accept_probs(greedy, q, torch.tensor([2]), draft_sampling, 1, generator)
-    assert float(chance) == pytest.approx(float(q[0, 2]))
+    accepted = candidate_accept_probs(greedy, q, torch.tensor([2]), draft_sampling, 1, generator)
+    assert float(accepted) == pytest.approx(float(q[0, 2]))
 
 
 def test_block_verification_accepts_the_running_minimum() -> None:
@@ -207,7 +205,7 @@ def test_block_verification_accepts_the_running_minimum() -> None:
     for text in product(range(V), repeat=3):
         p = np.array([dist("target", text[:i])[x] for i, x in enumerate(text)])
         q = np.array([dist("draft", (), i)[x] for i, x in enumerate(text)])
-        chain = block_chances(torch.tensor(p)[None], torch.tensor(q)[None])[0].numpy().cumprod()
+        chain = block_accept_probs(torch.tensor(p)[None], torch.tensor(q)[None])[0].numpy().cumprod()
         accept = 1.0
         for k in range(3):
             accept = min(1.0, accept * p[k] / q[k])
@@ -227,19 +225,19 @@ def test_block_verification_against_enumeration() -> None:
         stop_here = excess / (excess + 1 - first) if first < 1 else 1.0
         at_least[2] += drafted * second
         at_least[1] += drafted * (second + (1 - second) * stop_here)
-    replayed = np.zeros(3)
+    simulated = np.zeros(3)
     for text in product(range(V), repeat=2):
         p = torch.tensor([[dist("target", text[:i])[x] for i, x in enumerate(text)]])
         q = torch.tensor([[dist("draft", (), i)[x] for i, x in enumerate(text)]])
-        replayed[1:] += float(p.prod()) * block_chances(p, q)[0].numpy().cumprod()
-    assert replayed[1:] == pytest.approx(at_least[1:])
+        simulated[1:] += float(p.prod()) * block_accept_probs(p, q)[0].numpy().cumprod()
+    assert simulated[1:] == pytest.approx(at_least[1:])
 
 
 def test_ranks_of_a_draft_vocabulary() -> None:
     logits = torch.tensor([[0.1, 0.5, 0.3], [0.1, 0.5, 0.3], [0.1, 0.5, 0.3]])
-    found = rank_chances(logits, torch.tensor([7, 2, 5]), d2t=torch.tensor([2, 5, 7]), width=2)
+    found = top_k_accept_probs(logits, torch.tensor([7, 2, 5]), d2t=torch.tensor([2, 5, 7]), width=2)
     assert found.tolist() == [[0.0, 1.0], [0.0, 0.0], [1.0, 0.0]]
 
 
-def test_an_answer_of_one_step_replays() -> None:
-    assert replay([chances_of(np.array([[0]]))], TokenTree.chain(1)).mean_accepted_tokens == 1.0
+def test_an_answer_of_one_step() -> None:
+    assert simulate_acceptance([accept_probs_of_ranks(np.array([[0]]))], TokenTree.chain(1)).mean_accepted_length == 1.0

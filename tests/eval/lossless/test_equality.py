@@ -28,8 +28,8 @@ CASES = [
     (3.0, PLAIN, PLAIN, Diagnosis.CACHE),
     (3.0, PLAIN, SPECULATIVE, Diagnosis.MASK),
     (3.0, PLAIN, OTHER, Diagnosis.MASK),
-    (3.0, SPECULATIVE, SPECULATIVE, Diagnosis.PLAIN),
-    (3.0, SPECULATIVE, None, Diagnosis.PLAIN),
+    (3.0, SPECULATIVE, SPECULATIVE, Diagnosis.AUTOREGRESSIVE),
+    (3.0, SPECULATIVE, None, Diagnosis.AUTOREGRESSIVE),
     (3.0, OTHER, PLAIN, Diagnosis.UNKNOWN),
     (3.0, PLAIN, None, Diagnosis.UNKNOWN),
     (3.0, None, None, Diagnosis.UNKNOWN),
@@ -43,7 +43,7 @@ def test_diagnosis(margin: float, fresh: int | None, cached: int | None, expecte
         margin=margin,
         fresh_token=fresh,
         cached_token=cached,
-        plain_token=PLAIN,
+        expected_token=PLAIN,
         speculative_token=SPECULATIVE,
         position=7,
     )
@@ -59,7 +59,7 @@ def test_the_tolerance_is_the_types(dtype: torch.dtype) -> None:
             margin=margin,
             fresh_token=PLAIN,
             cached_token=PLAIN,
-            plain_token=PLAIN,
+            expected_token=PLAIN,
             speculative_token=SPECULATIVE,
             dtype=dtype,
         ).diagnosis

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from drafthead.eval.trees import calibrate
-from drafthead.eval.trees.choice import Machine, cross_fitted
-from drafthead.eval.trees.cost_model import StepCosts
-from drafthead.eval.trees.simulate import by_trial, chances_of, replay
+from drafthead.eval.trees.cost_model import CostModel
+from drafthead.eval.trees.search import METHODS, cross_fitted
+from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance, trials_in_order
 
-COSTS = StepCosts(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
+COSTS = CostModel(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
 
 
 def independent_ranks(positions: int, seed: int = 0) -> np.ndarray:
@@ -24,18 +24,18 @@ def independent_ranks(positions: int, seed: int = 0) -> np.ndarray:
     return drawn
 
 
-@pytest.mark.parametrize("method", ["search", "sequoia"])
+@pytest.mark.parametrize("method", ["greedy", "sequoia"])
 def test_the_tree_with_most_tokens_a_second_is_chosen(method: str) -> None:
     """On drafts that are independent both methods find the same worth, and their models agree with replay."""
     answers = [independent_ranks(400, seed) for seed in range(5)]
     found = calibrate.calibrate(answers, COSTS, method=method)
     assert found.method == method and found.expected_speedup == max(s for _, _, s in found.curve)
-    tokens = replay([chances_of(a) for a in answers], found.tree).mean_accepted_tokens
+    tokens = simulate_acceptance([accept_probs_of_ranks(a) for a in answers], found.tree).mean_accepted_length
     assert found.expected_tokens == pytest.approx(tokens)
     plain = COSTS.verify_at(1) + COSTS.overhead
     step = COSTS.verify_at(len(found.tree)) + COSTS.overhead + COSTS.draft
     assert found.expected_speedup == pytest.approx(tokens * plain / step)
-    assert set(found.methods) == {"search", "sequoia"}
+    assert set(found.methods) == {"greedy", "sequoia"}
     for summary in found.methods.values():
         assert summary["model_tokens"] == pytest.approx(summary["expected_tokens"], rel=0.05)
         assert summary["expected_speedup"] == pytest.approx(found.expected_speedup, rel=0.03)
@@ -47,7 +47,7 @@ def test_dearer_verification_makes_a_smaller_tree() -> None:
     assert len(calibrate.calibrate(answers, dear).tree) < len(calibrate.calibrate(answers, COSTS).tree)
 
 
-@pytest.mark.parametrize("method", ["search", "sequoia"])
+@pytest.mark.parametrize("method", ["greedy", "sequoia"])
 def test_dearer_levels_make_a_shallower_tree(method: str) -> None:
     answers = [independent_ranks(400)]
     cheap = calibrate.calibrate(answers, replace(COSTS, draft_by_depth=[0.0, 0.0, 0.0, 0.0]), method)
@@ -59,20 +59,20 @@ def test_levels_behind_the_measured_ones_cost_what_the_last_of_these_does() -> N
     assert replace(COSTS, draft_by_depth=[0.0, 0.0, 0.004]).draft_at(4) == pytest.approx(0.012)
 
 
-@pytest.mark.parametrize("method", ["search", "sequoia"])
+@pytest.mark.parametrize("method", ["greedy", "sequoia"])
 def test_cross_fitting_does_not_flatter(method: str) -> None:
     """On ranks that are noise, a tree searched on the same answers looks better than it is."""
-    answers = [chances_of(np.random.default_rng(s).integers(0, 40, size=(60, 2)), 40) for s in range(4)]
+    answers = [accept_probs_of_ranks(np.random.default_rng(s).integers(0, 40, size=(60, 2)), 40) for s in range(4)]
     (fair,) = cross_fitted(answers, [9], method)
-    assert fair.mean_accepted_tokens == pytest.approx(1 + 8 / 40, abs=0.1)
+    assert fair.mean_accepted_length == pytest.approx(1 + 8 / 40, abs=0.1)
     assert fair.tokens == 240 and fair.interval is not None
-    if method == "search":
-        flattered = calibrate.METHODS[method](answers, Machine(COSTS), 9)[-1]
-        assert flattered.expected_tokens > fair.mean_accepted_tokens + 0.05
+    if method == "greedy":
+        flattered = METHODS[method](answers, COSTS, 9)[-1]
+        assert flattered.expected_tokens > fair.mean_accepted_length + 0.05
 
 
 def test_sequoia_calibrates_sampled_siblings() -> None:
     """Chances that are no ranks; the tree's ranks are trials in order."""
     chances = np.random.default_rng(0).dirichlet([3, 2, 1, 2], size=(300, 2))[:, :, :3]
     found = calibrate.calibrate([chances], COSTS, method="sequoia")
-    assert by_trial(found.tree) == found.tree and len(found.tree) > 1
+    assert trials_in_order(found.tree) == found.tree and len(found.tree) > 1

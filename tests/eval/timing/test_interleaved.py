@@ -1,22 +1,20 @@
-"""Interleaved runs that survive interruption, the bootstrap, equality, and the summary of eval.json."""
+"""Interleaved runs that survive interruption."""
 
 import json
-import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from drafthead.data.utils import machine
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.suites import EvalPrompt
-from drafthead.eval.timing import interleaved as speed
+from drafthead.eval.timing.interleaved import Decoder, run_interleaved
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.models.decoding.step_log import DecodeResult
 from support import steady_answer
 
-NAMES = ("transformers", "drafthead", "speculative")
+NAMES = ("transformers", "autoregressive", "speculative")
 TOO_LONG = 99
 
 
@@ -29,9 +27,9 @@ def ask(prompt: EvalPrompt, answers: list[list[int]]) -> list[int]:
 
 
 def timed(
-    suite: list[EvalPrompt], decoders: dict[str, speed.Decoder], log: Path | None = None, seed: int = 0
+    suite: list[EvalPrompt], decoders: dict[str, Decoder], log: Path | None = None, seed: int = 0
 ) -> dict[str, list[DecodeResult]]:
-    return speed.run_interleaved(suite, ask, decoders, log, seed, quiet).results
+    return run_interleaved(suite, ask, decoders, log, seed, quiet).results
 
 
 class Recorder:
@@ -41,10 +39,10 @@ class Recorder:
         self.calls: list[tuple[str, int]] = []
         self._stop_after = stop_after
 
-    def decoders(self) -> dict[str, speed.Decoder]:
+    def decoders(self) -> dict[str, Decoder]:
         return {name: self._decoder(name) for name in NAMES}
 
-    def _decoder(self, name: str) -> speed.Decoder:
+    def _decoder(self, name: str) -> Decoder:
         def decode(ids: list[int]) -> DecodeResult:
             if ids[0] == TOO_LONG and name == "speculative":
                 raise UserError("the prompt is too long; shorten it")
@@ -63,7 +61,7 @@ def quiet(done: int, total: int) -> None:
 def test_interleaves_after_one_warm_up_each() -> None:
     recorder = Recorder()
     progress: list[tuple[int, int]] = []
-    timing = speed.run_interleaved(
+    timing = run_interleaved(
         prompts(12), ask, recorder.decoders(), None, 0, lambda done, total: progress.append((done, total))
     )
     first = timing.order[0]
@@ -75,21 +73,21 @@ def test_interleaves_after_one_warm_up_each() -> None:
     for place in range(3):
         assert Counter(turn[place][0] for turn in rounds) == dict.fromkeys(NAMES, 4), "no decoder is favoured by order"
     assert progress == [(n, 36) for n in range(1, 37)]
-    assert [r.total_s for r in timing.results["drafthead"]] == [1.0 + n for n in range(12)], "in the suite's order"
+    assert [r.total_s for r in timing.results["autoregressive"]] == [1.0 + n for n in range(12)], "in the suite's order"
 
 
 def test_every_decoder_reads_the_plain_answer_of_the_turn_before() -> None:
     conversation = EvalPrompt("chat", 0, [], ("and then?",), input_ids=(1, 2))
     read: dict[str, list[list[int]]] = {name: [] for name in NAMES}
 
-    def decoder(name: str) -> speed.Decoder:
+    def decoder(name: str) -> Decoder:
         def decode(ids: list[int]) -> DecodeResult:
             read[name].append(ids)
             return replace(steady_answer(3, 1.0), tokens=[NAMES.index(name)] * 3)
 
         return decode
 
-    timing = speed.run_interleaved([conversation], ask, {n: decoder(n) for n in NAMES}, None, 0, quiet)
+    timing = run_interleaved([conversation], ask, {n: decoder(n) for n in NAMES}, None, 0, quiet)
     assert timing.turns == [0, 1] and timing.prompts == [conversation] * 2
     assert timing.ids == [[1, 2], [1, 2, 1, 1, 1]], "1 is what drafthead answered"
     assert all(ids[-1] == [1, 2, 1, 1, 1] for ids in read.values())
@@ -98,8 +96,8 @@ def test_every_decoder_reads_the_plain_answer_of_the_turn_before() -> None:
 def test_a_turn_after_a_failed_one_fails_too() -> None:
     conversation = EvalPrompt("chat", 0, [], ("and then?",), input_ids=(TOO_LONG,))
     found = timed([conversation, *prompts(1)], Recorder().decoders())
-    assert [isinstance(r, FailedDecode) for r in found["drafthead"]] == [True, True, False]
-    assert "the turn before it failed: the prompt is too long" in found["drafthead"][1].error  # type: ignore[attr-defined]
+    assert [isinstance(r, FailedDecode) for r in found["autoregressive"]] == [True, True, False]
+    assert "the turn before it failed: the prompt is too long" in found["autoregressive"][1].error  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["killed between lines", "killed inside a line"])
@@ -158,40 +156,5 @@ def test_a_prompt_that_cannot_be_asked_fails_alone() -> None:
             raise UserError("prompt 1 is empty; give it some words")
         return ask(prompt, answers)
 
-    found = speed.run_interleaved(prompts(3), refuse, Recorder().decoders(), None, 0, quiet).results["drafthead"]
+    found = run_interleaved(prompts(3), refuse, Recorder().decoders(), None, 0, quiet).results["autoregressive"]
     assert [isinstance(r, FailedDecode) for r in found] == [False, True, False]
-
-
-def test_speedup_is_a_ratio_of_totals_with_a_paired_interval() -> None:
-    """Prompts of very different length, each exactly twice as fast: pairing leaves no doubt at all."""
-    baseline = [steady_answer(n, n / 10) for n in (4, 40, 400)]
-    method = [steady_answer(n, n / 20) for n in (4, 40, 400)]
-    assert speed.speedup_interval(baseline, method) == pytest.approx((2.0, 2.0, 2.0))
-
-    uneven = [steady_answer(10, 1.0), steady_answer(100, 5.0)]
-    ratio, low, high = speed.speedup_interval([steady_answer(10, 1.0), steady_answer(100, 10.0)], uneven)
-    assert ratio == pytest.approx((110 / 6) / (110 / 11))
-    assert (low, high) == pytest.approx((1.0, 2.0))
-    assert speed.speedup_interval(baseline, method, seed=1) == speed.speedup_interval(baseline, method, seed=1)
-
-
-def test_the_turns_of_a_conversation_are_drawn_together() -> None:
-    """Two conversations of two turns, one twice as fast and one as fast: the bounds are those of single prompts."""
-    baseline = [steady_answer(10, 1.0)] * 4
-    method = [steady_answer(10, 0.4), steady_answer(10, 0.6), steady_answer(10, 0.9), steady_answer(10, 1.1)]
-    _, low, high = speed.speedup_interval(baseline, method, [0, 0, 1, 1])
-    assert (low, high) == pytest.approx((1.0, 2.0))
-
-
-def test_interval_needs_two_prompts() -> None:
-    ratio, low, high = speed.speedup_interval([steady_answer(8, 2.0)], [steady_answer(8, 1.0)])
-    assert ratio == 2
-    assert math.isnan(low) and math.isnan(high)
-    assert all(math.isnan(x) for x in speed.speedup_interval([], []))
-
-
-def test_hardware_and_versions_name_the_machine() -> None:
-    found = machine.hardware()
-    assert set(found) == {"cpu", "cores", "torch_threads", "ram_gb", "gpu"}
-    assert found["cpu"] and found["cores"] >= 1 and found["ram_gb"] > 0
-    assert set(machine.versions()) == {"drafthead", "torch", "transformers", "python"}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from drafthead.data.batch import Ratio
 from drafthead.eval.metrics import acceptance as metrics
+from drafthead.eval.metrics import speed
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 
 
@@ -37,11 +38,11 @@ LOG = [answer([step(2, 3), step(0, 1)]), answer([step(3, 4, total_s=3.0), step(1
 
 
 def test_counted_by_hand() -> None:
-    assert metrics.mean_accepted_tokens(LOG) == Ratio(9, 4)
+    assert metrics.mean_accepted_length(LOG) == Ratio(9, 4)
     assert metrics.acceptance_per_depth(LOG) == [Ratio(3, 4), Ratio(2, 3), Ratio(1, 2)]
     assert [metrics.ctar(LOG, w) for w in (1, 2, 3, 4)] == [Ratio(2, 4), Ratio(2, 4), Ratio(1, 4), Ratio(0, 4)]
-    assert metrics.tokens_per_second(LOG) == Ratio(11, 8.0)
-    assert metrics.overhead(LOG).value == pytest.approx(0.1)
+    assert speed.tokens_per_second(LOG) == Ratio(11, 8.0)
+    assert speed.loop_overhead(LOG).value == pytest.approx(0.1)
 
 
 def test_a_depth_that_was_not_offered_is_no_rejection() -> None:
@@ -52,35 +53,39 @@ def test_a_depth_that_was_not_offered_is_no_rejection() -> None:
 
 def test_plain_decoding_commits_one_token_a_step() -> None:
     plain = [answer([step(0, 1, depth=0)] * 5)]
-    assert metrics.mean_accepted_tokens(plain).value == 1
+    assert metrics.mean_accepted_length(plain).value == 1
     assert metrics.acceptance_per_depth(plain) == []
     assert metrics.ctar(plain, 1).value == 0
 
 
 def test_nothing_counted_is_nan() -> None:
     nothing = [DecodeResult(tokens=[], steps=[], prefill_s=0.0, total_s=0.0)]
-    for ratio in (metrics.mean_accepted_tokens(nothing), metrics.tokens_per_second(nothing), metrics.overhead(nothing)):
+    for ratio in (
+        metrics.mean_accepted_length(nothing),
+        speed.tokens_per_second(nothing),
+        speed.loop_overhead(nothing),
+    ):
         assert math.isnan(ratio.value)
 
 
 def test_conventions_counted_by_hand() -> None:
     """EOS cut a token off the last step, which only the counts of committed tokens see."""
-    assert metrics.mean_verdict_tokens(LOG) == Ratio(10, 4)
-    assert metrics.accepted_length(LOG) == Ratio(6, 4)
+    assert metrics.mean_accepted_length_untruncated(LOG) == Ratio(10, 4)
+    assert metrics.mean_accepted_drafts(LOG) == Ratio(6, 4)
     assert metrics.acceptance_rate(LOG) == metrics.node_efficiency(LOG) == Ratio(6, 11)
     assert metrics.acceptance_per_depth_of_all(LOG) == [Ratio(3, 4), Ratio(2, 4), Ratio(1, 4)]
     assert metrics.alpha(LOG) == Ratio(6, 3 + 1 + 3 + 2)
     assert metrics.compression_ratio_as_released(LOG) == Ratio(11, 6)
     assert metrics.tar_as_analysed(LOG) == Ratio(1 + 2, 2)
-    assert metrics.step_seconds(LOG) == Ratio(6.0, 4)
-    assert metrics.decode_tokens_per_second(LOG) == Ratio(9, 6.0)
+    assert speed.step_seconds(LOG) == Ratio(6.0, 4)
+    assert speed.decode_tokens_per_second(LOG) == Ratio(9, 6.0)
 
 
 def test_a_step_without_a_draft_counts_for_the_target_and_not_for_the_draft() -> None:
     """Prompt lookup that finds a match in one of two steps."""
     log = [answer([step(0, 1, depth=0), step(2, 3, depth=2)])]
-    assert metrics.mean_verdict_tokens(log) == Ratio(4, 2)
-    assert metrics.mean_length_of_drafting_steps(log) == Ratio(3, 1)
+    assert metrics.mean_accepted_length_untruncated(log) == Ratio(4, 2)
+    assert metrics.mean_accepted_length_if_drafted(log) == Ratio(3, 1)
     assert metrics.acceptance_per_depth_of_all(log) == [Ratio(1, 1), Ratio(1, 1)]
 
 
@@ -115,7 +120,7 @@ full_depth = st.lists(st.integers(0, DEPTH), min_size=1, max_size=20).map(
 
 @given(logs)
 def test_ctar_sums_to_the_mean(log: list[DecodeResult]) -> None:
-    mean = metrics.mean_accepted_tokens(log).value
+    mean = metrics.mean_accepted_length(log).value
     assert sum(metrics.ctar(log, width).value for width in range(DEPTH + 2)) == pytest.approx(mean)
     curve = metrics.ctar_curve(log)
     assert sum(ratio.value for ratio in curve) == pytest.approx(mean)
@@ -124,12 +129,12 @@ def test_ctar_sums_to_the_mean(log: list[DecodeResult]) -> None:
 
 @given(logs)
 def test_the_conventions_differ_by_the_bonus_and_by_what_was_cut_off(log: list[DecodeResult]) -> None:
-    verdict = metrics.mean_verdict_tokens(log).value
-    assert verdict == pytest.approx(1 + metrics.accepted_length(log).value)
-    assert metrics.mean_accepted_tokens(log).value <= verdict <= metrics.mean_length_of_drafting_steps(
+    verdict = metrics.mean_accepted_length_untruncated(log).value
+    assert verdict == pytest.approx(1 + metrics.mean_accepted_drafts(log).value)
+    assert metrics.mean_accepted_length(log).value <= verdict <= metrics.mean_accepted_length_if_drafted(
         log
     ).value or all(s.depth == 0 for s in metrics.steps_of(log))
-    drafting = metrics.mean_length_of_drafting_steps(log)
+    drafting = metrics.mean_accepted_length_if_drafted(log)
     if drafting.den:
         total = sum(ratio.value for ratio in metrics.acceptance_per_depth_of_all(log))
         assert 1 + total == pytest.approx(drafting.value)
@@ -138,8 +143,8 @@ def test_the_conventions_differ_by_the_bonus_and_by_what_was_cut_off(log: list[D
 @given(full_depth)
 def test_running_products_sum_to_the_mean(log: list[DecodeResult]) -> None:
     """At full depth, with nothing cut off: mean = 1 + sum_i prod_{j<=i} a_j."""
-    mean = metrics.mean_accepted_tokens(log).value
-    assert 1 + metrics.simulated_length(log).value == pytest.approx(mean)
+    mean = metrics.mean_accepted_length(log).value
+    assert 1 + metrics.simulated_accepted_drafts(log).value == pytest.approx(mean)
     assert metrics.acceptance_rate(log).value == pytest.approx((mean - 1) / DEPTH)
 
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafthead.eval.trees.search import first_accepted, search, search_visited, sequoia
-from drafthead.eval.trees.simulate import chances_of, ends, visits
+from drafthead.eval.trees.search import first_accepted, greedy_tree, sequoia
+from drafthead.eval.trees.simulate import accept_probs_of_ranks, accepted_length_probs
 from drafthead.models.token_tree import TokenTree
 
 
 def accepted(ranks: np.ndarray, tree: TokenTree) -> float:
     """Mean drafts accepted over all positions."""
-    table = ends(chances_of(ranks), tree)
+    table = accepted_length_probs(accept_probs_of_ranks(ranks), tree)
     return float((table @ np.arange(table.shape[1])).mean())
 
 
@@ -45,7 +45,7 @@ def test_search_finds_the_best_tree_of_each_size() -> None:
     # The second draft is right mostly after the second candidate: a product of marginals cannot see that.
     second = np.where(first == 1, 0, generator.integers(1, 4, size=4000))
     ranks = np.stack([first, second], 1)
-    order = search([chances_of(ranks, 3)], 4)
+    order = greedy_tree([accept_probs_of_ranks(ranks, 3)], 4, rounds=1)
     every = [(a,) for a in range(3)] + [(a, b) for a in range(3) for b in range(3)]
     for size in (1, 2, 3, 4):
         best = max(
@@ -58,20 +58,11 @@ def test_search_finds_the_best_tree_of_each_size() -> None:
     assert order.values == sorted(order.values, reverse=True)
 
 
-def test_search_counts_positions_by_weight() -> None:
-    ranks = np.array([[0], [1], [1], [2]])
-    chances = [chances_of(ranks, 3)]
-    assert search(chances, 1).paths == [(1,)]
-    assert search(chances, 1, [np.array([0.0, 0.0, 0.0, 5.0])]).paths == [(2,)]
-
-
-def test_search_visited_weighs_where_steps_start() -> None:
-    """Rank 2 is right only behind a rejection, which the chain's positions seldom show."""
-    ranks = np.tile(np.array([[0, 0], [0, 1], [1, 2]]), (50, 1))
-    chances = [chances_of(ranks, 3)]
-    order = search_visited(chances, 3)
-    started = visits([ends(chances[0], order.tree(3))])
-    assert order.paths == search(chances, 3, started).paths
+def test_positions_count_where_steps_start() -> None:
+    """Two positions after a rejection, where rank 1 is right: all positions together favour rank 0."""
+    answer = accept_probs_of_ranks(np.tile(np.array([[1, 9], [9, 9], [1, 0], [0, 0], [0, 0], [0, 9]]), (50, 1)), 2)
+    assert greedy_tree([answer], 1, rounds=1).paths == [(0,)]
+    assert greedy_tree([answer], 1).paths == [(0,)]
 
 
 acceptances = st.integers(0, 2**32 - 1).map(
@@ -118,7 +109,7 @@ def test_sequoia_looks_behind_an_unlikely_trial() -> None:
 def test_sequoia_takes_acceptance_of_one_level_for_all() -> None:
     one = np.array([0.6, 0.2])
     assert np.array_equal(sequoia(one, 8, 4).expected, sequoia(np.tile(one, (4, 1)), 8, 4).expected)
-    with pytest.raises(ValueError, match="known for 2 draft positions, asked for 3"):
+    with pytest.raises(ValueError, match="known for 2 draft positions, 3 were requested"):
         sequoia(np.tile(one, (2, 1)), 8, 3)
 
 
@@ -136,6 +127,6 @@ def test_sequoia_is_fast_enough_to_calibrate_with() -> None:
 
 def test_acceptance_is_measured_where_a_node_is_reached() -> None:
     ranks = np.array([[0, 1], [1, 1], [5, 0], [0, -1]])
-    acceptance = first_accepted([chances_of(ranks, 2)])
+    acceptance = first_accepted([accept_probs_of_ranks(ranks, 2)])
     # The third position never gets to the second draft, the fourth has none.
     assert np.allclose(acceptance, [[0.5, 0.25], [0.0, 1.0]])

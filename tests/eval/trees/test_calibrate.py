@@ -11,12 +11,12 @@ import torch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_checksummed_json, write_json
 from drafthead.eval.trees import calibrate
-from drafthead.eval.trees.cost_model import StepCosts, measure_costs
+from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 
 TinyBase = Callable[..., BaseModel]
-COSTS = StepCosts(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
+COSTS = CostModel(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_foreign_file_is_refused(head: MedusaHead, tmp_path: Path) -> None:
 def test_answers_without_a_step_are_refused() -> None:
     with pytest.raises(UserError, match=r"too few to choose a tree by; raise data.generations"):
         calibrate.calibrate([], COSTS)
-    with pytest.raises(UserError, match="no method 'grid' to calibrate a tree; choose one of search, sequoia"):
+    with pytest.raises(UserError, match="no method 'grid' to calibrate a tree; choose one of greedy, sequoia"):
         calibrate.calibrate([], COSTS, method="grid")
 
 
@@ -71,4 +71,4 @@ def test_costs_on_a_short_context(head: MedusaHead, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(head.base, "max_context", 16)
     costs = measure_costs(head.base, head, repeats=1)
     assert costs.context == 8 and sorted(costs.verify) == [1, 2, 3, 4, 5, 6, 8]
-    assert StepCosts.from_json(replace(costs).to_json()) == costs
+    assert CostModel.from_json(replace(costs).to_json()) == costs

@@ -1,0 +1,37 @@
+"""Numbers for files and tables: what was not measured as null, and intervals by bootstrap."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+def finite(value: Any) -> Any:
+    """``value`` with None for every float, also inside dicts and lists, that is NaN or infinite: JSON has neither."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def bootstrap_interval(
+    rows: Floats, statistic: Callable[[Floats], Floats], seed: int = 0, resamples: int = 2000
+) -> tuple[float, float]:
+    """95 % percentile bootstrap over ``rows`` [n, C]; NaN with fewer than two.
+
+    Args:
+        rows: what is drawn together, such as the totals of one prompt.
+        statistic: of the column sums [resamples, C].
+        seed: of the draws.
+        resamples: draws.
+    """
+    if len(rows) < 2:
+        return math.nan, math.nan
+    drawn = np.random.default_rng(seed).integers(len(rows), size=(resamples, len(rows)))
+    low, high = np.percentile(statistic(rows[drawn].sum(1)), (2.5, 97.5))
+    return float(low), float(high)

@@ -1,0 +1,145 @@
+"""Perplexity, greedy match rate and KL against plain loops; limits that are exceeded."""
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from drafthead.data.batch import TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.metrics import base_quality as quality
+from drafthead.eval.metrics.base_quality import (
+    BaseComparison,
+    QualityLimits,
+    check_quality,
+    compare_bases,
+    quality_markdown,
+    quality_table,
+)
+from drafthead.models.base.base_model import BaseModel
+from support import row_of
+
+TinyBase = Callable[..., BaseModel]
+FIRST_TRAINED = 3
+
+
+def batch(start: int) -> TrainBatch:
+    """Two documents and padding; prompts of three tokens are not trained."""
+    return row_of([range(start, start + 9), range(start + 9, start + 15)], FIRST_TRAINED, padding=1)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 1000])
+def test_it_is_what_plain_loops_find(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(quality, "chunk_rows", lambda *_: rows)
+    original, tuned = tiny_base(seed=0), tiny_base(seed=1)
+    found = compare_bases(original, tuned, [batch(20), batch(60)])
+    nll, agreed, kl, tokens = [0.0, 0.0], 0, 0.0, 0
+    for start in (20, 60):
+        for document in (list(range(start, start + 9)), list(range(start + 9, start + 15))):
+            probs = [b.model(torch.tensor([document])).logits[0].log_softmax(-1) for b in (original, tuned)]
+            for t in range(FIRST_TRAINED - 1, len(document) - 1):
+                tokens += 1
+                for which, dist in enumerate(probs):
+                    nll[which] -= dist[t, document[t + 1]].item()
+                agreed += int(probs[0][t].argmax() == probs[1][t].argmax())
+                kl += (probs[0][t].exp() * (probs[0][t] - probs[1][t])).sum().item()
+    assert found.tokens == tokens == 18
+    assert found.original_perplexity == pytest.approx(math.exp(nll[0] / tokens), rel=1e-4)
+    assert found.tuned_perplexity == pytest.approx(math.exp(nll[1] / tokens), rel=1e-4)
+    assert found.greedy_match_rate == pytest.approx(agreed / tokens)
+    assert found.kl == pytest.approx(kl / tokens, rel=1e-4)
+
+
+def test_a_base_beside_itself(tiny_base: TinyBase) -> None:
+    found = compare_bases(tiny_base(), tiny_base(), [batch(20)])
+    assert (found.perplexity_ratio, found.greedy_match_rate, found.kl) == (1.0, 1.0, 0.0)
+
+
+def test_nothing_held_out_is_said(tiny_base: TinyBase) -> None:
+    with pytest.raises(UserError, match="no held-out tokens"):
+        compare_bases(tiny_base(), tiny_base(), [])
+
+
+FOUND = {
+    "text": BaseComparison(
+        tokens=1000, original_perplexity=20.0, tuned_perplexity=21.0, greedy_match_rate=0.93, kl=0.02
+    ),
+    "answers": BaseComparison(
+        tokens=500, original_perplexity=2.0, tuned_perplexity=2.0, greedy_match_rate=0.99, kl=0.01
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("limits", "failures"),
+    [
+        (QualityLimits(), []),
+        (QualityLimits(max_perplexity_ratio=1.05, min_greedy_match_rate=0.93), []),
+        (
+            QualityLimits(max_perplexity_ratio=1.04),
+            ["perplexity on text went from 20.000 to 21.000, a ratio of 1.0500"],
+        ),
+        (QualityLimits(min_greedy_match_rate=0.95), ["greedy match rate on text is 0.9300 (limit 0.95)"]),
+        (QualityLimits(max_perplexity_ratio=0.9), ["perplexity on text", "perplexity on answers"]),
+    ],
+)
+def test_the_limits(limits: QualityLimits, failures: list[str]) -> None:
+    found = check_quality(FOUND, limits)
+    assert found["passed"] == (not failures)
+    assert all(line.startswith(start) for line, start in zip(found["failures"], failures, strict=True))
+
+
+def test_what_is_not_a_number_does_not_pass() -> None:
+    nan = BaseComparison(
+        tokens=9, original_perplexity=2.0, tuned_perplexity=math.nan, greedy_match_rate=math.nan, kl=0.0
+    )
+    assert (
+        len(
+            check_quality({"text": nan}, QualityLimits(max_perplexity_ratio=1.1, min_greedy_match_rate=0.9))["failures"]
+        )
+        == 2
+    )
+
+
+def test_tables() -> None:
+    found = check_quality(FOUND, QualityLimits())
+    cells = ["1,000", "20.000", "21.000", "1.0500", "93.00 %", "0.0200"]
+    assert all(cell in shown(found) for cell in cells)
+    assert f"| text | {' | '.join(cells)} |" in quality_markdown(found)
+
+
+def shown(found: dict[str, Any]) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(quality_table(found))
+    return " ".join(console.file.getvalue().split())
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        (QualityLimits(), "the recipe sets no quality limits"),
+        (
+            QualityLimits(max_perplexity_ratio=1.05, min_greedy_match_rate=0.9),
+            "within the quality limits (ratio at most 1.05, same top-1 at least 90 %)",
+        ),
+        (
+            QualityLimits(max_perplexity_ratio=1.04, min_greedy_match_rate=0.95),
+            "quality limits exceeded: perplexity on text went from 20.000 to 21.000, a ratio of 1.0500 (limit 1.04); "
+            "greedy match rate on text is 0.9300 (limit 0.95)",
+        ),
+    ],
+)
+def test_tables_name_the_limits(limits: QualityLimits, says: str) -> None:
+    found = check_quality(FOUND, limits)
+    assert says in shown(found)
+    assert f"\n{says[0].upper()}{says[1:]}." in quality_markdown(found)
+
+
+@pytest.mark.parametrize(("key", "value"), [("max_perplexity_ratio", 0.0), ("min_greedy_match_rate", 1.5)])
+def test_limits_of_limits(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"quality_limits.{key} must be"):
+        QualityLimits(**{key: value})

@@ -1,0 +1,116 @@
+"""Speeds against a baseline in both conventions, the bootstrap, and the table that names every metric."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafthead.data.batch import Ratio
+from drafthead.eval.metrics import acceptance as metrics
+from drafthead.eval.metrics import speed
+from drafthead.eval.metrics.speed import measure
+from drafthead.models.decoding.step_log import DecodeResult, StepRecord
+from support import steady_answer
+
+
+def answer(committed: list[int], step_s: float = 1.0, prefill_s: float = 0.5) -> DecodeResult:
+    steps = [
+        StepRecord(
+            position=1 + sum(committed[:n]),
+            proposed=3,
+            depth=3,
+            accepted=count - 1,
+            committed=count,
+            draft_s=0.1 * step_s,
+            verify_s=0.8 * step_s,
+            total_s=step_s,
+        )
+        for n, count in enumerate(committed)
+    ]
+    total = prefill_s + step_s * len(steps)
+    return DecodeResult(tokens=[5] * (1 + sum(committed)), steps=steps, prefill_s=prefill_s, total_s=total)
+
+
+BASELINE = [answer([1] * 4), answer([1] * 9)]
+METHOD = [answer([4], step_s=2.0), answer([4, 4, 1], step_s=2.0)]
+
+
+def test_both_conventions_counted_by_hand() -> None:
+    assert speed.speedup(BASELINE, METHOD).value == pytest.approx((15 / 9.0) / (15 / 14.0))
+    assert speed.decode_speedup(BASELINE, METHOD).value == pytest.approx((13 / 8.0) / (13 / 13.0))
+    # Of every 5 baseline tokens one vanishes when the text is tokenised again.
+    found = speed.spec_bench(BASELINE, METHOD, lambda tokens: len(tokens) - len(tokens) // 5)
+    assert found.autoregressive_tokens_per_second == pytest.approx((4 / 4.5 + 8 / 9.5) / 2)
+    assert found.tokens_per_second == pytest.approx((5 / 2.5 + 10 / 6.5) / 2)
+    assert found.speedup == pytest.approx(found.tokens_per_second / found.autoregressive_tokens_per_second)
+    assert found.mean_accepted_length == pytest.approx(13 / 4)
+
+
+def test_turns_of_a_question_make_one_rate() -> None:
+    found = speed.spec_bench(BASELINE, METHOD, len, groups=["a", "a"])
+    assert found.tokens_per_second == pytest.approx(15 / 9.0)
+    assert found.speedup == pytest.approx(speed.speedup(BASELINE, METHOD).value)
+
+
+def test_answers_without_tokens_are_no_rate() -> None:
+    failed = DecodeResult(tokens=[], steps=[], prefill_s=0.0, total_s=0.0)
+    with_failed = speed.spec_bench([*BASELINE, failed], [*METHOD, failed], len)
+    assert with_failed == speed.spec_bench(BASELINE, METHOD, len)
+    assert math.isnan(speed.spec_bench([failed], [failed], len).speedup)
+
+
+def test_every_metric_is_plain_json() -> None:
+    found = measure(BASELINE, METHOD, len)
+    assert all(value is not None for value in found.values()) and len(found) == 25
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    without = measure(BASELINE, METHOD)
+    assert {n for n, v in without.items() if v is None} == {"spec_bench_speedup", "spec_bench_tokens_per_second"}
+    nothing = measure([], [], len)
+    json.dumps(nothing, allow_nan=False)
+    assert nothing["mean_accepted_length"] is None and nothing["ctar"] == []
+
+
+committed = st.lists(st.integers(1, 4), min_size=1, max_size=6)
+seconds = st.floats(0.5, 2.0)
+
+
+@given(st.lists(committed, min_size=1, max_size=4), seconds, seconds)
+def test_speedup_of_steps_is_rate_over_overhead(log: list[list[int]], baseline_s: float, step_s: float) -> None:
+    """Medusa's speedup = acceleration rate / overhead is the exact decode speedup without the prefill."""
+    method = [answer(counts, step_s) for counts in log]
+    baseline = [answer([1] * sum(counts), baseline_s) for counts in log]
+    rate, overhead = metrics.mean_accepted_length(method), speed.step_overhead(baseline, method)
+    assert rate.value / overhead.value == pytest.approx(speed.decode_speedup(baseline, method).value)
+    assert speed.decode_speedup(baseline, baseline) == Ratio(
+        pytest.approx(1 / baseline_s), pytest.approx(1 / baseline_s)
+    )
+
+
+def test_speedup_is_a_ratio_of_totals_with_a_paired_interval() -> None:
+    """Prompts of very different length, each exactly twice as fast: pairing leaves no doubt at all."""
+    baseline = [steady_answer(n, n / 10) for n in (4, 40, 400)]
+    method = [steady_answer(n, n / 20) for n in (4, 40, 400)]
+    assert speed.speedup_interval(baseline, method) == pytest.approx((2.0, 2.0, 2.0))
+
+    uneven = [steady_answer(10, 1.0), steady_answer(100, 5.0)]
+    ratio, low, high = speed.speedup_interval([steady_answer(10, 1.0), steady_answer(100, 10.0)], uneven)
+    assert ratio == pytest.approx((110 / 6) / (110 / 11))
+    assert (low, high) == pytest.approx((1.0, 2.0))
+    assert speed.speedup_interval(baseline, method, seed=1) == speed.speedup_interval(baseline, method, seed=1)
+
+
+def test_the_turns_of_a_conversation_are_drawn_together() -> None:
+    """Two conversations of two turns, one twice as fast and one as fast: the bounds are those of single prompts."""
+    baseline = [steady_answer(10, 1.0)] * 4
+    method = [steady_answer(10, 0.4), steady_answer(10, 0.6), steady_answer(10, 0.9), steady_answer(10, 1.1)]
+    _, low, high = speed.speedup_interval(baseline, method, [0, 0, 1, 1])
+    assert (low, high) == pytest.approx((1.0, 2.0))
+
+
+def test_interval_needs_two_prompts() -> None:
+    ratio, low, high = speed.speedup_interval([steady_answer(8, 2.0)], [steady_answer(8, 1.0)])
+    assert ratio == 2
+    assert math.isnan(low) and math.isnan(high)
+    assert all(math.isnan(x) for x in speed.speedup_interval([], []))

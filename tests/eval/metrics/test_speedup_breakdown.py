@@ -1,0 +1,156 @@
+"""The closed form against the paper's numbers, the breakdown of a speedup against what it is made of."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafthead.eval.metrics.speed import speedup
+from drafthead.eval.metrics.speedup_breakdown import (
+    StepTerms,
+    best_option,
+    chain_values,
+    expected_speedup,
+    expected_tokens,
+    optimal_lookahead,
+    options,
+    speedup_breakdown,
+)
+from drafthead.eval.trees.cost_model import CostModel
+from drafthead.eval.trees.search import TreeOrder
+from drafthead.models.decoding.step_log import DecodeResult, StepRecord
+
+COSTS = CostModel(verify={1: 0.9, 64: 7.2}, draft=0.2, overhead=0.1, context=200)
+"""A machine whose verification costs grow by a tenth a token."""
+
+
+@pytest.mark.parametrize(("draft_cost", "drafts"), [(0.01, 7), (0.02, 6), (0.05, 4), (0.1, 3)])
+def test_optimal_lookahead_of_the_paper(draft_cost: float, drafts: int) -> None:
+    assert optimal_lookahead(0.6, draft_cost) == drafts
+
+
+def test_closed_form() -> None:
+    assert expected_tokens(0.5, 2) == pytest.approx(1.75)
+    assert expected_tokens(1.0, 5) == 6
+    assert expected_tokens(1 - 1e-9, 5) == pytest.approx(6)
+    assert expected_tokens(0.0, 5) == 1
+    assert expected_speedup(0.5, 0.1, 2) == pytest.approx(1.75 / 1.2)
+    assert (optimal_lookahead(1.0, 0.1), optimal_lookahead(0.05, 0.2)) == (64, 1)
+    for rate, drafts in ((-0.1, 3), (1.1, 3), (math.nan, 3), (0.5, -1)):
+        with pytest.raises(ValueError, match=r"expected an acceptance rate in \[0, 1\] and 0 or more drafts"):
+            expected_tokens(rate, drafts)
+    with pytest.raises(ValueError, match="cost in autoregressive steps must be >= 0, got -1"):
+        expected_speedup(0.5, -1, 2)
+
+
+@given(st.floats(0.01, 0.99), st.floats(0.0, 1.5))
+def test_some_chain_pays_where_alpha_is_above_c(alpha: float, draft_cost: float) -> None:
+    if abs(alpha - draft_cost) > 1e-9:
+        best = expected_speedup(alpha, draft_cost, optimal_lookahead(alpha, draft_cost))
+        assert (best > 1) == (alpha > draft_cost)
+
+
+def answer(accepted: list[int], depth: int, proposed: int, prefill_s: float = 1.0, rest_s: float = 0.0) -> DecodeResult:
+    """Steps that cost exactly what ``COSTS`` says."""
+    steps, position = [], 1
+    for count in accepted:
+        draft, verify = (COSTS.draft if proposed else 0.0), COSTS.verify_at(proposed + 1)
+        steps.append(
+            StepRecord(
+                position=position,
+                proposed=proposed,
+                depth=depth,
+                accepted=count,
+                committed=count + 1,
+                draft_s=draft,
+                verify_s=verify,
+                total_s=draft + verify + COSTS.overhead,
+            )
+        )
+        position += count + 1
+    total = prefill_s + rest_s + sum(step.total_s for step in steps)
+    return DecodeResult(tokens=[5] * position, steps=steps, prefill_s=prefill_s, total_s=total)
+
+
+def autoregressive(method: list[DecodeResult]) -> list[DecodeResult]:
+    return [answer([0] * (len(m.tokens) - 1), 0, 0, prefill_s=m.prefill_s) for m in method]
+
+
+accepted = st.lists(st.integers(0, 3), min_size=1, max_size=8)
+
+
+@given(st.lists(accepted, min_size=1, max_size=3), st.floats(0, 3), st.floats(0, 2))
+def test_the_waterfall_ends_at_the_measurement(log: list[list[int]], prefill_s: float, rest_s: float) -> None:
+    method = [answer(counts, 3, 3, prefill_s, rest_s) for counts in log]
+    baseline = autoregressive(method)
+    found = speedup_breakdown(baseline, method, COSTS)
+    assert found is not None
+    assert found.measured == pytest.approx(speedup(baseline, method).value)
+    assert found.residual == pytest.approx(0, abs=1e-9)
+    assert found.waterfall[0].speedup == pytest.approx(found.method.tokens)
+    assert sum(level.change for level in found.waterfall) + found.waterfall[0].speedup == pytest.approx(found.measured)
+    assert found.predicted == pytest.approx(found.waterfall[-2].speedup)
+    assert found.predicted_from_costs == pytest.approx(found.predicted), "the run cost what the table says"
+
+
+def test_terms_counted_by_hand() -> None:
+    """4 drafts in a tree of 2 levels; a step takes 0.2 + 1.3 + 0.1 for 2 tokens, an autoregressive one 1."""
+    method = [answer([2, 0], 2, 4, prefill_s=2.0)]
+    found = speedup_breakdown(autoregressive(method), method, COSTS)
+    assert found is not None
+    terms = {"draft_s": 0.2, "verify_s": 1.3, "loop_s": 0.1, "outside_s": 1.0}
+    assert found.method == StepTerms(
+        tokens=2.0, drafts=4.0, depth=2.0, **{k: pytest.approx(v) for k, v in terms.items()}
+    )
+    assert [level.speedup for level in found.waterfall] == pytest.approx([2, 2 / 1.2, 2 / 1.6, 2 / 1.6, 6 / 5.2])
+    form = found.closed_form
+    assert form is not None
+    assert (form.alpha, form.alpha_is, form.drafts) == (0.5, "acceptance at depth 1", 2)
+    assert (form.draft_cost, form.expected_speedup) == pytest.approx((0.1, 1.75 / 1.2))
+    assert found.best_chain is None, "the acceptance of a tree is not a chain's"
+
+
+def test_other_answers_are_the_residual() -> None:
+    found = speedup_breakdown([answer([0] * 9, 0, 0)], [answer([1, 1], 2, 2)])
+    assert found is not None and found.predicted_from_costs is None
+    assert found.residual == pytest.approx(found.measured - found.waterfall[-1].speedup)
+    assert abs(found.residual) > 0.01
+
+
+def test_the_best_draft_on_a_machine() -> None:
+    """Tokens 1, 1.8, 2.3, 2.5; a step costs 1, 1.3, 1.4, 1.5: two drafts give 1.643, three 1.667."""
+    values, depths = [0.8, 0.5, 0.2], [1, 2, 3]
+    found = options(values, depths, COSTS)
+    assert [o.tokens for o in found] == pytest.approx([1, 1.8, 2.3, 2.5])
+    assert [o.step_s for o in found] == pytest.approx([1, 1.3, 1.4, 1.5])
+    chosen = best_option(values, depths, COSTS)
+    assert chosen is not None and chosen.nodes == 4 and chosen.speedup == pytest.approx(2.5 / 1.5)
+    by_depth = CostModel(COSTS.verify, 0.2, 0.1, 200, draft_by_depth=[0.0, 0.4, 0.8, 1.2])
+    dear = best_option(values, depths, by_depth)
+    assert dear is not None and dear.nodes == 2, "every level costs: 1.8 / 1.5 beats 2.3 / 2.0 and 1"
+    hopeless = best_option([0.1], [1], COSTS)
+    assert hopeless is not None and (hopeless.nodes, hopeless.speedup) == (1, 1)
+    assert best_option([], [], COSTS) is None
+    wide = options([0.05] * 15, [1] * 15, by_depth)[-1]
+    assert wide.step_s == pytest.approx(COSTS.verify_at(16) + 0.1 + 0.4), "15 nodes on one level are one level to draft"
+
+
+def test_chain_values_are_running_products() -> None:
+    log = [answer([2, 0, 1, 2], 2, 2)]
+    assert chain_values(log) == pytest.approx([3 / 4, 3 / 4 * 2 / 3])
+    order = TreeOrder([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)], [0.6, 0.2, 0.4, 0.1, 0.3])
+    assert chain_values(log, order) == [0.6, 0.4, 0.3]
+    found = speedup_breakdown(autoregressive(log), log, COSTS, order)
+    assert found is not None and found.best_chain is not None and found.best_tree is not None
+    assert found.best_tree.tokens >= found.best_chain.tokens
+    assert json.loads(json.dumps(found.to_json(), allow_nan=False)) == found.to_json()
+
+
+def test_nothing_to_take_apart() -> None:
+    nothing = [DecodeResult(tokens=[1], steps=[], prefill_s=1.0, total_s=1.0)]
+    assert speedup_breakdown(nothing, nothing) is None
+    baseline = [answer([0, 0], 0, 0)]
+    found = speedup_breakdown(baseline, baseline)
+    assert found is not None and found.closed_form is None and found.measured == 1
