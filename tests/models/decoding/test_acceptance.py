@@ -1,0 +1,452 @@
+"""Acceptance rules against plain Python over nodes, their limits, and what must hold of every one of them.
+
+That the rules keep the target's distribution is shown by enumeration, in test_certify.py.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.lossless.enumerate import CommittedProbs, committed
+from drafthead.eval.lossless.tabular_lm import TableDraft, TabularLM
+from drafthead.models.decoding.acceptance import AcceptanceRule, block, greedy, speculative, typical
+from drafthead.models.decoding.contract import Acceptance, DraftConfig, DraftSampling, DynamicTree, Proposal
+from drafthead.models.decoding.random_source import VERIFY, PerRowRng
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
+from support import lookup, token_trees
+
+V = 5
+DET, IID, DISTINCT = DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT
+RAW = Sampler(temperature=1.0)
+SEEDS = st.integers(0, 2**31)
+RULES: dict[str, Callable[..., Acceptance]] = {"exact": speculative, "block": block, "typical": typical}
+
+
+class Dice:
+    """Random numbers that record what was asked: the same numbers for all rows, and the bonus's distribution kept."""
+
+    def __init__(self, uniforms: list[float]) -> None:
+        self._uniforms = torch.tensor(uniforms, dtype=torch.float64)
+        self._used: Tensor | None = None
+        self.chances: list[Tensor] = []
+        self.bonus = torch.empty(0)
+
+    def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
+        if self._used is None:
+            self._used = torch.zeros_like(active, dtype=torch.int64)
+        u = self._uniforms[self._used]
+        self._used = self._used + active
+        self.chances.append(torch.where(p < q, p / q, (p > 0).double()))
+        return active & (u * q < p)
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        self.bonus = probs[:, 0] / probs[:, 0].sum(-1, keepdim=True)
+        return probs.argmax(-1)
+
+
+def random_probs(rows: int, nodes: int, chance: torch.Generator, sparse: bool = True) -> Tensor:
+    dist = torch.rand(rows, nodes, V, dtype=torch.float64, generator=chance) ** 3
+    if sparse:  # some tokens impossible, as after truncation
+        dist *= torch.rand(dist.shape, generator=chance) < 0.7
+        dist[..., 0] += 1e-3
+    return dist / dist.sum(-1, keepdim=True)
+
+
+def random_proposal(seed: int, rows: int, nodes: int, draft_sampling: DraftSampling) -> tuple[Proposal, Tensor]:
+    """Ragged trees with padding and nodes that are candidates twice, and the target's probs [B, N, V]."""
+    chance = torch.Generator().manual_seed(seed)
+    parents = torch.full((rows, nodes), -1)
+    for node in range(1, nodes):
+        above = torch.randint(0, node, (rows,), generator=chance)
+        reached = (above == 0) | (parents.gather(1, above[:, None])[:, 0] >= 0)
+        kept = reached & (torch.rand(rows, generator=chance) < 0.85)
+        parents[:, node] = torch.where(kept, above, -1)
+    shape = TreeShape.from_parents(parents)
+    tokens = torch.randint(V, (rows, nodes), generator=chance)
+    target = random_probs(rows, nodes, chance)
+    if draft_sampling is DET:
+        return Proposal(tokens=tokens, shape=shape, draft_sampling=DET), target
+    drafts = random_probs(rows, 2 * nodes, chance, sparse=False)
+    children = shape.children
+    if draft_sampling is IID:  # a combined tree may try a node twice
+        children = torch.cat(
+            [children, torch.where(torch.rand(children.shape, generator=chance) < 0.3, children, 0)], 2
+        )
+        order = (children == NO_CHILD).sort(dim=2, stable=True).indices
+        children = children.gather(2, order)
+    else:  # without replacement the samples of one distribution differ
+        for node in range(1, nodes):
+            brothers = [n for n in range(1, node)]
+            for row in range(rows):
+                taken = {int(tokens[row, n]) for n in brothers if parents[row, n] == parents[row, node] >= 0}
+                free = [t for t in range(V) if t not in taken]
+                if int(tokens[row, node]) in taken and free:
+                    tokens[row, node] = free[0]
+    prob_index = 2 * torch.arange(nodes)[None, :, None] + torch.randint(2, children.shape, generator=chance)
+    deterministic = torch.rand(children.shape, generator=chance) < 0.2
+    prob_index = torch.where(deterministic, -1, prob_index)
+    proposal = Proposal(
+        tokens=tokens,
+        shape=replace(shape, children=children),
+        draft_sampling=draft_sampling,
+        probs=drafts,
+        prob_index=prob_index,
+    )
+    return proposal, target
+
+
+def by_hand(proposal: Proposal, target: Tensor, uniforms: list[float], row: int) -> tuple[list[int], list[float]]:
+    """One row's walk, a number at a time: accepted nodes and the bonus's distribution."""
+    chance = iter(uniforms)
+    shape, tokens = proposal.shape, proposal.tokens[row].tolist()
+    children = shape.children[row if len(shape.children) > 1 else 0].tolist()
+    node, path = 0, [0]
+    while True:
+        p, moved = target[row, node].tolist(), False
+        tried: list[tuple[int, int]] = []
+        for candidate, child in enumerate(children[node]):
+            if child == NO_CHILD:
+                continue
+            token = tokens[child]
+            source = -1
+            if proposal.prob_index is not None:
+                source = int(proposal.prob_index[row if len(proposal.prob_index) > 1 else 0, node, candidate])
+            if source < 0 or proposal.probs is None:
+                q = [float(t == token) for t in range(V)]
+            else:
+                q = proposal.probs[row, source].tolist()
+                if proposal.draft_sampling is DISTINCT:
+                    q = [0.0 if (source, t) in tried else v for t, v in enumerate(q)]
+                    q = [v / sum(q) for v in q]
+            tried.append((source, token))
+            if next(chance) * q[token] < p[token]:
+                node, moved = child, True
+                path.append(node)
+                break
+            left = [max(0.0, a - b) for a, b in zip(p, q, strict=True)]
+            p = [v / sum(left) for v in left] if sum(left) > 0 else p
+        if not moved:
+            return path, p
+
+
+@given(st.integers(0, 10_000), st.integers(2, 9), st.sampled_from([DET, IID, DISTINCT]))
+@settings(max_examples=80, deadline=None)
+def test_the_walk_is_that_of_plain_python(seed: int, nodes: int, draft_sampling: DraftSampling) -> None:
+    rows = 16
+    proposal, target = random_proposal(seed, rows, nodes, draft_sampling)
+    uniforms = torch.rand(64, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
+    rng = Dice(uniforms)
+    acceptance = speculative(proposal, lookup(target), rng, return_probs=True)
+    for row in range(rows):
+        path, bonus = by_hand(proposal, target, uniforms, row)
+        assert int(acceptance.accepted[row]) == len(path) - 1
+        padded = path + [0] * (acceptance.nodes.shape[1] - len(path))
+        assert acceptance.nodes[row].tolist() == padded
+        torch.testing.assert_close(rng.bonus[row], torch.tensor(bonus, dtype=torch.float64))
+        assert acceptance.probs is not None
+        torch.testing.assert_close(acceptance.probs[row, : len(path)], target[row, path])
+        assert (acceptance.probs[row, len(path) :] == 0).all()
+
+
+@given(st.integers(0, 10_000), st.integers(1, 12))
+@settings(max_examples=60, deadline=None)
+def test_greedy_is_the_longest_path_of_argmaxes(seed: int, nodes: int) -> None:
+    rows = 3
+    proposal, target = random_proposal(seed, rows, nodes, DET)
+    choices = target.argmax(-1)
+    acceptance = greedy(proposal, choices)
+    parents = proposal.shape.parents.tolist()
+    for row in range(rows):
+        paths: dict[int, list[int]] = {0: [0]}
+        for node in range(1, nodes):
+            above = parents[row][node]
+            if above in paths and proposal.tokens[row, node] == choices[row, above]:
+                paths[node] = [*paths[above], node]
+        longest = max(paths.values(), key=len)  # the first among equal ones
+        count = int(acceptance.accepted[row])
+        assert acceptance.nodes[row, : count + 1].tolist() == longest
+        assert (acceptance.nodes[row, count + 1 :] == 0).all()
+        assert int(acceptance.bonus[row]) == int(choices[row, longest[-1]])
+
+
+def test_greedy_takes_one_shape_for_all_rows() -> None:
+    tree = TokenTree.expansion([2, 1])  # nodes 1, 2 under the root, 3 under 1, 4 under 2
+    tokens = torch.tensor([[0, 1, 2, 3, 4], [0, 2, 1, 4, 3]])
+    acceptance = greedy(
+        Proposal(tokens=tokens, shape=tree.shape, draft_sampling=DET),
+        torch.tensor([[1, 3, 0, 2, 0], [1, 0, 3, 0, 4]]),
+    )
+    assert acceptance.nodes.tolist() == [[0, 1, 3], [0, 2, 4]]
+    assert acceptance.accepted.tolist() == [2, 2] and acceptance.bonus.tolist() == [2, 4]
+
+
+def typical_by_hand(
+    proposal: Proposal, target: Tensor, row: int, epsilon: float, delta: float
+) -> tuple[list[int], list]:
+    def threshold(dist: list[float]) -> float:
+        entropy = -sum(v * math.log(v) for v in dist if v > 0)
+        return min(epsilon, delta * math.exp(-entropy))
+
+    probs = target[row].tolist()
+    paths, scores = {0: [0]}, {0: 0.0}
+    for node in range(1, proposal.tokens.shape[1]):
+        above = int(proposal.shape.parents[row, node])
+        own = probs[above][int(proposal.tokens[row, node])]
+        if above in paths and own > threshold(probs[above]):
+            paths[node], scores[node] = [*paths[above], node], scores[above] + math.log(own)
+    best = max(paths, key=lambda node: (len(paths[node]), scores[node]))
+    dist, cut = probs[best], threshold(probs[best])
+    kept = [v if v > cut or v == max(dist) else 0.0 for v in dist]
+    return paths[best], [v / sum(kept) for v in kept]
+
+
+@given(st.integers(0, 10_000), st.integers(1, 12), st.sampled_from([(0.09, 0.3), (0.3, 0.9)]))
+@settings(max_examples=60, deadline=None)
+def test_typical_acceptance_is_that_of_plain_python(seed: int, nodes: int, numbers: tuple[float, float]) -> None:
+    rows, (epsilon, delta) = 3, numbers
+    proposal, target = random_proposal(seed, rows, nodes, DET)
+    rng = Dice([])
+    acceptance = typical(proposal, lookup(target), rng, epsilon=epsilon, delta=delta)
+    for row in range(rows):
+        path, bonus = typical_by_hand(proposal, target, row, epsilon, delta)
+        count = int(acceptance.accepted[row])
+        assert acceptance.nodes[row, : count + 1].tolist() == path
+        torch.testing.assert_close(rng.bonus[row], torch.tensor(bonus, dtype=torch.float64))
+
+
+def test_typical_takes_the_likeliest_of_equally_long_paths() -> None:
+    dist = torch.tensor([0.2, 0.3, 0.4, 0.1, 0.0], dtype=torch.float64).expand(1, 3, -1)
+    for tokens in ([0, 1, 2], [0, 2, 1]):
+        proposal = Proposal(tokens=torch.tensor([tokens]), shape=TokenTree.expansion([2]).shape, draft_sampling=DET)
+        rng = PerRowRng([0], [0], VERIFY, torch.device("cpu"))
+        acceptance = typical(proposal, lookup(dist), rng)
+        assert acceptance.nodes.tolist() == [[0, tokens.index(2)]]
+
+
+def loose_proposal(shape: TreeShape, rows: int, draft_sampling: DraftSampling, generator: torch.Generator) -> Proposal:
+    """Tokens and probs that need not fit: a rule has to treat every row as if it were alone all the same."""
+    tokens = torch.randint(0, V, (rows, len(shape)), generator=generator)
+    if draft_sampling is DET:
+        return Proposal(tokens=tokens, shape=shape, draft_sampling=draft_sampling)
+    prob_index = torch.randint(-1, 3, shape.children.shape, generator=generator)
+    probs = random_probs(rows, 3, generator)
+    return Proposal(tokens=tokens, shape=shape, draft_sampling=draft_sampling, probs=probs, prob_index=prob_index)
+
+
+def row_of(proposal: Proposal, row: int, tree: TokenTree) -> Proposal:
+    """One row without its padding."""
+    shape, nodes = tree.shape, len(tree)
+    prob_index = proposal.prob_index
+    return Proposal(
+        tokens=proposal.tokens[row : row + 1, :nodes],
+        shape=shape,
+        draft_sampling=proposal.draft_sampling,
+        probs=None if proposal.probs is None else proposal.probs[row : row + 1],
+        prob_index=None if prob_index is None else prob_index[row : row + 1, :nodes, : shape.children.shape[2]],
+    )
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data(), rule=st.sampled_from(["greedy", *RULES]), seed=SEEDS)
+def test_rows_with_different_trees_are_judged_as_if_alone(data: st.DataObject, rule: str, seed: int) -> None:
+    chains = st.integers(0, 4).map(TokenTree.chain)
+    several = data.draw(st.lists(chains if rule == "block" else token_trees(8), min_size=2, max_size=4))
+    draft_sampling = data.draw(st.sampled_from(list(DraftSampling)))
+    generator = torch.Generator().manual_seed(seed)
+    width = max(map(len, several))
+    parents = torch.tensor([[*tree.parents, *[-1] * (width - len(tree))] for tree in several])
+    proposal = loose_proposal(TreeShape.from_parents(parents), len(several), draft_sampling, generator)
+    probs = random_probs(len(several), width, generator).float()
+    seeds = list(range(len(several)))
+
+    def judged(drafted: Proposal, dist: Tensor, row_seeds: list[int]) -> Acceptance:
+        if rule == "greedy":
+            return greedy(drafted, dist.argmax(-1))
+        rng = PerRowRng(row_seeds, [0] * len(row_seeds), VERIFY, torch.device("cpu"))
+        return RULES[rule](drafted, lookup(dist), rng)
+
+    together = judged(proposal, probs, seeds)
+    for row, tree in enumerate(several):
+        alone = judged(row_of(proposal, row, tree), probs[row : row + 1, : len(tree)], seeds[row : row + 1])
+        assert together.accepted[row] == alone.accepted[0] and together.bonus[row] == alone.bonus[0]
+        count = int(alone.accepted[0]) + 1
+        assert together.nodes[row, :count].tolist() == alone.nodes[0, :count].tolist()
+        assert not together.nodes[row, count:].any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(token_trees(8), st.sampled_from(["exact", "block"]), st.sampled_from([IID, DISTINCT]), SEEDS)
+def test_probs_are_those_after_the_accepted_nodes(
+    tree: TokenTree, rule: str, draft_sampling: DraftSampling, seed: int
+) -> None:
+    tree = TokenTree.chain(tree.depth) if rule == "block" else tree
+    generator = torch.Generator().manual_seed(seed)
+    proposal = loose_proposal(tree.shape, 3, draft_sampling, generator)
+    probs = random_probs(3, len(tree), generator)
+    rng = PerRowRng([seed, 1, 2], [0] * 3, VERIFY, torch.device("cpu"))
+    acceptance = AcceptanceRule(name=rule).verify(proposal, lookup(probs), rng, return_probs=True)
+    assert acceptance.probs is not None and acceptance.probs.shape == (3, acceptance.nodes.shape[1], V)
+    kept = torch.arange(acceptance.nodes.shape[1]) <= acceptance.accepted[:, None]
+    torch.testing.assert_close(acceptance.probs, torch.where(kept[..., None], lookup(probs)(acceptance.nodes), 0.0))
+
+
+def chain(tokens: Tensor, probs: Tensor | None) -> Proposal:
+    """[B, K] drafts of one chain, [B, K, V] probs."""
+    shape = TokenTree.chain(tokens.shape[1]).shape
+    root = tokens.new_zeros(len(tokens), 1)
+    prob_index = (
+        None if probs is None else torch.arange(tokens.shape[1] + 1)[None, :, None].clamp(max=probs.shape[1] - 1)
+    )
+    return Proposal(
+        tokens=torch.cat([root, tokens], 1),
+        shape=shape,
+        draft_sampling=DET if probs is None else IID,
+        probs=probs,
+        prob_index=prob_index,
+    )
+
+
+@pytest.mark.parametrize("rule", [speculative, block])
+@given(st.integers(0, 10_000))
+@settings(max_examples=40, deadline=None)
+def test_a_chain_of_one_is_accepted_with_the_overlap(rule: Callable[..., Acceptance], seed: int) -> None:
+    """Leviathan's beta: sum over tokens of q(x) min(1, p(x) / q(x)) = sum of min(p, q)."""
+    chance = torch.Generator().manual_seed(seed)
+    p, q = random_probs(1, 2, chance), random_probs(1, 1, chance)
+    every = torch.arange(V)[:, None]
+    rng = Dice([0.5] * 8)
+    rule(chain(every, q.expand(V, -1, -1)), lookup(p.expand(V, -1, -1)), rng)
+    accepted = (q[0, 0] * rng.chances[0]).sum()
+    torch.testing.assert_close(accepted, torch.minimum(p[0, 0], q[0, 0]).sum())
+
+
+@pytest.mark.parametrize("rule", [speculative, block])
+def test_an_empty_residual_falls_back_to_the_target(rule: Callable[..., Acceptance]) -> None:
+    """Equal distributions are rejected by rounding only; then p is right, and 0 / 0 is not."""
+
+    class Never(Dice):
+        def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
+            return torch.zeros_like(active)
+
+    dist = random_probs(1, 1, torch.Generator().manual_seed(0))
+    rng = Never([])
+    rule(chain(torch.tensor([[0]]), dist), lookup(dist.expand(1, 2, -1)), rng)
+    torch.testing.assert_close(rng.bonus, dist[0])
+
+
+@pytest.mark.parametrize("rule", [speculative, block])
+@pytest.mark.parametrize("sampled", [True, False])
+def test_the_smallest_number_accepts_no_impossible_token(rule: Callable[..., Acceptance], sampled: bool) -> None:
+    p = torch.tensor([[[0.0, 0.5, 0.5, 0.0, 0.0]]]).double().expand(1, 2, -1)
+    q = torch.tensor([[[0.9, 0.1, 0.0, 0.0, 0.0]]]).double() if sampled else None
+    rng = Dice([0.0] * 4)
+    acceptance = rule(chain(torch.tensor([[0]]), q), lookup(p), rng)
+    assert acceptance.accepted.tolist() == [0] and rng.bonus[0, 0] == 0
+
+
+def test_lenience_accepts_more() -> None:
+    p = torch.tensor([[[0.2, 0.8, 0.0, 0.0, 0.0]]]).double().expand(1, 2, -1)
+    q = torch.tensor([[[0.8, 0.2, 0.0, 0.0, 0.0]]]).double()
+    for lenience, chance in ((1.0, 0.25), (0.5, 0.5), (0.1, 1.0)):
+        rng = Dice([0.5] * 4)
+        speculative(chain(torch.tensor([[0]]), q), lookup(p), rng, lenience=lenience)
+        torch.testing.assert_close(rng.chances[0], torch.tensor([chance], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["exact", "block", "typical", "lenient"])
+def test_nothing_drafted(name: str) -> None:
+    """The root alone: the bonus comes from the target's distribution."""
+    dist = random_probs(2, 1, torch.Generator().manual_seed(1), sparse=False)
+    proposal = Proposal(tokens=torch.zeros(2, 1, dtype=torch.int64), shape=TokenTree.chain(0).shape, draft_sampling=DET)
+    rng = Dice([])
+    acceptance = AcceptanceRule(name=name).verify(proposal, lookup(dist), rng)
+    assert acceptance.nodes.tolist() == [[0], [0]] and acceptance.accepted.tolist() == [0, 0]
+    if name != "typical":
+        torch.testing.assert_close(rng.bonus, dist[:, 0])
+
+
+def masses(
+    tree: TokenTree, rule: AcceptanceRule, draft_sampling: DraftSampling, seed: int
+) -> tuple[CommittedProbs, Tensor, Tensor]:
+    """What is committed, enumerated; and the probs of target and drafter after the root."""
+    target = TabularLM.random(V, tree.depth, seed)
+    table = target.near(seed + 1, 1.0)
+    draft = TableDraft(table=table, draft_config=DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=RAW))
+    return committed(draft, target, RAW, rule, tree.depth), target.probs(RAW)[0], table.probs(RAW)[0]
+
+
+def mean_accepted(found: CommittedProbs) -> float:
+    return sum(length * float(mass.sum()) for length, mass in enumerate(found.by_length))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    depth=st.integers(1, 3),
+    draft_sampling=st.sampled_from([IID, DET]),
+    seed=SEEDS,
+)
+def test_block_accepts_at_least_as_much_as_token_by_token(depth: int, draft_sampling: DraftSampling, seed: int) -> None:
+    tree = TokenTree.chain(depth)
+    one, many = (
+        mean_accepted(masses(tree, AcceptanceRule(name=n), draft_sampling, seed)[0]) for n in ("exact", "block")
+    )
+    assert many >= one - 1e-12
+
+
+def test_block_accepts_more_where_a_chain_allows_it() -> None:
+    tree, kind = TokenTree.chain(3), IID
+    one, many = (mean_accepted(masses(tree, AcceptanceRule(name=n), kind, 1)[0]) for n in ("exact", "block"))
+    assert many > one + 0.01
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=SEEDS)
+def test_more_candidates_accept_more(seed: int) -> None:
+    exact = AcceptanceRule()
+    for draft_sampling in DraftSampling:
+        one, three = (mean_accepted(masses(TokenTree.expansion([k]), exact, draft_sampling, seed)[0]) for k in (1, 3))
+        assert three > one
+
+
+def test_lenience_1_is_the_exact_rule() -> None:
+    for rule in (AcceptanceRule(name="lenient", lenience=1.0), AcceptanceRule(name="lenient", lenience=0.5)):
+        lenient, exact = (masses(TokenTree.chain(2), r, IID, 3)[0] for r in (rule, AcceptanceRule()))
+        same = all(torch.equal(a, b) for a, b in zip(lenient.by_length, exact.by_length, strict=True))
+        assert same == rule.lossless
+        assert same or mean_accepted(lenient) > mean_accepted(exact)
+
+
+def test_which_rules_are_lossless() -> None:
+    kept = {name: AcceptanceRule(name=name, lenience=0.9).lossless for name in ("exact", "block", "typical", "lenient")}
+    assert kept == {"exact": True, "block": True, "typical": False, "lenient": False}
+
+
+def test_block_refuses_what_branches() -> None:
+    rule = AcceptanceRule(name="block")
+    rule.check(IID, TokenTree.chain(3))
+    for tree in (TokenTree.expansion([2, 1]), DynamicTree(nodes=4, width=1)):
+        with pytest.raises(UserError, match="block verification judges a chain as a whole"):
+            rule.check(DET, tree)
+        AcceptanceRule().check(DET, tree)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"name": "medusa"}, "rule.name must be exact, block, typical or lenient, got 'medusa'"),
+        ({"epsilon": 0.0}, r"rule.epsilon must be in \(0, 1\], got 0.0"),
+        ({"delta": 1.5}, r"rule.delta must be in \(0, 1\], got 1.5"),
+        ({"lenience": 2.0}, r"rule.lenience must be in \(0, 1\], got 2.0"),
+    ],
+)
+def test_limits(setting: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AcceptanceRule(**setting)  # type: ignore[arg-type]
