@@ -118,7 +118,7 @@ class TableDraft:
             return grow_dynamic(draft_pass, last_token, draft_config.tree, ids)
         if draft_config.draft_sampling is DraftSampling.TOP_K:
             return grow_ranked(draft_pass, last_token, draft_config.tree, ids, draft_config.confidence_threshold)
-        return grow_sampled(draft_pass, last_token, draft_config, draft_config.tree, ids, self.table.vocabulary, rng)
+        return grow_sampled(draft_pass, last_token, draft_config, ids, self.table.vocabulary, rng)
 
     @property
     def _ids(self) -> Tensor:

@@ -35,31 +35,29 @@ class DraftSampling(Enum):
 class Proposal:
     """Drafted token trees, one per row, ready to verify.
 
-    A trial is one candidate child with the law it was drawn from. Losslessness under sampling hangs on the laws, so
-    they belong to the trials and not to the nodes: in a tree merged of several drafters a node may be tried twice,
-    each time against another law.
+    A candidate is a child with the distribution it was drawn from. Losslessness under sampling depends on the
+    distributions, so they belong to the candidates and not to the nodes: in a tree combined of several drafters a node
+    may be a candidate twice, each time with another distribution.
     """
 
     tokens: Tensor
     """[B, N] int64; column 0 is the root, the last committed token; padding holds any token."""
     shape: TreeShape
     draft_sampling: DraftSampling
-    """How the trials that have a law were drawn. Trials without one are deterministic."""
+    """How the candidates that have probs were drawn. Those without are top-k."""
     probs: Tensor | None = None
-    """[B, Q, V] float: the drafter's distributions after warping, exactly those that were sampled; None: all trials
-    are deterministic."""
+    """[B, Q, V] float: the drafter's distributions after warping, exactly those that were sampled; None: all
+    candidates are top-k."""
     prob_index: Tensor | None = None
-    """[R, N, S] int64: row of ``probs`` that the s-th trial at a node was drawn from, -1 for a deterministic one."""
-    confidence: Tensor | None = None
-    """[B, N] float: probability that the drafter gives a node after its parent, 1 for the root; None if unknown."""
+    """[R, N, S] int64: row of ``probs`` that a node's s-th candidate was drawn from, -1 for a top-k one."""
     partial_forward: "PartialForward | None" = None
     """What the drafter has already computed of the target's pass over these nodes."""
 
     def __post_init__(self) -> None:
         if (self.probs is None) != (self.prob_index is None):
-            raise ValueError("a proposal needs both laws and prob_index, or neither")
+            raise ValueError("a proposal needs both probs and prob_index, or neither")
         if self.probs is not None and self.draft_sampling is DraftSampling.TOP_K:
-            raise ValueError("deterministic siblings have no law; say how the trials with a law were drawn")
+            raise ValueError("top-k candidates have no probs; say how the candidates with probs were drawn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ class Acceptance:
     bonus: Tensor
     """[B] int64: the target's own token after the last accepted one."""
     probs: Tensor | None = None
-    """[B, 1 + D, V] float: the target's laws after the accepted nodes, zeros behind them; None unless asked for."""
+    """[B, 1 + D, V] float: the target's probs after the accepted nodes, then zeros; None unless requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +97,7 @@ class DynamicTree:
 class AdaptiveLength:
     """Draft length by what was accepted: transformers' ``heuristic`` schedule of assisted generation.
 
-    It looks at the past only, so the output stays exact. It starts anew in every answer; in transformers it goes on
+    It looks at the past only, so the output stays exact. It starts anew in every answer; in transformers it continues
     from prompt to prompt, and results depend on their order.
     """
 
@@ -130,31 +128,31 @@ class DraftConfig:
 
     tree: TokenTree | DynamicTree
     draft_sampling: DraftSampling = DraftSampling.TOP_K
-    """Deterministic: the likeliest candidates. Otherwise a node gets as many samples as the tree gives it children."""
+    """``TOP_K``: the likeliest candidates. Otherwise a node gets as many samples as the tree gives it children."""
     sampler: Sampler = Sampler(temperature=1.0)
-    """How the drafter's law is warped before siblings are sampled from it; any law keeps the output exact."""
+    """How the drafter's distribution is warped before candidates are sampled; any keeps the output exact."""
     confidence_threshold: float = 0.0
     """Kangaroo's threshold (2404.18911): a draft with less confidence is verified, but nothing is drafted after it.
-    For static trees with deterministic siblings."""
+    For static trees with top-k candidates."""
     adaptive: AdaptiveLength | None = None
-    """Cut the tree to a length that follows what was accepted (one row only); None: always the whole tree."""
+    """Truncate the tree to a length that follows what was accepted (one row only); None: always the whole tree."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.confidence_threshold < 1:
             raise ValueError(f"confidence_threshold must be in [0, 1), got {self.confidence_threshold}")
         if isinstance(self.tree, DynamicTree) and self.draft_sampling is not DraftSampling.TOP_K:
             # Keeping the best of sampled nodes looks at the samples, which biases the output.
-            raise ValueError("a dynamic tree ranks nodes by their score: its siblings must be deterministic")
+            raise ValueError("a dynamic tree ranks nodes by their score: its draft_sampling must be top_k")
         if self.confidence_threshold > 0 and (
             self.draft_sampling is not DraftSampling.TOP_K or isinstance(self.tree, DynamicTree)
         ):
             raise ValueError(
-                "confidence_threshold is for static trees with deterministic siblings; leave one of them out"
+                "confidence_threshold is for static trees with draft_sampling=top_k; leave one of them out"
             )
         if self.draft_sampling is not DraftSampling.TOP_K and self.sampler.temperature == 0:
-            raise ValueError("siblings sampled at temperature 0 are all the same token; make them deterministic")
+            raise ValueError("candidates sampled at temperature 0 are all the same token; use draft_sampling=top_k")
         if self.sampler.repetition_penalty != 1:
-            raise ValueError("a drafter's law takes no repetition penalty; leave it to the target's sampler")
+            raise ValueError("a drafter's sampler takes no repetition penalty; leave it to the target's sampler")
 
     @property
     def depth(self) -> int:
@@ -167,7 +165,7 @@ class DraftConfig:
         return len(self.tree) if isinstance(self.tree, TokenTree) else self.tree.nodes
 
     def at_most(self, depth: int) -> "DraftConfig":
-        """The same plan, no deeper than ``depth``."""
+        """The same, no deeper than ``depth``."""
         if depth >= self.depth:
             return self
         if isinstance(self.tree, TokenTree):
@@ -179,7 +177,7 @@ class DraftConfig:
 
 @dataclass
 class DraftState:
-    """What a drafter remembers of its rows between steps; subclasses add fields."""
+    """A drafter's state of its rows between steps; subclasses add fields."""
 
     def select(self, rows: list[int]) -> Self:
         """The state of these rows only: tensors with a first axis of rows, lists, and what has a ``select`` itself."""
@@ -210,7 +208,7 @@ class Drafter(ABC, Generic[StateT]):
     confidence_threshold: float = 0.0
     """The confidence threshold to draft with by default (``DraftConfig.confidence_threshold``)."""
     early_exit_layers: int = 0
-    """Layers of the target's own pass that it does while drafting (early exit), in a session it is attached to."""
+    """Layers of the target's own pass that it does while drafting (early exit), once attached to its cache."""
 
     @property
     @abstractmethod
@@ -232,13 +230,13 @@ class Drafter(ABC, Generic[StateT]):
         """The state before anything is read."""
 
     def extra_cache_slots(self, draft_config: "DraftConfig") -> int:
-        """Positions that drafting needs in the target's cache besides the nodes of ``plan``, where it writes there."""
+        """Positions that drafting needs in the target's cache besides the nodes of the tree, where it writes there."""
         return 0
 
     def attach(self, state: StateT, cache: KVCache | RaggedCache) -> StateT:
         """The same state over the target's own ``cache``, for a drafter that begins the target's pass itself.
 
-        Called when a session starts, and again when it goes on with fewer rows.
+        Called when decoding starts, and again when it continues with fewer rows.
         """
         return state
 
@@ -247,7 +245,7 @@ class Drafter(ABC, Generic[StateT]):
         """Take in committed tokens that the base has read: the prompt, then the root and accepted drafts of each step.
 
         Args:
-            state: is left as it was; caches in it may be written behind their length.
+            state: is left as it was; caches in it may be written past their length.
             tokens: [B, T] int64.
             features: [B, T, ...] the base's hidden states that ``spec`` names; None from a source that has none.
             counts: [B] int64, how many of the T tokens count in each row, at least 1; None: all.
@@ -257,13 +255,13 @@ class Drafter(ABC, Generic[StateT]):
     def draft(
         self, state: StateT, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
-        """Propose trees after ``last`` ([B] int64), which is committed and not yet read by the base.
+        """Propose trees after ``last_token`` ([B] int64), which is committed and not yet read by the base.
 
         Args:
             state: never changes.
-            last: the root of every row.
-            plan: the shape; a drafter may return fewer nodes, but no deeper ones.
-            coins: chance for sampled siblings; a drafter needs none for deterministic ones.
+            last_token: the root of every row.
+            draft_config: the shape; a drafter may return fewer nodes, but no deeper ones.
+            rng: for sampled candidates; top-k needs none.
         """
 
 

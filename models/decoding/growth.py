@@ -1,13 +1,11 @@
-"""Trees grown from a drafter's next-token logits, level by level, once for all drafters that work stepwise.
+"""Token trees grown from a drafter's next-token logits, level by level, once for all stepwise drafters.
 
-A stepwise drafter only says what may follow the nodes of a frontier. Which of them become children (the ranks of a
+A stepwise drafter only gives logits after the nodes of a frontier. Which candidates become children (the ranks of a
 static tree, samples, or the best of a dynamic tree) and where drafting stops is decided here, so that every head
 and draft model has every kind of tree.
 
-Shape legend: B rows, F frontier nodes, W draft vocabulary, V target vocabulary, N nodes.
+Shape legend: B rows, F frontier nodes, W draft vocabulary, V target vocabulary, N nodes, M nodes of a level.
 """
-# Sampled siblings: the children of a node as draws of the drafter's law.
-# Static trees while they are drafted: their levels, and what is left of them where nodes are missing.
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -22,17 +20,14 @@ from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 MISSING = -1
-"""A sibling that does not exist: the law has fewer tokens than children are wanted."""
+"""A candidate that does not exist: the distribution has fewer tokens than children are wanted."""
 
 
 def draw_candidates(probs: Tensor, count: int, kind: DraftSampling, rng: RandomSource) -> Tensor:
-    """``count`` draws of every law: [B, F, W] -> [B, F, count] int64, ``MISSING`` where the law is used up.
+    """``count`` samples of every distribution: [B, F, W] -> [B, F, count] int64, ``MISSING`` where it is used up.
 
-    With replacement the draws are independent (SpecInfer, 2305.09781); without, a token that was drawn is removed
-    and the rest renormalised (Sequoia, 2402.12374). Verification must know which.
-
-    Raises:
-        ValueError: siblings that are not drawn.
+    With replacement they are independent (SpecInfer, 2305.09781); without, a drawn token is removed and the rest
+    renormalised (Sequoia, 2402.12374). Verification must know which.
     """
     if kind is DraftSampling.TOP_K:
         raise ValueError("top-k candidates are ranked, not drawn")
@@ -98,23 +93,19 @@ def tree_levels(tree: TokenTree, device: torch.device, sampled: bool) -> tuple[T
     return tuple(levels)
 
 
-def active_nodes(tree: TokenTree, tokens: Tensor, alive: Tensor, confidence: Tensor) -> Proposal:
-    """The nodes of a static tree that are alive in some row; in other rows they are padding."""
-    kept = alive.any(0).nonzero()[:, 0]
-    if len(kept) == len(tree) and bool(alive[:, : len(tree)].all()):
-        shape = tree.shape_on(tokens.device)
-        kept = torch.arange(len(tree), device=tokens.device)
-    else:
-        place = torch.zeros(alive.shape[1], dtype=torch.int64, device=tokens.device)
-        place[kept] = torch.arange(len(kept), device=tokens.device)
-        above = torch.tensor((0, *tree.parents[1:]), device=tokens.device)
-        parents = place[above[kept]].expand(tokens.shape[0], -1)
-        parents = torch.where(alive[:, kept], parents, -1)
-        parents[:, 0] = -1
-        shape = TreeShape.from_parents(parents)
-    return Proposal(
-        tokens=tokens[:, kept], shape=shape, draft_sampling=DraftSampling.TOP_K, confidence=confidence[:, kept]
-    )
+def active_nodes(tree: TokenTree, tokens: Tensor, active: Tensor) -> Proposal:
+    """The nodes of a static tree that are ``active`` ([B, N] bool) in some row; in other rows they are padding."""
+    tokens, active = tokens[:, : len(tree)], active[:, : len(tree)]
+    if bool(active.all()):
+        return Proposal(tokens=tokens, shape=tree.shape_on(tokens.device), draft_sampling=DraftSampling.TOP_K)
+    kept = active.any(0).nonzero()[:, 0]
+    place = torch.zeros(len(tree), dtype=torch.int64, device=tokens.device)
+    place[kept] = torch.arange(len(kept), device=tokens.device)
+    parents = place[torch.tensor((0, *tree.parents[1:]), device=tokens.device)[kept]]
+    parents = torch.where(active[:, kept], parents, -1)
+    parents[:, 0] = -1
+    shape = TreeShape.from_parents(parents)
+    return Proposal(tokens=tokens[:, kept], shape=shape, draft_sampling=DraftSampling.TOP_K)
 
 
 def drop_missing(tree: TokenTree, tokens: Tensor) -> TreeShape:
@@ -124,8 +115,8 @@ def drop_missing(tree: TokenTree, tokens: Tensor) -> TreeShape:
     if not missing.any():
         return shape
     parents = torch.tensor([tree.parents], device=tokens.device)
-    dead = (shape.ancestors & missing[:, None, :]).any(-1)
-    return TreeShape.from_parents(torch.where(dead, -1, parents), width=shape.children.shape[2])
+    dropped = (shape.ancestors & missing[:, None, :]).any(-1)
+    return TreeShape.from_parents(torch.where(dropped, -1, parents), width=shape.children.shape[2])
 
 
 class DraftPass(Protocol):
@@ -143,9 +134,9 @@ class DraftPass(Protocol):
             parents: [B, F] int64, each node's parent as its place in the frontier before.
 
         Returns:
-            [B, F, W], or [B, 1, W] when all nodes of the level have the same law: then its candidates or samples are
+            [B, F, W], or [B, 1, W] when all nodes of the level have the same distribution: then its candidates are
             found once and shared. Sharing samples between parents is exact, since a walk passes one of them only and
-            comes there by what happened on the levels above.
+            arrives there by what happened on the levels above.
         """
         ...
 
@@ -156,45 +147,42 @@ class StepwiseDrafter(Drafter[StateT]):
     d2t: Tensor
     """[W] int64: target id of every draft id."""
 
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """Size V of the target's vocabulary, over which probs are given."""
+
     @abstractmethod
     def start(self, state: StateT, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
-        """Start drafting after ``last`` ([B])."""
+        """Start drafting after ``last_token`` ([B])."""
 
     def draft(
         self, state: StateT, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
-        if draft_config.depth > self.depth:
-            raise ValueError(f"the tree is {draft_config.depth} deep, but the head drafts {self.depth} positions")
-        if draft_config.depth == 0:
+        tree = draft_config.tree
+        if tree.depth > self.depth:
+            raise ValueError(f"the tree is {tree.depth} deep, but the head drafts {self.depth} positions")
+        if tree.depth == 0:
             return root_only(last_token)
         with torch.inference_mode():
             draft_pass = self.start(state, last_token, draft_config)
-            if isinstance(draft_config.tree, DynamicTree):
-                proposal = grow_dynamic(draft_pass, last_token, draft_config.tree, self.d2t)
+            if isinstance(tree, DynamicTree):
+                proposal = grow_dynamic(draft_pass, last_token, tree, self.d2t)
             elif draft_config.draft_sampling is DraftSampling.TOP_K:
-                proposal = grow_ranked(
-                    draft_pass, last_token, draft_config.tree, self.d2t, draft_config.confidence_threshold
-                )
+                proposal = grow_ranked(draft_pass, last_token, tree, self.d2t, draft_config.confidence_threshold)
             elif rng is None:
-                raise ValueError("sampled siblings need coins")
+                raise ValueError("sampled candidates need a random source")
             else:
-                proposal = grow_sampled(
-                    draft_pass, last_token, draft_config, draft_config.tree, self.d2t, self.vocabulary, rng
-                )
+                proposal = grow_sampled(draft_pass, last_token, draft_config, self.d2t, self.vocabulary, rng)
             return self.finish(draft_pass, proposal)
 
     def finish(self, draft_pass: DraftPass, proposal: Proposal) -> Proposal:
-        """The proposal with what the drafter knows besides; by default as it is."""
+        """The proposal with what the drafter knows besides; by default unchanged."""
         return proposal
-
-    @property
-    @abstractmethod
-    def vocabulary(self) -> int:
-        """Size V of the target's vocabulary, over which laws are given."""
 
 
 def root_only(last_token: Tensor) -> Proposal:
-    """Nothing drafted: the target reads ``last`` ([B]) alone."""
+    """Nothing drafted: the target reads ``last_token`` ([B]) alone."""
     shape = TokenTree.chain(0).shape_on(last_token.device)
     return Proposal(tokens=last_token[:, None], shape=shape, draft_sampling=DraftSampling.TOP_K)
 
@@ -218,18 +206,17 @@ def grow_ranked(
     """A static tree: every node takes its parent's candidate of the node's rank.
 
     With ``confidence_threshold``, a node whose probability is lower is kept, but gets no children; drafting ends when
-    no node
-    of any row goes on. Then the trees of the rows differ.
+    no node of any row has children. Then the trees of the rows differ.
     """
-    tokens = last_token.new_zeros(last_token.shape[0], len(tree))
+    rows, device = last_token.shape[0], last_token.device
+    tokens = last_token.new_zeros(rows, len(tree))
     tokens[:, 0] = last_token
-    confidence = torch.ones(tokens.shape, device=last_token.device)
-    goes_on = torch.ones(last_token.shape[0], 1, dtype=torch.bool, device=last_token.device)
-    alive = torch.zeros(tokens.shape, dtype=torch.bool, device=last_token.device)
-    alive[:, 0] = True
+    expandable = torch.ones(rows, 1, dtype=torch.bool, device=device)  # of the frontier
+    active = torch.zeros(tokens.shape, dtype=torch.bool, device=device)
+    active[:, 0] = True
     depth = 0
     frontier: Frontier | None = None
-    for level in tree_levels(tree, last_token.device, sampled=False):
+    for level in tree_levels(tree, device, sampled=False):
         depth += 1
         logits = _logits_after(draft_pass, frontier).float()
         width = min(level.width, logits.shape[-1])
@@ -239,59 +226,54 @@ def grow_ranked(
         drafted = d2t[candidates[:, parents, ranks]]
         tokens[:, level.nodes] = drafted
         if confidence_threshold > 0:
-            mass = values - logits.logsumexp(-1, keepdim=True)
-            confidence[:, level.nodes] = mass[:, parents, ranks].exp()
-            alive[:, level.nodes] = goes_on[:, level.parents]
-            goes_on = goes_on[:, level.parents] & (confidence[:, level.nodes] >= confidence_threshold)
-            goes_on = goes_on[:, level.inner]
-            if not goes_on.any():
+            confidence = (values - logits.logsumexp(-1, keepdim=True))[:, parents, ranks].exp()
+            active[:, level.nodes] = expandable[:, level.parents]
+            expandable = (expandable[:, level.parents] & (confidence >= confidence_threshold))[:, level.inner]
+            if not expandable.any():
                 break
-        frontier = Frontier(drafted[:, level.inner], level.above.expand(last_token.shape[0], -1))
+        frontier = Frontier(drafted[:, level.inner], level.above.expand(rows, -1))
     if confidence_threshold == 0:
-        return Proposal(tokens=tokens, shape=tree.shape_on(last_token.device), draft_sampling=DraftSampling.TOP_K)
-    return active_nodes(tree.truncate(depth), tokens, alive, confidence)
+        return Proposal(tokens=tokens, shape=tree.shape_on(device), draft_sampling=DraftSampling.TOP_K)
+    return active_nodes(tree.truncate(depth), tokens, active)
 
 
 def grow_sampled(
     draft_pass: DraftPass,
     last_token: Tensor,
     draft_config: DraftConfig,
-    tree: TokenTree,
     d2t: Tensor,
     vocabulary: int,
     rng: RandomSource,
 ) -> Proposal:
-    """A static tree whose nodes' children are samples of the drafter's warped law; the laws go with the proposal.
+    """A static tree whose nodes' children are samples of the drafter's warped distribution, which goes with them.
 
-    Every parent's law is one row of ``probs``, in the order of the parents. A sample that does not exist (the law has
-    fewer tokens than children are wanted) becomes padding.
+    Every parent's distribution is one row of ``probs``, in the order of the parents. A sample that does not exist
+    (the distribution has fewer tokens than children are wanted) becomes padding.
     """
-    rows = last_token.shape[0]
+    tree = draft_config.tree
+    assert isinstance(tree, TokenTree)
+    rows, device = last_token.shape[0], last_token.device
     tokens = last_token.new_zeros(rows, len(tree))
     tokens[:, 0] = last_token
     probs: list[Tensor] = []
-    identical = _is_identity(d2t, vocabulary)
     frontier: Frontier | None = None
-    prob_index = torch.zeros(len(tree), dtype=torch.int64, device=last_token.device)
-    parents_of_level, count = torch.zeros(1, dtype=torch.int64, device=last_token.device), 0
-    for level in tree_levels(tree, last_token.device, sampled=True):
+    prob_index = torch.zeros(len(tree), dtype=torch.int64, device=device)
+    parents_of_level, count = torch.zeros(1, dtype=torch.int64, device=device), 0
+    for level in tree_levels(tree, device, sampled=True):
         logits = _logits_after(draft_pass, frontier)
         dist = draft_config.sampler.probs(logits.flatten(0, 1)).view(logits.shape)
         drawn = draw_candidates(dist, level.width, draft_config.draft_sampling, rng)
-        shared = dist.shape[1] == 1
-        chosen = drawn[:, level.parents.clamp(max=dist.shape[1] - 1), level.ranks]
+        width = dist.shape[1]  # 1 where all parents share one
+        chosen = drawn[:, level.parents.clamp(max=width - 1), level.ranks]
         chosen = torch.where(chosen >= 0, d2t[chosen.clamp(min=0)], -1)
         tokens[:, level.nodes] = chosen
-        prob_index[parents_of_level] = (
-            count if shared else torch.arange(count, count + dist.shape[1], device=last_token.device)
-        )
-        count += dist.shape[1]
-        if not identical:
-            dist = dist.new_zeros(*dist.shape[:2], vocabulary).index_copy_(2, d2t, dist)
-        probs.append(dist)
+        prob_index[parents_of_level] = count if width == 1 else torch.arange(count, count + width, device=device)
+        count += width
+        # Always, also where draft ids are the target's own: to find that out would wait for the device.
+        probs.append(dist.new_zeros(rows, width, vocabulary).index_copy_(2, d2t, dist))
         frontier = Frontier(chosen[:, level.inner].clamp(min=0), level.above.expand(rows, -1))
         parents_of_level = level.nodes[level.inner]
-    shape = tree.shape_on(last_token.device)
+    shape = tree.shape_on(device)
     if draft_config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT:
         shape = drop_missing(tree, tokens)
     return Proposal(
@@ -303,12 +285,7 @@ def grow_sampled(
     )
 
 
-def _is_identity(d2t: Tensor, vocabulary: int) -> bool:
-    """Whether draft ids are target ids."""
-    return len(d2t) == vocabulary and bool((d2t == torch.arange(vocabulary, device=d2t.device)).all())
-
-
-def grow_dynamic(draft_pass: DraftPass, last_token: Tensor, draft_config: DynamicTree, d2t: Tensor) -> Proposal:
+def grow_dynamic(draft_pass: DraftPass, last_token: Tensor, tree: DynamicTree, d2t: Tensor) -> Proposal:
     """EAGLE-2's tree: expand the likeliest nodes of every level, then keep the likeliest of all that were scored.
 
     A node's score is the product of the drafter's probabilities along its path, so every parent scores above its
@@ -322,23 +299,21 @@ def grow_dynamic(draft_pass: DraftPass, last_token: Tensor, draft_config: Dynami
     frontier_node = torch.zeros(rows, 1, dtype=torch.int64, device=device)
     frontier: Frontier | None = None
     count = 1
-    for _ in range(draft_config.depth):
+    for _ in range(tree.depth):
         logits = _logits_after(draft_pass, frontier).float()
-        width = min(draft_config.width, logits.shape[-1])
+        width = min(tree.width, logits.shape[-1])
         values, candidates = logits.topk(width, dim=-1)
         # A certain child must still score below its parent, or the best nodes would be no tree.
         values = (values - logits.logsumexp(-1, keepdim=True)).double().clamp(max=-1e-9) + frontier_score[..., None]
         scores.append(values.flatten(1))
         tokens.append(d2t[candidates].expand(values.shape).flatten(1))
         parents.append(frontier_node.repeat_interleave(width, 1))
-        frontier_score, best = scores[-1].topk(min(draft_config.width, scores[-1].shape[1]), dim=1)
+        frontier_score, best = scores[-1].topk(min(tree.width, scores[-1].shape[1]), dim=1)
         frontier = Frontier(tokens[-1].gather(1, best), best // width)
         frontier_node = count + best
         count += scores[-1].shape[1]
-    everything = torch.cat(scores, 1)
-    kept = (
-        everything.topk(min(draft_config.nodes - 1, count - 1), dim=1).indices.sort(1).values + 1
-    )  # parents come first
+    best = torch.cat(scores, 1).topk(min(tree.nodes - 1, count - 1), dim=1).indices
+    kept = best.sort(1).values + 1  # parents come first
     place = torch.zeros(rows, count, dtype=torch.int64, device=device)
     place.scatter_(1, kept, torch.arange(1, kept.shape[1] + 1, device=device).expand(rows, -1))
     root = last_token.new_zeros(rows, 1)
@@ -348,5 +323,4 @@ def grow_dynamic(draft_pass: DraftPass, last_token: Tensor, draft_config: Dynami
         tokens=torch.cat([last_token[:, None], torch.cat(tokens, 1).gather(1, kept - 1)], 1),
         shape=TreeShape.from_parents(torch.cat([root - 1, new_parents], 1)),
         draft_sampling=DraftSampling.TOP_K,
-        confidence=torch.cat([torch.ones(rows, 1, device=device), everything.gather(1, kept - 1).exp()], 1),
     )

@@ -122,7 +122,7 @@ class Nested(Drafter["NestedState"]):
             return root_only(last_token)
         sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
         if sampled and rng is None:
-            raise ValueError("sampled siblings need coins")
+            raise ValueError("sampled candidates need a random source")
         config = DecodeConfig(
             draft_config=self.draft_config,
             sampler=draft_config.sampler if sampled else Sampler(),
