@@ -1,6 +1,6 @@
 """Shapes of token trees: one static tree by ranks, and the trees of a batch as tensors.
 
-Shape legend: B rows, R rows or 1 (all rows alike), N nodes (root included), S trials at a node.
+Shape legend: B rows, R rows or 1 (all rows alike), N nodes (root included), S candidates at a node.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 NO_CHILD = 0
-"""In a table of children: nothing to try. Node 0 is the root, which is nobody's child."""
+"""In a table of children: no candidate. Node 0 is the root, which is nobody's child."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +153,8 @@ class TreeShape:
     ancestors: Tensor
     """[R, N, N] bool: column j is row i itself or one of its ancestors."""
     children: Tensor
-    """[R, N, S] int64: the children of a node in the order in which they are tried, then ``NO_CHILD``. A merged tree
-    may try one node several times."""
+    """[R, N, S] int64: the children of a node in the order in which they are tried, then ``NO_CHILD``. In a combined
+    tree one node may be a candidate several times."""
     depth: int
     """Drafts on the longest path, or more."""
     tree: TokenTree | None = None
@@ -162,7 +162,7 @@ class TreeShape:
 
     @classmethod
     def from_parents(cls, parents: Tensor, tree: TokenTree | None = None, width: int | None = None) -> Self:
-        """Shape of the trees with these ``parents`` ([R, N] int64), trying siblings in the order of their nodes.
+        """Shape of the trees with these ``parents`` ([R, N] int64), with children in the order of their nodes.
 
         Args:
             parents: -1 for the root and for padding.

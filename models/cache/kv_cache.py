@@ -248,7 +248,7 @@ class RaggedCache:
 
     def commit_path(self, nodes: Tensor, counts: Tensor) -> None:
         """Commit of each row's pending nodes the path ``nodes[b, :counts[b]]`` ([B, P] int64, ascending)."""
-        if nodes.shape[1] == 1:  # the root alone, which is where it belongs
+        if self.pending == 1:  # a root alone is where it belongs
             return self.commit(counts)
         rows = torch.arange(self.rows, device=nodes.device)[:, None]
         source = nodes + self.lengths[:, None]

@@ -1,11 +1,11 @@
-"""Acceptance rules: pure functions from a proposal, the target's laws and some chance to a verdict.
+"""Acceptance rules: pure functions from a proposal, the target's probs and random numbers to what is accepted.
 
-``speculative`` is one walk from the root that covers, by how the trials were drawn: speculative sampling of a chain
-(Leviathan et al., 2211.17192), SpecInfer's multi-step sampling (2305.09781; trials with replacement: their random
-order is exchangeable with the order of drawing), Sequoia's (2402.12374; without replacement), EAGLE's (deterministic
-trials), and trees merged of several drafters. ``drafthead certify`` enumerates the law of what each rule commits.
+``speculative`` is one walk from the root that covers, by how the candidates were drawn: speculative sampling of a chain
+(Leviathan et al., 2211.17192), SpecInfer's multi-step sampling (2305.09781; candidates with replacement: their
+random order is exchangeable with the order of drawing), Sequoia's (2402.12374; without replacement), EAGLE's (top-k
+candidates), and trees combined of several drafters. ``drafthead certify`` enumerates what each rule commits.
 
-Shape legend: B rows, N tree nodes (root included), M nodes asked for, S trials at a node, V vocabulary.
+Shape legend: B rows, N tree nodes (root included), M requested nodes, S candidates at a node, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from drafthead.models.token_tree import NO_CHILD, TokenTree
 
 
 class Target(Protocol):
-    """The target's warped laws after nodes of the proposal."""
+    """The target's warped distributions after nodes of the proposal."""
 
     def __call__(self, nodes: Tensor, /) -> Tensor:
         """[B, M] int64 nodes -> [B, M, V] probabilities."""
@@ -33,7 +33,7 @@ class AcceptanceRule:
     """Which rule, and its numbers."""
 
     name: str = "exact"
-    """``exact`` and ``block`` keep the target's law; ``typical`` and ``lenient`` do not."""
+    """``exact`` and ``block`` keep the target's distribution; ``typical`` and ``lenient`` do not."""
     epsilon: float = 0.09
     """Of typical acceptance: a probability that is always enough."""
     delta: float = 0.3
@@ -50,15 +50,11 @@ class AcceptanceRule:
 
     @property
     def lossless(self) -> bool:
-        """Whether the output's law is the target's."""
+        """Whether the output's distribution is the target's."""
         return self.name in ("exact", "block") or (self.name == "lenient" and self.lenience == 1)
 
     def check(self, draft_sampling: DraftSampling, tree: TokenTree | DynamicTree) -> None:
-        """Refuse what the rule cannot judge.
-
-        Raises:
-            UserError: block verification of a tree that branches.
-        """
+        """Refuse block verification of a tree that branches."""
         is_chain = isinstance(tree, TokenTree) and tree.depth == len(tree) - 1
         if self.name == "block" and not is_chain:
             raise UserError(
@@ -67,7 +63,7 @@ class AcceptanceRule:
             )
 
     def verify(self, proposal: Proposal, target: Target, rng: RandomSource, return_probs: bool = False) -> Acceptance:
-        """Judge ``proposal``; ``return_probs`` asks for the target's laws of the committed tokens."""
+        """Judge ``proposal``; ``return_probs`` adds the target's probs of the committed tokens."""
         if self.name == "block":
             return block(proposal, target, rng, return_probs=return_probs)
         if self.name == "typical":
@@ -79,8 +75,8 @@ class AcceptanceRule:
 def greedy(proposal: Proposal, target_BN: Tensor) -> Acceptance:
     """Accept the longest path on which every draft is the target's own greedy choice. Lossless.
 
-    Exact for siblings of every kind, since the committed tokens are the target's whatever was drafted: a node is
-    accepted iff all nodes from the root to it equal the target's argmax at their parents; distinct siblings make
+    Exact for any draft sampling, since the committed tokens are the target's whatever was drafted: a node is
+    accepted iff all nodes from the root to it equal the target's argmax at their parents; distinct children make
     that path unique, and among equal ones the first is taken.
 
     Args:
@@ -122,7 +118,7 @@ def speculative(
 ) -> Acceptance:
     """Walk down from the root: try the children of a node in turn, and go to the first that is accepted.
 
-    A trial x drawn from q is accepted with probability min(1, p(x) / q(x)); after a rejection p becomes the
+    A candidate x drawn from q is accepted with probability min(1, p(x) / q(x)); after a rejection p becomes the
     normalised positive part of p - q, or stays where that is empty. The bonus is drawn from what p is at the end.
     Lossless with ``lenience`` 1; otherwise q counts as ``lenience * q`` and the output is not the target's.
     """
@@ -137,13 +133,13 @@ def speculative(
     on_host = tokens.device.type == "cpu"  # there a look at the rows is free, and most walks end early
     for _ in range(min(shape.depth, len(shape) - 1)):
         moved, chosen = torch.zeros_like(active), node
-        for trial in range(children.shape[2]):
-            child = children[rows, node, trial]
+        for candidate in range(children.shape[2]):
+            child = children[rows, node, candidate]
             live = active & ~moved & (child != NO_CHILD)
             if on_host and not live.any():
                 break
             token = tokens[rows, child]
-            q = _candidate_probs(proposal, node, trial, rows)
+            q = _candidate_probs(proposal, node, candidate, rows)
             own = dist[rows, token]
             q_own = torch.ones_like(own) if q is None else _own_probability(q, rows, token)
             accepted = rng.bernoulli(own, q_own * lenience, live)
@@ -168,24 +164,24 @@ def speculative(
 
 @dataclass(frozen=True)
 class _CandidateProbs:
-    """What a trial was drawn from: per row a distribution, or one token for certain."""
+    """What a candidate was drawn from: per row a distribution, or one token for certain."""
 
     probabilities: Tensor
     """[B, V]."""
     certain: Tensor
-    """[B] bool: deterministic, whatever ``probabilities`` say."""
+    """[B] bool: a top-k candidate, whatever ``probabilities`` say."""
 
 
-def _candidate_probs(proposal: Proposal, node: Tensor, trial: int, rows: Tensor) -> _CandidateProbs | None:
-    """The law of the ``trial``-th child of each row's node; None when all trials are deterministic."""
+def _candidate_probs(proposal: Proposal, node: Tensor, candidate: int, rows: Tensor) -> _CandidateProbs | None:
+    """What the ``candidate``-th child of each row's node was drawn from; None when all candidates are top-k."""
     if proposal.probs is None or proposal.prob_index is None:
         return None
     prob_index = proposal.prob_index.expand(len(rows), -1, -1)[rows, node]  # [B, S]
-    source = prob_index[:, trial]
+    source = prob_index[:, candidate]
     probabilities = proposal.probs[rows, source.clamp(min=0)]
-    if proposal.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT and trial:
+    if proposal.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT and candidate:
         children = proposal.shape.children.expand(len(rows), -1, -1)[rows, node]
-        for earlier in range(trial):
+        for earlier in range(candidate):
             same = (prob_index[:, earlier] == source) & (children[:, earlier] != NO_CHILD)
             token = proposal.tokens[rows, children[:, earlier]]
             left = torch.where(same, 0.0, probabilities[rows, token])
@@ -199,7 +195,7 @@ def _own_probability(q: _CandidateProbs, rows: Tensor, token: Tensor) -> Tensor:
 
 
 def _residual(dist: Tensor, q: _CandidateProbs | None, token: Tensor) -> Tensor:
-    """Normalised positive part of law - q; the law itself where that is empty (p equals q up to rounding)."""
+    """Normalised positive part of p - q; p itself where that is empty (p equals q up to rounding)."""
     without = dist.scatter(1, token[:, None], 0.0)
     left = without
     if q is not None:
@@ -222,7 +218,7 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
     node, accepted = torch.zeros_like(rows), torch.zeros_like(rows)
     dist = target(node[:, None])[:, 0]
     weight = torch.ones_like(dist[:, 0])
-    drafted = _chain_law(proposal, node, dist)
+    drafted = _chain_probs(proposal, node, dist)
     path, probs, bonus = [node], [dist], _after_prefix(dist, weight, drafted)
     for level in range(1, min(proposal.shape.depth, len(proposal.shape) - 1) + 1):
         child = children[rows, node]
@@ -232,7 +228,7 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
         weight = torch.where(exists, ratio.clamp(max=1), weight)
         node = torch.where(exists, child, node)
         dist = target(node[:, None])[:, 0]
-        drafted = _chain_law(proposal, node, dist)
+        drafted = _chain_probs(proposal, node, dist)
         ends = children[rows, node] == NO_CHILD
         rest = (weight[:, None] * dist - drafted).clamp(min=0).sum(-1)
         kept = rng.bernoulli(
@@ -251,7 +247,7 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
     )
 
 
-def _chain_law(proposal: Proposal, node: Tensor, dist: Tensor) -> Tensor:
+def _chain_probs(proposal: Proposal, node: Tensor, dist: Tensor) -> Tensor:
     """[B, V] what the only child of each row's node was drawn from, like ``dist``; zeros where the chain ends."""
     rows = torch.arange(len(node), device=node.device)
     child = proposal.shape.children.expand(len(node), -1, -1)[rows, node, 0]

@@ -38,21 +38,20 @@ def generate(
     seed: int = 0,
     on_tokens: OnTokens | None = None,
 ) -> Answer:
-    """Answer a prompt, by default greedily; with a drafter faster, and with the same law (greedily: the same).
+    """Answer a prompt, by default greedily; with a drafter faster, and with the same distribution (greedily: the same).
 
     Args:
         base: the target (``drafthead.load_base``, or ``BaseModel.wrap`` around a loaded model).
         drafter: a head attached to it, another drafter, or None for plain decoding.
         prompt: a user's message (put into the chat template), or token ids ([T] or [1, T]) taken as they are.
-        max_new_tokens: at most so many.
-        plan: what to draft; by default the head's own calibrated tree.
+        draft_config: what to draft; by default the head's own calibrated tree.
         sampler: temperature, top-p and so on; by default greedy.
         rule: how drafts are accepted; by default exactly.
         seed: of a sampled answer.
         on_tokens: called with tokens as soon as they are final.
 
     Raises:
-        UserError: an empty prompt, one beyond the context, no chat template, or a plan that the rule would bias.
+        UserError: an empty prompt, one beyond the context, no chat template, or a tree that the rule would bias.
     """
     if isinstance(prompt, str):
         ids = prompt_ids(base.tokenizer, [{"role": "user", "content": prompt}])

@@ -64,7 +64,7 @@ class TreeLevel:
 
 @lru_cache(maxsize=512)
 def tree_levels(tree: TokenTree, device: torch.device, sampled: bool) -> tuple[TreeLevel, ...]:
-    """The levels of ``tree``; for samples, ranks count siblings instead of naming candidates."""
+    """The levels of ``tree``; for samples, ranks count a node's earlier siblings instead of naming candidates."""
     levels = []
     frontier = [0]
     for depth in range(1, tree.depth + 1):

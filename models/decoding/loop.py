@@ -218,15 +218,15 @@ def decode(
     on_tokens: OnTokens | None = None,
     ignore_eos: bool = False,
 ) -> DecodeResult:
-    """Decode one prompt; with a drafter several tokens a step, and by an exact rule with the same law as without.
+    """Decode one prompt; with a drafter several tokens a step, by an exact rule with the same distribution as without.
 
     Args:
         base: the target.
         drafter: a draft head attached to ``base``, another drafter, or None for plain decoding.
         input_ids: the prompt's token ids.
         max_new_tokens: stop after so many; EOS stops earlier and is kept as the last token.
-        plan: what to draft; by default the drafter's calibrated tree, or a chain over all its positions.
-        sampler: the law of the output; by default greedy, where the tokens are those of plain decoding.
+        draft_config: what to draft; by default the drafter's calibrated tree, or a chain over all its positions.
+        sampler: the output's distribution; by default greedy, where the tokens are those of plain decoding.
         rule: how drafts are accepted; by default exactly.
         seed: of the row's random numbers.
         on_tokens: called with the tokens of every commit, as soon as they are final.
@@ -234,7 +234,7 @@ def decode(
 
     Raises:
         UserError: an empty prompt, one that does not leave room for ``max_new_tokens`` in the context, a drafter for
-            another vocabulary, or a rule that would bias the output with this plan.
+            another vocabulary, or a rule that would bias the output with this tree.
     """
     return decode_batch(
         base,
@@ -301,18 +301,7 @@ def decode_batch(
 
 
 def check_ids(ids: Sequence[int], *, vocab_size: int, max_context: int, max_new_tokens: int, where: str) -> None:
-    """Refuse ids that the base cannot read and answer.
-
-    Args:
-        ids: the prompt.
-        vocab_size: ids must be below.
-        max_context: positions of the base.
-        max_new_tokens: of the answer, which needs room in the context too.
-        where: what the message calls the prompt.
-
-    Raises:
-        UserError: no ids, an id outside the vocabulary, or too many ids.
-    """
+    """Refuse ids that the base cannot read and answer; ``where`` is what the message calls the prompt."""
     if not ids:
         raise UserError(f"{where} is empty; give it at least one token, or leave it out")
     outside = next(((place, token) for place, token in enumerate(ids) if not 0 <= token < vocab_size), None)
@@ -358,11 +347,7 @@ def _check_batch(
 
 
 def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig, rule: AcceptanceRule) -> None:
-    """Refuse a drafter, a plan and a rule that do not go together.
-
-    Raises:
-        UserError: another vocabulary, a plan deeper than the drafter, or a rule that would bias the output.
-    """
+    """Refuse a drafter, a tree and a rule that do not fit together or would bias the output."""
     if drafter is None:
         return
     if drafter.vocab_size is not None and drafter.vocab_size > base.vocab_size:
@@ -372,7 +357,7 @@ def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftC
         )
     if draft_config.draft_sampling is not DraftSampling.TOP_K and drafter.vocab_size not in (None, base.vocab_size):
         raise UserError(
-            f"the drafter's laws are over {drafter.vocab_size} ids but {base.name} has {base.vocab_size}; tell the "
+            f"the drafter's probs are over {drafter.vocab_size} ids but {base.name} has {base.vocab_size}; give the "
             "drafter its target"
         )
     if drafter.base_fingerprint is not None and drafter.base_fingerprint != base.fingerprint:

@@ -12,13 +12,13 @@ class StepRecord:
     proposed: int
     """Drafted nodes, root excluded."""
     depth: int
-    """Longest drafted path offered."""
+    """Longest drafted path."""
     accepted: int
     """Drafts accepted by the rule, before truncation."""
     committed: int
     """Tokens committed: accepted + bonus, less what EOS or max_new_tokens cut off."""
     entropy: float = float("nan")
-    """Nats: of the target's unwarped law of the step's first token."""
+    """Nats: of the target's unwarped distribution of the step's first token."""
     draft_s: float
     verify_s: float
     total_s: float

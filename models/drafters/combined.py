@@ -1,11 +1,11 @@
-"""Several drafters at once: the union of their trees (SpecInfer's merge, 2305.09781).
+"""Several drafters at once: the union of their trees (SpecInfer, 2305.09781).
 
-Nodes with the same tokens from the root on are one node, read once by the target. Their trials are not merged: a
-token that two drafters sampled is tried twice, each time against the law that it was drawn from, which keeps the
-output exact (dropping a trial, or keeping one law for both, does not). Trials stand in the order of the drafters,
-which looks at no sample. All rows are merged together by tensor operations, with a loop over depths.
+Nodes with the same tokens from the root on are one node, read once by the target. Their candidates stay apart: a
+token that two drafters sampled is a candidate twice, each time with the distribution it was drawn from, which keeps the
+output exact (dropping one, or keeping one distribution for both, does not). Candidates stand in the order of the
+drafters, whatever was sampled. All rows are combined by tensor operations, with a loop over depths.
 
-Shape legend: B rows, N nodes (root included), S trials at a node, M nodes of all drafters before merging.
+Shape legend: B rows, N nodes (root included), S candidates at a node, M nodes of all drafters before combining.
 """
 
 from collections.abc import Sequence
@@ -34,20 +34,20 @@ class CombinedState(DraftState):
 class CombinedDrafter(Drafter[CombinedState]):
     """Drafts the union of what ``drafters`` draft, each a tree of its own.
 
-    The plan's siblings, sampler and threshold hold for all drafters, the depth too; of a dynamic tree's nodes every
-    drafter gets an equal share. No drafter is attached to the target's cache: the target reads the union of the trees
-    whole, of which one that exits early would know its own part only.
+    Draft sampling, sampler, threshold and depth of a ``DraftConfig`` hold for all drafters; of a dynamic tree's nodes
+    every drafter gets an equal share. No drafter is attached to the target's cache: the target reads the whole union
+    of the trees, of which one that exits early would know its own part only.
 
     Up to some size a pass of the target costs what one token does, and beyond it every node is paid for. ``nodes``
-    holds the union to that size: the other drafters draft first, and of the first one's tree come the likeliest nodes
-    that there is still room for. How many the others found is a function of the text, never of what is sampled next,
-    so the output stays exact. Rows of one batch share the room that the fullest of them leaves.
+    limits the union to that size: the other drafters draft first, and the first one's tree is cut to its likeliest
+    nodes that still fit. How many the others found is a function of the text, never of what is sampled next, so the
+    output stays exact. Rows of one batch share the room that the fullest of them leaves.
     """
 
     def __init__(
         self, drafters: Sequence[Drafter], trees: Sequence[TokenTree] | None = None, nodes: int | None = None
     ) -> None:
-        """Merge ``drafters``.
+        """Combine ``drafters``.
 
         Args:
             drafters: in the order in which their candidates are tried.
@@ -55,16 +55,18 @@ class CombinedDrafter(Drafter[CombinedState]):
             nodes: most nodes of the union, root included, as far as the first drafter's tree can give way; None: all.
 
         Raises:
-            UserError: fewer than two drafters, not one tree each, or room for less than one draft.
+            UserError: fewer than two drafters, not one tree each, room for less than one draft, or other bases.
         """
         if len(drafters) < 2:
-            raise UserError(f"a merged drafter needs at least two drafters, got {len(drafters)}")
+            raise UserError(f"a combined drafter needs at least two drafters, got {len(drafters)}")
         self.drafters = tuple(drafters)
         self.trees = tuple(trees) if trees else tuple(d.tree or TokenTree.chain(d.depth) for d in drafters)
         if len(self.trees) != len(self.drafters):
-            raise UserError(f"{len(self.drafters)} merged drafters need as many trees, got {len(self.trees)}")
+            raise UserError(f"{len(self.drafters)} combined drafters need as many trees, got {len(self.trees)}")
         if nodes is not None and nodes < 2:
-            raise UserError(f"a merged tree of {nodes} nodes is wanted; the root and one draft are 2")
+            raise UserError(f"a combined tree needs at least 2 nodes (the root and one draft), got {nodes}")
+        if len({d.base_fingerprint for d in self.drafters if d.base_fingerprint is not None}) > 1:
+            raise UserError("the combined drafters were loaded for different bases; attach them to one")
         self.nodes = nodes
         self.tree = union(self.trees)
         self.spec = FeatureSpec(layers=tuple(dict.fromkeys(n for d in self.drafters for n in d.spec.layers)))
@@ -76,6 +78,10 @@ class CombinedDrafter(Drafter[CombinedState]):
     @property
     def vocab_size(self) -> int | None:
         return max((d.vocab_size for d in self.drafters if d.vocab_size is not None), default=None)
+
+    @property
+    def base_fingerprint(self) -> str | None:
+        return next((d.base_fingerprint for d in self.drafters if d.base_fingerprint is not None), None)
 
     def init_state(self, batch: int) -> CombinedState:
         return CombinedState(parts=tuple(drafter.init_state(batch) for drafter in self.drafters))
@@ -89,7 +95,7 @@ class CombinedDrafter(Drafter[CombinedState]):
         )
 
     def _own(self, drafter: Drafter, features: Features | None) -> Features | None:
-        """What ``drafter`` reads of the features that all of them read."""
+        """The layers that ``drafter`` reads, of those that all of them read."""
         if features is None:
             return None
         places = [self.spec.layers.index(number) for number in drafter.spec.layers]
@@ -100,13 +106,13 @@ class CombinedDrafter(Drafter[CombinedState]):
     def draft(
         self, state: CombinedState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
-        (head, own, part), *others = zip(self.drafters, self._plans(draft_config), state.parts, strict=True)
+        (head, own, part), *others = zip(self.drafters, self._draft_configs(draft_config), state.parts, strict=True)
         found = [d.draft(its, last_token, wanted.at_most(d.depth), rng) for d, wanted, its in others]
         if self.nodes is not None and isinstance(own.tree, TokenTree):
             own = replace(own, tree=own.tree.first(self.nodes - sum(len(p.shape) - 1 for p in found)))
         return combine([head.draft(part, last_token, own.at_most(head.depth), rng), *found])
 
-    def _plans(self, draft_config: DraftConfig) -> list[DraftConfig]:
+    def _draft_configs(self, draft_config: DraftConfig) -> list[DraftConfig]:
         if isinstance(draft_config.tree, DynamicTree):
             share = 1 + (draft_config.nodes - 1) // len(self.drafters)
             if share < 2:
@@ -125,7 +131,7 @@ class CombinedDrafter(Drafter[CombinedState]):
 
 
 def union(trees: Sequence[TokenTree]) -> TokenTree:
-    """All ``trees`` under one root, the ranks of each behind those of the one before: the largest union there is."""
+    """All ``trees`` under one root, the ranks of each after those of the one before: the largest union there is."""
     paths: list[tuple[int, ...]] = []
     offset = 0
     for tree in trees:
@@ -137,12 +143,9 @@ def union(trees: Sequence[TokenTree]) -> TokenTree:
 def combine(proposals: Sequence[Proposal]) -> Proposal:
     """The union of trees with one root.
 
-    A node is merged with that of an earlier drafter; of one that found nothing there is no trace. Equal samples of one
-    drafter stay apart: they may share what was sampled below them, and then trying both would try the same sample
-    twice.
-
-    Raises:
-        UserError: trials sampled with and without replacement, for which there is no rule.
+    A node becomes that of an earlier drafter with the same path; a drafter that found nothing adds nothing. Equal
+    samples of one drafter stay apart: they may share what was sampled below them, and as one node they would make the
+    same sample a candidate twice.
     """
     proposals = [p for p in proposals if len(p.shape) > 1] or [proposals[0]]
     if len(proposals) == 1:
@@ -150,12 +153,12 @@ def combine(proposals: Sequence[Proposal]) -> Proposal:
     kinds = {p.draft_sampling for p in proposals if p.probs is not None}
     if len(kinds) > 1:
         raise UserError(
-            "merged drafters must sample alike, but some sample with and some without replacement; choose one kind"
+            "combined drafters must sample alike, but some sample with and some without replacement; choose one kind"
         )
     table = _Table(proposals)
     same = _same_node(table)
     parents, tokens, place = _compact(table, same)
-    children, prob_index = _trials(proposals, table, same, place, parents.shape[1])
+    children, prob_index = _candidates(proposals, table, same, place, parents.shape[1])
     shape = replace(TreeShape.from_parents(parents), children=children)
     probs = [p.probs for p in proposals if p.probs is not None]
     return Proposal(
@@ -218,26 +221,27 @@ def _same_node(table: _Table) -> Tensor:
 
 
 def _compact(table: _Table, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merged nodes left out: parents [B, N], tokens [B, N], and for every node of the table its place, [B, M]."""
+    """Duplicates left out: parents [B, N], tokens [B, N], and for every node of the table its place, [B, M]."""
     rows, count = same.shape
     index = torch.arange(count, device=same.device)
-    living = (same == index) & (table.parents >= 0)
-    living[:, 0] = True
-    width = int(living.sum(1).max())
-    order = (~living).sort(dim=1, stable=True).indices[:, :width]
+    active = (same == index) & (table.parents >= 0)
+    active[:, 0] = True
+    width = int(active.sum(1).max())
+    order = (~active).sort(dim=1, stable=True).indices[:, :width]
     place = torch.zeros_like(same).scatter_(1, order, torch.arange(width, device=same.device).expand(rows, -1))
     place = place.gather(1, same)
     above = table.parents.gather(1, order)
-    parents = torch.where((above >= 0) & living.gather(1, order), place.gather(1, above.clamp(min=0)), -1)
+    parents = torch.where((above >= 0) & active.gather(1, order), place.gather(1, above.clamp(min=0)), -1)
     return parents, table.tokens.gather(1, order), place
 
 
-def _trials(
+def _candidates(
     proposals: Sequence[Proposal], table: _Table, same: Tensor, place: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """The children of every node with their laws, drafter by drafter: twice [B, N, S].
+    """The children of every node and the rows of their probs, drafter by drafter: twice [B, N, S].
 
-    A drafter has one node at most in each merged one, so its trials keep columns of their own until gaps are closed.
+    A drafter has one node at most in each combined one, so its candidates have columns of their own until gaps are
+    closed.
     """
     rows, device = same.shape[0], same.device
     children, prob_index, probs = [], [], 0
@@ -257,7 +261,7 @@ def _trials(
         room = torch.full((rows, width + 1, trials), NO_CHILD, device=device)
         children.append(room.scatter(1, at, to)[:, :width])
         prob_index.append(room.scatter(1, at, dist)[:, :width])
-    table_of_children, table_of_laws = torch.cat(children, 2), torch.cat(prob_index, 2)
+    table_of_children, table_of_probs = torch.cat(children, 2), torch.cat(prob_index, 2)
     gaps = table_of_children == NO_CHILD
     order = gaps.sort(dim=2, stable=True).indices[..., : max(1, int((~gaps).sum(2).max()))]
-    return table_of_children.gather(2, order), table_of_laws.gather(2, order)
+    return table_of_children.gather(2, order), table_of_probs.gather(2, order)

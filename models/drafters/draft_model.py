@@ -1,7 +1,7 @@
 """An independent causal LM as drafter: speculative sampling (2211.17192, 2302.01318) or assisted decoding.
 
-With a deterministic chain this is greedy assisted decoding, with sampled siblings vanilla speculative sampling, and a
-tree plan makes SpecInfer's, Sequoia's or EAGLE-2's trees of it. ``early_exit`` makes the first layers of the target
+With a top-k chain this is greedy assisted decoding, with a sampled one vanilla speculative sampling, and other trees
+are SpecInfer's, Sequoia's or EAGLE-2's. ``early_exit`` makes the first layers of the target
 itself such a drafter, without a weight of its own.
 
 Shape legend: B rows, T tokens.
@@ -57,7 +57,7 @@ class ModelDrafter(StepwiseDrafter[PendingTokens]):
 
     @property
     def vocab_size(self) -> int:
-        # Told of no target, its laws are as wide as its own vocabulary, and so must be the target's.
+        # Without a target, its probs are as wide as its own vocabulary, and so must be the target's.
         return self._vocabulary
 
     def init_state(self, batch: int) -> PendingTokens:

@@ -1,7 +1,7 @@
 """Decoding as a drafter: a model in between drafts for the target, itself sped up by a drafter of its own.
 
-Every draft is a committed token of an inner session, so its law is exactly the inner model's, whatever the inner
-drafter does: the outer verification needs nothing else. Inner sessions may be nested again.
+Every draft is a committed token of the inner decoding, so its distribution is exactly the inner model's, whatever the
+inner drafter does: the outer verification needs nothing else. The inner drafter may be nested again.
 
 Shape legend: B rows, T tokens, K drafts, V vocabulary.
 """
@@ -27,17 +27,17 @@ from drafthead.models.decoding.step import DecodeConfig, DecodeState, Snapshot
 from drafthead.models.token_tree import TokenTree
 
 INITIAL_CAPACITY = 256
-"""Positions to begin with, behind a prompt; doubled when they run out."""
+"""Positions to begin with, after a prompt; doubled when they run out."""
 MAX_SNAPSHOTS = 8
-"""Latest steps to remember: a session nested twice goes back several at a time."""
+"""Latest steps to keep: decoding nested twice returns several at a time."""
 SEED_BYTES = 8
 
 
 class Nested(Drafter["NestedState"]):
     """Chains drafted by speculative decoding of ``model``.
 
-    With deterministic siblings the inner session decodes greedily; with sampled ones it draws from ``plan.sampler``'s
-    laws, which go with the proposal. The drafts have no confidence: ``plan.confidence_threshold`` means nothing here.
+    With top-k candidates the inner model decodes greedily; otherwise it samples from ``draft_config.sampler``'s
+    distributions, which go with the proposal. ``draft_config.confidence_threshold`` has no effect here.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Nested(Drafter["NestedState"]):
             model: in between; on the target's device and with its tokenizer.
             drafter: drafts for ``model``; None: ``model`` decodes plainly.
             num_tokens: most drafts for the target, and the length of the default chain.
-            plan: the inner session's; by default the inner drafter's own tree, or a chain over its positions.
-            rule: the inner session's; by default exact.
+            draft_config: the inner decoding's; by default the inner drafter's own tree, or a chain over its positions.
+            rule: the inner decoding's; by default exact.
             target: the model to draft for. Needed only where its vocabulary is padded to more ids than ``model`` has.
 
         Raises:
             UserError: num_tokens below 1, a lossy rule, a vocabulary larger than the target's, or an inner rule that
-                cannot judge the inner plan.
+                cannot judge the inner tree.
         """
         if num_tokens < 1:
             raise UserError(f"nested drafting needs num_tokens of at least 1, got {num_tokens}")
@@ -73,8 +73,8 @@ class Nested(Drafter["NestedState"]):
         self._vocabulary = target.vocab_size if target is not None else model.vocab_size
         if not self.rule.lossless:
             raise UserError(
-                f"the inner rule {self.rule.name} is lossy: its tokens do not have the law that they would be verified "
-                "with; use rule.name=exact inside"
+                f"the inner rule {self.rule.name} is lossy: its tokens do not have the probs that they would be "
+                "verified with; use rule.name=exact inside"
             )
         if model.vocab_size > self._vocabulary:
             raise UserError(
@@ -109,13 +109,8 @@ class Nested(Drafter["NestedState"]):
     def draft(
         self, state: "NestedState", last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
-        """As any drafter.
-
-        Raises:
-            UserError: the plan's tree is not a chain.
-        """
         if not isinstance(draft_config.tree, TokenTree) or draft_config.depth != draft_config.nodes - 1:
-            raise UserError("nested drafting drafts chains; plan one, or merge it with a drafter of trees")
+            raise UserError("nested drafting drafts chains; use tree=chain, or combine it with a drafter of trees")
         text = state.text.append(last_token.clamp(max=self.model.vocab_size - 1)[:, None])
         depth = min(draft_config.depth, self.depth, self.model.max_context - text.longest)
         if depth < 1:
@@ -145,9 +140,9 @@ class Nested(Drafter["NestedState"]):
 
 
 def _seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
-    """Seeds of the inner session's numbers, drawn from the outer drafting's own: a row's depend on nothing else.
+    """Seeds of the inner decoding's numbers, drawn from the outer drafting's own: a row's depend on nothing else.
 
-    An inner session nested once more draws its seeds from these, so no two streams share numbers.
+    An inner decoding nested once more draws its seeds from these, so no two streams share numbers.
     """
     if rng is None:
         return [0] * len(last_token)
@@ -157,7 +152,7 @@ def _seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
 
 @dataclass
 class NestedState(DraftState):
-    """Committed tokens, and the session shared by successive states."""
+    """Committed tokens, and the decode_state shared by successive states."""
 
     text: TokenBuffer
     inner: "_Inner"
@@ -171,28 +166,28 @@ def _leads_to(known: TokenBuffer, text: TokenBuffer) -> bool:
 
 
 class _Inner:
-    """A session that is brought to any text: by going back to where it was on the way there, and reading on."""
+    """A decode_state that is brought to any text: by going back to where it was on the way there, and reading on."""
 
     def __init__(
         self, model: BaseModel, drafter: Drafter | None, draft_config: DraftConfig, rule: AcceptanceRule
     ) -> None:
         self._model, self._drafter = model, drafter
         self._config = DecodeConfig(draft_config=draft_config, sampler=Sampler(), rule=rule)
-        self._session: DecodeState | None = None
-        self._marks: list[tuple[TokenBuffer, Snapshot]] = []
+        self._decode_state: DecodeState | None = None
+        self._snapshots: list[tuple[TokenBuffer, Snapshot]] = []
         self._capacity = 0
 
     def select(self, rows: list[int]) -> "_Inner":
         """These rows only, in memory of their own."""
-        if self._session is not None and isinstance(self._session.cache, KVCache):
+        if self._decode_state is not None and isinstance(self._decode_state.cache, KVCache):
             return self  # there is one row
         chosen = copy(self)
-        chosen._marks = []
-        if self._session is not None:
-            text, mark = self._marks[-1]
-            self._session.restore(mark)
-            chosen._session = copy(self._session)
-            chosen._session.select(rows)
+        chosen._snapshots = []
+        if self._decode_state is not None:
+            text, snapshot = self._snapshots[-1]
+            self._decode_state.restore(snapshot)
+            chosen._decode_state = copy(self._decode_state)
+            chosen._decode_state.select(rows)
             chosen._remember(text.select(rows))
         return chosen
 
@@ -202,57 +197,57 @@ class _Inner:
         rows = len(text.lengths)
         needed = text.longest + INITIAL_CAPACITY + 2 * self._config.draft_config.nodes
         self._capacity = max(needed, 2 * self._capacity)
-        self._session = DecodeState(self._model, self._drafter, self._config, rows, self._capacity)
+        self._decode_state = DecodeState(self._model, self._drafter, self._config, rows, self._capacity)
         read = text.lengths - 1
         prompts = [row[:length] for row, length in zip(text.tokens.tolist(), read.tolist(), strict=True)]
-        self._session.read_prompts(prompts, first=text.tokens.gather(1, read[:, None])[:, 0])
-        self._marks = []
+        self._decode_state.read_prompts(prompts, first=text.tokens.gather(1, read[:, None])[:, 0])
+        self._snapshots = []
         self._remember(text)
 
     def bring_to(self, text: TokenBuffer, config: DecodeConfig) -> None:
-        """Stand where every row of ``text`` ends: its last token is the session's ``last``."""
+        """Stand where every row of ``text`` ends: its last token is the decode_state's ``last``."""
         penalised = config.sampler.repetition_penalty != 1
         fits = penalised == (self._config.sampler.repetition_penalty != 1)
         self._config = config
         room = text.longest + INITIAL_CAPACITY // 2 + config.draft_config.nodes
-        if self._session is None or not fits or room > self._capacity:
+        if self._decode_state is None or not fits or room > self._capacity:
             return self.begin(text)
-        self._session.config = config
-        while self._marks and not _leads_to(self._marks[-1][0], text):
-            self._marks.pop()
-        if not self._marks:
+        self._decode_state.config = config
+        while self._snapshots and not _leads_to(self._snapshots[-1][0], text):
+            self._snapshots.pop()
+        if not self._snapshots:
             return self.begin(text)
-        known, mark = self._marks[-1]
-        self._session.restore(mark)
+        known, snapshot = self._snapshots[-1]
+        self._decode_state.restore(snapshot)
         new = text.lengths - known.lengths
         if int(new.max()) > 0:
             places = known.lengths[:, None] + torch.arange(int(new.max()), device=new.device)
-            self._session.advance(text.tokens.gather(1, places.clamp(max=text.longest - 1)), new)
+            self._decode_state.advance(text.tokens.gather(1, places.clamp(max=text.longest - 1)), new)
             self._remember(text)
         return None
 
     def _remember(self, text: TokenBuffer) -> None:
-        assert self._session is not None
-        self._marks.append((text, self._session.snapshot()))
-        del self._marks[1:-MAX_SNAPSHOTS]  # the prompt's is kept: whatever comes, it need not be read again
+        assert self._decode_state is not None
+        self._snapshots.append((text, self._decode_state.snapshot()))
+        del self._snapshots[1:-MAX_SNAPSHOTS]  # the prompt's is kept: whatever comes, it need not be read again
 
     def decode(self, count: int, seeds: list[int]) -> tuple[Tensor, Tensor | None]:
-        """The next ``count`` tokens of every row, [B, K], and their laws [B, K, V] where the config keeps laws.
+        """The next ``count`` tokens of every row, [B, K], and their probs [B, K, V] where the config returns them.
 
         Steps go on until the slowest row has enough; what others decode beyond is dropped.
         """
-        session = self._session
-        assert session is not None
+        decode_state = self._decode_state
+        assert decode_state is not None
         rows = len(seeds)
-        filled = torch.zeros(rows, dtype=torch.int64, device=session.last_token.device)
+        filled = torch.zeros(rows, dtype=torch.int64, device=decode_state.last_token.device)
         # One column more takes what is dropped.
         tokens = torch.zeros(rows, count + 1, dtype=torch.int64, device=filled.device)
         probs: Tensor | None = None
         while int(filled.min()) < count:
-            positions = (self._marks[-1][0].lengths + filled).tolist()
+            positions = (self._snapshots[-1][0].lengths + filled).tolist()
             # Not what this row still needs: a draft length that depends on the others would change its numbers.
             room = self._model.max_context - max(positions)
-            output = session.step(seeds, positions, max(0, min(count - 1, room)))
+            output = decode_state.step(seeds, positions, max(0, min(count - 1, room)))
             width = output.tokens.shape[1]
             offsets = torch.arange(width, device=filled.device)
             counted = offsets < output.counts[:, None]

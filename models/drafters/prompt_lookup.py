@@ -24,10 +24,8 @@ from drafthead.models.token_tree import TokenTree, TreeShape
 class PromptLookup(Drafter[TokenBuffer]):
     """The longest n-grams that end a row, looked up in its own prompt and answer.
 
-    Its drafts are a function of the prefix, so they are verified with a one-hot law whatever siblings the plan wants.
-    They have no confidence: ``plan.confidence_threshold`` means nothing here, and of ``plan.tree`` only depth and
-    number of nodes
-    do.
+    Its drafts are a function of the prefix, so they are verified as top-k candidates whatever ``draft_sampling`` says.
+    ``confidence_threshold`` has no effect, and of the tree only depth and number of nodes count.
     """
 
     def __init__(self, num_tokens: int = 10, max_ngram: int = 3, matches: int = 1, newest: bool = True) -> None:
@@ -113,23 +111,23 @@ def _chain(depth: int) -> TokenTree:
 
 
 def _tree(last_token: Tensor, found: Tensor, valid: Tensor, nodes: int) -> Proposal:
-    """The continuations ``found`` ([B, M, K]) merged by prefix, at most ``nodes`` with the root; the first ones win."""
+    """The continuations ``found`` ([B, M, K]) as one tree, at most ``nodes`` with the root; the first ones win."""
     rows, matches, depth = found.shape
     device = found.device
     equal = (found[:, :, None] == found[:, None]) & valid[:, :, None] & valid[:, None]
     equal = equal.cumprod(-1, dtype=torch.int32).bool()  # [B, M, M, K]: alike up to this depth
     owner = equal.int().argmax(2)  # [B, M, K]: the first continuation with this path
     numbers = torch.arange(matches, device=device)[:, None]
-    alive = (valid & (owner == numbers)).flatten(1)
-    alive &= alive.cumsum(1) < nodes
+    active = (valid & (owner == numbers)).flatten(1)
+    active &= active.cumsum(1) < nodes
     step = torch.arange(1, depth, device=device)
     parents = torch.zeros(rows, matches, depth, dtype=torch.int64, device=device)
     parents[..., 1:] = owner[..., :-1] * depth + step  # of node (m, k) in a table that starts with the root
-    order = (~alive).sort(dim=1, stable=True).indices[:, : int(alive.sum(1).max())]
+    order = (~active).sort(dim=1, stable=True).indices[:, : int(active.sum(1).max())]
     place = torch.zeros(rows, matches * depth + 1, dtype=torch.int64, device=device)
     place.scatter_(1, order + 1, torch.arange(1, order.shape[1] + 1, device=device).expand(rows, -1))
     above = place.gather(1, parents.flatten(1).gather(1, order))
-    above = torch.where(alive.gather(1, order), above, -1)
+    above = torch.where(active.gather(1, order), above, -1)
     root = last_token.new_full((rows, 1), -1)
     return Proposal(
         tokens=torch.cat([last_token[:, None], found.flatten(1).gather(1, order)], 1),

@@ -186,5 +186,5 @@ def test_refusals(tiny_base: TinyBase) -> None:
         decode(tiny_base(), merged, [1, 2], max_new_tokens=8, draft_config=DraftConfig(tree=TokenTree.chain(3)))
     with pytest.raises(UserError, match="at least two drafters, got 1"):
         CombinedDrafter([PromptLookup()])
-    with pytest.raises(UserError, match="a merged tree of 1 nodes is wanted"):
+    with pytest.raises(UserError, match="a combined tree needs at least 2 nodes"):
         CombinedDrafter([PromptLookup(), PromptLookup()], nodes=1)
