@@ -313,7 +313,9 @@ def show(results: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     table = Table("head", *COLUMNS, caption=DEFINITIONS)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 160)  # a pipe says that it has 80 columns
+    console.print(table)
     if arguments.markdown:
         lines = [["head", *COLUMNS], ["---", *["---:"] * len(COLUMNS)], *rows]
         text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
