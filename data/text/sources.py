@@ -116,7 +116,8 @@ def iter_documents(source: SourceConfig, max_characters: int | None = None) -> I
     elif source.kind == "text":
         texts = (read_text(path) for path in _files(source))
     else:
-        texts = _texts(source, stream=max_characters is not None)
+        values = _values(source, stream=max_characters is not None)
+        texts = (as_text(value, where) for value, where in values)
     kept = islice((text for text in texts if text.strip()), source.limit)
     return kept if max_characters is None or source.kind in DOCUMENT_SETS else _up_to(kept, max_characters)
 
@@ -133,32 +134,23 @@ def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
     elif source.kind == "text":
         found = (user_turn(line) for path in _files(source) for line in read_text(path).splitlines())
     else:
-        found = (
-            as_prompt(row[source.column], f"{where}: column {source.column!r}") for row, where in iter_rows(source)
-        )
+        found = (as_prompt(value, where) for value, where in _values(source))
     return islice((m for m in found if m and m[-1]["content"].strip()), source.limit)
 
 
-def iter_rows(source: SourceConfig, stream: bool = False) -> Iterator[tuple[dict[str, Any], str]]:
-    """Rows of a source of kind ``hf`` or ``jsonl`` that have a value in its column, each with its name."""
-    for row, where in _dataset_rows(source, stream) if source.kind == "hf" else _json_rows(source):
-        if has_value(row, source, where):
-            yield row, where
-
-
-def has_value(row: dict[str, Any], source: SourceConfig, where: str) -> bool:
-    """Whether a row has a value in the source's column; it is an error if there is no such column."""
+def column_value(row: dict[str, Any], source: SourceConfig, where: str) -> tuple[Any, str]:
+    """The row's value in the source's column, and the name of its place."""
     if source.column not in row:
         present = ", ".join(map(str, row)) or "none"
         raise UserError(f"{where} has no column {source.column!r}; present: {present}; set source.column")
-    return row[source.column] is not None
+    return row[source.column], f"{where}: column {source.column!r}"
 
 
 def as_text(value: Any, where: str) -> str:
-    """A text; ``where`` says which row and column has it."""
-    if not isinstance(value, str):
+    """A text; empty where there is no value."""
+    if value is not None and not isinstance(value, str):
         raise UserError(f"{where} holds a {type(value).__name__}, expected text; set source.column")
-    return value
+    return value or ""
 
 
 def iter_messages(value: Any) -> Iterator[Message]:
@@ -178,9 +170,9 @@ def iter_messages(value: Any) -> Iterator[Message]:
 
 
 def as_prompt(value: Any, where: str) -> list[Message]:
-    """The messages before the first answer, of a text or a conversation; empty where the assistant begins."""
-    if isinstance(value, str):
-        return user_turn(value)
+    """The messages before the first answer, of a text or a conversation; empty where the assistant starts."""
+    if value is None or isinstance(value, str):
+        return user_turn(value or "")
     try:
         messages = list(takewhile(lambda m: m["role"] != "assistant", iter_messages(value)))
     except UserError as error:
@@ -190,9 +182,9 @@ def as_prompt(value: Any, where: str) -> list[Message]:
     return messages
 
 
-def _texts(source: SourceConfig, stream: bool) -> Iterator[str]:
-    for row, where in iter_rows(source, stream):
-        yield as_text(row[source.column], f"{where}: column {source.column!r}")
+def _values(source: SourceConfig, stream: bool = False) -> Iterator[tuple[Any, str]]:
+    for row, where in _dataset_rows(source, stream) if source.kind == "hf" else _json_rows(source):
+        yield column_value(row, source, where)
 
 
 def _up_to(texts: Iterator[str], max_characters: int) -> Iterator[str]:

@@ -27,7 +27,7 @@ from drafthead.data.text.packing import PackedRow, collate_rows, split_rows, tex
 from drafthead.data.text.sources import (
     SourceConfig,
     as_text,
-    has_value,
+    column_value,
     iter_documents,
     open_source,
     shares,
@@ -100,9 +100,9 @@ class SourceStream:
             self._rows = rows
             for row in rows:
                 self._number += 1
-                where = f"{source} row {self._number - 1}"
-                if (by_files or (self._number - 1) % self.shards == self.shard) and has_value(row, source, where):
-                    text = as_text(row[source.column], f"{where}: column {source.column!r}")
+                number = self._number - 1
+                if by_files or number % self.shards == self.shard:
+                    text = as_text(*column_value(row, source, f"{source} row {number}"))
                     if text.strip():
                         yield text
 
