@@ -176,7 +176,7 @@ def operations_per_token(head: DraftHeadConfig, phase: PhaseConfig, settings: Pr
     """
     shape, sizes = ModelShape.from_config(settings), head.size(settings)
     attention = phase.seq_len * shape.num_heads * shape.head_dim
-    base = 2.0 * shape.num_layers * (shape.layer_parameters() + attention)
+    base = 2.0 * shape.num_layers * (shape.layer_parameters + attention)
     shared = 0 if sizes.projections else head.trained_positions * sizes.draft_vocab_size * shape.hidden_size
     passes = (phase.features != "cached") + 2 * phase.train_base
     return passes * base + 6.0 * sizes.trainable + 4.0 * shared

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.shape import ModelShape
 from drafthead.models.decoding.loop import default_draft_config
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.medusa import MedusaConfig
@@ -315,14 +315,14 @@ def test_peaks_and_operations(script: Load, monkeypatch: pytest.MonkeyPatch) -> 
     for name, peak in peaks.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert step.peak_operations(torch.device("cuda")) == peak
-    sizes = {"hidden_size": 4, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 2}
-    shape = ModelShape(**sizes, intermediate_size=8, vocab_size=10, tied=True)
+    sizes = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    settings = LlamaConfig(**sizes, intermediate_size=8, vocab_size=10, tie_word_embeddings=True)
     head = MedusaConfig(num_draft_tokens=3, own_lm_head=False)
     layer = 2 * (4 * 16 + 3 * 32 + 8 + 16 * 4)  # the last: 16 tokens, each over half of them, twice
     blocks, shared = 6 * 3 * (16 + 4), 4 * 3 * 10 * 4
     for features, base in (("computed", layer), ("cached", 0)):
-        phase = PhaseConfig(corpus="text", seq_len=16, features=features)
-        assert step.operations_per_token(head, phase, shape) == base + blocks + shared
+        phase = PhaseConfig(corpus="text", seq_len=16, hidden_states=features)
+        assert step.operations_per_token(head, phase, settings) == base + blocks + shared
 
 
 def test_both_forms_of_the_loss_agree(script: Load, tmp_path: Path) -> None:

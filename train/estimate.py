@@ -88,10 +88,10 @@ def sharded_memory(
         found["gradients in flight"] = head.trainable * (spread.compute_bytes + FLOAT32)
     if spread.mode == "full":
         copies = 2 if twin else 1
-        layers = shape.layer_parameters() * shape.num_layers * base_bytes
+        layers = shape.layer_parameters * shape.num_layers * base_bytes
         found["base weights"] = memory["base weights"] - layers
         found["base weights"] += 0 if spread.offload_base else copies * layers // shards
-        found["gathered layers"] = GATHERED_LAYERS * shape.layer_parameters() * base_bytes
+        found["gathered layers"] = GATHERED_LAYERS * shape.layer_parameters * base_bytes
     return found
 
 
@@ -221,7 +221,7 @@ def plan(
         mode: replace(spread, mode=mode, offload_base=spread.offload_base and mode == "full") for mode in SHARD_MODES
     }
     return Plan(
-        base_parameters=shape.base_parameters(),
+        base_parameters=shape.base_parameters,
         head_parameters=head.parameters,
         head_trainable=head.trainable,
         head_parameters_per_position=head.parameters // head.positions,
@@ -251,7 +251,7 @@ def _memory(shape: ModelShape, head: HeadSize, phase: PhaseEstimate, base_bytes:
     rows = min(tokens, chunk_rows(head.draft_vocab_size, device))
     sets = 2 if phase.grad_accum_steps > 1 else 1
     return {
-        "base weights": shape.base_parameters() * base_bytes,
+        "base weights": shape.base_parameters * base_bytes,
         "head weights": head.parameters * FLOAT32,
         "gradients": head.trainable * FLOAT32,
         "optimiser": head.trainable * 2 * FLOAT32,

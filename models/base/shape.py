@@ -1,4 +1,4 @@
-"""A base as ``mode=estimate`` knows it: its sizes, and what they make of parameters and activations.
+"""A base as ``mode=estimate`` knows it: its sizes and parameters, counted on the meta device, and its activations.
 
 Shape legend: D width, H query heads, KV key/value heads, E head width, I inner width of an MLP, V vocabulary, L layers.
 """
@@ -6,8 +6,12 @@ Shape legend: D width, H query heads, KV key/value heads, E head width, I inner 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
 from drafthead.data.utils.errors import UserError
-from drafthead.models.base.layers import attention_sizes
+from drafthead.models.base.layers import attention_sizes, llama_like
 from drafthead.models.base.lora import LM_HEAD, LoraSettings
 
 FLOAT32 = 4
@@ -15,58 +19,44 @@ FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder-only base (Llama, Mistral, Qwen2/3, Gemma and GPT-BigCode families)."""
+    """Sizes of a decoder-only base."""
 
     hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
     vocab_size: int
-    tied: bool
-    """The output head is the embedding."""
-    gated: bool = True
-    """The MLP has a gate: three matrices instead of two."""
-    learned_positions: int = 0
-    """Rows of a table of position embeddings."""
+    base_parameters: int
+    """Of the whole model; a tied output head counts once."""
+    layer_parameters: int
+    """Of one decoder layer with its norms."""
+    linears: tuple[tuple[str, int, int], ...]
+    """Name, inputs and outputs of every linear layer of a decoder layer."""
 
     @classmethod
-    def from_config(cls, config: Any) -> "ModelShape":
-        """The shape of a transformers config of one of those families."""
-        kv_heads, head_dim = attention_sizes(config)
-        bigcode = config.model_type == "gpt_bigcode"
+    def from_config(cls, config: PreTrainedConfig) -> "ModelShape":
+        """The shape of a model of this transformers config, built without weights."""
+        with torch.device("meta"):
+            model: Any = llama_like(AutoModelForCausalLM.from_config(config))
+        layer, (kv_heads, head_dim) = model.model.layers[0], attention_sizes(config)
+        named = [(name.rpartition(".")[2], part) for name, part in layer.named_modules() if isinstance(part, nn.Linear)]
         return cls(
             hidden_size=config.hidden_size,
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            intermediate_size=(config.n_inner or 4 * config.hidden_size) if bigcode else config.intermediate_size,
             vocab_size=config.vocab_size,
-            tied=bool(getattr(config, "tie_word_embeddings", False)),
-            gated=not bigcode,
-            learned_positions=config.max_position_embeddings if bigcode else 0,
+            base_parameters=model.num_parameters(),
+            layer_parameters=sum(parameter.numel() for parameter in layer.parameters()),
+            linears=tuple((name, part.in_features, part.out_features) for name, part in named),
         )
 
-    def base_parameters(self) -> int:
-        """``V D (2 if untied) + L layer_parameters + D``: embedding and output head, layers, the final norm.
-
-        Learned positions come on top. Biases and per-head norms of some families are left out: less than 0.1 % of a
-        model.
-        """
-        tables = self.vocab_size * (1 if self.tied else 2) + self.learned_positions
-        return tables * self.hidden_size + self.num_layers * self.layer_parameters() + self.hidden_size
-
-    def layer_parameters(self) -> int:
-        """``2 D H E + 2 D KV E + 3 D I + 2 D``, with 2 D I where no MLP has a gate: a decoder layer and its norms."""
-        mlp = (2 + self.gated) * self.hidden_size * self.intermediate_size
-        return self.attention_parameters() + mlp + 2 * self.hidden_size
-
-    def attention_parameters(self, inputs: int | None = None) -> int:
-        """``inputs (H + 2 KV) E + H E D``: q, k and v, which read ``inputs`` values (by default D), and o."""
-        projected = (inputs or self.hidden_size) * (self.num_heads + 2 * self.num_kv_heads)
-        return (projected + self.num_heads * self.hidden_size) * self.head_dim
+    @property
+    def mlp_widths(self) -> list[int]:
+        """Outputs of the MLP's linear layers that read the residual stream: gate and up, or one without a gate."""
+        return [outputs for name, _, outputs in self.linears if name in ("gate_proj", "up_proj", "c_fc")]
 
     def layer_width(self) -> int:
         """Values per token alive at the peak of one layer without gradients: the wider of attention and MLP.
@@ -75,16 +65,7 @@ class ModelShape:
         MLP: residual, norm, gate, up, their product: ``2D + 3I``; without a gate ``2D + 2I``.
         """
         attention = self.head_dim * (4 * self.num_heads + 2 * self.num_kv_heads)
-        return 2 * self.hidden_size + max(attention, (2 + self.gated) * self.intermediate_size)
-
-    def linears(self) -> list[tuple[str, int, int]]:
-        """Name, inputs and outputs of every linear layer of a decoder layer."""
-        d, inner, keys = self.hidden_size, self.intermediate_size, self.num_kv_heads * self.head_dim
-        queries = self.num_heads * self.head_dim
-        if not self.gated:
-            return [("c_attn", d, d + 2 * keys), ("c_proj", queries, d), ("c_fc", d, inner), ("c_proj", inner, d)]
-        attention = [("q_proj", d, queries), ("k_proj", d, keys), ("v_proj", d, keys), ("o_proj", queries, d)]
-        return [*attention, ("gate_proj", d, inner), ("up_proj", d, inner), ("down_proj", inner, d)]
+        return 2 * self.hidden_size + max(attention, sum(self.mlp_widths) + self.mlp_widths[-1])
 
     def adapter_parameters(self, lora: LoraSettings) -> int:
         """``rank (in + out)`` for every layer of the targets' names, L times, and ``rank (D + V)`` for the output head.
@@ -92,7 +73,7 @@ class ModelShape:
         Raises:
             UserError: a target that this base does not have.
         """
-        known = {LM_HEAD, *(name for name, _, _ in self.linears())}
+        known = {LM_HEAD, *(name for name, _, _ in self.linears)}
         if unknown := sorted(set(lora.targets) - known):
             raise UserError(f"the base has no linear layer {unknown[0]!r} to put an adapter on; it has {sorted(known)}")
         sizes = sum(inputs + outputs for _, inputs, outputs in self._adapted(lora))
@@ -111,10 +92,10 @@ class ModelShape:
 
         Frozen weights need no gradient, so their layers do not keep their inputs.
         """
-        queries = self.num_heads * self.head_dim
-        values = 4 * queries + (3 if self.gated else 1) * self.intermediate_size
+        widths = self.mlp_widths
+        values = 4 * self.num_heads * self.head_dim + (3 * widths[0] if len(widths) > 1 else widths[0])
         adapters = sum((FLOAT32 + 1) * inputs + FLOAT32 * lora.rank for _, inputs, _ in self._adapted(lora))
         return 2 * FLOAT32 * self.hidden_size + FLOAT32 * self.num_heads + values * base_bytes + adapters
 
     def _adapted(self, lora: LoraSettings) -> list[tuple[str, int, int]]:
-        return [linear for linear in self.linears() if linear[0] in lora.targets]
+        return [linear for linear in self.linears if linear[0] in lora.targets]

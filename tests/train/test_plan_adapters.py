@@ -93,7 +93,7 @@ def test_what_backpropagation_keeps_is_what_autograd_keeps(dtype: str) -> None:
     shape = shape_of(base)
     a_layer = tokens * shape.kept_bytes(LORA, base.dtype.itemsize)
     # A CPU's dropout keeps its noise in float32, a GPU's one byte of it.
-    noise = 3 * tokens * layers * sum(inputs for _, inputs, _ in shape.linears())
+    noise = 3 * tokens * layers * sum(inputs for _, inputs, _ in shape.linears)
     assert 0.85 < kept_by(base, LORA) / (layers * a_layer + noise) < 1
     inputs = layers * tokens * SIZES["hidden_size"] * base.dtype.itemsize
     states = tokens * SIZES["hidden_size"] * 4
