@@ -9,7 +9,7 @@ from typing import Any
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.eval.config import EvalConfig
-from drafthead.eval.lossless.check_lossless import total_variation
+from drafthead.eval.lossless.check_lossless import rule_total_variation
 from drafthead.eval.lossless.equality import Equality, compare_outputs, logit_margin, recompute_tokens
 from drafthead.eval.metrics.summary import RunInfo, method_names, summarise
 from drafthead.eval.prompts.prompt import EvalPrompt, conversation_ids
@@ -111,7 +111,7 @@ def _settings(config: EvalConfig, draft_config: DraftConfig, timed: TimedResults
     lossless = config.rule.lossless or config.sampler.greedy
     rule: dict[str, Any] = {"name": config.rule.name, "lossless": lossless}
     if not lossless:
-        rule["total_variation"] = total_variation(config.rule, draft_config.draft_sampling)
+        rule["total_variation"] = rule_total_variation(config.rule, draft_config.draft_sampling)
     tree: dict[str, Any] = {"nodes": draft_config.nodes, "spec": config.tree}
     if isinstance(draft_config.tree, TokenTree):
         tree["choices"] = [list(path) for path in draft_config.tree.paths[1:]]

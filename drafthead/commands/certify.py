@@ -13,7 +13,7 @@ from drafthead.commands.settings import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.files import write_json
 from drafthead.eval.lossless.cases import LOSSY
-from drafthead.eval.lossless.check_lossless import PAIRS, Row, _named, certificate, total_variation
+from drafthead.eval.lossless.check_lossless import PAIRS, Row, check_lossless, rule_total_variation, settings_label
 
 USAGE = """\
 usage: drafthead certify [key=value ...]
@@ -45,7 +45,7 @@ def main(config: CertifyConfig) -> None:
     torch.set_num_threads(1)  # the tensors are small
     display = Display()
     with display.stage("enumerating"):
-        rows = certificate(config.only, lambda done, total: display.progress("rows", done, total))
+        rows = check_lossless(config.only, lambda done, total: display.progress("rows", done, total))
     if config.json:
         write_json(Path(config.json), [asdict(row) for row in rows])
     if not display.console.is_terminal:  # a pipe says that it has 80 columns, which would fold every cell
@@ -56,12 +56,12 @@ def main(config: CertifyConfig) -> None:
             display.line(f"refused, {row.rule}, {row.draft_sampling}, {row.shape}: {row.reason}")
     display.line(summary(rows))
     for rule in LOSSY:
-        mean = total_variation(rule)
+        mean = rule_total_variation(rule)
         display.line(
-            f"{_named(rule, 'name')}: lossy, total variation {mean:.3f} of a token's distribution, mean of {PAIRS} "
-            "targets"
+            f"{settings_label(rule, 'name')}: lossy, total variation {mean:.3f} of a token's distribution, "
+            f"mean of {PAIRS} targets"
         )
-    if any(row.verdict == "FAILED" for row in rows):
+    if any(row.result == "FAILED" for row in rows):
         raise SystemExit(1)
 
 
@@ -70,8 +70,8 @@ def worst_samplers(rows: Sequence[Row]) -> list[Row]:
     found = []
     for _, group in groupby(rows, lambda row: (row.rule, row.draft_sampling, row.shape, row.vocabulary)):
         alike = list(group)
-        worst = max(alike, key=lambda row: (row.verdict == "FAILED", row.total_variation or 0.0))
-        several = worst.sampler if len(alike) == 1 or worst.verdict == "FAILED" else f"{len(alike)} samplers"
+        worst = max(alike, key=lambda row: (row.result == "FAILED", row.total_variation or 0.0))
+        several = worst.sampler if len(alike) == 1 or worst.result == "FAILED" else f"{len(alike)} samplers"
         found.append(replace(worst, sampler=several, outcomes=sum(row.outcomes for row in alike)))
     return found
 
@@ -83,16 +83,16 @@ def table(rows: Sequence[Row]) -> Table:
         shown.add_column(heading, overflow="fold")
     for heading in ("vocabulary", "outcomes", "total variation"):
         shown.add_column(heading, justify="right")
-    shown.add_column("verdict", no_wrap=True)
+    shown.add_column("result", no_wrap=True)
     for row in rows:
-        style = {"FAILED": "[bold red]", "lossy": "[yellow]"}.get(row.verdict, "[default]")
+        style = {"FAILED": "[bold red]", "lossy": "[yellow]"}.get(row.result, "[default]")
         enumerated = row.total_variation is not None
         shown.add_row(
             *(row.rule, row.draft_sampling, row.sampler, row.shape),
             str(row.vocabulary) if enumerated else "",
             f"{row.outcomes:,}" if enumerated else "",
-            f"{row.total_variation:.1e}" if row.verdict == "exact" else _plain(row.total_variation),
-            f"{style}{row.verdict}[/]",
+            f"{row.total_variation:.1e}" if row.result == "exact" else _plain(row.total_variation),
+            f"{style}{row.result}[/]",
         )
     return shown
 
@@ -102,11 +102,11 @@ def _plain(value: float | None) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """One line: how many rows have which verdict."""
-    counts = Counter(row.verdict for row in rows)
+    """One line: how many rows have which result."""
+    counts = Counter(row.result for row in rows)
     outcomes = sum(row.outcomes for row in rows)
-    verdicts = ", ".join(f"{counts[v]} {v}" for v in ("exact", "lossy", "refused", "FAILED") if counts[v])
-    return f"{len(rows)} rows, {outcomes:,} outcomes: {verdicts}"
+    results = ", ".join(f"{counts[v]} {v}" for v in ("exact", "lossy", "refused", "FAILED") if counts[v])
+    return f"{len(rows)} rows, {outcomes:,} outcomes: {results}"
 
 
 if __name__ == "__main__":

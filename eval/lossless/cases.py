@@ -1,6 +1,6 @@
-"""What ``drafthead certify`` enumerates: all rules, kinds of siblings, samplers and shapes; and what is refused.
+"""What ``drafthead certify`` enumerates: all rules, ways to draft, samplers and shapes; and what must be refused.
 
-Vocabularies are as large as keeps the ways that chance can fall to some thousands.
+Vocabularies are as large as keeps the random outcomes of a case to some thousands.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ SAMPLERS = (
     Sampler(repetition_penalty=1.5),
 )
 OTHER_DRAFT_SAMPLERS = ((Sampler(temperature=1.0, top_p=0.8), RAW), (RAW, Sampler(temperature=0.7, top_k=2)))
-"""The target's and another of the drafter: the law of the drafts may be any."""
+"""The target's and the drafter's: drafts may have any distribution."""
 TOP_K, WITH, WITHOUT = DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT
 SAMPLED = (WITH, WITHOUT)
 EVERY = (TOP_K, *SAMPLED)
@@ -46,16 +46,16 @@ class Part:
 
     tree: TokenTree | DynamicTree
     shared: bool = False
-    """One law and its samples for all nodes of a level."""
+    """One distribution and its samples for all nodes of a level."""
     draft_vocabulary: int | None = None
-    deterministic: bool = False
-    """Whatever the other drafters do."""
+    top_k: bool = False
+    """Top-k drafting, whatever the other drafters do."""
     confidence_threshold: float = 0.0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The trees of one drafter, or of several merged."""
+    """The trees of one drafter, or of several combined."""
 
     name: str
     vocabulary: int
@@ -72,7 +72,7 @@ class Shape:
         drafts: list[Draft] = []
         for number, part in enumerate(self.parts):
             draft_config = DraftConfig(tree=part.tree, confidence_threshold=part.confidence_threshold)
-            if sampler is not None and not part.deterministic:
+            if sampler is not None and not part.top_k:
                 draft_config = replace(draft_config, draft_sampling=draft_sampling, sampler=sampler)
             table = target.near(seed + number, DRAFT_SPREAD)
             drafts.append(
@@ -94,8 +94,8 @@ SHAPES = (
     Shape("<3,1,2>", 3, (TREE_312,), (TOP_K, WITHOUT)),
     Shape("<3,1,2>", 2, (TREE_312,)),
     Shape("unbalanced, 6 drafts", 4, (UNBALANCED,)),
-    Shape("<2,2>, a law per level", 6, (replace(TREE_22, shared=True),)),
-    Shape("<3,1,2>, a law per level", 4, (replace(TREE_312, shared=True),)),
+    Shape("<2,2>, a distribution per level", 6, (replace(TREE_22, shared=True),)),
+    Shape("<3,1,2>, a distribution per level", 4, (replace(TREE_312, shared=True),)),
     Shape("<2,2>, drafts 3 of the ids", 5, (replace(TREE_22, draft_vocabulary=3),)),
     Shape("chain 3, stops below 0.4", 6, (replace(CHAIN_3, confidence_threshold=0.4),), (TOP_K,)),
     Shape("dynamic, 7 nodes", 6, (Part(tree=DynamicTree(nodes=7, width=2, depth=3)),), (TOP_K,)),
@@ -103,9 +103,9 @@ SHAPES = (
     Shape("chain 2 + chain 2", 4, (CHAIN_2, CHAIN_2)),
     Shape("<2,1> + chain 2", 3, (TREE_21, CHAIN_2)),
     Shape("chain 1 + chain 2 + chain 1", 4, (CHAIN_1, CHAIN_2, CHAIN_1)),
-    Shape("<2,1>, a law per level, + <2,1>", 3, (replace(TREE_21, shared=True), TREE_21)),
-    Shape("deterministic <2,1> + chain 2", 4, (replace(TREE_21, deterministic=True), CHAIN_2), SAMPLED),
-    Shape("<2,1> + deterministic chain 2", 4, (TREE_21, replace(CHAIN_2, deterministic=True)), SAMPLED),
+    Shape("<2,1>, a distribution per level, + <2,1>", 3, (replace(TREE_21, shared=True), TREE_21)),
+    Shape("top-k <2,1> + chain 2", 4, (replace(TREE_21, top_k=True), CHAIN_2), SAMPLED),
+    Shape("<2,1> + top-k chain 2", 4, (TREE_21, replace(CHAIN_2, top_k=True)), SAMPLED),
 )
 
 
@@ -118,9 +118,9 @@ class Case:
     shape: Shape
     sampler: Sampler
     draft_sampler: Sampler | None
-    """None: deterministic siblings."""
+    """None: top-k drafting."""
     greedy: bool = False
-    """Judged by the target's greedy choices, as a session does where it can."""
+    """Accepted by the target's greedy choices, as decoding does where it can."""
 
     def tables(self, seed: int) -> tuple[TabularLM, Draft]:
         """A random target and its drafter."""
@@ -129,7 +129,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """All rows to enumerate, those of a rule, kind and shape together."""
+    """All rows to enumerate, those of a rule, draft sampling and shape together."""
     for shape in SHAPES:
         for kind in shape.kinds:
             yield from _with_samplers(EXACT, kind, shape)
@@ -177,7 +177,7 @@ class Refusal:
     build: Callable[[], object]
 
 
-def _argmax_with_a_law() -> Proposal:
+def _argmax_with_probs() -> Proposal:
     """Drafts the likeliest token, but would be tested with the softmax that it was not drawn from."""
     return Proposal(
         tokens=torch.zeros(1, 2, dtype=torch.int64),
@@ -206,7 +206,7 @@ def refusals() -> tuple[Refusal, ...]:
     """Rows that must be refused."""
     tree, dynamic, greedy = TREE_22.tree, DynamicTree(nodes=7), Sampler()
     return (
-        Refusal("exact", "deterministic, with a law", "chain 1", _argmax_with_a_law),
+        Refusal("exact", "top k, with probs", "chain 1", _argmax_with_probs),
         Refusal(
             "exact",
             "sampled at temperature 0",

@@ -1,19 +1,19 @@
-"""``drafthead certify``: does every acceptance rule keep the target's law? Enumerated exactly, not sampled.
+"""Does every acceptance rule keep the target's distribution? Enumerated exactly, not sampled (``drafthead certify``).
 
-Each row runs the decoder's own drafting and verification on a small random target and drafter, once for every way that
-chance can fall (``eval/enumerate_laws.py``). What a step commits, completed by the target to one token more than the
-tree is deep, must have the target's own law: the total variation between the two is rounding, below 1e-9. A lossy rule
-says so, and by how much. What would be biased is refused.
+Each row runs the decoder's own drafting and verification on a small random target and drafter, once for every outcome
+of the random choices (``enumerate.py``). What a step commits, completed by the target to one token more than the tree
+is deep, must have the target's own distribution: the total variation between the two is rounding, below 1e-9. A lossy
+rule is reported with its distance, and what would be biased must be refused.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.lossless.cases import RAW, Case, Refusal, cases, refusals
-from drafthead.eval.lossless.enumerate import committed, distance
+from drafthead.eval.lossless.enumerate import committed, total_variation
 from drafthead.eval.lossless.tabular_lm import TableDraft, TabularLM
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.contract import DraftConfig, DraftSampling
@@ -22,38 +22,32 @@ from drafthead.models.token_tree import TokenTree
 EXACT_BELOW = 1e-9
 """Total variation that is rounding."""
 PAIRS = 64
-"""Random targets, each with a drafter near it, behind ``total_variation``."""
+"""Random targets, each with a drafter near it, that ``rule_total_variation`` is the mean of."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Labels:
-    """What a line of the certificate is about."""
+class Row:
+    """The result of one case."""
 
     rule: str
     draft_sampling: str
     sampler: str
     shape: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row(Labels):
-    """One line of the certificate."""
-
-    verdict: str
+    result: str
     """``exact``, ``lossy``, ``refused`` or ``FAILED``."""
     vocabulary: int = 0
     """0 where nothing is enumerated."""
     outcomes: int = 0
-    """Ways that chance can fall, the bonus apart."""
+    """Sequences of random choices, without the bonus token's."""
     total_variation: float | None = None
-    """Between what is committed and the target's law, over depth + 1 tokens; None where nothing is enumerated."""
+    """Of what is committed from the target, over depth + 1 tokens; None where nothing is enumerated."""
     reason: str = ""
     """Of a refusal."""
 
 
 @lru_cache(maxsize=64)
-def total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = DraftSampling.TOP_K) -> float:
-    """How far ``rule`` moves the law of a token: the mean total variation over random targets with drafters near them.
+def rule_total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = DraftSampling.TOP_K) -> float:
+    """How far ``rule`` moves the distribution of a token: the mean over random targets with drafters near them.
 
     Exact for each of 64 fixed pairs over 8 tokens, with a chain of one draft; 0 for a lossless rule. A synthetic
     figure: it says how lossy a rule is beside others, not how far a certain model's texts are moved.
@@ -65,76 +59,70 @@ def total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = DraftS
         target = TabularLM.random(8, 1, seed)
         draft_config = DraftConfig(tree=TokenTree.chain(1), draft_sampling=draft_sampling, sampler=RAW)
         draft = TableDraft(table=target.near(PAIRS + seed, 0.5), draft_config=draft_config)
-        total += distance(committed(draft, target, RAW, rule, 1), target.probs(RAW), length=1)
+        total += total_variation(committed(draft, target, RAW, rule, 1), target.probs(RAW), length=1)
     return total / PAIRS
 
 
-def certified(case: Case, seed: int) -> Row:
+def check_case(case: Case, seed: int) -> Row:
     """Enumerate ``case`` on the random target and drafter of ``seed``."""
     target, draft = case.tables(seed)
     found = committed(draft, target, case.sampler, case.rule, case.shape.depth, greedy=case.greedy)
-    apart = distance(found, target.probs(case.sampler))
-    exact = "exact" if apart < EXACT_BELOW else "FAILED"
+    distance = total_variation(found, target.probs(case.sampler))
+    exact = "exact" if distance < EXACT_BELOW else "FAILED"
     return Row(
-        **asdict(_labels(case)),
+        **labels(case),
         vocabulary=case.shape.vocabulary,
         outcomes=found.outcomes,
-        total_variation=apart,
-        verdict=exact if case.rule.lossless else "lossy",
+        total_variation=distance,
+        result=exact if case.rule.lossless else "lossy",
     )
 
 
-def refused(refusal: Refusal) -> Row:
+def check_refusal(refusal: Refusal) -> Row:
     """Try to build what must be refused."""
     reason = ""
     try:
         refusal.build()
     except (UserError, ValueError) as error:
         reason = str(error)
-    return Row(**asdict(_labels(refusal)), verdict="refused" if reason else "FAILED", reason=reason)
+    return Row(**labels(refusal), result="refused" if reason else "FAILED", reason=reason)
 
 
-def certificate(only: str = "", progress: Callable[[int, int], None] | None = None) -> list[Row]:
-    """All rows, or those in whose rule, siblings, sampler or shape the words ``only`` occur.
+def check_lossless(only: str = "", progress: Callable[[int, int], None] | None = None) -> list[Row]:
+    """All rows, or those in whose rule, draft sampling, sampler or shape the words ``only`` occur.
 
     Args:
         only: as in a row, such as ``block`` or ``chain 2 + chain 2``.
         progress: called with the rows done and their number.
-
-    Raises:
-        UserError: no such row.
     """
     every: list[Case | Refusal] = [*cases(), *refusals()]
-    wanted = [
-        (number, case)
-        for number, case in enumerate(every)
-        if any(only in label for label in asdict(_labels(case)).values())
-    ]
-    if not wanted:
+    chosen = [(n, case) for n, case in enumerate(every) if any(only in label for label in labels(case).values())]
+    if not chosen:
         raise UserError(f"no row of the certificate has {only!r}; run drafthead certify to see them all")
     rows = []
-    for done, (number, case) in enumerate(wanted, start=1):
-        rows.append(certified(case, seed=10 * number) if isinstance(case, Case) else refused(case))
+    for done, (number, case) in enumerate(chosen, start=1):
+        rows.append(check_case(case, seed=10 * number) if isinstance(case, Case) else check_refusal(case))
         if progress:
-            progress(done, len(wanted))
+            progress(done, len(chosen))
     return rows
 
 
-def _labels(case: Case | Refusal) -> Labels:
+def labels(case: Case | Refusal) -> dict[str, Any]:
+    """What a row is about."""
     if isinstance(case, Refusal):
-        return Labels(rule=case.rule, draft_sampling=case.draft_sampling, sampler="any", shape=case.shape)
-    sampler = _named(case.sampler, "temperature")
+        return {"rule": case.rule, "draft_sampling": case.draft_sampling, "sampler": "any", "shape": case.shape}
+    sampler = settings_label(case.sampler, "temperature")
     if case.draft_sampler is not None and case.draft_sampler != case.sampler:
-        sampler += f"; drafts {_named(case.draft_sampler, 'temperature')}"
-    return Labels(
-        rule="greedy" if case.greedy else _named(case.rule, "name"),
-        draft_sampling=case.draft_sampling.value.replace("_", " "),
-        sampler=sampler,
-        shape=case.shape.name,
-    )
+        sampler += f"; drafts {settings_label(case.draft_sampler, 'temperature')}"
+    return {
+        "rule": "greedy" if case.greedy else settings_label(case.rule, "name"),
+        "draft_sampling": case.draft_sampling.value.replace("_", " "),
+        "sampler": sampler,
+        "shape": case.shape.name,
+    }
 
 
-def _named(settings: Any, always: str) -> str:
+def settings_label(settings: Any, always: str) -> str:
     """Settings that differ from their defaults, the one called ``always`` in any case: ``temperature 0, top_k 3``."""
     first = getattr(settings, always)
     shown = [first if isinstance(first, str) else f"{always} {first:g}"]

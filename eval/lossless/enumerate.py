@@ -1,11 +1,10 @@
-"""The exact law of what a step commits: the decoder's own functions, run once for every way that chance can fall.
+"""The exact distribution of what a step commits: the decoder's own functions, run for every random outcome.
 
-``EnumeratedRng`` stands in for the random numbers. Every row of the batch is one sequence of choices (which token is
-drawn,
-whether a trial is accepted) and knows its probability; a choice that a row's script does not name falls on the
-likeliest option, and for each other possible one a new script is put down. Runs go on until no script is left.
-Then every sequence of choices was visited once, whatever the functions under test ask for and in whatever order.
-The bonus is not drawn: its law enters as it is.
+``EnumeratedRng`` replaces the random numbers. Every row of the batch is one sequence of choices (which token is drawn,
+whether a candidate is accepted) with its probability. A choice that a row's script does not give takes the likeliest
+option, and each other possible option becomes a new script. When no script is left, every sequence of choices was
+visited once, whatever the functions under test draw and in whatever order. The bonus token is not drawn: its
+distribution is added as it is.
 
 Shape legend: B rows (scripts), N tree nodes, V vocabulary, L choices.
 """
@@ -23,11 +22,11 @@ from drafthead.models.decoding.step import TargetProbs
 ROWS = 1 << 15
 """Scripts in one run."""
 MOST_CHOICES = 32
-"""Longest script: samples and trials of a step."""
+"""Longest script: samples and acceptance tests of a step."""
 
 
 class EnumeratedRng:
-    """``RandomSource`` whose every choice is written down, or is the likeliest where the script ends."""
+    """``RandomSource`` whose choices are given by a script, and the likeliest where it ends."""
 
     def __init__(self, choices: Tensor, lengths: Tensor) -> None:
         """[B, MOST_CHOICES] int8 choices, of which the first [B] int64 ``lengths`` are given."""
@@ -39,15 +38,13 @@ class EnumeratedRng:
         """Choices and lengths of the scripts still to be run."""
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
-        """As ``RandomSource.accept``, all [B]: a choice of two, of chance ``min(1, p / q)``, in rows that are
-        ``active``.
-        """
+        """As ``RandomSource.bernoulli``, all [B]: true with probability ``min(1, p / q)``, where ``active``."""
         # u * q < p for a uniform u, which p = 0 never passes, and q = 0 always else.
-        chance = torch.where(p > 0, p / q.clamp(min=torch.finfo(torch.float64).tiny), 0.0).clamp(max=1.0)
-        return active & (self._choose(torch.stack([1 - chance, chance], -1), active) == 1)
+        prob = torch.where(p > 0, p / q.clamp(min=torch.finfo(torch.float64).tiny), 0.0).clamp(max=1.0)
+        return active & (self._choose(torch.stack([1 - prob, prob], -1), active) == 1)
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """As ``RandomSource.draw``, [B, C, V] -> [B, C] int64: a choice of V per sample."""
+        """As ``RandomSource.categorical``, [B, C, V] -> [B, C] int64: a choice of V per sample."""
         drawn = []
         for dist in probs.unbind(1):
             mass = dist.sum(-1, keepdim=True)
@@ -55,21 +52,21 @@ class EnumeratedRng:
             drawn.append(self._choose(dist / mass.clamp(min=torch.finfo(torch.float64).tiny), mass[:, 0] > 0))
         return torch.stack(drawn, 1)
 
-    def _choose(self, chances: Tensor, active: Tensor) -> Tensor:
+    def _choose(self, probs: Tensor, active: Tensor) -> Tensor:
         """[B, options] -> [B], counting where ``active``."""
         place = self._used[:, None]
-        likeliest = chances.argmax(-1)
+        likeliest = probs.argmax(-1)
         given = self._used < self._given
         choice = torch.where(given, self._choices.gather(1, place)[:, 0].long(), likeliest)
-        self._fork(chances, active & ~given, likeliest)
-        self.weights = self.weights * torch.where(active, chances.gather(1, choice[:, None])[:, 0], 1.0)
+        self._fork(probs, active & ~given, likeliest)
+        self.weights = self.weights * torch.where(active, probs.gather(1, choice[:, None])[:, 0], 1.0)
         kept = torch.where(active, choice.to(torch.int8), self._choices.gather(1, place)[:, 0])
         self._choices.scatter_(1, place, kept[:, None])
         self._used = self._used + active
         return choice
 
-    def _fork(self, chances: Tensor, rows: Tensor, taken: Tensor) -> None:
-        possible = (chances > 0) & rows[:, None]
+    def _fork(self, probs: Tensor, rows: Tensor, taken: Tensor) -> None:
+        possible = (probs > 0) & rows[:, None]
         row, option = possible.scatter(1, taken[:, None], False).nonzero(as_tuple=True)
         if len(row):
             choices = self._choices[row].scatter(1, self._used[row, None], option[:, None].to(torch.int8))
@@ -77,19 +74,19 @@ class EnumeratedRng:
 
 
 class Verification:
-    """``RandomSource`` of the verification: trials from the script, the bonus as its law."""
+    """``RandomSource`` of the verification: tests from the script, the bonus as its distribution."""
 
     def __init__(self, script: EnumeratedRng) -> None:
         self._script = script
         self.bonus: Tensor | None = None
-        """[B, V] normalised law of the bonus."""
+        """[B, V] distribution of the bonus token."""
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
-        """The script's trial."""
+        """The script's choice."""
         return self._script.bernoulli(p, q, active)
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """Keeps the law of the bonus, [B, 1, V], for which any token stands: the likeliest, [B, 1] int64."""
+        """Keeps the distribution of the bonus, [B, 1, V], and returns its likeliest token, [B, 1] int64."""
         self.bonus = probs[:, 0] / probs[:, 0].sum(-1, keepdim=True)
         return probs.argmax(-1)
 
@@ -109,18 +106,18 @@ class CommittedProbs:
         self.by_length = [torch.zeros(self.vocabulary**n, dtype=torch.float64) for n in range(1, self.depth + 2)]
 
     def add(self, paths: Tensor, accepted: Tensor, bonus: Tensor, weights: Tensor) -> None:
-        """Rows that commit the first ``accepted`` of ``paths`` ([B, depth]) and a token of law ``bonus`` ([B, V])."""
+        """Rows that commit the first ``accepted`` of ``paths`` ([B, depth]) and a token of ``bonus`` ([B, V])."""
         self.outcomes += len(weights)
         sequence = torch.zeros_like(accepted)
         for length, masses in enumerate(self.by_length):
-            ends = accepted == length
-            masses.view(-1, self.vocabulary).index_add_(0, sequence[ends], (weights[:, None] * bonus)[ends])
+            ended = accepted == length
+            masses.view(-1, self.vocabulary).index_add_(0, sequence[ended], (weights[:, None] * bonus)[ended])
             if length < self.depth:
                 # A row that has ended is not looked at again.
                 sequence = (sequence * self.vocabulary + paths[:, length]) % self.by_length[length].numel()
 
     def completed(self, probs: Tensor) -> Tensor:
-        """[V**(depth + 1)] law of depth + 1 tokens, those that are missing drawn from ``probs`` ([prefixes, V])."""
+        """[V**(depth + 1)] masses of depth + 1 tokens, missing ones drawn from ``probs`` ([prefixes, V])."""
         total = self.by_length[0]
         for n, masses in enumerate(self.by_length[1:], start=1):
             total = _extended(total, probs, n, self.vocabulary) + masses
@@ -142,9 +139,9 @@ def committed(
         draft: drafts the trees with the decoder's functions.
         target: the target's logits, for prefixes of ``depth`` tokens.
         sampler: warps them.
-        rule: judges.
+        rule: accepts.
         depth: drafts on the longest path.
-        by_argmax: judge by the target's greedy choices, as a session does where there is neither chance nor law.
+        greedy: accept the target's greedy choices instead, as decoding does at temperature 0 with top-k drafts.
     """
     found = CommittedProbs(target.vocabulary, depth)
     waiting = [(torch.zeros(1, MOST_CHOICES, dtype=torch.int8), torch.zeros(1, dtype=torch.int64))]
@@ -171,24 +168,24 @@ def _step(
     logits = target.logits[target.of_nodes(proposal)]
     rng = Verification(script)
     if rule is None:
-        verdict = greedy(proposal, logits.argmax(-1))
+        accepted = greedy(proposal, logits.argmax(-1))
     else:
         context = torch.full((rows, 1), ROOT_TOKEN) if sampler.repetition_penalty != 1 else None
-        verdict = rule.verify(proposal, TargetProbs(logits, sampler, context, proposal), rng)
+        accepted = rule.verify(proposal, TargetProbs(logits, sampler, context, proposal), rng)
     bonus = rng.bonus
     if bonus is None:
-        bonus = torch.nn.functional.one_hot(verdict.bonus, target.vocabulary).double()
-    path = proposal.tokens.gather(1, verdict.nodes)[:, 1:]
+        bonus = torch.nn.functional.one_hot(accepted.bonus, target.vocabulary).double()
+    path = proposal.tokens.gather(1, accepted.nodes)[:, 1:]
     path = torch.nn.functional.pad(path, (0, found.depth - path.shape[1]))
-    found.add(path, verdict.accepted, bonus, script.weights)
+    found.add(path, accepted.accepted, bonus, script.weights)
 
 
-def distance(found: CommittedProbs, probs: Tensor, length: int | None = None) -> float:
-    """Total variation between what was committed, completed by the target, and the target's own law.
+def total_variation(found: CommittedProbs, probs: Tensor, length: int | None = None) -> float:
+    """Between what was committed, completed by the target, and the target's own distribution.
 
     Args:
         found: of one step.
-        laws: [prefixes, V] the target's.
+        probs: [prefixes, V] the target's.
         length: compare this many first tokens; by default depth + 1, all that a step can commit.
     """
     own = probs[0]

@@ -20,7 +20,7 @@ from drafthead.models.drafters.combined import combine
 ROOT_TOKEN = 0
 """The last committed token, which every prefix follows."""
 Draft = Callable[[Tensor, RandomSource], Proposal]
-"""From the roots ([B] int64) and chance to the drafted trees."""
+"""From the roots ([B] int64) and random numbers to the drafted trees."""
 
 
 class TabularLM:
@@ -39,7 +39,7 @@ class TabularLM:
         return cls(spread * torch.randn(count, vocabulary, dtype=torch.float64, generator=generator))
 
     def near(self, seed: int, spread: float) -> "TabularLM":
-        """A table that differs by noise of deviation ``spread``: a drafter that has learnt."""
+        """A table that differs by noise of deviation ``spread``: a drafter that has learned."""
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(self.logits.shape, dtype=torch.float64, generator=generator)
         return TabularLM(self.logits + spread * noise)
@@ -71,7 +71,7 @@ class TabularLM:
 
 
 class _ByPrefix:
-    """Every node has a law of its own, as those of a model that has read the path."""
+    """Every node has a distribution of its own, as of a model that has read the path."""
 
     def __init__(self, table: TabularLM, rows: int) -> None:
         self._table = table
@@ -86,7 +86,7 @@ class _ByPrefix:
 
 
 class _ByLevel:
-    """All nodes of a level share a law and its samples, as those of Medusa's heads."""
+    """All nodes of a level share a distribution and its samples, as of Medusa's heads."""
 
     def __init__(self, table: TabularLM, rows: int) -> None:
         self._table, self._rows, self._level = table, rows, 0
@@ -101,7 +101,7 @@ class _ByLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class TableDraft:
-    """Drafting from a table, by the functions of ``models/tree_growth.py``."""
+    """Drafting from a table, by the functions of ``models/decoding/growth.py``."""
 
     table: TabularLM
     draft_config: DraftConfig

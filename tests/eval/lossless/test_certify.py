@@ -1,9 +1,9 @@
-"""The certificate: it passes what is exact, and sees every bias that is planted."""
+"""The certificate passes what is exact, and finds every seeded fault."""
 
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from drafthead.commands import certify as command
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.lossless import check_lossless as certify
 from drafthead.eval.lossless.cases import SHAPES, Case, cases
-from drafthead.eval.lossless.enumerate import CommittedProbs, committed, distance
+from drafthead.eval.lossless.enumerate import CommittedProbs, committed, total_variation
 from drafthead.eval.lossless.tabular_lm import CombinedTableDraft, Draft, TableDraft, TabularLM
 from drafthead.models.decoding import acceptance as verify
 from drafthead.models.decoding.acceptance import AcceptanceRule
@@ -28,12 +28,17 @@ from drafthead.models.token_tree import NO_CHILD, TokenTree
 RAW = Sampler(temperature=1.0)
 EXACT = AcceptanceRule()
 WITH, WITHOUT = DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT
-LARGE = {"unbalanced, 6 drafts", "<3,1,2>", "<3,1,2>, a law per level", "<2,1>, a law per level, + <2,1>"}
+LARGE = {
+    "unbalanced, 6 drafts",
+    "<3,1,2>",
+    "<3,1,2>, a distribution per level",
+    "<2,1>, a distribution per level, + <2,1>",
+}
 """Shapes whose every outcome is left to the full certificate."""
 
 
 def words(case: Case) -> str:
-    return " | ".join(asdict(certify._labels(case)).values())
+    return " | ".join(certify.labels(case).values())
 
 
 def small() -> list[Case]:
@@ -46,9 +51,9 @@ SMALL = small()
 
 
 @pytest.mark.parametrize("number", range(len(SMALL)), ids=[words(case) for case in SMALL])
-def test_exact_rules_keep_the_law(number: int) -> None:
-    row = certify.certified(SMALL[number], seed=number)
-    assert row.verdict == "exact" and row.outcomes > 0
+def test_exact_rules_keep_the_distribution(number: int) -> None:
+    row = certify.check_case(SMALL[number], seed=number)
+    assert row.result == "exact" and row.outcomes > 0
 
 
 def test_the_subset_leaves_nothing_out() -> None:
@@ -61,8 +66,8 @@ def test_the_subset_leaves_nothing_out() -> None:
 
 @pytest.mark.slow
 def test_the_whole_certificate() -> None:
-    rows = certify.certificate()
-    assert [row for row in rows if row.verdict == "FAILED"] == []
+    rows = certify.check_lossless()
+    assert [row for row in rows if row.result == "FAILED"] == []
     assert len(rows) > 700 and sum(row.outcomes for row in rows) > 1e6
 
 
@@ -79,8 +84,8 @@ def static(
     return target, TableDraft(table=target.near(seed + 1, 1.5), draft_config=draft_config)
 
 
-def trial_tokens(proposal: Proposal) -> Tensor:
-    """[B, N, S] the token of every trial."""
+def candidate_tokens(proposal: Proposal) -> Tensor:
+    """[B, N, S] the token of every candidate."""
     children = proposal.shape.children.expand(len(proposal.tokens), -1, -1)
     return proposal.tokens.gather(1, children.flatten(1)).view(children.shape)
 
@@ -90,15 +95,15 @@ def with_children(proposal: Proposal, children: Tensor) -> Proposal:
 
 
 def duplicates_dropped(proposal: Proposal) -> Proposal:
-    tokens = trial_tokens(proposal)
+    tokens = candidate_tokens(proposal)
     again = (tokens[..., :, None] == tokens[..., None, :]).tril(-1).any(-1)
     return with_children(proposal, proposal.shape.children.masked_fill(again, NO_CHILD))
 
 
 def by_score(proposal: Proposal, kept: int = 3) -> Proposal:
-    """Trials of the root in the order of q."""
+    """Candidates of the root in the order of q."""
     assert proposal.probs is not None
-    scores = proposal.probs[:, 0].gather(1, trial_tokens(proposal)[:, 0])
+    scores = proposal.probs[:, 0].gather(1, candidate_tokens(proposal)[:, 0])
     children = proposal.shape.children.expand(len(scores), -1, -1).clone()
     children[:, 0] = children[:, 0].gather(1, scores.argsort(1, descending=True))
     children[:, 0, kept:] = NO_CHILD
@@ -110,17 +115,17 @@ def softened(proposal: Proposal) -> Proposal:
     return replace(proposal, probs=(proposal.probs**0.7) / (proposal.probs**0.7).sum(-1, keepdim=True))
 
 
-def one_law(proposal: Proposal) -> Proposal:
+def one_distribution(proposal: Proposal) -> Proposal:
     assert proposal.prob_index is not None
     return replace(proposal, prob_index=proposal.prob_index.clamp(max=0))
 
 
 SAMPLED_BUGS: dict[str, tuple[DraftSampling, Callable[[Proposal], Proposal], float]] = {
     "without replacement, not renormalised": (WITHOUT, lambda p: replace(p, draft_sampling=WITH), 0.02),
-    "a repeated trial dropped": (WITH, duplicates_dropped, 0.005),
+    "a repeated candidate dropped": (WITH, duplicates_dropped, 0.005),
     "tried in the order of q": (WITH, by_score, 0.02),
     "the best two of three by q": (WITH, lambda p: by_score(p, 2), 0.02),
-    "laws that were not sampled": (WITH, softened, 0.005),
+    "probs that were not sampled": (WITH, softened, 0.005),
 }
 
 
@@ -130,20 +135,20 @@ def test_planted_bias_of_sampled_siblings_is_seen(bug: str) -> None:
     found: list[float] = []
     for seed in range(0, 30, 3):
         target, draft = static([3], kind, seed)
-        assert distance(committed(draft, target, RAW, EXACT, 1), target.probs(RAW)) < 1e-12
-        found.append(distance(committed(tampered(draft, change), target, RAW, EXACT, 1), target.probs(RAW)))
+        assert total_variation(committed(draft, target, RAW, EXACT, 1), target.probs(RAW)) < 1e-12
+        found.append(total_variation(committed(tampered(draft, change), target, RAW, EXACT, 1), target.probs(RAW)))
     assert np.mean(found) > at_least, "bias goes unnoticed"
 
 
-@pytest.mark.parametrize("change", [duplicates_dropped, one_law])
-def test_planted_bias_of_merged_trees_is_seen(change: Callable[[Proposal], Proposal]) -> None:
+@pytest.mark.parametrize("change", [duplicates_dropped, one_distribution])
+def test_planted_bias_of_combined_trees_is_seen(change: Callable[[Proposal], Proposal]) -> None:
     found = []
     for seed in range(0, 30, 3):
         target, first = static([1], WITH, seed)
         other = replace(first, table=target.near(seed + 2, 1.5))
-        merged = CombinedTableDraft((first, other))
-        assert distance(committed(merged, target, RAW, EXACT, 1), target.probs(RAW)) < 1e-12
-        found.append(distance(committed(tampered(merged, change), target, RAW, EXACT, 1), target.probs(RAW)))
+        combined = CombinedTableDraft((first, other))
+        assert total_variation(committed(combined, target, RAW, EXACT, 1), target.probs(RAW)) < 1e-12
+        found.append(total_variation(committed(tampered(combined, change), target, RAW, EXACT, 1), target.probs(RAW)))
     assert np.mean(found) > 0.003
 
 
@@ -159,24 +164,24 @@ def test_argmax_drafts_tested_with_their_softmax_are_seen() -> None:
                 proposal, draft_sampling=WITH, probs=probs, prob_index=torch.zeros(1, 2, 1, dtype=torch.int64)
             )
 
-        found.append(distance(committed(tampered(draft, softmax), target, RAW, EXACT, 1), target.probs(RAW)))
+        found.append(total_variation(committed(tampered(draft, softmax), target, RAW, EXACT, 1), target.probs(RAW)))
     assert np.mean(found) > 0.1
 
 
-def test_a_bonus_from_the_law_instead_of_the_residual_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bonus_from_the_target_instead_of_the_residual_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "_residual", lambda dist, q, token: dist)
     for draft_sampling in (DraftSampling.TOP_K, WITH):
         target, draft = static([2, 1], draft_sampling, 3)
-        assert distance(committed(draft, target, RAW, EXACT, 2), target.probs(RAW)) > 0.02
+        assert total_variation(committed(draft, target, RAW, EXACT, 2), target.probs(RAW)) > 0.02
 
 
-def trials_by_hand(p: np.ndarray, trials: list[tuple[int, np.ndarray]]) -> np.ndarray:
-    """Law of the first token when these (token, q) are tried in turn: multi-step sampling in a few lines."""
+def candidates_by_hand(p: np.ndarray, candidates: list[tuple[int, np.ndarray]]) -> np.ndarray:
+    """Distribution of the first token when these (token, q) are tried in turn: multi-step sampling in a few lines."""
     out, left, dist = np.zeros(len(p)), 1.0, p
-    for token, q in trials:
-        chance = min(1.0, dist[token] / q[token])
-        out[token] += left * chance
-        left *= 1 - chance
+    for token, q in candidates:
+        prob = min(1.0, dist[token] / q[token])
+        out[token] += left * prob
+        left *= 1 - prob
         rest = np.clip(dist - q, 0, None)
         dist = rest / rest.sum() if rest.sum() > 0 else dist
     return out + left * dist
@@ -190,13 +195,13 @@ def test_enumeration_equals_sums_by_hand(renormalised: bool) -> None:
     q = draft.table.logits[0].softmax(-1).numpy()
     expected = np.zeros(len(p))
     for tokens in permutations(range(len(p)), 3):
-        chance, left, trials = 1.0, q.copy(), []
+        prob, left, candidates = 1.0, q.copy(), []
         for token in tokens:
             dist = left / left.sum()
-            chance *= dist[token]
-            trials.append((token, dist if renormalised else q))
+            prob *= dist[token]
+            candidates.append((token, dist if renormalised else q))
             left[token] = 0
-        expected += chance * trials_by_hand(p, trials)
+        expected += prob * candidates_by_hand(p, candidates)
     kind = WITHOUT if renormalised else WITH
     found = committed(tampered(draft, lambda x: replace(x, draft_sampling=kind)), target, RAW, EXACT, 1)
     ours = found.completed(target.probs(RAW)).view(len(p), -1).sum(1).numpy()
@@ -214,7 +219,7 @@ def test_every_outcome_is_visited_once() -> None:
 def _twice(last_token: Tensor, rng: RandomSource) -> Proposal:
     dist = torch.tensor([0.4, 0.3, 0.1, 0.1, 0.1], dtype=torch.float64).expand(len(last_token), 1, -1)
     drawn = rng.categorical(dist.expand(-1, 2, -1))
-    # Laws above the uniform target's everywhere: no trial is certain to pass.
+    # Above the uniform target everywhere: no candidate is certain to pass.
     certain = torch.ones(len(last_token), 1, 5, dtype=torch.float64) * 2
     shape = TokenTree.expansion([2]).shape
     return Proposal(
@@ -227,17 +232,17 @@ def _twice(last_token: Tensor, rng: RandomSource) -> Proposal:
 
 
 def test_total_variation_orders_the_lossy_rules() -> None:
-    lenient = [certify.total_variation(AcceptanceRule(name="lenient", lenience=x)) for x in (1.0, 0.9, 0.5, 0.1)]
+    lenient = [certify.rule_total_variation(AcceptanceRule(name="lenient", lenience=x)) for x in (1.0, 0.9, 0.5, 0.1)]
     assert lenient[0] == 0 and lenient == sorted(lenient) and lenient[1] > 0.01
     typical = AcceptanceRule(name="typical")
-    assert 0.3 < certify.total_variation(typical) < 0.7
-    assert certify.total_variation(typical, WITH) < certify.total_variation(typical)
-    assert certify.total_variation(EXACT) == certify.total_variation(AcceptanceRule(name="block")) == 0
+    assert 0.3 < certify.rule_total_variation(typical) < 0.7
+    assert certify.rule_total_variation(typical, WITH) < certify.rule_total_variation(typical)
+    assert certify.rule_total_variation(EXACT) == certify.rule_total_variation(AcceptanceRule(name="block")) == 0
 
 
 def test_biased_constructions_are_refused() -> None:
-    rows = certify.certificate(only="any")
-    assert {row.verdict for row in rows} == {"refused"} and len(rows) == 6
+    rows = certify.check_lossless(only="any")
+    assert {row.result for row in rows} == {"refused"} and len(rows) == 6
     assert all(len(row.reason) > 30 for row in rows)
 
 
@@ -252,7 +257,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert "13 samplers" in shown and "FAILED" not in shown
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert {row["verdict"] for row in rows} == {"exact", "lossy", "refused"}
+    assert {row["result"] for row in rows} == {"exact", "lossy", "refused"}
     assert f"{len(rows)} rows" in shown
     run(monkeypatch, "only=top_p 0.9", "each=true")
     assert "temperature 0.8, top_k 4" in capsys.readouterr().out
@@ -268,6 +273,6 @@ def test_command_fails_with_a_biased_rule(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_unknown_words(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no row of the certificate has 'nonsense'"):
-        certify.certificate("nonsense")
+        certify.check_lossless("nonsense")
     with pytest.raises(SystemExit, match="error: no row"):
         run(monkeypatch, "only=nonsense")
