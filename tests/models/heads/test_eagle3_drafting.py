@@ -1,30 +1,22 @@
 """EAGLE-3's drafting against its training, its decoding against plain text, and what is saved."""
 
-from collections import Counter
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree
-from drafthead.models.decoding.loop import decode, decode_batch
-from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.contract import DraftConfig, DynamicTree
 from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.heads.eagle3 import Eagle3Head
 from drafthead.models.token_tree import TokenTree
 from support import (
     EAGLE3_VARIANTS,
     eagle3_head,
-    fitted,
-    law_of_answers,
-    p_value_of_answers,
     random_ids,
     row_of,
-    small_base,
 )
 
 TinyBase = Callable[..., BaseModel]
@@ -107,73 +99,3 @@ def test_ranks_are_those_of_drafting(tiny_base: TinyBase) -> None:
             continue
         listed = head.d2t[logits[k, t].topk(40).indices].tolist()
         assert ranks[0, t, k] == (listed.index(ids[target]) if ids[target] in listed else 40)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_equals_plain_decoding(tiny_base: TinyBase, architecture: str) -> None:
-    """Chains, static and dynamic trees, alone and in a ragged batch, with drafts accepted and rejected."""
-    base = tiny_base(architecture)
-    plain = [decode(base, None, ids, max_new_tokens=16, ignore_eos=True).tokens for ids in PROMPTS]
-    batch = row_of([p + a[:8] for p, a in zip(PROMPTS, plain, strict=True)])
-    head = fitted(eagle3_head(base), batch, 15, lr=5e-3)
-    for draft_config in PLANS.values():
-        alone = [
-            decode(base, head, ids, max_new_tokens=16, draft_config=draft_config, ignore_eos=True) for ids in PROMPTS
-        ]
-        together = decode_batch(base, head, PROMPTS, max_new_tokens=16, draft_config=draft_config, ignore_eos=True)
-        assert [r.tokens for r in alone] == plain
-        assert [r.tokens for r in together] == plain
-        accepted = [[s.accepted for s in r.steps[:-1]] for r in alone]
-        # The last step of a row may draft further in a batch that goes on.
-        assert [[s.accepted for s in r.steps[:-1]] for r in together] == accepted
-        assert 3 < sum(map(sum, accepted)) < draft_config.depth * sum(map(len, accepted))
-
-
-def test_sampled_text_has_the_law_of_plain_sampling() -> None:
-    """Chi-square over all answers of three tokens, in ragged batches; siblings drawn without replacement."""
-    base, sampler, prompts = small_base(), Sampler(temperature=1.0, top_k=3), [[5, 6, 7], [250]]
-    expected = [law_of_answers(base, prompt, sampler, 3) for prompt in prompts]
-    likely = [p + list(max(dist, key=dist.__getitem__)) for p, dist in zip(prompts, expected, strict=True)]
-    head = fitted(eagle3_head(base, num_draft_tokens=2, ttt_steps=2), row_of(likely), 6, lr=5e-3)
-    draft_config = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
-    counts, accepted, steps = [Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()], 0, 0
-    for seed in range(0, 480, 8):
-        seeds = list(range(seed, seed + 8))
-        results = decode_batch(
-            base,
-            head,
-            prompts * 4,
-            max_new_tokens=3,
-            draft_config=draft_config,
-            sampler=sampler,
-            seeds=seeds,
-            ignore_eos=True,
-        )
-        for number, result in enumerate(results):
-            counts[number % 2][tuple(result.tokens)] += 1
-            accepted, steps = accepted + sum(s.accepted for s in result.steps), steps + len(result.steps)
-    assert 0.1 * steps < accepted < 0.9 * steps, "drafts must be accepted and rejected"
-    for seen, dist in zip(counts, expected, strict=True):
-        assert seen.total() == 240 and p_value_of_answers(seen, dist) > 1e-4
-
-
-@pytest.mark.parametrize("variant", EAGLE3_VARIANTS)
-def test_save_and_load(tiny_base: TinyBase, tmp_path: Path, variant: str) -> None:
-    base = tiny_base()
-    head = eagle3_head(base, torch.arange(200), **EAGLE3_VARIANTS[variant])
-    head.save_pretrained(tmp_path)
-    loaded = Eagle3Head.from_pretrained(tmp_path, base)
-    wanted, found = (text_logits(h, base, random_ids(12)) for h in (head, loaded))
-    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
-    assert loaded.spec == head.spec
-
-
-def test_training_renews_what_drafting_packed(tiny_base: TinyBase) -> None:
-    head = eagle3_head(tiny_base())
-    before = head.inference()
-    assert head.inference() is before
-    head.train()
-    head.eval()
-    assert head.inference() is not before
-    before = head.inference()
-    assert head.to("cpu").inference() is not before

@@ -102,18 +102,6 @@ def test_parity_with_the_published_equations(tiny_base: TinyBase, variant: str) 
     assert float(out.loss_sum.detach()) == pytest.approx(total, rel=1e-5)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("vocabulary", [300, 100])
-def test_size_is_the_built_head(tiny_base: TinyBase, variant: str, vocabulary: int) -> None:
-    base = tiny_base()
-    config = MLPSpeculatorConfig(num_draft_tokens=4, draft_vocab_size=vocabulary, **VARIANTS[variant])  # type: ignore[arg-type]
-    head = config.build(base, torch.arange(vocabulary))
-    size = config.size(base.model.config)
-    assert size.parameters == size.trainable == sum(p.numel() for p in head.parameters())
-    assert size.projections == sum(p.numel() for p in head.projections.parameters())
-    assert (size.positions, size.draft_vocab_size) == (4, vocabulary)
-
-
 def test_published_sizes() -> None:
     """Llama-3-8B's speculator has 3.2 B parameters, Llama-3-70B's 961 M (ibm-ai-platform)."""
     shapes = [
@@ -170,38 +158,3 @@ def test_norm_takes_no_mean_off() -> None:
         module.bias.fill_(0.5)
     x = torch.tensor([[3.0, 3.0, 3.0, 3.0]])
     torch.testing.assert_close(module(x), torch.tensor([[1.5, 2.5, 3.5, 4.5]]), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_all_weights_learn_and_the_base_does_not(tiny_base: TinyBase, own: bool) -> None:
-    base = tiny_base()
-    head = randomised(MLPSpeculatorConfig(num_draft_tokens=3, own_embedding=own, own_lm_head=own).build(base), 0.1)
-    batch = row_of([list(range(20, 32))])
-    torch.autograd.backward(head.loss(batch, base.features(batch, head.spec), LossConfig(kl=1.0)).loss_sum)
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
-    assert not base.embedding.requires_grad and not base.lm_head.weight.requires_grad
-
-
-def test_a_batch_without_targets(tiny_base: TinyBase) -> None:
-    base = tiny_base()
-    head = MLPSpeculatorConfig(num_draft_tokens=3).build(base)
-    batch = row_of([[5, 6], [7]])
-    out = head.loss(batch, base.features(batch, head.spec), LossConfig())
-    assert int(out.tokens) == 0 and float(out.loss_sum.detach()) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"num_draft_tokens": 9}, r"head.num_draft_tokens must be in \[1, 8\], got 9"),
-        ({"inner_dim": -1}, "head.inner_dim must be positive, or 0"),
-        ({"cell": "gru"}, "head.cell must be rnn or lstm, got 'gru'"),
-        ({"cell": "lstm"}, "head.cell: lstm needs head.tie_weights: true"),
-        ({"tie_lstm_embs": True}, "head.tie_lstm_embs is for head.cell: lstm"),
-        ({"tie_weights": True, "num_draft_tokens": 1}, "head.tie_weights needs head.num_draft_tokens of at least 2"),
-        ({"draft_vocab_size": 3}, "head.draft_vocab_size must be at least 16"),
-    ],
-)
-def test_limits(settings: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        MLPSpeculatorConfig(**settings)  # type: ignore[arg-type]
