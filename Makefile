@@ -8,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow check demo clean
+.PHONY: help setup test test-slow check coverage hooks demo clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -38,9 +38,15 @@ check: $(READY) ## lint, format, types, fast tests: what must be green before a 
 	$(BIN)/mypy
 	$(MAKE) test
 
+coverage: $(READY) ## the fast tests, and which lines of the source they reach
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -m "not slow and not gpu" && $(BIN)/coverage report --skip-covered
+
+hooks: $(READY) ## lint, format and types before every commit (pre-commit)
+	$(BIN)/pre-commit install
+
 demo: $(READY) ## train, evaluate and time Medusa heads on a real model, on a CPU
 	$(BIN)/python train/run.py recipe=medusa_smollm2
 
 clean: ## remove .venv, build leftovers and tool caches; outputs/ and the download cache stay
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
