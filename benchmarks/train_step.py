@@ -93,7 +93,7 @@ class Bench:
         self.head = build_head(run, self.base)
         if run.trains_base:
             self.head.train_base(now=self.phase.train_base)
-        cache = random_cache(folder, rows, self.head) if self.phase.features == "cached" else None
+        cache = random_cache(folder, rows, self.head) if self.phase.hidden_states == "cached" else None
         self.data = PhaseData(rows, self.base, self.head.spec, cache)
         sharding.shard(self.head.train())
         self.optimizer = build_optimizer(self.head.parameters(), self.phase.optim, self.head.lr_mult)
@@ -178,7 +178,7 @@ def operations_per_token(head: DraftHeadConfig, phase: PhaseConfig, settings: Pr
     attention = phase.seq_len * shape.num_heads * shape.head_dim
     base = 2.0 * shape.num_layers * (shape.layer_parameters + attention)
     shared = 0 if sizes.projections else head.trained_positions * sizes.draft_vocab_size * shape.hidden_size
-    passes = (phase.features != "cached") + 2 * phase.train_base
+    passes = (phase.hidden_states != "cached") + 2 * phase.train_base
     return passes * base + 6.0 * sizes.trainable + 4.0 * shared
 
 
