@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from drafthead.data.utils.files import write_atomic
 from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
@@ -56,7 +56,11 @@ def write_report(
     overall, (by_task, *by_method) = evaluation["overall"], result_tables(evaluation)
     baseline, baseline_speed = fastest_autoregressive(overall)
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {"number": number, "ms": lambda seconds: f"{1e3 * seconds:.1f} ms"}
     html = environment.get_template("report.html.jinja").render(
