@@ -54,7 +54,7 @@ def write_report(
         save_png(figure, folder / "plots" / f"{name}.png")
         figures.append((name, svg_uri(figure)))
     overall, (by_task, *by_method) = evaluation["overall"], result_tables(evaluation)
-    baseline, baseline_speed = fastest_autoregressive(overall)
+    autoregressive, autoregressive_speed = fastest_autoregressive(overall)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -72,14 +72,14 @@ def write_report(
         interval=interval(overall),
         identical=identical(overall),
         warning=lossy(evaluation),
-        baseline=baseline,
-        baseline_speed=baseline_speed,
+        autoregressive=autoregressive,
+        autoregressive_speed=autoregressive_speed,
         by_task=_page_table(by_task),
         by_method=[_page_table(table) for table in by_method],
         definitions=DEFINITIONS,
         method_definitions=METHOD_DEFINITIONS,
         exceptions=exceptions(evaluation),
-        explained=evaluation.get("speedup_breakdown", {}).get(baseline),
+        explained=evaluation.get("speedup_breakdown", {}).get(autoregressive),
         figures=figures,
         versions=overall["hardware"] | overall["versions"],
     )

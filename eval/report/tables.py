@@ -10,16 +10,16 @@ from rich.table import Table
 from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
 
 DEFINITIONS = (
-    "Speedup: tokens per second of speculative decoding over the faster autoregressive decoding (the baseline), totals "
+    "Speedup: tokens per second of speculative decoding over the faster autoregressive decoding (AR), totals "
     "over totals, prefill included, both timed in the same process with the prompts interleaved; the interval is a "
     "bootstrap over prompts. Tau: the mean accepted length, tokens committed per verification, the bonus token of the "
     "base included (autoregressive decoding: 1). Identical: answers equal to autoregressive decoding's, token for "
     "token."
 )
 METHOD_DEFINITIONS = (
-    "Spec-Bench: the speedup as that benchmark computes it, the mean over prompts of tokens per second over the "
-    "baseline's, whose tokens are counted by tokenising its text again. Decode tok/s (small on a page, under tok/s): "
-    "without reading the prompt."
+    "Spec-Bench: the speedup as that benchmark computes it, the mean over prompts of tokens per second over those of "
+    "autoregressive decoding, whose tokens are counted by tokenising its text again. Decode tok/s (small on a page, "
+    "under tok/s): without reading the prompt."
 )
 
 
@@ -59,7 +59,7 @@ class ResultTable:
 
 def task_table(evaluation: dict[str, Any]) -> ResultTable:
     """The headline's method by task, then over all."""
-    columns = ("task", "speedup", "95 %", "tau", "tok/s", "baseline tok/s", "identical")
+    columns = ("task", "speedup", "95 %", "tau", "tok/s", "AR tok/s", "identical")
     rows = [
         (
             name,
@@ -76,7 +76,7 @@ def task_table(evaluation: dict[str, Any]) -> ResultTable:
 
 
 def method_table(evaluation: dict[str, Any]) -> ResultTable:
-    """Every method over all prompts, then the baselines."""
+    """Every method over all prompts, then autoregressive decoding."""
     columns = ("method", "speedup", "95 %", "Spec-Bench", "tau", "tok/s", "decode tok/s", "identical")
     overall = evaluation["overall"]
     rows = [
@@ -96,7 +96,7 @@ def method_table(evaluation: dict[str, Any]) -> ResultTable:
     for name, speed in overall["autoregressive_tokens_per_second"].items():
         ratio = None if speed is None or not fastest else speed / fastest
         cells = (number(ratio, "{:.2f}x"), "–", "–", "1.00", number(speed, "{:.1f}"), "–", "–")
-        rows.append((f"{name} (baseline)", *cells))
+        rows.append((f"{name} (autoregressive)", *cells))
     return ResultTable("Methods, over all prompts", columns, rows, has_total=False)
 
 
@@ -135,16 +135,16 @@ def console_table(evaluation: dict[str, Any]) -> RenderableType:
 
 
 def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]] | None = None) -> list[str]:
-    """What the tables have no room for: baselines, acceptance by draft position, accuracy of the heads, equality."""
+    """What the tables have no room for: autoregressive speeds, acceptance by draft position, accuracy of the heads, equality."""
     overall = evaluation["overall"]
     names = {"autoregressive": "our loop", "transformers": "transformers generate"}
-    baselines = [
+    speeds = [
         f"{number(speed, '{:.1f}')} ({names.get(name, name)})"
         for name, speed in sorted(overall["autoregressive_tokens_per_second"].items())
     ]
     lines = [
         f"tokens/s: speculative {number(overall['tokens_per_second'], '{:.1f}')}, autoregressive "
-        f"{' and '.join(baselines)}",
+        f"{' and '.join(speeds)}",
         f"mean accepted length (tau, with the bonus token): {number(overall['mean_accepted_length'])}; accepted by "
         f"draft position, given the one before: {' '.join(number(value) for value in overall['acceptance_per_depth'])}",
     ]

@@ -117,7 +117,7 @@ def test_markdown_table() -> None:
     assert lines[:4] == [
         "Speculative against autoregressive decoding:",
         "",
-        "| task | speedup | 95 % | tau | tok/s | baseline tok/s | identical |",
+        "| task | speedup | 95 % | tau | tok/s | AR tok/s | identical |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     assert lines[4] == "| math | 1.50x | 1.40–1.60 | 1.80 | 15.0 | 10.0 | 3 of 3 |"
@@ -220,7 +220,7 @@ def written(compared: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
 
 def test_several_methods_and_the_explained_speedup(written: Path) -> None:
     page = written.read_text()
-    for name in ("speculative", "prompt_<wbr>lookup", "transformers<small>baseline</small>"):
+    for name in ("speculative", "prompt_<wbr>lookup", "transformers<small>autoregressive</small>"):
         assert f'<th scope="row">{name}</th>' in page
     assert "Mean accepted length 2.00 × 10.0 ms of an\nautoregressive step (autoregressive)" in page
     assert "loop) =\n1.54x predicted; 1.46x measured" in page

@@ -12,7 +12,6 @@ import wandb
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from drafthead.data.utils.errors import UserError
 from drafthead.train import config
 from drafthead.train.config import TrackerConfig
 from drafthead.train.tracking import tracker as tracking
@@ -135,7 +134,7 @@ def test_accelerate_knows_every_kind() -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("kind", "wanbd"), ("mode", "on")])
 def test_an_unknown_choice_lists_what_there_is(key: str, value: str) -> None:
-    with pytest.raises(UserError, match=rf"tracker.{key} must be one of \[.*\], got '{value}'"):
+    with pytest.raises(ValueError, match=rf"tracker.{key} must be one of \[.*\], got '{value}'"):
         TrackerConfig(**{key: value})
 
 
