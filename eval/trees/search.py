@@ -160,14 +160,10 @@ def sequoia(acceptance: Floats, nodes: int, depth: int) -> SequoiaTrees:
     node are always its first candidates, since one is only tried when those before it failed.
 
     Args:
-        acceptance: [S], or [K, S] by depth: P(candidate b is the first accepted at a node that is reached).
+        acceptance: [K, S] by depth: P(candidate b is the first accepted at a node that is reached).
         nodes: largest tree, root included.
-        depth: largest depth bound; at most K where acceptance is given by depth.
+        depth: largest depth bound, at most K.
     """
-    if acceptance.ndim == 1:
-        acceptance = np.tile(acceptance, (depth, 1))
-    if len(acceptance) < depth:
-        raise ValueError(f"acceptance is known for {len(acceptance)} draft positions, {depth} were requested")
     expected = np.full((depth + 1, nodes + 1), -np.inf)
     children, kept = [], []
     for bound in range(depth + 1):

@@ -1,4 +1,4 @@
-"""Equality with plain decoding, and the diagnosis of a difference."""
+"""Equality with autoregressive decoding, and the diagnosis of a difference."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import torch
 
 from drafthead.eval.lossless.equality import TOLERANCE, Diagnosis, Equality, compare_outputs, diagnose, equality_rate
 
-PLAIN, SPECULATIVE, OTHER = 2, 5, 9
+EXPECTED, SPECULATIVE, OTHER = 2, 5, 9
 
 
 def margin_of(value: float) -> Callable[[int], float]:
@@ -17,23 +17,23 @@ def margin_of(value: float) -> Callable[[int], float]:
 
 
 def never(position: int) -> float:
-    raise AssertionError("the margin is costly: not asked for without two tokens to compare")
+    raise AssertionError("the margin is costly: not needed without two tokens to compare")
 
 
 CASES = [
     # margin, fresh, cached -> diagnosis
-    (5e-5, PLAIN, PLAIN, Diagnosis.TIE),
+    (5e-5, EXPECTED, EXPECTED, Diagnosis.TIE),
     (5e-5, OTHER, None, Diagnosis.TIE),
     (-5e-5, SPECULATIVE, None, Diagnosis.TIE),
-    (3.0, PLAIN, PLAIN, Diagnosis.CACHE),
-    (3.0, PLAIN, SPECULATIVE, Diagnosis.MASK),
-    (3.0, PLAIN, OTHER, Diagnosis.MASK),
+    (3.0, EXPECTED, EXPECTED, Diagnosis.CACHE),
+    (3.0, EXPECTED, SPECULATIVE, Diagnosis.MASK),
+    (3.0, EXPECTED, OTHER, Diagnosis.MASK),
     (3.0, SPECULATIVE, SPECULATIVE, Diagnosis.AUTOREGRESSIVE),
     (3.0, SPECULATIVE, None, Diagnosis.AUTOREGRESSIVE),
-    (3.0, OTHER, PLAIN, Diagnosis.UNKNOWN),
-    (3.0, PLAIN, None, Diagnosis.UNKNOWN),
+    (3.0, OTHER, EXPECTED, Diagnosis.UNKNOWN),
+    (3.0, EXPECTED, None, Diagnosis.UNKNOWN),
     (3.0, None, None, Diagnosis.UNKNOWN),
-    (math.nan, PLAIN, PLAIN, Diagnosis.CACHE),
+    (math.nan, EXPECTED, EXPECTED, Diagnosis.CACHE),
 ]
 
 
@@ -43,12 +43,12 @@ def test_diagnosis(margin: float, fresh: int | None, cached: int | None, expecte
         margin=margin,
         fresh_token=fresh,
         cached_token=cached,
-        expected_token=PLAIN,
+        expected_token=EXPECTED,
         speculative_token=SPECULATIVE,
         position=7,
     )
     assert found.diagnosis is expected
-    assert (found.same, found.position, found.tokens) == (False, 7, (PLAIN, SPECULATIVE))
+    assert (found.same, found.position, found.tokens) == (False, 7, (EXPECTED, SPECULATIVE))
     assert found.near_tie == (expected is Diagnosis.TIE)
 
 
@@ -57,9 +57,9 @@ def test_the_tolerance_is_the_types(dtype: torch.dtype) -> None:
     def found(margin: float) -> Diagnosis | None:
         return diagnose(
             margin=margin,
-            fresh_token=PLAIN,
-            cached_token=PLAIN,
-            expected_token=PLAIN,
+            fresh_token=EXPECTED,
+            cached_token=EXPECTED,
+            expected_token=EXPECTED,
             speculative_token=SPECULATIVE,
             dtype=dtype,
         ).diagnosis
@@ -80,17 +80,17 @@ def test_compare_outputs() -> None:
     assert ended == Equality(same=False, position=2, diagnosis=Diagnosis.STOP)
 
 
-def test_probes_run_only_where_rounding_explains_nothing() -> None:
-    asked: list[int] = []
+def test_it_recomputes_only_where_rounding_explains_nothing() -> None:
+    positions: list[int] = []
 
-    def probe(position: int) -> tuple[int | None, int | None]:
-        asked.append(position)
+    def recompute(position: int) -> tuple[int | None, int | None]:
+        positions.append(position)
         return 2, 5
 
-    assert compare_outputs([1, 2], [1, 5], margin_of(1e-6), probe).diagnosis is Diagnosis.TIE
-    assert asked == []
-    assert compare_outputs([1, 2], [1, 5], margin_of(1.5), probe).diagnosis is Diagnosis.MASK
-    assert asked == [1]
+    assert compare_outputs([1, 2], [1, 5], margin_of(1e-6), recompute).diagnosis is Diagnosis.TIE
+    assert positions == []
+    assert compare_outputs([1, 2], [1, 5], margin_of(1.5), recompute).diagnosis is Diagnosis.MASK
+    assert positions == [1]
     assert compare_outputs([1, 2], [1, 5], margin_of(1.5)).diagnosis is Diagnosis.UNKNOWN
 
 

@@ -20,24 +20,24 @@ CONFIG = EvalConfig(suite="builtin", limit=2, max_new_tokens=4)
 
 
 def resumed(folder: Path, drafter: Drafter, base: BaseModel, *baselines: str) -> list[int]:
-    """Turns that were taken over of an earlier evaluation in ``folder``, and all."""
+    """Turns that were taken from an earlier evaluation in ``folder``, and all."""
     found: list[int] = evaluate(base, drafter, replace(CONFIG, baselines=list(baselines)), folder, lambda *_: None)[
         "resumed"
     ]
     return found
 
 
-def test_a_peer_that_was_trained_again_is_timed_again(tiny_base: TinyBase, tmp_path: Path) -> None:
-    """With all it is compared with; a peer in the same folder with the same weights is not."""
-    base, peer = tiny_base(), MedusaConfig(num_draft_tokens=2).build(tiny_base())
+def test_a_baseline_that_was_trained_again_is_timed_again(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """With all it is compared with; a baseline in the same folder with the same weights is not."""
+    base, baseline = tiny_base(), MedusaConfig(num_draft_tokens=2).build(tiny_base())
     head = MedusaConfig(num_draft_tokens=1).build(base)
-    peer.save_pretrained(tmp_path / "peer")
-    baselines = ["prompt_lookup", f"head:{tmp_path / 'peer'}"]
+    baseline.save_pretrained(tmp_path / "baseline")
+    baselines = ["prompt_lookup", f"head:{tmp_path / 'baseline'}"]
     assert resumed(tmp_path, head, base, *baselines) == [0, 2]
     assert resumed(tmp_path, head, base, *baselines) == [2, 2]
     with torch.no_grad():
-        peer.blocks[1][0].linear.bias += 1.0
-    peer.save_pretrained(tmp_path / "peer")
+        baseline.blocks[1][0].linear.bias += 1.0
+    baseline.save_pretrained(tmp_path / "baseline")
     assert resumed(tmp_path, head, base, *baselines) == [0, 2]
     assert resumed(tmp_path, head, base, *baselines) == [2, 2]
     assert resumed(tmp_path, head, base) == [2, 2], "the others are known without it"

@@ -60,17 +60,17 @@ def test_a_decoder_that_was_made_of_something_else_is_not_read(tmp_path: Path) -
 
     def decoded(mark: str) -> bool:
         log = ResultLog(path, {"head:a": mark})
-        assert ("k", "plain") in log or not path.exists()
+        assert ("k", "autoregressive") in log or not path.exists()
         return ("k", "head:a") in log
 
     def decode(mark: str) -> None:
-        for name in ("plain", "head:a"):
+        for name in ("autoregressive", "head:a"):
             ResultLog(path, {"head:a": mark}).add("k", name, PROMPT, result())
 
     decode("first")
     assert decoded("first") and not decoded("second")
     decode("second")
-    assert decoded("second") and not decoded("first"), "the plain answer beside it is a later process's"
+    assert decoded("second") and not decoded("first"), "the answer beside it is a later process's"
     assert ("k", "head:a") not in ResultLog(path)
 
 
@@ -106,9 +106,9 @@ def test_turns_and_batches_continue(tmp_path: Path) -> None:
 
 def test_failures_are_noted_but_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    journal = ResultLog(path)
-    journal.add("k", "d", PROMPT, FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error="too long"), 1)
-    assert ("k", "d") in journal and ("k", "d") not in ResultLog(path)
+    log = ResultLog(path)
+    log.add("k", "d", PROMPT, FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error="too long"), 1)
+    assert ("k", "d") in log and ("k", "d") not in ResultLog(path)
     assert json.loads(path.read_text()) == {
         "key": "k", "task": "chat", "prompt": 3, "turn": 1, "decoder": "d", "error": "too long",
     }  # fmt: skip

@@ -167,39 +167,6 @@ def test_it_expects_the_steps_of_real_decoding(draft_sampling: DraftSampling, tr
     assert expected == pytest.approx(decoding_steps((), tree, draft_sampling), abs=tolerance)
 
 
-def test_one_candidate_is_accepted_as_often_as_the_distributions_overlap() -> None:
-    generator = torch.Generator().manual_seed(0)
-    p, q = torch.rand(2, 6, generator=generator, dtype=torch.float64).softmax(-1)
-    probs = candidate_accept_probs(
-        p.expand(6, -1), q.expand(6, -1), torch.arange(6), DraftSampling.WITH_REPLACEMENT, 3, generator
-    )
-    assert float(p @ probs[:, 0]) == pytest.approx(float(torch.minimum(p, q).sum()))
-    assert (probs.sum(-1) <= 1 + 1e-12).all()
-
-
-def test_all_tokens_sampled_without_replacement_are_all_there_are() -> None:
-    """With as many candidates as the vocabulary has tokens nothing is left to the bonus."""
-    generator = torch.Generator().manual_seed(1)
-    p, q = torch.rand(2, 500, 4, generator=generator, dtype=torch.float64).softmax(-1)
-    tokens = p.multinomial(1, generator=generator)[:, 0]
-    probs = candidate_accept_probs(p, q, tokens, DraftSampling.WITHOUT_REPLACEMENT, 5, generator)
-    assert torch.allclose(probs.sum(-1), torch.ones(500, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("draft_sampling", [DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT])
-def test_equal_and_greedy_targets(draft_sampling: DraftSampling) -> None:
-    """Equal distributions accept every draft; a greedy target accepts what the draft samples of it."""
-    generator = torch.Generator().manual_seed(0)
-    q = torch.rand(1, 4, generator=generator).softmax(-1)
-    assert torch.allclose(
-        candidate_accept_probs(q, q, torch.tensor([2]), draft_sampling, 2, generator),
-        torch.tensor([[1.0, 0.0]]).double(),
-    )
-    greedy = torch.tensor([[0.0, 0.0, 1.0, 0.0]])
-    accepted = candidate_accept_probs(greedy, q, torch.tensor([2]), draft_sampling, 1, generator)
-    assert float(accepted) == pytest.approx(float(q[0, 2]))
-
-
 def test_block_verification_accepts_the_running_minimum() -> None:
     """Against the definition on drafted prefixes, for every text: P(text, k drafts accepted) = q(x..) a_k(x..)."""
     for text in product(range(V), repeat=3):
@@ -237,7 +204,3 @@ def test_ranks_of_a_draft_vocabulary() -> None:
     logits = torch.tensor([[0.1, 0.5, 0.3], [0.1, 0.5, 0.3], [0.1, 0.5, 0.3]])
     found = top_k_accept_probs(logits, torch.tensor([7, 2, 5]), d2t=torch.tensor([2, 5, 7]), width=2)
     assert found.tolist() == [[0.0, 1.0], [0.0, 0.0], [1.0, 0.0]]
-
-
-def test_an_answer_of_one_step() -> None:
-    assert simulate_acceptance([accept_probs_of_ranks(np.array([[0]]))], TokenTree.chain(1)).mean_accepted_length == 1.0

@@ -20,7 +20,6 @@ from drafthead.eval.trees.simulate import (
     accept_probs_of_ranks,
     accepted_length_probs,
     simulate_acceptance,
-    simulate_steps,
     start_probs,
     trials_in_order,
 )
@@ -119,30 +118,6 @@ def warmed(logits: Tensor, temperature: float) -> Tensor:
     return (logits.double() / temperature).softmax(-1)
 
 
-@torch.no_grad()
-def test_a_chain_of_samples_is_the_ratio_of_probabilities(base: BaseModel) -> None:
-    """min(1, q(x) / p(x)) from the model's own logits and the heads' modules, at every position and draft."""
-    head, texts = fitted(base), answered(base, 0.7, 12, copies=2)
-    draft_config = AcceptProbsConfig(
-        draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=1.3), width=1
-    )
-    found = text_accept_probs(base, head, texts, WARM, draft_config)
-    for text, probs in zip(texts, found, strict=True):
-        ids = torch.tensor([text.ids])
-        p = warmed(base.model(ids).logits[0], 0.7)
-        hidden = base.forward(ids, base.new_cache(len(text.ids))).final[0]
-        for t in range(text.positions):
-            start = text.boundary - 1 + t
-            for k in range(3):
-                at = start + 2 + k
-                if at >= len(text.ids):
-                    assert math.isnan(probs[t, k, 0])
-                    continue
-                x = text.ids[at]
-                q = warmed(head.output_head(k).logits(head.blocks[k](hidden[start], None)), 1.3)[x]
-                assert probs[t, k, 0] == pytest.approx(min(1.0, float(q / p[at - 1, x])), rel=1e-3)
-
-
 def test_probs_do_not_depend_on_the_batch(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     head, texts = fitted(base), answered(base, 0.7, 8, copies=2)
     draft_config = AcceptProbsConfig(draft_sampling=DraftSampling.WITH_REPLACEMENT, width=3)
@@ -161,17 +136,6 @@ def test_a_draft_vocabulary_misses_the_tokens_outside_it(base: BaseModel) -> Non
             outside = np.array(text.ids[text.boundary + 1 :]) >= 100
             assert outside.any() and (probs[outside, 0] == 0).all()
             assert draft_sampling is DraftSampling.TOP_K or (probs[~outside, 0, 0] > 0).all()
-
-
-def test_more_trials_and_deeper_trees_accept_more(base: BaseModel) -> None:
-    head, texts = fitted(base), answered(base, 0.7, 30)
-    draft_config = AcceptProbsConfig(draft_sampling=DraftSampling.WITHOUT_REPLACEMENT, width=3)
-    found = text_accept_probs(base, head, texts, WARM, draft_config)
-    means = [
-        simulate_acceptance(found, TokenTree.expansion(w)).mean_accepted_length
-        for w in ([1], [2], [3], [3, 2], [3, 2, 2])
-    ]
-    assert means == sorted(means) and means[0] > 1.0 and means[-1] > means[0]
 
 
 def test_what_cannot_be_simulated_is_refused(base: BaseModel) -> None:
@@ -330,32 +294,6 @@ def test_sampled_decoding_takes_the_simulated_steps(base: BaseModel, case: str) 
     assert (np.abs(expected - steps) > 1e-6).any(), "chance takes part"
     error = float((steps - expected).std(ddof=1)) * math.sqrt(len(steps))
     assert abs(found.steps - steps.sum()) < 4 * error
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_replay_of_other_texts_predicts_decoding(base: BaseModel, case: str) -> None:
-    """Plain answers of their own, and decoding's mean: they differ by no more than the two intervals together."""
-    draft_sampling, tree, name = CASES[case]
-    draft_config = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=Sampler(temperature=0.9))
-    rule, new = AcceptanceRule(name=name), 24
-    results = decoded(base, draft_config, rule, new, 20)
-    # The plain answers must be as long as the decoded ones.
-    texts = [Text(t.ids[: t.boundary + new], t.boundary) for t in answered(base, 0.7, new, copies=30, seed=1)]
-    found = simulate_texts(base, Shadow(base), texts, draft_config, WARM, rule)
-    real = simulate_steps([np.eye(4)[_taken(result, new)] for result in results])
-    assert real.mean_accepted_length == pytest.approx(metrics.mean_accepted_length(results).value)
-    assert found.interval is not None and real.interval is not None
-    error = math.hypot(*((high - low) / 3.92 for low, high in (found.interval, real.interval)))
-    assert abs(found.mean_accepted_length - real.mean_accepted_length) < 4 * error
-
-
-def _taken(result: DecodeResult, new: int) -> np.ndarray:
-    """[T] drafts that each step of a real decoding accepted; 0 where none started."""
-    accepted = np.zeros(new - 1, dtype=np.int64)
-    for step in result.steps:
-        accepted[step.position - 1] = step.committed - 1
-    return accepted
 
 
 def test_greedy_decoding_takes_exactly_the_simulated_steps(base: BaseModel) -> None:
