@@ -209,7 +209,7 @@ def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, wa
     operations = operations_per_token(run.head_config(), settings, bench.base.model.config)
     devices, top = accelerator.num_processes, peak_operations(accelerator.device)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
-    planned = estimate_of(run, devices, per_node, accelerator.device.type).memory_total(phase)
+    planned = estimate_of(run, devices, per_node, accelerator.device.type).total(phase)
     peak = max(clock.peaks.values())
     return {
         "phase": phase,

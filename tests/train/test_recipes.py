@@ -81,8 +81,8 @@ def test_it_composes_for_its_real_base_and_says_what_to_expect(name: str, tmp_pa
     assert re.search(r"Not measured; by arithmetic at least \d+ h", said)
     devices, size = (int(number) for number in hardware.groups())
     plan = estimate_of(run, devices)
-    for phase in plan.memory:
-        assert 2**30 < plan.memory_total(phase) < 0.9 * size * 10**9 - 2**30, f"{phase} does not fit {hardware[0]}"
+    for phase in plan.phases:
+        assert 2**30 < plan.total(phase) < 0.9 * size * 10**9 - 2**30, f"{phase} does not fit {hardware[0]}"
 
 
 @pytest.mark.parametrize("name", RECIPES)

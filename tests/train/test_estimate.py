@@ -1,0 +1,358 @@
+"""The estimate of a run against things that exist: transformers' models, an optimiser's state, autograd, adapters."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoConfig, LlamaConfig
+
+from drafthead.data.answers.config import SamplerConfig
+from drafthead.data.batch import TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.base.lora import LoraBase, LoraSettings
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.heads.common.size import HeadSize
+from drafthead.train.config import DataConfig, GenerationsConfig, OptimConfig, PhaseConfig, RunConfig, ShardConfig
+from drafthead.train.estimate import GATHERED_LAYERS, Estimate, estimate_of, render, size
+from drafthead.train.trainer.optim import build_optimizer
+from support import composed
+
+LLAMA3_8B = ModelShape.from_config(
+    LlamaConfig(
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        vocab_size=128256,
+    )
+)
+MEDUSA_5 = HeadSize(
+    parameters=5 * (128256 * 4096 + 4097 * 4096),
+    trainable=5 * (128256 * 4096 + 4097 * 4096),
+    positions=5,
+    draft_vocab_size=128256,
+    projections=5 * 128256 * 4096,
+    activations_per_token=5 * 4096 * 6,
+)
+SMALL = ModelShape.from_config(
+    LlamaConfig(
+        hidden_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        vocab_size=500,
+    )
+)
+SMALL_HEAD = HeadSize(
+    parameters=9000,
+    trainable=8000,
+    positions=2,
+    draft_vocab_size=100,
+    projections=6000,
+    activations_per_token=1000,
+    recomputable_per_token=600,
+)
+SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA = {"model_type": "llama", **SIZES, "head_dim": 16, "intermediate_size": 80, "vocab_size": 300}
+BIGCODE = {"model_type": "gpt_bigcode", **SIZES, "n_inner": 80, "vocab_size": 300, "max_position_embeddings": 512}
+SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.05, targets=SEVEN, checkpointing=False)
+
+
+def phase(**changes: Any) -> PhaseConfig:
+    return PhaseConfig(**{"corpus": "text", "seq_len": 4096, "micro_batch_size": 2, "steps": 100, **changes})
+
+
+def llama(head: HeadSize = MEDUSA_5, *, device: str = "cuda", **changes: Any) -> Estimate:
+    return Estimate(shape=LLAMA3_8B, head=head, phases={"pretrain": phase(**changes)}, device=device)
+
+
+def small(head: HeadSize = SMALL_HEAD, shards: int = 8, **shard: Any) -> dict[str, int]:
+    phases = {"pretrain": phase(seq_len=64)}
+    estimate = Estimate(shape=SMALL, head=head, phases=phases, shard=ShardConfig(**shard), shards=shards, devices=8)
+    return estimate.memory("pretrain")
+
+
+def shown(found: Estimate) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(render(found))
+    return capture.get()
+
+
+def recipe(*overrides: str) -> RunConfig:
+    return composed(Path("unused"), *overrides)[0]
+
+
+# Parameters --------------------------------------------------------------------------------------------------
+
+
+def test_llama3_8b_is_the_published_8_03_billion() -> None:
+    assert LLAMA3_8B.base_parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize("gate", [True, False])
+def test_the_widest_point_of_a_layer(gate: bool) -> None:
+    """``2 D + 3 I`` with a gate, ``2 D + 2 I`` without: D 64, I 256."""
+    family, inner = ("llama", {"intermediate_size": 256}) if gate else ("gpt_bigcode", {"n_inner": 256})
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+    shape = ModelShape.from_config(AutoConfig.for_model(family, **sizes, **inner))
+    assert shape.layer_width() == 2 * 64 + (3 if gate else 2) * 256
+
+
+def test_tokens() -> None:
+    data = DataConfig(generations=GenerationsConfig(max_prompt_tokens=300, sampler=SamplerConfig(max_new_tokens=100)))
+    phases = {"pretrain": phase(grad_accum_steps=4), "d": phase(corpus="generations")}
+    found = Estimate(shape=LLAMA3_8B, head=MEDUSA_5, phases=phases, data=data, devices=8)
+    assert found.tokens("pretrain") == found.trained_tokens("pretrain") == 100 * 4 * 2 * 4096 * 8
+    assert (found.tokens("d"), found.trained_tokens("d")) == (100 * 2 * 4096 * 8, 100 * 2 * 4096 * 2)
+
+
+# Memory and disk ---------------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_llama_run() -> None:
+    trained, tokens = MEDUSA_5.trainable, 2 * 4096
+    assert llama().memory("pretrain") == {
+        "base weights": 8_030_261_248 * 2,
+        "head weights": trained * 4,
+        "gradients": trained * 4,
+        "optimiser": trained * 8,
+        "base activations": tokens * (4096 + 2 * 4096 + 3 * 14336) * 2 + 2 * 4096 * 4096 * 3,
+        "head activations": tokens * 5 * 4096 * 6 * 4,
+        "loss chunk": 4 * 130 * 128256 * 4,
+        "gradients in flight": 5 * 128256 * 4096 * 4,
+    }
+    assert llama(grad_accum_steps=2).memory("pretrain")["gradients in flight"] == 2 * 5 * 128256 * 4096 * 4
+
+
+def test_the_logits_are_never_whole_in_memory() -> None:
+    """Twice the tokens: the loss part stays, unless it is smaller than one chunk."""
+
+    def chunk(**changes: Any) -> int:
+        return llama(**changes).memory("pretrain")["loss chunk"]
+
+    assert chunk() == chunk(micro_batch_size=4) < 2 * 4096 * 128256
+    assert chunk(seq_len=16, micro_batch_size=1) == 4 * 16 * 128256 * 4
+    assert chunk(device="cpu") < chunk()
+
+
+def test_gradients_and_optimiser_equal_adamw() -> None:
+    module = torch.nn.Linear(30, 20)
+    optimizer = build_optimizer(module.parameters(), OptimConfig())
+    module(torch.ones(1, 30)).sum().backward()
+    optimizer.step()
+    moments = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
+    count = sum(p.numel() for p in module.parameters())
+    # Frozen parts of a head cost weights only.
+    head = HeadSize(parameters=count + 7, trainable=count, positions=1, draft_vocab_size=64)
+    memory = llama(head).memory("pretrain")
+    assert memory["optimiser"] == sum(t.numel() * t.element_size() for t in moments)
+    assert memory["gradients"] == sum(p.grad.numel() * 4 for p in module.parameters() if p.grad is not None)
+    assert memory["head weights"] == (count + 7) * 4
+
+
+def test_a_cached_phase_trades_activations_for_disk() -> None:
+    plain, found = llama(), llama(hidden_states="cached")
+    assert found.memory("pretrain")["base activations"] == 2 * 4096 * 4096 * 2
+    assert found.total("pretrain") < plain.total("pretrain")
+    assert found.disk["hidden states of pretrain"] == DataConfig().text.max_tokens * 4096 * 2
+    assert "hidden states of pretrain" not in plain.disk
+
+
+def test_disk() -> None:
+    sampler = SamplerConfig(max_new_tokens=156)
+    corpus = GenerationsConfig(prompts=900, self_prompted=100, max_prompt_tokens=100, sampler=sampler)
+    found = replace(llama(), data=DataConfig(generations=corpus)).disk
+    assert found == {
+        "generations": 256_000 * 4,
+        "hidden states of generations": 256_000 * 4096 * 2,
+        "one checkpoint": MEDUSA_5.trainable * 12,
+    }
+
+
+def test_a_sharded_head() -> None:
+    plain, found = small(), small(mode="head")
+    assert found["base weights"] == plain["base weights"] and "gathered layers" not in found
+    assert found["head weights"] == 4 * (1000 + 1000)  # what is frozen is replicated
+    assert (found["gradients"], found["optimiser"]) == (4 * 1000, 8 * 1000)
+    assert found["gathered head"] == 4 * 8000
+    assert found["gradients in flight"] == 8 * 8000
+    assert found["head activations"] == plain["head activations"] == 128 * 1000 * 4
+    uneven = replace(SMALL_HEAD, parameters=15, trainable=15)
+    assert small(uneven, 2, mode="head")["head weights"] == 4 * 8
+    assert small(shards=1) == plain
+
+
+def test_a_sharded_base() -> None:
+    tables, layers = 2 * 500 * 64 + 64, 2 * 6 * SMALL.layer_parameters
+    found, offloaded = small(mode="full"), small(mode="full", offload_base=True)
+    assert found["base weights"] == 2 * tables + layers // 8
+    assert found["gathered layers"] == GATHERED_LAYERS * 2 * SMALL.layer_parameters
+    assert offloaded == {**found, "base weights": 2 * tables}
+
+
+def test_bfloat16_and_checkpointing() -> None:
+    plain, found = small(), small(precision="bfloat16")
+    assert found["head weights"] == plain["head weights"] and found["optimiser"] == plain["optimiser"]
+    assert found["gathered head"] == 2 * 8000 and found["gradients in flight"] == 6 * 8000
+    assert found["head activations"] == 128 * 1000 * 2
+    assert small(checkpointing=True)["head activations"] == 128 * 400 * 4
+
+
+# A trained base ----------------------------------------------------------------------------------------------
+
+
+def base_of(shape: dict[str, Any], dtype: str = "float32") -> BaseModel:
+    config = BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype=dtype, prepack=False)
+    return BaseModel.load(config)
+
+
+def joint(lora: LoraSettings | None, shape: dict[str, Any] = LLAMA, head: HeadSize = SMALL_HEAD) -> Estimate:
+    found = ModelShape.from_config(base_of(shape).config.transformers_config())
+    phases = {"pretrain": phase(seq_len=64), "joint": phase(seq_len=64, train_base=True)}
+    return Estimate(shape=found, head=head, phases=phases, lora=lora)
+
+
+@pytest.mark.parametrize(
+    ("shape", "targets"),
+    [
+        (LLAMA, SEVEN),
+        (LLAMA, ("q_proj", "down_proj")),
+        ({**LLAMA, "tie_word_embeddings": False}, (*SEVEN, "lm_head")),
+        (BIGCODE, ("c_attn", "c_proj", "c_fc")),
+    ],
+    ids=["seven", "two", "lm_head", "bigcode"],
+)
+def test_adapters_are_as_many_as_are_built(shape: dict[str, Any], targets: tuple[str, ...]) -> None:
+    lora = replace(LORA, targets=targets)
+    parameters = LoraBase(base_of(shape), lora).parameters().values()
+    count = sum(parameter.numel() for parameter in parameters)
+    assert all(parameter.dtype == torch.float32 for parameter in parameters)
+    found = joint(lora, shape)
+    assert found.adapters == count and found.trained == 8000 + count
+    assert found.disk["one checkpoint"] == 4 * 1000 + 12 * (8000 + count)
+    before, after = found.memory("pretrain"), found.memory("joint")
+    assert before["adapter weights"] == after["adapter weights"] == 4 * count
+    assert after["gradients"] - before["gradients"] == 4 * count
+    assert after["optimiser"] - before["optimiser"] == 8 * count
+
+
+def kept_by(base: BaseModel, lora: LoraSettings) -> int:
+    """Bytes that autograd keeps of a pass through the trained base, without weights, mask and rotation."""
+    trained = LoraBase(base, lora)
+    trained.train(True)
+    weights = {tensor.untyped_storage().data_ptr() for tensor in trained.model.state_dict().values()}
+    found: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.shape[-2:] != (64, 64):
+            found[storage.data_ptr()] = storage
+        return tensor
+
+    rows = torch.arange(64).repeat(2, 1)
+    mask = torch.ones_like(rows, dtype=torch.bool)
+    batch = TrainBatch(input_ids=rows, position_ids=rows, document_ids=torch.zeros_like(rows), loss_mask=mask)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        trained.hidden_states(batch)
+    return sum(storage.nbytes() for storage in found.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_backpropagation_keeps_is_what_autograd_keeps(dtype: str) -> None:
+    base, tokens, layers = base_of(LLAMA, dtype), 2 * 64, SIZES["num_hidden_layers"]
+    shape = ModelShape.from_config(base.config.transformers_config())
+    a_layer = tokens * shape.kept_bytes(LORA, base.dtype.itemsize)
+    # A CPU's dropout keeps its noise in float32, a GPU's one byte of it.
+    noise = 3 * tokens * layers * sum(inputs for _, inputs, _ in shape.linears)
+    assert 0.85 < kept_by(base, LORA) / (layers * a_layer + noise) < 1
+    inputs = layers * tokens * SIZES["hidden_size"] * base.dtype.itemsize
+    states = tokens * SIZES["hidden_size"] * 4
+    assert inputs <= kept_by(base, replace(LORA, checkpointing=True)) <= inputs + 2 * states
+
+
+def test_activations_of_a_phase_that_trains_the_base() -> None:
+    kept, recomputed = (joint(replace(LORA, checkpointing=on)) for on in (False, True))
+    shape, tokens, width = kept.shape, 2 * 64, 48 * 2
+    layer = shape.kept_bytes(LORA, 2)
+    # Norms, heads' sums, attention and MLP, adapters on inputs of 48 (five times), 64 and 80.
+    assert layer == 8 * 48 + 4 * 4 + 2 * (4 * 64 + 3 * 80) + 5 * (5 * 48 + 64 + 80) + 7 * 4 * 4
+    mask, passing = 2 * 64**2 * 3, tokens * (shape.layer_width() * 2 + 5 * width)
+    assert kept.memory("joint")["base activations"] == 3 * tokens * layer + mask + passing
+    assert recomputed.memory("joint")["base activations"] == tokens * (3 * width + layer) + mask + passing
+    plain = joint(None).memory("pretrain")
+    assert kept.memory("pretrain") == recomputed.memory("pretrain")
+    assert kept.memory("pretrain")["base activations"] == plain["base activations"]
+
+
+def test_the_whole_vocabulary() -> None:
+    """An adapter on the output head makes whole matrices, and the base's loss is over all ids."""
+    with_head = joint(replace(LORA, targets=(*SEVEN, "lm_head"))).memory("joint")
+    without = joint(LORA).memory("joint")
+    assert with_head["base activations"] - without["base activations"] == 300 * 48 * (3 * 2 + 4)
+    found = joint(LORA, head=replace(SMALL_HEAD, draft_vocab_size=50))
+    assert found.memory("joint")["loss chunk"] == 6 * found.memory("pretrain")["loss chunk"]
+
+
+def test_a_target_that_the_base_does_not_have_is_refused() -> None:
+    with pytest.raises(UserError, match=r"the base has no linear layer 'c_attn' to put an adapter on; it has .*q_proj"):
+        joint(replace(LORA, targets=("c_attn",))).memory("joint")
+
+
+# Recipes -----------------------------------------------------------------------------------------------------
+
+
+def test_adapters_of_a_recipe() -> None:
+    """Rank 32 on the seven projections of 32 layers: the 83.9 million of Llama 3 8B."""
+    found = estimate_of(recipe("recipe=medusa2_llama3"), 8)
+    assert found.adapters == 83_886_080
+    text = shown(found)
+    for wanted in ("adapters of the base", "83,886,080", "adapter weights", f"{found.trained:,}"):
+        assert wanted in text
+    assert "base, frozen" not in text
+
+
+def test_every_number_is_shown() -> None:
+    run = recipe("recipe=medusa_llama3", "shard=full")
+    found = estimate_of(run, 8)
+    text = shown(found)
+    for wanted in ("8,030,261,248", f"{found.head.parameters:,}", f"{found.tokens('pretrain'):,}", "one checkpoint"):
+        assert wanted in text
+    lines = {line.split()[0]: line for line in text.splitlines() if line}
+    for name in found.phases:
+        assert size(found.total(name)) in lines["total"]
+        assert found.total(name, "full") == found.total(name) < found.total(name, "head") < found.total(name, "none")
+        for mode in ("none", "head", "full"):
+            alone = estimate_of(replace(run, shard=replace(run.shard, mode=mode)), 8)
+            assert alone.total(name) == found.total(name, mode)
+            assert size(alone.total(name)) in lines[f"shard={mode}"]
+    assert "shard=full" not in shown(estimate_of(run, 1))
+
+
+def test_hybrid_shards_within_a_node() -> None:
+    hybrid = estimate_of(recipe("recipe=medusa_llama3", "shard=hybrid"), 32, per_node=8)
+    full = estimate_of(recipe("recipe=medusa_llama3", "shard=full"), 8)
+    assert hybrid.memory("pretrain") == full.memory("pretrain")
+
+
+def test_a_trained_base_has_a_second_copy_of_sharded_layers() -> None:
+    """Without sharding, the copy shares the base's layers."""
+    found, alone = (estimate_of(recipe(f"recipe={name}_llama3", "shard=full"), 8) for name in ("medusa2", "medusa"))
+    layers = 2 * found.shape.num_layers * found.shape.layer_parameters
+    difference = found.memory("joint")["base weights"] - alone.memory("pretrain")["base weights"]
+    assert difference == pytest.approx(layers / 8, abs=8)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**30, "3.0 GiB"), (2**52, "4096.0 TiB")]
+)
+def test_size(count: int, text: str) -> None:
+    assert size(count) == text
