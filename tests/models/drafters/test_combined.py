@@ -15,6 +15,7 @@ from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.drafters.combined import CombinedDrafter, combine, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
 
 TinyBase = Callable[..., BaseModel]
@@ -177,6 +178,18 @@ def test_states_stay_as_they_were(tiny_base: TinyBase) -> None:
     merged.draft(later, last + 1, draft_config)
     assert torch.equal(merged.draft(state, last, draft_config).tokens, before)
     assert torch.equal(merged.draft(state.select([1]), last[:1], draft_config).tokens, before[:1])
+
+
+def test_a_head_of_another_base_is_refused(tiny_base: TinyBase) -> None:
+    base, other = tiny_base(), tiny_base("qwen2")
+    combined = CombinedDrafter([PromptLookup(3), MedusaConfig(num_draft_tokens=2).build(base)])
+    assert combined.base_fingerprint == base.fingerprint
+    with pytest.raises(UserError, match="loaded for another base"):
+        decode(other, combined, [1, 2], max_new_tokens=8)
+    heads = [MedusaConfig(num_draft_tokens=2).build(each) for each in (base, other)]
+    with pytest.raises(UserError, match="loaded for different bases"):
+        CombinedDrafter(heads)
+    assert CombinedDrafter([PromptLookup(3), PromptLookup(2)]).base_fingerprint is None
 
 
 def test_refusals(tiny_base: TinyBase) -> None:
