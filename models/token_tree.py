@@ -48,11 +48,7 @@ class TokenTree:
 
     @classmethod
     def from_paths(cls, paths: "list[tuple[int, ...]]") -> "TokenTree":
-        """The tree of Medusa's ``choices``: every node as the path of ranks from the root.
-
-        Raises:
-            ValueError: a path's parent path is missing.
-        """
+        """The tree of Medusa's ``choices``: every node as the path of ranks from the root."""
         ordered = sorted(set(paths) - {()}, key=lambda p: (len(p), p))
         index: dict[tuple[int, ...], int] = {(): 0}
         for path in ordered:
@@ -93,11 +89,7 @@ class TokenTree:
 
     @classmethod
     def expansion(cls, widths: "list[int]") -> "TokenTree":
-        """SpecInfer's expansion <k_1, ..., k_m> (2305.09781): every node at depth i - 1 gets k_i children.
-
-        Raises:
-            ValueError: a width below 1.
-        """
+        """SpecInfer's expansion <k_1, ..., k_m> (2305.09781): every node at depth i - 1 gets k_i children."""
         if not widths or min(widths) < 1:
             raise ValueError(f"an expansion needs widths of at least 1, got {widths}")
         paths: list[tuple[int, ...]] = [()]

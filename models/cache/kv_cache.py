@@ -52,11 +52,7 @@ class KVCache:
         return self.keys.shape[3]
 
     def reserve(self, new: int) -> None:
-        """Begin a pass over ``new`` tokens, which go behind those pending.
-
-        Raises:
-            UserError: more positions than the capacity.
-        """
+        """Begin a pass over ``new`` tokens, which go behind those pending."""
         self._start = self.length + self.pending
         self._end = self._start + new
         check_capacity(self._end, self.capacity)
@@ -207,11 +203,7 @@ class RaggedCache:
         return copy
 
     def reserve(self, new: int) -> None:
-        """Begin a pass over ``new`` tokens a row, which go behind those pending.
-
-        Raises:
-            UserError: more positions than the capacity.
-        """
+        """Begin a pass over ``new`` tokens a row, which go behind those pending."""
         self._reach = int(self.lengths.max()) + self.pending + new
         check_capacity(self._reach, self.capacity)
         self._written = self.lengths[:, None] + torch.arange(
@@ -263,11 +255,7 @@ class RaggedCache:
 
 
 def check_capacity(needed: int, capacity: int) -> None:
-    """Refuse to write behind the end.
-
-    Raises:
-        UserError: ``needed`` exceeds ``capacity``.
-    """
+    """Refuse to write behind the end."""
     if needed > capacity:
         raise UserError(
             f"the cache holds {capacity} positions but {needed} are needed; shorten the prompt or the answer"

@@ -212,9 +212,6 @@ class StaticKVCache(KVCache):
 
         Returns:
             Hidden states [1, N, D], and if asked for logits [1, N, V].
-
-        Raises:
-            UserError: more positions than the capacity.
         """
         nodes = tokens.shape[1]
         key = (nodes, self._window(nodes), with_logits)

@@ -42,9 +42,6 @@ def generate_answers(
         batch_size: rows decoded at a time.
         keep_hidden_states: with ``h`` as float16, [len(input_ids) - 1, D]: the last token is never read.
         max_prompt_tokens: with ``sampler.max_new_tokens`` the capacity of a row.
-
-    Raises:
-        UserError: the capacity exceeds the base's context.
     """
     config = DecodeConfig(
         draft_config=ROOT_ONLY,
@@ -176,11 +173,7 @@ def self_prompted_prompts(
     progress: Callable[[str, int, int], None],
     max_tokens: int,
 ) -> list[str]:
-    """``wanted`` distinct user turns sampled from the base by ``backend``, at temperature 1, top-p 0.95.
-
-    Raises:
-        UserError: the chat template has no user turn to continue, or the base hardly ever ends one.
-    """
+    """``wanted`` distinct user turns sampled from the base by ``backend``, at temperature 1, top-p 0.95."""
     opening = _user_opening(base)
     found: dict[str, None] = {}
     attempt = 0

@@ -49,9 +49,6 @@ def generate(
         rule: how drafts are accepted; by default exactly.
         seed: of a sampled answer.
         on_tokens: called with tokens as soon as they are final.
-
-    Raises:
-        UserError: an empty prompt, one beyond the context, no chat template, or a tree that the rule would bias.
     """
     if isinstance(prompt, str):
         ids = prompt_ids(base.tokenizer, [{"role": "user", "content": prompt}])

@@ -231,10 +231,6 @@ def decode(
         seed: of the row's random numbers.
         on_tokens: called with the tokens of every commit, as soon as they are final.
         ignore_eos: go on after EOS (for timing at a fixed length).
-
-    Raises:
-        UserError: an empty prompt, one that does not leave room for ``max_new_tokens`` in the context, a drafter for
-            another vocabulary, or a rule that would bias the output with this tree.
     """
     return decode_batch(
         base,
@@ -268,9 +264,6 @@ def decode_batch(
     The random numbers of a row depend on its seed (by default its number) and its length alone; so does a sampled text,
     but near the end of the base's or a draft model's context, where the longest row bounds all drafts. Times of a step
     and of the prefill are those of the whole batch; ``total_s`` ends when the row does.
-
-    Raises:
-        UserError: as ``decode``; names the prompt.
     """
     draft_config = draft_config or default_draft_config(drafter)
     if drafter is not None and isinstance(draft_config.tree, DynamicTree):

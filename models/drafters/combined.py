@@ -53,9 +53,6 @@ class CombinedDrafter(Drafter[CombinedState]):
             drafters: in the order in which their candidates are tried.
             trees: one each; by default a drafter's own tree, or a chain over all its positions.
             nodes: most nodes of the union, root included, as far as the first drafter's tree can give way; None: all.
-
-        Raises:
-            UserError: fewer than two drafters, not one tree each, room for less than one draft, or other bases.
         """
         if len(drafters) < 2:
             raise UserError(f"a combined drafter needs at least two drafters, got {len(drafters)}")

@@ -31,9 +31,6 @@ class ModelDrafter(StepwiseDrafter[PendingTokens]):
             target: the model to draft for. Needed only where its vocabulary is padded to more ids than ``model`` has:
                 ids that ``model`` does not know are never drafted.
             num_tokens: most drafts on a path, and the length of the default chain.
-
-        Raises:
-            UserError: ``model`` knows more ids than the target, or num_tokens below 1.
         """
         if num_tokens < 1:
             raise UserError(f"a draft model needs num_tokens of at least 1, got {num_tokens}")
@@ -87,9 +84,6 @@ def early_exit(base: BaseModel, layers: int, *, num_tokens: int = 5) -> ModelDra
     """The first ``layers`` layers of ``base`` with its final norm and output head, as a drafter for it.
 
     Shares all weights; keeps keys and values of its own.
-
-    Raises:
-        UserError: not fewer layers than the base has, or none.
     """
     if not 1 <= layers < base.num_layers:
         raise UserError(f"an early exit from {base.name} needs 1 to {base.num_layers - 1} layers, got {layers}")

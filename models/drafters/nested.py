@@ -59,10 +59,6 @@ class Nested(Drafter["NestedState"]):
             draft_config: the inner decoding's; by default the inner drafter's own tree, or a chain over its positions.
             rule: the inner decoding's; by default exact.
             target: the model to draft for. Needed only where its vocabulary is padded to more ids than ``model`` has.
-
-        Raises:
-            UserError: num_tokens below 1, a lossy rule, a vocabulary larger than the target's, or an inner rule that
-                cannot judge the inner tree.
         """
         if num_tokens < 1:
             raise UserError(f"nested drafting needs num_tokens of at least 1, got {num_tokens}")

@@ -36,9 +36,6 @@ class PromptLookup(Drafter[TokenBuffer]):
             max_ngram: longest suffix to look for; shorter ones follow, down to one token (transformers: 2).
             matches: continuations to draft, the longest matches first.
             newest: among matches of one length prefer the last to the first. transformers takes the first.
-
-        Raises:
-            UserError: a number below 1.
         """
         for name, value in (("num_tokens", num_tokens), ("max_ngram", max_ngram), ("matches", matches)):
             if value < 1:

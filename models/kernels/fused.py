@@ -193,11 +193,7 @@ def fresh_copy(layer: nn.Module, config: Any, layer_idx: int) -> nn.Module:
 
 
 def copy_weights(source: nn.Module, stock: Any) -> None:
-    """Give ``stock`` the weights of ``source``, which may be the fused form of it.
-
-    Raises:
-        RuntimeError: they are not of one kind.
-    """
+    """Give ``stock`` the weights of ``source``, which may be the fused form of it."""
     if isinstance(source, PrepackedLinear):
         _fill([stock], source)
     elif isinstance(source, FusedMLP):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree, Proposal
+from drafthead.models.decoding.contract import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.drafters.combined import CombinedDrafter, combine, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
@@ -111,21 +111,6 @@ def test_two_kinds_of_samples_are_refused() -> None:
     other = Proposal(**{**vars(with_replacement), "draft_sampling": DraftSampling.WITHOUT_REPLACEMENT})
     with pytest.raises(UserError, match="must sample alike"):
         combine([with_replacement, other])
-
-
-@pytest.mark.parametrize(
-    "draft_config", [None, DraftConfig(tree=DynamicTree(nodes=13, width=3, depth=4))], ids=["own", "dynamic"]
-)
-def test_greedy_text_is_plain_text(tiny_base: TinyBase, draft_config: DraftConfig | None) -> None:
-    base = tiny_base()
-    model = early_exit(base, 2, num_tokens=3)
-    merged = CombinedDrafter([model, PromptLookup(4, matches=2)], [TokenTree.expansion([2, 2]), TokenTree.chain(4)])
-    plain = [decode(base, None, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS]
-    single = [decode(base, merged, p, max_new_tokens=30, draft_config=draft_config, ignore_eos=True) for p in PROMPTS]
-    batch = decode_batch(base, merged, PROMPTS, max_new_tokens=30, draft_config=draft_config, ignore_eos=True)
-    assert [r.tokens for r in single] == [r.tokens for r in batch] == plain
-    alone = [decode(base, model, p, max_new_tokens=30, ignore_eos=True) for p in PROMPTS]
-    assert sum(len(r.steps) for r in single) < sum(len(r.steps) for r in alone)
 
 
 @pytest.mark.parametrize("room", [2, 4, 6])

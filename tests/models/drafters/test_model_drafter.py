@@ -24,27 +24,6 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("draft_config", PLANS.values(), ids=list(PLANS))
-@pytest.mark.parametrize("architecture", ["llama", "gemma"])
-def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, draft_config: DraftConfig) -> None:
-    base = tiny_base(architecture)
-    drafter = early_exit(base, 2)
-    plain = [decode(base, None, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS]
-    single = [decode(base, drafter, p, max_new_tokens=30, draft_config=draft_config, ignore_eos=True) for p in PROMPTS]
-    batch = decode_batch(base, drafter, PROMPTS, max_new_tokens=30, draft_config=draft_config, ignore_eos=True)
-    assert [r.tokens for r in single] == [r.tokens for r in batch] == plain
-    # Near the end a row alone drafts less than one beside longer ones.
-    accepted = [[[step.accepted for step in r.steps if step.position < 24] for r in rs] for rs in (single, batch)]
-    assert accepted[0] == accepted[1]
-    assert 0 < sum(map(sum, accepted[0])), "drafts must be accepted for the test to say something"
-
-
-def test_the_target_itself_is_always_right(tiny_base: TinyBase) -> None:
-    base = tiny_base()
-    for result in decode_batch(base, ModelDrafter(base), PROMPTS, max_new_tokens=43, ignore_eos=True):
-        assert [step.accepted for step in result.steps] == [5] * 7
-
-
 class Counted:
     """How many tokens a model reads in every pass."""
 

@@ -42,24 +42,6 @@ def two_deep(model: BaseModel, base: BaseModel) -> Nested:
     return Nested(model, inner, num_tokens=3, draft_config=sampled(TokenTree.chain(2)))
 
 
-GREEDY: dict[str, Callable[[BaseModel], Nested]] = {
-    "without a drafter": lambda base: Nested(early_exit(base, 2).model, None, num_tokens=3),
-    "with lookup": lambda base: Nested(early_exit(base, 2).model, PromptLookup(), num_tokens=5),
-    "twice": lambda base: Nested(early_exit(base, 2).model, Nested(early_exit(base, 1).model, None, num_tokens=2)),
-}
-
-
-@pytest.mark.parametrize("make", GREEDY.values(), ids=list(GREEDY))
-def test_greedy_text_is_plain_text(tiny_base: TinyBase, make: Callable[[BaseModel], Nested]) -> None:
-    base = tiny_base()
-    drafter = make(base)
-    plain = [decode(base, None, p, max_new_tokens=24, ignore_eos=True).tokens for p in PROMPTS]
-    single = [decode(base, drafter, p, max_new_tokens=24, ignore_eos=True) for p in PROMPTS]
-    batch = decode_batch(base, drafter, PROMPTS, max_new_tokens=24, ignore_eos=True)
-    assert [r.tokens for r in single] == [r.tokens for r in batch] == plain
-    assert sum(step.accepted for r in single for step in r.steps) > 0
-
-
 @pytest.mark.parametrize("draft_config", [None, sampled(TokenTree.chain(4))], ids=["greedy", "sampled"])
 def test_the_target_itself_is_always_right(tiny_base: TinyBase, draft_config: DraftConfig | None) -> None:
     """Also when sampling: q equals p, so every draft is accepted."""

@@ -1,6 +1,5 @@
 """Prompt lookup against a loop over the text, and its trees by hand."""
 
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,9 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig, DraftState, Proposal
-from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.token_tree import TokenTree
 
@@ -88,17 +85,6 @@ def test_states_stay_as_they_were() -> None:
     assert torch.equal(drafter.draft(state, last, draft_config).tokens, before)
     chosen = drafter.draft(state.select([0]), last[:1], draft_config).tokens
     assert torch.equal(chosen, before[:1, : chosen.shape[1]])
-
-
-@pytest.mark.parametrize("matches", [1, 3])
-def test_greedy_text_is_plain_text(tiny_base: Callable[..., BaseModel], matches: int) -> None:
-    base, drafter = tiny_base(), PromptLookup(matches=matches)
-    prompts = [[5, 6, 7] * 4, [9], list(range(40, 70))]
-    plain = [decode(base, None, p, max_new_tokens=60, ignore_eos=True).tokens for p in prompts]
-    single = [decode(base, drafter, p, max_new_tokens=60, ignore_eos=True) for p in prompts]
-    batch = decode_batch(base, drafter, prompts, max_new_tokens=60, ignore_eos=True)
-    assert [r.tokens for r in single] == [r.tokens for r in batch] == plain
-    assert sum(step.accepted for r in single for step in r.steps) > 0
 
 
 def test_refuses_numbers_below_one() -> None:
