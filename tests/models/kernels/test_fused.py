@@ -147,14 +147,16 @@ def test_queries_keys_and_values_are_one_product(tiny_base: TinyBase) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["packed", "as_is"])
 @pytest.mark.parametrize("rows", [(1, 1), (1, 2), (2, 3)], ids=str)
 @torch.no_grad()
-def test_parts_of_a_heads_own_layer(rows: tuple[int, int], dtype: torch.dtype) -> None:
+def test_parts_of_a_heads_own_layer(tiny_base: TinyBase, rows: tuple[int, int], dtype: torch.dtype) -> None:
     """Where weights cannot be packed the same modules compute the same."""
     torch.manual_seed(0)
-    norms = [HeadRMSNorm(16, 1e-2).to(dtype) for _ in range(2)]
+    base = tiny_base()
+    width = base.hidden_size
+    norms = [HeadRMSNorm(base).to(dtype) for _ in range(2)]
     for norm in norms:
-        norm.weight += torch.randn(16)
-    mlp = HeadMLP(16, 40).to(dtype)
-    x = torch.randn(*rows, 2, 16, dtype=dtype)
+        norm.weight += torch.randn(width)
+    mlp = HeadMLP(base, 40).to(dtype)
+    x = torch.randn(*rows, 2, width, dtype=dtype)
     wanted = torch.stack([norm(x[:, :, n]) for n, norm in enumerate(norms)], 2)
     torch.testing.assert_close(FusedRMSNorm(*norms)(x), wanted)
     torch.testing.assert_close(FusedRMSNorm(norms[1])(x[:, :, 1]), wanted[:, :, 1])
