@@ -1,4 +1,4 @@
-"""Adapters of a base in peft's own format: read and merged at load, copied, and told apart by what they do to a base.
+"""Adapters of a base in peft's own format: read and merged at load, copied, and identified by what they do to a base.
 
 A base with a merged adapter is another base: its fingerprint mixes the original's with a digest of the adapter. The
 digest is kept in the model's config, so a merged model that is saved whole is recognised as the same base. Adapters are

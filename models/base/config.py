@@ -103,15 +103,13 @@ class BaseConfig:
             try:
                 return AutoConfig.for_model(model_type, **kwargs)
             except StrictDataclassError as error:
-                raise UserError(
-                    f"base.shape does not describe a model: {str(error).splitlines()[-1].strip()}"
-                ) from None
+                why = str(error).splitlines()[-1].strip()
+                raise UserError(f"base.shape does not describe a model: {why}") from None
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"base.shape.model_type {model_type!r} is not known to transformers: {error}") from None
         try:
-            return AutoConfig.from_pretrained(
-                self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
-            )
+            options = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+            return AutoConfig.from_pretrained(self.name, **options)
         except LOAD_ERRORS as error:
             raise UserError(could_not_load(self.name, error)) from None
 
@@ -149,8 +147,9 @@ def could_not_load(name: str, error: Exception) -> str:
             f"the base model in {name} could not be loaded: {_first_line(error)} It must be a folder that "
             "transformers' save_pretrained wrote (config.json and safetensors)"
         )
-    if Path(name).exists() or Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        what = "that is a file" if Path(name).exists() else "there is no such folder"
+    exists = Path(name).exists()
+    if exists or Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        what = "that is a file" if exists else "there is no such folder"
         return f"no base model at {name}: {what}; correct base.name, a folder or a Hub id (user/name)"
     return (
         f"base model {name!r} is no local folder and could not be fetched: {_first_line(error)} Give a local folder "

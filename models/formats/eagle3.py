@@ -6,8 +6,8 @@
 share the target's embedding when there is none in the file. SGLang skips names that it does not know, so a misnamed
 tensor would stay random: ``check`` compares all of them.
 
-Which hidden states are fused is said by nobody here: left out, vLLM and SGLang both take the inputs of the layers 2,
-L // 2 and L - 3. Said, SGLang adds one to each and vLLM does not (from memory), so other layers are refused.
+The config does not name the hidden states that are fused: vLLM and SGLang then both take the inputs of the layers 2,
+L // 2 and L - 3. If it did, SGLang would add one to each and vLLM not (from memory), so other layers are refused.
 """
 
 from dataclasses import replace
@@ -96,9 +96,9 @@ class Eagle3Format(Format):
         later = [key for key in ("norm_before_fc", "norm_output") if getattr(head.config, key)]
         if not later:
             return self.engines
-        said = f"not established with {' and '.join(later)}; train with "
-        said += " ".join(f"head.{key}=false" for key in later)
-        return tuple(replace(e, support=said, current=False) if e.name == "SGLang" else e for e in self.engines)
+        support = f"not established with {' and '.join(later)}; train with "
+        support += " ".join(f"head.{key}=false" for key in later)
+        return tuple(replace(e, support=support, current=False) if e.name == "SGLang" else e for e in self.engines)
 
     def matches(self, config: dict[str, Any]) -> bool:
         return bool(set(config.get("architectures") or []) & set(ARCHITECTURES))

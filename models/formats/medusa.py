@@ -86,10 +86,10 @@ class MedusaFormat(Format):
             "medusa_num_layers": 1 + max((int(p[1]) for p in parts if p[2:] == ["linear", "weight"]), default=-1),
         }
         for key, count in counts.items():
-            said = checkpoint.config.get(key)
-            if count and said != count:
+            given = checkpoint.config.get(key)
+            if count and given != count:
                 # Published configs say 2 heads for files of 5; FasterDecoding's loader overrides them in the code.
-                note = f"config.json says {key} {said}, the weights hold {count}: {count} it is"
+                note = f"config.json says {key} {given}, the weights hold {count}: {count} it is"
                 checkpoint = checkpoint.updated(note, config={**checkpoint.config, key: count})
         return checkpoint
 
