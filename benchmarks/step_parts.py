@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from loss_memory import PeakMemory
 
-from drafthead.data.answers.hidden_states import FeatureCache
+from drafthead.data.answers.hidden_states import HiddenStateCache
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import pack
 from drafthead.models.base.base_model import BaseModel
@@ -91,11 +91,11 @@ def random_rows(phase: PhaseConfig, vocabulary: int) -> datasets.Dataset:
     return pack(documents, length, split=False)
 
 
-def random_cache(folder: Path, rows: datasets.Dataset, head: DraftHead) -> FeatureCache:
+def random_cache(folder: Path, rows: datasets.Dataset, head: DraftHead) -> HiddenStateCache:
     """A cache of random features for ``rows``."""
     length, width = len(rows[0]["input_ids"]), head.base.hidden_size * (1 + len(head.spec.layers))
     dtype = "bfloat16" if head.base.dtype == torch.bfloat16 else "float16"
-    cache = FeatureCache.create(folder, len(rows), length, width, dtype, {"benchmark": "train_step"})
+    cache = HiddenStateCache.create(folder, len(rows), length, width, dtype, {"benchmark": "train_step"})
     for row in cache.missing_rows():
         cache.write([row], torch.randn(1, length, width))
     return cache

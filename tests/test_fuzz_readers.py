@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from drafthead.data.answers.backend import RankGroup
-from drafthead.data.answers.hidden_states import FeatureCache
+from drafthead.data.answers.hidden_states import HiddenStateCache
 from drafthead.data.answers.store import Generation, GenerationStore
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.text.chat import Document
@@ -132,7 +132,7 @@ def read_store(folder: Path) -> Any:
     store = GenerationStore(folder, MADE_BY)
     if store.done != {0, 1, 2}:  # a shard that is gone is no damage: its prompts are answered again
         raise UserError("prompts to be answered again")
-    found = [(g.prompt_number, g.input_ids.tolist(), g.boundary, g.finished, g.features) for g in store.read()]
+    found = [(g.prompt_number, g.input_ids.tolist(), g.boundary, g.finished, g.hidden_states) for g in store.read()]
     stats = store.stats, store.token_counts(60).tolist()
     return [(*facts, None if f is None else f.tobytes()) for *facts, f in found], stats
 
@@ -142,8 +142,8 @@ def make_cache(folder: Path) -> None:
     open_cache(folder).write([0, 1, 2], torch.randn(3, 4, 5, generator=draw))
 
 
-def open_cache(folder: Path) -> FeatureCache:
-    return FeatureCache.create(folder, 3, 4, 5, "float16", MADE_BY)
+def open_cache(folder: Path) -> HiddenStateCache:
+    return HiddenStateCache.create(folder, 3, 4, 5, "float16", MADE_BY)
 
 
 def read_cache(folder: Path) -> Any:
@@ -275,7 +275,7 @@ READERS = {
     "checkpoint": Reader(make_checkpoint, read_checkpoint),
     "head": Reader(make_head, read_head),
     "generations": Reader(make_store, read_store),
-    "feature cache": Reader(make_cache, read_cache),
+    "hidden states": Reader(make_cache, read_cache),
     "packed rows": Reader(make_rows, read_rows),
     "checksummed json": Reader(
         lambda folder: write_checksummed_json(folder / "calibration.json", MADE_BY),

@@ -19,8 +19,8 @@ FORMAT = 2
 _REMEDY = "remove the folder or choose another one for these settings"
 
 
-class FeatureCache:
-    """Rows of features in one memory-mapped file; filling it can be resumed.
+class HiddenStateCache:
+    """Rows of hidden states in one memory-mapped file; filling it can be resumed.
 
     Several processes may fill different rows. A row's checksum is written after the row and compared when a process
     first reads it, so neither a kill nor a power failure nor a bad disk can pass half a row off as a whole one.
@@ -42,7 +42,7 @@ class FeatureCache:
     @classmethod
     def create(
         cls, folder: Path, rows: int, seq_len: int, width: int, dtype: str, manifest: dict[str, Any]
-    ) -> "FeatureCache":
+    ) -> "HiddenStateCache":
         """A cache for [R, T, D] values; one that exists with the same settings is opened with what it holds.
 
         Of several processes that create the same cache at once one makes the files, and the others wait.
@@ -53,19 +53,21 @@ class FeatureCache:
             seq_len: T >= 1.
             width: D >= 1.
             dtype: ``float16``, ``bfloat16`` or ``float32``, as stored.
-            manifest: what makes the features (base, revision, corpus; JSON values).
+            manifest: what makes the hidden states (base, revision, corpus; JSON values).
         """
         if dtype not in _DTYPES:
-            raise UserError(f"feature dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+            raise UserError(f"dtype of hidden states must be one of {', '.join(_DTYPES)}, got {dtype!r}")
         if min(rows, seq_len, width) < 1:
-            raise UserError(f"a feature cache needs sizes >= 1, got rows {rows}, row length {seq_len}, width {width}")
+            raise UserError(
+                f"a cache of hidden states needs sizes >= 1, got rows {rows}, seq_len {seq_len}, width {width}"
+            )
         sizes = {"rows": rows, "seq_len": seq_len, "width": width, "dtype": dtype}
         entries = {**manifest, "cache": {**sizes, "format": FORMAT}}
         with exclusive(folder):
             if not check_manifest(folder, entries, _REMEDY):
                 size = rows * seq_len * width * _DTYPES[dtype].itemsize
-                require_space(folder, size + 4 * rows, "the feature cache")
-                with disk_errors("the feature cache", folder):
+                require_space(folder, size + 4 * rows, "the cache of hidden states")
+                with disk_errors("the cache of hidden states", folder):
                     _reserve(folder / "features.bin", size)
                     _reserve(folder / "marks.bin", 4 * rows)
                     write_manifest(folder, entries)
@@ -75,7 +77,9 @@ class FeatureCache:
         """Store ``values`` [b, T, D] (any float dtype, any device) as the rows ``row_numbers``."""
         want = (len(row_numbers), self.seq_len, self.width)
         if tuple(values.shape) != want:
-            raise UserError(f"features are {list(values.shape)}, but {self.folder} takes {list(want)}; make it anew")
+            raise UserError(
+                f"hidden states are {list(values.shape)}, but {self.folder} takes {list(want)}; make it anew"
+            )
         self._check_rows(row_numbers)
         source = values.detach().cpu()
         stored = source.to(self._dtype)
@@ -83,8 +87,8 @@ class FeatureCache:
         if bool(overflow.any()):
             largest = float(source[overflow].abs().max())
             raise UserError(
-                f"a feature of {largest:.3g} does not fit {self._name} (largest "
-                f"{torch.finfo(self._dtype).max:.3g}); set base.dtype=bfloat16, whose features are kept as such"
+                f"a hidden state of {largest:.3g} does not fit {self._name} (largest "
+                f"{torch.finfo(self._dtype).max:.3g}); set base.dtype=bfloat16, whose hidden states are kept as such"
             )
         self._values[row_numbers] = stored
         for row in row_numbers:
@@ -96,7 +100,7 @@ class FeatureCache:
         self._check_rows(row_numbers)
         missing = [row for row in row_numbers if not self._checksums[row]]
         if missing:
-            raise UserError(f"rows {missing[:5]} of {self.folder} have no features yet; fill the cache first")
+            raise UserError(f"rows {missing[:5]} of {self.folder} have no hidden states yet; fill the cache first")
         for row in row_numbers:
             if not self._checked[row] and self._checksums[row] != _checksum(self._stored[row]):
                 self._checksums[row] = 0

@@ -47,15 +47,17 @@ class Generation:
     """Index of the first answer token, in [1, n)."""
     finished: bool
     """The base ended its turn; otherwise the limit cut it."""
-    features: npt.NDArray[np.float16] | None = None
+    hidden_states: npt.NDArray[np.float16] | None = None
     """[n - 1, D]: the base's final hidden states h_0 .. h_{n-2}, as they arose; missing positions are NaN."""
 
     def __post_init__(self) -> None:
         n = len(self.input_ids)
         if not 1 <= self.boundary < n:
             raise ValueError(f"prompt {self.prompt_number}: boundary must be in [1, {n}), got {self.boundary}")
-        if self.features is not None and (self.features.ndim != 2 or len(self.features) != n - 1):
-            raise ValueError(f"prompt {self.prompt_number}: features must be [{n - 1}, D], got {self.features.shape}")
+        if self.hidden_states is not None and (self.hidden_states.ndim != 2 or len(self.hidden_states) != n - 1):
+            raise ValueError(
+                f"prompt {self.prompt_number}: hidden_states must be [{n - 1}, D], got {self.hidden_states.shape}"
+            )
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,14 @@ class _Entry:
     shard: int
     row: int
     first: int
-    """First row of its features in the shard's matrix."""
+    """First row of its hidden states in the shard's matrix."""
 
 
 class GenerationStore:
     """A folder of generations, opened or created. Any number of processes read what is there; one writes, or several
     that opened the same shards and each write the numbers of their own.
 
-    A shard is ``shard-00012.parquet`` and, with features, ``shard-00012.safetensors``. The parquet file is renamed
+    A shard is ``shard-00012.parquet`` and, with hidden states, ``shard-00012.safetensors``. The parquet file is renamed
     into place last, so a kill costs what was not yet appended, and nothing else. Leftovers of a killed writer are
     ignored by readers and removed before the next shard is written.
 
@@ -102,7 +104,7 @@ class GenerationStore:
         self._tables: dict[int, pa.Table] = {}
         self._entries: dict[int, _Entry] = {}
         self._clean = False
-        self._features = lru_cache(maxsize=32)(self._open_features)
+        self._open_hidden_states = lru_cache(maxsize=32)(self._map_hidden_states)
         self._checked: set[int] = set()
         for path in sorted(folder.glob("shard-*.parquet")):
             if (match := _SHARD.fullmatch(path.name)) is None:
@@ -139,45 +141,47 @@ class GenerationStore:
         path = self._path(shard, "parquet")
         if path.exists():
             raise UserError(f"{path} appeared while this run was writing; stop the other process that uses the folder")
-        features = _join_features(generations)
-        size = sum(4 * len(g.input_ids) for g in generations) + (0 if features is None else features.nbytes)
+        hidden_states = _join_hidden_states(generations)
+        size = sum(4 * len(g.input_ids) for g in generations) + (0 if hidden_states is None else hidden_states.nbytes)
         require_space(self.folder, 1_000_000 + size, "the next shard of generations")
         try:
             with disk_errors("the next shard of generations", self.folder):
-                self._add(shard, self._write(shard, generations, features))
+                self._add(shard, self._write(shard, generations, hidden_states))
         except UserError:
             self._discard(shard)  # it would keep the disk full
             raise
 
-    def _write(self, shard: int, generations: list[Generation], features: npt.NDArray[np.float16] | None) -> pa.Table:
+    def _write(
+        self, shard: int, generations: list[Generation], hidden_states: npt.NDArray[np.float16] | None
+    ) -> pa.Table:
         """Write a shard's files, the parquet last."""
         width, checksum = 0, ""
-        if features is not None:
-            save_file({"features": features}, tmp_path := self._tmp_path(shard, "safetensors"))
-            width, checksum = features.shape[1], file_digest(tmp_path)
+        if hidden_states is not None:
+            save_file({"features": hidden_states}, tmp_path := self._tmp_path(shard, "safetensors"))
+            width, checksum = hidden_states.shape[1], file_digest(tmp_path)
             atomic_rename(tmp_path, self._path(shard, "safetensors"))
         table = make_table(generations, width, checksum)
         pq.write_table(table, tmp_path := self._tmp_path(shard, "parquet"), compression="zstd")
         atomic_rename(tmp_path, self._path(shard, "parquet"))
         return table
 
-    def read(self, with_features: bool = True) -> Iterator[Generation]:
-        """All generations in the order of their prompt numbers; without features these are None."""
+    def read(self, with_hidden_states: bool = True) -> Iterator[Generation]:
+        """All generations in the order of their prompt numbers; without hidden states these are None."""
         for number, entry in sorted(self._entries.items()):
             table = self._tables[entry.shard]
             ids = table["input_ids"][entry.row].values.to_numpy()
-            features = self.features(number) if with_features else None
+            hidden_states = self.hidden_states(number) if with_hidden_states else None
             boundary, finished = table["boundary"][entry.row].as_py(), table["finished"][entry.row].as_py()
-            yield Generation(number, ids, boundary, finished, features)
+            yield Generation(number, ids, boundary, finished, hidden_states)
 
-    def features(self, prompt_number: int) -> npt.NDArray[np.float16] | None:
-        """[n - 1, D] features of one answer, read from disk; None when the store keeps none."""
+    def hidden_states(self, prompt_number: int) -> npt.NDArray[np.float16] | None:
+        """[n - 1, D] hidden states of one answer, read from disk; None when the store keeps none."""
         entry = self._entries[prompt_number]
         table = self._tables[entry.shard]
         if not _width(table):
             return None
         last = entry.first + len(table["input_ids"][entry.row]) - 1
-        return cast("npt.NDArray[np.float16]", self._features(entry.shard)[entry.first : last])
+        return cast("npt.NDArray[np.float16]", self._open_hidden_states(entry.shard)[entry.first : last])
 
     def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
         """[V] how often each id occurs in the answers."""
@@ -202,8 +206,8 @@ class GenerationStore:
             for row, start in enumerate(boundaries):
                 yield table["input_ids"][row].values.to_numpy(), start
 
-    def _open_features(self, shard: int) -> Any:
-        """The features of a shard, sliced from disk; the whole file must have the checksum kept with its answers."""
+    def _map_hidden_states(self, shard: int) -> Any:
+        """A shard's hidden states, sliced from disk; the whole file must have the checksum kept with its answers."""
         path = safe_join(self.folder, self._path(shard, "safetensors").name)
         try:
             expected = _metadata(self._tables[shard]).get(_FEATURES, b"").decode()
@@ -256,7 +260,7 @@ def as_documents(generations: Iterable[Generation]) -> Iterator[Document]:
 
 
 _WIDTH, _FEATURES, _DIGEST = b"features_width", b"features_sha256", b"sha256"
-"""Metadata of a table: width and checksum of the features, and the checksum of all that the table says."""
+"""Metadata of a table: width and checksum of the hidden states, and the checksum of all that the table says."""
 _COLUMNS = {
     "prompt_number": pa.int64(),
     "input_ids": pa.list_(pa.int32()),
@@ -270,7 +274,7 @@ def make_table(generations: list[Generation], width: int, checksum: str) -> pa.T
 
     Args:
         generations: of one shard.
-        width: of the features beside it, 0 for none.
+        width: of the hidden states beside it, 0 for none.
         checksum: of their file, "" for none.
     """
     columns = {name: pa.array([getattr(g, name) for g in generations], type=kind) for name, kind in _COLUMNS.items()}
@@ -316,12 +320,12 @@ def _digest(table: pa.Table) -> bytes:
     return digest.hexdigest().encode()
 
 
-def _join_features(generations: list[Generation]) -> npt.NDArray[np.float16] | None:
-    """[sum of n, D]: every row keeps as many features as it has tokens; its last token has none (NaN)."""
-    present = [g.features for g in generations if g.features is not None]
+def _join_hidden_states(generations: list[Generation]) -> npt.NDArray[np.float16] | None:
+    """[sum of n, D]: every row keeps as many hidden states as it has tokens; its last token has none (NaN)."""
+    present = [g.hidden_states for g in generations if g.hidden_states is not None]
     if not present:
         return None
     if len(present) < len(generations) or len({f.shape[1] for f in present}) > 1:
-        raise ValueError("the generations of a shard must all have features of one width, or none")
+        raise ValueError("the generations of a shard must all have hidden states of one width, or none")
     gap = np.full((1, present[0].shape[1]), np.nan, dtype=np.float16)
     return np.concatenate([part for f in present for part in (f.astype(np.float16, copy=False), gap)])

@@ -70,7 +70,7 @@ def generate_answers(
             input_ids=torch.tensor(row.prompt + row.answer, dtype=torch.int32).numpy(),
             boundary=len(row.prompt),
             finished=row.answer[-1] in config.eos_ids,
-            features=torch.cat(row.hidden).cpu().numpy() if keep_hidden_states else None,
+            hidden_states=torch.cat(row.hidden).cpu().numpy() if keep_hidden_states else None,
         )
         row.hidden.clear()
 

@@ -34,9 +34,9 @@ def generation(number: int, features: bool = True) -> Generation:
 
 def same(a: Generation, b: Generation) -> bool:
     facts = (a.prompt_number, a.boundary, a.finished) == (b.prompt_number, b.boundary, b.finished)
-    if (a.features is None) != (b.features is None) or not (facts and np.array_equal(a.input_ids, b.input_ids)):
-        return False
-    return a.features is None or b.features is None or np.array_equal(a.features, b.features, equal_nan=True)
+    x, y = a.hidden_states, b.hidden_states
+    equal = x is y if x is None or y is None else np.array_equal(x, y, equal_nan=True)
+    return facts and equal and np.array_equal(a.input_ids, b.input_ids)
 
 
 def assert_holds(store: GenerationStore, numbers: set[int], features: bool = True) -> None:
@@ -52,9 +52,9 @@ def test_round_trip_in_prompt_order(tmp_path: Path, features: bool) -> None:
         store.append_shard([generation(n, features) for n in numbers])
     for opened in (store, GenerationStore(tmp_path, MADE_BY), GenerationStore(tmp_path)):
         assert_holds(opened, {0, 2, 5, 7, 9}, features)
-        assert all(same(g, generation(g.prompt_number, False)) for g in opened.read(with_features=False))
+        assert all(same(g, generation(g.prompt_number, False)) for g in opened.read(with_hidden_states=False))
         for number in (9, 2):
-            wanted, found = generation(number, features).features, opened.features(number)
+            wanted, found = generation(number, features).hidden_states, opened.hidden_states(number)
             assert (found is None) == (wanted is None)
             assert found is None or wanted is None or np.array_equal(found, wanted, equal_nan=True)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2 * features
@@ -171,7 +171,7 @@ def test_kill_minus_nine_at_random_moments(tmp_path: Path) -> None:
     assert [g.prompt_number for g in rows] == list(range(400)), f"seed {seed}"
     for g in rows:
         assert (g.input_ids == g.prompt_number).all() and len(g.input_ids) == 20 + g.prompt_number % 7, f"seed {seed}"
-        assert g.features is not None and (g.features == g.prompt_number).all(), f"seed {seed}"
+        assert g.hidden_states is not None and (g.hidden_states == g.prompt_number).all(), f"seed {seed}"
     assert not list(tmp_path.glob(".*")), f"seed {seed}"
 
 
@@ -242,5 +242,5 @@ def test_generation_checks_itself() -> None:
     ids = np.arange(4, dtype=np.int32)
     with pytest.raises(ValueError, match=r"boundary must be in \[1, 4\), got 4"):
         Generation(0, ids, 4, True)
-    with pytest.raises(ValueError, match=r"features must be \[3, D\], got \(4, 2\)"):
+    with pytest.raises(ValueError, match=r"hidden_states must be \[3, D\], got \(4, 2\)"):
         Generation(0, ids, 2, True, np.zeros((4, 2), np.float16))

@@ -51,7 +51,7 @@ def rows_of(store: GenerationStore) -> list[Row]:
             g.input_ids.tolist(),
             g.boundary,
             g.finished,
-            b"" if g.features is None else g.features.tobytes(),
+            b"" if g.hidden_states is None else g.hidden_states.tobytes(),
         )
         for g in store.read()
     ]

@@ -135,7 +135,7 @@ def test_killed_while_generating_every_prompt_is_answered_once(tmp_path: Path) -
     run, _ = composed(tmp_path / "whole", *options)
     whole = Corpora(BaseModel.load(run.base), run.data, run.seed, lambda *_: None).generations()
     found, wanted = (
-        [(g.prompt_number, g.input_ids.tolist(), g.features.tobytes()) for g in store.read()]
+        [(g.prompt_number, g.input_ids.tolist(), g.hidden_states.tobytes()) for g in store.read()]
         for store in (GenerationStore(folder), whole)
     )
     assert found == wanted and [number for number, *_ in found] == list(range(24))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafthead.data.answers.backend import RankGroup
 from drafthead.data.answers.draft_vocab import draft_vocabulary
-from drafthead.data.answers.hidden_states import FORMAT, FeatureCache
+from drafthead.data.answers.hidden_states import FORMAT, HiddenStateCache
 from drafthead.data.answers.store import GenerationStore, as_documents
 from drafthead.data.batch import FeatureSpec
 from drafthead.data.text.chat import Document
@@ -147,7 +147,7 @@ class Corpora:
 
     def generation_rows(self, seq_len: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
         """The trained or the held-out answers packed into rows, and the prompt number of each packed document."""
-        answers = self.generations().read(with_features=False)
+        answers = self.generations().read(with_hidden_states=False)
         chosen = [g for g in answers if is_held_out(g.prompt_number) == held_out]
         if not chosen:
             raise UserError(
@@ -165,7 +165,7 @@ class Corpora:
 
     def cached_features(
         self, rows: datasets.Dataset, name: str, spec: FeatureSpec, prompts: list[int] | None
-    ) -> FeatureCache:
+    ) -> HiddenStateCache:
         """The base's hidden states of every row, on disk; taken from generation where it kept them.
 
         Args:
@@ -180,7 +180,7 @@ class Corpora:
         manifest = {**made_by, "format": FORMAT}
         dtype = "bfloat16" if self.base.dtype == torch.bfloat16 else "float16"
         folder = self.folder / "features" / f"{name}-{_digest_json(manifest)}"
-        cache = FeatureCache.create(folder, len(rows), seq_len, width, dtype, manifest)
+        cache = HiddenStateCache.create(folder, len(rows), seq_len, width, dtype, manifest)
         missing = cache.missing_rows()
         if not missing:
             return cache
@@ -207,7 +207,7 @@ class Corpora:
         def fill(row: int, seq_len: int, width: int) -> Tensor:
             values = np.full((1, seq_len, width), np.nan, dtype=np.float16)
             for document, start, length, offset in rows[row]["pieces"]:
-                features = store.features(prompts[document])
+                features = store.hidden_states(prompts[document])
                 assert features is not None
                 part = features[start : start + length]
                 values[0, offset : offset + len(part)] = part

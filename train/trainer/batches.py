@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 from torch import Tensor
 
-from drafthead.data.answers.hidden_states import FeatureCache
+from drafthead.data.answers.hidden_states import HiddenStateCache
 from drafthead.data.batch import Features, FeatureSpec, TrainBatch
 from drafthead.data.text.packing import collate
 from drafthead.data.text.streaming import StreamedRows
@@ -27,7 +27,7 @@ class PhaseData:
     """Rows with hidden states. A step's rows depend on the seed and the step alone, so resuming needs no position."""
 
     def __init__(
-        self, rows: datasets.Dataset | StreamedRows, base: BaseModel, spec: FeatureSpec, cache: FeatureCache | None
+        self, rows: datasets.Dataset | StreamedRows, base: BaseModel, spec: FeatureSpec, cache: HiddenStateCache | None
     ) -> None:
         self.rows, self.base, self.spec, self.cache = rows, base, spec, cache
         self.waited_s = 0.0
