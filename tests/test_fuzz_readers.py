@@ -216,7 +216,7 @@ def make_run(folder: Path) -> None:
 
 
 def read_settings(folder: Path) -> Any:
-    pipeline._check_settings(folder / "training-settings.json", json.loads(json.dumps(MADE_BY)))
+    pipeline.check_settings(folder / "training-settings.json", json.loads(json.dumps(MADE_BY)))
     return read_json(folder / "training-settings.json")
 
 
