@@ -32,21 +32,21 @@ from drafthead.models.kernels.attention import document_mask
 UNREAD = -1
 
 
-class SharedPass:
-    """One step's nodes in the first layers of the target."""
+class ExitStatePass:
+    """One step's nodes in the first layers of the target: a ``DraftPass`` of exit states instead of logits."""
 
-    def __init__(self, first: BaseModel, cache: KVCache | RaggedCache) -> None:
+    def __init__(self, first: BaseModel, cache: KVCache | RaggedCache, last_token: Tensor) -> None:
         """Start after what is committed in the target's ``cache``; ``first`` is the target cut to its first layers."""
-        self._model, self._cache = first, cache.first_layers(first.num_layers)
+        self._model, self._cache, self._last_token = first, cache.first_layers(first.num_layers), last_token
         self._tokens: list[Tensor] = []
         self._parents: list[Tensor] = []
         self._hidden: list[Tensor] = []
         self._nodes: PendingNodes | None = None
         self._level = 0  # node where the level before starts
 
-    def root(self, last_token: Tensor) -> Tensor:
-        """Read the root ([B]): its exit state, [B, 1, D]."""
-        return self._read(last_token[:, None], None)
+    def root(self) -> Tensor:
+        """The root's exit state, [B, 1, D]."""
+        return self._read(self._last_token[:, None], None)
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Read one more level ([B, F]); ``parents`` are places on the level before. Exit states [B, F, D]."""
@@ -84,10 +84,10 @@ class SharedPass:
         parents = proposal.shape.parents.expand_as(proposal.tokens).tolist()
         places = []
         for row in range(len(wanted)):
-            twin: list[int] = []  # the first node read with the same path
+            first: list[int] = []  # the first node read with the same path
             known: dict[tuple[int, int], int] = {}
             for node, (a, t) in enumerate(zip(above[row], tokens[row], strict=True)):
-                twin.append(known.setdefault((a if a == UNREAD else twin[a], t), node))
+                first.append(known.setdefault((a if a == UNREAD else first[a], t), node))
             found = [0]
             for node in range(1, len(wanted[row])):
                 parent = parents[row][node]
@@ -200,7 +200,7 @@ class KangarooHead(AutoregressiveHead):
         shallow: DraftPass
         if state.own is None:
             assert state.target is not None
-            shallow = _SharedDraftPass(SharedPass(self._first, state.target), last_token)
+            shallow = ExitStatePass(self._first, state.target, last_token)
         else:
             text = state.own.text.append(last_token[:, None])
             shallow = CachedDraftPass(state.own.cache, text, draft_config, lambda hidden: hidden)
@@ -208,9 +208,9 @@ class KangarooHead(AutoregressiveHead):
 
     def finish(self, draft_pass: DraftPass, proposal: Proposal) -> Proposal:
         assert isinstance(draft_pass, _KangarooDraftPass)
-        if not isinstance(draft_pass.shallow, _SharedDraftPass):
+        if not isinstance(draft_pass.shallow, ExitStatePass):
             return proposal
-        return replace(proposal, partial_forward=draft_pass.shallow.states.finish(proposal))
+        return replace(proposal, partial_forward=draft_pass.shallow.finish(proposal))
 
     def extra_cache_slots(self, draft_config: DraftConfig) -> int:
         # Expanded nodes of a dynamic tree need not be among those it keeps.
@@ -233,19 +233,6 @@ class KangarooState(DraftState):
         # ``attach`` follows wherever there is a target: its cache is selected by whom it belongs to.
         own = None if self.own is None else self.own.select(rows)
         return KangarooState(adapter=self.adapter.select(rows), own=own, target=None)
-
-
-class _SharedDraftPass:
-    """Exit states out of the target's own pass, in the place of logits."""
-
-    def __init__(self, states: SharedPass, last_token: Tensor) -> None:
-        self.states, self._last = states, last_token
-
-    def root(self) -> Tensor:
-        return self.states.root(self._last)
-
-    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self.states.step(tokens, parents)
 
 
 class _KangarooDraftPass:

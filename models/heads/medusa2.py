@@ -6,14 +6,14 @@ loss of its own keeps it what it was. In phases with ``train_base`` the loss is:
     L = L_base + heads_weight * s(progress) * sum_k decay^k L_k
 
 over the tuned base's hidden states, where L_base is the cross-entropy of the corpus, or (self-distillation) KL(p || q)
-from the untouched base's law p to the tuned one's. The untouched base's hidden states are what every batch comes with,
-so its law costs no second pass. Phases before them train the heads on the base as it is, which is Medusa-1: heads that
+from the original base's distribution p to the tuned one's. Every batch comes with the original base's hidden states,
+so p costs no second pass. Phases before them train the heads on the base as it is, which is Medusa-1: heads that
 start from nothing would pull the base towards noise.
 
 Differences from the reference code: L_base is taken over the trained tokens alone (there, prompts and padding count
 too), and the base's own loss is computed in chunks like the heads'. A head that is saved holds the adapter beside its
 weights and names it; it is loaded with the adapter merged into the base, and decoding is exact for *that* base. What
-was lost against the untouched one is for ``eval/quality.py`` to say.
+was lost against the original one is for ``eval/quality.py`` to say.
 
 Shape legend: B batch, T time, n trained positions, D width, V vocabulary.
 """
@@ -46,7 +46,7 @@ HEAD_SCHEDULES: dict[str, Callable[[float], float]] = {
     "sine": lambda done: math.sin(math.pi / 2 * done),
 }
 """Factor of the heads' loss over the part of a phase that is done, 0 -> 1."""
-SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MERGED = "merged"
 """Folder beside the heads that holds the tuned base as a whole model."""
 
@@ -60,7 +60,7 @@ class Medusa2Config(MedusaConfig):
     """An adapter adds ``lora_alpha / lora_rank * B A`` to its weight."""
     lora_dropout: float = 0.05
     """Of the adapters' inputs."""
-    lora_targets: list[str] = field(default_factory=lambda: list(SEVEN))
+    lora_targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS))
     """Linear layers of every decoder layer that get an adapter."""
     lora_lm_head: bool = False
     """An adapter on the output head, too; not where it is tied to the embedding. Its own input has no dropout."""
@@ -114,7 +114,7 @@ class Medusa2Config(MedusaConfig):
 
 
 class Medusa2Head(MedusaHead):
-    """Medusa heads whose base may be trained along."""
+    """Medusa heads whose base may be trained, too."""
 
     config: Medusa2Config
 
@@ -126,11 +126,7 @@ class Medusa2Head(MedusaHead):
         self._joint = False
 
     def train_base(self, now: bool) -> None:
-        """As any head's; the first call makes the adapters, which add nothing yet.
-
-        Raises:
-            UserError: the base has an adapter already, or has no such layer to put one on.
-        """
+        """As any head's; the first call makes the adapters, which add nothing yet."""
         if self._tuned is None:
             if self.base.config.adapter is not None:
                 raise UserError(
@@ -161,7 +157,7 @@ class Medusa2Head(MedusaHead):
 
     def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
         """In phases that train the base the sum of both losses, of the tuned base's own states; ``features`` are the
-        untouched base's. Further metrics: base_loss, heads_loss (without its weight), base_accept.
+        original base's. Further metrics: base_loss, heads_loss (without its weight), base_accept.
         """
         if not self._joint:
             return super().loss(batch, features, config)
@@ -190,12 +186,12 @@ class Medusa2Head(MedusaHead):
         """What the heads read while the base is trained; ``final`` carries gradients for the adapters."""
         assert self._tuned is not None
         if self._tuned.adapts_head:
-            # The law that the heads' loss may compare with. No gradient: the output head learns by the base's loss.
+            # What the heads' loss compares with. No gradient: the output head learns by the base's loss.
             head = self._tuned.output_head()
             self.target_lm_head = replace(head, weight=head.weight.detach()).rows(self.d2t)
         return Features(final=self._tuned.hidden_states(batch))
 
-    def _base_loss(self, batch: TrainBatch, read: Features, untouched: Features) -> tuple[Tensor, Tensor]:
+    def _base_loss(self, batch: TrainBatch, read: Features, original: Features) -> tuple[Tensor, Tensor]:
         """Sum over the trained tokens of the base's own loss, and its ``STATS`` [1, len(STATS)]."""
         assert self._tuned is not None
         next_ids, valid = batch.draft_targets(0)
@@ -203,7 +199,7 @@ class Medusa2Head(MedusaHead):
         targets = Targets(
             ids=next_ids[valid],
             valid=torch.ones_like(next_ids[valid], dtype=torch.bool)[None],
-            target_hidden=untouched.final[valid] if distils else None,
+            target_hidden=original.final[valid] if distils else None,
             target_lm_head=self.base.lm_head if distils else None,
         )
         return heads_loss(
@@ -215,7 +211,7 @@ class Medusa2Head(MedusaHead):
         return {name: value for name, value in self.state_dict().items() if not name.startswith("adapter.")}
 
     def save_base(self, folder: Path) -> dict[str, Any]:
-        """Write the adapter, and if asked for the tuned base as a whole model; returns the tuned base's identity."""
+        """Write the adapter, and if requested the tuned base as a whole model; returns the tuned base's identity."""
         if self._tuned is None:
             return super().save_base(folder)
         fingerprint = self._tuned.save(folder / ADAPTER)

@@ -273,11 +273,7 @@ def head_types() -> list[str]:
 
 
 def config_class(head_type: str) -> type[DraftHeadConfig]:
-    """The settings of the heads in that module.
-
-    Raises:
-        UserError: no such module; only those that are there are imported, so a config cannot run foreign code.
-    """
+    """The settings of the heads in that module; others are refused, so a config cannot run foreign code."""
     if head_type not in head_types():
         raise UserError(f"head_type must be one of {', '.join(head_types())}, got {head_type!r}")
     module = import_module(f"{PACKAGE}.{head_type}")
@@ -287,11 +283,7 @@ def config_class(head_type: str) -> type[DraftHeadConfig]:
 
 
 def parse_head(node: dict[str, Any]) -> DraftHeadConfig:
-    """Checked settings of a head: ``{head_type: medusa, num_draft_tokens: 3, ...}``.
-
-    Raises:
-        UserError: no such head, an unknown key, a wrong type, a limit exceeded.
-    """
+    """Checked settings of a head: ``{head_type: medusa, num_draft_tokens: 3, ...}``."""
     settings = {**node}
     kind = config_class(str(settings.pop("head_type", "")))
     known = [field.name for field in fields(kind)]
