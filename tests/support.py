@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import hypothesis.strategies as st
 import pytest
@@ -180,6 +180,14 @@ def token_trees(draw: st.DrawFn, largest: int = 14) -> TokenTree:
         parent = draw(st.sampled_from([(), *[p for p in paths if len(p) < 3]]))
         paths.append((*parent, draw(st.integers(0, 2))))
     return TokenTree.from_paths(paths)
+
+
+def step_record(accepted: int, committed: int | None = None, depth: int = 3, **changes: float) -> StepRecord:
+    """A step of one second with a chain of ``depth`` drafts; ``changes`` are other fields."""
+    total_s = changes.get("total_s", 1.0)
+    values: dict[str, Any] = {"position": 0, "proposed": depth, "draft_s": 0.1 * total_s, "verify_s": 0.8 * total_s}
+    count = accepted + 1 if committed is None else committed
+    return StepRecord(**values | {"depth": depth, "accepted": accepted, "committed": count, "total_s": 1.0} | changes)
 
 
 def steady_answer(tokens: int, total_s: float, committed: int = 1) -> DecodeResult:

@@ -136,33 +136,33 @@ def spec_bench(
 
 
 METRICS: Mapping[str, Callable[[Results], Measured]] = {
-    "mean_accepted_length": acceptance.mean_accepted_length,
-    "mean_accepted_length_untruncated": acceptance.mean_accepted_length_untruncated,
-    "mean_accepted_length_if_drafted": acceptance.mean_accepted_length_if_drafted,
-    "mean_accepted_drafts": acceptance.mean_accepted_drafts,
-    "simulated_accepted_drafts": acceptance.simulated_accepted_drafts,
-    "acceptance_rate": acceptance.acceptance_rate,
-    "node_efficiency": acceptance.node_efficiency,
-    "alpha": acceptance.alpha,
-    "n_alpha": acceptance.n_alpha,
-    "acceptance_per_depth": acceptance.acceptance_per_depth,
-    "acceptance_per_depth_of_all": acceptance.acceptance_per_depth_of_all,
+    metric.__name__: metric
+    for metric in (
+        acceptance.mean_accepted_length,
+        acceptance.mean_accepted_length_untruncated,
+        acceptance.mean_accepted_length_if_drafted,
+        acceptance.mean_accepted_drafts,
+        acceptance.simulated_accepted_drafts,
+        acceptance.acceptance_rate,
+        acceptance.node_efficiency,
+        acceptance.alpha,
+        acceptance.n_alpha,
+        acceptance.acceptance_per_depth,
+        acceptance.acceptance_per_depth_of_all,
+        acceptance.compression_ratio_as_released,
+        acceptance.tar_as_analysed,
+        tokens_per_second,
+        decode_tokens_per_second,
+        loop_overhead,
+    )
+} | {
     "ctar": acceptance.ctar_curve,
     "compression_ratio": acceptance.mean_accepted_length,  # Kangaroo's paper
-    "compression_ratio_as_released": acceptance.compression_ratio_as_released,
     "tar": acceptance.mean_accepted_length_untruncated,  # DSD's spec_decoding_demo.py
-    "tar_as_analysed": acceptance.tar_as_analysed,
     "acceleration_rate": acceptance.mean_accepted_length,  # Medusa
-    "tokens_per_second": tokens_per_second,
-    "decode_tokens_per_second": decode_tokens_per_second,
-    "loop_overhead": loop_overhead,
 }
 """Metrics of one step log; the functions' docstrings name whose convention each one follows."""
-AGAINST_BASELINE: Mapping[str, Callable[[Results, Results], Ratio]] = {
-    "step_overhead": step_overhead,
-    "speedup": speedup,
-    "decode_speedup": decode_speedup,
-}
+AGAINST_BASELINE = {metric.__name__: metric for metric in (step_overhead, speedup, decode_speedup)}
 
 
 def measure(

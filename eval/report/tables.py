@@ -135,7 +135,7 @@ def console_table(evaluation: dict[str, Any]) -> RenderableType:
 
 
 def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]] | None = None) -> list[str]:
-    """What the tables have no room for: autoregressive speeds, acceptance by draft position, accuracy of the heads, equality."""
+    """What the tables have no room for: speeds, acceptance by draft position, accuracy of the heads, equality."""
     overall = evaluation["overall"]
     names = {"autoregressive": "our loop", "transformers": "transformers generate"}
     speeds = [

@@ -7,7 +7,7 @@ import pytest
 from hydra import compose, initialize, initialize_config_module
 
 from drafthead.commands import eval as command
-from drafthead.data.utils.config import parse
+from drafthead.data.utils.config import parse, update_names
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig, EvalRunConfig
 from drafthead.eval.timing.methods import check_methods, combined, is_drafter, make_drafter
@@ -114,3 +114,14 @@ def test_nested_settings_can_be_overridden_on_the_command_line() -> None:
     with initialize_config_module("drafthead.recipes", version_base="1.3"):
         run = compose("train", overrides=["recipe=medusa_smollm2", "eval.sampler.temperature=0.7"])
     assert run.eval.sampler.temperature == 0.7
+
+
+def test_settings_of_version_0_1_0_are_read() -> None:
+    old = {"against": ["prompt_lookup"], "merge": ["prompt_lookup:4"], "merge_nodes": 6, "siblings": "deterministic"}
+    new = EvalConfig(**update_names(old))
+    assert (new.baselines, new.combine, new.combine_nodes) == (["prompt_lookup"], ["prompt_lookup:4"], 6)
+    assert new.draft_sampling == "top_k"
+    assert update_names({"gate": {"min_agreement": 0.9}, "tree_search": "search"}) == {
+        "quality_limits": {"min_greedy_match_rate": 0.9},
+        "tree_search": "greedy",
+    }

@@ -11,24 +11,12 @@ from drafthead.data.batch import Ratio
 from drafthead.eval.metrics import acceptance as metrics
 from drafthead.eval.metrics import speed
 from drafthead.eval.metrics.speed import measure
-from drafthead.models.decoding.step_log import DecodeResult, StepRecord
-from support import steady_answer
+from drafthead.models.decoding.step_log import DecodeResult
+from support import steady_answer, step_record
 
 
 def answer(committed: list[int], step_s: float = 1.0, prefill_s: float = 0.5) -> DecodeResult:
-    steps = [
-        StepRecord(
-            position=1 + sum(committed[:n]),
-            proposed=3,
-            depth=3,
-            accepted=count - 1,
-            committed=count,
-            draft_s=0.1 * step_s,
-            verify_s=0.8 * step_s,
-            total_s=step_s,
-        )
-        for n, count in enumerate(committed)
-    ]
+    steps = [step_record(count - 1, total_s=step_s) for count in committed]
     total = prefill_s + step_s * len(steps)
     return DecodeResult(tokens=[5] * (1 + sum(committed)), steps=steps, prefill_s=prefill_s, total_s=total)
 

@@ -20,7 +20,8 @@ from drafthead.eval.metrics.speedup_breakdown import (
 )
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import TreeOrder
-from drafthead.models.decoding.step_log import DecodeResult, StepRecord
+from drafthead.models.decoding.step_log import DecodeResult
+from support import step_record
 
 COSTS = CostModel(verify={1: 0.9, 64: 7.2}, draft=0.2, overhead=0.1, context=200)
 """A machine whose verification costs grow by a tenth a token."""
@@ -54,24 +55,11 @@ def test_some_chain_pays_where_alpha_is_above_c(alpha: float, draft_cost: float)
 
 def answer(accepted: list[int], depth: int, proposed: int, prefill_s: float = 1.0, rest_s: float = 0.0) -> DecodeResult:
     """Steps that cost exactly what ``COSTS`` says."""
-    steps, position = [], 1
-    for count in accepted:
-        draft, verify = (COSTS.draft if proposed else 0.0), COSTS.verify_at(proposed + 1)
-        steps.append(
-            StepRecord(
-                position=position,
-                proposed=proposed,
-                depth=depth,
-                accepted=count,
-                committed=count + 1,
-                draft_s=draft,
-                verify_s=verify,
-                total_s=draft + verify + COSTS.overhead,
-            )
-        )
-        position += count + 1
-    total = prefill_s + rest_s + sum(step.total_s for step in steps)
-    return DecodeResult(tokens=[5] * position, steps=steps, prefill_s=prefill_s, total_s=total)
+    draft, verify = (COSTS.draft if proposed else 0.0), COSTS.verify_at(proposed + 1)
+    times = {"draft_s": draft, "verify_s": verify, "total_s": draft + verify + COSTS.overhead}
+    steps = [step_record(count, depth=depth, proposed=proposed, **times) for count in accepted]
+    total, tokens = prefill_s + rest_s + sum(step.total_s for step in steps), 1 + sum(s.committed for s in steps)
+    return DecodeResult(tokens=[5] * tokens, steps=steps, prefill_s=prefill_s, total_s=total)
 
 
 def autoregressive(method: list[DecodeResult]) -> list[DecodeResult]:
