@@ -1,6 +1,7 @@
 """What several test files need: packed rows, heads that are not at their start, laws of answers, whole tiny runs."""
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 from torch import Tensor
 
 from drafthead import cli
@@ -234,3 +236,22 @@ def call(command: str, *arguments: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["drafthead", command, *arguments])
         cli.main()
+
+
+def forget_after(run: Path, step: int) -> Path:
+    """The run folder as it was when the checkpoint of ``step`` was its newest."""
+    for path in (run / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    shutil.rmtree(run / "head")
+    return run
+
+
+def assert_same_run(found: Path, wanted: Path) -> None:
+    """Every step's loss, and every bit of the head and of its adapter."""
+    assert losses_of(found) == losses_of(wanted)
+    files = {str(path.relative_to(wanted)) for path in (wanted / "head").rglob("*.safetensors")}
+    assert files == {str(path.relative_to(found)) for path in (found / "head").rglob("*.safetensors")}
+    for name in files:
+        want, got = load_file(wanted / name), load_file(found / name)
+        assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)

@@ -1,11 +1,8 @@
 """Whole runs that train the base along: the gate, exact resume, what is saved, and settings that are refused."""
 
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from drafthead.data.batch import FeatureSpec
 from drafthead.data.utils.errors import UserError
@@ -16,7 +13,7 @@ from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.trainer.batches import open_phase, unseen_text
-from support import composed, losses_of
+from support import composed
 
 SHORT = ("phases.joint.steps=6", "phases.pretrain.steps=2", "phases.distill.steps=4")
 PLAIN_MEDUSA = ("head=medusa", "~head.base_loss", "~head.heads_weight", "~head.heads_schedule")
@@ -30,35 +27,6 @@ def load(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
 def train(folder: Path, *overrides: str) -> Path:
     run_pipeline(*load(folder, *overrides))
     return folder / "run"
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    adapter = load_file(run / "head" / "adapter" / "adapter_model.safetensors")
-    return {**load_file(run / "head" / "model.safetensors"), **adapter}
-
-
-def test_resume_in_the_joint_phase_equals_no_interruption_bit_for_bit(tmp_path: Path) -> None:
-    """Adapters, their optimiser's state, and the dropout that they are trained with."""
-    options = (
-        *LOOSE,
-        "eval.limit=1",
-        "log_every=1",
-        "checkpoint.every_steps=2",
-        "checkpoint.keep=20",
-        "head.lora_dropout=0.3",
-    )
-    whole = train(tmp_path / "whole", *options)
-    for stop in (6, 10):  # before the joint phase, and in its midst
-        part = tmp_path / f"part{stop}"
-        shutil.copytree(tmp_path / "whole", part)
-        for path in (part / "run" / "checkpoints").glob("step-*"):
-            if int(path.name.removeprefix("step-")) > stop:
-                shutil.rmtree(path)
-        shutil.rmtree(part / "run" / "head")
-        resumed = train(part, *options)
-        assert losses_of(resumed) == losses_of(whole)
-        want, got = weights(whole), weights(resumed)
-        assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
 
 
 def test_past_a_limit_the_run_fails_and_all_is_saved(tmp_path: Path) -> None:

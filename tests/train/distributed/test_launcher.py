@@ -21,7 +21,7 @@ from drafthead.train.distributed.launcher import FSDP, NO_EFFECT, follow_launche
 from drafthead.train.trainer import trainer
 from support import composed
 
-LAUNCH = Path(__file__).parent.parent.parent / "recipes" / "launch"
+LAUNCH = Path(__file__).parents[3] / "recipes" / "launch"
 NONE, FULL = ShardConfig(), ShardConfig(mode="full")
 
 

@@ -1,4 +1,4 @@
-"""What a second start of a run does again, what ``resume=false`` removes, and stages that run alone."""
+"""Stages of a run: what a second start does again, what ``resume=false`` removes, and stages that run alone."""
 
 from pathlib import Path
 from typing import Any

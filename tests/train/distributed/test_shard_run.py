@@ -18,7 +18,7 @@ from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.train import pipeline
 from drafthead.train.config import parse_run
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 SHORT = (
     *("phases.pretrain.steps=4", "phases.distill.steps=3", "checkpoint.every_steps=2", "checkpoint.keep=20"),
     *("log_every=1", "validate_every=4", "eval.limit=1", "eval.max_new_tokens=8"),

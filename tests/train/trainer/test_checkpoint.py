@@ -15,6 +15,7 @@ from torch import nn
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 from drafthead.train.config import OptimConfig
+from drafthead.train.distributed.sharding import full_state_dict, load_optimizer
 from drafthead.train.trainer.checkpoint import (
     TrainState,
     capture_rng,
@@ -45,9 +46,10 @@ class Run:
         self.optimizer.step()
         return loss.item()
 
-    def save(self, folder: Path, step: int, keep: int = 2, score: float | None = None) -> Path:
+    def save(self, folder: Path, step: int, keep: int = 2, score: float | None = None, by_name: bool = True) -> Path:
         state = replace(STATE, global_step=step, score=score)
-        weights, optimizer = self.head.state_dict(), self.optimizer.state_dict()
+        weights, optimizer = full_state_dict(self.head, self.optimizer)
+        optimizer = optimizer if by_name else self.optimizer.state_dict()
         return save_checkpoint(folder, state, weights, optimizer, rng=[capture_rng()], keep=keep)
 
 
@@ -57,12 +59,13 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def test_resume_is_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_name", [True, False], ids=["by name", "by number, as in 0.1.0"])
+def test_resume_is_bit_for_bit(tmp_path: Path, by_name: bool) -> None:
     seed_everything(0)
     run = Run()
     for _ in range(3):
         run.step()
-    run.save(tmp_path, 3)
+    run.save(tmp_path, 3, by_name=by_name)
     expected = [run.step() for _ in range(4)]
 
     seed_everything(99)
@@ -70,7 +73,7 @@ def test_resume_is_bit_for_bit(tmp_path: Path) -> None:
     checkpoint = load_latest(tmp_path)
     assert checkpoint is not None and checkpoint.warnings == ()
     other.head.load_state_dict(checkpoint.head)
-    other.optimizer.load_state_dict(checkpoint.optimizer)
+    load_optimizer(other.head, other.optimizer, checkpoint.optimizer)
     restore_rng(checkpoint.rng[0])
     assert [other.step() for _ in range(4)] == expected
     for a, b in zip(run.head.parameters(), other.head.parameters(), strict=True):

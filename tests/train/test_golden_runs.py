@@ -1,0 +1,60 @@
+"""Whole tiny runs: golden losses, and runs that resume from any checkpoint bit for bit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from drafthead.train.pipeline import run_pipeline
+from support import GOLDEN_TEXT, assert_same_run, composed, forget_after, losses_of
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+HEADS = ("medusa", "eagle3", "hydra", "hydra_pp", "mlp_speculator")
+TRAINED = "stages=[corpora,train]"
+STREAM = ("data.text.stream=true", "data.text.stream_shards=2")
+JOINT = ("phases.joint.steps=6", "phases.pretrain.steps=2", "phases.distill.steps=4", "head.lora_dropout=0.3")
+
+
+def train(folder: Path, recipe: str, *overrides: str) -> Path:
+    run_pipeline(*composed(folder, f"recipe={recipe}", "debug=tiny", "log_every=1", *overrides))
+    return folder / "run"
+
+
+@pytest.mark.parametrize("head", [pytest.param(h, marks=() if h == "medusa" else pytest.mark.slow) for h in HEADS])
+def test_golden_losses(tmp_path: Path, head: str) -> None:
+    """Ten steps a phase; regenerate with ``python tests/golden/regenerate.py`` and give a reason in the changelog."""
+    found = losses_of(train(tmp_path, f"{head}_smollm2", GOLDEN_TEXT, TRAINED))
+    assert found == pytest.approx(json.loads((GOLDEN / f"{head}_tiny_losses.json").read_text()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "stops"),
+    [
+        ("medusa_smollm2", (), (3, 10, 15)),
+        ("medusa2_smollm2", JOINT, (6, 9)),  # before the phase that trains the base, and in its midst
+        ("medusa_smollm2", STREAM, (3,)),
+        pytest.param("hydra_pp_smollm2", (), (12,), marks=pytest.mark.slow),
+        pytest.param("mlp_speculator_smollm2", (), (12,), marks=pytest.mark.slow),
+    ],
+    ids=["medusa", "medusa2", "stream", "hydra_pp", "mlp_speculator"],
+)
+def test_resume_equals_no_interruption_bit_for_bit(
+    tmp_path: Path, recipe: str, options: tuple[str, ...], stops: tuple[int, ...]
+) -> None:
+    """Weights, optimiser state, dropout and the rows of every step; with adapters where the base is trained."""
+    options = (*options, TRAINED, "checkpoint.every_steps=3", "checkpoint.keep=20")
+    whole = train(tmp_path / "whole", recipe, *options)
+    for stop in stops:
+        part = tmp_path / f"part{stop}"
+        shutil.copytree(tmp_path / "whole", part, symlinks=True)
+        forget_after(part / "run", stop)
+        # Positions of a stream only save time.
+        shutil.rmtree(part / "corpora" / "stream", ignore_errors=True)
+        assert_same_run(train(part, recipe, *options), whole)
+
+
+def test_loss_falls(tmp_path: Path) -> None:
+    longer = ("log_every=20", "phases.distill.steps=120", "phases.distill.optim.lr=0.01", TRAINED)
+    curve = losses_of(train(tmp_path, "medusa_smollm2", *longer))
+    assert curve[-1] < 0.7 * curve[1]
