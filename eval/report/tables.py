@@ -22,8 +22,6 @@ METHOD_DEFINITIONS = (
     "under tok/s): without reading the prompt."
 )
 
-AUTOREGRESSIVE = {"autoregressive": "our loop", "transformers": "transformers generate"}
-
 
 @dataclass(frozen=True)
 class ResultTable:
@@ -98,7 +96,7 @@ def method_table(evaluation: dict[str, Any]) -> ResultTable:
     for name, speed in overall["autoregressive_tokens_per_second"].items():
         ratio = None if speed is None or not fastest else speed / fastest
         cells = (number(ratio, "{:.2f}x"), "–", "–", "1.00", number(speed, "{:.1f}"), "–", "–")
-        rows.append((f"autoregressive ({AUTOREGRESSIVE.get(name, name)})", *cells))
+        rows.append((f"autoregressive ({'our loop' if name == 'autoregressive' else name})", *cells))
     return ResultTable("Methods, over all prompts", columns, rows, has_total=False)
 
 
@@ -140,7 +138,7 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
     """What the tables have no room for: speeds, acceptance by draft position, accuracy of the heads, equality."""
     overall = evaluation["overall"]
     speeds = [
-        f"{number(speed, '{:.1f}')} ({AUTOREGRESSIVE.get(name, name)})"
+        f"{number(speed, '{:.1f}')} ({'our loop' if name == 'autoregressive' else name})"
         for name, speed in sorted(overall["autoregressive_tokens_per_second"].items())
     ]
     lines = [

@@ -254,7 +254,7 @@ def test_console_tables_of_methods_fit_80_columns(compared: dict[str, Any]) -> N
     text = on_console(compared)
     assert "prompt_lookup" in text and "TV 0.313" in text
     lines = tables.console_lines(compared)
-    assert lines[0].endswith("autoregressive 91.5 (our loop) and 77.5 (transformers generate)")
+    assert lines[0].endswith("autoregressive 91.5 (our loop) and 77.5 (transformers)")
     assert lines[-1].startswith("rule: typical, lossy: total variation 0.31 ")
 
 
