@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from glob import glob
 from itertools import islice, takewhile
@@ -221,19 +222,16 @@ def _json_rows(source: SourceConfig) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _dataset_rows(source: SourceConfig, stream: bool) -> Iterator[tuple[dict[str, Any], str]]:
-    with source_errors(source):
-        for number, row in enumerate(open_source(source, stream or source.limit is not None)):
+    with open_source(source, stream or source.limit is not None) as rows:
+        for number, row in enumerate(rows):
             yield row, f"{source} row {number}"
 
 
-def open_source(source: SourceConfig, stream: bool) -> Any:
-    """The dataset of a source of kind ``hf``. Use within ``source_errors``."""
-    return open_dataset(source.name, source.subset, source.split, source.revision, stream)
-
-
-def source_errors(source: SourceConfig) -> Any:
-    """``dataset_errors`` of a source of kind ``hf``."""
-    return dataset_errors(source.name, f"subset {source.subset}, split {source.split!r}")
+@contextmanager
+def open_source(source: SourceConfig, stream: bool) -> Iterator[Any]:
+    """The dataset of a source of kind ``hf``; errors while it is open name the source."""
+    with dataset_errors(source.name, f"subset {source.subset}, split {source.split!r}"):
+        yield open_dataset(source.name, source.subset, source.split, source.revision, stream)
 
 
 # Entries of all sources --------------------------------------------------------------------------------------------

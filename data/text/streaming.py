@@ -31,7 +31,6 @@ from drafthead.data.text.sources import (
     iter_documents,
     open_source,
     shares,
-    source_errors,
 )
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
@@ -88,8 +87,7 @@ class SourceStream:
     def _dataset_texts(self) -> Iterator[str]:
         """Whole files of a dataset where it has enough of them; otherwise every row of this shard's number."""
         source = self.source
-        with source_errors(source):
-            rows = open_source(source, stream=True)
+        with open_source(source, stream=True) as rows:
             rows = rows if source.limit is None else rows.take(source.limit)
             by_files = rows.num_shards >= self.shards
             rows = rows.shard(self.shards, self.shard) if by_files else rows

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drafthead.data.text import readers
-from drafthead.data.text.sources import SourceConfig, iter_documents, open_source, resolve_revision
+from drafthead.data.text.sources import SourceConfig, iter_documents, resolve_revision
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_checksummed_json
 
@@ -109,7 +109,7 @@ def test_pickles_and_scripts_are_refused_by_name(
             with pytest.raises(
                 UserError, match=rf"has only files that can run code .*\({name}\); convert it to Parquet"
             ):
-                open_source(source, stream)
+                readers.open_dataset(source.name, stream=stream)
 
 
 def test_data_beside_a_script_is_read(tmp_path: Path) -> None:
@@ -121,4 +121,4 @@ def test_data_beside_a_script_is_read(tmp_path: Path) -> None:
 def test_what_cannot_be_listed_is_left_to_the_library(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.up = False
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: options["revision"])
-    assert open_source(SourceConfig(kind="hf", name="org/set", revision=OLD), True) == OLD
+    assert readers.open_dataset("org/set", split="train", revision=OLD, stream=True) == OLD
