@@ -40,11 +40,11 @@ def listed(option: str, text: str, known: Sequence[str]) -> list[str]:
 
 def described(benchmark: str, arguments: Namespace) -> dict[str, Any]:
     """How every record begins: benchmark, date (UTC), arguments, hardware, versions."""
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+    shown = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     return {
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "arguments": plain,
+        "arguments": shown,
         "hardware": hardware(),
         "versions": versions(),
     }

@@ -3,7 +3,7 @@
     python benchmarks/compare.py OLD.json NEW.json [--limit 5] [--only 'costs.verify.*']
 
 Reads what decode.py, generation.py, loss_memory.py and train_step.py write with --json, or any nested numbers. Which
-direction is better is told from the names on the way to a number, the innermost first (numbers as names are passed
+direction is better follows from the names on the way to a number, the innermost first (numbers as names are passed
 over), by how they end:
 
   lower is better    _s, _ms, seconds, bytes, verify, verify_ratio, draft, draft_by_depth, overhead, handling_growth,
@@ -62,7 +62,7 @@ class Change:
             return 0.0
         return 100 * (self.new - self.old) / abs(self.old) if self.old else math.copysign(math.inf, self.new)
 
-    def verdict(self, limit: float) -> str:
+    def judgement(self, limit: float) -> str:
         """ "worse" or "better" by more than ``limit`` percent, or nothing."""
         gain = direction(self.path) * self.percent
         return "worse" if gain < -limit else "better" if gain > limit else ""
@@ -176,16 +176,16 @@ def main(given: list[str] | None = None) -> int:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     styles = {"worse": "bold red", "better": "green", "": ""}
-    verdicts = [change.verdict(arguments.limit) for change in found]
-    for change, verdict in zip(found, verdicts, strict=True):
-        cells = (f"{change.old:.4g}", f"{change.new:.4g}", f"{change.percent:+.1f} %", verdict)
-        table.add_row(".".join(change.path), *cells, style=styles[verdict])
+    judgements = [change.judgement(arguments.limit) for change in found]
+    for change, judgement in zip(found, judgements, strict=True):
+        cells = (f"{change.old:.4g}", f"{change.new:.4g}", f"{change.percent:+.1f} %", judgement)
+        table.add_row(".".join(change.path), *cells, style=styles[judgement])
     console = Console(highlight=False)
     console.print(table)
     for line in notes(old, new):
         console.print(line, markup=False, soft_wrap=True)
-    worse = verdicts.count("worse")
-    better = verdicts.count("better")
+    worse = judgements.count("worse")
+    better = judgements.count("better")
     console.print(f"{len(found)} numbers: {worse} worse and {better} better by more than {arguments.limit:g} %")
     return 1 if worse else 0
 

@@ -12,8 +12,9 @@ Four parts, all of them unless --only names some:
             over our modules or over stock ones.
   kv        what positions, masks and the key/value cache cost in a step at 200 and at 2,000 tokens of context, beside
             the whole pass. Attention grows with the context; the handling should not.
-  against   whole answers in one interleaved run: the head, plain decoding and peers. Ratios are to the fastest plain
-            decoding, with a bootstrap interval over prompts; a prompt counts with the median of its repetitions.
+  against   whole answers in one interleaved run: the head, autoregressive decoding and other methods. Ratios are to
+            the fastest autoregressive one, with a bootstrap interval over prompts; a prompt counts with the median of
+            its repetitions.
   overhead  share of the loop's time outside base and drafter, on the same answers.
 
 Prompts, decoders and parts take turns, so that a drift of the machine hits all alike; nothing else should run.
@@ -176,8 +177,8 @@ def show_costs(display: Display, costs: CostModel, plain: PlainTokens) -> None:
     """v(n), c, o, and what v(n) is divided by."""
     name, fastest = plain.fastest
     display.line(
-        f"one plain token: our pass {1e3 * plain.verify_s:.2f} ms (our whole loop {1e3 * plain.plain_s:.2f}), generate "
-        f"over our modules {1e3 * plain.transformers_s:.2f}, over stock modules {1e3 * plain.stock_s:.2f}"
+        f"one autoregressive token: our pass {1e3 * plain.verify_s:.2f} ms (our whole loop {1e3 * plain.plain_s:.2f}), "
+        f"generate over our modules {1e3 * plain.transformers_s:.2f}, over stock modules {1e3 * plain.stock_s:.2f}"
     )
     display.line(f"v(1) is {name}, {1e3 * fastest:.2f} ms")
     table = Table("n", "v(n) ms", "v(n)/v(1)", title=f"verification after {costs.context} tokens")
@@ -217,7 +218,7 @@ def show_handling(display: Display, found: dict[str, Any]) -> None:
 
 
 def show_race(display: Display, found: dict[str, Any]) -> None:
-    """Every method against the fastest plain decoding."""
+    """Every method against the fastest autoregressive decoding."""
     title = f"{found['prompts']} prompts; x is against {found['fastest_plain']}, same output as {found['reference']}"
     name_column = Column("method", overflow="fold")
     table = Table(name_column, "tokens/s", "x", "95 %", "tokens a step", "same", "loop", title=title)
@@ -239,9 +240,9 @@ def show_overhead(display: Display, found: dict[str, float | None]) -> None:
     """The loop's share, and whether it meets the target."""
     shares = ", ".join(f"{name} {_cell(share, '.1%')}" for name, share in found.items())
     missed = [name for name, share in found.items() if share is not None and share > OVERHEAD_TARGET]
-    verdict = f"missed by {', '.join(missed)}" if missed else "met"
+    missing = f"missed by {', '.join(missed)}" if missed else "met"
     display.line(
-        f"loop outside base and drafter: {shares} of the steps' time (target {OVERHEAD_TARGET:.0%}: {verdict})"
+        f"loop outside base and drafter: {shares} of the steps' time (target {OVERHEAD_TARGET:.0%}: {missing})"
     )
 
 

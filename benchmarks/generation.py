@@ -38,7 +38,7 @@ def ours(base: BaseModel, prompts: list[list[int]], batch: int, max_new: int, ke
 
 @torch.inference_mode()
 def transformers(base: BaseModel, prompts: list[list[int]], batch: int, max_new: int) -> int:
-    """The same with ``generate``; padding behind EOS is not counted."""
+    """The same with ``generate``; padding after EOS is not counted."""
     pad = min(base.eos_ids)
     ordered = sorted(prompts, key=len)
     tokens = 0

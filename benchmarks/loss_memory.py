@@ -1,4 +1,4 @@
-"""Peak memory of a Medusa training step's loss: chunked against the plain form.
+"""Peak memory of a Medusa training step's loss: chunked against whole matrices.
 
     python benchmarks/loss_memory.py                  5 heads, 128256 ids, 4096 tokens, width 256
     python benchmarks/loss_memory.py --width 4096     Llama-3-8B's width (weights and gradients alone take 21 GB)
@@ -56,7 +56,7 @@ class PeakMemory:
 def plain_step(hidden: torch.Tensor, heads: list[LMHead], targets: Targets, config: LossConfig) -> float:
     """Loss and gradients with whole matrices and autograd's graph, one head after the other.
 
-    The strongest plain form: all heads in one graph would keep five times as much.
+    The strongest such form: all heads in one graph would keep five times as much.
     """
     assert targets.target_lm_head is not None and targets.target_hidden is not None
     probs = targets.target_lm_head.logits(targets.target_hidden).float().softmax(-1)

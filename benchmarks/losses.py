@@ -7,7 +7,7 @@
 
 The head of a recipe is trained once per loss and seed, through the recipe's phases, each of them with that loss; all
 read the same corpus and the same cached features, in the same order for the same seed, from the same initial weights.
-Behind the last step the held-out answers give, by draft position:
+After the last step the held-out answers give, by draft position:
 
   top-1     share of the targets that the head's likeliest token hits: what greedy decoding accepts.
   overlap   sum of min(p, q), what speculative sampling accepts. p is renormalised on the draft vocabulary.

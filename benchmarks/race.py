@@ -1,4 +1,4 @@
-"""Answers of a head, of plain decoding and of peers in one interleaved run, repeated."""
+"""Answers of a head, of autoregressive decoding and of other methods in one interleaved run, repeated."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from drafthead.models.decoding.step_log import DecodeResult
 
 HEAD = "head"
 PLAIN = ("plain", "transformers", "stock")
-"""Plain decoding: our loop, ``generate`` over our modules, ``generate`` over stock modules."""
+"""Autoregressive decoding: our loop, ``generate`` over our modules, ``generate`` over stock modules."""
 METHODS_NAME = {"plain": "autoregressive", "transformers": "transformers", HEAD: "speculative"}
 """What ``eval/methods.py`` calls them."""
 STRIDE = 10**6
@@ -48,7 +48,7 @@ def check_against(specs: Sequence[str]) -> None:
     check_methods([spec for spec in specs if spec not in PLAIN])
     if not set(specs) & set(PLAIN):
         raise UserError(
-            f"--against {','.join(specs)} has no plain decoding to divide by; add one of {', '.join(PLAIN)} "
+            f"--against {','.join(specs)} has no autoregressive decoding to divide by; add one of {', '.join(PLAIN)} "
             f"(peers: {METHOD_FORMS})"
         )
 

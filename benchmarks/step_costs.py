@@ -1,5 +1,5 @@
-"""What the passes of a decoding step cost, next to a plain token of transformers' ``generate``; and what part of a
-pass only moves keys, values and masks about.
+"""What the passes of a decoding step cost, next to a token of transformers' ``generate``; and what part of a pass
+only moves keys, values and masks about.
 
 Shape legend: B rows, N tree nodes, P nodes of a path, H key/value heads, E head width, D width.
 """
@@ -28,7 +28,7 @@ from drafthead.models.token_tree import TokenTree, TreeShape
 ROUND = 3
 """Repeats of ``measure_costs`` between two looks at the other ways to a token."""
 TOKENS = 8
-"""Plain tokens of each way in a round."""
+"""Autoregressive tokens of each way in a round."""
 WARM = 2
 """First steps of an answer, and first repeats, that do not count."""
 BATCH = 4
@@ -39,12 +39,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PlainTokens:
-    """Seconds of one plain token, medians; all after the same context, in the same run as v(n)."""
+    """Seconds of one autoregressive token, medians; all after the same context, in the same run as v(n)."""
 
     verify_s: float
     """v(1): our pass over one token, logits and argmax included, without the loop."""
     plain_s: float
-    """A whole step of our plain loop."""
+    """A whole step of our autoregressive loop."""
     transformers_s: float
     """A token of transformers' ``generate`` over our modules."""
     stock_s: float
@@ -79,7 +79,7 @@ def measure_steps(
     sizes: Sequence[int],
     on_progress: Progress,
 ) -> tuple[CostModel, PlainTokens]:
-    """v(n), c and o of ``measure_costs`` and the plain ways to a token, in rounds that take turns."""
+    """v(n), c and o of ``measure_costs`` and the autoregressive ways to a token, in rounds that take turns."""
     rounds = -(-repeats // ROUND)
     found: list[CostModel] = []
     plain: dict[str, list[float]] = {"plain_s": [], "transformers_s": [], "stock_s": []}

@@ -64,7 +64,7 @@ class Clock:
         self._last = 0.0
 
     def start(self) -> None:
-        """Begin behind whatever went before."""
+        """Begin after whatever went before."""
         self.base.synchronise()
         self.memory.restart()
         self._last = perf_counter()

@@ -8,10 +8,10 @@
 A recipe's phase (--phase, by default its first) is run on rows of random tokens with a base of the recipe's shape and
 random weights (no step is faster or slower for it); a base without a shape is loaded. Per device:
 
-  tokens/s     positions read, over --steps steps behind --warm ones that do not count, without a stop between parts.
+  tokens/s     positions read, over --steps steps after --warm ones that do not count, without a stop between parts.
   floor        the same of the base alone, reading the same rows: a step that computes its features cannot beat it.
   parts        seconds of a step in data (waiting for rows), base (features), head (loss, forward and backward) and
-               optimiser (sum over processes, clipping, update), from other steps, with a stop behind each part.
+               optimiser (sum over processes, clipping, update), from other steps, with a stop after each part.
   MFU          of the device's bfloat16 peak, where that is known, by the products of base and head alone.
   memory       the peak of the steps, of each part, and what `mode=estimate` says: allocated bytes on a GPU; on a CPU
                how far resident memory rose above what the interpreter had.
@@ -129,7 +129,7 @@ class Bench:
         return (perf_counter() - started) / steps
 
     def parted_steps(self, steps: int, memory: Memory) -> Clock:
-        """Steps with a stop behind every part."""
+        """Steps with a stop after every part."""
         clock = Clock(self.base, memory)
 
         def marked() -> Iterator[tuple[TrainBatch, Features]]:

@@ -33,7 +33,7 @@ usage: drafthead COMMAND [key=value ...]
 {chr(10).join(f"  {name:<10} {line}" for name, (_, line) in COMMANDS.items())}
 
   drafthead train recipe=medusa_smollm2              a real model on 2 CPU cores, nothing to log in to
-  drafthead train recipe=medusa_llama3 mode=estimate     what a run will cost; loads no weights
+  drafthead train recipe=medusa_llama3 mode=estimate what a run will cost; loads no weights
   drafthead train recipe=medusa_llama3 debug=tiny    the whole run on a random tiny base, offline
   drafthead eval head=outputs/medusa_smollm2/head suite=mt_bench
   drafthead generate head=outputs/medusa_smollm2/head Why is the sky blue?

@@ -71,7 +71,7 @@ def tiny_base() -> Callable[..., BaseModel]:
 
 
 class CompletionsServer:
-    """An OpenAI-compatible completions server on loopback, which can be told to fail.
+    """An OpenAI-compatible completions server on loopback, which can be made to fail.
 
     Args:
         answer: (prompt's ids, body of the request) -> the answer's ids.

@@ -1,4 +1,4 @@
-"""What several test files need: packed rows, heads that are not at their start, laws of answers, whole tiny runs."""
+"""What several test files need: packed rows, heads that are not at their start, probs of answers, whole tiny runs."""
 
 import json
 import shutil
@@ -112,7 +112,7 @@ def small_head(base: BaseModel, folder: Path) -> Path:
 
 @torch.inference_mode()
 def drafted_logits(head: DraftHead, ids: list[int], features: Features, drafts: list[int]) -> Tensor:
-    """[K, W] behind ``ids`` and the committed first of ``drafts``, and then behind the others of a given chain."""
+    """[K, W] after ``ids`` and the committed first of ``drafts``, and then after the others of a given chain."""
     state = head.update(head.init_state(1), torch.tensor([ids]), features)
     draft_pass = head.start(state, torch.tensor(drafts[:1]), DraftConfig(tree=TokenTree.chain(len(drafts))))
     logits = [draft_pass.root()[0, 0]]
@@ -122,31 +122,31 @@ def drafted_logits(head: DraftHead, ids: list[int], features: Features, drafts: 
     return torch.stack(logits)
 
 
-# Laws --------------------------------------------------------------------------------------------------------
+# Distributions --------------------------------------------------------------------------------------------------------
 
 
 @cache
 def small_base() -> BaseModel:
-    """One layer, and laws that are flat enough to tell drafters apart: for counting all answers of a few tokens."""
+    """One layer, and probs flat enough to tell drafters apart: for counting all answers of a few tokens."""
     shape = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300}
     shape |= {"max_position_embeddings": 128, "initializer_range": 0.3}
     return BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=0))
 
 
-def hidden_and_law(base: BaseModel, tokens: list[int], sampler: Sampler) -> tuple[Tensor, Tensor]:
-    """The base's ``h`` [D] after ``tokens``, and the law [V] of the next one; by plain reading."""
+def hidden_and_probs(base: BaseModel, tokens: list[int], sampler: Sampler) -> tuple[Tensor, Tensor]:
+    """The base's ``h`` [D] after ``tokens``, and the probs [V] of the next one; autoregressive."""
     hidden = base.forward(torch.tensor([tokens]), base.new_cache(len(tokens))).final[0, -1:]
     return hidden[0], sampler.probs(base.logits(hidden), torch.tensor([tokens]))[0].double()
 
 
-def law_of_answers(base: BaseModel, prompt: Sequence[int], sampler: Sampler, length: int) -> Answers:
-    """Every possible answer of so many tokens, by plain reading."""
+def probs_of_answers(base: BaseModel, prompt: Sequence[int], sampler: Sampler, length: int) -> Answers:
+    """Every possible answer of so many tokens, autoregressive."""
     found: Answers = {(): 1.0}
     for _ in range(length):
         longer: Answers = {}
         for answer, chance in found.items():
-            _, following = hidden_and_law(base, [*prompt, *answer], sampler)
+            _, following = hidden_and_probs(base, [*prompt, *answer], sampler)
             longer |= {(*answer, int(t)): chance * float(following[t]) for t in following.nonzero()[:, 0]}
         found = longer
     return found
@@ -161,7 +161,7 @@ def p_value(counts: Tensor, expected: Tensor) -> float:
 def p_value_of_answers(counts: Counter[tuple[int, ...]], expected: Answers) -> float:
     """Of a chi-square test; answers that are expected fewer than 5 times are taken together."""
     total = counts.total()
-    assert set(counts) <= set(expected), "an answer that plain sampling cannot give"
+    assert set(counts) <= set(expected), "an answer that autoregressive sampling cannot give"
     common = [answer for answer, chance in expected.items() if chance * total >= 5]
     cells = [(float(counts[answer]), expected[answer] * total) for answer in common]
     cells.append((total - sum(seen for seen, _ in cells), total - sum(wanted for _, wanted in cells)))
@@ -170,7 +170,7 @@ def p_value_of_answers(counts: Counter[tuple[int, ...]], expected: Answers) -> f
 
 
 def lookup(probs: Tensor) -> Callable[[Tensor], Tensor]:
-    """A target whose laws after all nodes are known: [B, N, V]."""
+    """A target whose distributions after all nodes are known: [B, N, V]."""
     return lambda nodes: probs.gather(1, nodes[..., None].expand(-1, -1, probs.shape[-1]))
 
 

@@ -100,7 +100,7 @@ def test_a_prompt_that_cannot_be_answered_is_named(
     ("name", "given", "says"),
     [
         ("decode", ["--only", "cost"], "--only knows costs, kv, against, overhead, got cost"),
-        ("decode", ["--against", "prompt_lookup"], "has no plain decoding to divide by; add one of plain"),
+        ("decode", ["--against", "prompt_lookup"], "has no autoregressive decoding to divide by"),
         ("decode", ["--against", "plain,wrong"], "unknown drafter or method 'wrong'"),
         ("decode", ["--repeats", "0"], "--repeats must be at least 1, got 0"),
         ("decode", ["--context", "300", "--long-context", "300"], "300 must be longer than --context 300"),
@@ -320,7 +320,7 @@ def test_peaks_and_operations(script: Load, monkeypatch: pytest.MonkeyPatch) -> 
     head = MedusaConfig(num_draft_tokens=3, own_lm_head=False)
     layer = 2 * (4 * 16 + 3 * 32 + 8 + 16 * 4)  # the last: 16 tokens, each over half of them, twice
     blocks, shared = 6 * 3 * (16 + 4), 4 * 3 * 10 * 4
-    for features, base in (("computed", layer), ("cached", 0)):
+    for hidden_states, base in (("computed", layer), ("cached", 0)):
         phase = PhaseConfig(corpus="text", seq_len=16, hidden_states=features)
         assert step.operations_per_token(head, phase, settings) == base + blocks + shared
 

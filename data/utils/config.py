@@ -27,8 +27,8 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 and the number of SIGINT, as shells count."""
 
 RENAMED_KEYS: dict[str, str | None] = {
-    # Old key, with as many parents as it needs to be told from others (the parents by their new names): new key, or
-    # None where the setting is gone. Where two old keys have one new name, the first is the one of version 0.1.0.
+    # Old key: new key, or None where the setting is gone; an ambiguous key has parents, by their new names. Where two
+    # old keys have one new name, the first is the one of version 0.1.0.
     "row_length": "seq_len",
     "batch_rows": "micro_batch_size",
     "dead_after_s": "heartbeat_timeout_s",
@@ -182,8 +182,8 @@ def parse(cfg: DictConfig, wanted: type[T]) -> T:
         UserError: an unknown key, a wrong type, a missing value, a limit exceeded.
     """
     try:
-        plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        return cast(T, OmegaConf.to_object(OmegaConf.merge(schema(wanted), plain)))
+        values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        return cast(T, OmegaConf.to_object(OmegaConf.merge(schema(wanted), values)))
     except (OmegaConfBaseException, HydraException) as error:
         raise UserError(f"config: {_one_line(error)}{_near(error, wanted)}") from None
     except ValueError as error:
@@ -220,7 +220,7 @@ def one_line_errors(task: Callable[[DictConfig], None]) -> Callable[[DictConfig]
         except OSError as error:  # a path that cannot be made, a full disk: the message names it
             raise SystemExit(f"error: {error}; choose another folder (out=..., data.folder=...)") from None
         except KeyboardInterrupt:
-            say("interrupted; what is done is kept, the same command goes on from there")
+            say("interrupted; what is done is kept, the same command resumes from there")
             raise SystemExit(INTERRUPTED) from None
 
     return guarded

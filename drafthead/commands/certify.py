@@ -66,7 +66,7 @@ def main(config: CertifyConfig) -> None:
 
 
 def worst_samplers(rows: Sequence[Row]) -> list[Row]:
-    """The worst row of each rule, siblings and shape, with all of their outcomes."""
+    """The worst row of each rule, draft sampling and shape, with all of their outcomes."""
     found = []
     for _, group in groupby(rows, lambda row: (row.rule, row.draft_sampling, row.shape, row.vocabulary)):
         alike = list(group)

@@ -170,7 +170,7 @@ def rows(
         found.append(Row(f"chain of {length}", length + 1, length, simulated, speedup))
     if sizes and min(sizes) < 2:
         raise UserError(f"a tree of {min(sizes)} nodes is wanted; the root and one draft are 2")
-    # Sampled siblings are trials in order, which only Sequoia's program keeps to.
+    # Sampled candidates are tried in order, which only Sequoia's program respects.
     method = "greedy" if draft_sampling is DraftSampling.TOP_K else "sequoia"
     for size, simulated in zip(sizes, cross_fitted(answers, sizes, method, seed) if sizes else [], strict=True):
         speedup = costs.speedup(simulated.mean_accepted_length, size, depth)

@@ -196,17 +196,17 @@ def _decoder(base: BaseModel, candidate: Candidate, new: int) -> Decoder:
 
 
 def rows_of(candidates: list[Candidate], results: dict[str, list[DecodeResult]]) -> list[dict[str, Any]]:
-    """Plain values of every candidate, the fastest first; speedups over the faster baseline."""
+    """JSON values of every candidate, the fastest first; speedups over the faster baseline."""
     kept = [n for n, r in enumerate(results[OURS]) if not isinstance(r, FailedDecode)]
     if not kept:
-        raise UserError("no prompt could be answered; lower max_new-tokens or choose another suite")
+        raise UserError("no prompt could be answered; lower max_new_tokens or choose another suite")
     of = {name: [row[n] for n in kept] for name, row in results.items()}
-    plain = max((of[name] for name in AUTOREGRESSIVE), key=lambda answers: tokens_per_second(answers).value)
+    baseline = max((of[name] for name in AUTOREGRESSIVE), key=lambda answers: tokens_per_second(answers).value)
     rows = []
     for candidate in candidates:
         found = of[candidate.name]
         steps = [step for result in found for step in result.steps]
-        speedup, low, high = speedup_interval(plain, found)
+        speedup, low, high = speedup_interval(baseline, found)
         rows.append(
             {
                 "name": candidate.name,

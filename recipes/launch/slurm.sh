@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # sbatch --nodes 2 recipes/launch/slurm.sh recipe=medusa_llama3 shard=hybrid
 # One launcher a node, one process a GPU. Submit the same line again to go on from the newest checkpoint; a job that was
-# preempted goes on by itself. SIGTERM 120 s before the end goes to the steps, where it saves and leaves (with B:TERM it
+# preempted resumes by itself. SIGTERM 120 s before the end goes to the steps, where it saves and leaves (with B:TERM it
 # would go to this script alone).
 #SBATCH --job-name=drafthead
 #SBATCH --nodes=2

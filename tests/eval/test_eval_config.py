@@ -1,4 +1,4 @@
-"""Which tree, siblings and rule an evaluation's settings name."""
+"""Which tree, draft sampling and rule an evaluation's settings name."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -16,7 +16,7 @@ from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.common.loading import load_base
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
-from support import law_of_answers, p_value_of_answers
+from support import p_value_of_answers, probs_of_answers
 
 pytestmark = pytest.mark.slow
 SAMPLER = Sampler(temperature=1.0, top_k=3)
@@ -67,7 +67,7 @@ def test_greedy_text_is_plain_text_alone_and_in_a_batch(kind: str) -> None:
 
 @cache
 def dist(prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
-    return law_of_answers(base(), prompt, SAMPLER, length=3)
+    return probs_of_answers(base(), prompt, SAMPLER, length=3)
 
 
 @pytest.mark.parametrize("batch", [1, 4])

@@ -16,7 +16,7 @@ from drafthead.models.base.config import BaseConfig, check_architecture
 from drafthead.models.decoding.corpus import generate_answers
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
-from support import hidden_and_law, p_value, row_of
+from support import hidden_and_probs, p_value, row_of
 
 TinyBase = Callable[..., BaseModel]
 
@@ -72,7 +72,7 @@ def test_a_sampled_row_does_not_depend_on_its_batch(tiny_base: TinyBase) -> None
 def test_samples_follow_the_truncated_distribution(tiny_base: TinyBase) -> None:
     """Chi-square of the first sampled token, after top-k and top-p, over 1500 prompts of a seed."""
     base, cut = tiny_base(), {"temperature": 1.5, "top_k": 8, "top_p": 0.8}
-    _, probs = hidden_and_law(base, [5, 6, 7], Sampler(**cut))
+    _, probs = hidden_and_probs(base, [5, 6, 7], Sampler(**cut))
     sampler = SamplerConfig(**cut, max_new_tokens=1)
     prompts = [(n, [5, 6, 7]) for n in range(1500)]
     answers = generate_answers(base, prompts, sampler, batch_size=50, max_prompt_tokens=16)

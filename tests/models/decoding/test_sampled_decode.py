@@ -17,7 +17,7 @@ from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
-from support import hidden_and_law, law_of_answers, p_value_of_answers, small_base
+from support import hidden_and_probs, p_value_of_answers, probs_of_answers, small_base
 
 PROMPTS = [[5, 6, 7], [250], [9, 10, 11, 12, 13, 14, 15], [100, 40]]
 KINDS = {
@@ -36,7 +36,7 @@ ONE_IN = 1e-4
 
 @cache
 def dist(prompt: tuple[int, ...], sampler: Sampler) -> dict[tuple[int, ...], float]:
-    return law_of_answers(small_base(), prompt, sampler, LENGTH)
+    return probs_of_answers(small_base(), prompt, sampler, LENGTH)
 
 
 @cache
@@ -45,7 +45,7 @@ def fitted_head() -> MedusaHead:
     head = MedusaConfig(num_draft_tokens=2).build(small_base()).eval()
     with torch.no_grad():
         for prompt, k in product(PROMPTS, range(2)):
-            hidden = hidden_and_law(small_base(), prompt, SAMPLER)[0]
+            hidden = hidden_and_probs(small_base(), prompt, SAMPLER)[0]
             chances: defaultdict[int, float] = defaultdict(float)
             for answer, chance in dist(tuple(prompt), SAMPLER).items():
                 chances[answer[k + 1]] += chance

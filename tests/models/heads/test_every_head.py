@@ -28,7 +28,7 @@ from drafthead.models.heads.medusa2 import Medusa2Config
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from drafthead.models.kernels.linear import PlainLinear, inference_linear
 from drafthead.models.token_tree import TokenTree
-from support import fitted, law_of_answers, p_value_of_answers, random_ids, randomised, rows_of, small_base
+from support import fitted, p_value_of_answers, probs_of_answers, random_ids, randomised, rows_of, small_base
 
 TinyBase = Callable[..., BaseModel]
 RECURRENT: dict[str, DraftHeadConfig] = {
@@ -321,7 +321,7 @@ def test_sampled_text_is_distributed_as_without_a_head(kind: str) -> None:
     """Trees of nodes sampled without replacement, in a batch of two prompts: chi-square over all answers."""
     base, sampler, length = small_base(), Sampler(temperature=1.0, top_k=3), 3
     prompts = [[9, 10, 11, 12, 13, 14, 15], [250]]
-    probs = [law_of_answers(base, prompt, sampler, length) for prompt in prompts]
+    probs = [probs_of_answers(base, prompt, sampler, length) for prompt in prompts]
     texts = [[*p, *answer] for p, found in zip(prompts, probs, strict=True) for answer in found]
     config = replace(HEADS[kind], num_layers=1) if kind == "draft_lm" else HEADS[kind]
     head = fitted(config.build(base), rows_of(texts), 12)
