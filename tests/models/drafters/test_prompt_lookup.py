@@ -1,6 +1,5 @@
 """Prompt lookup against a loop over the text, and its trees by hand."""
 
-
 import pytest
 import torch
 from hypothesis import given, settings
