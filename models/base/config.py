@@ -108,8 +108,7 @@ class BaseConfig:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"base.shape.model_type {model_type!r} is not known to transformers: {error}") from None
         try:
-            options = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
-            return AutoConfig.from_pretrained(self.name, **options)
+            return AutoConfig.from_pretrained(self.name, **self.hub_options())
         except LOAD_ERRORS as error:
             raise UserError(could_not_load(self.name, error)) from None
 
@@ -117,23 +116,22 @@ class BaseConfig:
         """The tokenizer to use with the weights in ``folder`` (or of that hub id)."""
         if self.tokenizer == "builtin:tiny":
             return tiny_tokenizer()
-        options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
-        if self.gguf_file and self.tokenizer is None:
-            options["gguf_file"] = self.gguf_file
+        gguf = {"gguf_file": self.gguf_file} if self.gguf_file and self.tokenizer is None else {}
         try:
-            return AutoTokenizer.from_pretrained(self.tokenizer or folder, **options)
+            return AutoTokenizer.from_pretrained(self.tokenizer or folder, **self.hub_options(), **gguf)
         except LOAD_ERRORS as error:
+            why = could_not_load(folder, error)
             if self.tokenizer:
-                raise UserError(
-                    f"base.tokenizer={self.tokenizer} could not be loaded: {_first_line(error)} Name a folder with a "
-                    "tokenizer.json, or a Hub id"
-                ) from None
-            if Path(folder).is_dir():
-                raise UserError(
-                    f"no tokenizer in {folder}, or not all of its files; name one with base.tokenizer=... (a folder or "
-                    "a Hub id)"
-                ) from None
-            raise UserError(could_not_load(folder, error)) from None
+                why = f"base.tokenizer={self.tokenizer} could not be loaded: {_first_line(error)} "
+                why += "Name a folder with a tokenizer.json, or a Hub id"
+            elif Path(folder).is_dir():
+                why = f"no tokenizer in {folder}, or not all of its files; "
+                why += "name one with base.tokenizer=... (a folder or a Hub id)"
+            raise UserError(why) from None
+
+    def hub_options(self) -> dict[str, Any]:
+        """Options of every ``from_pretrained``."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 
 def could_not_load(name: str, error: Exception) -> str:
@@ -225,7 +223,7 @@ def _stored(
     config: BaseConfig, dtype: torch.dtype, progress: Callable[[str], None]
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     folder = str(smollm2_folder(progress)) if config.name == EMBEDDED else config.name
-    options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    options = config.hub_options()
     if config.gguf_file:
         # Dequantised on load: a GGUF model that counts as quantised can neither be saved nor prepacked.
         options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
