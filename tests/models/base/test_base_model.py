@@ -55,7 +55,7 @@ def test_batched_generation_equals_decoding_each_prompt(tiny_base: TinyBase) -> 
         assert answer.boundary == len(prompt)
         ids = torch.tensor([answer.input_ids.tolist()])
         wanted = base.forward(ids[:, :-1], base.new_cache(ids.shape[1])).final[0]
-        torch.testing.assert_close(torch.from_numpy(answer.features).float(), wanted, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(torch.from_numpy(answer.hidden_states).float(), wanted, rtol=2e-3, atol=2e-3)
 
 
 def test_a_sampled_row_does_not_depend_on_its_batch(tiny_base: TinyBase) -> None:
