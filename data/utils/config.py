@@ -45,6 +45,7 @@ RENAMED_KEYS: dict[str, str | None] = {
     "head.num_tokens": "num_draft_tokens",
     "head.own_projection": "own_lm_head",
     "head.threshold": "confidence_threshold",
+    "head.heads_lr_factor": "heads_lr_mult",
     "phases.*.accumulate": "grad_accum_steps",
     "phases.*.features": "hidden_states",
     "generations.slots": "batch_size",

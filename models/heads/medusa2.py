@@ -70,7 +70,7 @@ class Medusa2Config(MedusaConfig):
     """Weight of the heads' loss beside the base's (lambda_0 in the paper)."""
     heads_schedule: str = "constant"
     """Of that weight over the phase: ``constant``, ``linear`` or ``sine``, both from 0 to it."""
-    heads_lr_factor: float = 4.0
+    heads_lr_mult: float = 4.0
     """The heads' learning rate over the adapters', which is the phase's, while both are trained."""
     checkpointing: bool = False
     """Compute the base's activations again in the backward pass instead of keeping them: less memory, slower."""
@@ -93,7 +93,7 @@ class Medusa2Config(MedusaConfig):
             ("base_loss", self.base_loss in BASE_LOSSES, f"one of {list(BASE_LOSSES)}"),
             ("heads_weight", self.heads_weight >= 0, ">= 0"),
             ("heads_schedule", self.heads_schedule in HEAD_SCHEDULES, f"one of {list(HEAD_SCHEDULES)}"),
-            ("heads_lr_factor", self.heads_lr_factor > 0, "above 0"),
+            ("heads_lr_mult", self.heads_lr_mult > 0, "above 0"),
         )
         for key, holds, limit in limits:
             if not holds:
@@ -151,9 +151,9 @@ class Medusa2Head(MedusaHead):
         return super().decoders() + ([] if self._tuned is None else [self._tuned.model.model])
 
     def lr_mult(self, parameter: nn.Parameter) -> float:
-        """``heads_lr_factor`` of the heads' parameters while adapters are trained with them, else 1."""
+        """``heads_lr_mult`` of the heads' parameters while adapters are trained with them, else 1."""
         ours = any(parameter is other for other in self.adapter.values())
-        return 1.0 if ours or not self._joint else self.config.heads_lr_factor
+        return 1.0 if ours or not self._joint else self.config.heads_lr_mult
 
     def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
         """In phases that train the base the sum of both losses, of the tuned base's own states; ``features`` are the

@@ -150,7 +150,7 @@ def test_limits(kind: str, settings: dict[str, object], says: str) -> None:
         "base_loss": "mse",
         "heads_weight": -1.0,
         "heads_schedule": "cosine",
-        "heads_lr_factor": 0.0,
+        "heads_lr_mult": 0.0,
     }.items(),
 )
 def test_limits_of_training_the_base(key: str, value: object) -> None:

@@ -163,7 +163,7 @@ def test_the_base_gets_no_gradient_and_stays_what_it_is(tiny_base: TinyBase) -> 
 
 
 def test_heads_learn_faster_than_adapters(tiny_base: TinyBase) -> None:
-    head = tuned_head(tiny_base(), heads_lr_factor=4.0)
+    head = tuned_head(tiny_base(), heads_lr_mult=4.0)
     groups = build_optimizer(head.parameters(), OptimConfig(lr=0.01, weight_decay=0.1), head.lr_mult).param_groups
     adapters = {id(p) for p in head.adapter.values()}
     assert sum(len(group["params"]) for group in groups) == len(list(head.parameters()))

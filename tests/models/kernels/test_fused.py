@@ -178,9 +178,9 @@ def test_heads_draft_with_them(tiny_base: TinyBase, config: DraftHeadConfig, pro
             return func(*args, **(kwargs or {}))
 
     state = head.init_state(1)
-    memory: LayerKVCache = (getattr(state, "text", None) or getattr(state, "adapter")).memory  # noqa: B009
+    cache: LayerKVCache = (getattr(state, "text", None) or getattr(state, "adapter")).cache  # noqa: B009
     width = base.hidden_size * (2 if isinstance(config, Eagle3Config) else 1)
-    text = PendingInputs.none(memory, 1, torch.empty(width))
+    text = PendingInputs.none(cache, 1, torch.empty(width))
     with torch.inference_mode(), Record():
         text.append(torch.randn(1, 3, width), None)
     assert sum("_linear_pointwise" in call for call in calls) == products

@@ -84,7 +84,7 @@ CASES = {
     "medusa2 head": Case(MEDUSA2, HEAD, grad_accum_steps=2, train_base=True),
     "medusa2 full": Case(MEDUSA2, FULL, grad_accum_steps=2, train_base=True),
     "medusa2 full, one rate": Case(
-        Medusa2Config(num_draft_tokens=2, lora_rank=4, lora_dropout=0.0, heads_lr_factor=1.0, checkpointing=True),
+        Medusa2Config(num_draft_tokens=2, lora_rank=4, lora_dropout=0.0, heads_lr_mult=1.0, checkpointing=True),
         FULL,
         train_base=True,
     ),
