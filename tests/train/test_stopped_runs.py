@@ -151,7 +151,7 @@ def test_a_full_disk_costs_nothing_that_was_done(runs: Any, whole: Path, tmp_pat
         assert runs.one(tmp_path, at=call, do=how) == 1, when
         last = runs.said(tmp_path).strip().splitlines()[-1]
         assert last.startswith(f"error: {what} could not be written to {tmp_path}"), last
-        assert "the same command goes on from there" in last
+        assert "the same command resumes there" in last
         assert before <= set(tmp_path.rglob("*")), "something that was whole is gone"
         assert not [p for p in tmp_path.rglob(".*") if p.name.startswith((".writing", ".shard"))], "the disk stays full"
     assert runs.one(tmp_path) == 0
