@@ -24,7 +24,7 @@ HEAD = "head"
 PLAIN = ("plain", "transformers", "stock")
 """Autoregressive decoding: our loop, ``generate`` over our modules, ``generate`` over stock modules."""
 METHODS_NAME = {"plain": "autoregressive", "transformers": "transformers", HEAD: "speculative"}
-"""What ``eval/methods.py`` calls them."""
+"""What ``eval/timing/methods.py`` calls them."""
 STRIDE = 10**6
 """Between the numbers of one prompt's repetitions: ``run_interleaved`` answers a prompt number once."""
 
@@ -63,7 +63,7 @@ class Runners:
     drafter: Drafter
     draft_config: DraftConfig
     specs: Sequence[str]
-    """Names of ``PLAIN`` and peers of ``eval/methods.py``; the head runs always."""
+    """Names of ``PLAIN`` and peers of ``eval/timing/methods.py``; the head runs always."""
     config: EvalConfig
     """``max_new_tokens`` and ``seed``."""
 

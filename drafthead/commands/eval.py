@@ -17,7 +17,7 @@ from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampli
 from drafthead.models.heads.common.loading import default_device, load_base_and_head
 
 USAGE = """\
-Measure a saved head: mean accepted length, speedup against both baselines, identical outputs.
+Measure a saved head: mean accepted length, speedup over autoregressive decoding, identical outputs.
 
 usage: drafthead eval head=FOLDER_OR_REPO_OR_DRAFTER [suite=NAME] [key=value ...]
 
@@ -41,7 +41,7 @@ rule.name       exact and block (lossless), typical and lenient (lossy: its tota
 drafters        prompt_lookup[:TOKENS], early_exit:LAYERS[:TOKENS], model:NAME[:TOKENS], head:FOLDER:
                 as head=, in combine=[...] and in baselines=[...], which also knows head+DRAFTER (combined with the
                 head), hf_prompt_lookup[:TOKENS] and hf_assisted:NAME (transformers' own)
-combine_nodes     of a combined tree, as many as the head's own by default: the others first, then the head's likeliest
+combine_nodes   of a combined tree, as many as the head's own by default: the others first, then the head's likeliest
 """
 
 

@@ -13,7 +13,7 @@ start from nothing would pull the base towards noise.
 Differences from the reference code: L_base is taken over the trained tokens alone (there, prompts and padding count
 too), and the base's own loss is computed in chunks like the heads'. A head that is saved holds the adapter beside its
 weights and names it; it is loaded with the adapter merged into the base, and decoding is exact for *that* base. What
-was lost against the original one is for ``eval/quality.py`` to say.
+was lost against the original one is for ``eval/metrics/base_quality.py`` to say.
 
 Shape legend: B batch, T time, n trained positions, D width, V vocabulary.
 """
