@@ -330,7 +330,7 @@ class RunConfig:
     out: str = MISSING
     """The run folder."""
     resume: bool = True
-    """Go on from the run folder's newest checkpoint; false starts the run over (corpora are kept)."""
+    """Resume from the newest checkpoint of the run folder; false starts the run over (corpora are kept)."""
     base: BaseConfig = field(default_factory=BaseConfig)
     head: dict[str, Any] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)

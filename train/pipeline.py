@@ -167,7 +167,7 @@ def train(work: Workspace) -> None:
     launch.sharding.close()
     if not launch.is_main:
         return
-    work.corpora.group = RankGroup()  # the main process goes on alone
+    work.corpora.group = RankGroup()  # the main process continues alone
     if launch.sharding.shards_base:
         work.corpora.base = BaseModel.load(run.base, work.corpora.base.device)
     save_training_plots(read_json_lines(work.folder / "metrics.jsonl"), work.folder / "plots")

@@ -1,4 +1,4 @@
-"""Makes the phase-2 corpus: prompts, then an answer to each, by the processes of a run together."""
+"""The corpus of the base's own answers: prompts, then an answer to each, by all processes of a run together."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,14 +26,14 @@ from drafthead.train.config import COMPLETE, GenerationsConfig
 
 Progress = Callable[[str, int, int], None]
 """(what is being made, done, total)."""
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 """Receives lines for the user."""
 PROMPTS = "prompts.json"
 PROBES = 4
 
 
-def backend_of(base: BaseModel, config: GenerationsConfig, say: Say) -> Backend:
-    """What answers the prompts; ``say`` receives lines about faults that pass."""
+def backend_of(base: BaseModel, config: GenerationsConfig, log: Log) -> Backend:
+    """What answers the prompts; ``log`` receives lines about transient errors."""
     if config.server.url is None:
         return BuiltInBackend(
             base,
@@ -50,7 +50,7 @@ def backend_of(base: BaseModel, config: GenerationsConfig, say: Say) -> Backend:
         base=base.name,
         max_prompt_tokens=config.max_prompt_tokens,
         greedy_match_rate=lambda answers: greedy_match_rate(base, answers),
-        log=say,
+        log=log,
     )
 
 
@@ -68,18 +68,14 @@ class AnswerGenerator:
         folder: Path,
         group: RankGroup,
         progress: Progress,
-        say: Say = lambda line: None,
+        log: Log = lambda line: None,
     ) -> None:
         self.base, self.config, self.seed, self.folder = base, config, seed, folder
         self.group, self.progress = group, progress
-        self.backend = backend_of(base, config, say)
+        self.backend = backend_of(base, config, log)
 
     def complete(self) -> GenerationStore:
-        """The corpus with an answer to every prompt.
-
-        Raises:
-            UserError: it was made by other settings, no prompt fits, the disk is too small, or the backend fails.
-        """
+        """The corpus with an answer to every prompt."""
         first = self.group.rank == 0
         with exclusive(self.folder, self._waiting) if first else nullcontext():
             if first:
@@ -110,24 +106,26 @@ class AnswerGenerator:
             was, now = kinds if "server" in recorded else reversed(kinds)
             remedy = "leave data.generations.server.url out" if serves else "set data.generations.server.url"
             raise UserError(
-                f"{self.folder} was begun with {was}, and this run would go on with {now}; {remedy}, or choose another "
-                "data.folder"
+                f"{self.folder} was started with {was}, and this run would continue with {now}; {remedy}, or choose "
+                "another data.folder"
             )
 
     def _prepare(self) -> None:
         store = self._open()
-        fresh = not (self.folder / PROMPTS).exists()
-        if fresh:  # before the base writes prompts
+        new = not (self.folder / PROMPTS).exists()
+        if new:  # before the base writes prompts
             self.backend.check(self._probes())
         missing = [prompt for prompt in self._prompts() if prompt[0] not in store.done]
         if not missing:
             return
-        if not fresh:
+        if not new:
             self.backend.check(self._probes())
         config = self.config
         token_bytes = 4 + (2 * self.base.hidden_size if config.keep_hidden_states else 0)
         tokens = sum(len(ids) + config.sampler.max_new_tokens for _, ids in missing)
-        purpose = "the answers with their features (keep_hidden_states)" if config.keep_hidden_states else "the answers"
+        purpose = (
+            "the answers with their hidden states (keep_hidden_states)" if config.keep_hidden_states else "the answers"
+        )
         require_space(self.folder, tokens * token_bytes, purpose)
         store.remove_leftovers()
 

@@ -1,4 +1,4 @@
-"""The corpora of a run: packed text for pretraining, the base's own answers for distillation, and their features.
+"""The corpora of a run: packed text for pretraining, the base's own answers for distillation, and hidden states.
 
 Everything made here stays on disk under ``data.folder`` with a manifest and is reused by the next run; what was
 interrupted continues where it stopped.
@@ -30,7 +30,7 @@ from drafthead.data.utils.files import check_manifest, exclusive, file_digest, r
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import first_layers
 from drafthead.train.config import DataConfig
-from drafthead.train.corpora.answers import PROMPTS, AnswerGenerator, Progress, Say
+from drafthead.train.corpora.answers import PROMPTS, AnswerGenerator, Log, Progress
 
 ALONE = RankGroup()
 HELD_OUT_EVERY = 20
@@ -55,9 +55,9 @@ class Corpora:
         seed: int,
         progress: Progress,
         group: RankGroup = ALONE,
-        say: Say = lambda line: None,
+        log: Log = lambda line: None,
     ) -> None:
-        self.base, self.config, self.seed, self.progress, self.say = base, config, seed, progress, say
+        self.base, self.config, self.seed, self.progress, self.log = base, config, seed, progress, log
         self.group = group
         self.folder = Path(config.folder)
         self._store: GenerationStore | None = None
@@ -72,7 +72,7 @@ class Corpora:
     def text_rows(self, seq_len: int) -> datasets.Dataset:
         """The pretraining text, packed into rows of ``seq_len``.
 
-        Rows that are on disk are used even when a source has changed since: a run must go on with what it began with.
+        Rows that are on disk are used even when a source has changed since, so that a run resumes with the same rows.
         """
         config = self.config.text
         if not config.sources:
@@ -90,17 +90,17 @@ class Corpora:
         self.manifests[f"text in rows of {seq_len}"] = {**manifest, "rows": len(rows)}
         return rows
 
-    def text_stream(self, seq_len: int, turn: int) -> StreamedRows:
+    def text_stream(self, seq_len: int, micro_batch_size: int) -> StreamedRows:
         """The pretraining text as rows that are packed while training.
 
         Args:
             seq_len: of the rows.
-            turn: consecutive rows of a lane: those of a micro-batch.
+            micro_batch_size: consecutive rows that come from one stream shard.
         """
         config = self.config.text
         if not config.sources:
             raise UserError("a phase trains on text, but data.text.sources is empty; name a source")
-        manifest = {"base": self.base.identity(), "seed": self.seed, "seq_len": seq_len, "turn": turn}
+        manifest = {"base": self.base.identity(), "seed": self.seed, "seq_len": seq_len, "turn": micro_batch_size}
         manifest |= config.manifest()
         folder = self.folder / "stream" / _digest_json(manifest)
         with exclusive(folder, self._waiting):
@@ -117,7 +117,7 @@ class Corpora:
             seq_len,
             seed=self.seed,
             shards=config.stream_shards,
-            micro_batch_size=turn,
+            micro_batch_size=micro_batch_size,
             folder=folder,
             workers=config.workers,
         )
@@ -136,7 +136,7 @@ class Corpora:
         """The corpus of answers, complete."""
         if self._store is None:
             folder, config = self.folder / "generations", self.config.generations
-            maker = AnswerGenerator(self.base, config, self.seed, folder, self.group, self.progress, self.say)
+            maker = AnswerGenerator(self.base, config, self.seed, folder, self.group, self.progress, self.log)
             self._store = maker.complete()
             self.manifests["generations"] = {
                 **read_manifest(folder),
@@ -161,7 +161,7 @@ class Corpora:
         counts = self.generations().token_counts(self.base.vocab_size)
         return torch.from_numpy(draft_vocabulary(counts, size, self.base.eos_ids))
 
-    # Features ------------------------------------------------------------------------------------------------
+    # Hidden states ----------------------------------------------------------------------------------------
 
     def cached_features(
         self, rows: datasets.Dataset, name: str, spec: FeatureSpec, prompts: list[int] | None
@@ -170,8 +170,8 @@ class Corpora:
 
         Args:
             rows: packed rows.
-            name: what the rows are; names the cache's folder together with a hash of all that makes it.
-            spec: what the head reads; a head that reads more than the final state has its layers behind it.
+            name: of the rows; the cache's folder is named by it and by a hash of all that makes it.
+            spec: what the head reads: the final state, then those of its layers.
             prompts: for answers, the prompt number of each packed document.
         """
         seq_len = len(rows[0]["input_ids"])
@@ -184,7 +184,7 @@ class Corpora:
         missing = cache.missing_rows()
         if not missing:
             return cache
-        label = f"features of {name}"
+        label = f"hidden states of {name}"
         kept = prompts is not None and self.config.generations.keep_hidden_states
         final = self._kept_features(rows, prompts or []) if kept else None
         # Where generation kept the final states, the base only has to run as far as the last layer that is read.

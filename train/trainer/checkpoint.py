@@ -143,7 +143,7 @@ class TrainState:
     global_step: int
     """Optimiser steps finished over all phases; names the checkpoint."""
     processes: int = 1
-    """Processes that the run began with, which set how many rows a step has, whatever their number is later."""
+    """Processes that the run started with, which set the rows of a step; other numbers may resume it."""
     score: float | None = None
     """Held-out mean accepted length, where it was measured at this very step."""
     losses: list[float | None] = field(default_factory=list)
@@ -386,7 +386,7 @@ class CheckpointManager:
         self.loss_spikes = LossSpikeFilter(run.loss_spikes)
         """Of the phase that is trained."""
         self.initial_world_size = processes.count
-        """Processes that the run began with, which set the rows of a step."""
+        """Processes that the run started with, which set the rows of a step."""
         self.score: float | None = None
         """Held-out mean accepted length, where it was measured after the latest step."""
         best = best_of(checkpoints(self.checkpoints))

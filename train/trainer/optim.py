@@ -16,7 +16,7 @@ def lr_at(config: OptimConfig, step: int, steps: int) -> float:
 
     Step i has done i + 1 of its schedule, so that no step is spent at a learning rate of 0: the end of the warm-up is
     reached at step ``warmup_steps - 1`` and ``lr * final_lr_ratio`` at the last one. IBM's training script is one step
-    behind: its first step has a learning rate of 0, and its last is the one before ours.
+    later: its first step has a learning rate of 0, and its last is the one before ours.
 
     Raises:
         ValueError: ``step`` is outside [0, steps).

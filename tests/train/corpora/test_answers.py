@@ -200,7 +200,7 @@ def test_a_server_gives_what_the_built_in_decoding_gives(
     server.close()
     assert rows_of(make(base, config, tmp_path / "server")) == wanted, "a finished corpus needs no server"
     with pytest.raises(
-        UserError, match=r"was begun with a server, .* with the built-in decoding; set data.generations.server.url"
+        UserError, match=r"was started with a server, .* with the built-in decoding; set data.generations.server.url"
     ):
         make(base, replace(CONFIG, keep_hidden_states=False, self_prompted=0), tmp_path / "server")
 

@@ -74,7 +74,7 @@ def test_a_full_disk_is_noticed_before_generating(
     """Room for the ids, but not for the features."""
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100_000}))
     monkeypatch.setattr(batched_generation, "generate_answers", lambda *_, **__: pytest.fail("generation was begun"))
-    with pytest.raises(UserError, match=r"the answers with their features \(keep_hidden_states\) needs about"):
+    with pytest.raises(UserError, match=r"the answers with their hidden states \(keep_hidden_states\) needs about"):
         make(tiny_base(), tmp_path)[0].generations()
 
 
