@@ -31,8 +31,8 @@ class CacheShape:
 class KVCache:
     """One row.
 
-    The last ``pending`` positions are a tree that is read but not committed: ``keep`` commits a path of it,
-    ``roll_back`` drops all of it, and both only move the accepted entries.
+    The last ``pending`` positions are a tree that is read but not committed: ``commit_path`` commits a path of it,
+    ``crop`` drops all of it, and both only move the accepted entries.
     """
 
     rows = 1
@@ -46,13 +46,21 @@ class KVCache:
         self.pending = 0
         self._start = self._end = 0
 
+    @classmethod
+    def view(cls, keys: Tensor, values: Tensor, length: int) -> "KVCache":
+        """A cache over existing memory with ``length`` committed positions."""
+        cache = KVCache.__new__(KVCache)
+        cache.keys, cache.values, cache.length = keys, values, length
+        cache.pending = cache._start = cache._end = 0
+        return cache
+
     @property
     def capacity(self) -> int:
         """Positions that fit."""
         return self.keys.shape[3]
 
     def reserve(self, new: int) -> None:
-        """Begin a pass over ``new`` tokens, which go behind those pending."""
+        """Begin a pass over ``new`` tokens, which follow those pending."""
         self._start = self.length + self.pending
         self._end = self._start + new
         check_capacity(self._end, self.capacity)
@@ -100,14 +108,11 @@ class KVCache:
         return self
 
     def first_layers(self, count: int) -> "KVCache":
-        """The first ``count`` layers as a cache of its own behind the same committed positions; shares memory."""
-        part = KVCache.__new__(KVCache)
-        part.keys, part.values = self.keys[:count], self.values[:count]
-        part.length, part.pending, part._start, part._end = self.length, 0, 0, 0
-        return part
+        """The first ``count`` layers as a cache of its own after the same committed positions; shares memory."""
+        return KVCache.view(self.keys[:count], self.values[:count], self.length)
 
     def resize(self, shape: CacheShape, capacity: int) -> "KVCache":
-        """A copy with more room."""
+        """A copy of another capacity."""
         copy = KVCache(shape, capacity)
         copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
         copy.length, copy.pending = self.length, self.pending
@@ -133,7 +138,7 @@ class TreeMasks:
         self._wide: dict[TokenTree, Tensor] = {}
 
     def mask(self, tree: TokenTree, shape: TreeShape, cache: KVCache) -> Tensor:
-        """The mask of ``tree``, whose shape is ``shape``, behind what is committed in ``cache``."""
+        """The mask of ``tree``, whose shape is ``shape``, after what is committed in ``cache``."""
         nodes = len(shape)
         wide = self._wide.get(tree)
         if wide is None or wide.shape[1] < cache.capacity + nodes:
@@ -148,8 +153,8 @@ class TreeMasks:
 class RaggedCache:
     """Rows of lengths of their own: batched generation and batched speculative decoding.
 
-    Every row's new positions go behind that row's own; ``slot`` lends one row as a ``KVCache`` to read a prompt into.
-    What a row holds behind its length is of no account, so a pass may write padding there.
+    Every row's new positions follow that row's own; ``slot`` lends one row as a ``KVCache`` to read a prompt into.
+    What a row holds past its length is never read, so a pass may write padding there.
     """
 
     def __init__(self, shape: CacheShape, rows: int, capacity: int) -> None:
@@ -174,36 +179,32 @@ class RaggedCache:
 
     def slot(self, row: int, length: int = 0) -> KVCache:
         """Row ``row`` as a cache of its own with ``length`` positions already read; shares memory with this one."""
-        lent = KVCache.__new__(KVCache)
-        lent.keys = self.keys[:, row : row + 1]
-        lent.values = self.values[:, row : row + 1]
-        lent.length, lent.pending, lent._start, lent._end = length, 0, 0, 0
-        return lent
+        return KVCache.view(self.keys[:, row : row + 1], self.values[:, row : row + 1], length)
 
     def select(self, rows: list[int]) -> "RaggedCache":
         """A copy with these rows only, nothing pending."""
-        chosen = RaggedCache.__new__(RaggedCache)
-        chosen.keys, chosen.values = self.keys[:, rows], self.values[:, rows]
-        chosen.lengths = self.lengths[rows]
-        chosen.pending, chosen._reach, chosen._written = 0, 0, torch.empty(0)
-        return chosen
+        return self._over(self.keys[:, rows], self.values[:, rows], self.lengths[rows])
 
     def first_layers(self, count: int) -> "RaggedCache":
         """As ``KVCache.first_layers``."""
-        part = RaggedCache.__new__(RaggedCache)
-        part.keys, part.values, part.lengths = self.keys[:count], self.values[:count], self.lengths
-        part.pending, part._reach, part._written = 0, 0, torch.empty(0)
-        return part
+        return self._over(self.keys[:count], self.values[:count], self.lengths)
+
+    @staticmethod
+    def _over(keys: Tensor, values: Tensor, lengths: Tensor) -> "RaggedCache":
+        cache = RaggedCache.__new__(RaggedCache)
+        cache.keys, cache.values, cache.lengths = keys, values, lengths
+        cache.pending, cache._reach, cache._written = 0, 0, torch.empty(0)
+        return cache
 
     def resize(self, shape: CacheShape, capacity: int) -> "RaggedCache":
-        """A copy with more room."""
+        """A copy of another capacity."""
         copy = RaggedCache(shape, self.rows, capacity)
         copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
         copy.lengths, copy.pending = self.lengths, self.pending
         return copy
 
     def reserve(self, new: int) -> None:
-        """Begin a pass over ``new`` tokens a row, which go behind those pending."""
+        """Begin a pass over ``new`` tokens a row, which follow those pending."""
         self._reach = int(self.lengths.max()) + self.pending + new
         check_capacity(self._reach, self.capacity)
         self._written = self.lengths[:, None] + torch.arange(
@@ -226,9 +227,9 @@ class RaggedCache:
         """Additive mask [B, 1, T, reach]: each row's prefix, and of its pending and new nodes the ancestors."""
         new, nodes = ancestors_RTP.shape[1:]
         offset = torch.arange(self._reach, device=self.lengths.device) - self.lengths[:, None]  # [B, reach]
-        safe_join = (offset >= 0) & (offset < nodes)
+        inside = (offset >= 0) & (offset < nodes)
         node = offset.clamp(0, nodes - 1)[:, None].expand(-1, new, -1)
-        seen = ancestors_RTP.expand(self.rows, -1, -1).gather(2, node) & safe_join[:, None]
+        seen = ancestors_RTP.expand(self.rows, -1, -1).gather(2, node) & inside[:, None]
         seen |= (offset < 0)[:, None]
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         return mask.masked_fill_(~seen, -torch.inf)[:, None]
@@ -255,7 +256,7 @@ class RaggedCache:
 
 
 def check_capacity(needed: int, capacity: int) -> None:
-    """Refuse to write behind the end."""
+    """Refuse to write past the end."""
     if needed > capacity:
         raise UserError(
             f"the cache holds {capacity} positions but {needed} are needed; shorten the prompt or the answer"

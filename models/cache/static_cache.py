@@ -148,7 +148,7 @@ def _static_pass(
     depths: Tensor,
     ancestors: Tensor,
 ) -> Outputs:
-    """Read a tree behind the committed positions: hidden states [1, N, D], and logits [1, N, V] if asked for.
+    """Read a tree after the committed positions: hidden states [1, N, D], and logits [1, N, V] if requested.
 
     Args:
         decoder: embedding, layers and final norm.
@@ -160,8 +160,8 @@ def _static_pass(
     """
     nodes, size = tokens.shape[1], window.keys.shape[3]
     offset = torch.arange(size, device=tokens.device) - window.length  # [S], from the root's position
-    safe_join = (offset >= 0) & (offset < nodes)
-    seen = (ancestors[0].index_select(1, offset.clamp(0, nodes - 1)) & safe_join) | (offset < 0)
+    inside = (offset >= 0) & (offset < nodes)
+    seen = (ancestors[0].index_select(1, offset.clamp(0, nodes - 1)) & inside) | (offset < 0)
     mask = torch.zeros(nodes, size, dtype=window.keys.dtype, device=tokens.device).masked_fill_(~seen, -torch.inf)
     out = decoder(
         input_ids=tokens,
@@ -211,7 +211,7 @@ class StaticKVCache(KVCache):
         """Read a tree ([1, N] int64), whose states are pending then; N must fit.
 
         Returns:
-            Hidden states [1, N, D], and if asked for logits [1, N, V].
+            Hidden states [1, N, D], and if requested logits [1, N, V].
         """
         nodes = tokens.shape[1]
         key = (nodes, self._window(nodes), with_logits)
@@ -254,7 +254,7 @@ class StaticKVCache(KVCache):
         """As any cache's; the whole of ``nodes`` is copied, so that the shape does not depend on what was accepted."""
         path = nodes[0, : self.pending]
         if self.pending > 1:
-            # What is copied behind the path's end is as good as what was there: nothing reads it.
+            # What is copied past the path's end is never read.
             source = path + self._memory.length
             target = torch.arange(len(path), device=path.device) + self._memory.length
             for buffer in (self.keys, self.values):
@@ -263,7 +263,7 @@ class StaticKVCache(KVCache):
         self.commit(counts)
 
     def resize(self, shape: CacheShape, capacity: int) -> "StaticKVCache":
-        """A copy with more room."""
+        """A copy of another capacity."""
         copy = self._model.cache(capacity)
         copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
         copy.length, copy.pending = self.length, self.pending

@@ -1,13 +1,12 @@
-"""What a draft model has read: a memory that drafting fills and that never decides what is drafted.
+"""The key/value cache of a draft model: reuses the longest prefix that matches the committed tokens.
 
-A drafter's state is the committed tokens alone. The keys and values of what the model has read of them, drafts of
-earlier steps included, are kept here and shared by successive states: a draft first looks how far the memory agrees
-with the tokens committed since, keeps that much and reads the rest in one pass. So accepted drafts are not read twice,
-nothing lags behind after a full acceptance, and an old state drafts what it always did.
+A drafter's state is the committed tokens alone. Keys and values of what the model has read of them, drafts of earlier
+steps included, are kept here and shared by successive states. Drafting first finds how far the cache agrees with the
+tokens committed since, keeps that much and reads the rest in one pass. So accepted drafts are not read twice, and an
+old state drafts what it always did.
 
 Shape legend: B rows, T tokens, F frontier nodes, P pending nodes, W vocabulary.
 """
-# The committed tokens of rows, for drafters that read tokens and not hidden states.
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ class TokenBuffer(DraftState):
     """What every row has committed, as a state of its own or a part of one. Never changed in place."""
 
     tokens: Tensor
-    """[B, T] int64, left-aligned; behind a row's length anything. T is the longest row's length."""
+    """[B, T] int64, left-aligned; anything past a row's length. T is the longest row's length."""
     lengths: Tensor
     """[B] int64."""
 
@@ -36,7 +35,7 @@ class TokenBuffer(DraftState):
         return cls(tokens=torch.zeros(rows, 0, dtype=torch.int64), lengths=torch.zeros(rows, dtype=torch.int64))
 
     def append(self, tokens: Tensor, counts: Tensor | None = None) -> "TokenBuffer":
-        """With the first ``counts`` ([B], default all) of ``tokens`` ([B, T]) behind each row."""
+        """With the first ``counts`` ([B], default all) of ``tokens`` ([B, T]) after each row."""
         rows, new = tokens.shape
         known, lengths = self.tokens.to(tokens.device), self.lengths.to(tokens.device)
         if counts is None:
@@ -45,7 +44,7 @@ class TokenBuffer(DraftState):
             kept = tokens[:, : int(counts)]
             return TokenBuffer(tokens=torch.cat([known, kept], 1), lengths=lengths + counts)
         wider = torch.cat([known, torch.zeros_like(tokens)], 1)
-        # What does not count stands behind the row's new length, or is written over by the next tokens.
+        # What does not count stands past the row's new length, or is overwritten by the next tokens.
         wider.scatter_(1, lengths[:, None] + torch.arange(new, device=tokens.device), tokens)
         total = lengths + counts
         return TokenBuffer(tokens=wider[:, : int(total.max())], lengths=total)
@@ -71,12 +70,12 @@ def common_prefix(left: TokenBuffer, right: TokenBuffer) -> Tensor:
 ROW_BY_ROW = 32
 """Unread tokens from which every row is read by itself: the masks of a padded pass would cost more."""
 INITIAL_CAPACITY = 256
-"""Positions to begin with, behind a prompt; doubled when they run out."""
+"""Positions to begin with, after a prompt; doubled when they run out."""
 
 
 @dataclass(frozen=True)
 class PendingNodes:
-    """Which pending nodes stand above each other, themselves included."""
+    """Which pending nodes are ancestors of each other, themselves included."""
 
     ancestors: Tensor
     """[B, P, P] bool."""
@@ -86,8 +85,8 @@ class PendingNodes:
         """No node yet."""
         return cls(torch.zeros(rows, 0, 0, dtype=torch.bool, device=device))
 
-    def grown(self, rows: int, new: int, above: Tensor | None) -> "PendingNodes":
-        """With ``new`` nodes more, each below the node ``above`` ([B, new] int64) or, with None, below none."""
+    def extend(self, rows: int, new: int, above: Tensor | None) -> "PendingNodes":
+        """With ``new`` more nodes, each a child of ``above`` ([B, new] int64); None: of no pending node."""
         pending, device = self.ancestors.shape[1], self.ancestors.device
         ancestors = torch.zeros(rows, pending + new, pending + new, dtype=torch.bool, device=device)
         ancestors[:, :pending, :pending] = self.ancestors
@@ -104,35 +103,31 @@ class PendingNodes:
 
 
 class DraftCache:
-    """Keys and values of one model for rows of a batch, and the tokens that they stand for."""
+    """Keys and values of one model for rows of a batch, and their tokens."""
 
     def __init__(self, model: BaseModel) -> None:
         self.model = model
         self._cache: KVCache | RaggedCache | None = None
         self._read = TokenBuffer.none(0)
         self._nodes = torch.zeros(0, 0, dtype=torch.int64)  # [B, P] tokens of pending nodes
-        self._forest = PendingNodes.none(0, torch.device("cpu"))
+        self._pending_nodes = PendingNodes.none(0, torch.device("cpu"))
 
     def select(self, rows: list[int]) -> "DraftCache":
-        """These rows only, in memory of their own."""
+        """A copy with these rows only."""
         if isinstance(self._cache, KVCache):
             return self  # there is one row
         chosen = DraftCache(self.model)
         if self._cache is not None:
-            self._forget_nodes()
+            self._drop_nodes()
             chosen._cache = self._cache.select(rows)
             chosen._read = self._read.select(rows)
-            chosen._forget_nodes()
+            chosen._drop_nodes()
         return chosen
 
     @torch.inference_mode()
-    def read(self, text: TokenBuffer, room: int = 0) -> Tensor:
-        """Bring the memory to ``text``, with room for so many nodes behind it.
-
-        Returns:
-            The hidden state after every row's last token, [B, D].
-        """
-        self._make_room(text, room)
+    def prefill(self, text: TokenBuffer, room: int = 0) -> Tensor:
+        """Bring the cache to ``text``, with room for so many nodes after it; [B, D] after every row's last token."""
+        self._reserve(text, room)
         cache = self._cache
         assert cache is not None
         self._agree(text)
@@ -155,31 +150,26 @@ class DraftCache:
 
     @torch.inference_mode()
     def extend(self, tokens: Tensor, above: Tensor | None) -> Tensor:
-        """Read one more level of nodes behind what is read.
+        """Read one more level of nodes ([B, F] int64) after what is read; hidden states [B, F, D].
 
-        Args:
-            tokens: [B, F] int64.
-            above: [B, F] int64 pending node above each, None: they stand behind the text.
-
-        Returns:
-            Hidden states [B, F, D].
+        ``above``: [B, F] int64 pending node above each; None: they follow the text.
         """
         cache = self._cache
         assert cache is not None
         rows, new = tokens.shape
         if new == 1 and self._nodes.shape[1] == 0:
-            # A chain so far: the next text either goes on like this or is cut off by `_agree`.
+            # A chain so far: the next text either continues it or `_agree` removes it.
             hidden = self.model.forward(tokens, cache).final
             self._read = self._read.append(tokens)
             return hidden
         self._nodes = torch.cat([self._nodes, tokens], 1)
-        self._forest = self._forest.grown(rows, new, above)
-        return self.model.verify(tokens, self._forest.shape(), cache).final
+        self._pending_nodes = self._pending_nodes.extend(rows, new, above)
+        return self.model.verify(tokens, self._pending_nodes.shape(), cache).final
 
-    def _make_room(self, text: TokenBuffer, room: int) -> None:
-        """A cache that holds the text and one step's nodes, made or enlarged."""
+    def _reserve(self, text: TokenBuffer, room: int) -> None:
+        """Make or resize a cache to hold the text and one step's nodes."""
         rows = len(text.lengths)
-        # A padded pass writes behind the shorter rows too, but never behind twice the unread tokens.
+        # A padded pass writes past the shorter rows too, but never past twice the unread tokens.
         needed = text.longest + room + ROW_BY_ROW
         if self._cache is not None and needed <= self._cache.capacity:
             return
@@ -190,10 +180,10 @@ class DraftCache:
             capacity = needed + INITIAL_CAPACITY
             self._cache = self.model.new_cache(capacity) if rows == 1 else self.model.new_slots(rows, capacity)
             self._read = TokenBuffer(tokens=text.tokens[:, :0], lengths=torch.zeros_like(text.lengths))
-        self._forget_nodes()
+        self._drop_nodes()
 
     def _agree(self, text: TokenBuffer) -> None:
-        """Cut what the text contradicts, and keep of the pending nodes the path that it follows.
+        """Drop what the text contradicts, and commit of the pending nodes the path that it follows.
 
         The text's last token is always left to read, since drafting needs the hidden state after it.
         """
@@ -201,7 +191,7 @@ class DraftCache:
         assert cache is not None
         rows = len(text.lengths)
         agreed = torch.minimum(common_prefix(self._read, text), text.lengths - 1)
-        pending, ancestors = self._nodes.shape[1], self._forest.ancestors
+        pending, ancestors = self._nodes.shape[1], self._pending_nodes.ancestors
         if pending and bool((agreed == self._read.lengths).all()):
             places = self._read.lengths[:, None] + ancestors.sum(-1) - 1
             follows = self._nodes == text.tokens.gather(1, places.clamp(max=text.longest - 1))
@@ -216,14 +206,14 @@ class DraftCache:
         else:
             rewind(cache, agreed)
             self._read = TokenBuffer(tokens=self._read.tokens[:, : int(agreed.max())], lengths=agreed)
-        self._forget_nodes()
+        self._drop_nodes()
 
-    def _forget_nodes(self) -> None:
+    def _drop_nodes(self) -> None:
         if self._cache is not None:
             self._cache.crop()
         rows, device = len(self._read.lengths), self._read.lengths.device
         self._nodes = torch.zeros(rows, 0, dtype=torch.int64, device=device)
-        self._forest = PendingNodes.none(rows, device)
+        self._pending_nodes = PendingNodes.none(rows, device)
 
 
 @dataclass
@@ -238,7 +228,7 @@ class PendingTokens(DraftState):
         state = PendingTokens(text=self.text.append(tokens, counts), cache=self.cache)
         if self.text.longest == 0:
             # Reading the prompt belongs to the prefill, and not to the first step.
-            state.cache.read(state.text)
+            state.cache.prefill(state.text)
         return state
 
 
@@ -251,7 +241,7 @@ class CachedDraftPass:
         """``text`` ends with the root; ``logits`` turns hidden states [B, F, D] into draft logits [B, F, W]."""
         self._cache, self._logits = cache, logits
         tree = draft_config.tree
-        self._hidden = cache.read(text, len(tree) if isinstance(tree, TokenTree) else tree.width * tree.depth)
+        self._hidden = cache.prefill(text, len(tree) if isinstance(tree, TokenTree) else tree.width * tree.depth)
         self._first: int | None = None  # pending node where the frontier before starts; None: it is in the text
         self._pending = 0
 

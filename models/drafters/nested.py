@@ -155,10 +155,10 @@ class NestedState(DraftState):
 
 
 def _leads_to(known: TokenBuffer, text: TokenBuffer) -> bool:
-    """Whether every row of ``text`` goes on from ``known`` by a token at least, or none goes on."""
+    """Whether every row of ``text`` continues ``known`` by at least one token, or none does."""
     new = text.lengths - known.lengths
-    goes_on = bool((new > 0).all()) or not bool(new.any())
-    return goes_on and bool((common_prefix(known, text) == known.lengths).all())
+    continues = bool((new > 0).all()) or not bool(new.any())
+    return continues and bool((common_prefix(known, text) == known.lengths).all())
 
 
 class _Inner:

@@ -56,7 +56,7 @@ class ExitStatePass:
     def _read(self, tokens: Tensor, above: Tensor | None) -> Tensor:
         rows, new = tokens.shape
         forest = self._nodes or PendingNodes.none(rows, tokens.device)
-        self._nodes = forest.grown(rows, new, above)
+        self._nodes = forest.extend(rows, new, above)
         self._tokens.append(tokens)
         self._parents.append(torch.full_like(tokens, UNREAD) if above is None else above)
         self._hidden.append(self._model.verify(tokens, self._nodes.shape(), self._cache).final)

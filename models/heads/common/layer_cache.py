@@ -71,7 +71,7 @@ class LayerKVCache:
         root = torch.zeros(1, 1, dtype=torch.int64, device=inputs.device)
         self._reserve(cache.positions(root)[:, 0] + pending, new)
         above = parents + (pending - self._width) if self._depth else None
-        self._nodes = self._nodes.grown(inputs.shape[0], new, above)
+        self._nodes = self._nodes.extend(inputs.shape[0], new, above)
         depths = torch.full((1, new), self._depth, device=inputs.device)
         self._depth, self._width = self._depth + 1, new
         return self._run(inputs, depths, self._nodes.ancestors[:, -new:])
