@@ -39,8 +39,8 @@ def head_size(config: "DraftHeadConfig", settings: PreTrainedConfig) -> HeadSize
 
     Activations are counted one way for all heads: every linear layer keeps its input and its output, a norm and an
     embedding what they put out, each as often as it is called for a token; and every trained draft position keeps four
-    vectors of the base's width (what it starts from, what its projection reads, and their gradients). That is within
-    a quarter of what autograd keeps; the loss's own matrices come on top.
+    vectors of the base's width (what it starts from, what its projection reads, and their gradients). That is more
+    than autograd keeps between forward and backward pass, by up to 2.4 times; the loss's own matrices come on top.
     """
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(settings)

@@ -118,7 +118,7 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, architecture: str
 
 
 def test_rows_padding_and_other_documents_change_nothing(tiny_base: TinyBase) -> None:
-    """Rows with different places to draft from, and a document behind another one, against each document alone."""
+    """Rows with different places to draft from, and a document after another one, against each document alone."""
     base = tiny_base()
     head = eagle3_head(base)
     documents = [random_ids(9), random_ids(14, seed=1)]

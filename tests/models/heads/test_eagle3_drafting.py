@@ -68,7 +68,7 @@ def test_drafting_along_a_text_is_the_training_path(tiny_base: TinyBase, archite
 
 
 def follow(head: Eagle3Head, state: object, texts: list[list[int]], wanted: list[Tensor], starts: Tensor) -> None:
-    """Expand nodes of the texts' tokens behind what is read; their logits must be those of the training path."""
+    """Expand nodes of the texts' tokens after what is read; their logits must be those of the training path."""
 
     def tokens(ahead: int) -> Tensor:
         return torch.tensor([text[start + ahead] for text, start in zip(texts, starts.tolist(), strict=True)])

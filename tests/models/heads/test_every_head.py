@@ -93,7 +93,7 @@ def test_size_is_the_built_head(grouping: str, kind: str, vocabulary: int | None
 
 
 @every_head
-def test_activations_are_about_what_autograd_keeps(tiny_base: TinyBase, kind: str) -> None:
+def test_activations_are_an_upper_estimate_of_what_autograd_keeps(tiny_base: TinyBase, kind: str) -> None:
     base = tiny_base()
     head = HEADS[kind].build(base).train()
     batch = rows_of([random_ids(120, seed) for seed in range(4)])
@@ -110,8 +110,8 @@ def test_activations_are_about_what_autograd_keeps(tiny_base: TinyBase, kind: st
         out = head.loss(batch, features, LossConfig())
     del out
     measured = sum(count for place, count in kept.items() if place not in known) / batch.input_ids.numel()
-    told = HEADS[kind].size(base.model.config).activations_per_token
-    assert 0.4 < told / measured < 2.5, (told, measured)
+    estimated = HEADS[kind].size(base.model.config).activations_per_token
+    assert 1.0 < estimated / measured < 2.5, (estimated, measured)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def plain_texts(target: BaseModel) -> list[list[int]]:
 
 
 def head_of(recipe: str) -> DraftHead:
-    """The head as the recipe makes it. It has learnt nothing, so it is offered few ids and guesses right at times."""
+    """The head as the recipe makes it. It has learnt nothing, so it drafts over few ids and guesses right at times."""
     with initialize_config_module(version_base="1.3", config_module="drafthead.recipes"):
         run = parse_run(compose("train", [f"recipe={recipe}_smollm2"]))
     seen = {token for text in plain_texts(base()) for token in text}

@@ -126,7 +126,7 @@ def test_only_the_remaining_layers_run(tiny_base: TinyBase) -> None:
         hook.remove()
     steps = len(result.steps)
     # The deep layer: the prompt and once a step. The shallow ones: the prompt, and per step every draft (one of them
-    # the root's) and the last draft, which nothing was drafted behind.
+    # the root's) and the last draft, after which nothing was drafted.
     assert runs[2] == 1 + steps
     assert runs[0] == runs[1] == 1 + sum(s.depth + 1 for s in result.steps)
 
@@ -186,7 +186,7 @@ def test_merged_with_prompt_lookup(tiny_base: TinyBase) -> None:
 def test_sampled_siblings_that_are_equal_are_one_state(
     tiny_base: TinyBase, draft_sampling: DraftSampling, rows: int
 ) -> None:
-    """A sample drawn twice is two nodes of the tree, and what follows the second was drafted behind it."""
+    """A sample drawn twice is two nodes of the tree, and what follows the second was drafted after it."""
     base = tiny_base()
     head, prompts = adapter(base), torch.tensor([[3, 4, 5, 6], [9, 8, 7, 6], [1, 2, 1, 2]])[:rows]
     draft_config = DraftConfig(

@@ -34,7 +34,7 @@ class Reader:
         self.done = torch.zeros(rows, dtype=torch.int64)
 
     def append(self, counts: list[int]) -> None:
-        """The next inputs of every row; what lies behind a row's count is large, since it must not matter."""
+        """The next inputs of every row; what lies after a row's count is large, since it must not matter."""
         part = torch.full((len(counts), max(counts), 32), 1000.0)
         for row, count in enumerate(counts):
             part[row, :count] = self.inputs[row, self.done[row] : self.done[row] + count]
@@ -116,7 +116,7 @@ def test_nodes_directly_behind_a_text(tiny_base: TinyBase) -> None:
 
 @torch.inference_mode()
 def test_an_old_text_reads_as_it_did(tiny_base: TinyBase) -> None:
-    """A state does not change when another one goes on from it."""
+    """A state does not change when another one continues from it."""
     reader = Reader(tiny_base(), 2, 20)
     reader.append([5, 3])
     reader.append([2, 1])
@@ -134,7 +134,7 @@ def test_an_old_text_reads_as_it_did(tiny_base: TinyBase) -> None:
 @pytest.mark.parametrize("rows", [[2, 0], [1]])
 @torch.inference_mode()
 def test_some_rows_go_on(tiny_base: TinyBase, rows: list[int]) -> None:
-    """In memory of their own: the others may go on too."""
+    """With caches of their own: the others may continue too."""
     reader = Reader(tiny_base(), 3, 24)
     for counts in STEPS["ragged"][:3]:
         reader.append(counts)

@@ -178,7 +178,7 @@ def term(q_logits: Tensor, p_logits: Tensor, config: LossConfig) -> tuple[float,
 @settings(max_examples=150, deadline=None)
 @given(q_logits=logit_rows, p_logits=logit_rows)
 def test_properties_of_the_acceptance_terms(q_logits: Tensor, p_logits: Tensor) -> None:
-    """Bounds that hold for any two laws, however far apart."""
+    """Bounds that hold for any two distributions, however far apart."""
     tv, tv_gradient, alpha = term(q_logits, p_logits, only(tv=1.0))
     lk, lk_gradient, _ = term(q_logits, p_logits, only(lk=1.0))
     kl, kl_gradient, _ = term(q_logits, p_logits, only(kl=1.0))
@@ -199,7 +199,7 @@ def test_properties_of_the_acceptance_terms(q_logits: Tensor, p_logits: Tensor) 
 
 
 @pytest.mark.parametrize("name", ["kl", "tv", "lk", "lk_adaptive"])
-def test_equal_laws_are_the_minimum(name: str) -> None:
+def test_equal_distributions_are_the_minimum(name: str) -> None:
     logits = torch.tensor([[3.0, -2.0, 0.5, 0.0, -60.0]])
     value, _, alpha = term(logits.clone(), logits, CASES[name])
     assert (value, alpha) == pytest.approx((0.0, 1.0), abs=1e-6)
@@ -211,7 +211,7 @@ def test_equal_laws_are_the_minimum(name: str) -> None:
 
 
 def test_lk_trains_where_total_variation_does_not() -> None:
-    """A sure head that disagrees with a sure teacher: the gradient of tv is gone, that of lk is not."""
+    """A sure head that disagrees with a sure base: the gradient of tv is gone, that of lk is not."""
     q, p = torch.tensor([[20.0, 0.0, 0.0, 0.0, 0.0]]), torch.tensor([[0.0, 20.0, 0.0, 0.0, 0.0]])
     assert float(term(q.clone(), p, only(tv=1.0))[1].abs().max()) < 1e-7
     assert float(term(q.clone(), p, only(lk=1.0))[1].abs().max()) > 0.1
