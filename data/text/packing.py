@@ -28,6 +28,7 @@ OPEN_ROWS = 64
 """Rows that whole documents are fitted into at a time."""
 ROWS_PER_WRITE = 256
 _FILE, _CHECKSUM = "rows.arrow", "rows.sha256.json"
+_Array = npt.NDArray[Any]
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -49,17 +50,19 @@ class PackedRow:
     space: int
     pieces: list[_Piece] = field(default_factory=list)
 
-    def add(self, piece: _Piece) -> None:
-        self.pieces.append(piece)
-        self.space -= len(piece)
+    def add(self, number: int, document: Document, start: int, length: int) -> None:
+        """Append ``length`` tokens of a document."""
+        here = slice(start, start + length)
+        self.pieces.append(_Piece(number, start, Document(document.input_ids[here], document.loss_mask[here])))
+        self.space -= length
 
 
 def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path | None = None) -> datasets.Dataset:
-    """Lay documents into rows of ``seq_len``.
+    """Lay documents, without empty ones, into rows of ``seq_len`` (T >= 16).
 
     Args:
-        documents: empty ones are left out.
-        seq_len: T >= 16.
+        documents: read lazily.
+        seq_len: T.
         split: True cuts a document that does not fit into consecutive pieces of at least ``MIN_PIECE`` tokens, each
             with its own document id and positions from 0; rows are full but for a few tokens. False keeps documents
             whole and lays each where it fits best; a longer one loses its end, and how many did is logged.
@@ -125,26 +128,24 @@ def collate(dataset: datasets.Dataset, row_numbers: list[int]) -> TrainBatch:
     """The rows ``row_numbers`` of a packed dataset as one batch [B, T], in that order."""
     table = dataset.with_format("arrow")[row_numbers]
 
-    def column(name: str) -> npt.NDArray[np.generic]:
-        values: npt.NDArray[np.generic] = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    def column(name: str) -> _Array:
+        values: _Array = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         return values.reshape(len(row_numbers), -1)
 
-    return TrainBatch(
-        input_ids=torch.from_numpy(column("input_ids").astype(np.int64)),
-        position_ids=torch.from_numpy(column("position_ids").astype(np.int64)),
-        document_ids=torch.from_numpy(column("document_ids").astype(np.int64)),
-        loss_mask=torch.from_numpy(column("loss_mask").astype(np.bool_)),
-    )
+    return _batch(*map(column, ("input_ids", "position_ids", "document_ids", "loss_mask")))
 
 
 def collate_rows(rows: list[PackedRow], seq_len: int) -> TrainBatch:
     """Rows that are in no dataset as one batch [B, T]."""
-    ids, positions, documents, mask = map(torch.from_numpy, _arrays(rows, seq_len))
+    return _batch(*_arrays(rows, seq_len))
+
+
+def _batch(ids: _Array, positions: _Array, documents: _Array, mask: _Array) -> TrainBatch:
     return TrainBatch(
-        input_ids=ids.long(),
-        position_ids=positions.long(),
-        document_ids=documents.long(),
-        loss_mask=mask,
+        input_ids=torch.from_numpy(ids.astype(np.int64)),
+        position_ids=torch.from_numpy(positions.astype(np.int64)),
+        document_ids=torch.from_numpy(documents.astype(np.int64)),
+        loss_mask=torch.from_numpy(mask.astype(np.bool_)),
     )
 
 
@@ -190,7 +191,7 @@ def split_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedRo
                 yield row
                 row = PackedRow(seq_len)
                 continue
-            row.add(_piece(number, document, start, take))
+            row.add(number, document, start, take)
             start += take
     if row.pieces:
         yield row
@@ -224,18 +225,13 @@ def _whole_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedR
                 yield fullest
             row = PackedRow(seq_len)
             rows.append(row)
-        row.add(_piece(number, document, 0, length))
+        row.add(number, document, 0, length)
         if not row.space:
             rows.remove(row)
             yield row
     yield from rows
     if shortened:
         _log.warning("%d of %d documents are longer than %d tokens and lost their ends", shortened, total, seq_len)
-
-
-def _piece(number: int, document: Document, start: int, length: int) -> _Piece:
-    end = start + length
-    return _Piece(number, start, Document(document.input_ids[start:end], document.loss_mask[start:end]))
 
 
 def _write_rows(sink: pa.NativeFile, rows: Iterator[PackedRow], seq_len: int) -> None:
@@ -259,7 +255,7 @@ def _piece_table(row: PackedRow) -> list[list[int]]:
     return [[p.document, p.start, len(p), offset] for p, offset in zip(row.pieces, offsets, strict=False)]
 
 
-def _arrays(rows: list[PackedRow], seq_len: int) -> tuple[npt.NDArray[Any], ...]:
+def _arrays(rows: list[PackedRow], seq_len: int) -> tuple[_Array, _Array, _Array, _Array]:
     """Ids, positions, document ids and mask, each [R, T]."""
     shape = (len(rows), seq_len)
     ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)

@@ -78,14 +78,10 @@ def json_object(line: bytes) -> dict[str, Any]:
 def open_dataset(
     name: str, subset: str | None = None, split: str | None = None, revision: str | None = None, stream: bool = False
 ) -> Any:
-    """A dataset: on disk, or streamed. Use within ``dataset_errors``.
+    """A dataset on disk, or with ``stream`` an ``IterableDataset``. Use within ``dataset_errors``.
 
-    Args:
-        name: id on the Hub, a dataset folder (also one of ``save_to_disk``), or a data file (``BUILDERS``).
-        subset: configuration.
-        split: None takes the first there is of ``SPLITS``.
-        revision: commit or tag on the Hub.
-        stream: an ``IterableDataset``, whose rows are not kept on disk.
+    ``name`` is an id on the Hub, a dataset folder (also one of ``save_to_disk``) or a data file (``BUILDERS``); without
+    a ``split`` the first there is of ``SPLITS`` is taken.
     """
     import datasets
 
@@ -96,7 +92,13 @@ def open_dataset(
         builder = BUILDERS[path.suffix]
         return datasets.load_dataset(builder, data_files=str(path), split=split or "train", streaming=stream)
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        return _saved_split(datasets.load_from_disk(str(path)), split, name)
+        loaded = datasets.load_from_disk(str(path))
+        if not isinstance(loaded, dict):
+            return loaded
+        chosen = split or _first_split(list(loaded))
+        if chosen not in loaded:
+            raise UserError(f"dataset {name!r} has no split {chosen!r}; present: {', '.join(loaded)}")
+        return loaded[chosen]
     if name.startswith(("/", ".", "~")) and not path.exists():
         raise UserError(f"dataset {name!r} names a path where nothing is; check it")
     _refuse_executable(name, revision)
@@ -105,15 +107,6 @@ def open_dataset(
     if split is None:
         split = _first_split(datasets.get_dataset_split_names(name, subset, revision=revision))
     return datasets.load_dataset(name, subset, split=split, revision=revision, streaming=stream)
-
-
-def _saved_split(loaded: Any, split: str | None, name: str) -> Any:
-    if not isinstance(loaded, dict):
-        return loaded
-    chosen = split or _first_split(list(loaded))
-    if chosen not in loaded:
-        raise UserError(f"dataset {name!r} has no split {chosen!r}; present: {', '.join(loaded)}")
-    return loaded[chosen]
 
 
 def _first_split(names: list[str]) -> str:

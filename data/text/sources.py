@@ -84,9 +84,7 @@ class SourceConfig:
 def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[SourceConfig]:
     """The sources, each dataset of the Hub at one commit: later changes there do not change a stream's rows.
 
-    Args:
-        sources: of any kind.
-        path: keeps the commits; those it has are used without asking the Hub.
+    ``path`` keeps the commits; those it has are used without asking the Hub.
     """
     if not path.exists():
         found = [latest_commit(s.name, s.revision) if s.kind == "hf" else None for s in sources]
@@ -107,18 +105,15 @@ def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[Source
 def iter_documents(source: SourceConfig, max_characters: int | None = None) -> Iterator[str]:
     """The texts of a source in its own order, empty ones left out. A file of kind ``text`` is one document.
 
-    Args:
-        source: where the texts are.
-        max_characters: stop after the document that reaches this many; a dataset is then streamed. Embedded and
-            builtin sets are small and always whole.
+    With ``max_characters`` they stop after the document that reaches this many, and a dataset is streamed. Embedded and
+    builtin sets are small and always whole.
     """
     if source.kind in DOCUMENT_SETS:
         texts = training_sets.documents(_set_of(source, DOCUMENT_SETS, "documents"))
     elif source.kind == "text":
         texts = (read_text(path) for path in _files(source))
     else:
-        values = _values(source, stream=max_characters is not None)
-        texts = (as_text(value, where) for value, where in values)
+        texts = (as_text(*value) for value in _values(source, stream=max_characters is not None))
     kept = islice((text for text in texts if text.strip()), source.limit)
     return kept if max_characters is None or source.kind in DOCUMENT_SETS else _up_to(kept, max_characters)
 
@@ -135,7 +130,7 @@ def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
     elif source.kind == "text":
         found = (user_turn(line) for path in _files(source) for line in read_text(path).splitlines())
     else:
-        found = (as_prompt(value, where) for value, where in _values(source))
+        found = (as_prompt(*value) for value in _values(source))
     return islice((m for m in found if m and m[-1]["content"].strip()), source.limit)
 
 
@@ -240,11 +235,8 @@ def open_source(source: SourceConfig, stream: bool) -> Iterator[Any]:
 def load_documents(sources: list[SourceConfig], seed: int, max_characters: int | None = None) -> list[str]:
     """All documents of all sources, without near-duplicates (``content_hash``), in an order fixed by ``seed``.
 
-    Args:
-        sources: where the documents are.
-        seed: of the shuffle.
-        max_characters: of each source, read no more than about this many (``iter_documents``), or its share of them
-            where sources have weights; None reads all.
+    Of each source no more than about ``max_characters`` are read (``iter_documents``), or its share of them where
+    sources have weights; None reads all.
     """
 
     def entries(source: SourceConfig, share: float | None) -> Iterator[str]:
@@ -266,7 +258,10 @@ def load_prompts(sources: list[SourceConfig], seed: int, limit: int | None) -> l
             source = replace(source, limit=most)
         return islice(iter_prompts(source), None if share is None else most)
 
-    return _load(sources, entries, _prompt_hash, seed)[:limit]
+    def key(messages: list[Message]) -> str:
+        return content_hash("\n".join(f"{m['role']}: {m['content']}" for m in messages))
+
+    return _load(sources, entries, key, seed)[:limit]
 
 
 def shares(sources: Sequence[SourceConfig]) -> list[float] | None:
@@ -299,7 +294,3 @@ def _load(
     order = sorted(unique)
     random.Random(seed).shuffle(order)
     return [unique[k] for k in order]
-
-
-def _prompt_hash(messages: list[Message]) -> str:
-    return content_hash("\n".join(f"{m['role']}: {m['content']}" for m in messages))

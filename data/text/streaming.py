@@ -24,14 +24,7 @@ import numpy as np
 from drafthead.data.batch import TrainBatch
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import PackedRow, collate_rows, split_rows, text_documents
-from drafthead.data.text.sources import (
-    SourceConfig,
-    as_text,
-    column_value,
-    iter_documents,
-    open_source,
-    shares,
-)
+from drafthead.data.text.sources import SourceConfig, as_text, column_value, iter_documents, open_source, shares
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 
@@ -139,17 +132,10 @@ class Mixture:
 
 
 class StreamedRows:
-    """An endless sequence of rows of text.
+    """An endless sequence of rows of text, [T] tokens each.
 
-    Args:
-        sources: of the texts.
-        tokenizer: of the base.
-        seq_len: T.
-        seed: of the shuffles.
-        shards: parts of the sources; decides, like ``micro_batch_size``, which row has which number.
-        micro_batch_size: consecutive rows of a shard.
-        folder: of the positions; one for every combination of all these.
-        workers: windows made at a time, ahead of their use.
+    ``shards`` and ``micro_batch_size`` (consecutive rows of a shard) decide which row has which number. ``folder``
+    keeps the positions, one for every combination of all settings; ``workers`` windows are made at a time, ahead.
     """
 
     def __init__(

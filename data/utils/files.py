@@ -93,11 +93,8 @@ def write_checksummed_json(path: Path, content: Any) -> None:
 def read_checksummed_json(path: Path) -> Any:
     """The content that ``write_checksummed_json`` wrote."""
     found = read_json(path)
-    if (
-        not isinstance(found, dict)
-        or set(found) != {"content", "sha256"}
-        or found["sha256"] != _digest(found["content"])
-    ):
+    intact = isinstance(found, dict) and set(found) == {"content", "sha256"}
+    if not intact or found["sha256"] != _digest(found["content"]):
         raise UserError(f"{path} is damaged: it does not have the checksum that it states; restore or remove it")
     return found["content"]
 
@@ -193,18 +190,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:
-    """Whether ``folder`` has a manifest; it must be equal to ``expected``.
+    """Whether ``folder`` has a manifest; it must be equal to ``expected`` (JSON values; tuples count as lists).
 
-    Args:
-        folder: may be missing.
-        expected: JSON values; tuples count as lists.
-        remedy: what the user can do about a mismatch, a clause. The message names the first key that differs.
+    The message names the first key that differs, and ``remedy``: what the user can do, a clause.
     """
     if not (folder / MANIFEST_NAME).exists():
         return False
     found = read_manifest(folder)
     different = difference(found, json.loads(json.dumps(expected)))
-    if different is not None:
+    if different:
         key, was, want = different
         raise UserError(f"{folder} was made with {key} = {was}, expected {want}; {remedy}")
     return True
@@ -219,8 +213,7 @@ def difference(found: Any, expected: Any, key: str = "") -> tuple[str, str, str]
                 return path, "(absent)", json.dumps(expected[name])
             if name not in expected:
                 return path, json.dumps(found[name]), "(absent)"
-            inner = difference(found[name], expected[name], path)
-            if inner is not None:
+            if inner := difference(found[name], expected[name], path):
                 return inner
         return None
     # `1 == True` in Python, but not in a recipe.
@@ -233,9 +226,7 @@ def difference(found: Any, expected: Any, key: str = "") -> tuple[str, str, str]
 def exclusive(folder: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Lock ``folder``, made if need be, against other takers of this lock; it is released when the process dies.
 
-    Args:
-        folder: readers are not kept out.
-        on_wait: called once if another process holds the lock.
+    ``on_wait`` is called once if another process holds it. Readers are not kept out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")

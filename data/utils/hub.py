@@ -82,13 +82,8 @@ def push(
 ) -> str:
     """Upload a saved head and return the repository's address; only what is missing there is sent.
 
-    Args:
-        folder: of the head; :data:`UPLOADED` says what is taken of it.
-        repo: ``user/name``, or ``name`` under the token's account; made where it does not exist.
-        private: see ``HubConfig``.
-        log: receives a line for every attempt that failed.
-        waits: seconds before each further attempt. After the last one, a ``UserError`` has the command that pushes
-            later.
+    ``repo`` and ``private`` are those of ``HubConfig``; ``waits``: seconds before each further attempt. After the last
+    one a ``UserError`` has the command that pushes later.
     """
     for wait in (*waits, None):
         try:

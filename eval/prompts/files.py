@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drafthead.data.text.chat import Message, user_turn
+from drafthead.data.text.chat import user_turn
 from drafthead.data.text.readers import dataset_errors, json_object, open_dataset, read_lines
 from drafthead.data.text.sources import iter_messages
 from drafthead.data.utils.errors import UserError
@@ -89,7 +89,11 @@ def to_prompt(value: Any, number: int, task: Any) -> EvalPrompt:
     elif isinstance(value, list) and all(isinstance(text, str) for text in value):
         messages = [message for text in value for message in user_turn(text)]
     elif isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
-        messages = _up_to_user(list(iter_messages(value)))
+        messages = list(iter_messages(value))
+        while messages and messages[-1]["role"] != "user":
+            messages.pop()
+        if not messages:
+            raise UserError("holds a conversation without a user's turn")
     else:
         raise UserError(f"holds {_shown(value)}")
     try:
@@ -99,13 +103,6 @@ def to_prompt(value: Any, number: int, task: Any) -> EvalPrompt:
     # The user's words at the end that nobody has answered: all but the first wait for an answer.
     first = max((i for i, m in enumerate(messages[:-1]) if m["role"] != "user"), default=-1) + 1
     return EvalPrompt(task, number, messages[: first + 1], tuple(m["content"] for m in messages[first + 1 :]))
-
-
-def _up_to_user(messages: list[Message]) -> list[Message]:
-    last = max((n for n, message in enumerate(messages, start=1) if message["role"] == "user"), default=0)
-    if not last:
-        raise UserError("holds a conversation without a user's turn")
-    return messages[:last]
 
 
 def _convert_all(

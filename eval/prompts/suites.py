@@ -8,6 +8,7 @@ from pathlib import Path
 
 from drafthead.data.embedded import eval_sets
 from drafthead.data.embedded.eval_sets import EvalItem
+from drafthead.data.text.chat import user_turn
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.files import read_dataset, read_jsonl
 from drafthead.eval.prompts.prompt import EvalPrompt
@@ -43,7 +44,12 @@ def load_suite(
         raise UserError(f"suite.limit must be at least 1, got {limit}; leave it out to use the whole suite")
     prompts = _all(name)
     if tasks:
-        prompts = _of_tasks(prompts, tasks, name)
+        present = list(dict.fromkeys(p.task for p in prompts))
+        if unknown := [task for task in tasks if task not in present]:
+            raise UserError(
+                f"suite {name!r} has no task {', '.join(map(repr, unknown))}; its tasks are {', '.join(present)}"
+            )
+        prompts = [p for p in prompts if p.task in tasks]
         if limit is not None and limit < len(set(tasks)):
             raise UserError(f"limit={limit} leaves no prompt of some of the {len(set(tasks))} tasks; raise it")
     return prompts if limit is None else _spread(prompts, limit, seed)
@@ -69,41 +75,20 @@ def _all(name: str) -> list[EvalPrompt]:
 
 
 def _prompts(items: Sequence[EvalItem], only_first_turn: bool = False) -> list[EvalPrompt]:
-    return [
-        EvalPrompt(
-            item.task,
-            number,
-            [{"role": "user", "content": item.turns[0]}],
-            () if only_first_turn else item.turns[1:],
-        )
-        for number, item in enumerate(items)
-    ]
-
-
-def _mt_bench() -> list[EvalPrompt]:
-    return _prompts(eval_sets.mt_bench(), only_first_turn=True)
+    later = slice(1, 1 if only_first_turn else None)
+    return [EvalPrompt(i.task, n, user_turn(i.turns[0]), i.turns[later]) for n, i in enumerate(items)]
 
 
 _SUITES: dict[str, Callable[[], list[EvalPrompt]]] = {
     # The selection is part of the suite's name, so it must not move with the seed.
-    "smoke": lambda: _spread(_mt_bench(), SMOKE_PROMPTS, seed=0),
-    "mt_bench": _mt_bench,
+    "smoke": lambda: _spread(load_suite("mt_bench"), SMOKE_PROMPTS, seed=0),
+    "mt_bench": lambda: _prompts(eval_sets.mt_bench(), only_first_turn=True),
     "mt_bench_turns": lambda: _prompts(eval_sets.mt_bench()),
     "spec_bench_like": lambda: _prompts(eval_sets.spec_bench_like()),
     "code": lambda: _prompts(eval_sets.human_eval()),
     "builtin": lambda: _prompts([EvalItem(task, (text,)) for task, text in BUILTIN]),
 }
 SUITES = tuple(_SUITES)
-
-
-def _of_tasks(prompts: Sequence[EvalPrompt], tasks: Sequence[str], name: str) -> list[EvalPrompt]:
-    present = list(dict.fromkeys(p.task for p in prompts))
-    unknown = [task for task in tasks if task not in present]
-    if unknown:
-        raise UserError(
-            f"suite {name!r} has no task {', '.join(map(repr, unknown))}; its tasks are {', '.join(present)}"
-        )
-    return [p for p in prompts if p.task in tasks]
 
 
 def _spread(prompts: Sequence[EvalPrompt], limit: int, seed: int) -> list[EvalPrompt]:

@@ -32,10 +32,9 @@ DIGEST = "drafthead_adapter"
 def fingerprint(model: Any, digest: str | None = None) -> str:
     """Hash of the sizes and of two small weights: tells fine-tunes of one architecture apart.
 
-    Args:
-        model: as loaded, not fused or prepacked yet (with an adapter: at any time).
-        digest: of an adapter to count as merged; None: of the one that is, if any. It replaces the output head's rows,
-            which an adapter may change and which round differently in every dtype.
+    The model is as loaded, not fused or prepacked yet (with an adapter: at any time). ``digest`` is of an adapter to
+    count as merged; None: of the one that is, if any. It replaces the output head's rows, which an adapter may change
+    and which round differently in every dtype.
     """
     settings = model.config
     digest = digest or getattr(settings, DIGEST, None)
@@ -58,11 +57,7 @@ def digest_of(original: str, folder: Path) -> str:
 
 
 def merge(model: Any, name: str) -> Any:
-    """A stock model with the adapter in folder ``name`` merged into its weights.
-
-    Raises:
-        UserError: no adapter in safetensors there, or one that does not fit the model.
-    """
+    """A stock model with the adapter in folder ``name`` merged into its weights."""
     folder = Path(name)
     found = _tensor_names(folder)
     digest = digest_of(fingerprint(model), folder)
@@ -72,8 +67,7 @@ def merge(model: Any, name: str) -> Any:
         with quiet():
             adapted = PeftModel.from_pretrained(model, str(folder))
     except (*LOAD_ERRORS, re.error) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        why = lines[-1].strip()
+        why = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
     else:
         # Where names differ, peft only warns.
         odd = sorted(found ^ set(get_peft_model_state_dict(adapted, save_embedding_layers=False)))

@@ -164,11 +164,7 @@ class BaseModel:
     ) -> Features:
         """Append committed tokens to ``cache``; returns the hidden states after each of them.
 
-        Args:
-            tokens_BT: [B, T] int64.
-            cache: of this base.
-            counts: [B] int64, how many of the T tokens each row has; the rest is padding.
-            spec: layers whose states are wanted too.
+        ``counts`` [B] int64: how many of the T tokens each row has; the rest is padding.
         """
         new = tokens_BT.shape[1]
         if isinstance(cache, StaticKVCache) and cache.fits(new) and not spec.layers:
@@ -199,8 +195,8 @@ class BaseModel:
         ``cache.keep`` or ``cache.roll_back``. With ``partial_forward`` the first layers are done.
         """
         new = tokens_BN.shape[1]
-        if not (spec.layers or partial_forward) and isinstance(cache, StaticKVCache) and _fits(cache, shape, new):
-            return Features(final=cache.run(tokens_BN, shape)[0])
+        if (static := _static(cache, shape, new, spec, partial_forward)) is not None:
+            return Features(final=static.run(tokens_BN, shape)[0])
         positions = cache.positions(shape.depths[:, -new:])
         cache.reserve(new)
         if isinstance(cache, KVCache) and shape.tree is not None and new == len(shape):
@@ -219,9 +215,8 @@ class BaseModel:
         partial_forward: PartialForward | None = None,
     ) -> tuple[Features, Tensor]:
         """``verify`` and the logits after every node [B, N, V], by one graph where there are graphs."""
-        whole = not (spec.layers or partial_forward)
-        if whole and isinstance(cache, StaticKVCache) and _fits(cache, shape, tokens_BN.shape[1]):
-            final, logits = cache.run(tokens_BN, shape, with_logits=True)
+        if (static := _static(cache, shape, tokens_BN.shape[1], spec, partial_forward)) is not None:
+            final, logits = static.run(tokens_BN, shape, with_logits=True)
             return Features(final=final), logits
         hidden = self.verify(tokens_BN, shape, cache, spec, partial_forward)
         return hidden, self.logits(hidden.final)
@@ -269,9 +264,12 @@ class BaseModel:
         return _features(out.last_hidden_state, states, spec)
 
 
-def _fits(cache: StaticKVCache, shape: TreeShape, new: int) -> bool:
-    """Whether a captured graph can run a pass over a whole tree."""
-    return new == len(shape) and cache.fits(new)
+def _static(
+    cache: KVCache | RaggedCache, shape: TreeShape, new: int, spec: FeatureSpec, partial_forward: PartialForward | None
+) -> StaticKVCache | None:
+    """The cache, if a captured graph can run the pass: over a whole tree and all layers."""
+    whole = new == len(shape) and not (spec.layers or partial_forward)
+    return cache if whole and isinstance(cache, StaticKVCache) and cache.fits(new) else None
 
 
 def _features(final: Tensor, states: dict[int, Tensor], spec: FeatureSpec) -> Features:

@@ -31,15 +31,8 @@ SAVED_KEYS = ("name", "revision", "gguf_file", "tokenizer", "max_context", "rand
 ADAPTER = "adapter"
 """Folder of a saved head that holds its base's adapter, where there is one."""
 LOAD_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
+    *(OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError),
+    *(SafetensorError, StrictDataclassError),
 )
 """What transformers and its libraries raise for files that are missing, damaged or contradict each other."""
 EMBEDDED = "embedded:smollm2"
@@ -175,13 +168,9 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
             "use a base of the Llama, Mistral, Qwen2, Qwen3, Gemma or SmolLM families"
         )
     if getattr(config, "attn_logit_softcapping", None):
-        raise UserError(
-            f"{kind} soft-caps its attention logits, which fused attention cannot do; choose one without (Gemma 1, say)"
-        )
+        raise UserError(f"{kind} soft-caps its attention logits, which fused attention cannot do; choose another base")
     if getattr(config, "kv_lora_rank", None):
-        raise UserError(
-            f"{kind} uses multi-head latent attention, whose cache layout is not supported; choose another base"
-        )
+        raise UserError(f"{kind} uses multi-head latent attention, whose cache is not supported; choose another base")
     window = getattr(config, "sliding_window", None)
     slides = any("sliding" in t or "chunked" in t for t in layer_types) or (not layer_types and window)
     context = max_context or getattr(config, "max_position_embeddings", 0)
@@ -197,41 +186,36 @@ def load_weights(
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """The stock model that ``config`` names, with our attention, on ``device``, and its tokenizer.
 
-    Args:
-        config: its adapter is not merged here.
-        device: also decides the dtype where the config leaves it open.
-        progress: gets a line about slow first-time work.
+    The adapter is not merged here; ``progress`` gets a line about slow first-time work.
     """
     automatic = "float32" if device.type == "cpu" else "bfloat16"
     dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    model, tokenizer = _random(config, dtype) if config.random else _stored(config, dtype, progress)
+    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.register()}
+    if config.random:
+        settings = config.transformers_config()
+        check_architecture(settings, config.max_context)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            model = AutoModelForCausalLM.from_config(settings, **how)
+        tokenizer = config.load_tokenizer(config.name)
+    else:
+        model, tokenizer = _stored(config, how, progress)
     return model.to(device), tokenizer
 
 
-def _random(config: BaseConfig, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerBase]:
-    settings = config.transformers_config()
-    check_architecture(settings, config.max_context)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation=attention.register())
-    return model, config.load_tokenizer(config.name)
-
-
 def _stored(
-    config: BaseConfig, dtype: torch.dtype, progress: Callable[[str], None]
+    config: BaseConfig, how: dict[str, Any], progress: Callable[[str], None]
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     folder = str(smollm2_folder(progress)) if config.name == EMBEDDED else config.name
-    options = config.hub_options()
+    options = how | config.hub_options()
     if config.gguf_file:
         # Dequantised on load: a GGUF model that counts as quantised can neither be saved nor prepacked.
         options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     try:
         tokenizer = config.load_tokenizer(folder)
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention.register(), output_loading_info=True, **options
-        )
+        model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     except torch.OutOfMemoryError:
         raise  # the files are not to blame
     except LOAD_ERRORS as error:

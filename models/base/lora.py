@@ -48,11 +48,7 @@ class LoraBase:
     """A base with adapters that are trained; no ``nn.Module``, so a head that holds one does not own its weights."""
 
     def __init__(self, base: BaseModel, settings: LoraSettings) -> None:
-        """Make a trainable copy of ``base``; its adapters add nothing yet.
-
-        Raises:
-            UserError: the base has no layer of one of the names, or an output head tied to its embedding is named.
-        """
+        """Make a trainable copy of ``base``; its adapters add nothing yet."""
         from peft import LoraConfig, get_peft_model  # takes seconds to import
 
         self.base = base

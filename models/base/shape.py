@@ -68,11 +68,7 @@ class ModelShape:
         return 2 * self.hidden_size + max(attention, sum(self.mlp_widths) + self.mlp_widths[-1])
 
     def adapter_parameters(self, lora: LoraSettings) -> int:
-        """``rank (in + out)`` for every layer of the targets' names, L times, and ``rank (D + V)`` for the output head.
-
-        Raises:
-            UserError: a target that this base does not have.
-        """
+        """``rank (in + out)`` for every layer of the targets' names, L times; ``rank (D + V)`` for the output head."""
         known = {LM_HEAD, *(name for name, _, _ in self.linears)}
         if unknown := sorted(set(lora.targets) - known):
             raise UserError(f"the base has no linear layer {unknown[0]!r} to put an adapter on; it has {sorted(known)}")

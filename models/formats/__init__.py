@@ -10,37 +10,19 @@ from drafthead.models.formats.kangaroo import KangarooFormat
 from drafthead.models.formats.medusa import MedusaFormat, TgiMedusaFormat, VllmMedusaFormat
 from drafthead.models.formats.mlp_speculator import MLPSpeculatorFormat
 
-FORMATS: dict[str, Format] = {
-    found.name: found
-    for found in (
-        MedusaFormat(),
-        TgiMedusaFormat(),
-        VllmMedusaFormat(),
-        HydraFormat(),
-        MLPSpeculatorFormat(),
-        KangarooFormat(),
-        Eagle3Format(),
-    )
-}
+_ALL = MedusaFormat, TgiMedusaFormat, VllmMedusaFormat, HydraFormat, MLPSpeculatorFormat, KangarooFormat, Eagle3Format
+FORMATS: dict[str, Format] = {found.name: found() for found in _ALL}
 
 
 def format_named(name: str) -> Format:
-    """The format of that name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The format of that name."""
     if name not in FORMATS:
         raise UserError(f"unknown format {name!r}; choose one of {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
 def recognise(config: dict[str, Any], source: str) -> Format:
-    """The format whose ``config.json`` this is.
-
-    Raises:
-        UserError: none is recognised.
-    """
+    """The format whose ``config.json`` this is."""
     for found in FORMATS.values():
         if found.matches(config):
             return found

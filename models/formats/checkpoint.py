@@ -29,11 +29,7 @@ class PublishedCheckpoint:
 
     @classmethod
     def read(cls, folder: Path, weights_file: str) -> "PublishedCheckpoint":
-        """Read a published folder; weights may be sharded (``WEIGHTS.index.json``).
-
-        Raises:
-            UserError: a missing or damaged file; weights that are only there as a pickle.
-        """
+        """Read a published folder; weights may be sharded (``WEIGHTS.index.json``)."""
         config = read_json(safe_join(folder, CONFIG))
         if not isinstance(config, dict):
             raise UserError(f"{folder}/{CONFIG} holds a {type(config).__name__}, expected an object; copy it again")
@@ -81,7 +77,12 @@ def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
     if (folder / weights_file).is_file():
         files = [weights_file]
     elif index.is_file():
-        files = _shards(index)
+        content = read_json(index)
+        mapping = content.get("weight_map") if isinstance(content, dict) else None
+        files = sorted(set(mapping.values())) if isinstance(mapping, dict) else []
+        # A downloaded index must not lead out of its folder.
+        if not files or any(not isinstance(n, str) or Path(n).name != n for n in files):
+            raise UserError(f"{index} lists no shards beside it; copy the folder again")
     else:
         refuse_pickles(folder, [path.name for path in folder.iterdir()])
         raise UserError(
@@ -95,16 +96,6 @@ def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
         except (OSError, SafetensorError) as error:
             raise UserError(f"{folder / name} cannot be read ({one_line(error)}); copy it again") from None
     return tensors
-
-
-def _shards(index: Path) -> list[str]:
-    content = read_json(index)
-    mapping = content.get("weight_map") if isinstance(content, dict) else None
-    names = sorted(set(mapping.values())) if isinstance(mapping, dict) else []
-    # A downloaded index must not lead out of its folder.
-    if not names or any(not isinstance(n, str) or Path(n).name != n for n in names):
-        raise UserError(f"{index} lists no shards beside it; copy the folder again")
-    return names
 
 
 def contents(folder: Path) -> str:

@@ -131,15 +131,12 @@ class Format(ABC):
     def export(
         self, head: DraftHead, folder: Path, dtype: torch.dtype | None = None, base_name: str | None = None
     ) -> None:
-        """Write ``head`` into ``folder``.
+        """Write ``head`` into ``folder``, which may not exist yet.
 
-        Args:
-            head: a trained head.
-            folder: may not exist yet.
-            dtype: of the weights; None keeps the head's.
-            base_name: what engines download the base by; None: the name that the base has here.
+        ``dtype`` None keeps the head's; ``base_name`` is what engines download the base by, None: its name here.
         """
-        self._require_head_class(head)
+        if not isinstance(head, self.head):
+            self._refuse_class(head)
         found = [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]
         if found:
             listed = "; ".join(f"{one.found} ({one.instead})" for one in found)
@@ -149,12 +146,7 @@ class Format(ABC):
         PublishedCheckpoint(config, self._all_tensors(head)).write(folder, self.weights_file, dtype)
 
     def read(self, folder: Path, config: dict[str, Any] | None = None) -> PublishedCheckpoint:
-        """The normalized content of a published folder; ``config`` overrides keys of its ``config.json``.
-
-        Raises:
-            UserError: missing, damaged or pickled files; a variant that no head here is; an override of a key that is
-                not read.
-        """
+        """The normalized content of a published folder; ``config`` overrides keys of its ``config.json``."""
         if unknown := sorted(set(config or {}) - self.config_keys - {BASE_NAME}):
             raise UserError(
                 f"the format {self.name} reads no {', '.join(f'config.{key}' for key in unknown)}; it reads "
@@ -164,11 +156,7 @@ class Format(ABC):
         return self.normalize(found.updated(config={**found.config, **(config or {})}))
 
     def attach(self, checkpoint: PublishedCheckpoint, base: BaseModel) -> DraftHead:
-        """A normalized checkpoint as a head of ``base``.
-
-        Raises:
-            UserError: it was made for another base, or is no head that drafthead has.
-        """
+        """A normalized checkpoint as a head of ``base``."""
         for key, size in self.sizes.items():
             if (found := checkpoint.integer(key)) != getattr(base, size):
                 raise UserError(
@@ -208,18 +196,14 @@ class Format(ABC):
                 "was trained for; or its config.json and weights belong to different heads"
             )
 
-    def _require_head_class(self, head: DraftHead) -> None:
-        if isinstance(head, self.head):
-            return
+    def _refuse_class(self, head: DraftHead) -> None:
         from drafthead.models.formats import FORMATS
 
         kind, own = type(head).__name__, _an(self.head.__name__)
         fitting = " or ".join(f"to={found.name}" for found in FORMATS.values() if isinstance(head, found.head))
         if fitting:
             raise UserError(f"the format {self.name} holds {own}; {_an(kind)} is exported {fitting}")
-        raise UserError(
-            f"no published format holds {_an(kind)}, and {self.name} holds {own}; use the head folder itself"
-        )
+        raise UserError(f"no published format holds {_an(kind)}, {self.name} holds {own}; use the head folder itself")
 
 
 def unsupported_adapter(head: DraftHead) -> list[Unsupported]:
@@ -227,12 +211,9 @@ def unsupported_adapter(head: DraftHead) -> list[Unsupported]:
     adapter = head.base.config.adapter
     if adapter is None:
         return []
-    return [
-        Unsupported(
-            f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load",
-            "publish the base as a whole model, which head.save_merged=true writes, and name it: base_name=user/repo",
-        )
-    ]
+    instead = "publish the base as a whole model, which head.save_merged=true writes, and name it: base_name=user/repo"
+    what = f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load"
+    return [Unsupported(what, instead)]
 
 
 def unsupported_vocabulary(head: DraftHead, instead: str = "") -> list[Unsupported]:
@@ -242,12 +223,8 @@ def unsupported_vocabulary(head: DraftHead, instead: str = "") -> list[Unsupport
     """
     if len(head.d2t) == head.base.vocab_size:
         return []
-    return [
-        Unsupported(
-            f"it drafts over {len(head.d2t)} of {head.base.vocab_size} ids, and the format has no draft vocabulary",
-            " or ".join(filter(None, ["head.draft_vocab_size=null", instead])),
-        )
-    ]
+    what = f"it drafts over {len(head.d2t)} of {head.base.vocab_size} ids, and the format has no draft vocabulary"
+    return [Unsupported(what, " or ".join(filter(None, ["head.draft_vocab_size=null", instead])))]
 
 
 def is_the_bases(tensor: Tensor, own: Tensor) -> bool:
@@ -256,10 +233,7 @@ def is_the_bases(tensor: Tensor, own: Tensor) -> bool:
 
 
 def published_name(base: BaseModel) -> str:
-    """The base's name as others know it: what engines download the base by.
-
-    A base with an adapter merged into it has none: see :func:`unsupported_adapter`.
-    """
+    """The base's name as others know it: what engines download the base by."""
     return SMOLLM2_NAME if base.name == EMBEDDED else base.name
 
 

@@ -35,7 +35,7 @@ class Eagle3Format(Format):
     head, head_config = Eagle3Head, Eagle3Config
     engines = (
         Engine(
-            "vLLM", "0.33.0 loads it (llama_eagle3.py), for targets that give it hidden states of layers", current=True
+            "vLLM", "0.33.0 loads it (llama_eagle3.py), for targets that give hidden states of layers", current=True
         ),
         Engine("SGLang", "loads it as EAGLE3 (llama_eagle3.py)", current=True),
         Engine("TensorRT-LLM", "not established: its source was not read"),
@@ -44,15 +44,8 @@ class Eagle3Format(Format):
     optional = {"norm_output": "norm_output", "num_tokens": "num_draft_tokens", "ttt_steps": "ttt_steps"}
     sizes = {"target_hidden_size": "hidden_size", "vocab_size": "vocab_size"}
     other_keys = LAYER_KEYS | {
-        "architectures",
-        "hidden_size",
-        "intermediate_size",
-        "draft_vocab_size",
-        "norm_before_residual",
-        "fc_norm",
-        "eagle_config",
-        "layers",
-        LAYER_IDS,
+        *("architectures", "hidden_size", "intermediate_size", "draft_vocab_size", "norm_before_residual", "fc_norm"),
+        *("eagle_config", "layers", LAYER_IDS),
     }
     ignored_tensors = frozenset({EMBEDDING})
 

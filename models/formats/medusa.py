@@ -28,9 +28,8 @@ from drafthead.models.heads.medusa import Blocks, MedusaConfig, MedusaHead
 
 FULL_MODEL = "medusa_head."
 """Prefix of the heads in a whole Medusa-2 model."""
-FASTER_DECODING = Engine(
-    "FasterDecoding/Medusa", "its loader reads medusa_lm_head.pt: save these tensors there with torch.save"
-)
+_SAVE = "its loader reads medusa_lm_head.pt: save these tensors there with torch.save"
+FASTER_DECODING = Engine("FasterDecoding/Medusa", _SAVE)
 NO_VLLM = Engine("vLLM", "none: Medusa is gone in 0.33.0, and older versions read to=vllm_medusa")
 NO_SGLANG = Engine("SGLang", "never")
 
@@ -53,8 +52,7 @@ class MedusaFormat(Format):
     block_name, output_name = "{k}.{j}.linear", "{k}.{layers}.weight"
 
     def unsupported(self, head: MedusaHead) -> list[Unsupported]:
-        found = unsupported_last_token(head) + unsupported_vocabulary(head, "to=vllm_medusa")
-        return found + ([_scaled_logits(head)] if _scales_own_logits(head) else [])
+        return unsupported_last_token(head) + unsupported_vocabulary(head, "to=vllm_medusa") + _scaled_logits(head)
 
     def tensors(self, head: MedusaHead) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -101,8 +99,8 @@ class MedusaFormat(Format):
         return {**found, "own_lm_head": own, "tie_blocks": tied(checkpoint.tensors, blocks)}
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: MedusaHead) -> None:
-        if _scales_own_logits(head):
-            raise UserError(f"{checkpoint.source}: {_scaled_logits(head).found}; name the base that it was trained for")
+        for one in _scaled_logits(head):
+            raise UserError(f"{checkpoint.source}: {one.found}; name the base that it was trained for")
 
 
 class TgiMedusaFormat(MedusaFormat):
@@ -112,9 +110,7 @@ class TgiMedusaFormat(MedusaFormat):
     title = "Medusa (TGI)"
     engines = (
         Engine(
-            "TGI",
-            "loads both variants; in maintenance mode; no speculation for more than 128 rows at a time",
-            current=True,
+            "TGI", "loads both variants; in maintenance mode; no speculation beyond 128 rows at a time", current=True
         ),
         FASTER_DECODING,
         NO_VLLM,
@@ -263,11 +259,9 @@ def unsupported_last_token(head: MedusaHead) -> list[Unsupported]:
     return [Unsupported(what, "head.reads_last_token=false")]
 
 
-def _scales_own_logits(head: MedusaHead) -> bool:
-    own = head.target_lm_head
-    return head.config.own_lm_head and (own.scale != 1.0 or own.softcap is not None)
-
-
-def _scaled_logits(head: MedusaHead) -> Unsupported:
+def _scaled_logits(head: MedusaHead) -> list[Unsupported]:
+    base = head.target_lm_head
+    if not head.config.own_lm_head or (base.scale == 1.0 and base.softcap is None):
+        return []
     what = f"{head.base.name} scales or caps its logits, and the format does not those of a head's own output layer"
-    return Unsupported(what, "head.own_lm_head=false")
+    return [Unsupported(what, "head.own_lm_head=false")]

@@ -48,16 +48,16 @@ class MLPSpeculatorFormat(Format):
     other_keys = frozenset({"model_type", "architectures", "top_k_tokens_per_head"})
 
     def unsupported(self, head: MLPSpeculatorHead) -> list[Unsupported]:
-        settings, found = head.config, unsupported_vocabulary(head)
-        if not settings.own_lm_head:
-            what = "it uses the base's output head, and the format has one of its own"
-            found.insert(0, Unsupported(what, "head.own_lm_head=true"))
-        if not settings.own_embedding:
-            what = "it reads the base's embedding, and the format has one of its own"
-            found.insert(0, Unsupported(what, "head.own_embedding=true"))
+        settings, found = head.config, []
         if settings.cell != "rnn":
-            found.insert(0, Unsupported("it has LSTM cells, and the format IBM's own", "head.cell=rnn"))
-        return found
+            found.append(Unsupported("it has LSTM cells, and the format IBM's own", "head.cell=rnn"))
+        for own, what in (
+            ("own_embedding", "reads the base's embedding"),
+            ("own_lm_head", "uses the base's output head"),
+        ):
+            if not getattr(settings, own):
+                found.append(Unsupported(f"it {what}, and the format has one of its own", f"head.{own}=true"))
+        return found + unsupported_vocabulary(head)
 
     def tensors(self, head: MLPSpeculatorHead) -> dict[str, Tensor]:
         cells = {f"{PREFIX}{name}": parameter for name, parameter in head.cells.named_parameters()}
