@@ -41,7 +41,7 @@ def test_past_a_limit_the_run_fails_and_all_is_saved(tmp_path: Path) -> None:
     assert not quality["passed"] and quality["limits"]["min_greedy_match_rate"] == 1.0
     for path in ("eval.json", "report.html", "head/tree.json", "head/adapter/adapter_config.json"):
         assert (run / path).stat().st_size > 0
-    assert "The base was tuned along" in (run / "head" / "README.md").read_text()
+    assert "The base was tuned together with the heads" in (run / "head" / "README.md").read_text()
     base, head = load_base_and_head(run / "head")
     assert base.fingerprint == head.base_fingerprint
     with pytest.raises(
