@@ -41,12 +41,13 @@ from drafthead.data.utils.files import write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
+from drafthead.models.heads.common.trains_base import TrainsBase
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.distributed.launcher import follow_launcher
 from drafthead.train.distributed.sharding import Sharding
 from drafthead.train.estimate import estimate_of, size
 from drafthead.train.trainer.batches import PhaseData
-from drafthead.train.trainer.optim import build_optimizer
+from drafthead.train.trainer.optim import head_optimizer
 from drafthead.train.trainer.step import StepResult, train_step
 
 PEAKS = {
@@ -91,12 +92,12 @@ class Bench:
         self.base = BaseModel.load(sharding.base_config(run.base), accelerator.device)
         rows = random_rows(self.phase, self.base.vocab_size)
         self.head = build_head(run, self.base)
-        if run.trains_base:
+        if run.trains_base and isinstance(self.head, TrainsBase):
             self.head.train_base(now=self.phase.train_base)
         cache = random_cache(folder, rows, self.head) if self.phase.hidden_states == "cached" else None
         self.data = PhaseData(rows, self.base, self.head.spec, cache)
         sharding.shard(self.head.train())
-        self.optimizer = build_optimizer(self.head.parameters(), self.phase.optim, self.head.lr_mult)
+        self.optimizer = head_optimizer(self.head, self.phase.optim)
 
     def rows(self) -> Iterator[list[int]]:
         """Row numbers of one micro-batch after the other, without end."""

@@ -7,7 +7,6 @@ context and workspaces of matrix products come on top: keep about 10 % and 1 GiB
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -17,6 +16,7 @@ from drafthead.models.base.lora import LM_HEAD, LoraSettings
 from drafthead.models.base.shape import FLOAT32, ModelShape
 from drafthead.models.heads.common.losses import chunk_rows
 from drafthead.models.heads.common.size import HeadSize
+from drafthead.models.heads.common.trains_base import TrainsBaseConfig
 from drafthead.train.config import PRECISIONS, SHARD_MODES, DataConfig, PhaseConfig, RunConfig, ShardConfig
 from drafthead.train.distributed.launcher import with_launcher_settings
 
@@ -28,14 +28,6 @@ CACHED = 2
 """Bytes of a value of a cached hidden state (float16)."""
 CHUNK_COPIES = 4
 """Matrices of a loss chunk's size alive at its peak: logits, their exponentials, the gradient, the target's."""
-
-
-@runtime_checkable
-class TrainsBase(Protocol):
-    """Settings of a head that can train the base along."""
-
-    def lora(self) -> LoraSettings:
-        """The base's adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +207,7 @@ def estimate_of(run: RunConfig, devices: int, per_node: int | None = None, devic
         head=head.size(config),
         phases=run.phases,
         data=run.data,
-        lora=head.lora() if run.trains_base and isinstance(head, TrainsBase) else None,
+        lora=head.lora() if run.trains_base and isinstance(head, TrainsBaseConfig) else None,
         shard=run.shard,
         devices=devices,
         shards=(per_node or devices) if run.shard.hybrid else devices,

@@ -31,6 +31,7 @@ from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import ADAPTER
 from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.trains_base import TrainsBase
 from drafthead.train.config import RunConfig, preflight
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.distributed.launcher import Launch, launched, rank_group
@@ -101,13 +102,14 @@ class Workspace:
         return DraftHead.from_pretrained(self.head_folder, self.base)
 
     def new_head(self) -> DraftHead:
-        """The untrained head."""
+        """The untrained head, with adapters of its base if the run trains it."""
         config, base = self.run.head_config(), self.corpora.base
         size = config.draft_vocab_size
-        if size is None or size >= base.vocab_size:
-            return config.build(base)
-        d2t = self.corpora.draft_vocabulary(size)
-        return config.build(base, d2t)
+        d2t = None if size is None or size >= base.vocab_size else self.corpora.draft_vocabulary(size)
+        head = config.build(base, d2t)
+        if self.run.trains_base and isinstance(head, TrainsBase):
+            head.train_base(now=False)
+        return head
 
 
 def run_pipeline(run: RunConfig, resolved: str) -> None:
@@ -187,8 +189,6 @@ def _save_trained_head(work: Workspace) -> None:
         else:
             work.display.line(f"   the best weights ({found}) are in {best.path}; checkpoint.final=best takes them")
     head = work.new_head()
-    if work.run.trains_base:
-        head.train_base(now=False)
     load_weights(head, chosen)
     head.save_pretrained(work.head_folder)
 

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import ADAPTER
 from drafthead.models.base.lora import LM_HEAD, LoraBase, LoraSettings
 from drafthead.models.heads.common.losses import STATS, LossConfig, Targets, heads_loss
+from drafthead.models.heads.common.trains_base import TrainsBase, TrainsBaseConfig
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 
 CROSS_ENTROPY, SELF_DISTILLATION = "ce", "self_distillation"
@@ -52,7 +53,7 @@ MERGED = "merged"
 
 
 @dataclass(kw_only=True)
-class Medusa2Config(MedusaConfig):
+class Medusa2Config(MedusaConfig, TrainsBaseConfig):
     """Settings of :class:`Medusa2Head`."""
 
     lora_rank: int = 32
@@ -76,8 +77,6 @@ class Medusa2Config(MedusaConfig):
     """Compute the base's activations again in the backward pass instead of keeping them: less memory, slower."""
     save_merged: bool = False
     """Save the tuned base as a whole model, too: ``merged/`` beside the heads, for other programs."""
-
-    trains_base: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,7 +112,7 @@ class Medusa2Config(MedusaConfig):
         )
 
 
-class Medusa2Head(MedusaHead):
+class Medusa2Head(MedusaHead, TrainsBase):
     """Medusa heads whose base may be trained, too."""
 
     config: Medusa2Config
@@ -126,7 +125,7 @@ class Medusa2Head(MedusaHead):
         self._joint = False
 
     def train_base(self, now: bool) -> None:
-        """As any head's; the first call makes the adapters, which add nothing yet."""
+        """The first call makes the adapters, which add nothing yet."""
         if self._tuned is None:
             if self.base.config.adapter is not None:
                 raise UserError(
@@ -147,8 +146,8 @@ class Medusa2Head(MedusaHead):
             self._tuned.train(mode and self._joint)
         return self
 
-    def decoders(self) -> list[nn.Module]:
-        return super().decoders() + ([] if self._tuned is None else [self._tuned.model.model])
+    def tuned_decoders(self) -> list[nn.Module]:
+        return [] if self._tuned is None else [self._tuned.model.model]
 
     def lr_mult(self, parameter: nn.Parameter) -> float:
         """``heads_lr_mult`` of the heads' parameters while adapters are trained with them, else 1."""
@@ -210,10 +209,10 @@ class Medusa2Head(MedusaHead):
         """The heads alone: adapters are saved beside them by :meth:`save_base`."""
         return {name: value for name, value in self.state_dict().items() if not name.startswith("adapter.")}
 
-    def save_base(self, folder: Path) -> dict[str, Any]:
-        """Write the adapter, and if requested the tuned base as a whole model; returns the tuned base's identity."""
+    def save_base(self, folder: Path) -> dict[str, Any] | None:
+        """Write the adapter, and if requested the tuned base as a whole model."""
         if self._tuned is None:
-            return super().save_base(folder)
+            return None
         fingerprint = self._tuned.save(folder / ADAPTER)
         if self.config.save_merged:
             whole = replace(self.base.config, adapter=str(folder / ADAPTER), prepack=False)

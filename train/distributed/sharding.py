@@ -41,6 +41,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.layers import drop_views
 from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.trains_base import TrainsBase
 from drafthead.train.config import PRECISIONS, ShardConfig
 
 
@@ -100,9 +101,11 @@ class Sharding:
             dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
             self._own_group = True
         mesh = self._mesh()
-        frozen = {parameter for decoder in head.decoders() for parameter in decoder.parameters()}
+        tuned = head.tuned_decoders() if isinstance(head, TrainsBase) else []
+        decoders = [head.base.model.model, *tuned]
+        frozen = {parameter for decoder in decoders for parameter in decoder.parameters()}
         if self.shards_base:
-            for decoder in head.decoders():
+            for decoder in decoders:
                 self._shard_layers(decoder, mesh, set(head.parameters()))
             drop_views(head.base)
         _shard_head(head, mesh, PRECISIONS[self.config.precision], frozen)

@@ -8,6 +8,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from drafthead.data.utils.errors import UserError
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.trains_base import TrainsBase
 from drafthead.train.config import SCHEDULES, WARMUPS, OptimConfig
 
 
@@ -69,3 +71,10 @@ def build_optimizer(
     # No operation on lists takes sharded and whole parameters in one.
     mixed = any(len({isinstance(p, DTensor) for p in group}) > 1 for group in groups.values())
     return AdamW(settings, lr=config.lr, betas=(config.betas[0], config.betas[1]), foreach=False if mixed else None)
+
+
+def head_optimizer(head: DraftHead, config: OptimConfig) -> AdamW:
+    """The optimiser of a head, and of its base's adapters while they are trained."""
+    if isinstance(head, TrainsBase):
+        return build_optimizer(head.parameters(), config, head.lr_mult)
+    return build_optimizer(head.parameters(), config)

@@ -15,6 +15,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.calibrate import WIDTH, answer_ranks
 from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.trains_base import TrainsBase
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.corpora.corpora import Corpora
@@ -32,7 +33,7 @@ from drafthead.train.trainer.batches import (
     split_rows,
 )
 from drafthead.train.trainer.checkpoint import CheckpointManager, undisturbed_rng
-from drafthead.train.trainer.optim import build_optimizer, lr_at
+from drafthead.train.trainer.optim import head_optimizer, lr_at
 from drafthead.train.trainer.step import LossSpikeFilter, StepResult, evaluate_loss, train_step
 
 
@@ -56,8 +57,6 @@ class Trainer:
             Stopped: a signal came; everything is saved.
         """
         self.head.train()
-        if self.run.trains_base:
-            self.head.train_base(now=False)  # before its weights are restored
         if self.processes.rank:
             set_seed(self.run.seed + self.processes.rank)  # equal heads by now, but dropout must differ
         checkpoint = self.checkpoints.restore()
@@ -73,9 +72,9 @@ class Trainer:
             phase = self.run.phases[name]
             resumed = checkpoint if progress.step else None
             with self.display.stage(f"phase {name}: {phase.steps} steps on {phase.corpus}"):
-                if self.run.trains_base:
+                if self.run.trains_base and isinstance(self.head, TrainsBase):
                     self.head.train_base(now=phase.train_base)
-                optimizer = build_optimizer(self.head.parameters(), phase.optim, self.head.lr_mult)
+                optimizer = head_optimizer(self.head, phase.optim)
                 losses = resumed.state.losses if resumed else ()
                 self.checkpoints.loss_spikes = LossSpikeFilter(self.run.loss_spikes, losses)
                 if resumed is not None:

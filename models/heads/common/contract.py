@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from omegaconf import OmegaConf
@@ -43,6 +43,7 @@ from drafthead.models.heads.common.files import (
 )
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.common.size import HeadSize, head_size
+from drafthead.models.heads.common.trains_base import TrainsBase
 from drafthead.models.kernels.linear import InferenceWeights, inference_copy
 from drafthead.models.token_tree import TokenTree
 
@@ -60,9 +61,6 @@ class DraftHeadConfig(ABC):
     draft_dtype: str | None = None
     """``bfloat16``: draft with copies of the weights in it, which are read in half the time. Verification does not see
     them, so exact rules stay exact; drafts near a tie may differ. null: as trained, in float32."""
-
-    trains_base: ClassVar[bool] = False
-    """Whether its heads can train the base, too (``DraftHead.train_base``)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_draft_tokens <= 16:
@@ -181,21 +179,9 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
             among the first ``top``, -1 where position k has no target.
         """
 
-    def train_base(self, now: bool) -> None:
-        """Make ready to train the base, too; ``now`` says whether the next phase does."""
-        raise UserError(f"{type(self).__name__} cannot train its base; set phases.*.train_base=false")
-
-    def lr_mult(self, parameter: nn.Parameter) -> float:
-        """What the phase's learning rate is multiplied by for a parameter."""
-        return 1.0
-
     def num_calls(self, name: str) -> int:
         """How often training calls the module of that name for a token; more than once where weights are shared."""
         return 1
-
-    def decoders(self) -> list[nn.Module]:
-        """Stacks of base layers that training runs: the frozen ones, and those with adapters where there are any."""
-        return [self.base.model.model]
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         """Methods of modules, around attention, whose activations training may compute again instead of keeping."""
@@ -207,16 +193,19 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         """Write ``config.json`` and ``model.safetensors`` (and ``tree.json`` once a tree is chosen)."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        weights, trained_base = self.state_dict(), None
+        if isinstance(self, TrainsBase):
+            weights, trained_base = self.saved_weights(), self.save_base(folder)
         config = {
             "format": FORMAT,
             "head_type": self.config.head_type,
             "settings": asdict(self.config),
-            "base": self.save_base(folder),
+            "base": trained_base or self._copy_base(folder),
             "draft_vocab": None if len(self.d2t) == len(self.t2d) else len(self.d2t),
         }
         with disk_errors("the head", folder):
             tmp_path = folder / ".model.safetensors.tmp"
-            save_file({k: v.detach().contiguous().cpu() for k, v in self.saved_weights().items()}, tmp_path)
+            save_file({k: v.detach().contiguous().cpu() for k, v in weights.items()}, tmp_path)
             config["weights_sha256"] = file_digest(tmp_path)
             atomic_rename(tmp_path, folder / "model.safetensors")
             write_json(folder / "config.json", config)
@@ -224,12 +213,8 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
             choices = [list(path) for path in self.tree.paths[1:]]
             write_json(folder / "tree.json", {"choices": choices, "confidence_threshold": self.confidence_threshold})
 
-    def saved_weights(self) -> dict[str, Tensor]:
-        """What ``model.safetensors`` holds."""
-        return self.state_dict()
-
-    def save_base(self, folder: Path) -> dict[str, Any]:
-        """Write what the base is made with into the head's folder; returns the base's identity as seen from there."""
+    def _copy_base(self, folder: Path) -> dict[str, Any]:
+        """Copy the base's adapter, if any, into the head's folder; returns the base's identity as seen from there."""
         identity = self.base_identity
         if self.base.config.adapter is None:
             return identity

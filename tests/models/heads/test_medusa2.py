@@ -263,11 +263,6 @@ def test_a_second_adapter_is_refused(tiny_base: TinyBase, tmp_path: Path) -> Non
         head.train_base(now=True)
 
 
-def test_other_heads_say_that_they_cannot(tiny_base: TinyBase) -> None:
-    with pytest.raises(UserError, match="MedusaHead cannot train its base"):
-        MedusaConfig().build(tiny_base()).train_base(now=True)
-
-
 def test_an_adapted_output_head_needs_projections_of_the_heads_own() -> None:
     with pytest.raises(ValueError, match="lora_lm_head=true needs head.own_lm_head=true"):
         Medusa2Config(lora_lm_head=True, own_lm_head=False)

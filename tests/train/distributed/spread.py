@@ -26,11 +26,11 @@ from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
-from drafthead.models.heads.medusa2 import Medusa2Config
+from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from drafthead.train.config import OptimConfig, ShardConfig
 from drafthead.train.distributed.sharding import Sharding, full_state_dict, load_optimizer
-from drafthead.train.trainer.optim import build_optimizer
+from drafthead.train.trainer.optim import head_optimizer
 from drafthead.train.trainer.step import evaluate_loss, train_step
 
 PROCESSES = 2
@@ -127,8 +127,9 @@ def build_head(case: Case, prepack: bool = False) -> DraftHead:
         for parameter in head.parameters():  # blocks start at zero, where many gradients are zero
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     if case.train_base:
+        assert isinstance(head, Medusa2Head)
         head.train_base(now=True)
-        for parameter in head.adapter.values():  # type: ignore[union-attr, operator]
+        for parameter in head.adapter.values():
             parameter.data.add_(torch.randn_like(parameter), alpha=0.02)
     return head.train()
 
@@ -182,7 +183,7 @@ def one_process(name: str, saved: dict[str, Any] | None = None) -> dict[str, Any
     head = build_head(case)
     if saved is not None:
         head.load_state_dict(saved["weights"])
-    optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_mult)
+    optimizer = head_optimizer(head, OptimConfig())
     if saved is not None:
         load_optimizer(head, optimizer, saved["optimizer"])
     numbers = range(STEPS) if saved is None else range(STEPS - 1, STEPS)
@@ -206,7 +207,7 @@ def spread(name: str, rank: int) -> dict[str, Any]:
 
     head, sharding = begin()
     sharding.shard(head)
-    optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_mult)
+    optimizer = head_optimizer(head, OptimConfig())
     metrics = steps(case, head, optimizer, range(STEPS - 1), [rank], reduce)
     shared: list[Any] = [full_state_dict(head, optimizer)]
     dist.broadcast_object_list(shared)  # as if each had read the file
@@ -215,7 +216,7 @@ def spread(name: str, rank: int) -> dict[str, Any]:
     head, sharding = begin()
     head.load_state_dict(saved["weights"])
     sharding.shard(head)
-    optimizer = build_optimizer(head.parameters(), OptimConfig(), head.lr_mult)
+    optimizer = head_optimizer(head, OptimConfig())
     load_optimizer(head, optimizer, saved["optimizer"])
     head.eval()
     validated = evaluate_loss(head, micro_batches(case, head, 0, [1 if case.empty == 0 else 0]), case.loss)
