@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from hypothesis import HealthCheck, settings
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
@@ -29,6 +30,7 @@ from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import RunConfig, parse_run
+from drafthead.train.trainer.checkpoint import TrainState, capture_rng, save_checkpoint
 
 Head = TypeVar("Head", bound=DraftHead)
 Answers = dict[tuple[int, ...], float]
@@ -104,9 +106,11 @@ def eagle3_head(base: BaseModel, d2t: Tensor | None = None, **settings: object) 
     return randomised(config.build(base, d2t), 0.03).eval()
 
 
-def small_head(base: BaseModel, folder: Path) -> Path:
+def small_head(base: BaseModel, folder: Path, tree: TokenTree | None = None) -> Path:
     """Two untrained Medusa heads over few ids, saved in ``folder``."""
-    MedusaConfig(num_draft_tokens=2, draft_vocab_size=50).build(base, torch.arange(50)).save_pretrained(folder)
+    head = MedusaConfig(num_draft_tokens=2, draft_vocab_size=50).build(base, torch.arange(50))
+    head.tree = tree
+    head.save_pretrained(folder)
     return folder
 
 
@@ -120,6 +124,27 @@ def drafted_logits(head: DraftHead, ids: list[int], features: Features, drafts: 
         tokens = torch.tensor([[token]])
         logits.append(draft_pass.step(tokens, torch.zeros_like(tokens))[0, 0])
     return torch.stack(logits)
+
+
+# Damaged and hostile files --------------------------------------------------------------------------------------------
+
+
+def fuzz(examples: int) -> Callable[[Any], Any]:
+    """Settings of Hypothesis for properties that read files."""
+    slow = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    return settings(max_examples=examples, deadline=None, database=None, suppress_health_check=slow)
+
+
+def tiny_checkpoint(folder: Path) -> None:
+    """A checkpoint of a layer after one step of AdamW."""
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = TrainState(phase=0, step=3, global_step=3, score=1.5, losses=[1.0, None])
+    made_by = {"text": {"base": {"name": "tiny", "fingerprint": "0f"}, "rows": [1, 2.5, None]}}
+    rng = [capture_rng()]
+    save_checkpoint(folder, state, layer.state_dict(), optimizer.state_dict(), rng=rng, manifests=made_by)
 
 
 # Distributions --------------------------------------------------------------------------------------------------------

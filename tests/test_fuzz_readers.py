@@ -3,10 +3,11 @@
 Never another exception, a crash, a hang, or other values than those that were saved.
 """
 
+import gzip
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from drafthead.data.answers.backend import RankGroup
@@ -43,13 +44,13 @@ from drafthead.models.base.config import BaseConfig
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.files import read_threshold, read_tree
-from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
 from drafthead.train import pipeline
 from drafthead.train.config import GenerationsConfig
 from drafthead.train.corpora.answers import AnswerGenerator
 from drafthead.train.tracking.tracker import wandb_run_id
-from drafthead.train.trainer.checkpoint import TrainState, capture_rng, load_latest, save_checkpoint
+from drafthead.train.trainer.checkpoint import load_latest
+from support import fuzz, small_head, tiny_checkpoint
 
 SHAPE = {
     "model_type": "llama",
@@ -63,14 +64,13 @@ SHAPE = {
     "max_position_embeddings": 64,
 }
 PLAIN: dict[str, Any] = {"tokenizer": "builtin:tiny", "dtype": "float32", "prepack": False}
+ROW = Document(np.arange(40, dtype=np.int32), np.ones(40, dtype=np.bool_))
 MADE_BY = {"base": {"name": "tiny", "fingerprint": "0f"}, "rows": [1, 2.5, None]}
 
 
 @cache
 def base() -> BaseModel:
-    return BaseModel.load(
-        BaseConfig(random=True, shape=SHAPE, tokenizer="builtin:tiny", dtype="float32", prepack=False)
-    )
+    return BaseModel.load(BaseConfig(random=True, shape=SHAPE, **PLAIN))
 
 
 @dataclass(frozen=True)
@@ -92,29 +92,12 @@ def tensors(values: dict[str, torch.Tensor]) -> dict[str, tuple[str, bytes]]:
 # What is read ---------------------------------------------------------------------------------------------------
 
 
-def make_checkpoint(folder: Path) -> None:
-    layer = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(layer.parameters())
-    layer(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state = TrainState(phase=0, step=3, global_step=3, score=1.5, losses=[1.0, None])
-    save_checkpoint(
-        folder, state, layer.state_dict(), optimizer.state_dict(), rng=[capture_rng()], manifests={"text": MADE_BY}
-    )
-
-
 def read_checkpoint(folder: Path) -> Any:
     found = load_latest(folder)
     assert found is not None
     moments = {f"{i}.{k}": v for i, state in found.optimizer["state"].items() for k, v in state.items()}
     rest = (found.state, found.manifests, found.optimizer["param_groups"], found.rng[0]["python"][0])
     return tensors(found.head), tensors(moments), tensors({"torch": found.rng[0]["torch"]}), rest
-
-
-def make_head(folder: Path) -> None:
-    head = MedusaConfig(num_draft_tokens=2, draft_vocab_size=20).build(base(), torch.arange(20))
-    head.tree = TokenTree.chain(2)
-    head.save_pretrained(folder)
 
 
 def read_head(folder: Path) -> Any:
@@ -137,11 +120,6 @@ def read_store(folder: Path) -> Any:
     return [(*facts, None if f is None else f.tobytes()) for *facts, f in found], stats
 
 
-def make_cache(folder: Path) -> None:
-    draw = torch.Generator().manual_seed(0)
-    open_cache(folder).write([0, 1, 2], torch.randn(3, 4, 5, generator=draw))
-
-
 def open_cache(folder: Path) -> HiddenStateCache:
     return HiddenStateCache.create(folder, 3, 4, 5, "float16", MADE_BY)
 
@@ -151,10 +129,6 @@ def read_cache(folder: Path) -> Any:
     if found.missing_rows():
         raise UserError("rows to be filled again")
     return tensors({"rows": found.read([0, 1, 2])})
-
-
-def make_rows(folder: Path) -> None:
-    pack([Document(np.arange(40, dtype=np.int32), np.ones(40, dtype=np.bool_))], 16, split=True, folder=folder)
 
 
 def read_rows(folder: Path) -> Any:
@@ -171,24 +145,16 @@ def make_adapter(folder: Path) -> None:
 
 
 def read_adapter(folder: Path) -> Any:
-    settings = BaseConfig(**{**vars(base().config), "adapter": str(folder)})
-    return BaseModel.load(settings).fingerprint
-
-
-def make_base(folder: Path) -> None:
-    base().model.save_pretrained(folder)
+    return BaseModel.load(replace(base().config, adapter=str(folder))).fingerprint
 
 
 def read_base(folder: Path) -> Any:
-    return BaseModel.load(
-        BaseConfig(name=str(folder), tokenizer="builtin:tiny", dtype="float32", prepack=False)
-    ).vocab_size
+    return BaseModel.load(BaseConfig(name=str(folder), **PLAIN)).vocab_size
 
 
 def make_published(folder: Path) -> None:
     from safetensors.torch import save_file
 
-    folder.mkdir(exist_ok=True)
     for number in (1, 2):
         save_file({f"t{number}": torch.arange(4.0)}, folder / f"part{number}.safetensors")
     write_json(folder / "config.json", {"model_type": "mlp_speculator", "n_predict": 2})
@@ -231,23 +197,15 @@ def read_run_id(folder: Path) -> Any:
     return wandb_run_id(folder)
 
 
-def written(name: str, content: str) -> Callable[[Path], None]:
-    def make(folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        (folder / name).write_text(content)
-
-    return make
+def written(name: str, content: str | bytes) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-PROMPTS = "".join(
-    json.dumps(row) + "\n"
-    for row in (
-        {"prompt": "Why?", "task": "a"},
-        {"messages": [{"role": "user", "content": "é"}]},
-        {"turns": ["one", "two"]},
-        {"input_ids": [1, 2, 3]},
-    )
-)
+PROMPTS = """{"prompt": "Why?", "task": "a"}
+{"messages": [{"role": "user", "content": "\\u00e9"}]}
+{"turns": ["one", "two"]}
+{"input_ids": [1, 2, 3]}
+"""
 STEP = dict.fromkeys(("position", "proposed", "depth", "accepted", "committed"), 1)
 DECODED = {"key": "k", "decoder": "d", "result": {"tokens": [1], "prefill_s": 0.1, "total_s": 0.2, "steps": []}}
 DECODED["result"]["steps"] = [STEP | dict.fromkeys(("draft_s", "verify_s", "total_s"), 0.1)]  # type: ignore[index]
@@ -264,19 +222,12 @@ def source(kind: str, name: str) -> Callable[[Path], Any]:
     return read
 
 
-def make_gzip(folder: Path) -> None:
-    import gzip
-
-    folder.mkdir(exist_ok=True)
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress(ROWS.encode()))
-
-
 READERS = {
-    "checkpoint": Reader(make_checkpoint, read_checkpoint),
-    "head": Reader(make_head, read_head),
+    "checkpoint": Reader(tiny_checkpoint, read_checkpoint),
+    "head": Reader(lambda folder: small_head(base(), folder, TokenTree.chain(2)), read_head),
     "generations": Reader(make_store, read_store),
-    "hidden states": Reader(make_cache, read_cache),
-    "packed rows": Reader(make_rows, read_rows),
+    "hidden states": Reader(lambda folder: open_cache(folder).write([0, 1, 2], torch.rand(3, 4, 5)), read_cache),
+    "packed rows": Reader(lambda folder: pack([ROW], 16, split=True, folder=folder), read_rows),
     "checksummed json": Reader(
         lambda folder: write_checksummed_json(folder / "calibration.json", MADE_BY),
         lambda folder: read_checksummed_json(folder / "calibration.json"),
@@ -292,7 +243,7 @@ READERS = {
         exact=False,
     ),
     "adapter": Reader(make_adapter, read_adapter, exact=False),
-    "base": Reader(make_base, read_base, exact=False),
+    "base": Reader(lambda folder: base().model.save_pretrained(folder), read_base, exact=False),
     "published head": Reader(make_published, lambda f: PublishedCheckpoint.read(f, "model.safetensors"), exact=False),
     "metrics": Reader(
         written("m.jsonl", '{"a": 1}\n{"a": 2}\n'), lambda f: read_json_lines(f / "m.jsonl"), exact=False
@@ -307,7 +258,9 @@ READERS = {
         exact=False,
     ),
     "jsonl source": Reader(written("a.jsonl", ROWS), source("jsonl", "a.jsonl"), exact=False),
-    "gzip source": Reader(make_gzip, source("jsonl", "a.jsonl.gz"), exact=False),
+    "gzip source": Reader(
+        written("a.jsonl.gz", gzip.compress(ROWS.encode())), source("jsonl", "a.jsonl.gz"), exact=False
+    ),
     "text source": Reader(written("a.txt", "one\ntwo é\n"), source("text", "a.txt"), exact=False),
 }
 
@@ -379,8 +332,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("damaged")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("damaged")
 
 
 def check(reader: Reader, intact: Path, expected: Any, scratch: Path, found: list[Damage]) -> None:
@@ -397,15 +350,6 @@ def check(reader: Reader, intact: Path, expected: Any, scratch: Path, found: lis
         return
     if reader.exact:
         assert value == expected, "other values than were saved"
-
-
-def fuzz(examples: int) -> Callable[[Any], Any]:
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
 
 
 @pytest.mark.parametrize("name", READERS)

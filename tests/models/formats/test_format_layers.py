@@ -1,11 +1,13 @@
-"""EAGLE-3, Hydra and Kangaroo's published layouts against plain loaders of them, which read the folder alone.
+"""Published layouts of EAGLE-3, Hydra, Kangaroo and MLPSpeculator against plain loaders, which read the folder alone.
 
 Names and the order of operations are those of the engines and of the methods' authors (docs/formats.md says how sure
 they are).
 """
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,11 @@ from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
+from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from support import drafted_logits, randomised, row_of
 
 TinyBase = Callable[..., BaseModel]
-EAGLE, HYDRA, KANGAROO = (FORMATS[name] for name in ("eagle3", "hydra", "kangaroo"))
+EAGLE, HYDRA, KANGAROO, MLP = (FORMATS[name] for name in ("eagle3", "hydra", "kangaroo", "mlp_speculator"))
 IDS = [5, 17, 99, 42, 7, 250, 3]
 DRAFTED = [8, 120, 64]
 
@@ -46,6 +49,10 @@ def kangaroo(base: BaseModel) -> DraftHead:
     return randomised(KangarooConfig(exit_layer=1, num_draft_tokens=4, confidence_threshold=0.3).build(base).eval())
 
 
+def mlp(base: BaseModel, **settings: Any) -> DraftHead:
+    return randomised(MLPSpeculatorConfig(**settings).build(base).eval())
+
+
 def states(base: BaseModel) -> tuple[Tensor, ...]:
     """What every layer puts out for the text, and last what the final norm does."""
     out = base.model.model(torch.tensor([IDS]), output_hidden_states=True, use_cache=False)
@@ -59,7 +66,8 @@ def logits_of(base: BaseModel, head: DraftHead) -> Tensor:
     features = Features(final=found[-1], layers=torch.cat(layers, -1) if layers else None)
     if isinstance(head, KangarooHead):
         return head.output_head(0).logits(head.hidden_states(row_of([IDS], padding=0), features))[0].detach()
-    return drafted_logits(head, IDS, features, DRAFTED)
+    chain = [*DRAFTED, 7, 250][: head.depth] if isinstance(head.config, MLPSpeculatorConfig) else DRAFTED
+    return drafted_logits(head, IDS, features, chain)
 
 
 class PlainLayer:
@@ -163,20 +171,63 @@ def kangaroo_engine(folder: Path, base: BaseModel) -> Tensor:
     return logits
 
 
+@torch.inference_mode()
+def mlp_engine(folder: Path, base: BaseModel) -> Tensor:
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "mlp_speculator" and config["architectures"] == ["MLPSpeculatorPreTrainedModel"]
+    n, width = config["n_predict"], config["inner_dim"]
+    assert len(config["top_k_tokens_per_head"]) == n and width > 0 and config["base_model_name_or_path"]
+    hidden, tokens = states(base)[-1][0, -1], [*DRAFTED, 7, 250]
+    w = {name.replace("speculator.", ""): t for name, t in load_file(folder / "model.safetensors").items()}
+    unread = set(w)
+
+    def of(part: str, i: int, name: str = "weight") -> Tensor:
+        shared = min(i, 1) if part == "proj" else 0
+        key = f"{part}.{shared if config['tie_weights'] else i}.{name}"
+        unread.discard(key)
+        return w[key]
+
+    def norm(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+    state_weight = 0.5 ** (0.5 / n)
+    emb_weight = math.sqrt((1 - state_weight**2) * (width / 2))
+    state, logits = (norm(hidden) / math.sqrt(2) if config["scale_input"] else hidden), []
+    for i in range(n):
+        z = of("emb", i)[tokens[i]]
+        state = F.linear(state, of("proj", i)) + emb_weight / state_weight * z
+        state = F.gelu(of("ln", i) * norm(state) + of("ln", i, "bias"))
+        logits.append(F.linear(state, of("head", i)))
+    assert not unread, f"nobody reads {sorted(unread)}"
+    return torch.stack(logits)
+
+
 D2T = torch.arange(1, 300, 3)
-CASES = [
-    (EAGLE, eagle_engine, lambda base, a=arguments, s=settings: eagle(base, *a, **s))
-    for arguments in ((D2T,), ())
-    for settings in ({}, {"norm_before_fc": True}, {"norm_output": True}, {"own_lm_head": False})
-] + [
-    (HYDRA, hydra_engine, lambda base, s=settings: hydra(base, **s))
-    for settings in (
-        {},
-        {"num_layers": 3, "prefix_layer": True, "dropout": 0.2},
-        {"num_layers": 3, "tie_blocks": True, "projection_bias": True},
-        {"num_layers": 2, "own_lm_head": False},
-    )
-]
+CASES = (
+    [
+        (EAGLE, eagle_engine, lambda base, a=arguments, s=settings: eagle(base, *a, **s))
+        for arguments in ((D2T,), ())
+        for settings in ({}, {"norm_before_fc": True}, {"norm_output": True}, {"own_lm_head": False})
+    ]
+    + [
+        (HYDRA, hydra_engine, lambda base, s=settings: hydra(base, **s))
+        for settings in (
+            {},
+            {"num_layers": 3, "prefix_layer": True, "dropout": 0.2},
+            {"num_layers": 3, "tie_blocks": True, "projection_bias": True},
+            {"num_layers": 2, "own_lm_head": False},
+        )
+    ]
+    + [
+        (MLP, mlp_engine, lambda base, s=settings: mlp(base, **s))
+        for settings in (
+            {"num_draft_tokens": 3},
+            {"num_draft_tokens": 4, "inner_dim": 24, "scale_input": True},
+            {"num_draft_tokens": 5, "inner_dim": 24, "tie_weights": True, "scale_input": True},
+            {"num_draft_tokens": 2, "tie_weights": True},
+        )
+    ]
+)
 
 
 @pytest.mark.parametrize(("form", "engine", "make"), [*CASES, (KANGAROO, kangaroo_engine, kangaroo)])
@@ -194,31 +245,9 @@ def test_engine_and_round_trip_give_the_heads_logits(
     again = form.load(tmp_path, base)
     assert type(again) is type(head) and torch.equal(again.d2t, head.d2t)
     assert torch.allclose(logits_of(base, again), wanted, atol=1e-5)
-    if getattr(head.config, "own_lm_head", True) and getattr(head.config, "own_lm_head", True):
-        assert again.config == head.config
+    if getattr(head.config, "own_lm_head", True):
+        assert again.config == (replace(head.config, inner_dim=again.config.inner_dim) if form is MLP else head.config)
     assert recognise(json.loads((tmp_path / "config.json").read_text()), "x") is form
-
-
-def test_eagle3_names_are_all_that_engines_ask_for(tiny_base: TinyBase, tmp_path: Path) -> None:
-    EAGLE.export(eagle(tiny_base(), torch.arange(50)), tmp_path)
-    shapes = {name: tuple(t.shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
-    assert shapes == {
-        "fc.weight": (32, 96),
-        "midlayer.input_layernorm.weight": (32,),
-        "midlayer.hidden_norm.weight": (32,),
-        "midlayer.post_attention_layernorm.weight": (32,),
-        "midlayer.self_attn.q_proj.weight": (32, 64),
-        "midlayer.self_attn.k_proj.weight": (16, 64),
-        "midlayer.self_attn.v_proj.weight": (16, 64),
-        "midlayer.self_attn.o_proj.weight": (32, 32),
-        "midlayer.mlp.gate_proj.weight": (64, 32),
-        "midlayer.mlp.up_proj.weight": (64, 32),
-        "midlayer.mlp.down_proj.weight": (32, 64),
-        "norm.weight": (32,),
-        "lm_head.weight": (50, 32),
-        "d2t": (50,),
-        "t2d": (300,),
-    }
 
 
 @pytest.mark.parametrize("key", ["norm_before_fc", "norm_output", None])
@@ -285,6 +314,14 @@ def test_eagle3_that_would_draft_wrongly_is_refused(
     EAGLE.export(eagle(base, torch.arange(50)), tmp_path)
     with pytest.raises(UserError, match=says):
         EAGLE.attach(EAGLE.read(tmp_path, config), base)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tgi_loads_tied_mlp_speculators(tiny_base: TinyBase, tied: bool) -> None:
+    head = mlp(tiny_base(), tie_weights=tied)
+    assert MLP.loaded_by(head) == (["TGI"] if tied else [])
+    tgi = next(engine.support for engine in MLP.engines_for(head) if engine.name == "TGI")
+    assert tgi.startswith("the tied variant" if tied else "fails with untied weights")
 
 
 def test_hydra_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -372,3 +409,67 @@ def test_more_heads_that_a_format_cannot_hold(tiny_base: TinyBase, tmp_path: Pat
     for layers in ([], [1, 2, 3]):
         with pytest.raises(UserError, match=r"engines agree on \[2, 1, 0\] alone \(head.layers=null\)"):
             EAGLE.export(eagle(base, layers=layers), tmp_path)
+
+
+def test_mlp_speculators_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """Every name of a tied model, inner_dim 0, no prefix, vLLM's default of three entries."""
+    base = tiny_base()
+    head = mlp(base, num_draft_tokens=4, tie_weights=True)
+    MLP.export(head, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for i in range(1, 4):
+        for name in ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias"):
+            tensors["speculator." + name.format(i)] = tensors["speculator." + name.format(0)].clone()
+        if i > 1:
+            tensors[f"speculator.proj.{i}.weight"] = tensors["speculator.proj.1.weight"].clone()
+    theirs = {name.removeprefix("speculator."): t for name, t in tensors.items()}
+    rewrite(tmp_path, theirs, inner_dim=0, top_k_tokens_per_head=[5, 4, 3])
+    checkpoint = MLP.read(tmp_path)
+    assert checkpoint.notes == (
+        "top_k_tokens_per_head is [5, 4, 3], and vLLM asserts one entry for each position: not used here",
+    )
+    assert torch.equal(logits_of(base, MLP.attach(checkpoint, base)), logits_of(base, head))
+    tensors["speculator.proj.3.weight"] += 1
+    rewrite(tmp_path, tensors)
+    with pytest.raises(UserError, match="says tie_weights, but speculator.proj.3.weight is not the one"):
+        MLP.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"cell": "lstm", "tie_weights": True}, r"it has LSTM cells, .*\(head.cell=rnn\)"),
+        (
+            {"own_embedding": False, "own_lm_head": False},
+            r"reads the base's embedding, .*\(head.own_embedding=true\); it uses .*\(head.own_lm_head=true\)",
+        ),
+    ],
+)
+def test_what_ibm_lacks_is_refused(tiny_base: TinyBase, tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        MLP.export(mlp(tiny_base(), **settings), tmp_path)
+    reduced = MLPSpeculatorConfig(draft_vocab_size=50).build(tiny_base(), torch.arange(50))
+    with pytest.raises(UserError, match=r"it drafts over 50 of 300 ids, .*\(head.draft_vocab_size=null\)"):
+        MLP.export(reduced, tmp_path)
+    says = "medusa holds a MedusaHead; an MLPSpeculatorHead is exported to=mlp_speculator"
+    with pytest.raises(UserError, match=says):
+        FORMATS["medusa"].export(reduced, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"]}, "only MLPSpeculatorPreTrainedModel is read"),
+        ({"n_predict": 4}, "missing .speculator.emb.3"),
+        ({"n_predict": "3"}, "has '3' as n_predict, expected a positive whole number"),
+        ({"inner_dim": 64}, "inner_dim 64, but speculator.proj.0.weight has 32 rows"),
+        ({"emb_dim": 64}, "made for a base with hidden_size 64, but random-llama has 32"),
+    ],
+)
+def test_what_is_no_such_speculator_is_refused(
+    tiny_base: TinyBase, tmp_path: Path, config: dict[str, Any], says: str
+) -> None:
+    base = tiny_base()
+    MLP.export(mlp(base), tmp_path)
+    with pytest.raises(UserError, match=says):
+        MLP.attach(MLP.read(tmp_path, config), base)
