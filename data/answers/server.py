@@ -108,7 +108,7 @@ class Completions:
         finished = reason in STOPPED
         if not finished and reason != "length":
             raise BadAnswerError(f"an answer that ended by {reason!r}, expected 'stop' or 'length'")
-        answer = self._ids(choice) if capabilities.answers == "ids" else self._encode(choice)
+        answer = self._token_ids(choice, capabilities)
         if not answer and getattr(completion.usage, "completion_tokens", None) != 1:
             raise BadAnswerError("an empty answer")
         answer, finished = self._with_eos(answer, finished, choice, number)
@@ -119,20 +119,19 @@ class Completions:
             )
         return Generation(number, np.array([*ids, *answer], dtype=np.int32), len(ids), finished)
 
-    def _ids(self, choice: CompletionChoice) -> list[int]:
+    def _token_ids(self, choice: CompletionChoice, capabilities: ServerCapabilities) -> list[int]:
+        if capabilities.answers == "text":
+            text = getattr(choice, "text", None)
+            if not isinstance(text, str):
+                raise BadAnswerError("no text")
+            ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            return ids[: self.sampler.max_new_tokens]
         found = getattr(choice, "token_ids", None)
         if not isinstance(found, list) or not all(type(i) is int and 0 <= i < self.vocab_size for i in found):
             raise BadAnswerError(f"no token ids below {self.vocab_size} in token_ids")
         if len(found) > self.sampler.max_new_tokens:
             raise BadAnswerError(f"{len(found)} tokens where {self.sampler.max_new_tokens} were allowed")
         return found
-
-    def _encode(self, choice: CompletionChoice) -> list[int]:
-        text = getattr(choice, "text", None)
-        if not isinstance(text, str):
-            raise BadAnswerError("no text")
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids[: self.sampler.max_new_tokens]
 
     def _with_eos(
         self, answer: list[int], finished: bool, choice: CompletionChoice, number: int

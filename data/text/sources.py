@@ -179,8 +179,18 @@ def as_prompt(value: Any, where: str) -> list[Message]:
 
 
 def _values(source: SourceConfig, stream: bool = False) -> Iterator[tuple[Any, str]]:
-    for row, where in _dataset_rows(source, stream) if source.kind == "hf" else _json_rows(source):
-        yield column_value(row, source, where)
+    if source.kind == "hf":
+        with open_source(source, stream or source.limit is not None) as rows:
+            for number, row in enumerate(rows):
+                yield column_value(row, source, f"{source} row {number}")
+        return
+    for path in _files(source):
+        for line, content in read_lines(path):
+            try:
+                row = json_object(content)
+            except UserError as error:
+                raise UserError(f"{path} {line} {error}; repair or remove the line") from None
+            yield column_value(row, source, f"{path} {line}")
 
 
 def _up_to(texts: Iterator[str], max_characters: int) -> Iterator[str]:
@@ -204,22 +214,6 @@ def _files(source: SourceConfig) -> list[Path]:
     if not files:
         raise UserError(f"source {source} matches no file; check source.name")
     return files
-
-
-def _json_rows(source: SourceConfig) -> Iterator[tuple[dict[str, Any], str]]:
-    for path in _files(source):
-        for line, content in read_lines(path):
-            try:
-                row = json_object(content)
-            except UserError as error:
-                raise UserError(f"{path} {line} {error}; repair or remove the line") from None
-            yield row, f"{path} {line}"
-
-
-def _dataset_rows(source: SourceConfig, stream: bool) -> Iterator[tuple[dict[str, Any], str]]:
-    with open_source(source, stream or source.limit is not None) as rows:
-        for number, row in enumerate(rows):
-            yield row, f"{source} row {number}"
 
 
 @contextmanager
@@ -284,11 +278,10 @@ def _load(
     unique: dict[str, T] = {}
     parts: Sequence[float | None] = shares(sources) or [None] * len(sources)
     for source, share in zip(sources, parts, strict=True):
-        empty = True
+        entry: T | None = None
         for entry in entries(source, share):
-            empty = False
             unique.setdefault(key(entry), entry)
-        if empty:
+        if entry is None:
             raise UserError(f"source {source} is empty; check source.name, source.split and source.column")
     # By hash first: the order of the sources and of their rows must not matter.
     order = sorted(unique)

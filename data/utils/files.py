@@ -154,10 +154,6 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _size(count: int) -> str:
-    return f"{count / 1e9:,.2f} GB" if count >= 10**9 else f"{count / 1e6:,.1f} MB"
-
-
 def require_space(path: Path, needed: int, purpose: str) -> None:
     """Refuse to start where less than ``needed`` bytes are free."""
     existing = path
@@ -165,9 +161,9 @@ def require_space(path: Path, needed: int, purpose: str) -> None:
         existing = existing.parent
     free = shutil.disk_usage(existing).free
     if free < needed:
+        want, have = (f"{n / 1e9:,.2f} GB" if n >= 10**9 else f"{n / 1e6:,.1f} MB" for n in (needed, free))
         raise UserError(
-            f"{purpose} needs about {_size(needed)} in {path}, but {_size(free)} are free; "
-            "free some space or choose another folder"
+            f"{purpose} needs about {want} in {path}, but {have} are free; free some space or choose another folder"
         )
 
 

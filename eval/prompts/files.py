@@ -129,10 +129,10 @@ def _shown(value: Any) -> str:
 
 def _column(wanted: str | None, present: list[str], name: str) -> str:
     choices = (wanted,) if wanted else COLUMNS + MORE_COLUMNS
-    found = next((c for c in choices if c in present), None)
-    if found is None:
-        missing = f"column {wanted!r}" if wanted else f"column among {', '.join(choices)}"
-        raise UserError(
-            f"dataset {name!r} has no {missing}; present: {', '.join(present)}; name one as hf:NAME:SPLIT:COLUMN"
-        )
-    return found
+    for column in choices:
+        if column in present:
+            return column
+    missing = repr(wanted) if wanted else f"among {', '.join(choices)}"
+    raise UserError(
+        f"dataset {name!r} has no column {missing}; present: {', '.join(present)}; name one as hf:NAME:SPLIT:COLUMN"
+    )

@@ -10,8 +10,6 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +62,7 @@ def merge(model: Any, name: str) -> Any:
     from peft import PeftModel, get_peft_model_state_dict  # takes seconds to import
 
     try:
-        with quiet():
+        with warnings.catch_warnings(action="ignore"):  # of peft and transformers to each other
             adapted = PeftModel.from_pretrained(model, str(folder))
     except (*LOAD_ERRORS, re.error) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
@@ -86,14 +84,6 @@ def copy(source: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG, WEIGHTS):
         shutil.copyfile(source / name, folder / name)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warnings of peft and transformers to each other, and those of what is checked here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _tensor_names(folder: Path) -> set[str]:

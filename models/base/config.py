@@ -72,10 +72,9 @@ class BaseConfig:
     and heads of the original base do not fit it."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"base.dtype must be one of {list(DTYPES)}, got {self.dtype!r}")
-        if self.graphs not in GRAPHS:
-            raise ValueError(f"base.graphs must be one of {list(GRAPHS)}, got {self.graphs!r}")
+        for key, known in (("dtype", DTYPES), ("graphs", GRAPHS)):
+            if getattr(self, key) not in known:
+                raise ValueError(f"base.{key} must be one of {list(known)}, got {getattr(self, key)!r}")
         if self.max_context is not None and self.max_context < 16:
             raise ValueError(f"base.max_context must be at least 16, got {self.max_context}")
         if self.random and not self.shape:

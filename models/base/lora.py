@@ -7,6 +7,7 @@ left as it is: with adapters that add nothing, the copy computes what the base d
 Shape legend: B batch, T time, D width, V vocabulary.
 """
 
+import warnings
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,7 +73,7 @@ class LoraBase:
             target_modules=sorted(settings.targets),
             task_type="CAUSAL_LM",
         )
-        with adapter.quiet():
+        with warnings.catch_warnings(action="ignore"):  # of peft and transformers to each other
             self._peft = get_peft_model(self.model, config)
             if settings.checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})

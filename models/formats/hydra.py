@@ -74,11 +74,10 @@ class HydraFormat(Format):
 
     def derived_tensors(self, head: HydraHead) -> dict[str, Tensor]:
         """An output layer with a bias for every head: the base's, with zeros, where a head has none of its own."""
-        weight, found = head.target_lm_head.weight, {}
-        for k in range(head.depth):
-            found[f"{_output(k, head.config.prefix_layer)}.weight"] = weight
-            found[f"{_output(k, head.config.prefix_layer)}.bias"] = torch.zeros_like(weight[:, 0])
-        return found
+        weight = head.target_lm_head.weight
+        layer = {"weight": weight, "bias": torch.zeros_like(weight[:, 0])}
+        names = [_output(k, head.config.prefix_layer) for k in range(head.depth)]
+        return {f"{name}.{part}": value for name in names for part, value in layer.items()}
 
     def config(self, head: HydraHead) -> dict[str, Any]:
         architecture = "prefix-mlp" if head.config.prefix_layer else "mlp"

@@ -16,7 +16,6 @@ import pytest
 from drafthead.data.answers import store as generations
 from drafthead.data.answers.config import SamplerConfig
 from drafthead.data.answers.store import Generation, GenerationStore, as_documents
-from drafthead.data.text.chat import Document
 from drafthead.data.utils.errors import UserError
 
 MADE_BY = {"base": "tiny", "sampler": {"temperature": 0.0}}
@@ -66,14 +65,10 @@ def test_counts_and_stats(tmp_path: Path) -> None:
     answers = np.concatenate([generation(n).input_ids[2:] for n in range(6)])
     assert store.token_counts(60).tolist() == np.bincount(answers, minlength=60).tolist()
     assert (store.stats.rows, store.stats.tokens, store.stats.finished) == (6, len(answers), 3)
+    (document,) = as_documents([generation(3)])
+    assert document.loss_mask.tolist() == [i >= 2 for i in range(len(document))], "the answer is trained"
     with pytest.raises(UserError, match=r"has token id \d+, but the vocabulary has 2"):
         store.token_counts(2)
-
-
-def test_documents_train_the_answer() -> None:
-    g = generation(3)
-    (document,) = as_documents([g])
-    assert isinstance(document, Document) and document.loss_mask.tolist() == [i >= 2 for i in range(len(g.input_ids))]
 
 
 class Killed(BaseException):
@@ -176,8 +171,10 @@ def test_kill_minus_nine_at_random_moments(tmp_path: Path) -> None:
 
 
 def test_bad_stores(tmp_path: Path) -> None:
-    store = GenerationStore(tmp_path / "a", MADE_BY)
+    store, other = (GenerationStore(tmp_path / "a", MADE_BY) for _ in range(2))
     store.append_shard([generation(1)])
+    with pytest.raises(UserError, match="stop the other process"):
+        other.append_shard([generation(2)])
     with pytest.raises(UserError, match="sampler.temperature = 0.0, expected 1.0; remove the folder"):
         GenerationStore(tmp_path / "a", {**MADE_BY, "sampler": {"temperature": 1.0}})
     with pytest.raises(UserError, match=r"prompts \[1\] are answered twice"):
@@ -186,13 +183,6 @@ def test_bad_stores(tmp_path: Path) -> None:
         store.append_shard([generation(3), generation(3)])
     with pytest.raises(UserError, match="does not exist"):
         GenerationStore(tmp_path / "none")
-
-
-def test_two_writers(tmp_path: Path) -> None:
-    one, two = GenerationStore(tmp_path, MADE_BY), GenerationStore(tmp_path, MADE_BY)
-    one.append_shard([generation(1)])
-    with pytest.raises(UserError, match="stop the other process"):
-        two.append_shard([generation(2)])
 
 
 def test_damage_is_found(tmp_path: Path) -> None:

@@ -13,12 +13,6 @@ TINY = tiny_tokenizer()
 END = "<|im_end|>"
 
 
-def with_template(template: str | None) -> Any:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 def test_a_prompt_ends_where_the_answer_starts() -> None:
     text = TINY.decode(prompt_ids(TINY, user_turn("é <|im_end|>")))
     assert text.endswith(f"<|im_start|>user\né {END}{END}\n<|im_start|>assistant\n")
@@ -32,8 +26,10 @@ def test_a_prompt_ends_where_the_answer_starts() -> None:
     ],
 )
 def test_bad_templates(template: str | None, says: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
     with pytest.raises(UserError, match=says):
-        prompt_ids(with_template(template), user_turn("a"))
+        prompt_ids(tokenizer, user_turn("a"))
 
 
 def test_document_checks_its_shape() -> None:

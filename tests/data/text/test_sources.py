@@ -127,14 +127,10 @@ def test_weights_decide_on_the_mixture(tmp_path: Path) -> None:
     assert (prompts.count("a"), prompts.count("b")) == (30, 4)
     whole = SourceConfig(kind="builtin", name="stdlib_tiny", weight=1)
     assert 900 < sum(map(len, load_documents([whole], 0, 1000))) < 0.5 * sum(map(len, iter_documents(whole)))
+    assert a.manifest()["weight"] == 3
+    assert "weight" not in SourceConfig(kind="text", name="x").manifest(), "corpora of before weights stay usable"
     with pytest.raises(UserError, match="source builtin:stdlib_tiny has no weight, but others have"):
         load_documents([a, SourceConfig(kind="builtin", name="stdlib_tiny")], 0, 100)
-
-
-def test_a_source_without_weight_is_recorded_as_ever(tmp_path: Path) -> None:
-    """Corpora made before there were weights stay usable."""
-    assert "weight" not in SourceConfig(kind="text", name="x").manifest()
-    assert SourceConfig(kind="text", name="x", weight=2).manifest()["weight"] == 2
 
 
 def test_no_more_is_read_than_asked_for(tmp_path: Path) -> None:
@@ -187,18 +183,6 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     source.column = "body"
     with pytest.raises(UserError, match="hf:org/set row 0 has no column 'body'; present: text"):
         list(iter_documents(source))
-
-
-@pytest.mark.parametrize(
-    "error", [ConnectionError("no route"), FileNotFoundError("no such"), ValueError("Unknown split")]
-)
-def test_hub_errors(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def load_dataset(*args: Any, **options: Any) -> None:
-        raise error
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(UserError, match=rf"dataset 'org/set' .* could not be read: .*{error}.*use local files"):
-        list(iter_documents(SourceConfig(kind="hf", name="org/set")))
 
 
 def test_embedded_split_by_content(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,8 +135,6 @@ def test_bad_streams(tmp_path: Path) -> None:
         take(SourceStream(hub(tmp_path / "a", 1, column="body"), 0, 1), 1)
     with pytest.raises(UserError, match=r"names a path where nothing is"):
         take(SourceStream(SourceConfig(kind="hf", name=str(tmp_path / "none")), 0, 1), 1)
-    with pytest.raises(UserError, match="has no weight, but others have"):
-        Mixture([hub(tmp_path / "b", 1, weight=1), hub(tmp_path / "c", 1)], 0, 1)
 
 
 def test_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,12 +152,8 @@ def test_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SourceConfig:
     monkeypatch.setattr(streaming, "WINDOW", 6)
-
-
-@pytest.fixture
-def source(small: None, tmp_path: Path) -> SourceConfig:
     texts = [f"text {i} " + f"{i * 7919} " * (i % 12) for i in range(300)]
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     return SourceConfig(kind="jsonl", name=str(tmp_path / "x.jsonl"))

@@ -12,24 +12,21 @@ SYSTEM = {"role": "system", "content": "S"}
 TWO = EvalPrompt("chat", 4, [SYSTEM, {"role": "user", "content": "A"}], ("B", "C"))
 
 
-def ids(text: str) -> list[int]:
-    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
-
-
-def asked(prompt: EvalPrompt, *answers: list[int]) -> str:
-    return str(TOKENIZER.decode(conversation_ids(TOKENIZER, prompt, answers)))
+def asked(prompt: EvalPrompt, *answers: str) -> str:
+    ids = [TOKENIZER(answer, add_special_tokens=False)["input_ids"] for answer in answers]
+    return str(TOKENIZER.decode(conversation_ids(TOKENIZER, prompt, ids)))
 
 
 def test_each_turn_follows_the_answers_before_it() -> None:
     opened = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\n"
     assert asked(TWO) == opened
     second = opened + "one<|im_end|>\n<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\n"
-    assert asked(TWO, ids(" one\n<|im_end|>")) == second, "without spacing and end of turn, as text is sent"
+    assert asked(TWO, " one\n<|im_end|>") == second, "without spacing and end of turn, as text is sent"
     third = second + "<|im_end|>\n<|im_start|>user\nC<|im_end|>\n<|im_start|>assistant\n"
-    assert asked(TWO, ids("one"), []) == third, "an answer may be nothing"
+    assert asked(TWO, "one", "") == third, "an answer may be nothing"
     assert len(TWO.messages) == 2, "the prompt is left as it was"
     with pytest.raises(ValueError, match="no turn to answer"):
-        asked(TWO, [], [], [])
+        asked(TWO, "", "", "")
 
 
 def test_ids_are_taken_as_they_are() -> None:
@@ -44,7 +41,7 @@ def test_an_empty_turn_fails_where_it_is_asked() -> None:
     late = EvalPrompt("qa", 3, [{"role": "user", "content": "A"}], ("",))
     asked(late)
     with pytest.raises(UserError, match=r"prompt 3 \(qa, turn 2 of 2\) is empty"):
-        asked(late, ids("one"))
+        asked(late, "one")
 
 
 def test_a_refusing_template_names_the_prompt() -> None:
@@ -59,13 +56,11 @@ def test_ids_the_base_cannot_read() -> None:
         check_ids(tokens, vocab_size=300, max_context=20, max_new_tokens=5, where=TWO.where(1))
 
     check([0, 299] + [1] * 13)
-    with pytest.raises(
-        UserError, match=r"prompt 4 \(chat, turn 2 of 3\) has 16 tokens, .*max_new_tokens=5 .*of 20; shor"
+    for tokens, says in (
+        ([1] * 16, r"prompt 4 \(chat, turn 2 of 3\) has 16 tokens, .*max_new_tokens=5 .*of 20; shor"),
+        ([1, 1, 300], "token id 300 at place 2, but the base's ids go from 0 to 299"),
+        ([-1], "token id -1 at place 0"),
+        ([], "is empty"),
     ):
-        check([1] * 16)
-    with pytest.raises(UserError, match="token id 300 at place 2, but the base's ids go from 0 to 299"):
-        check([1, 1, 300])
-    with pytest.raises(UserError, match="token id -1 at place 0"):
-        check([-1])
-    with pytest.raises(UserError, match="is empty"):
-        check([])
+        with pytest.raises(UserError, match=says):
+            check(tokens)

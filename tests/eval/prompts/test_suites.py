@@ -144,17 +144,10 @@ def test_bad_requests_say_what_to_do() -> None:
         suites.load_suite("builtin", limit=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "label"),
-    [
-        ("smoke", "smoke"),
-        ("hf:user/set:train[:9]:a b", "hf-user-set-train-9-a-b"),
-        ("hf:/../x", "hf-..-x"),
-        ("my/p 1.jsonl", "p-1"),
-    ],
-)
-def test_a_label_is_one_file_name(name: str, label: str) -> None:
-    assert suites.suite_label(name) == label
+def test_a_label_is_one_file_name() -> None:
+    labels = {"smoke": "smoke", "hf:user/set:train[:9]:a b": "hf-user-set-train-9-a-b", "hf:/../x": "hf-..-x"}
+    for name, label in {**labels, "my/p 1.jsonl": "p-1"}.items():
+        assert suites.suite_label(name) == label
 
 
 def test_a_file_and_a_dataset_are_suites(tmp_path: Path) -> None:
@@ -168,17 +161,11 @@ def test_a_file_and_a_dataset_are_suites(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_packaged_suites_are_whole_and_unseen() -> None:
-    prompts = suites.load_suite("spec_bench_like")
-    assert Counter(p.task for p in prompts) == dict.fromkeys(SPEC_BENCH, 80)
+    prompts, code = suites.load_suite("spec_bench_like"), suites.load_suite("code")
+    assert Counter(p.task for p in prompts) == dict.fromkeys(SPEC_BENCH, 80) and len(code) == 164
     assert len({p.messages[0]["content"] for p in prompts}) == 480
-    code = suites.load_suite("code")
-    assert len(code) == 164
-    read = {
-        s
-        for name in training_sets.DOCUMENT_SETS["embedded"]
-        for d in training_sets.documents(name)
-        for s in _sentences(d)
-    }
+    documents = (d for name in training_sets.DOCUMENT_SETS["embedded"] for d in training_sets.documents(name))
+    read = {sentence for document in documents for sentence in _sentences(document)}
     for prompt in prompts + code:
         seen = read.intersection(_sentences(prompt.messages[0]["content"]))
         assert not seen, f"{prompt.where()} holds a sentence of a training document: {seen}"
