@@ -104,12 +104,7 @@ class EvalConfig:
 
 
 def parse_tree(spec: str, depth: int) -> TokenTree | DynamicTree | None:
-    """``chain``, ``chain:K``, ``expansion:1-1-3`` or ``dynamic:NODES[:WIDTH]``; None: the head's own tree, or a file.
-
-    Args:
-        spec: the tree in words.
-        depth: draft positions, where the words leave them out.
-    """
+    """``chain``, ``chain:K``, ``expansion:1-1-3`` or ``dynamic:NODES[:WIDTH]``; None: ``head``, or a file."""
     kind, _, detail = spec.partition(":")
     try:
         if kind == "chain":

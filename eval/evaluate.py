@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,11 @@ def evaluate(
         lambda done, total: progress("decoding", done, total),
         made_of={name: compared[name].made_of for name in config.baselines if compared[name].made_of},
     )
-    _require_answers(timed)
+    answers = timed.results["speculative"]
+    errors = [answer.error for answer in answers if isinstance(answer, FailedDecode)]
+    if len(errors) == len(answers):
+        first = errors[0] if errors else "the suite is empty"
+        raise UserError(f"none of {len(answers)} prompts could be answered; the first: {first}")
     decode_config = DecodeConfig(draft_config=draft_config, sampler=config.sampler, rule=config.rule)
     info = RunInfo(
         turns=timed.turns,
@@ -86,23 +91,10 @@ def evaluate(
 
 
 def _prompt_ids(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], max_new_tokens: int) -> list[int]:
-    ids = conversation_ids(base.tokenizer, prompt, answers)
-    check_ids(
-        ids,
-        vocab_size=base.vocab_size,
-        max_context=base.max_context,
-        max_new_tokens=max_new_tokens,
-        where=prompt.where(len(answers)),
-    )
+    ids, where = conversation_ids(base.tokenizer, prompt, answers), prompt.where(len(answers))
+    limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": max_new_tokens}
+    check_ids(ids, **limits, where=where)
     return ids
-
-
-def _require_answers(timed: TimedResults) -> None:
-    results = timed.results["speculative"]
-    errors = [result.error for result in results if isinstance(result, FailedDecode)]
-    if len(errors) == len(results):
-        first = errors[0] if errors else "the suite is empty"
-        raise UserError(f"none of {len(results)} prompts could be answered; the first: {first}")
 
 
 def _settings(config: EvalConfig, draft_config: DraftConfig, timed: TimedResults) -> dict[str, Any]:
@@ -147,16 +139,10 @@ def _equalities(
 
     def compare(name: str, number: int, result: DecodeResult) -> Equality:
         ids, expected = timed.ids[number], timed.results["autoregressive"][number].tokens
-
-        def margin(position: int) -> float:
-            return logit_margin(base, ids, expected, result.tokens, position)
-
-        def recompute(position: int) -> tuple[int | None, int | None]:
-            return recompute_tokens(base, drafter, config, ids, result, position)
-
+        margin = partial(logit_margin, base, ids, expected, result.tokens)
         # Of a baseline only the target's own view is known.
-        own = recompute if name == "speculative" else None
-        return compare_outputs(expected, result.tokens, margin, own, base.dtype)
+        recompute = partial(recompute_tokens, base, drafter, config, ids, result) if name == "speculative" else None
+        return compare_outputs(expected, result.tokens, margin, recompute, base.dtype)
 
     return {
         name: [compare(name, number, result) for number, result in enumerate(timed.results[name])]

@@ -5,6 +5,7 @@ Vocabularies are as large as keeps the random outcomes of a case to some thousan
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -75,11 +76,7 @@ class Shape:
             if sampler is not None and not part.top_k:
                 draft_config = replace(draft_config, draft_sampling=draft_sampling, sampler=sampler)
             table = target.near(seed + number, DRAFT_SPREAD)
-            drafts.append(
-                TableDraft(
-                    table=table, draft_config=draft_config, shared=part.shared, draft_vocabulary=part.draft_vocabulary
-                )
-            )
+            drafts.append(TableDraft(table, draft_config, part.shared, part.draft_vocabulary))
         return drafts[0] if len(drafts) == 1 else CombinedTableDraft(tuple(drafts))
 
 
@@ -133,38 +130,26 @@ def cases() -> Iterator[Case]:
     for shape in SHAPES:
         for kind in shape.kinds:
             yield from _with_samplers(EXACT, kind, shape)
-            yield Case(
-                rule=EXACT,
-                draft_sampling=kind,
-                shape=shape,
-                sampler=Sampler(),
-                draft_sampler=_draft_sampler(kind, Sampler()),
-                greedy=True,
-            )
+            yield replace(_case(EXACT, kind, shape, Sampler()), greedy=True)
     for shape in CHAINS:
         for kind in (TOP_K, WITH):  # one child is drawn alike with and without replacement
             yield from _with_samplers(BLOCK, kind, shape)
-    for rule in LOSSY:
-        for shape in (CHAINS[0], CHAINS[2], SHAPES[4]):
-            for kind in EVERY:
-                yield Case(
-                    rule=rule, draft_sampling=kind, shape=shape, sampler=RAW, draft_sampler=_draft_sampler(kind, RAW)
-                )
+    for rule, shape, kind in product(LOSSY, (CHAINS[0], CHAINS[2], SHAPES[4]), EVERY):
+        yield _case(rule, kind, shape, RAW)
 
 
 def _with_samplers(rule: AcceptanceRule, kind: DraftSampling, shape: Shape) -> Iterator[Case]:
-    pairs = [(sampler, _draft_sampler(kind, sampler)) for sampler in SAMPLERS]
-    if kind is not TOP_K:
-        pairs += OTHER_DRAFT_SAMPLERS
-    for sampler, drafts in pairs:
-        yield Case(rule=rule, draft_sampling=kind, shape=shape, sampler=sampler, draft_sampler=drafts)
+    for sampler in SAMPLERS:
+        yield _case(rule, kind, shape, sampler)
+    for sampler, draft_sampler in () if kind is TOP_K else OTHER_DRAFT_SAMPLERS:
+        yield replace(_case(rule, kind, shape, sampler), draft_sampler=draft_sampler)
 
 
-def _draft_sampler(kind: DraftSampling, sampler: Sampler) -> Sampler | None:
-    """The target's own where a drafter can have it."""
-    if kind is TOP_K:
-        return None
-    return RAW if sampler.greedy else replace(sampler, repetition_penalty=1.0)
+def _case(rule: AcceptanceRule, kind: DraftSampling, shape: Shape, sampler: Sampler) -> Case:
+    """The drafter samples as the target does, where it can."""
+    own = RAW if sampler.greedy else replace(sampler, repetition_penalty=1.0)
+    draft_sampler = None if kind is TOP_K else own
+    return Case(rule=rule, draft_sampling=kind, shape=shape, sampler=sampler, draft_sampler=draft_sampler)
 
 
 @dataclass(frozen=True)

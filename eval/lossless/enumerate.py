@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from drafthead.eval.lossless.tabular_lm import ROOT_TOKEN, Draft, TabularLM
-from drafthead.models.decoding.acceptance import AcceptanceRule, greedy
+from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.acceptance import greedy as accept_greedily
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import TargetProbs
 
@@ -133,15 +134,9 @@ def _extended(masses: Tensor, probs: Tensor, length: int, vocabulary: int) -> Te
 def committed(
     draft: Draft, target: TabularLM, sampler: Sampler, rule: AcceptanceRule, depth: int, greedy: bool = False
 ) -> CommittedProbs:
-    """Masses of what one step commits.
+    """Masses of what one step commits, with at most ``depth`` drafts on a path.
 
-    Args:
-        draft: drafts the trees with the decoder's functions.
-        target: the target's logits, for prefixes of ``depth`` tokens.
-        sampler: warps them.
-        rule: accepts.
-        depth: drafts on the longest path.
-        greedy: accept the target's greedy choices instead, as decoding does at temperature 0 with top-k drafts.
+    ``greedy``: accept the target's greedy choices instead, as decoding does at temperature 0 with top-k drafts.
     """
     found = CommittedProbs(target.vocabulary, depth)
     waiting = [(torch.zeros(1, MOST_CHOICES, dtype=torch.int8), torch.zeros(1, dtype=torch.int64))]
@@ -150,43 +145,28 @@ def committed(
         waiting = []
         for some, given in zip(choices.split(ROWS), lengths.split(ROWS), strict=True):  # type: ignore[no-untyped-call]
             script = EnumeratedRng(some, given)
-            _step(script, draft, target, sampler, None if greedy else rule, found)
+            proposal = draft(torch.full((len(some),), ROOT_TOKEN), script)
+            logits = target.logits[target.of_nodes(proposal)]
+            rng = Verification(script)
+            if greedy:
+                accepted = accept_greedily(proposal, logits.argmax(-1))
+            else:
+                context = torch.full((len(some), 1), ROOT_TOKEN) if sampler.repetition_penalty != 1 else None
+                accepted = rule.verify(proposal, TargetProbs(logits, sampler, context, proposal), rng)
+            bonus = rng.bonus
+            if bonus is None:
+                bonus = torch.nn.functional.one_hot(accepted.bonus, target.vocabulary).double()
+            path = proposal.tokens.gather(1, accepted.nodes)[:, 1:]
+            path = torch.nn.functional.pad(path, (0, depth - path.shape[1]))
+            found.add(path, accepted.accepted, bonus, script.weights)
             waiting += script.others
     return found
 
 
-def _step(
-    script: EnumeratedRng,
-    draft: Draft,
-    target: TabularLM,
-    sampler: Sampler,
-    rule: AcceptanceRule | None,
-    found: CommittedProbs,
-) -> None:
-    rows = len(script.weights)
-    proposal = draft(torch.full((rows,), ROOT_TOKEN), script)
-    logits = target.logits[target.of_nodes(proposal)]
-    rng = Verification(script)
-    if rule is None:
-        accepted = greedy(proposal, logits.argmax(-1))
-    else:
-        context = torch.full((rows, 1), ROOT_TOKEN) if sampler.repetition_penalty != 1 else None
-        accepted = rule.verify(proposal, TargetProbs(logits, sampler, context, proposal), rng)
-    bonus = rng.bonus
-    if bonus is None:
-        bonus = torch.nn.functional.one_hot(accepted.bonus, target.vocabulary).double()
-    path = proposal.tokens.gather(1, accepted.nodes)[:, 1:]
-    path = torch.nn.functional.pad(path, (0, found.depth - path.shape[1]))
-    found.add(path, accepted.accepted, bonus, script.weights)
-
-
 def total_variation(found: CommittedProbs, probs: Tensor, length: int | None = None) -> float:
-    """Between what was committed, completed by the target, and the target's own distribution.
+    """Between what was committed, completed by the target, and the target's own distribution ([prefixes, V]).
 
-    Args:
-        found: of one step.
-        probs: [prefixes, V] the target's.
-        length: compare this many first tokens; by default depth + 1, all that a step can commit.
+    ``length``: compare this many first tokens; by default depth + 1, all that a step can commit.
     """
     own = probs[0]
     for n in range(1, found.depth + 1):

@@ -1,7 +1,7 @@
 """Is an answer that of autoregressive decoding, token for token, and if not: rounding, or which fault?
 
 Two orders of the same sums differ in the last bits, so two nearly equal logits may swap: a tie, no fault. Beyond that
-two recomputations of the target at the first difference tell faults apart, see :func:`diagnose`.
+two recomputations of the target at the first difference tell faults apart, see :func:`compare_outputs`.
 """
 
 from collections import Counter
@@ -101,23 +101,20 @@ class Equality:
         }
 
 
-def diagnose(
-    *,
-    margin: float,
-    fresh_token: int | None,
-    cached_token: int | None,
-    expected_token: int,
-    speculative_token: int,
+def compare_outputs(
+    expected: list[int],
+    tokens: list[int],
+    margin: Callable[[int], float],
+    recompute: Callable[[int], tuple[int | None, int | None]] | None = None,
     dtype: torch.dtype = torch.float32,
-    position: int | None = None,
 ) -> Equality:
-    """Explain the first difference from greedy autoregressive decoding.
+    """Compare an answer with that of greedy autoregressive decoding, and explain the first difference.
 
     ===========================  ===================  ==========================================================
     fresh_token                  cached_token         diagnosis
     ===========================  ===================  ==========================================================
     any, margin below tolerance  any                  tie
-    the speculative one          any                  fault in autoregressive decoding: its cache or its forward
+    the answer's                 any                  fault in autoregressive decoding: its cache or its forward
     the expected one             the expected one     cache fault: the same tree on a fresh cache is right, so
                                                       the running cache was wrong
     the expected one             anything else        mask or position fault: a fresh cache does not repair it
@@ -126,44 +123,12 @@ def diagnose(
     ===========================  ===================  ==========================================================
 
     Args:
-        margin: distance of the two tokens' logits in the fresh forward.
-        fresh_token: the target's argmax there in one forward over the whole prefix, without a cache; None: unknown.
-        cached_token: its argmax there when the differing step is verified again, same tree, same place in it, on a
-            cache that was freshly filled with the prefix; None: unknown.
-        expected_token: that of autoregressive decoding.
-        speculative_token: the answer's.
-        dtype: that the target computes in.
-        position: answer position of the two tokens.
-    """
-    tie = abs(margin) < TOLERANCE[dtype]
-    if tie:
-        found = Diagnosis.TIE
-    elif fresh_token == speculative_token:
-        found = Diagnosis.AUTOREGRESSIVE
-    elif fresh_token != expected_token or cached_token is None:
-        found = Diagnosis.UNKNOWN
-    else:
-        found = Diagnosis.CACHE if cached_token == expected_token else Diagnosis.MASK
-    pair = (expected_token, speculative_token)
-    return Equality(False, position, pair, margin=abs(margin), near_tie=tie, diagnosis=found)
-
-
-def compare_outputs(
-    expected: list[int],
-    tokens: list[int],
-    margin: Callable[[int], float],
-    recompute: Callable[[int], tuple[int | None, int | None]] | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Equality:
-    """Compare an answer with that of autoregressive decoding.
-
-    Args:
         expected: tokens of autoregressive decoding.
         tokens: the answer's.
         margin: given the first differing position, the distance of the target's logits of the two tokens there;
             called only when both answers have a token there.
-        recompute: given the position, ``fresh_token`` and ``cached_token`` of :func:`diagnose`; called only when the
-            margin is no tie. None leaves such a difference unexplained.
+        recompute: given the position, ``fresh_token`` and ``cached_token`` of :func:`recompute_tokens`; called only
+            when the margin is no tie. None leaves such a difference unexplained.
         dtype: that the target computes in.
     """
     if expected == tokens:
@@ -172,19 +137,19 @@ def compare_outputs(
     position = next((i for i in range(shared) if expected[i] != tokens[i]), shared)
     if position == shared:
         return Equality(same=False, position=position, diagnosis=Diagnosis.STOP)
-    distance = margin(position)
-    fresh = cached = None
-    if recompute is not None and not abs(distance) < TOLERANCE[dtype]:
-        fresh, cached = recompute(position)
-    return diagnose(
-        margin=distance,
-        fresh_token=fresh,
-        cached_token=cached,
-        expected_token=expected[position],
-        speculative_token=tokens[position],
-        dtype=dtype,
-        position=position,
-    )
+    distance = abs(margin(position))
+    tie = distance < TOLERANCE[dtype]
+    fresh, cached = recompute(position) if recompute is not None and not tie else (None, None)
+    if tie:
+        found = Diagnosis.TIE
+    elif fresh == tokens[position]:
+        found = Diagnosis.AUTOREGRESSIVE
+    elif fresh != expected[position] or cached is None:
+        found = Diagnosis.UNKNOWN
+    else:
+        found = Diagnosis.CACHE if cached == expected[position] else Diagnosis.MASK
+    pair = (expected[position], tokens[position])
+    return Equality(False, position, pair, margin=distance, near_tie=tie, diagnosis=found)
 
 
 def equality_rate(equalities: Sequence[Equality], dtype: torch.dtype = torch.float32) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class DraftQuality:
     """Share of positions whose next-but-one token is the first head's likeliest: ``held_out_accept_1`` of training."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ExportCheck:
     """The original head against the exported one."""
 
@@ -97,11 +97,7 @@ class ExportCheck:
             "dtype": str(self.dtype).removeprefix("torch."),
             "mean_accepted_length": {"head": before.mean_accepted_length, "exported": after.mean_accepted_length},
             "logit_error": self.logit_error,
-            "first_position_accuracy": {
-                "head": before.accuracy,
-                "exported": after.accuracy,
-                "training": self.estimate,
-            },
+            "first_position_accuracy": {"head": before.accuracy, "exported": after.accuracy, "training": self.estimate},
         }
 
 
@@ -116,14 +112,9 @@ def check_export(
 ) -> ExportCheck:
     """Draft with both heads along ``texts``, plain greedy answers of ``base``."""
     tree = original.tree or TokenTree.chain(original.depth)
-    return ExportCheck(
-        dtype=dtype,
-        before=_quality(base, original, texts, tree),
-        after=_quality(base, reloaded, texts, tree),
-        same_vocabulary=torch.equal(original.d2t, reloaded.d2t),
-        estimate=estimate,
-        estimate_tolerance=estimate_tolerance,
-    )
+    before, after = (_quality(base, head, texts, tree) for head in (original, reloaded))
+    same_vocabulary = torch.equal(original.d2t, reloaded.d2t)
+    return ExportCheck(dtype, before, after, same_vocabulary, estimate, estimate_tolerance)
 
 
 def training_estimate(head: str | Path) -> float | None:

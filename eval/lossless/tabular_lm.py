@@ -99,7 +99,7 @@ class _ByLevel:
         return self.root()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TableDraft:
     """Drafting from a table, by the functions of ``models/decoding/growth.py``."""
 
@@ -111,25 +111,18 @@ class TableDraft:
     """Draft so many ids only, the last of the vocabulary backwards; None: all."""
 
     def __call__(self, last_token: Tensor, rng: RandomSource) -> Proposal:
-        """Draft after ``last`` ([B])."""
-        draft_pass = (_ByLevel if self.shared else _ByPrefix)(self._drafted, len(last_token))
-        draft_config, ids = self.draft_config, self._ids
+        """Draft after ``last_token`` ([B])."""
+        vocabulary, draft_config = self.table.vocabulary, self.draft_config
+        ids = torch.arange(vocabulary)
+        if self.draft_vocabulary is not None:
+            ids = vocabulary - 1 - ids[: self.draft_vocabulary]
+        table = TabularLM(self.table.logits[:, ids], vocabulary)
+        draft_pass = (_ByLevel if self.shared else _ByPrefix)(table, len(last_token))
         if isinstance(draft_config.tree, DynamicTree):
             return grow_dynamic(draft_pass, last_token, draft_config.tree, ids)
         if draft_config.draft_sampling is DraftSampling.TOP_K:
             return grow_ranked(draft_pass, last_token, draft_config.tree, ids, draft_config.confidence_threshold)
-        return grow_sampled(draft_pass, last_token, draft_config, ids, self.table.vocabulary, rng)
-
-    @property
-    def _ids(self) -> Tensor:
-        vocabulary = self.table.vocabulary
-        if self.draft_vocabulary is None:
-            return torch.arange(vocabulary)
-        return vocabulary - 1 - torch.arange(self.draft_vocabulary)
-
-    @property
-    def _drafted(self) -> TabularLM:
-        return TabularLM(self.table.logits[:, self._ids], self.table.vocabulary)
+        return grow_sampled(draft_pass, last_token, draft_config, ids, vocabulary, rng)
 
 
 @dataclass(frozen=True)
@@ -139,5 +132,5 @@ class CombinedTableDraft:
     parts: tuple[Draft, ...]
 
     def __call__(self, last_token: Tensor, rng: RandomSource) -> Proposal:
-        """Draft after ``last`` ([B])."""
+        """Draft after ``last_token`` ([B])."""
         return combine([part(last_token, rng) for part in self.parts])

@@ -10,7 +10,6 @@ the length limit truncated the answer.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -168,25 +167,8 @@ def ctar_curve(results: Results) -> list[Ratio]:
     return [ctar(results, width) for width in range(longest)]
 
 
-@dataclass(frozen=True)
-class Bin:
-    """Steps whose key lies in [low, high); the last bin includes its high."""
-
-    low: float
-    high: float
-    mean_accepted_length: Ratio
-    first_accepted: Ratio
-    """Steps with an accepted draft / steps that drafted."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; NaN where nothing was counted."""
-        return {
-            "low": self.low,
-            "high": self.high,
-            "steps": int(self.mean_accepted_length.den),
-            "mean_accepted_length": self.mean_accepted_length.value,
-            "first_accepted": self.first_accepted.value,
-        }
+Bin = dict[str, Any]
+"""Plain values of the steps whose key lies in ["low", "high"), the last bin's high included; NaN: nothing counted."""
 
 
 def by_position(results: Results, width: int = 32) -> list[Bin]:
@@ -216,6 +198,9 @@ def _binned(steps: Sequence[StepRecord], keys: list[float], edges: list[float]) 
     for place in np.unique(places).tolist():
         group = [step for step, at in zip(steps, places, strict=True) if at == place]
         drafting = [step for step in group if step.depth > 0]
-        length, first = mean_of(group, lambda step: step.committed), mean_of(drafting, lambda step: step.accepted > 0)
-        found.append(Bin(edges[place], edges[place + 1], length, first))
+        numbers = {
+            "mean_accepted_length": mean_of(group, lambda step: step.committed).value,
+            "first_accepted": mean_of(drafting, lambda step: step.accepted > 0).value,
+        }
+        found.append({"low": edges[place], "high": edges[place + 1], "steps": len(group)} | numbers)
     return found

@@ -66,14 +66,8 @@ def speedup_interval(
 ) -> tuple[float, float, float]:
     """:func:`speedup` with a 95 % bootstrap interval over prompts, drawn in pairs: a slow prompt is slow for both.
 
-    Args:
-        baseline: answers to the same prompts.
-        method: answers.
-        groups: per answer its prompt, so that the turns of one conversation are drawn together.
-        seed: of the bootstrap.
-
-    Returns:
-        ratio, low, high; NaN where there are too few prompts.
+    ``groups``: per answer its prompt, so that the turns of one conversation are drawn together. Returns ratio, low,
+    high; NaN where there are too few prompts.
     """
     timed = [b.total_s > 0 and m.total_s > 0 for b, m in zip(baseline, method, strict=True)]
     columns = [[len(m.tokens), m.total_s, len(b.tokens), b.total_s] for b, m in zip(baseline, method, strict=True)]
@@ -116,13 +110,7 @@ def spec_bench(
 
     Its scripts count the method's tokens as they were committed, and the baseline's by tokenising the decoded text
     again, special tokens gone. Not imitated: counting tokens after EOS, and keeping the last answer's time for one
-    that failed.
-
-    Args:
-        baseline: answers to the same prompts.
-        method: answers.
-        retokenised: how the baseline's tokens are counted.
-        groups: per answer its question; turns of one question make one rate.
+    that failed. ``groups``: per answer its question; turns of one question make one rate.
     """
     answered = [bool(b.tokens and m.tokens) for b, m in zip(baseline, method, strict=True)]
     columns = [

@@ -31,10 +31,7 @@ def expected_tokens(rate: float, drafts: int) -> float:
 def expected_speedup(rate: float, draft_cost: float, drafts: int) -> float:
     """The walltime improvement (1 - alpha^(k+1)) / ((1 - alpha) (c k + 1)): verifying k + 1 tokens costs one step.
 
-    Args:
-        rate: alpha, the acceptance rate.
-        draft_cost: c, a draft position's time in autoregressive steps.
-        drafts: k, the paper's gamma: length of the chain.
+    ``draft_cost`` is c, a draft position's time in autoregressive steps; ``drafts`` is k, the paper's gamma.
     """
     if not draft_cost >= 0 or math.isinf(draft_cost):
         raise ValueError(f"a draft's cost in autoregressive steps must be >= 0, got {draft_cost}")
@@ -66,17 +63,10 @@ class StepTerms:
         """Measured terms; NaN without a step."""
         steps = steps_of(results)
         count = len(steps) or math.nan
-        total = sum(step.total_s for step in steps)
-        draft, verify = sum(step.draft_s for step in steps), sum(step.verify_s for step in steps)
-        return cls(
-            tokens=sum(step.committed for step in steps) / count,
-            drafts=sum(step.proposed for step in steps) / count,
-            depth=sum(step.depth for step in steps) / count,
-            draft_s=draft / count,
-            verify_s=verify / count,
-            loop_s=(total - draft - verify) / count,
-            outside_s=(sum(result.total_s for result in results) - total) / count,
-        )
+        names = ("committed", "proposed", "depth", "draft_s", "verify_s", "total_s")
+        *terms, draft, verify, total = (sum(getattr(step, name) for step in steps) / count for name in names)
+        outside = sum(result.total_s for result in results) / count - total
+        return cls(*terms, draft, verify, total - draft - verify, outside)
 
     @property
     def step_s(self) -> float:
@@ -172,14 +162,10 @@ class SpeedupBreakdown:
 def speedup_breakdown(
     baseline: Results, method: Results, costs: CostModel | None = None, order: TreeOrder | None = None
 ) -> SpeedupBreakdown | None:
-    """The speedup of ``method`` over ``baseline``, taken apart; None when one of them made no step.
+    """The speedup of ``method`` over ``baseline`` on the same prompts, taken apart; None when one made no step.
 
-    Args:
-        baseline: answers of autoregressive decoding to the same prompts.
-        method: answers of speculative decoding.
-        costs: of steps on this machine; without them no best draft is named.
-        order: calibrated nodes with their acceptances, for the best tree and chain. Without it the best chain comes
-            from the run's conditional acceptances, where the run drafted chains.
+    Without ``costs`` no best draft is named. ``order`` (calibrated nodes with their acceptances) gives the best tree
+    and chain; without it the best chain comes from the run's conditional acceptances, where the run drafted chains.
     """
     before, after = StepTerms.of(baseline), StepTerms.of(method)
     if not (before.step_s > 0 and after.step_s > 0):
@@ -226,11 +212,8 @@ def _waterfall(baseline: StepTerms, method: StepTerms) -> list[WaterfallStep]:
 def options(values: Sequence[float], depths: Sequence[int], costs: CostModel) -> list[Option]:
     """What the first 0, 1, 2, ... nodes of a growing draft would buy.
 
-    Args:
-        values: probability that each node is accepted, in the order of growth; of a chain the running products of its
-            conditional acceptances.
-        depths: how deep each node stands.
-        costs: of steps on this machine.
+    ``values``: probability that each node is accepted, in the order of growth; of a chain the running products of its
+    conditional acceptances. ``depths``: how deep each node stands.
     """
     deepest = accumulate(depths, max, initial=0)
     return [

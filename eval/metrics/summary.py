@@ -104,21 +104,24 @@ def summarise(
         for task in dict.fromkeys(prompt.task for prompt in prompts)
     }
     overall = _group(answers, info)
-    fastest = answers.results[fastest_autoregressive(overall)[0]]
-    found = {
-        "headline": headline,
-        "tasks": {task: _group(group, info) | machine for task, group in tasks.items()},
-        "overall": overall | machine,
-        "failed": [every.places[n] | {"task": prompts[n].task, "message": row.error} for n, row in failed.items()],
-        "metrics": {
-            name: speed.measure(fastest, answers.results[name], info.retokenised, answers.questions) for name in methods
-        },
-        "by_position": [found.to_json() for found in acceptance.by_position(answers.results[headline])],
-        "by_entropy": [found.to_json() for found in acceptance.by_entropy(answers.results[headline])],
-        "speedup_breakdown": {name: _breakdown(answers, name, headline, info) for name in baselines},
-        "equality": equality_rate(answers.equalities.get(headline, []), info.dtype),
-    }
-    plain: dict[str, Any] = finite(found)
+    runs = answers.results
+    fastest = runs[fastest_autoregressive(overall)[0]]
+    breakdowns = {name: speedup_breakdown(runs[name], runs[headline], info.costs, info.order) for name in baselines}
+    plain: dict[str, Any] = finite(
+        {
+            "headline": headline,
+            "tasks": {task: _group(group, info) | machine for task, group in tasks.items()},
+            "overall": overall | machine,
+            "failed": [every.places[n] | {"task": prompts[n].task, "message": row.error} for n, row in failed.items()],
+            "metrics": {
+                name: speed.measure(fastest, runs[name], info.retokenised, answers.questions) for name in methods
+            },
+            "by_position": acceptance.by_position(runs[headline]),
+            "by_entropy": acceptance.by_entropy(runs[headline]),
+            "speedup_breakdown": {name: found and found.to_json() for name, found in breakdowns.items()},
+            "equality": equality_rate(answers.equalities.get(headline, []), info.dtype),
+        }
+    )
     return plain
 
 
@@ -182,8 +185,3 @@ def _identical(places: Sequence[dict[str, int]], equalities: Sequence[Equality])
             (near_ties if equality.near_tie else different).append(place | equality.to_json())
     same = sum(equality.same for equality in equalities)
     return {"same": same, "of": len(equalities), "near_ties": near_ties, "different": different}
-
-
-def _breakdown(answers: _Answers, baseline: str, method: str, info: RunInfo) -> dict[str, Any] | None:
-    found = speedup_breakdown(answers.results[baseline], answers.results[method], info.costs, info.order)
-    return None if found is None else found.to_json()

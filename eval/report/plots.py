@@ -144,12 +144,9 @@ def waterfall(explained: dict[str, Any]) -> Figure:
 
 @styled
 def cost(latency: Sequence[tuple[int, float]], nodes: int | None, mean_accepted: float | None) -> Figure:
-    """Cost of verifying n tokens in one forward, in autoregressive steps: v(n) / v(1).
+    """Cost of verifying n tokens in one forward, in autoregressive steps: v(n) / v(1), from (n, seconds).
 
-    Args:
-        latency: (n, seconds) measured; the smallest n is the unit.
-        nodes: size of the chosen tree, root included, marked on the curve.
-        mean_accepted: mean accepted length of a step with it, drawn as a level.
+    The chosen tree's size is marked on the curve, the mean accepted length of a step with it is drawn as a level.
     """
     sizes, seconds = np.array(sorted(latency)).T
     relative = seconds / seconds[0]
@@ -203,13 +200,7 @@ def ctar(by_width: dict[str, float | None]) -> Figure:
 
 @styled
 def bins(found: Sequence[dict[str, Any]], label: str, pattern: str) -> Figure:
-    """Mean accepted length over bins of steps, a bar each, with the share of all steps under it.
-
-    Args:
-        found: ``Bin.to_json()`` of each bin.
-        label: of the axis that was cut into bins.
-        pattern: how to write a bin's bounds, as "{:.0f}".
-    """
+    """Mean accepted length over bins of steps, a bar each, with the bounds and the share of all steps under it."""
     figure, axes = new_axes()
     values = [row["mean_accepted_length"] for row in found]
     axes.bar(range(len(found)), values, width=0.7, color=SOFT)
@@ -229,10 +220,8 @@ def bins(found: Sequence[dict[str, Any]], label: str, pattern: str) -> Figure:
 def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
     """A metric for each draft position over the steps of all phases, one after the other; None where no row has it.
 
-    Args:
-        rows: of metrics.jsonl: "phase", "total_step", and ``prefix`` followed by 1, 2, ... where measured; "held_out_"
-            and the same become dots.
-        prefix: "loss_" or "accept_".
+    Rows of metrics.jsonl have "phase", "total_step", and the prefix ("loss_" or "accept_") followed by 1, 2, ... where
+    measured; "held_out_" and the same become dots.
     """
     keys = {key for row in rows for key in row if key.startswith(prefix)}
     positions = sorted(int(key.removeprefix(prefix)) for key in keys if key.removeprefix(prefix).isdigit())

@@ -63,9 +63,8 @@ def run_interleaved(
     """
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
-    rounds = _Rounds(
-        decoders, ResultLog(log, made_of or {}), sum(prompt.turns for prompt in prompts), seed, on_progress
-    )
+    turns = sum(prompt.turns for prompt in prompts)
+    rounds = _Rounds(decoders, ResultLog(log, made_of or {}), turns, seed, on_progress)
     answered: dict[tuple[int, int], tuple[list[int], dict[str, DecodeResult]]] = {}
     for place in order:
         prompt = prompts[place]
@@ -119,7 +118,9 @@ class _Rounds:
         """The answers to ``ids``, one of each decoder; ``failure``: why this turn has none."""
         names, key = next(self._orders), prompt_key(prompt, ids, turn)
         if failure is None and not all((key, name) in self._log for name in names):
-            self._warm_up(names, ids)
+            for name in names:
+                if name in self._cold and not isinstance(_decode(self._decoders[name], ids), FailedDecode):
+                    self._cold.discard(name)
             for name in names:
                 self._log.add(key, name, prompt, _decode(self._decoders[name], ids), turn)
                 self._report(1)
@@ -129,11 +130,6 @@ class _Rounds:
         row = {name: failure or self._log[key, name] for name in self._decoders}
         failure = failure or next((result for result in row.values() if isinstance(result, FailedDecode)), None)
         return row if failure is None else dict.fromkeys(row, failure)
-
-    def _warm_up(self, names: list[str], ids: list[int]) -> None:
-        for name in names:
-            if name in self._cold and not isinstance(_decode(self._decoders[name], ids), FailedDecode):
-                self._cold.discard(name)
 
     def _report(self, answers: int) -> None:
         self._done += answers

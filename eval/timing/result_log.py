@@ -78,26 +78,16 @@ class ResultLog:
         self._results[key, decoder] = result
         if self._path is None:
             return
-        row: dict[str, Any] = {
-            "key": key,
-            "task": prompt.task,
-            "prompt": prompt.number,
-            "turn": turn,
-            "decoder": decoder,
-        }
+        row: dict[str, Any] = {"key": key, "task": prompt.task, "prompt": prompt.number, "turn": turn}
+        row["decoder"] = decoder
         if decoder in self._made_of:
             row["made_of"] = self._made_of[decoder]
-        row |= {"error": result.error} if isinstance(result, FailedDecode) else {"result": _to_json(result)}
+        row |= {"error": result.error} if isinstance(result, FailedDecode) else {"result": finite(asdict(result))}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-def _to_json(result: DecodeResult) -> dict[str, Any]:
-    found: dict[str, Any] = finite(asdict(result))
-    return found
 
 
 def _from_json(row: dict[str, Any]) -> DecodeResult:

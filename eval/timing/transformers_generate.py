@@ -40,19 +40,11 @@ def transformers_generate(
     seed: int = 0,
     **speculation: Any,
 ) -> DecodeResult:
-    """``generate`` of transformers over the base's (prepacked) modules.
+    """``generate`` of transformers over the base's (prepacked) modules, by default greedy.
 
-    Args:
-        base: the model.
-        ids: the prompt.
-        max_new_tokens: at most so many.
-        sampler: by default greedy.
-        seed: of a sampled answer.
-        speculation: what makes ``generate`` speculative: ``prompt_lookup_num_tokens=10``, ``assistant_model=...``.
-
-    Returns:
-        The answer. What a speculative method drafted is not known, only what was accepted: its steps have depth 0, and
-        rates of acceptance are left out. What its first pass accepts, together with the prompt, counts as prefill.
+    ``speculation`` makes it speculative: ``prompt_lookup_num_tokens=10``, ``assistant_model=...``. What such a method
+    drafted is not known, only what was accepted: its steps have depth 0, and rates of acceptance are left out. What its
+    first pass accepts, together with the prompt, counts as prefill.
     """
     inputs = torch.tensor([ids], device=base.device)
     clock = _StepClock()
@@ -72,17 +64,9 @@ def transformers_generate(
     for (before, _), (after, count) in zip(clock.chunks, clock.chunks[1:], strict=False):
         count = min(count, len(tokens) - position)
         if count > 0:
+            counts = {"proposed": 0, "depth": 0, "accepted": count - 1, "committed": count}
             steps.append(
-                StepRecord(
-                    position=position,
-                    proposed=0,
-                    depth=0,
-                    accepted=count - 1,
-                    committed=count,
-                    draft_s=0.0,
-                    verify_s=after - before,
-                    total_s=after - before,
-                )
+                StepRecord(position=position, **counts, draft_s=0.0, verify_s=after - before, total_s=after - before)
             )
         position += count
     return DecodeResult(tokens=tokens, steps=steps, prefill_s=clock.chunks[0][0] - started, total_s=total)

@@ -14,7 +14,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.trees.cost_model import CostModel
-from drafthead.eval.trees.search import METHODS, Choice, TreeOrder, fastest, greedy_tree
+from drafthead.eval.trees.search import METHODS, TreeOrder, fastest, greedy_tree
 from drafthead.eval.trees.simulate import AcceptProbs, Ranks, accept_probs_of_ranks
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.token_tree import TokenTree
@@ -122,13 +122,8 @@ def calibrate(answers: Sequence[Ranks | AcceptProbs], costs: CostModel, method: 
     """The tree with the highest expected speedup among the best trees of every size and depth.
 
     A step with a tree of n nodes d deep takes v(n) + c(d) + o seconds and commits a number of tokens that is simulated
-    exactly on the held-out answers; autoregressive decoding takes v(1) + o for one.
-
-    Args:
-        answers: per answer the ranks [T, K] of top-k drafts, or acceptance probabilities [T, K, S] of any.
-        costs: measured on this machine.
-        method: ``greedy`` (on joint counts of whole paths) or ``sequoia`` (its dynamic program, on acceptance
-            by depth and candidate). What the other would have chosen is reported beside it.
+    exactly on the held-out answers; autoregressive decoding takes v(1) + o for one. Answers are ranks [T, K] of top-k
+    drafts, or acceptance probabilities [T, K, S] of any. What another of ``METHODS`` would have chosen is reported too.
     """
     if method not in METHODS:
         raise UserError(f"there is no method {method!r} to calibrate a tree; choose one of {', '.join(METHODS)}")
@@ -150,15 +145,5 @@ def calibrate(answers: Sequence[Ranks | AcceptProbs], costs: CostModel, method: 
         expected_tokens_largest=curve[-1].expected_tokens,
         expected_speedup=chosen.expected_speedup,
         curve=[(len(c.tree), c.expected_tokens, c.expected_speedup) for c in curve],
-        methods={name: _summary(fastest(choices)) for name, choices in found.items()},
+        methods={name: fastest(choices).to_json() for name, choices in found.items()},
     )
-
-
-def _summary(choice: Choice) -> dict[str, float]:
-    return {
-        "nodes": len(choice.tree),
-        "depth": choice.tree.depth,
-        "expected_tokens": choice.expected_tokens,
-        "model_tokens": choice.model_tokens,
-        "expected_speedup": choice.expected_speedup,
-    }

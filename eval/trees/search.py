@@ -55,11 +55,7 @@ def greedy_tree(answers: Sequence[AcceptProbs], size: int, rounds: int = ROUNDS)
     Medusa (2401.10774) scores a node by the product of its ranks' marginal accuracies, as if draft positions were
     independent. Here a node's value is how often its whole path was accepted, shrunk towards that product
     by ``PRIOR_WEIGHT`` observations. A child is never likelier than its parent, so greedy is optimal for the value.
-
-    Args:
-        answers: per held-out answer [T, K, S].
-        size: nodes to order, root excluded.
-        rounds: 1 counts every position alike.
+    ``size`` nodes are ordered, root excluded; one round counts every position alike.
     """
     order = _greedy_order(answers, size, None)
     for _ in range(rounds - 1):
@@ -157,21 +153,11 @@ def sequoia(acceptance: Floats, nodes: int, depth: int) -> SequoiaTrees:
 
     A tree of m nodes whose root has b children is one of y nodes with b-1 children and a subtree of m-y nodes as the
     b-th child: ``T[m, l, b] = max_y T[y, l, b-1] + P[b] max_b' T[m-y, l-1, b']``, ``T[1, l, 0] = 1``. Children of a
-    node are always its first candidates, since one is only tried when those before it failed.
-
-    Args:
-        acceptance: [K, S] by depth: P(candidate b is the first accepted at a node that is reached).
-        nodes: largest tree, root included.
-        depth: largest depth bound, at most K.
+    node are always its first candidates, since one is only tried when those before it failed. ``acceptance`` [K, S] by
+    depth: P(candidate b is the first accepted at a node that is reached).
     """
-    expected = np.full((depth + 1, nodes + 1), -np.inf)
-    children, kept = [], []
-    for bound in range(depth + 1):
-        value, child_count, keep = _one_bound(acceptance[:bound], nodes)
-        expected[bound] = value
-        children.append(child_count)
-        kept.append(keep)
-    return SequoiaTrees(expected, children, kept)
+    values, children, kept = zip(*(_one_bound(acceptance[:bound], nodes) for bound in range(depth + 1)), strict=True)
+    return SequoiaTrees(np.stack(values), list(children), list(kept))
 
 
 def _one_bound(acceptance: Floats, nodes: int) -> tuple[Floats, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -226,6 +212,12 @@ class Choice:
         """What ``tree`` is expected to do on ``answers``."""
         tokens = simulate_acceptance(answers, tree).mean_accepted_length
         return cls(tree, tokens, costs.speedup(tokens, len(tree), tree.depth), model_tokens)
+
+    def to_json(self) -> dict[str, float]:
+        """Plain values; of the tree its size."""
+        return {"nodes": len(self.tree), "depth": self.tree.depth} | {
+            k: v for k, v in vars(self).items() if k != "tree"
+        }
 
 
 def fastest(choices: Iterable[Choice]) -> Choice:

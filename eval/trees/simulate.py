@@ -61,14 +61,7 @@ def candidate_accept_probs(
 
     Without replacement the next q depends on the rejected token, which is drawn here from its own distribution
     ``norm(max(q - P, 0))``: the estimate is unbiased, and products over independently drawn positions stay so.
-
-    Args:
-        target: the target's probabilities after warping.
-        draft: probabilities that the siblings are drawn from, after the committed path.
-        tokens: the text's token at each node.
-        draft_sampling: with or without replacement.
-        width: candidates.
-        generator: for rejected tokens without replacement.
+    ``target`` and ``draft`` are probabilities [n, V] after warping and after the committed path.
     """
     p, q = target.double(), draft.double()
     left = torch.ones(len(tokens), dtype=torch.float64, device=tokens.device)
@@ -141,22 +134,15 @@ def accepted_length_probs(accept_probs: AcceptProbs, tree: TokenTree) -> LengthP
 
 def start_probs(answers: Sequence[LengthProbs]) -> list[Floats]:
     """Per answer [T]: probability that a step starts at each position."""
-    table, lengths = _pad(answers)
-    count, longest, width = table.shape
-    started = np.zeros((count, longest + width))
+    longest, width = max(map(len, answers), default=0), max((a.shape[1] for a in answers), default=1)
+    table = np.zeros((len(answers), longest, width))  # zeros after an answer's end
+    for row, answer in zip(table, answers, strict=True):
+        row[: len(answer), : answer.shape[1]] = answer
+    started = np.zeros((len(answers), longest + width))
     started[:, 0] = 1.0
     for t in range(longest):
         started[:, t + 1 : t + 1 + width] += started[:, t : t + 1] * table[:, t]
-    return [row[:length] for row, length in zip(started, lengths.tolist(), strict=True)]
-
-
-def _pad(answers: Sequence[LengthProbs]) -> tuple[Floats, Ranks]:
-    """[A, longest T, widest D+1], zeros after an answer's end, and the lengths [A]."""
-    lengths = np.array([len(a) for a in answers], dtype=np.int64)
-    table = np.zeros((len(answers), int(lengths.max(initial=0)), max((a.shape[1] for a in answers), default=1)))
-    for row, answer in zip(table, answers, strict=True):
-        row[: len(answer), : answer.shape[1]] = answer
-    return table, lengths
+    return [row[: len(answer)] for row, answer in zip(started, answers, strict=True)]
 
 
 @dataclass(frozen=True)

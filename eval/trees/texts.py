@@ -190,18 +190,15 @@ class LikelihoodCheck:
                 places = range(start, min(start + size, len(text.ids)))
                 hidden = feature.final[0, places.start - 1 : places.stop - 1]
                 probs = _target_probs(base, hidden, [text.ids[:at] for at in places], self.sampler).double()
-                self.add(probs, torch.tensor([text.ids[at] for at in places], device=base.device))
-
-    def add(self, probs: Tensor, tokens: Tensor) -> None:
-        """Probabilities [n, V] and the tokens [n] that should be samples of them."""
-        surprisal = -probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
-        possible = probs.gather(1, tokens[:, None])[:, 0] > 0
-        mean = (probs * surprisal).sum(-1)
-        variance = (probs * (surprisal - mean[:, None]) ** 2).sum(-1)
-        self.tokens += len(tokens)
-        self.impossible += int((~possible).sum())
-        self.excess += float((surprisal.gather(1, tokens[:, None])[:, 0] - mean)[possible].sum())
-        self.variance += float(variance[possible].sum())
+                tokens = torch.tensor([[text.ids[at]] for at in places], device=base.device)
+                surprisal = -probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
+                possible = probs.gather(1, tokens)[:, 0] > 0
+                mean = (probs * surprisal).sum(-1)
+                variance = (probs * (surprisal - mean[:, None]) ** 2).sum(-1)
+                self.tokens += len(tokens)
+                self.impossible += int((~possible).sum())
+                self.excess += float((surprisal.gather(1, tokens)[:, 0] - mean)[possible].sum())
+                self.variance += float(variance[possible].sum())
 
     def check(self) -> None:
         """Refuse texts that the sampler can hardly have made."""
@@ -243,16 +240,8 @@ def simulate_texts(
     """What decoding with ``draft_config`` is expected to do on these texts.
 
     Top-k drafts (static or dynamic trees, of any drafter) are drafted at every position; sampled ones need a drafter
-    that grows trees level by level.
-
-    Args:
-        base: the target.
-        drafter: attached to it.
-        texts: the target's own answers under ``sampler``.
-        draft_config: what to draft.
-        sampler: the target's.
-        rule: a lossless one.
-        seed: of the bootstrap, and of candidates without replacement.
+    that grows trees level by level. The texts are the target's own answers under ``sampler``; the rule is lossless; the
+    seed is that of the bootstrap and of candidates without replacement.
     """
     draft_config = draft_config.at_most(drafter.depth)
     rule.check(draft_config.draft_sampling, draft_config.tree)
@@ -289,7 +278,7 @@ def text_accept_probs(
             "trees is unknown; simulate one tree at a time"
         )
     depth = min(config.depth or drafter.depth, drafter.depth)
-    reader = _Reader(base, drafter, sampler, config, torch.Generator(base.device).manual_seed(config.seed))
+    generator = torch.Generator(base.device).manual_seed(config.seed)
     found: list[AcceptProbs] = []
     likelihood = LikelihoodCheck(sampler)
     for batch in _batches(texts, MAX_VALUES // (depth * base.vocab_size)):
@@ -297,10 +286,16 @@ def text_accept_probs(
         features = read_features(base, drafter, batch)
         likelihood.read(base, batch, features)
         for rows, state, last, t in positions(drafter, batch, features, base.device):
-            active = [batch[row] for row in rows]
-            logits = forced_logits(drafter, state, last, active, t, depth)
-            probs = reader.at(active, [features[row].final[0] for row in rows], t, logits)
-            for row, values in zip(rows, probs, strict=True):
+            logits = forced_logits(drafter, state, last, [batch[row] for row in rows], t, depth)
+            # Draft position k (0-based) stands at this index of the text; after the text's end there is none.
+            places = [(i, k, batch[row].boundary + t + 1 + k) for i, row in enumerate(rows) for k in range(depth)]
+            places = [(i, k, at) for i, k, at in places if at < len(batch[rows[i]].ids)]
+            draft = torch.stack([logits[k][i] for i, k, _ in places])
+            contexts = [batch[rows[i]].ids[: at + 1] for i, _, at in places]
+            hidden = torch.stack([features[rows[i]].final[0, at - 1] for i, _, at in places])
+            lengths = [min(depth, batch[row].positions - t) for row in rows]
+            probs = _node_probs(base, drafter, sampler, config, generator, draft, hidden, contexts, lengths)
+            for row, values in zip(rows, torch.split(probs.cpu(), lengths), strict=True):
                 tables[row][t, : len(values)] = values
         found += tables
     likelihood.check()
@@ -321,47 +316,33 @@ def forced_logits(
     return logits
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Turns draft logits along the texts into acceptance probabilities."""
+def _node_probs(
+    base: BaseModel,
+    drafter: StepwiseDrafter,
+    sampler: Sampler,
+    config: AcceptProbsConfig,
+    generator: torch.Generator,
+    draft: Tensor,
+    hidden: Tensor,
+    contexts: list[list[int]],
+    lengths: list[int],
+) -> Tensor:
+    """[n, S] from draft logits [n, W] and hidden states [n, D]; each of ``contexts`` ends with the text's token there.
 
-    base: BaseModel
-    drafter: StepwiseDrafter
-    sampler: Sampler
-    config: AcceptProbsConfig
-    generator: torch.Generator
-
-    def at(self, texts: list[Text], hidden: list[Tensor], t: int, logits: list[Tensor]) -> list[AcceptProbs]:
-        """Per text the probabilities [K, S] of the draft positions that it has at its t-th position.
-
-        Args:
-            texts: all have that position.
-            hidden: [T, D] of each.
-            t: position.
-            logits: [B, W] of each draft position.
-        """
-        # Draft position k (0-based) stands at this index of the text; after the text's end there is none.
-        places = [(i, k, text.boundary + t + 1 + k) for i, text in enumerate(texts) for k in range(len(logits))]
-        places = [(i, k, at) for i, k, at in places if at < len(texts[i].ids)]
-        tokens = torch.tensor([texts[i].ids[at] for i, _, at in places], device=self.base.device)
-        draft = torch.stack([logits[k][i] for i, k, _ in places])
-        lengths = [min(len(logits), text.positions - t) for text in texts]
-        config = self.config
-        if config.draft_sampling is DraftSampling.TOP_K:
-            found = top_k_accept_probs(draft, tokens, self.drafter.d2t, config.width)
-        else:
-            states = torch.stack([hidden[i][at - 1] for i, _, at in places])
-            p = _target_probs(self.base, states, [texts[i].ids[:at] for i, _, at in places], self.sampler)
-            q = config.sampler.probs(draft)
-            if q.shape[1] < p.shape[1]:
-                q = torch.zeros_like(p).index_copy_(1, self.drafter.d2t, q)
-            if config.rule.name == "block":
-                on_text = torch.stack([x.gather(1, tokens[:, None])[:, 0] for x in (p, q)])
-                chains = torch.split(on_text, lengths, dim=1)
-                found = torch.cat([block_accept_probs(a[None], b[None])[0] for a, b in chains])[:, None]
-            else:
-                found = candidate_accept_probs(p, q, tokens, config.draft_sampling, config.width, self.generator)
-        return [part.cpu().numpy() for part in torch.split(found, lengths)]
+    ``lengths``: how many of the n belong to each text, as a chain.
+    """
+    tokens = torch.tensor([ids[-1] for ids in contexts], device=base.device)
+    if config.draft_sampling is DraftSampling.TOP_K:
+        return top_k_accept_probs(draft, tokens, drafter.d2t, config.width)
+    p = _target_probs(base, hidden, [ids[:-1] for ids in contexts], sampler)
+    q = config.sampler.probs(draft)
+    if q.shape[1] < p.shape[1]:
+        q = torch.zeros_like(p).index_copy_(1, drafter.d2t, q)
+    if config.rule.name != "block":
+        return candidate_accept_probs(p, q, tokens, config.draft_sampling, config.width, generator)
+    on_text = torch.stack([x.gather(1, tokens[:, None])[:, 0] for x in (p, q)])
+    chains = torch.split(on_text, lengths, dim=1)
+    return torch.cat([block_accept_probs(a[None], b[None])[0] for a, b in chains])[:, None]
 
 
 @torch.inference_mode()

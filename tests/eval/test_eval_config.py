@@ -45,17 +45,18 @@ def test_length(head: MedusaHead) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("tree", "message"),
     [
-        ('{"choices": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}', "is 4 deep, but the head drafts 3 positions"),
-        ('{"choices": [[0, 0]]}', r"is no tree.json \(tree path \[0, 0\] has no parent \[0\]"),
+        ("[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]", "is 4 deep, but the head drafts 3 positions"),
+        ("[[0, 0]]", r"is no tree.json \(tree path \[0, 0\] has no parent \[0\]"),
+        ("chain:5", "tree chain:5 is 5 deep, but the drafter drafts 3 positions"),
     ],
 )
-def test_bad_tree_files(head: MedusaHead, tmp_path: Path, content: str, message: str) -> None:
+def test_bad_trees(head: MedusaHead, tmp_path: Path, tree: str, message: str) -> None:
     path = tmp_path / "tree.json"
-    path.write_text(content)
+    path.write_text(f'{{"choices": {tree}}}')
     with pytest.raises(UserError, match=message):
-        EvalConfig(tree=str(path)).draft_config(head)
+        EvalConfig(tree=tree if tree.startswith("chain") else str(path)).draft_config(head)
 
 
 @pytest.mark.parametrize("tree", ["expansion:", "expansion:1,0", "dynamic:1", "dynamic:x", "chain:0", "chain:x"])
@@ -64,18 +65,11 @@ def test_a_tree_that_cannot_be_meant_is_refused_before_anything_is_loaded(tree: 
         EvalConfig(tree=tree)
 
 
-def test_a_chain_deeper_than_the_head(head: MedusaHead) -> None:
-    with pytest.raises(UserError, match="tree chain:5 is 5 deep, but the drafter drafts 3 positions"):
-        EvalConfig(tree="chain:5").draft_config(head)
-
-
 def test_pruned_trees_of_samples_are_refused(head: MedusaHead) -> None:
     with pytest.raises(UserError, match=r"ranks nodes by their score.*tree=dynamic:8 draft_sampling=with_replacement"):
         EvalConfig(tree="dynamic:8", draft_sampling="with_replacement").draft_config(head)
-    assert (
-        EvalConfig(draft_sampling="without_replacement").draft_config(head).draft_sampling
-        is DraftSampling.WITHOUT_REPLACEMENT
-    )
+    config = EvalConfig(draft_sampling="without_replacement").draft_config(head)
+    assert config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT
 
 
 def test_peers(tiny_base: Callable[..., BaseModel]) -> None:

@@ -11,7 +11,7 @@ from drafthead.commands.replay import own_row, rows
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.simulate import accept_probs_of_ranks
-from drafthead.eval.trees.texts import Text, base_answers, read_texts, write_texts
+from drafthead.eval.trees.texts import Text, base_answers, write_texts
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftSampling
 from drafthead.models.decoding.loop import decode
@@ -36,12 +36,6 @@ def test_rows_are_chains_and_trees(draft_sampling: DraftSampling) -> None:
     tokens = [r.simulated.mean_accepted_length for r in found]
     assert tokens[3] > tokens[2] > 1.5 > tokens[0] and tokens[0] == pytest.approx(1.25, abs=0.1)
     assert found[0].speedup == pytest.approx(tokens[0] * 0.0105 / (COSTS.verify_at(2) + 0.0015))
-
-
-def test_texts_are_read_back(tmp_path: Path) -> None:
-    texts = [Text([1, 2, 3], 1), Text([4, 5], 1)]
-    write_texts(tmp_path / "t.jsonl", texts)
-    assert read_texts(tmp_path / "t.jsonl") == texts
 
 
 @pytest.mark.parametrize(

@@ -26,17 +26,25 @@ def saved_head(base: BaseModel, folder: Path, exit_layer: int) -> str:
     return str(folder)
 
 
+def with_speedup_of_defaults(monkeypatch: pytest.MonkeyPatch, speedup: float) -> None:
+    """Timings of tiny models say nothing: the defaults' speedups are given."""
+    rows_of = sweep.rows_of
+
+    def changed(candidates: list[Candidate], results: Any) -> list[dict[str, Any]]:
+        rows = [row | ({"speedup": speedup} if row["default"] else {}) for row in rows_of(candidates, results)]
+        return sorted(rows, key=lambda row: -row["speedup"])
+
+    monkeypatch.setattr(sweep, "rows_of", changed)
+
+
+def files_of(folder: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
 def test_the_fastest_is_kept(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny_base()
     folders = [saved_head(base, tmp_path / f"exit{n}" / "head", n) for n in (1, 2)]
-    rows_of = sweep.rows_of
-
-    def without_defaults(candidates: list[Candidate], results: Any) -> list[dict[str, Any]]:
-        rows = rows_of(candidates, results)
-        rows = [row | {"speedup": 0.0} if row["default"] else row for row in rows]
-        return sorted(rows, key=lambda row: -row["speedup"])
-
-    monkeypatch.setattr(sweep, "rows_of", without_defaults)
+    with_speedup_of_defaults(monkeypatch, 0.0)
     settings = ["thresholds=[0,0.3]", "drafts=[0,3]", "suite=builtin", "limit=2", "max_new_tokens=12"]
     call("sweep", f"heads=[{','.join(folders)}]", *settings)
     (found,) = tmp_path.glob("*/head/sweep.json")
@@ -63,11 +71,17 @@ def test_what_is_within_the_noise_changes_no_default() -> None:
     assert not sweep.is_faster({"interval": None}, default), "one prompt has no interval"
 
 
-def test_a_dry_run_changes_nothing(tiny_base: TinyBase, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dry", "written"), [(True, set()), (False, {"sweep.json", "sweep.png"})])
+def test_a_dry_run_or_a_default_that_is_fastest_changes_nothing(
+    tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry: bool, written: set[str]
+) -> None:
     folder = saved_head(tiny_base(), tmp_path / "head", 1)
-    before = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
-    call("sweep", f"heads=[{folder}]", *SHORT, "dry=true")
-    assert {p.name: p.read_bytes() for p in Path(folder).iterdir()} == before
+    before = files_of(folder)
+    with_speedup_of_defaults(monkeypatch, 0.0 if dry else 1e9)
+    call("sweep", f"heads=[{folder}]", *SHORT, f"dry={dry}")
+    after = files_of(folder)
+    assert after.keys() - before.keys() == written
+    assert {name: after[name] for name in before} == before
 
 
 def test_bad_input(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -83,19 +97,3 @@ def test_bad_input(tiny_base: TinyBase, tmp_path: Path) -> None:
     for setting, message in bad:
         with pytest.raises(SystemExit, match=f"^error: .*{message}"):
             call("sweep", f"heads=[{folder}]", setting)
-
-
-def test_a_default_that_is_fastest_stays(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = saved_head(tiny_base(), tmp_path / "head", 1)
-    before = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
-    rows_of = sweep.rows_of
-
-    def slowed(candidates: list[Candidate], results: Any) -> list[dict[str, Any]]:
-        rows = rows_of(candidates, results)
-        return [row | {"speedup": 9.0 if row["default"] else 1.0} for row in rows]
-
-    monkeypatch.setattr(sweep, "rows_of", slowed)
-    call("sweep", f"heads=[{folder}]", *SHORT)
-    after = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
-    assert after.keys() - before.keys() == {"sweep.json", "sweep.png"}
-    assert {name: after[name] for name in before} == before

@@ -13,20 +13,15 @@ from drafthead.eval.lossless.equality import Diagnosis, Equality
 from drafthead.eval.metrics.summary import RunInfo, summarise
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.report import plots, report, tables
-from drafthead.models.decoding.step_log import DecodeResult, StepRecord
+from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.token_tree import TokenTree
+from support import step_record
 
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 LATENCY = [(1, 0.05), (4, 0.06), (16, 0.09)]
+MEASURED = {"loss_1": 2.9, "loss_2": math.nan, "accept_1": 0.2}
 LOG: list[dict[str, Any]] = [
-    {
-        "phase": phase,
-        "step": step,
-        "total_step": start + step,
-        "loss_1": 3.0 - step / 100,
-        "loss_2": math.nan,
-        "accept_1": 0.2,
-    }
+    {"phase": phase, "step": step, "total_step": start + step, **MEASURED}
     for phase, start in (("pretrain", 0), ("distill", 30))
     for step in (10, 20, 30)
 ] + [{"phase": "distill", "step": 30, "total_step": 60, "held_out_loss_1": 2.5, "held_out_accept_1": 0.3}]
@@ -40,11 +35,8 @@ def group(speedup: float | None, same: int = 3) -> dict[str, Any]:
         "ctar": {str(w): speedup and 0.5 / w for w in range(1, 7)},
         "tokens_per_second": speedup and 10 * speedup,
         "autoregressive_tokens_per_second": {"transformers": speedup and 8.0, "autoregressive": speedup and 10.0},
-        "speedup": {
-            "vs_transformers": speedup and 1.25 * speedup,
-            "vs_autoregressive": speedup,
-            "interval_95": interval,
-        },
+        "speedup": {"vs_transformers": speedup and 1.25 * speedup, "vs_autoregressive": speedup}
+        | {"interval_95": interval},
         "identical_outputs": {"same": same, "of": 3, "near_ties": [], "different": []},
         "hardware": {"cpu": "Some <CPU>", "cores": 2, "torch_threads": 2, "ram_gb": 8.0, "gpu": None},
         "versions": {"drafthead": "0.1.0", "torch": "2.13.0"},
@@ -56,27 +48,25 @@ def evaluation() -> dict[str, Any]:
     return {"tasks": tasks, "overall": group(1.4), "failed": []}
 
 
+def page_of(folder: Path, found: dict[str, Any]) -> str:
+    return report.write_report(folder, found, latency=None, tree=None, training_log=None, title="t").read_text()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    path = report.write_report(
-        folder, evaluation(), latency=LATENCY, tree=TREE, training_log=LOG, title="<script>alert(1)</script>"
-    )
-    assert path == folder / "report.html"
+    title = "<script>alert(1)</script>"
+    report.write_report(folder, evaluation(), latency=LATENCY, tree=TREE, training_log=LOG, title=title)
     return folder
 
 
-def test_the_page_needs_no_other_file_and_reads_on_a_phone(folder: Path) -> None:
+def test_the_page_needs_no_other_file_reads_on_a_phone_and_escapes_names(folder: Path) -> None:
     page = (folder / "report.html").read_text()
     sources = re.findall(r'(?:src|href)="([^"]{0,40})', page)
     assert len(sources) == 7
     assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
     assert not re.search(r"url\(|@import|<link|<script|http", page)
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
-
-
-def test_names_from_outside_are_escaped(folder: Path) -> None:
-    page = (folder / "report.html").read_text()
     assert "&lt;script&gt;alert(1)" in page
     assert "&lt;b&gt;|odd" in page and "<b>|odd" not in page
     assert "Some &lt;CPU&gt;" in page
@@ -104,7 +94,7 @@ def test_differences_and_failures_are_not_hidden(tmp_path: Path) -> None:
     outputs["different"] = [{"prompt": 6, "position": 12, "tokens": None, "margin": None}]
     found["failed"] = [{"prompt": 8, "task": "math", "message": "too <long>"}]
     found["tasks"], found["overall"]["acceptance_per_depth"] = {}, []
-    page = report.write_report(tmp_path, found, latency=None, tree=None, training_log=None, title="t").read_text()
+    page = page_of(tmp_path, found)
     assert 'class="card warn"' in page
     assert "1 differing, 1 differing at a near-tie of two logits" in page
     assert "Near-tie: prompt 4 at answer token 81, tokens 7 and 9, logits 3.0e-05 apart" in page
@@ -132,10 +122,6 @@ def on_console(found: dict[str, Any]) -> str:
         console.print(tables.console_table(found))
     assert "…" not in captured.get()
     return captured.get()
-
-
-def test_console_table_fits_80_columns() -> None:
-    assert re.search(r"overall .* 1\.40x .* 1\.30–1\.50 .* 3 of 3", on_console(evaluation()))
 
 
 def test_nothing_measured_draws_nothing() -> None:
@@ -175,17 +161,7 @@ def test_the_chosen_tree_is_marked_on_the_cost_curve() -> None:
 
 def answer(committed: int, step_s: float, drafts: int) -> DecodeResult:
     steps = [
-        StepRecord(
-            position=1 + n * committed,
-            proposed=drafts,
-            depth=drafts,
-            accepted=committed - 1,
-            committed=committed,
-            entropy=0.1 * n,
-            draft_s=0.1 * step_s if drafts else 0.0,
-            verify_s=0.8 * step_s,
-            total_s=step_s,
-        )
+        step_record(committed - 1, depth=drafts, position=1 + n * committed, entropy=0.1 * n, total_s=step_s)
         for n in range(96 // committed)
     ]
     return DecodeResult(tokens=[5] * 97, steps=steps, prefill_s=0.1, total_s=0.1 + step_s * len(steps))
@@ -212,31 +188,20 @@ def compared() -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def written(compared: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("compared")
-    return report.write_report(folder, compared, latency=None, tree=None, training_log=None, title="t")
-
-
-def test_several_methods_and_the_explained_speedup(written: Path) -> None:
-    page = written.read_text()
+def test_several_methods_and_the_explained_speedup(compared: dict[str, Any], tmp_path: Path) -> None:
+    page = page_of(tmp_path, compared)
     for name in ("speculative", "prompt_<wbr>lookup", "autoregressive<small>our loop</small>"):
         assert f'<th scope="row">{name}</th>' in page
     assert "Mean accepted length 2.00 × 10.0 ms of an\nautoregressive step (autoregressive)" in page
     assert "loop) =\n1.54x predicted; 1.46x measured" in page
     assert "closed form</th>" in page and "optimal lookahead</th>" in page
-    assert (
-        "Different: prompt_lookup, prompt 1 at answer token 12, tokens 5 and 91, logits 1.7e+00 apart: cache fault"
-        in page
-    )
-    names = {path.stem for path in (written.parent / "plots").iterdir()}
+    assert "prompt_lookup, prompt 1 at answer token 12, tokens 5 and 91, logits 1.7e+00 apart: cache fault" in page
+    names = {path.stem for path in (tmp_path / "plots").iterdir()}
     assert names == {"speedup", "methods", "waterfall", "acceptance", "ctar", "by_position", "by_entropy"}
 
 
-def test_a_lossy_rule_stands_beside_every_speedup_of_its_method(
-    compared: dict[str, Any], written: Path, tmp_path: Path
-) -> None:
-    page = written.read_text()
+def test_a_lossy_rule_stands_beside_every_speedup_of_its_method(compared: dict[str, Any], tmp_path: Path) -> None:
+    page = page_of(tmp_path, compared)
     assert "Rule: typical, lossy: total variation 0.31 on synthetic distributions" in page
     assert "sampler: temperature 1, top-p 0.9." in page, "what changes nothing is not named"
     assert page.count("<small>lossy, TV 0.313</small>") == 3  # the task, overall, the method
@@ -245,12 +210,13 @@ def test_a_lossy_rule_stands_beside_every_speedup_of_its_method(
     assert markdown.count("1.46x (lossy, TV 0.313)") == 3
     assert "| prompt_lookup | 0.92x | 0.92–0.92 |" in markdown
     lossless = compared | {"rule": {"name": "greedy", "lossless": True, "total_variation": 0.0}}
-    page = report.write_report(tmp_path, lossless, latency=None, tree=None, training_log=None, title="t").read_text()
+    page = page_of(tmp_path, lossless)
     assert "lossy" not in page
     assert tables.rule_line(lossless) == "rule: greedy, lossless; sampler: temperature 1, top-p 0.9"
 
 
-def test_console_tables_of_methods_fit_80_columns(compared: dict[str, Any]) -> None:
+def test_console_tables_fit_80_columns(compared: dict[str, Any]) -> None:
+    assert re.search(r"overall .* 1\.40x .* 1\.30–1\.50 .* 3 of 3", on_console(evaluation()))
     text = on_console(compared)
     assert "prompt_lookup" in text and "TV 0.313" in text
     lines = tables.console_lines(compared)
@@ -263,7 +229,7 @@ def test_many_exceptions_wait_behind_a_click(compared: dict[str, Any], tmp_path:
     entry = found["overall"]["methods"]["prompt_lookup"]["identical_outputs"]["different"][0]
     outputs = found["overall"]["methods"]["speculative"]["identical_outputs"]
     outputs["near_ties"] = [entry | {"prompt": n, "margin": 1e-5} for n in range(20)]
-    page = report.write_report(tmp_path, found, latency=None, tree=None, training_log=None, title="t").read_text()
+    page = page_of(tmp_path, found)
     assert "<summary>13 more</summary>" in page
     assert page.index("Different: prompt_lookup") < page.index("Near-tie: speculative"), "faults come first"
 
@@ -273,7 +239,7 @@ def test_without_a_comparison_there_is_no_claim_of_identical_outputs(compared: d
     for group in (*found["tasks"].values(), found["overall"]):
         for numbers in (group, *group["methods"].values()):
             numbers.pop("identical_outputs", None)
-    page = report.write_report(tmp_path, found, latency=None, tree=None, training_log=None, title="t").read_text()
+    page = page_of(tmp_path, found)
     assert "outputs identical" not in page
     assert not any("identical" in line for line in tables.console_lines(found))
     assert tables.markdown_table(found).splitlines()[4].endswith("| – |")
@@ -288,17 +254,8 @@ def test_long_answers_have_few_bars(compared: dict[str, Any]) -> None:
 
 
 def test_the_waterfall_shows_a_residual_and_gains() -> None:
-    levels = [{"name": "ideal: tokens per step", "speedup": 2.0, "change": 0.0}]
-    levels += [{"name": "the loop", "speedup": 2.1, "change": 0.1}]
-    figure = plots.waterfall({"waterfall": levels, "residual": -0.2, "measured": 1.9})
-    texts = [text.get_text() for text in figure.axes[0].texts]
-    assert texts == ["2.00", "+0.10", "−0.20", "1.90"]
-    figure = plots.waterfall({"waterfall": levels, "residual": 0.001, "measured": 2.101})
-    assert [text.get_text() for text in figure.axes[0].texts] == ["2.00", "+0.10", "2.10"]
-
-
-def test_writing_a_report_leaves_its_input_alone(tmp_path: Path) -> None:
-    found = evaluation()
-    before = copy.deepcopy(found)
-    report.write_report(tmp_path, found, latency=None, tree=None, training_log=None, title="t")
-    assert found == before
+    ideal = {"name": "ideal: tokens per step", "speedup": 2.0, "change": 0.0}
+    levels = [ideal, {"name": "the loop", "speedup": 2.1, "change": 0.1}]
+    for residual, shown in ((-0.2, ["2.00", "+0.10", "−0.20", "1.90"]), (0.001, ["2.00", "+0.10", "2.10"])):
+        figure = plots.waterfall({"waterfall": levels, "residual": residual, "measured": 2.1 + residual})
+        assert [text.get_text() for text in figure.axes[0].texts] == shown

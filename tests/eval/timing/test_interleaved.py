@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from support import steady_answer
 
 NAMES = ("transformers", "autoregressive", "speculative")
 TOO_LONG = 99
+quiet = partial(max, 0)
+"""Of progress nothing is shown."""
 
 
 def prompts(count: int) -> list[EvalPrompt]:
@@ -52,10 +55,6 @@ class Recorder:
             return steady_answer(9, 1.0 + ids[0])
 
         return decode
-
-
-def quiet(done: int, total: int) -> None:
-    pass
 
 
 def test_interleaves_after_one_warm_up_each() -> None:
@@ -118,13 +117,6 @@ def test_an_interrupted_run_continues(tmp_path: Path, torn: bool) -> None:
     third = Recorder()
     assert timed(prompts(4), third.decoders(), log) == results
     assert third.calls == [], "a finished run decodes nothing, not even to warm up"
-
-
-def test_equal_prompts_are_both_decoded(tmp_path: Path) -> None:
-    twins = [EvalPrompt("chat", n, [], input_ids=(5,)) for n in range(2)]
-    recorder = Recorder()
-    timed(twins, recorder.decoders(), tmp_path / "log.jsonl")
-    assert len(recorder.calls) == 3 + 6
 
 
 def test_one_bad_prompt_does_not_lose_the_others(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ COSTS = CostModel(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.
 
 
 def independent_ranks(positions: int, seed: int = 0) -> np.ndarray:
-    """Ranks whose law depends on the draft position only."""
+    """Ranks whose distribution depends on the draft position only."""
     generator = np.random.default_rng(seed)
     probs = [[0.5, 0.2, 0.1, 0.2], [0.4, 0.2, 0.1, 0.3], [0.3, 0.1, 0.1, 0.5]]
     drawn = np.stack([generator.choice(4, p=dist, size=positions) for dist in probs], 1)
@@ -26,7 +26,7 @@ def independent_ranks(positions: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("method", ["greedy", "sequoia"])
 def test_the_tree_with_most_tokens_a_second_is_chosen(method: str) -> None:
-    """On drafts that are independent both methods find the same worth, and their models agree with replay."""
+    """On drafts that are independent both methods find the same worth, and their models agree with simulation."""
     answers = [independent_ranks(400, seed) for seed in range(5)]
     found = calibrate.calibrate(answers, COSTS, method=method)
     assert found.method == method and found.expected_speedup == max(s for _, _, s in found.curve)
