@@ -108,7 +108,7 @@ def compare_outputs(
     recompute: Callable[[int], tuple[int | None, int | None]] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Equality:
-    """Compare an answer with that of greedy autoregressive decoding, and explain the first difference.
+    """Compare an answer with that of greedy autoregressive decoding (``expected``), and explain the first difference.
 
     ===========================  ===================  ==========================================================
     fresh_token                  cached_token         diagnosis
@@ -122,14 +122,9 @@ def compare_outputs(
     the expected one             not recomputed       unexplained
     ===========================  ===================  ==========================================================
 
-    Args:
-        expected: tokens of autoregressive decoding.
-        tokens: the answer's.
-        margin: given the first differing position, the distance of the target's logits of the two tokens there;
-            called only when both answers have a token there.
-        recompute: given the position, ``fresh_token`` and ``cached_token`` of :func:`recompute_tokens`; called only
-            when the margin is no tie. None leaves such a difference unexplained.
-        dtype: that the target computes in.
+    Given the first position that differs, ``margin`` is the distance of the target's logits of the two tokens there,
+    called only when both answers have one; ``recompute`` gives both tokens of :func:`recompute_tokens`, called only
+    when the margin is no tie. Without it such a difference stays unexplained.
     """
     if expected == tokens:
         return Equality(same=True)

@@ -9,6 +9,7 @@ that scores 98 % in training and 10 % in use is the commonest complaint about dr
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -124,23 +125,14 @@ def training_estimate(head: str | Path) -> float | None:
     return float(found[-1]) if found else None
 
 
+@torch.inference_mode()
 def _quality(base: BaseModel, head: DraftHead, texts: Sequence[Text], tree: TokenTree) -> DraftQuality:
     probs = text_accept_probs(base, head, texts, Sampler(temperature=0.0), AcceptProbsConfig())
-    first = np.concatenate([answer[:, 0, 0] for answer in probs])
+    text = next(text for text in texts if text.positions)
+    steps = islice(positions(head, [text], read_features(base, head, [text]), base.device), POSITIONS)
+    logits = [torch.cat(forced_logits(head, state, last, [text], t, head.depth)) for _, state, last, t in steps]
     return DraftQuality(
-        logits=_logits_along(base, head, next(text for text in texts if text.positions)),
+        logits=torch.stack(logits),
         mean_accepted_length=simulate_acceptance(probs, tree).mean_accepted_length,
-        accuracy=float(np.nanmean(first)),
+        accuracy=float(np.nanmean(np.concatenate([answer[:, 0, 0] for answer in probs]))),
     )
-
-
-@torch.inference_mode()
-def _logits_along(base: BaseModel, head: DraftHead, text: Text) -> Tensor:
-    """The draft logits [n, K, W] at the first positions of a text, after the text's own tokens."""
-    found = []
-    for _, state, last_token, t in positions(head, [text], read_features(base, head, [text]), base.device):
-        if t == POSITIONS:
-            break
-        logits = forced_logits(head, state, last_token, [text], t, head.depth)
-        found.append(torch.stack([level[0] for level in logits]))
-    return torch.stack(found)

@@ -64,9 +64,9 @@ class StepTerms:
         steps = steps_of(results)
         count = len(steps) or math.nan
         names = ("committed", "proposed", "depth", "draft_s", "verify_s", "total_s")
-        *terms, draft, verify, total = (sum(getattr(step, name) for step in steps) / count for name in names)
+        tokens, drafts, depth, draft, verify, total = (sum(getattr(s, name) for s in steps) / count for name in names)
         outside = sum(result.total_s for result in results) / count - total
-        return cls(*terms, draft, verify, total - draft - verify, outside)
+        return cls(tokens, drafts, depth, draft, verify, total - draft - verify, outside)
 
     @property
     def step_s(self) -> float:

@@ -53,15 +53,10 @@ class _Answers:
     equalities: dict[str, list[Equality]]
 
     def choose(self, members: Sequence[int]) -> "_Answers":
-        def of(rows: Sequence[Any]) -> list[Any]:
-            return [rows[n] for n in members]
+        def of(rows: Any) -> Any:
+            return {n: of(row) for n, row in rows.items()} if isinstance(rows, dict) else [rows[n] for n in members]
 
-        return _Answers(
-            of(self.questions),
-            of(self.places),
-            {name: of(rows) for name, rows in self.results.items()},
-            {name: of(rows) for name, rows in self.equalities.items()},
-        )
+        return _Answers(*map(of, (self.questions, self.places, self.results, self.equalities)))
 
 
 def summarise(
@@ -70,13 +65,9 @@ def summarise(
     equalities: Mapping[str, Sequence[Equality]],
     info: RunInfo | None = None,
 ) -> dict[str, Any]:
-    """Everything that ``eval.json`` says of the answers.
+    """Everything that ``eval.json`` says of the answers, from the results of ``run_interleaved``.
 
-    Args:
-        prompts: in the order of the results; every turn of a conversation has the same one.
-        results: of ``run_interleaved``, at least one of ``AUTOREGRESSIVE`` and one method; any other name is a method.
-        equalities: per method one per prompt, ignored for failed prompts; methods may be missing.
-        info: what else is known of the run.
+    There must be one of ``AUTOREGRESSIVE`` and one other name, a method; equalities of methods may be missing.
 
     Returns:
         "tasks": per task, and "overall": the headline method's numbers, and under "methods" each method's;

@@ -49,22 +49,16 @@ def run_interleaved(
     prompt once, untimed, before anything is measured. Later turns of a conversation follow the answer of ``reference``
     to the earlier ones, whichever decoder is timed: all of them read the same context.
 
-    Args:
-        prompts: the suite.
-        build: the token ids of a prompt's next turn, given the reference's answers to its earlier ones.
-        decoders: by name.
-        log: JSONL file that gets every finished (turn, decoder) at once. A turn that it holds of all decoders is
-            not decoded again; any other is, by all of them, so that times that are compared come from one process.
-            It knows prompts, decoders' names and marks only: one file per head, tree and settings.
-        seed: of both orders.
-        on_progress: called with (finished, all) pairs of turn and decoder.
-        reference: the decoder whose answers continue a conversation.
-        made_of: marks of decoders, such as a hash of weights; what the log holds of another mark is decoded again.
+    ``log`` (JSONL) gets every finished (turn, decoder) at once. A turn that it holds of all decoders is not
+    decoded again; any other is, by all of them, so that times that are compared come from one process. It knows
+    prompts, decoders' names and marks only (``made_of``, such as a hash of weights; what it holds of another mark is
+    decoded again): one file per head, tree and settings. ``on_progress`` is called with how many of how many (turn,
+    decoder) pairs are finished.
     """
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
     turns = sum(prompt.turns for prompt in prompts)
-    rounds = _Rounds(decoders, ResultLog(log, made_of or {}), turns, seed, on_progress)
+    rounds = _Rounds(decoders, ResultLog(log, made_of), turns, seed, on_progress)
     answered: dict[tuple[int, int], tuple[list[int], dict[str, DecodeResult]]] = {}
     for place in order:
         prompt = prompts[place]

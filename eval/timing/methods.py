@@ -87,7 +87,7 @@ def combined(
     if not specs:
         return drafter, draft_config
     if not isinstance(draft_config.tree, TokenTree):
-        raise UserError("only a static tree of the head can be combined; set tree=head, chain:K or draft_pass:...")
+        raise UserError("only a static tree of the head can be combined; set tree=head, chain:K or expansion:1-1-3")
     others = [make_drafter(spec, base) for spec in specs]
     trees = [draft_config.tree, *(other.tree or TokenTree.chain(other.depth) for other in others)]
     return CombinedDrafter([drafter, *others], trees, nodes or draft_config.nodes), replace(

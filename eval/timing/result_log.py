@@ -36,14 +36,10 @@ class ResultLog:
     """
 
     def __init__(self, path: Path | None, made_of: Mapping[str, str] | None = None) -> None:
-        """Read what ``path`` holds; None keeps results in memory only.
+        """Read what the JSONL file ``path`` holds; None keeps results in memory only.
 
-        A last line without its end, torn by a kill, is cut off. Failures are not read: they are tried again.
-
-        Args:
-            path: JSONL file.
-            made_of: marks of decoders that may change under one name, such as a hash of their weights. Results under
-                another mark are not read.
+        A last line without its end, torn by a kill, is cut off. Failures are not read: they are tried again. Nor are
+        results under another mark (``made_of``) of a decoder that may change under one name: a hash of its weights.
         """
         self._path, self._made_of = path, made_of or {}
         self._results: dict[tuple[str, str], DecodeResult] = {}

@@ -36,12 +36,6 @@ def test_both_conventions_counted_by_hand() -> None:
     assert found.mean_accepted_length == pytest.approx(13 / 4)
 
 
-def test_turns_of_a_question_make_one_rate() -> None:
-    found = speed.spec_bench(BASELINE, METHOD, len, groups=["a", "a"])
-    assert found.tokens_per_second == pytest.approx(15 / 9.0)
-    assert found.speedup == pytest.approx(speed.speedup(BASELINE, METHOD).value)
-
-
 def test_answers_without_tokens_are_no_rate() -> None:
     failed = DecodeResult(tokens=[], steps=[], prefill_s=0.0, total_s=0.0)
     with_failed = speed.spec_bench([*BASELINE, failed], [*METHOD, failed], len)

@@ -16,7 +16,7 @@ from drafthead.models.decoding.step_log import DecodeResult
 from support import steady_answer
 
 NAMES = ("transformers", "autoregressive", "speculative")
-TOO_LONG = 99
+TOO_LONG, UNBUILDABLE = 99, 98
 quiet = partial(max, 0)
 """Of progress nothing is shown."""
 
@@ -26,6 +26,8 @@ def prompts(count: int) -> list[EvalPrompt]:
 
 
 def build(prompt: EvalPrompt, answers: list[list[int]]) -> list[int]:
+    if prompt.input_ids == (UNBUILDABLE,):
+        raise UserError("the prompt is too long for a chat; shorten it")
     return [*(prompt.input_ids or ()), *(token for answer in answers for token in answer)]
 
 
@@ -92,8 +94,9 @@ def test_every_decoder_reads_the_reference_answer_of_the_turn_before() -> None:
     assert all(ids[-1] == [1, 2, 1, 1, 1] for ids in read.values())
 
 
-def test_a_turn_after_a_failed_one_fails_too() -> None:
-    conversation = EvalPrompt("chat", 0, [], ("and then?",), input_ids=(TOO_LONG,))
+@pytest.mark.parametrize("first", [TOO_LONG, UNBUILDABLE])
+def test_a_turn_after_a_failed_one_fails_too(first: int) -> None:
+    conversation = EvalPrompt("chat", 0, [], ("and then?",), input_ids=(first,))
     found = timed([conversation, *prompts(1)], Recorder().decoders())
     assert [isinstance(r, FailedDecode) for r in found["autoregressive"]] == [True, True, False]
     assert "the turn before it failed: the prompt is too long" in found["autoregressive"][1].error  # type: ignore[attr-defined]
@@ -133,13 +136,3 @@ def test_one_bad_prompt_does_not_lose_the_others(tmp_path: Path) -> None:
     again = Recorder()
     timed([bad, *prompts(2)], again.decoders(), log)
     assert {n for _, n in again.calls} == {TOO_LONG}, "failures are tried again, answers are not"
-
-
-def test_a_prompt_that_cannot_be_built_fails_alone() -> None:
-    def refuse(prompt: EvalPrompt, answers: list[list[int]]) -> list[int]:
-        if prompt.number == 1:
-            raise UserError("prompt 1 is empty; give it some words")
-        return build(prompt, answers)
-
-    found = run_interleaved(prompts(3), refuse, Recorder().decoders(), None, 0, quiet).results["autoregressive"]
-    assert [isinstance(r, FailedDecode) for r in found] == [False, True, False]
