@@ -13,7 +13,7 @@ import torch
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.cache.kv_cache import KVCache
 from drafthead.models.decoding.contract import DraftConfig, Drafter
-from drafthead.models.decoding.growth import StepwiseDrafter
+from drafthead.models.decoding.growth import EarlyExit, StepwiseDrafter
 from drafthead.models.decoding.loop import decode
 from drafthead.models.token_tree import TokenTree
 
@@ -89,7 +89,9 @@ def measure_costs(
     sizes = [n for n in sizes if n <= context]
     ids = torch.randint(0, base.vocab_size, (1, context), generator=generator).to(base.device)
     cache = base.new_cache(context + max(sizes))
-    state = drafter.attach(drafter.init_state(1), cache)
+    state = drafter.init_state(1)
+    if isinstance(drafter, EarlyExit):
+        state = drafter.attach(state, cache)
     state = drafter.update(state, ids, base.forward(ids, cache, spec=drafter.spec))
     # Depth by depth only for drafters that grow trees level by level; a combined or nested drafter drafts its own tree.
     depths = range(1, min(drafter.depth, DEEPEST) + 1) if isinstance(drafter, StepwiseDrafter) else ()
@@ -122,7 +124,7 @@ def _verify(base: BaseModel, ids: torch.Tensor, cache: KVCache, drafter: Drafter
     # A star: every drafted token a child of the root. Cost depends on the number of nodes, not on the shape.
     tree = TokenTree.from_paths([(r,) for r in range(ids.shape[1] - 1)])
     partial_forward = None
-    if drafter.early_exit_layers:
+    if isinstance(drafter, EarlyExit):
         states = torch.zeros(1, ids.shape[1], base.hidden_size, dtype=base.dtype, device=base.device)
         partial_forward = PartialForward(layers=drafter.early_exit_layers, hidden=states)
     shape = tree.shape_on(base.device)

@@ -14,7 +14,6 @@ from typing_extensions import TypeVar
 
 from drafthead.data.batch import Features, FeatureSpec
 from drafthead.models.base.base_model import PartialForward
-from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import TokenTree, TreeShape
@@ -207,8 +206,6 @@ class Drafter(ABC, Generic[StateT]):
     """Hidden states of the base that it reads besides the final one."""
     confidence_threshold: float = 0.0
     """The confidence threshold to draft with by default (``DraftConfig.confidence_threshold``)."""
-    early_exit_layers: int = 0
-    """Layers of the target's own pass that it does while drafting (early exit), once attached to its cache."""
 
     @property
     @abstractmethod
@@ -228,17 +225,6 @@ class Drafter(ABC, Generic[StateT]):
     @abstractmethod
     def init_state(self, batch: int) -> StateT:
         """The state before anything is read."""
-
-    def extra_cache_slots(self, draft_config: "DraftConfig") -> int:
-        """Positions that drafting needs in the target's cache besides the nodes of the tree, where it writes there."""
-        return 0
-
-    def attach(self, state: StateT, cache: KVCache | RaggedCache) -> StateT:
-        """The same state over the target's own ``cache``, for a drafter that begins the target's pass itself.
-
-        Called when decoding starts, and again when it continues with fewer rows.
-        """
-        return state
 
     @abstractmethod
     def update(self, state: StateT, tokens: Tensor, features: Features | None, counts: Tensor | None = None) -> StateT:

@@ -7,14 +7,15 @@ and draft model has every kind of tree.
 Shape legend: B rows, F frontier nodes, W draft vocabulary, V target vocabulary, N nodes, M nodes of a level.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal, StateT
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
@@ -141,6 +142,25 @@ class DraftPass(Protocol):
         ...
 
 
+class EarlyExit(ABC):
+    """What a drafter adds to the contract when it begins the target's own pass while it drafts (early exit)."""
+
+    early_exit_layers: int
+    """Layers of the target's pass that it does, once attached to the target's cache."""
+
+    @abstractmethod
+    def extra_cache_slots(self, draft_config: DraftConfig) -> int:
+        """Positions that drafting needs in the target's cache besides the nodes of the tree."""
+
+    @abstractmethod
+    def attach(self, state: Any, cache: KVCache | RaggedCache) -> Any:
+        """The same state over the target's ``cache``; again each time that decoding continues with fewer rows."""
+
+    @abstractmethod
+    def finish(self, draft_pass: DraftPass, proposal: Proposal) -> Proposal:
+        """The proposal with what drafting has computed of the target's pass over its nodes."""
+
+
 class StepwiseDrafter(Drafter[StateT]):
     """A drafter with next-token logits of its own."""
 
@@ -174,11 +194,7 @@ class StepwiseDrafter(Drafter[StateT]):
                 raise ValueError("sampled candidates need a random source")
             else:
                 proposal = grow_sampled(draft_pass, last_token, draft_config, self.d2t, self.vocabulary, rng)
-            return self.finish(draft_pass, proposal)
-
-    def finish(self, draft_pass: DraftPass, proposal: Proposal) -> Proposal:
-        """The proposal with what the drafter knows besides; by default unchanged."""
-        return proposal
+            return self.finish(draft_pass, proposal) if isinstance(self, EarlyExit) else proposal
 
 
 def root_only(last_token: Tensor) -> Proposal:

@@ -20,7 +20,7 @@ from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.acceptance import AcceptanceRule, greedy
 from drafthead.models.decoding.contract import Acceptance, DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.draft_cache import rewind
-from drafthead.models.decoding.growth import root_only
+from drafthead.models.decoding.growth import EarlyExit, root_only
 from drafthead.models.decoding.random_source import DRAFT, VERIFY, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import TokenTree
@@ -85,10 +85,11 @@ class DecodeState:
         self, base: BaseModel, drafter: Drafter | None, config: DecodeConfig, rows: int, capacity: int
     ) -> None:
         self.base, self.drafter, self.config = base, drafter, config
-        capacity += drafter.extra_cache_slots(config.draft_config) if drafter else 0
+        self._early_exit = drafter if isinstance(drafter, EarlyExit) else None
+        capacity += self._early_exit.extra_cache_slots(config.draft_config) if self._early_exit else 0
         self.cache: KVCache | RaggedCache = base.new_cache(capacity) if rows == 1 else base.new_slots(rows, capacity)
         self.spec = drafter.spec if drafter else FeatureSpec()
-        self.state: Any = drafter.attach(drafter.init_state(rows), self.cache) if drafter else None
+        self.state: Any = self._attached(drafter.init_state(rows)) if drafter else None
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=base.device)
         self._prefix: tuple[list[int], KVCache, Tensor] | None = None
         self._context: Tensor | None = None
@@ -261,6 +262,10 @@ class DecodeState:
         self._context = None if snapshot.context is None else snapshot.context.clone()
         self._context_lengths = snapshot.context_lengths
 
+    def _attached(self, state: Any) -> Any:
+        """The drafter's state, over this cache where the drafter begins the target's pass itself."""
+        return state if self._early_exit is None else self._early_exit.attach(state, self.cache)
+
     def _update_drafter(self, tokens: Tensor, features: Features, counts: Tensor) -> None:
         if self.drafter is not None:
             self.state = self.drafter.update(self.state, tokens, features, counts)
@@ -288,7 +293,7 @@ class DecodeState:
         """Keep these rows only."""
         self.cache = self.cache.select(rows)
         if self.drafter is not None:
-            self.state = self.drafter.attach(self.state.select(rows), self.cache)
+            self.state = self._attached(self.state.select(rows))
         self.last_token = self.last_token[rows]
         self._context = None if self._context is None else self._context[rows]
         self._context_lengths = self._context_lengths[rows]

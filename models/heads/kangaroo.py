@@ -23,7 +23,7 @@ from drafthead.models.base.layers import first_layers
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.contract import DraftConfig, DraftState, DynamicTree, Proposal
 from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingNodes, PendingTokens, TokenBuffer
-from drafthead.models.decoding.growth import DraftPass
+from drafthead.models.decoding.growth import DraftPass, EarlyExit
 from drafthead.models.heads.common.attention_layer import HeadAttention, HeadRMSNorm
 from drafthead.models.heads.common.autoregressive import AutoregressiveConfig, AutoregressiveHead
 from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
@@ -140,7 +140,7 @@ class KangarooConfig(AutoregressiveConfig):
         return KangarooHead(self, base, d2t)
 
 
-class KangarooHead(AutoregressiveHead):
+class KangarooHead(AutoregressiveHead, EarlyExit):
     """An adapter over an exit state of the base."""
 
     config: KangarooConfig
