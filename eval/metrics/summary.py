@@ -138,11 +138,8 @@ def speedup_of(group: dict[str, Any], method: str | None = None) -> float | None
 
 def _group(answers: _Answers, info: RunInfo) -> dict[str, Any]:
     """The numbers of these answers: the headline's, and each method's."""
-    speeds = {
-        name: finite(speed.tokens_per_second(answers.results[name]).value)
-        for name in AUTOREGRESSIVE
-        if name in answers.results
-    }
+    runs = {name: answers.results[name] for name in AUTOREGRESSIVE if name in answers.results}
+    speeds = {name: finite(speed.tokens_per_second(run).value) for name, run in runs.items()}
     shared: dict[str, Any] = {"autoregressive_tokens_per_second": speeds}
     fastest, _ = fastest_autoregressive(shared)
     methods = {name: _numbers(answers, name, fastest, info) for name in method_names(answers.results)}

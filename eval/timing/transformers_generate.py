@@ -75,14 +75,8 @@ def transformers_generate(
 def _settings(base: BaseModel, max_new_tokens: int, sampler: Sampler) -> GenerationConfig:
     sampled: dict[str, Any] = {}
     if not sampler.greedy:
-        sampled = {
-            "temperature": sampler.temperature,
-            "top_k": sampler.top_k,
-            "top_p": sampler.top_p,
-            "min_p": sampler.min_p or None,
-            "typical_p": sampler.typical_p,
-            "eta_cutoff": sampler.eta,
-        }
+        sampled = {name: getattr(sampler, name) for name in ("temperature", "top_k", "top_p", "typical_p")}
+        sampled |= {"min_p": sampler.min_p or None, "eta_cutoff": sampler.eta}
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=not sampler.greedy,

@@ -1,4 +1,4 @@
-"""What was measured is kept and found again; step costs on a base with a short context; logs cut off by a kill."""
+"""Trees chosen by tokens per second on measured costs, by either method; what was measured is kept and found again."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +12,8 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_checksummed_json, write_json
 from drafthead.eval.trees import calibrate
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
+from drafthead.eval.trees.search import METHODS, cross_fitted
+from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance, trials_in_order
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 
@@ -71,4 +73,65 @@ def test_costs_on_a_short_context(head: MedusaHead, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(head.base, "max_context", 16)
     costs = measure_costs(head.base, head, repeats=1)
     assert costs.context == 8 and sorted(costs.verify) == [1, 2, 3, 4, 5, 6, 8]
-    assert CostModel.from_json(replace(costs).to_json()) == costs
+    assert CostModel.from_json(costs.to_json()) == costs
+
+
+def independent_ranks(positions: int, seed: int = 0) -> np.ndarray:
+    """Ranks whose distribution depends on the draft position only."""
+    generator = np.random.default_rng(seed)
+    probs = [[0.5, 0.2, 0.1, 0.2], [0.4, 0.2, 0.1, 0.3], [0.3, 0.1, 0.1, 0.5]]
+    drawn = np.stack([generator.choice(4, p=dist, size=positions) for dist in probs], 1)
+    drawn[drawn == 3] = calibrate.WIDTH
+    for k in range(3):
+        drawn[positions - k :, k] = -1
+    return drawn
+
+
+@pytest.mark.parametrize("method", ["greedy", "sequoia"])
+def test_the_tree_with_most_tokens_a_second_is_chosen(method: str) -> None:
+    """On drafts that are independent both methods find the same worth, and their models agree with simulation."""
+    answers = [independent_ranks(400, seed) for seed in range(5)]
+    found = calibrate.calibrate(answers, COSTS, method=method)
+    assert found.method == method and found.expected_speedup == max(s for _, _, s in found.curve)
+    tokens = simulate_acceptance([accept_probs_of_ranks(a) for a in answers], found.tree).mean_accepted_length
+    assert found.expected_tokens == pytest.approx(tokens)
+    plain = COSTS.verify_at(1) + COSTS.overhead
+    step = COSTS.verify_at(len(found.tree)) + COSTS.overhead + COSTS.draft
+    assert found.expected_speedup == pytest.approx(tokens * plain / step)
+    assert set(found.methods) == {"greedy", "sequoia"}
+    for summary in found.methods.values():
+        assert summary["model_tokens"] == pytest.approx(summary["expected_tokens"], rel=0.05)
+        assert summary["expected_speedup"] == pytest.approx(found.expected_speedup, rel=0.03)
+
+
+@pytest.mark.parametrize("method", ["greedy", "sequoia"])
+def test_dearer_steps_make_a_smaller_tree(method: str) -> None:
+    answers = [independent_ranks(400)]
+    dear = replace(COSTS, verify={1: 0.01, 64: 0.64})
+    assert len(calibrate.calibrate(answers, dear, method).tree) < len(calibrate.calibrate(answers, COSTS, method).tree)
+    cheap = calibrate.calibrate(answers, replace(COSTS, draft_by_depth=[0.0, 0.0, 0.0, 0.0]), method)
+    dear = calibrate.calibrate(answers, replace(COSTS, draft_by_depth=[0.0, 0.0, 0.01, 0.02]), method)
+    assert dear.tree.depth == 1 < cheap.tree.depth
+
+
+def test_levels_after_the_measured_ones_cost_what_the_last_of_these_does() -> None:
+    assert replace(COSTS, draft_by_depth=[0.0, 0.0, 0.004]).draft_at(4) == pytest.approx(0.012)
+
+
+@pytest.mark.parametrize("method", ["greedy", "sequoia"])
+def test_cross_fitting_does_not_flatter(method: str) -> None:
+    """On ranks that are noise, a tree searched on the same answers looks better than it is."""
+    answers = [accept_probs_of_ranks(np.random.default_rng(s).integers(0, 40, size=(60, 2)), 40) for s in range(4)]
+    (fair,) = cross_fitted(answers, [9], method)
+    assert fair.mean_accepted_length == pytest.approx(1 + 8 / 40, abs=0.1)
+    assert fair.tokens == 240 and fair.interval is not None
+    if method == "greedy":
+        flattered = METHODS[method](answers, COSTS, 9)[-1]
+        assert flattered.expected_tokens > fair.mean_accepted_length + 0.05
+
+
+def test_sequoia_calibrates_sampled_siblings() -> None:
+    """Chances that are no ranks; the tree's ranks are trials in order."""
+    chances = np.random.default_rng(0).dirichlet([3, 2, 1, 2], size=(300, 2))[:, :, :3]
+    found = calibrate.calibrate([chances], COSTS, method="sequoia")
+    assert trials_in_order(found.tree) == found.tree and len(found.tree) > 1
