@@ -401,11 +401,7 @@ ConfigStore.instance().store(name="train_schema", node=schema(RunConfig))
 
 
 def parse_run(cfg: DictConfig) -> RunConfig:
-    """Everything about a run that can be checked without its model and data.
-
-    Raises:
-        UserError: with the offending key.
-    """
+    """Everything about a run that can be checked without its model and data."""
     run = parse(cfg, RunConfig)
     _check_base_training(run)
     _check_stream(run)
@@ -478,12 +474,7 @@ def _check_stream(run: RunConfig) -> None:
 
 
 def preflight(run: RunConfig) -> None:
-    """Check the inputs of a run that can be checked before its model is loaded.
-
-    Raises:
-        UserError: an unknown suite or tree; a source that is empty, misses its column or cannot be reached; a server
-            that cannot be reached, or has another model or too short a context.
-    """
+    """Check the inputs of a run that can be checked before its model is loaded."""
     if run.push:
         require_login("push=true")
     load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks)

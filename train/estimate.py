@@ -194,11 +194,7 @@ class Estimate:
 
 
 def estimate_of(run: RunConfig, devices: int, per_node: int | None = None, device: str = "cuda") -> Estimate:
-    """What a run will cost on so many processes, of which ``per_node`` (or all) are on one node; ``cuda`` or ``cpu``.
-
-    Raises:
-        UserError: the base's shape is not in the recipe and cannot be fetched, or its architecture is refused.
-    """
+    """What a run will cost on so many processes of type ``device``, of which ``per_node`` (or all) are on one node."""
     config = run.base.transformers_config()
     check_architecture(config, run.base.max_context)
     head = run.head_config()

@@ -113,12 +113,7 @@ class Workspace:
 
 
 def run_pipeline(run: RunConfig, resolved: str) -> None:
-    """Run the stages of the recipe.
-
-    Args:
-        run: the checked recipe.
-        resolved: the same as YAML, for the run folder.
-    """
+    """Run the stages of the recipe. ``resolved`` is the recipe as YAML, for the run folder."""
     with launched(run) as launch:
         work = Workspace(run, launch)
         if launch.is_main:

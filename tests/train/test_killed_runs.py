@@ -30,6 +30,7 @@ def test_killed_at_every_delicate_moment(runs: Any, whole: Path, tmp_path: Path)
         assert runs.one(tmp_path, at=call) == KILLED, f"{moment}: {runs.said(tmp_path)[-2000:]}"
     assert runs.one(tmp_path) == 0, runs.said(tmp_path)[-2000:]
     assert runs.said(tmp_path).count("resuming after step") >= 3
+    assert not [p for p in tmp_path.rglob(".*") if p.name.startswith(UNFINISHED)]
     runs.assert_equal(tmp_path, whole)
 
 

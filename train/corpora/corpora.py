@@ -91,12 +91,7 @@ class Corpora:
         return rows
 
     def text_stream(self, seq_len: int, micro_batch_size: int) -> StreamedRows:
-        """The pretraining text as rows that are packed while training.
-
-        Args:
-            seq_len: of the rows.
-            micro_batch_size: consecutive rows that come from one stream shard.
-        """
+        """The pretraining text as rows packed while training; ``micro_batch_size`` in turn from one stream shard."""
         config = self.config.text
         if not config.sources:
             raise UserError("a phase trains on text, but data.text.sources is empty; name a source")
@@ -168,11 +163,7 @@ class Corpora:
     ) -> HiddenStateCache:
         """The base's hidden states of every row, on disk; taken from generation where it kept them.
 
-        Args:
-            rows: packed rows.
-            name: of the rows; the cache's folder is named by it and by a hash of all that makes it.
-            spec: what the head reads: the final state, then those of its layers.
-            prompts: for answers, the prompt number of each packed document.
+        ``prompts`` are, for answers, the prompt number of each packed document.
         """
         seq_len = len(rows[0]["input_ids"])
         width = self.base.hidden_size * (1 + len(spec.layers))

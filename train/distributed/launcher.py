@@ -82,11 +82,7 @@ class Launch:
 
 @contextmanager
 def launched(run: RunConfig) -> Iterator[Launch]:
-    """Join the other processes; inside, each ends when another one dies. Made once a program.
-
-    Raises:
-        UserError: the launcher has settings that are not followed.
-    """
+    """Join the other processes; inside, each ends when another one dies. Made once a program."""
     shard = follow_launcher(run.shard)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
@@ -125,11 +121,7 @@ def follow_launcher(shard: ShardConfig) -> ShardConfig:
 
 
 def with_launcher_settings(environment: Mapping[str, str], shard: ShardConfig) -> ShardConfig:
-    """``shard`` with what accelerate's settings in ``environment`` ask for.
-
-    Raises:
-        UserError: a setting that cannot be followed, or that contradicts the recipe.
-    """
+    """``shard`` with what accelerate's settings in ``environment`` ask for."""
     for switch, (name, advice) in REFUSED.items():
         if _is_on(environment, switch):
             raise UserError(f"accelerate is set to {name}, which training does not follow; turn it off and {advice}")

@@ -54,12 +54,7 @@ class Processes:
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Inside, this process ends within the timeout (and a few seconds) when another one dies or fails.
-
-        Raises:
-            UserError: another process failed or is silent; the line names it.
-            Stopped: another process received a signal.
-        """
+        """Inside, this process ends within the timeout (and a few seconds) when another one dies or fails."""
         if self._group is None:
             yield
             return

@@ -56,11 +56,7 @@ class Sharding:
     """Shards one run's base and head over the processes. Every method is collective."""
 
     def __init__(self, config: ShardConfig, device: torch.device) -> None:
-        """For weights on ``device``.
-
-        Raises:
-            UserError: this torch cannot do it.
-        """
+        """For weights on ``device``."""
         self.config, self.device = config, device
         self._own_group = False
         if self.wraps_head and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
@@ -87,9 +83,6 @@ class Sharding:
         """Shard the head and what training runs of its base; after weights are loaded, before the optimiser is made.
 
         Every process must hold the same weights.
-
-        Raises:
-            UserError: ``hybrid``, and the launcher does not say how many processes a node has.
         """
         if self.config.checkpointing:
             for owner, method in head.checkpointable():

@@ -39,14 +39,7 @@ def write_card(
 ) -> None:
     """Write ``README.md``, ``eval.json`` and the curve of the losses into ``folder/head``.
 
-    Args:
-        run: the recipe.
-        head: with its base.
-        answers: size of the corpus of the base's own answers.
-        evaluation: what ``evaluate`` returned.
-        quality: of a base that was trained too; None otherwise.
-        folder: the run folder.
-        processes: that the run began with.
+    ``quality`` is that of a base that was trained too; ``processes`` are those that the run began with.
     """
     target, evaluation = folder / "head", published_evaluation(evaluation)
     write_json(target / "eval.json", evaluation)

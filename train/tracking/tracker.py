@@ -41,16 +41,7 @@ class Tracker:
         settings: Row,
         log: Callable[[str], None],
     ) -> None:
-        """Open the tracker.
-
-        Args:
-            accelerator: made with ``log_with=config.kind`` and the run folder as ``project_dir``.
-            config: which tracker.
-            folder: the run folder; offline data and event files go below it.
-            name: of the run, unless ``config.run_name`` is set.
-            settings: of the run, nested; kept with it.
-            log: receives lines for the user: where to look, how to sync, what went wrong.
-        """
+        """``accelerator`` is made with ``log_with=config.kind`` and the run folder as ``project_dir``."""
         self.accelerator, self.config, self.folder, self._log = accelerator, config, folder, log
         self._step = 0
         self._wandb_run: Any = None

@@ -95,9 +95,6 @@ def split_rows(numbers: list[int], micro_batch_size: int, processes: int, rank: 
 
     Every process gets equally many, each of at most ``micro_batch_size`` rows and none empty, so the rows of a step do
     not depend on the number of processes.
-
-    Raises:
-        UserError: the step has fewer rows than there are processes.
     """
     parts = num_micro_batches(len(numbers), micro_batch_size, processes) * processes
     if parts > len(numbers):

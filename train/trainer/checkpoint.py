@@ -190,17 +190,8 @@ def save_checkpoint(
     Call it on one process only. Checkpoints of later steps are removed as well: a run that reaches this step
     again did not resume from them (they were damaged, or belong to a run that was started anew).
 
-    Args:
-        folder: the run's ``checkpoints`` folder.
-        state: counters; ``global_step`` names the checkpoint, an existing one of that name is replaced.
-        head: full tensors of the head.
-        optimizer: its state with full tensors.
-        rng: ``capture_rng()`` of every rank, in order.
-        manifests: JSON values: what made the corpora that were trained on.
-        keep: newest checkpoints to keep, this one included.
-
-    Raises:
-        UserError: the disk has no room for it; the checkpoints before it are kept.
+    ``state.global_step`` names it; ``head`` and ``optimizer`` are full tensors, ``rng`` is ``capture_rng()`` of every
+    rank, ``manifests`` are what made the corpora that were trained on.
     """
     plain_optimizer, optimizer_tensors = split_tensors(optimizer)
     plain_rng, rng_tensors = split_tensors(list(rng), "rank")
@@ -248,9 +239,6 @@ def load_latest(folder: Path) -> Checkpoint | None:
     """The newest intact checkpoint of ``folder``; None when there is none at all.
 
     A damaged one (a missing file, another checksum) is skipped and named in ``Checkpoint.warnings``.
-
-    Raises:
-        UserError: there are checkpoints and all are damaged.
     """
     found = checkpoints(folder)
     warnings: list[str] = []
@@ -268,11 +256,7 @@ def load_latest(folder: Path) -> Checkpoint | None:
 
 
 def load_best(folder: Path) -> Checkpoint | None:
-    """The checkpoint with the largest held-out mean accepted length (the latest of equals); None without any.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """The checkpoint with the largest held-out mean accepted length (the latest of equals); None without any."""
     best = best_of(checkpoints(folder))
     return None if best is None else _load(best, ())
 
@@ -402,11 +386,7 @@ class CheckpointManager:
         return better
 
     def save(self, optimizer: torch.optim.Optimizer, end_of_phase: bool) -> None:
-        """Save all that is needed to resume from here. Every process takes part, the main one writes.
-
-        Raises:
-            UserError: the disk is full, or a weight is not finite; what was saved before is kept.
-        """
+        """Save all that is needed to resume from here. Every process takes part, the main one writes."""
         weights, optimizer_state = full_state_dict(self.head, optimizer)
         rng = self.processes.gather(capture_rng())
         if self.processes.rank:
@@ -434,11 +414,7 @@ class CheckpointManager:
         )
 
     def restore(self) -> Checkpoint | None:
-        """Put head, progress and random generators back to the newest intact checkpoint, the same on every process.
-
-        Raises:
-            UserError: it is another run's, or the processes see different ones.
-        """
+        """Put head, progress and random generators back to the newest intact checkpoint, the same on every process."""
         found, processes = load_latest(self.checkpoints), self.processes
         seen = processes.gather(None if found is None else found.path.name)
         odd = next((rank for rank, name in enumerate(seen) if name != seen[0]), None)
@@ -470,11 +446,7 @@ class CheckpointManager:
         return found
 
     def check_corpora(self) -> None:
-        """Refuse to resume with other data than the checkpoint was trained on.
-
-        Raises:
-            UserError: a corpus is another one; the message names what differs.
-        """
+        """Refuse to resume with other data than the checkpoint was trained on."""
         for name, manifest in self.corpora.manifests.items():
             different = difference(update_names(self._trained_on[name]), manifest) if name in self._trained_on else None
             if different is not None:

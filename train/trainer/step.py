@@ -67,16 +67,8 @@ def train_step(
 ) -> StepResult:
     """Accumulate, reduce, divide, clip, update. It waits for the device once, for the numbers ``should_skip`` reads.
 
-    Args:
-        head: the head being trained.
-        optimizer: over its parameters; a group may have an ``lr_mult``.
-        micro_batches: this process's part of the step's batch.
-        loss: what to minimise.
-        lr: learning rate of this step.
-        clip_norm: largest norm of the mean loss's gradient; 0 is off.
-        reduce: sum over processes; sharded gradients are summed by their backward pass.
-        should_skip: not called for a step without trained tokens.
-        profile_hook: for measurements of the parts.
+    ``reduce`` sums over processes; sharded gradients are summed by their backward pass. ``clip_norm`` is the largest
+    norm of the mean loss's gradient, 0 is off. ``should_skip`` is not called for a step without trained tokens.
     """
     optimizer.zero_grad(set_to_none=True)
     parts = []
@@ -113,9 +105,7 @@ def train_step(
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """Scale the gradients to a norm of at most ``max_norm``; returns the norm they had, over all of them.
 
-    Args:
-        parameters: with gradients; sharded and replicated ones may be mixed.
-        max_norm: ``inf`` measures only.
+    ``inf`` only measures. Sharded and replicated parameters may be mixed.
     """
     kinds = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (False, True)]
     norms = []
@@ -168,12 +158,7 @@ class LossSpikeFilter:
         return sum(loss is None for loss in self._losses)
 
     def skip_reason(self, loss: float, grad_norm: float) -> str | None:
-        """The reason to skip the step's update; None to do it. Call it once a step.
-
-        Args:
-            loss: mean over the trained tokens of all processes.
-            grad_norm: of its gradient, before clipping.
-        """
+        """The reason to skip the step's update; None to do it. Call it once a step. ``loss`` is a trained token's."""
         found = None
         usual = [kept for kept in self._losses if kept is not None]
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):

@@ -49,13 +49,7 @@ class Trainer:
         self.checkpoints = CheckpointManager(run, head, corpora, folder, launch.processes, launch.display)
 
     def train(self) -> None:
-        """Run every phase that is not done, from the newest checkpoint on.
-
-        Raises:
-            UserError: too many updates had to be skipped (the last good checkpoint stays), or there is something wrong
-                with the checkpoints or the corpora.
-            Stopped: a signal came; everything is saved.
-        """
+        """Run every phase that is not done, from the newest checkpoint on."""
         self.head.train()
         if self.processes.rank:
             set_seed(self.run.seed + self.processes.rank)  # equal heads by now, but dropout must differ
@@ -243,15 +237,7 @@ class Trainer:
 
 
 def check_common(name: str, digest: str) -> None:
-    """Refuse rows that differ between processes: a row's number would mean another row on another node.
-
-    Args:
-        name: of the corpus.
-        digest: of its rows; all processes must call.
-
-    Raises:
-        UserError: they differ.
-    """
+    """Refuse rows that differ between processes: a row's number would mean another row on another node."""
     found = gather_object([digest])
     if len(set(found)) > 1:
         raise UserError(

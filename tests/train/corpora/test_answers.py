@@ -149,44 +149,6 @@ def test_a_corpus_begun_by_two_is_ended_by_one(base: BaseModel, tmp_path: Path) 
     assert rows_of(make(base, CONFIG, tmp_path / "part")) == wanted
 
 
-GLOO = """
-import sys
-import torch.distributed as dist
-from pathlib import Path
-from drafthead.data.answers.backend import RankGroup
-from drafthead.data.answers.config import SamplerConfig
-from drafthead.data.text.sources import SourceConfig
-from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
-from drafthead.train.corpora.answers import AnswerGenerator
-from drafthead.train.config import GenerationsConfig
-folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-dist.init_process_group("gloo", init_method=f"file://{folder}-meeting", rank=rank, world_size=size)
-base = BaseModel.load(BaseConfig(**eval(sys.argv[4])))
-config = GenerationsConfig(
-    sources=[SourceConfig(kind="builtin", name="tiny")], prompts=24, self_prompted=3, max_prompt_tokens=400,
-    sampler=SamplerConfig(max_new_tokens=8), batch_size=2,
-)
-AnswerGenerator(base, config, 0, folder, RankGroup(rank, size, dist.barrier), lambda *_: None).complete()
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_two_gloo_processes_make_what_one_makes(base: BaseModel, tmp_path: Path) -> None:
-    settings = repr({key: getattr(base.config, key) for key in ("random", "shape", "tokenizer", "dtype", "seed")})
-    stores = []
-    for size in (1, 2):
-        folder = tmp_path / str(size)
-        processes = [
-            subprocess.Popen([sys.executable, "-c", GLOO, str(folder), str(rank), str(size), settings])
-            for rank in range(size)
-        ]
-        assert [process.wait(300) for process in processes] == [0] * size
-        stores.append(rows_of(GenerationStore(folder)))
-    assert stores[0] == stores[1] and len(stores[0]) == 27
-
-
 def test_a_server_gives_what_the_built_in_decoding_gives(
     base: BaseModel, completions_server: Callable[..., Any], tmp_path: Path
 ) -> None:

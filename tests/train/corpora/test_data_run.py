@@ -22,8 +22,9 @@ SHAPE = {
 }
 
 
-def answers(corpora: Path) -> list[tuple[int, list[int]]]:
-    return [(g.prompt_number, g.input_ids.tolist()) for g in GenerationStore(corpora / "generations").read()]
+def answers(corpora: Path) -> list[tuple[int, list[int], bytes]]:
+    found = GenerationStore(corpora / "generations").read()
+    return [(g.prompt_number, g.input_ids.tolist(), g.hidden_states.tobytes()) for g in found]
 
 
 def text(corpora: Path) -> list[list[int]]:

@@ -1,16 +1,14 @@
 """Several processes: one signal stops all of them, none waits for a dead one, and another number goes on."""
 
 import math
+import re
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from drafthead.data.utils.errors import UserError
-from drafthead.train.distributed import processes as module
 from drafthead.train.trainer.batches import split_rows
 from drafthead.train.trainer.checkpoint import load_latest
 
@@ -36,26 +34,10 @@ def test_a_steps_rows_do_not_depend_on_who_takes_part(
         assert sorted(row for part in parts for batch in part for row in batch) == numbers
         assert len({len(part) for part in parts}) == 1, "every process must take part in every collective"
         assert all(1 <= len(batch) <= micro_batch_size for part in parts for batch in part)
+    blocks = [split_rows(list(range(8)), 2, 2, rank) for rank in range(2)]
+    assert blocks == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], "of the number that began, blocks stay whole"
     with pytest.raises(UserError, match=f"a step of this run has {rows} rows, which {rows + 1} processes cannot share"):
         split_rows(numbers, micro_batch_size, rows + 1, 0)
-
-
-def test_dealing_to_those_who_began_keeps_blocks_whole() -> None:
-    assert split_rows(list(range(8)), 2, 2, 0) == [[0, 1], [4, 5]] and split_rows(list(range(8)), 2, 2, 1) == [
-        [2, 3],
-        [6, 7],
-    ]
-
-
-def test_signs_of_life_end_before_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread inside the store while the interpreter ends would abort it."""
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # of the platform
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    watch = module._Heartbeat(0, 1, 60.0)
-    watch.start()
-    assert "heartbeat" in {thread.name for thread in threading.enumerate()}
-    watch.end(0, "")
-    assert "heartbeat" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_signal_to_one_stops_both_and_both_go_on(runs: Any, tmp_path: Path) -> None:
@@ -104,32 +86,24 @@ def test_another_number_of_processes_goes_on(runs: Any, tmp_path: Path, before: 
     assert all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(found, wanted, strict=True)), (found, wanted)
 
 
-def test_a_process_that_is_killed_is_named(runs: Any, tmp_path: Path) -> None:
-    codes = runs.all(tmp_path, QUICK, processes=2, at=events(1, ("step", 4), "SIGKILL"))
-    assert codes == [1, KILLED]
-    last = runs.said(tmp_path).strip().splitlines()[-1]
-    assert last.startswith("error: process 1 of 2 (") and "has sent no heartbeat for" in last and "resumes from" in last
+SILENT, FAILED = "has sent no heartbeat for", "error: process {} of 2 ended, and so does this one: "
+
+
+@pytest.mark.parametrize(
+    ("rank", "call", "do", "codes", "says"),
+    [
+        (1, ("step", 4), "SIGKILL", [1, KILLED], f"error: process 1 of 2 .*{SILENT}.*resumes from"),
+        (0, ("step", 4), "SIGKILL", [KILLED, 1], "process 0"),
+        (1, ("step", 4), "SIGSTOP", [1, KILLED], f"error: process 1 of 2 .*{SILENT}"),  # its connections stay open
+        (1, ("step", 4), "raise", [1, 70], FAILED.format(1) + "it failed; its own output says how$"),
+        (0, ("save tensors", 1), "full", [1, 1], FAILED.format(0) + "a checkpoint could not be written to"),
+    ],
+    ids=["killed", "the first killed", "hangs", "fails", "full disk"],
+)
+def test_the_other_ends_and_names_the_one_that_was_lost(
+    runs: Any, tmp_path: Path, rank: int, call: tuple[str, int], do: str, codes: list[int], says: str
+) -> None:
+    patience = {"patience": 2} if do == "SIGSTOP" else {}  # then the one that hangs is killed
+    assert runs.all(tmp_path, QUICK, processes=2, at=events(rank, call, do), **patience) == codes
+    assert re.search(says, runs.said(tmp_path, rank=1 - rank).strip().splitlines()[-1])
     assert runs.seconds < 60
-    codes = runs.all(tmp_path, QUICK, processes=2, at=events(0, ("step", 4), "SIGKILL"))
-    assert codes == [KILLED, 1]
-    assert "process 0" in runs.said(tmp_path, rank=1).strip().splitlines()[-1]
-
-
-def test_a_process_that_hangs_is_not_waited_for(runs: Any, tmp_path: Path) -> None:
-    """Its connections stay open, so nothing but its silence tells."""
-    codes = runs.all(tmp_path, QUICK, processes=2, at=events(1, ("step", 4), "SIGSTOP"), patience=2)
-    assert codes == [1, KILLED], "the tests' own kill at the end"
-    assert "error: process 1 of 2 (" in runs.said(tmp_path).strip().splitlines()[-1]
-
-
-def test_a_process_that_fails_is_named_with_its_reason(runs: Any, tmp_path: Path) -> None:
-    codes = runs.all(tmp_path, QUICK, processes=2, at=events(1, ("step", 4), "raise"))
-    assert codes == [1, 70]
-    last = runs.said(tmp_path).strip().splitlines()[-1]
-    assert last == "error: process 1 of 2 ended, and so does this one: it failed; its own output says how"
-
-
-def test_a_disk_that_is_full_for_one_ends_both(runs: Any, tmp_path: Path) -> None:
-    assert runs.all(tmp_path, QUICK, processes=2, at=events(0, ("save tensors", 1), "full")) == [1, 1]
-    last = runs.said(tmp_path, rank=1).strip().splitlines()[-1]
-    assert last.startswith("error: process 0 of 2 ended, and so does this one: a checkpoint could not be written to")

@@ -99,11 +99,6 @@ def test_state_and_every_ranks_rng_survive(tmp_path: Path) -> None:
         assert drawn == (random.random(), np.random.rand(), torch.rand(()).item())
 
 
-def test_no_checkpoint_is_none(tmp_path: Path) -> None:
-    assert load_latest(tmp_path / "absent") is None
-    assert load_latest(tmp_path) is None
-
-
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -114,11 +109,16 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def link(path: Path) -> None:
+    elsewhere = path.rename(path.parents[1] / "elsewhere")
+    path.symlink_to(elsewhere)
+
+
 FILES = ("head.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json")
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("damage", [flip, truncate, link, Path.unlink], ids=lambda f: f.__name__)
 def test_a_damaged_newest_falls_back(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
     run = Run()
     run.save(tmp_path, 1)
@@ -128,6 +128,7 @@ def test_a_damaged_newest_falls_back(tmp_path: Path, name: str, damage: Callable
     assert checkpoint is not None and checkpoint.state.global_step == 1
     (warning,) = checkpoint.warnings
     assert "step-0000002 is damaged" in warning and name in warning and "\n" not in warning
+    assert ("is a link to" in warning) == (damage is link)
 
 
 def test_an_edited_state_is_damage(tmp_path: Path) -> None:
@@ -146,56 +147,25 @@ def test_only_damaged_ones_are_an_error_not_a_silent_restart(tmp_path: Path) -> 
         load_latest(tmp_path)
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saved", "kept"),
+    [
+        ([1, 2, 9, 10, 11], [10, 11]),
+        ([5, 100, 10], [5, 10]),  # those of later steps belong to another run
+        ([9_999_999, 10_000_000], [9_999_999, 10_000_000]),  # names sort as numbers
+        ([4, 4], [4]),
+    ],
+)
+def test_which_are_kept(tmp_path: Path, saved: list[int], kept: list[int]) -> None:
+    assert load_latest(tmp_path / "absent") is None and load_latest(tmp_path) is None
     run = Run()
-    for step in (1, 2, 9, 10, 11):
-        run.save(tmp_path, step, keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000010", "step-0000011"]
-
-
-def test_later_steps_of_another_run_do_not_outlive_a_save(tmp_path: Path) -> None:
-    run = Run()
-    for step in (5, 100):
+    for step in saved:
+        run.step()
         run.save(tmp_path, step)
-    run.save(tmp_path, 10)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000005", "step-0000010"]
-
-
-def test_numbers_sort_as_numbers(tmp_path: Path) -> None:
-    run = Run()
-    run.save(tmp_path, 9_999_999)
-    run.save(tmp_path, 10_000_000)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert {p.name for p in tmp_path.iterdir()} == {f"step-{step:07d}" for step in kept}
     checkpoint = load_latest(tmp_path)
-    assert checkpoint is not None and checkpoint.state.global_step == 10_000_000
-
-
-def test_the_same_step_is_replaced(tmp_path: Path) -> None:
-    run = Run()
-    run.save(tmp_path, 4)
-    with torch.no_grad():
-        run.head[0].weight.fill_(7)
-    run.save(tmp_path, 4)
-    checkpoint = load_latest(tmp_path)
-    assert checkpoint is not None and bool((checkpoint.head["0.weight"] == 7).all())
-    assert [p.name for p in tmp_path.iterdir()] == ["step-0000004"]
-
-
-def test_a_save_that_was_killed_is_invisible_and_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run()
-    run.save(tmp_path, 1)
-
-    def killed(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("drafthead.train.trainer.checkpoint.write_checksummed_json", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run.save(tmp_path, 2)
-    checkpoint = load_latest(tmp_path)
-    assert checkpoint is not None and checkpoint.state.global_step == 1 and checkpoint.warnings == ()
-    run.save(tmp_path, 3)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000001", "step-0000003"]
+    assert checkpoint is not None and checkpoint.state.global_step == saved[-1]
+    assert checkpoint.head["0.weight"].equal(run.head[0].weight)
 
 
 def test_what_json_cannot_say_is_not_saved(tmp_path: Path) -> None:
@@ -230,17 +200,6 @@ def test_the_best_is_marked_and_kept(tmp_path: Path) -> None:
 def test_no_best_before_a_measurement(tmp_path: Path) -> None:
     Run().save(tmp_path, 1)
     assert load_best(tmp_path) is None and not (tmp_path / "best").exists()
-
-
-def test_a_file_that_leads_elsewhere_is_damage(tmp_path: Path) -> None:
-    run = Run()
-    run.save(tmp_path / "c", 1)
-    newest = run.save(tmp_path / "c", 2)
-    (newest / "head.safetensors").rename(tmp_path / "elsewhere")
-    (newest / "head.safetensors").symlink_to(tmp_path / "elsewhere")
-    checkpoint = load_latest(tmp_path / "c")
-    assert checkpoint is not None and checkpoint.state.global_step == 1
-    assert "is a link to" in checkpoint.warnings[0]
 
 
 @pytest.mark.parametrize("change", [{"phase": -1}, {"step": "3"}, {"global_step": True}, {"losses": ["nan"]}])
