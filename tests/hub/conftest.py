@@ -62,29 +62,23 @@ class Hub:
         self.url = ""
 
     def files(self, repo: str) -> dict[str, bytes]:
-        """The newest files of a repository."""
         found = self.repos[repo].at("main")
         return found[1] if found else {}
 
     def count(self, pattern: str) -> int:
-        """How many requests (``METHOD /path``) matched."""
         return sum(re.search(pattern, line) is not None for line in self.requests)
 
     def fail(self, path: str, times: int, status: int | None = 500, done: bool = False) -> None:
-        """Inject a fault."""
         self.faults.append(Fault(path, times, status, done))
 
     def left(self) -> int:
-        """How many injected faults nobody has met."""
         return sum(fault.times for fault in self.faults)
 
     def publish(self, repo: str, files: dict[str, bytes]) -> str:
-        """Put a commit there without an upload."""
         return self.commit(self.repos.setdefault(repo, Repo()), files)
 
     @staticmethod
     def commit(repo: Repo, files: dict[str, bytes]) -> str:
-        """Add a commit of all ``files``."""
         oid = hashlib.sha1(repr((len(repo.commits), sorted(files.items()))).encode()).hexdigest()
         repo.commits[oid] = files
         return oid
@@ -102,8 +96,6 @@ def blob_id(content: bytes) -> str:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request; ``hub`` is set on a subclass."""
-
     hub: Hub
     protocol_version = "HTTP/1.1"
 
@@ -129,7 +121,6 @@ class Handler(BaseHTTPRequestHandler):
         self.act(path, body)
 
     def act(self, path: str, body: bytes) -> None:
-        """Find the route and do what it says."""
         known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         for method, pattern, do, needs_token in ROUTES:
             if self.command in method and (match := re.fullmatch(pattern, path)):
@@ -229,12 +220,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer({"error": "EntryNotFound"}, 404, {"X-Error-Code": "EntryNotFound"})
             return
         entry = described(path, files[path])
-        headers = {
-            "ETag": f'"{entry.get("lfs", entry)["oid"]}"',
-            "X-Repo-Commit": oid,
-            "X-Linked-Size": str(entry["size"]),
-        }
-        self.answer(files[path], headers=headers)
+        etag = f'"{entry.get("lfs", entry)["oid"]}"'
+        self.answer(files[path], headers={"ETag": etag, "X-Repo-Commit": oid, "X-Linked-Size": str(entry["size"])})
 
 
 NAME = r"([\w.-]+/[\w.-]+)"

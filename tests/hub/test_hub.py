@@ -245,10 +245,8 @@ def test_the_command_and_the_environment(hub: Any, saved: Path, tmp_path: Path) 
 
     push_it = ("-m", "drafthead.cli", "push", f"head={saved}", "repo=user/medusa")
     refused = call(*push_it, HF_TOKEN="")
-    assert refused.returncode == 1
-    assert (
-        refused.stderr.startswith("error: drafthead push needs a login to the Hub") and refused.stderr.count("\n") == 1
-    )
+    assert refused.returncode == 1 and refused.stderr.count("\n") == 1
+    assert refused.stderr.startswith("error: drafthead push needs a login to the Hub")
     done = call(*push_it, "private=true")
     assert done.returncode == 0, done.stderr
     assert f"pushed: {hub.url}/user/medusa" in done.stdout

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 import drafthead
@@ -17,14 +15,11 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.metrics.summary import speedup_of
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.train import pipeline
-from drafthead.train.config import parse_run
+from support import composed
 
 
 def train(folder: Path, *overrides: str) -> Path:
-    places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
-    with initialize_config_module("drafthead.recipes", version_base="1.3"):
-        cfg = compose("train", overrides=["recipe=medusa_smollm2", "debug=tiny", "push=true", *overrides, *places])
-    pipeline.run_pipeline(parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True))
+    pipeline.run_pipeline(*composed(folder, "recipe=medusa_smollm2", "debug=tiny", "push=true", *overrides))
     return folder / "run"
 
 
@@ -72,10 +67,6 @@ def check_card(card: ModelCard, evaluation: dict[str, Any], head: DraftHead, fol
     assert data.license == "unknown" and data.library_name == "drafthead"
     assert {"drafthead", "speculative-decoding", "medusa"} <= set(data.tags)
     found = {(r.metric_type, r.dataset_config): r for r in data.eval_results}
-    assert {key for key in found if key[1] == "overall"} == {
-        ("speedup", "overall"),
-        ("mean_accepted_length", "overall"),
-    }
     assert len(evaluation["tasks"]) > 1
     for name, group in [*evaluation["tasks"].items(), ("overall", evaluation["overall"])]:
         speedup, accepted = speedup_of(group), group["mean_accepted_length"]

@@ -91,13 +91,6 @@ def recipe(*overrides: str) -> RunConfig:
     return composed(Path("unused"), *overrides)[0]
 
 
-# Parameters --------------------------------------------------------------------------------------------------
-
-
-def test_llama3_8b_is_the_published_8_03_billion() -> None:
-    assert LLAMA3_8B.base_parameters == 8_030_261_248
-
-
 @pytest.mark.parametrize("gate", [True, False])
 def test_the_widest_point_of_a_layer(gate: bool) -> None:
     """``2 D + 3 I`` with a gate, ``2 D + 2 I`` without: D 64, I 256."""

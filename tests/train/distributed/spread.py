@@ -69,7 +69,11 @@ class Case:
     loss: LossConfig = field(default_factory=lambda: LossConfig(ce=0.5, kl=0.5))
 
 
+KANGAROO = KangarooConfig(num_draft_tokens=2, exit_layer=1)
+DRAFT_LM = DraftLMConfig(num_draft_tokens=2, num_layers=1)
+MLP = MLPSpeculatorConfig(num_draft_tokens=2, inner_dim=24)
 FULL, HEAD = ShardConfig(mode="full"), ShardConfig(mode="head")
+RECOMPUTED = ShardConfig(mode="full", checkpointing=True)
 BF16 = ShardConfig(precision="bfloat16")
 CASES = {
     "medusa whole": Case(MEDUSA, ShardConfig()),
@@ -89,37 +93,33 @@ CASES = {
         train_base=True,
     ),
     "hydra++ full": Case(HYDRA_PP, FULL, grad_accum_steps=2),
-    "hydra++ recomputed": Case(HYDRA_PP, ShardConfig(mode="full", checkpointing=True)),
+    "hydra++ recomputed": Case(HYDRA_PP, RECOMPUTED),
     "eagle3 full": Case(EAGLE3, FULL, grad_accum_steps=2),
     "eagle3 recomputed": Case(EAGLE3, ShardConfig(mode="head", checkpointing=True)),
     "eagle3, one part empty": Case(
         Eagle3Config(num_draft_tokens=3, ttt_steps=3, own_lm_head=False), FULL, empty=0, grad_accum_steps=2
     ),
-    "kangaroo full": Case(
-        KangarooConfig(num_draft_tokens=2, exit_layer=1), ShardConfig(mode="full", checkpointing=True)
-    ),
-    "draft lm full": Case(
-        DraftLMConfig(num_draft_tokens=2, num_layers=1), ShardConfig(mode="full", checkpointing=True)
-    ),
-    "mlp full": Case(MLPSpeculatorConfig(num_draft_tokens=2, inner_dim=24), FULL),
+    "kangaroo full": Case(KANGAROO, RECOMPUTED),
+    "draft lm full": Case(DRAFT_LM, RECOMPUTED),
+    "mlp full": Case(MLP, FULL),
     "medusa bf16": Case(MEDUSA, BF16, grad_accum_steps=2),
     "medusa2 bf16": Case(MEDUSA2, replace(BF16, mode="full"), train_base=True),
     "hydra++ bf16": Case(HYDRA_PP, replace(BF16, mode="head", checkpointing=True)),
     "eagle3 bf16": Case(EAGLE3, replace(BF16, mode="full")),
-    "kangaroo bf16": Case(KangarooConfig(num_draft_tokens=2, exit_layer=1), BF16),
-    "draft lm bf16": Case(DraftLMConfig(num_draft_tokens=2, num_layers=1), BF16),
-    "mlp bf16": Case(MLPSpeculatorConfig(num_draft_tokens=2, inner_dim=24), replace(BF16, mode="head")),
+    "kangaroo bf16": Case(KANGAROO, BF16),
+    "draft lm bf16": Case(DRAFT_LM, BF16),
+    "mlp bf16": Case(MLP, replace(BF16, mode="head")),
 }
 
 
-def load_base(tied: bool = False, prepack: bool = False) -> BaseModel:
+def load_base(tied: bool = False) -> BaseModel:
     shape = {**SHAPE, "tie_word_embeddings": tied}
-    config = BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=0, prepack=prepack)
+    config = BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=0, prepack=False)
     return BaseModel.load(config)
 
 
-def build_head(case: Case, prepack: bool = False) -> DraftHead:
-    base = load_base(case.tied, prepack)
+def build_head(case: Case) -> DraftHead:
+    base = load_base(case.tied)
     size = case.head.draft_vocab_size
     torch.manual_seed(1)
     head = case.head.build(base, None if size is None else torch.arange(0, 2 * size, 2))
@@ -142,12 +142,7 @@ def batch_of(number: int, empty: bool) -> TrainBatch:
     documents = (torch.arange(TIME) >= cut).long().expand(ROWS, TIME).contiguous()
     positions = torch.arange(TIME) - cut * documents
     mask = torch.rand(ROWS, TIME, generator=random) < torch.rand(1, generator=random)
-    return TrainBatch(
-        input_ids=ids,
-        position_ids=positions,
-        document_ids=documents,
-        loss_mask=mask & (not empty),
-    )
+    return TrainBatch(input_ids=ids, position_ids=positions, document_ids=documents, loss_mask=mask & (not empty))
 
 
 def micro_batches(
@@ -177,58 +172,59 @@ def steps(
     return found
 
 
-def one_process(name: str, saved: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The case without sharding, in this process alone; all steps, or the last from what was ``saved`` before it."""
-    case = CASES[name]
+def begin(
+    case: Case, saved: dict[str, Any] | None = None, sharding: Sharding | None = None
+) -> tuple[DraftHead, torch.optim.Optimizer]:
+    """The head and its optimiser, from the start or from what was ``saved``."""
     head = build_head(case)
     if saved is not None:
         head.load_state_dict(saved["weights"])
+    if sharding is not None:
+        sharding.shard(head)
     optimizer = head_optimizer(head, OptimConfig())
     if saved is not None:
         load_optimizer(head, optimizer, saved["optimizer"])
+    return head, optimizer
+
+
+def state_of(head: DraftHead, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("weights", "optimizer"), full_state_dict(head, optimizer), strict=True))
+
+
+def one_process(name: str, saved: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The case without sharding, in this process alone; all steps, or the last from what was ``saved`` before it."""
+    case = CASES[name]
+    head, optimizer = begin(case, saved)
     numbers = range(STEPS) if saved is None else range(STEPS - 1, STEPS)
     metrics = steps(case, head, optimizer, numbers, [0, 1], lambda value: value)
-    weights, optimizer_state = full_state_dict(head, optimizer)
-    return {"metrics": metrics, "weights": weights, "optimizer": optimizer_state}
+    return {"metrics": metrics, **state_of(head, optimizer)}
 
 
 def spread(name: str, rank: int) -> dict[str, Any]:
     """The case on all processes: two steps, a save, a second start from it, and the last step."""
     case = CASES[name]
 
-    def begin() -> tuple[DraftHead, Sharding]:
-        head = build_head(case)
-        return head, Sharding(case.shard, torch.device("cpu"))
-
     def reduce(value: Tensor) -> Tensor:
         value = value.clone()
         dist.all_reduce(value)
         return value
 
-    head, sharding = begin()
-    sharding.shard(head)
-    optimizer = head_optimizer(head, OptimConfig())
+    head, optimizer = begin(case, sharding=Sharding(case.shard, torch.device("cpu")))
     metrics = steps(case, head, optimizer, range(STEPS - 1), [rank], reduce)
-    shared: list[Any] = [full_state_dict(head, optimizer)]
-    dist.broadcast_object_list(shared)  # as if each had read the file
-    saved = {"weights": shared[0][0], "optimizer": shared[0][1]}
+    saved = [state_of(head, optimizer)]
+    dist.broadcast_object_list(saved)  # as if each had read the file
 
-    head, sharding = begin()
-    head.load_state_dict(saved["weights"])
-    sharding.shard(head)
-    optimizer = head_optimizer(head, OptimConfig())
-    load_optimizer(head, optimizer, saved["optimizer"])
+    sharding = Sharding(case.shard, torch.device("cpu"))
+    head, optimizer = begin(case, saved[0], sharding)
     head.eval()
     validated = evaluate_loss(head, micro_batches(case, head, 0, [1 if case.empty == 0 else 0]), case.loss)
     sharding.reshard(head.train())
     metrics += steps(case, head, optimizer, range(STEPS - 1, STEPS), [rank], reduce)
     layer = next(head.base.model.model.layers[0].parameters())
-    weights, optimizer_state = full_state_dict(head, optimizer)
     return {
+        **state_of(head, optimizer),
         "metrics": metrics,
-        "weights": weights,
-        "optimizer": optimizer_state,
-        "saved": saved,
+        "saved": saved[0],
         "validated": validated,
         "held": {name: local(parameter).numel() for name, parameter in head.named_parameters()},
         "layer": tuple(local(layer).shape),

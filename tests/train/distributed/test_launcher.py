@@ -33,13 +33,6 @@ def launched(*flags: str) -> dict[str, str]:
     return environment
 
 
-def test_accelerates_own_launcher_is_followed() -> None:
-    """Its defaults, which it writes for every setting, are none that we refuse."""
-    assert with_launcher_settings(launched(), NONE) == NONE
-    assert with_launcher_settings(launched("--use_fsdp"), NONE) == FULL
-    assert with_launcher_settings(launched("--use_fsdp", "--fsdp_version", "2"), NONE) == FULL
-
-
 def test_every_setting_of_the_plugin_has_a_rule() -> None:
     """One that is missing would be refused as unknown."""
     keys = {key for key in launched("--use_fsdp", "--fsdp_version", "2") if key.startswith("FSDP_")}
@@ -49,6 +42,9 @@ def test_every_setting_of_the_plugin_has_a_rule() -> None:
 @pytest.mark.parametrize(
     ("flags", "shard", "wanted"),
     [
+        ([], NONE, NONE),  # its launcher writes a default for every setting
+        (["--use_fsdp"], NONE, FULL),
+        (["--use_fsdp", "--fsdp_version", "2"], NONE, FULL),
         (["--mixed_precision", "bf16"], NONE, replace(NONE, precision="bfloat16")),
         (["--use_fsdp"], FULL, FULL),
         (["--use_fsdp", "--fsdp_sharding_strategy", "HYBRID_SHARD"], NONE, replace(FULL, hybrid=True)),
@@ -99,24 +95,17 @@ def test_what_is_refused_by_name(flags: list[str], says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "says"), [("IGNORED_MODULES", "fsdp_ignored_modules=7 is not"), ("SORCERY", "fsdp_sorcery=7 is not")]
-)
-def test_settings_that_its_command_line_does_not_have(key: str, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        with_launcher_settings({"ACCELERATE_USE_FSDP": "true", f"FSDP_{key}": "7"}, NONE)
-
-
-@pytest.mark.parametrize(
-    ("switch", "says"),
+    ("environment", "says"),
     [
-        ("ACCELERATE_USE_DEEPSPEED", "accelerate is set to DeepSpeed, .* use shard=full"),
-        ("ACCELERATE_USE_MEGATRON_LM", "accelerate is set to Megatron-LM"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism_config, .* shard.hybrid=true over nodes"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_SORCERY": "7"}, "fsdp_sorcery=7 is not"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "accelerate is set to DeepSpeed, .* use shard=full"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "accelerate is set to Megatron-LM"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "a parallelism_config, .* shard.hybrid=true over nodes"),
     ],
 )
-def test_other_ways_to_shard_are_refused(switch: str, says: str) -> None:
+def test_what_other_launchers_may_set_is_refused(environment: dict[str, str], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        with_launcher_settings({switch: "true"}, NONE)
+        with_launcher_settings(environment, NONE)
 
 
 def test_a_recipe_that_says_otherwise() -> None:

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from drafthead.data.utils.files import read_json_lines
 from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.train import pipeline
-from drafthead.train.config import parse_run
+from support import composed, losses_of
 
 ROOT = Path(__file__).parents[3]
 SHORT = (
@@ -36,25 +34,22 @@ LOSS_TOLERANCE, WEIGHT_TOLERANCE, BFLOAT16_TOLERANCE = 1e-5, 2e-5, 0.03
 """As in test_sharding.py."""
 
 
-def overrides_of(folder: Path, recipe: str, *more: str) -> list[str]:
-    places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
-    return [f"recipe={recipe}", "debug=tiny", *SHORT, *places, *more]
+def overrides_of(recipe: str, *more: str) -> list[str]:
+    return [f"recipe={recipe}", "debug=tiny", *SHORT, *more]
 
 
 def train(folder: Path, recipe: str, *more: str) -> Path:
-    with initialize_config_module("drafthead.recipes", version_base="1.3"):
-        cfg = compose("train", overrides=overrides_of(folder, recipe, *more))
-    pipeline.run_pipeline(parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True))
+    pipeline.run_pipeline(*composed(folder, *overrides_of(recipe, *more)))
     return folder / "run"
 
 
-def losses(run: Path) -> list[float]:
-    return [row["loss"] for row in read_json_lines(run / "metrics.jsonl") if "loss" in row]
+def places(folder: Path, corpora: str = "corpora") -> list[str]:
+    return [f"out={folder / 'run'}", f"data.folder={folder / corpora}"]
 
 
 def assert_same(found: Path, wanted: Path) -> None:
     """Losses, held-out measurements and weights of two runs."""
-    assert losses(found) == pytest.approx(losses(wanted), rel=LOSS_TOLERANCE)
+    assert losses_of(found) == pytest.approx(losses_of(wanted), rel=LOSS_TOLERANCE)
     theirs, ours = ([r for r in read_json_lines(run / "metrics.jsonl") if "loss" not in r] for run in (wanted, found))
     for want, got in zip(theirs, ours, strict=True):
         assert got["held_out_loss_1"] == pytest.approx(want["held_out_loss_1"], rel=10 * LOSS_TOLERANCE)
@@ -97,8 +92,8 @@ def test_a_base_whose_layers_wait_in_host_memory(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "plain" / "corpora", tmp_path / "sharded" / "corpora")
     ways = ("shard=full", "shard.offload_base=true", "shard.precision=bfloat16")
     sharded = train(tmp_path / "sharded", "medusa_smollm2", *ways, STOCK)
-    assert losses(sharded) != losses(plain), "this was no bfloat16"
-    assert losses(sharded) == pytest.approx(losses(plain), rel=BFLOAT16_TOLERANCE)
+    assert losses_of(sharded) != losses_of(plain), "this was no bfloat16"
+    assert losses_of(sharded) == pytest.approx(losses_of(plain), rel=BFLOAT16_TOLERANCE)
     assert all(value.dtype != torch.bfloat16 for value in load_file(sharded / "head" / "model.safetensors").values())
 
 
@@ -118,10 +113,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
 def rows(count: int, recipe: str) -> list[str]:
     """So many of each micro-batch on a process."""
     phases = ["pretrain", "distill", *(["joint"] if recipe.startswith("medusa2") else [])]
@@ -129,8 +120,9 @@ def rows(count: int, recipe: str) -> list[str]:
 
 
 def run_together(commands: list[list[str]]) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     started = [
-        subprocess.Popen([sys.executable, "-m", *command], env=environment(), stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-m", *command], env=environment, stderr=subprocess.PIPE, text=True)
         for command in commands
     ]
     try:
@@ -159,7 +151,7 @@ def test_accelerate_launches_two_processes(recipe: str, options: tuple[str, ...]
     launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launch += ["--main_process_port", str(free_port())]
     ways = ["shard=full", shard] if shard != "shard=head" else [shard]
-    overrides = overrides_of(tmp_path / "two", recipe, *ways, STOCK, *options, *rows(1, recipe))
+    overrides = overrides_of(recipe, *ways, STOCK, *options, *rows(1, recipe), *places(tmp_path / "two"))
     run_together([[*launch, str(ROOT / "train" / "run.py"), *overrides]])
     assert_same(tmp_path / "two" / "run", plain)
 
@@ -173,12 +165,10 @@ def test_two_nodes_with_data_of_their_own(tmp_path: Path) -> None:
     for node in range(2):
         launch = ["torch.distributed.run", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
         launch += ["--master-addr", "127.0.0.1", "--master-port", str(port), str(ROOT / "train" / "run.py")]
-        settings = overrides_of(tmp_path / "two", recipe, "shard=hybrid", "per_node_data=true", STOCK, *rows(1, recipe))
-        commands.append([*launch, *settings, f"data.folder={tmp_path / f'node{node}'}"])
+        settings = overrides_of(recipe, "shard=hybrid", "per_node_data=true", STOCK, *rows(1, recipe))
+        commands.append([*launch, *settings, *places(tmp_path / "two", f"../node{node}")])
     run_together(commands)
     assert_same(tmp_path / "two" / "run", plain)
-    corpora = [
-        sorted(str(p.relative_to(tmp_path / f"node{n}")) for p in (tmp_path / f"node{n}").rglob("*.bin"))
-        for n in range(2)
-    ]
+    nodes = [tmp_path / f"node{node}" for node in range(2)]
+    corpora = [sorted(str(path.relative_to(node)) for path in node.rglob("*.bin")) for node in nodes]
     assert corpora[0] and corpora[0] == corpora[1]

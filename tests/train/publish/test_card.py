@@ -19,6 +19,7 @@ from drafthead.train.publish import card
 from support import composed
 
 TinyBase = Callable[..., BaseModel]
+ANSWERS = GenerationStats(rows=3, tokens=50, finished=1)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +70,9 @@ EVALUATION: dict[str, Any] = {
 
 def written_card(folder: Path, base: BaseModel, rule: dict[str, Any]) -> ModelCard:
     run, _ = composed(folder, "recipe=medusa_smollm2", "debug=tiny")
-    head, answers = MedusaConfig(num_draft_tokens=2).build(base, None), GenerationStats(rows=3, tokens=50, finished=1)
+    head = MedusaConfig(num_draft_tokens=2).build(base, None)
     (folder / "head").mkdir()
-    card.write_card(run, head, answers, EVALUATION | {"rule": rule}, None, folder, processes=1)
+    card.write_card(run, head, ANSWERS, EVALUATION | {"rule": rule}, None, folder, processes=1)
     return ModelCard.load(folder / "head" / "README.md")
 
 
@@ -115,14 +116,11 @@ def test_engines_of_a_head_that_servers_load_and_of_one_that_they_cannot(tiny_ba
 def test_a_revision_is_named_by_the_recipe_or_else_by_the_file_that_was_read(
     tiny_base: TinyBase, tmp_path: Path
 ) -> None:
-    head, answers = (
-        MedusaConfig(num_draft_tokens=2).build(tiny_base(), None),
-        GenerationStats(rows=3, tokens=50, finished=1),
-    )
+    head = MedusaConfig(num_draft_tokens=2).build(tiny_base(), None)
 
     def base_line(*overrides: str) -> str:
         run, _ = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny", *overrides)
-        return dict(card.facts(run, head, answers))["base"]
+        return dict(card.facts(run, head, ANSWERS))["base"]
 
     assert "revision not fixed" in base_line() and "revision v1" in base_line("base.revision=v1")
     head.base.model.config._commit_hash = "abc"
@@ -138,11 +136,8 @@ def test_data_is_named_without_this_machines_folders_and_with_its_weights(tiny_b
         SourceConfig(kind="jsonl", name="/home/me/secret/prompts.jsonl", weight=3),
         SourceConfig(kind="hf", name="user/set", subset="en", revision="v1", weight=0.5),
     ]
-    head, answers = (
-        MedusaConfig(num_draft_tokens=2).build(tiny_base(), None),
-        GenerationStats(rows=3, tokens=50, finished=1),
-    )
-    assert dict(card.facts(run, head, answers))["prompts"].startswith(
+    head = MedusaConfig(num_draft_tokens=2).build(tiny_base(), None)
+    assert dict(card.facts(run, head, ANSWERS))["prompts"].startswith(
         "jsonl `prompts.jsonl` (weight 3), "
         "[user/set](https://huggingface.co/datasets/user/set) (en, train, revision v1) (weight 0.5)"
     )

@@ -49,13 +49,9 @@ def test_a_changed_checkout_leaves_commit_and_diff(tmp_path: Path, checkout: Pat
     assert record(out)["git"] == {"commit": head, "changed": ["model.py"], "untracked": ["new.py"]}
     diff = (out / "git.diff").read_text()
     assert "-one" in diff and "+two" in diff
-
-
-def test_a_clean_checkout_leaves_no_diff_not_even_an_old_one(tmp_path: Path, checkout: Path) -> None:
     commit(checkout)
-    (tmp_path / "git.diff").write_text("of an earlier start")
-    assert write_provenance(tmp_path, "") == []
-    assert not (tmp_path / "git.diff").exists()
+    assert write_provenance(out, "") == []
+    assert not (out / "git.diff").exists(), "an earlier start's"
 
 
 def test_code_that_is_no_repository_is_not_mistaken_for_the_one_around_it(tmp_path: Path, checkout: Path) -> None:
