@@ -195,9 +195,8 @@ class TextConfig:
     """Threads of a process that pack a stream's rows ahead of their use."""
 
     def __post_init__(self) -> None:
-        for key, least in (("max_tokens", 64), ("stream_shards", 1), ("workers", 1)):
-            if getattr(self, key) < least:
-                raise ValueError(f"data.text.{key} must be at least {least}, got {getattr(self, key)}")
+        limits = {"max_tokens": 64, "stream_shards": 1, "workers": 1}
+        _require(self, "data.text.", **{key: _at_least(getattr(self, key), least) for key, least in limits.items()})
 
     def manifest(self) -> dict[str, Any]:
         """What decides on the rows."""

@@ -82,50 +82,40 @@ def test_a_second_ctrl_c_leaves_at_once_and_an_echo_does_not() -> None:
     assert code == TERMINATED and said.count("stopped by SIGTERM") == 1
 
 
+def signalled_run(folder: Path, signum: signal.Signals, *launcher: str) -> tuple[int, str]:
+    """Exit code and output of a run that is signalled in its first phase."""
+    command = [sys.executable, *launcher, str(ROOT / "train" / "run.py"), "recipe=medusa_smollm2", "debug=tiny"]
+    command += [f"out={folder}/run", f"data.folder={folder}/corpora", "phases.pretrain.steps=100000", "log_every=1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    log = folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        while "/100000  loss" not in log.read_text() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signum)
+        return process.wait(timeout=60), log.read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("signum", "expected"), [(signal.SIGTERM, TERMINATED), (signal.SIGINT, INTERRUPTED)])
 def test_the_command_leaves_with_the_documented_code(tmp_path: Path, signum: signal.Signals, expected: int) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "train" / "run.py"),
-        "recipe=medusa_smollm2",
-        "debug=tiny",
-        f"out={tmp_path}/run",
-    ]
-    command += [f"data.folder={tmp_path}/corpora", "phases.pretrain.steps=100000", "log_every=1"]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        while "/100000  loss" not in (tmp_path / "log").read_text() and process.poll() is None:
-            time.sleep(0.05)
-        process.send_signal(signum)
-        assert process.wait(timeout=60) == expected
-    said = (tmp_path / "log").read_text()
-    assert f"stopped by {signum.name} after step" in said and "Traceback" not in said
+    code, said = signalled_run(tmp_path, signum)
+    assert code == expected and f"stopped by {signum.name} after step" in said and "Traceback" not in said
     assert steps_saved(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_launcher_passes_the_signal_on_and_fails_itself(tmp_path: Path, signum: signal.Signals) -> None:
-    """Two processes save and leave; the launcher's exit code is its own, and the same command goes on."""
+    """Two processes save and leave; the launcher's exit code is its own, and the same command resumes."""
     reached = 0
     for start in range(2):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-        command += ["--main_process_port", port, str(ROOT / "train" / "run.py"), "recipe=medusa_smollm2", "debug=tiny"]
-        command += [f"out={tmp_path}/run", f"data.folder={tmp_path}/corpora", "phases.pretrain.steps=100000"]
-        log = tmp_path / f"log{start}"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        with log.open("w") as output:
-            process = subprocess.Popen([*command, "log_every=1"], stdout=output, stderr=output, env=environment)
-            while "/100000  loss" not in log.read_text() and process.poll() is None:
-                time.sleep(0.05)
-            process.send_signal(signum)
-            assert process.wait(timeout=60) == 1, log.read_text()
-        said = log.read_text()
-        assert f"stopped by {signum.name} after step" in said and "SignalException" in said, said
+        launcher = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2")
+        code, said = signalled_run(tmp_path, signum, *launcher, "--main_process_port", port)
+        assert code == 1 and f"stopped by {signum.name} after step" in said and "SignalException" in said, said
         assert start == 0 or f"resuming after step {reached} " in said
         assert steps_saved(tmp_path)[-1] > reached
         reached = steps_saved(tmp_path)[-1]

@@ -69,15 +69,17 @@ class Corpora:
 
     # Text ----------------------------------------------------------------------------------------------------
 
+    def _text_manifest(self, **rows: int) -> dict[str, Any]:
+        if not self.config.text.sources:
+            raise UserError("a phase trains on text, but data.text.sources is empty; name a source")
+        return {"base": self.base.identity(), "seed": self.seed, **rows, **self.config.text.manifest()}
+
     def text_rows(self, seq_len: int) -> datasets.Dataset:
         """The pretraining text, packed into rows of ``seq_len``.
 
         Rows that are on disk are used even when a source has changed since, so that a run resumes with the same rows.
         """
-        config = self.config.text
-        if not config.sources:
-            raise UserError("a phase trains on text, but data.text.sources is empty; name a source")
-        manifest = {"base": self.base.identity(), "seed": self.seed, "seq_len": seq_len, **config.manifest()}
+        config, manifest = self.config.text, self._text_manifest(seq_len=seq_len)
         folder = self.folder / "text" / _digest_json(manifest)
         with exclusive(folder, self._waiting):
             if not (check_manifest(folder, manifest, "remove the folder") and is_packed(folder)):
@@ -92,11 +94,7 @@ class Corpora:
 
     def text_stream(self, seq_len: int, micro_batch_size: int) -> StreamedRows:
         """The pretraining text as rows packed while training; ``micro_batch_size`` in turn from one stream shard."""
-        config = self.config.text
-        if not config.sources:
-            raise UserError("a phase trains on text, but data.text.sources is empty; name a source")
-        manifest = {"base": self.base.identity(), "seed": self.seed, "seq_len": seq_len, "turn": micro_batch_size}
-        manifest |= config.manifest()
+        config, manifest = self.config.text, self._text_manifest(seq_len=seq_len, turn=micro_batch_size)
         folder = self.folder / "stream" / _digest_json(manifest)
         with exclusive(folder, self._waiting):
             if not check_manifest(folder, manifest, "remove the folder"):
