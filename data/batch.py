@@ -1,8 +1,7 @@
 """What training reads and returns: batches, hidden states, metrics.
 
-``h_t`` is the hidden state of the base after its final norm at
-position t, having read ``x_t``; the base's own head turns it into p(x_{t+1}). Draft position k (1-based)
-predicts ``x_{t+1+k}``.
+``h_t`` is the hidden state of the base after its final norm at position t, having read ``x_t``; the base's own head
+turns it into p(x_{t+1}). Draft position k (1-based) predicts ``x_{t+1+k}``.
 
 Shape legend: B batch, T time, N tree nodes (root included), K drafted positions, V target vocabulary,
 W draft vocabulary, D base width, R rows.
@@ -32,14 +31,10 @@ class TrainBatch:
     """[B, T] bool: this token is trained (may be a target)."""
 
     def draft_targets(self, depth: int) -> tuple[Tensor, Tensor]:
-        """Targets of draft position ``depth`` at every t.
+        """Targets of draft position ``depth`` k at every t; 0 gives the base's own next-token targets.
 
-        Args:
-            depth: k >= 1; 0 gives the base's own next-token targets.
-
-        Returns:
-            targets [B, T] int64: ``x_{t+1+k}`` (0 where there is none), and valid [B, T] bool: the tokens
-            from t to t+1+k lie in one document and ``x_{t+1+k}`` is trained.
+        Targets [B, T] int64: ``x_{t+1+k}`` (0 where there is none), and valid [B, T] bool: the tokens from t to t+1+k
+        lie in one document and ``x_{t+1+k}`` is trained.
         """
         shift = depth + 1
         targets = torch.zeros_like(self.input_ids)

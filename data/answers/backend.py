@@ -32,9 +32,7 @@ class Backend(Protocol):
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
         """Entries of the corpus's manifest that say who answers.
 
-        Args:
-            recorded: the manifest of a corpus that is resumed, else empty. What only a server can tell is taken from
-                it, so that a finished corpus needs no server.
+        ``recorded`` is the manifest of a corpus that is resumed, else empty: a finished corpus needs no server.
         """
         ...
 
@@ -47,11 +45,8 @@ class Backend(Protocol):
     ) -> Iterator[tuple[int, list[Generation]]]:
         """This process's answers as (index, generations) of one shard each; indices differ over all processes.
 
-        Args:
-            prompts: of the whole corpus, the same on every process.
-            done: numbers of the prompts that are answered already.
-            group: the processes that share the rest.
-            on_done: called after every answer. Answers that came before an error are yielded first.
+        ``prompts`` are those of the whole corpus, ``done`` the numbers that are answered already; ``on_done`` is called
+        after every answer. Answers that came before an error are yielded first.
         """
         ...
 

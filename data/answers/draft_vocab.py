@@ -14,13 +14,8 @@ def draft_vocabulary(counts: npt.NDArray[np.integer], size: int, always: Iterabl
     A head that scores W ids instead of V reads W / V of the projection; an id outside it is never drafted, so
     the output stays exact and only acceptance can suffer (see ``coverage``). Ties go to the lower id.
 
-    Args:
-        counts: [V] occurrences of each id, for instance in the base's own answers.
-        size: W >= 1, the ids of ``always`` included.
-        always: ids to keep whatever their count (end of turn, for instance).
-
-    Returns:
-        [W] int64, ascending; fewer than ``size`` when fewer ids were seen.
+    ``counts`` [V]: occurrences of each id, for instance in the base's own answers; ``always``: ids to keep whatever
+    their count, which are part of ``size``. Returns [W] int64, ascending; fewer than ``size`` if fewer were seen.
     """
     vocabulary = len(counts)
     if not 1 <= size <= vocabulary:

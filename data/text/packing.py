@@ -60,13 +60,10 @@ class PackedRow:
 def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path | None = None) -> datasets.Dataset:
     """Lay documents, without empty ones, into rows of ``seq_len`` (T >= 16).
 
-    Args:
-        documents: read lazily.
-        seq_len: T.
-        split: True cuts a document that does not fit into consecutive pieces of at least ``MIN_PIECE`` tokens, each
-            with its own document id and positions from 0; rows are full but for a few tokens. False keeps documents
-            whole and lays each where it fits best; a longer one loses its end, and how many did is logged.
-        folder: rows are written to a file in it and memory-mapped; None keeps them in memory (13 bytes a token).
+    ``split`` cuts a document that does not fit into consecutive pieces of at least ``MIN_PIECE`` tokens, each with its
+    own document id and positions from 0; rows are full but for a few tokens. Otherwise documents stay whole, each laid
+    where it fits best; a longer one loses its end, and how many did is logged. Rows are written to a file in ``folder``
+    and memory-mapped; None keeps them in memory (13 bytes a token).
 
     Returns:
         Columns input_ids, position_ids, document_ids (int32) and loss_mask (bool), each [R, T], and pieces: per
@@ -154,10 +151,8 @@ def text_documents(
 ) -> Iterator[Document]:
     """Texts as documents, every token trained, each closed by the end-of-sequence token.
 
-    Args:
-        tokenizer: its own leading special tokens (a BOS) are kept: the base expects them.
-        texts: read lazily, in batches.
-        max_tokens: stop after exactly this many; the last document may be cut. None: all.
+    The tokenizer's own leading special tokens (a BOS) are kept: the base expects them. ``max_tokens``: stop after
+    exactly this many; the last document may be cut.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-sequence token, so documents cannot be closed; set eos_token")

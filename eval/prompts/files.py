@@ -48,11 +48,10 @@ def read_jsonl(path: Path) -> list[EvalPrompt]:
 def read_dataset(spec: str) -> list[EvalPrompt]:
     """Prompts of a Hugging Face dataset, one a row.
 
-    Args:
-        spec: ``NAME[:SPLIT[:COLUMN]]``. NAME is a hub id (``user/name``, with a configuration ``user/name/config``), a
-            dataset folder or a data file; SPLIT may be a slice such as ``train[:200]`` (by default test, validation or
-            train, the first there is); COLUMN holds what a JSONL line may hold (by default the first there is of
-            ``COLUMNS`` and ``MORE_COLUMNS``). A column "task" or "category" names the tasks, else NAME does.
+    ``spec`` is ``NAME[:SPLIT[:COLUMN]]``. NAME is a hub id (``user/name`` or ``user/name/config``), a dataset folder or
+    a data file; SPLIT may be a slice such as ``train[:200]`` (by default the first there is of test,
+    validation and train); COLUMN holds what a JSONL line may hold (by default the first there is of ``COLUMNS`` and
+    ``MORE_COLUMNS``). A column "task" or "category" names the tasks, else NAME does.
     """
     match = _SPEC.fullmatch(spec)
     if match is None:

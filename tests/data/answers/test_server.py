@@ -119,13 +119,13 @@ def test_slow_answers_are_given_up_and_requested_again(server: Any) -> None:
     ],
 )
 def test_final_errors_end_the_run_at_once_and_lose_nothing(server: Any, fault: str, says: str) -> None:
-    server.fault = lambda number, body: fault if number == 50 else None
+    server.fault = lambda number, body: fault if number == 30 else None
     rows: list[Generation] = []
     with pytest.raises(UserError, match=says):
         for _, shard in backend(server).shards(PROMPTS, frozenset(), RankGroup(), lambda: None):
             rows += shard
     # One went to find out what it understands; those under way beside the refused one may have been dropped.
-    assert 50 - 1 - 16 <= len({row.prompt_number for row in rows}) == len(rows)
+    assert 30 - 1 - 16 <= len({row.prompt_number for row in rows}) == len(rows)
     assert len(server.bodies) < 70, "the rest was requested all the same"
     server.fault = lambda number, body: None
     rows += collect(backend(server), done=frozenset(row.prompt_number for row in rows))
@@ -339,11 +339,17 @@ def test_text_prompts_leave_out_the_token_that_servers_add() -> None:
         ({"tries": 0}, "server.tries must be at least 1, got 0"),
         ({"timeout": 0.0}, "server.timeout must be positive seconds, got 0.0"),
         ({"min_greedy_match_rate": 1.5}, r"server.min_greedy_match_rate must be in \[0, 1\], got 1.5"),
+        ({"temperature": -1.0}, "sampler.temperature must be >= 0 and finite, got -1.0"),
+        ({"temperature": float("nan")}, "sampler.temperature .* got nan"),
+        ({"top_k": -1}, "sampler.top_k must be >= 0, got -1"),
+        ({"top_p": 0.0}, r"sampler.top_p must be in \(0, 1\], got 0.0"),
+        ({"max_new_tokens": 0}, "sampler.max_new_tokens must be >= 1, got 0"),
+        ({"seed": -1}, "sampler.seed must be >= 0, got -1"),
     ],
 )
 def test_limits(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says) as error:
-        ServerConfig(**settings)
+        (SamplerConfig if "sampler" in says else ServerConfig)(**settings)
     assert "sk-1" not in str(error.value)
 
 

@@ -56,12 +56,14 @@ def packages(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         monkeypatch.setattr("drafthead.data.embedded.packages.read_member", lambda package, path: FILES.get(path, b""))
 
 
-def test_mt_bench_is_its_80_first_turns_or_both() -> None:
+def test_mt_bench_is_its_80_first_turns_or_both_and_code_is_human_eval() -> None:
     prompts, both = suites.load_suite("mt_bench"), suites.load_suite("mt_bench_turns")
     assert [p.number for p in prompts] == list(range(80))
     assert prompts[11] == EvalPrompt("roleplay", 11, [{"role": "user", "content": "first\u202811"}])
     assert [p.messages for p in both] == [p.messages for p in prompts]
     assert both[11].later_turns == ("second 11",) and both[11].turns == 2
+    code = suites.load_suite("code")
+    assert len(code) == 164 and "```python\ndef f7():\n```" in code[7].messages[0]["content"]
 
 
 def test_smoke_covers_every_category_and_does_not_move_with_the_seed() -> None:
@@ -77,12 +79,6 @@ def test_builtin_needs_no_package_and_is_not_trained_on(monkeypatch: pytest.Monk
     prompts = suites.load_suite("builtin")
     assert len(prompts) == 6
     assert not {p.messages[0]["content"] for p in prompts} & {*training_sets.prompts("tiny")}
-
-
-def test_code_is_human_eval() -> None:
-    prompts = suites.load_suite("code")
-    assert len(prompts) == 164
-    assert "```python\ndef f7():\n```" in prompts[7].messages[0]["content"]
 
 
 def test_spec_bench_like_has_six_tasks_that_never_move() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,13 +41,11 @@ def test_batched_generation_equals_decoding_each_prompt(tiny_base: TinyBase) -> 
     """Full slots, replaced rows, shared prefixes and shrinking change nothing; features are what reading gives."""
     base = tiny_base()
     generator = torch.Generator().manual_seed(0)
-    prompts = [
-        (n, [1, 2, 3, *torch.randint(5, 250, (3 + 5 * (n % 4),), generator=generator).tolist()]) for n in range(11)
-    ]
+    draws = [torch.randint(5, 250, (3 + 5 * (n % 4),), generator=generator) for n in range(11)]
+    prompts = [(n, [1, 2, 3, *draw.tolist()]) for n, draw in enumerate(draws)]
     sampler = SamplerConfig(max_new_tokens=20)
-    answers = list(
-        generate_answers(base, prompts, sampler, batch_size=3, keep_hidden_states=True, max_prompt_tokens=40)
-    )
+    how: dict[str, Any] = {"batch_size": 3, "keep_hidden_states": True, "max_prompt_tokens": 40}
+    answers = list(generate_answers(base, prompts, sampler, **how))
     assert sorted(a.prompt_number for a in answers) == list(range(11))
     for answer in answers:
         prompt = prompts[answer.prompt_number][1]

@@ -1,6 +1,7 @@
 """GPT-BigCode as a base: other names, learned positions, one key/value head, biases, an MLP without a gate."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -77,13 +78,10 @@ def test_greedy_equals_plain_decoding(name: str, graphs: str, base: BaseModel) -
     d2t = torch.arange(0, 300, 3) if config.draft_vocab_size else None
     head = randomised(config.build(base, d2t), 0.05).eval()
     plain = [decode(base, None, ids, max_new_tokens=14, ignore_eos=True).tokens for ids in PROMPTS]
-    for draft_config in (DraftConfig(tree=TokenTree.chain(3)), DraftConfig(tree=TREE)):
-        alone = [
-            decode(base, head, ids, max_new_tokens=14, draft_config=draft_config, ignore_eos=True) for ids in PROMPTS
-        ]
-        assert [r.tokens for r in alone] == plain
-        together = decode_batch(base, head, PROMPTS, max_new_tokens=14, draft_config=draft_config, ignore_eos=True)
-        assert [r.tokens for r in together] == plain
+    for tree in (TokenTree.chain(3), TREE):
+        how: dict[str, Any] = {"max_new_tokens": 14, "draft_config": DraftConfig(tree=tree), "ignore_eos": True}
+        assert [decode(base, head, ids, **how).tokens for ids in PROMPTS] == plain
+        assert [found.tokens for found in decode_batch(base, head, PROMPTS, **how)] == plain
 
 
 def test_parts_of_the_stack(base: BaseModel) -> None:
@@ -96,10 +94,9 @@ def test_parts_of_the_stack(base: BaseModel) -> None:
     ids = torch.tensor([PROMPTS[2]])
     with torch.inference_mode():
         states = base.model(ids, output_hidden_states=True).hidden_states
-        partial_forward = PartialForward(layers=2, hidden=states[2])
-        hidden = base.verify(
-            ids, TokenTree.chain(ids.shape[1] - 1).shape, base.new_cache(40), partial_forward=partial_forward
-        ).final
+        done = PartialForward(layers=2, hidden=states[2])
+        chain = TokenTree.chain(ids.shape[1] - 1).shape
+        hidden = base.verify(ids, chain, base.new_cache(40), partial_forward=done).final
         torch.testing.assert_close(hidden, states[-1], rtol=1e-4, atol=1e-5)
 
 
