@@ -20,7 +20,6 @@ from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.contract import Drafter
-from drafthead.models.decoding.draft_cache import rewind
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.token_tree import TokenTree, TreeShape
@@ -176,7 +175,7 @@ class _Case:
         return hidden_BND
 
     def _timed(self, work: Callable[[], Tensor]) -> float:
-        rewind(self.cache, self.lengths_B)
+        self.cache.crop(self.lengths_B)
         self.base.synchronise()
         started = perf_counter()
         work()

@@ -27,6 +27,11 @@ class CacheShape:
     dtype: torch.dtype
     device: torch.device
 
+    def zeros(self, rows: int, capacity: int) -> Tensor:
+        """Empty keys, or values: [L, B, H, C, E]."""
+        sizes = self.layers, rows, self.heads, capacity, self.head_dim
+        return torch.zeros(sizes, dtype=self.dtype, device=self.device)
+
 
 class KVCache:
     """One row.
@@ -38,9 +43,7 @@ class KVCache:
     rows = 1
 
     def __init__(self, shape: CacheShape, capacity: int) -> None:
-        self.keys = torch.zeros(
-            shape.layers, 1, shape.heads, capacity, shape.head_dim, dtype=shape.dtype, device=shape.device
-        )
+        self.keys = shape.zeros(1, capacity)
         self.values = torch.zeros_like(self.keys)
         self.length = 0
         self.pending = 0
@@ -98,9 +101,10 @@ class KVCache:
         self.length += kept
         self.pending = 0
 
-    def crop(self, length: int | None = None) -> None:
+    def crop(self, length: int | Tensor | None = None) -> None:
         """Forget what is pending, and everything from position ``length`` on."""
-        self.length = self.length if length is None else length
+        if length is not None:
+            self.length = int(length)
         self.pending = 0
 
     def select(self, rows: list[int]) -> "KVCache":
@@ -114,9 +118,12 @@ class KVCache:
     def resize(self, shape: CacheShape, capacity: int) -> "KVCache":
         """A copy of another capacity."""
         copy = KVCache(shape, capacity)
+        self._copy_into(copy)
+        return copy
+
+    def _copy_into(self, copy: "KVCache") -> None:
         copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
         copy.length, copy.pending = self.length, self.pending
-        return copy
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed positions (transformers' name)."""
@@ -158,9 +165,7 @@ class RaggedCache:
     """
 
     def __init__(self, shape: CacheShape, rows: int, capacity: int) -> None:
-        self.keys = torch.zeros(
-            shape.layers, rows, shape.heads, capacity, shape.head_dim, dtype=shape.dtype, device=shape.device
-        )
+        self.keys = shape.zeros(rows, capacity)
         self.values = torch.zeros_like(self.keys)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=shape.device)
         self.pending = 0
@@ -250,8 +255,9 @@ class RaggedCache:
             buffer[:, rows, :, target] = buffer[:, rows, :, source]  # the right side is a copy
         return self.commit(counts)
 
-    def crop(self) -> None:
-        """Forget what is pending."""
+    def crop(self, lengths: Tensor | None = None) -> None:
+        """Forget what is pending, and all but the first ``lengths`` ([B] int64) positions of each row."""
+        self.lengths = self.lengths if lengths is None else lengths
         self.pending = 0
 
 

@@ -48,7 +48,10 @@ class _Pass:
 
 @dataclass(eq=False)
 class _Memory:
-    """Keys and values ([L, 1, H, S, E]), the committed length ([1] int64), and the passes captured over them."""
+    """Keys and values ([L, 1, H, S, E]), the committed length ([1] int64), and the passes captured over them.
+
+    Also a window of another one: the first positions, which a pass attends over.
+    """
 
     keys: Tensor
     values: Tensor
@@ -59,9 +62,7 @@ class _Memory:
     def of(cls, shape: CacheShape, size: int) -> "_Memory":
         # Inference tensors could not be written outside inference mode.
         with torch.inference_mode(False):
-            keys = torch.zeros(
-                shape.layers, 1, shape.heads, size, shape.head_dim, dtype=shape.dtype, device=shape.device
-            )
+            keys = shape.zeros(1, size)
             return cls(keys, torch.zeros_like(keys), torch.zeros(1, dtype=torch.int64, device=shape.device))
 
     @property
@@ -100,7 +101,7 @@ class StaticModel:
 
     def prepare(self, memory: _Memory, size: int, with_logits: bool, inputs: tuple[Tensor, ...]) -> StaticCall:
         """The pass over the first ``size`` positions of ``memory`` for inputs of these shapes."""
-        window = _Window(memory.keys[:, :, :, :size], memory.values[:, :, :, :size], memory.length)
+        window = _Memory(memory.keys[:, :, :, :size], memory.values[:, :, :, :size], memory.length)
         logits = self._logits if with_logits else None
         return self.backend.capture(partial(_static_pass, self._decoder, logits, window), *inputs)
 
@@ -111,21 +112,10 @@ def _take_back(spare: list[_Memory], memory: _Memory) -> None:
     del spare[:-MAX_SPARE_BUFFERS]
 
 
-@dataclass(frozen=True)
-class _Window:
-    """The positions that a pass attends over."""
-
-    keys: Tensor
-    """[L, 1, H, S, E]."""
-    values: Tensor
-    length: Tensor
-    """[1] int64 committed positions."""
-
-
 class _Writer:
     """The cache that attention modules see during a pass."""
 
-    def __init__(self, window: _Window, places: Tensor) -> None:
+    def __init__(self, window: _Memory, places: Tensor) -> None:
         self._window, self._places = window, places
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -143,7 +133,7 @@ class _Writer:
 def _static_pass(
     decoder: Callable[..., Any],
     logits: Callable[[Tensor], Tensor] | None,
-    window: _Window,
+    window: _Memory,
     tokens: Tensor,
     depths: Tensor,
     ancestors: Tensor,
@@ -265,14 +255,8 @@ class StaticKVCache(KVCache):
     def resize(self, shape: CacheShape, capacity: int) -> "StaticKVCache":
         """A copy of another capacity."""
         copy = self._model.cache(capacity)
-        copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
-        copy.length, copy.pending = self.length, self.pending
+        self._copy_into(copy)
         return copy
-
-    def crop(self, length: int | None = None) -> None:
-        if length is not None:
-            self.length = length
-        self.pending = 0
 
 
 @lru_cache(maxsize=MAX_STATIC_NODES)

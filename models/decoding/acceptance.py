@@ -139,14 +139,15 @@ def speculative(
             if on_host and not live.any():
                 break
             token = tokens[rows, child]
-            q = _candidate_probs(proposal, node, candidate, rows)
+            q = _candidate_probs(proposal, node, candidate, rows, token)
             own = dist[rows, token]
-            q_own = torch.ones_like(own) if q is None else _own_probability(q, rows, token)
+            q_own = torch.ones_like(own) if q is None else q[rows, token]
             accepted = rng.bernoulli(own, q_own * lenience, live)
             moved, chosen = moved | accepted, torch.where(accepted, child, chosen)
             rejected = live & ~accepted
             if not on_host or rejected.any():
-                dist = torch.where(rejected[:, None], _residual(dist, q, token), dist)
+                left = dist.scatter(1, token[:, None], 0.0) if q is None else (dist - q).clamp(min=0)
+                dist = torch.where(rejected[:, None], _residual(left, dist), dist)
         active, node = moved, chosen
         if on_host and not active.any():
             break
@@ -162,44 +163,33 @@ def speculative(
     )
 
 
-@dataclass(frozen=True)
-class _CandidateProbs:
-    """What a candidate was drawn from: per row a distribution, or one token for certain."""
+def _candidate_probs(proposal: Proposal, node: Tensor, candidate: int, rows: Tensor, token: Tensor) -> Tensor | None:
+    """[B, V] what the ``candidate``-th child of each row's node, ``token``, was drawn from; None: all are top-k.
 
-    probabilities: Tensor
-    """[B, V]."""
-    certain: Tensor
-    """[B] bool: a top-k candidate, whatever ``probabilities`` say."""
-
-
-def _candidate_probs(proposal: Proposal, node: Tensor, candidate: int, rows: Tensor) -> _CandidateProbs | None:
-    """What the ``candidate``-th child of each row's node was drawn from; None when all candidates are top-k."""
+    A top-k candidate was drawn for certain.
+    """
     if proposal.probs is None or proposal.prob_index is None:
         return None
     prob_index = proposal.prob_index.expand(len(rows), -1, -1)[rows, node]  # [B, S]
     source = prob_index[:, candidate]
-    probabilities = proposal.probs[rows, source.clamp(min=0)]
+    probs = proposal.probs[rows, source.clamp(min=0)]
     if proposal.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT and candidate:
         children = proposal.shape.children.expand(len(rows), -1, -1)[rows, node]
         for earlier in range(candidate):
             same = (prob_index[:, earlier] == source) & (children[:, earlier] != NO_CHILD)
-            token = proposal.tokens[rows, children[:, earlier]]
-            left = torch.where(same, 0.0, probabilities[rows, token])
-            probabilities = probabilities.scatter(1, token[:, None], left[:, None])
-        probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    return _CandidateProbs(probabilities, source < 0)
+            drawn = proposal.tokens[rows, children[:, earlier]]
+            left = torch.where(same, 0.0, probs[rows, drawn])
+            probs = probs.scatter(1, drawn[:, None], left[:, None])
+        probs = probs / probs.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where((source < 0)[:, None], _one_hot(probs, token), probs)
 
 
-def _own_probability(q: _CandidateProbs, rows: Tensor, token: Tensor) -> Tensor:
-    return torch.where(q.certain, 1.0, q.probabilities[rows, token])
+def _one_hot(like: Tensor, token: Tensor) -> Tensor:
+    return torch.zeros_like(like).scatter_(1, token[:, None], 1.0)
 
 
-def _residual(dist: Tensor, q: _CandidateProbs | None, token: Tensor) -> Tensor:
-    """Normalised positive part of p - q; p itself where that is empty (p equals q up to rounding)."""
-    without = dist.scatter(1, token[:, None], 0.0)
-    left = without
-    if q is not None:
-        left = torch.where(q.certain[:, None], without, (dist - q.probabilities).clamp(min=0))
+def _residual(left: Tensor, dist: Tensor) -> Tensor:
+    """``left``, the positive part of p - q, normalised; ``dist`` where it is empty (p equals q up to rounding)."""
     total = left.sum(-1, keepdim=True)
     return torch.where(total > 0, left / total, dist)
 
@@ -219,7 +209,7 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
     dist = target(node[:, None])[:, 0]
     weight = torch.ones_like(dist[:, 0])
     drafted = _chain_probs(proposal, node, dist)
-    path, probs, bonus = [node], [dist], _after_prefix(dist, weight, drafted)
+    path, probs, bonus = [node], [dist], _residual((dist - drafted).clamp(min=0), dist)
     for level in range(1, min(proposal.shape.depth, len(proposal.shape) - 1) + 1):
         child = children[rows, node]
         exists = child != NO_CHILD
@@ -230,12 +220,13 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
         dist = target(node[:, None])[:, 0]
         drafted = _chain_probs(proposal, node, dist)
         ends = children[rows, node] == NO_CHILD
-        rest = (weight[:, None] * dist - drafted).clamp(min=0).sum(-1)
+        left = (weight[:, None] * dist - drafted).clamp(min=0)
+        rest = left.sum(-1)
         kept = rng.bernoulli(
             torch.where(ends, weight, rest), torch.where(ends, torch.ones_like(weight), rest + 1 - weight), exists
         )
         accepted = torch.where(kept, level, accepted)
-        bonus = torch.where(kept[:, None], _after_prefix(dist, weight, drafted), bonus)
+        bonus = torch.where(kept[:, None], _residual(left, dist), bonus)
         path.append(torch.where(exists, node, 0))
         probs.append(dist)
     within = torch.arange(len(path), device=tokens.device) <= accepted[:, None]
@@ -251,17 +242,10 @@ def _chain_probs(proposal: Proposal, node: Tensor, dist: Tensor) -> Tensor:
     """[B, V] what the only child of each row's node was drawn from, like ``dist``; zeros where the chain ends."""
     rows = torch.arange(len(node), device=node.device)
     child = proposal.shape.children.expand(len(node), -1, -1)[rows, node, 0]
-    one_hot = torch.zeros_like(dist).scatter_(1, proposal.tokens[rows, child][:, None], 1.0)
-    found = _candidate_probs(proposal, node, 0, rows)
-    drawn = one_hot if found is None else torch.where(found.certain[:, None], one_hot, found.probabilities)
+    token = proposal.tokens[rows, child]
+    drawn = _candidate_probs(proposal, node, 0, rows, token)
+    drawn = _one_hot(dist, token) if drawn is None else drawn
     return torch.where((child == NO_CHILD)[:, None], 0.0, drawn)
-
-
-def _after_prefix(dist: Tensor, weight: Tensor, drafted: Tensor) -> Tensor:
-    """What follows a kept prefix: the normalised positive part of weight * p - q, or p where that is empty."""
-    left = (weight[:, None] * dist - drafted).clamp(min=0)
-    total = left.sum(-1, keepdim=True)
-    return torch.where(total > 0, left / total, dist)
 
 
 def typical(

@@ -1,6 +1,6 @@
-"""The key/value cache of a draft model: reuses the longest prefix that matches the committed tokens.
+"""The key/value caches of drafters; a draft model's reuses the longest prefix that matches the committed tokens.
 
-A drafter's state is the committed tokens alone. Keys and values of what the model has read of them, drafts of earlier
+A draft model's state is the committed tokens alone. Keys and values of what it has read of them, drafts of earlier
 steps included, are kept here and shared by successive states. Drafting first finds how far the cache agrees with the
 tokens committed since, keeps that much and reads the rest in one pass. So accepted drafts are not read twice, and an
 old state drafts what it always did.
@@ -9,13 +9,15 @@ Shape legend: B rows, T tokens, F frontier nodes, P pending nodes, W vocabulary.
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
 from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
 from drafthead.models.token_tree import TokenTree, TreeShape
 
@@ -68,9 +70,9 @@ def common_prefix(left: TokenBuffer, right: TokenBuffer) -> Tensor:
 
 
 ROW_BY_ROW = 32
-"""Unread tokens from which every row is read by itself: the masks of a padded pass would cost more."""
+"""Unread positions from which every row is read by itself: the masks of a padded pass would cost more."""
 INITIAL_CAPACITY = 256
-"""Positions to begin with, after a prompt; doubled when they run out."""
+"""Positions to begin with, after what is read first; doubled when they run out."""
 
 
 @dataclass(frozen=True)
@@ -102,118 +104,141 @@ class PendingNodes:
         return TreeShape(parents=depths, depths=depths, ancestors=self.ancestors, children=none, depth=0)
 
 
-class DraftCache:
-    """Keys and values of one model for rows of a batch, and their tokens."""
+Pass = Callable[[Tensor, KVCache | RaggedCache, Tensor | None, PendingNodes | None], Tensor]
+"""Runs a model or a layer over inputs [B, F, ...] with a cache -> [B, F, D]. Without nodes the inputs are a chain, of
+which the first counts ([B]; None: all) are committed; otherwise they are the last F nodes and stay pending."""
+
+
+class NodeCache:
+    """Keys and values of a model or a layer for rows of a batch: of their text, and of the nodes being drafted."""
+
+    def __init__(self, run: Pass, shape: CacheShape, new_row: Callable[[int], KVCache]) -> None:
+        """``new_row`` makes the cache of a single row, given its capacity."""
+        self._run, self._shape, self._new_row = run, shape, new_row
+        self._cache: KVCache | RaggedCache | None = None
+        self._nodes = PendingNodes.none(0, shape.device)
+        self._width = 0  # nodes of the last pending level
+
+    @property
+    def cache(self) -> KVCache | RaggedCache:
+        """The cache, once something is read."""
+        assert self._cache is not None
+        return self._cache
+
+    def select(self, rows: list[int]) -> Self:
+        """These rows only, in memory of their own; itself where there is one row."""
+        if isinstance(self._cache, KVCache):
+            return self
+        chosen = copy(self)
+        if self._cache is not None:
+            chosen._cache = self._cache.select(rows)
+            chosen._drop_nodes(len(rows))
+        return chosen
+
+    @torch.inference_mode()
+    def extend(self, inputs: Tensor, parents: Tensor) -> Tensor:
+        """Read one more level of nodes, [B, F, ...] -> [B, F, D]; ``parents`` [B, F] are places a level before."""
+        (rows, new), pending = inputs.shape[:2], self._nodes.ancestors.shape[1]
+        above = parents + (pending - self._width) if pending else None
+        self._nodes, self._width = self._nodes.extend(rows, new, above), new
+        return self._run(inputs, self.cache, None, self._nodes)
+
+    def _reserve(self, rows: int, needed: int) -> None:
+        """Make or enlarge the cache to hold ``needed`` positions."""
+        if self._cache is None:
+            capacity = needed + INITIAL_CAPACITY
+            self._cache = self._new_row(capacity) if rows == 1 else RaggedCache(self._shape, rows, capacity)
+            self._drop_nodes(rows)
+        elif needed > self._cache.capacity:
+            self._cache = self._cache.resize(self._shape, max(needed + INITIAL_CAPACITY, 2 * self._cache.capacity))
+
+    def _read_chain(self, inputs: Tensor, start: Tensor, counts: Tensor) -> Tensor:
+        """Inputs [B, T, ...], of which ``counts`` count, after the ``start`` read positions; [B, D] after the last."""
+        cache = self.cache
+        if not isinstance(cache, RaggedCache) or inputs.shape[1] <= ROW_BY_ROW:
+            return last_valid(self._run(inputs, cache, counts, None), counts)
+        last = []
+        for row, (length, count) in enumerate(zip(start.tolist(), counts.tolist(), strict=True)):
+            unread = inputs[row : row + 1, : max(1, count)]  # a row may have nothing to read yet
+            last.append(self._run(unread, cache.slot(row, length), None, None)[:, -1])
+        cache.crop(start + counts)
+        return torch.cat(last)
+
+    def _drop_nodes(self, rows: int) -> None:
+        self.cache.crop()
+        self._nodes, self._width = PendingNodes.none(rows, self._shape.device), 0
+
+
+class DraftCache(NodeCache):
+    """Keys and values of a causal LM, and the tokens that they are of."""
 
     def __init__(self, model: BaseModel) -> None:
-        self.model = model
-        self._cache: KVCache | RaggedCache | None = None
-        self._read = TokenBuffer.none(0)
-        self._nodes = torch.zeros(0, 0, dtype=torch.int64)  # [B, P] tokens of pending nodes
-        self._pending_nodes = PendingNodes.none(0, torch.device("cpu"))
+        def run(
+            tokens: Tensor, cache: KVCache | RaggedCache, counts: Tensor | None, nodes: PendingNodes | None
+        ) -> Tensor:
+            if nodes is None:
+                return model.forward(tokens, cache, counts).final
+            return model.verify(tokens, nodes.shape(), cache).final
 
-    def select(self, rows: list[int]) -> "DraftCache":
-        """A copy with these rows only."""
-        if isinstance(self._cache, KVCache):
-            return self  # there is one row
-        chosen = DraftCache(self.model)
-        if self._cache is not None:
-            self._drop_nodes()
-            chosen._cache = self._cache.select(rows)
+        super().__init__(run, model.cache_shape, model.new_cache)
+        self._read = TokenBuffer.none(0)
+        self._tokens = torch.zeros(0, 0, dtype=torch.int64)  # [B, P] of pending nodes
+
+    def select(self, rows: list[int]) -> Self:
+        chosen = super().select(rows)
+        if isinstance(self._cache, RaggedCache):
             chosen._read = self._read.select(rows)
-            chosen._drop_nodes()
         return chosen
 
     @torch.inference_mode()
     def prefill(self, text: TokenBuffer, room: int = 0) -> Tensor:
         """Bring the cache to ``text``, with room for so many nodes after it; [B, D] after every row's last token."""
-        self._reserve(text, room)
-        cache = self._cache
-        assert cache is not None
+        if self._cache is None:
+            self._read = TokenBuffer(tokens=text.tokens[:, :0], lengths=torch.zeros_like(text.lengths))
+        # A padded pass writes past the shorter rows too, but never past twice the unread tokens.
+        self._reserve(len(text.lengths), text.longest + room + ROW_BY_ROW)
         self._agree(text)
-        counts = text.lengths - self._read.lengths
-        start, longest = self._read.lengths, int(counts.max())
-        if isinstance(cache, RaggedCache) and longest > ROW_BY_ROW:
-            hidden = []
-            for row, (length, count) in enumerate(zip(start.tolist(), counts.tolist(), strict=True)):
-                lent = cache.slot(row, length)
-                unread = text.tokens[row : row + 1, length : length + count]
-                hidden.append(self.model.forward(unread, lent).final[:, -1])
-            last = torch.cat(hidden)
-            rewind(cache, text.lengths)
-        else:
-            places = start[:, None] + torch.arange(longest, device=start.device)
-            unread = text.tokens.gather(1, places.clamp(max=text.longest - 1))
-            last = last_valid(self.model.forward(unread, cache, counts).final, counts)
+        start, counts = self._read.lengths, text.lengths - self._read.lengths
+        places = start[:, None] + torch.arange(int(counts.max()), device=start.device)
         self._read = text
-        return last
+        return self._read_chain(text.tokens.gather(1, places.clamp(max=text.longest - 1)), start, counts)
 
     @torch.inference_mode()
-    def extend(self, tokens: Tensor, above: Tensor | None) -> Tensor:
-        """Read one more level of nodes ([B, F] int64) after what is read; hidden states [B, F, D].
-
-        ``above``: [B, F] int64 pending node above each; None: they follow the text.
-        """
-        cache = self._cache
-        assert cache is not None
-        rows, new = tokens.shape
-        if new == 1 and self._nodes.shape[1] == 0:
+    def extend(self, inputs: Tensor, parents: Tensor) -> Tensor:
+        if inputs.shape[1] == 1 and self._tokens.shape[1] == 0:
             # A chain so far: the next text either continues it or `_agree` removes it.
-            hidden = self.model.forward(tokens, cache).final
-            self._read = self._read.append(tokens)
-            return hidden
-        self._nodes = torch.cat([self._nodes, tokens], 1)
-        self._pending_nodes = self._pending_nodes.extend(rows, new, above)
-        return self.model.verify(tokens, self._pending_nodes.shape(), cache).final
-
-    def _reserve(self, text: TokenBuffer, room: int) -> None:
-        """Make or resize a cache to hold the text and one step's nodes."""
-        rows = len(text.lengths)
-        # A padded pass writes past the shorter rows too, but never past twice the unread tokens.
-        needed = text.longest + room + ROW_BY_ROW
-        if self._cache is not None and needed <= self._cache.capacity:
-            return
-        if self._cache is not None:
-            capacity = max(needed + INITIAL_CAPACITY, 2 * self._cache.capacity)
-            self._cache = self._cache.resize(self.model.cache_shape, capacity)
-        else:
-            capacity = needed + INITIAL_CAPACITY
-            self._cache = self.model.new_cache(capacity) if rows == 1 else self.model.new_slots(rows, capacity)
-            self._read = TokenBuffer(tokens=text.tokens[:, :0], lengths=torch.zeros_like(text.lengths))
-        self._drop_nodes()
+            self._read = self._read.append(inputs)
+            return self._run(inputs, self.cache, None, None)
+        self._tokens = torch.cat([self._tokens, inputs], 1)
+        return super().extend(inputs, parents)
 
     def _agree(self, text: TokenBuffer) -> None:
         """Drop what the text contradicts, and commit of the pending nodes the path that it follows.
 
         The text's last token is always left to read, since drafting needs the hidden state after it.
         """
-        cache = self._cache
-        assert cache is not None
         rows = len(text.lengths)
         agreed = torch.minimum(common_prefix(self._read, text), text.lengths - 1)
-        pending, ancestors = self._nodes.shape[1], self._pending_nodes.ancestors
-        if pending and bool((agreed == self._read.lengths).all()):
+        ancestors = self._nodes.ancestors
+        if self._tokens.shape[1] and bool((agreed == self._read.lengths).all()):
             places = self._read.lengths[:, None] + ancestors.sum(-1) - 1
-            follows = self._nodes == text.tokens.gather(1, places.clamp(max=text.longest - 1))
+            follows = self._tokens == text.tokens.gather(1, places.clamp(max=text.longest - 1))
             follows &= places < text.lengths[:, None] - 1
             depth = torch.where((ancestors & ~follows[:, None]).any(-1), 0, ancestors.sum(-1))
             counts, node = depth.max(1)
             path = ancestors[torch.arange(rows, device=node.device), node]
             order = (~path).sort(dim=1, stable=True).indices[:, : max(1, int(counts.max()))]
             # The rows beyond their own count repeat a kept entry's place, which nothing reads.
-            cache.commit_path(order, counts)
-            self._read = self._read.append(self._nodes.gather(1, order), counts)
+            self.cache.commit_path(order, counts)
+            self._read = self._read.append(self._tokens.gather(1, order), counts)
         else:
-            rewind(cache, agreed)
+            self.cache.crop(agreed)
             self._read = TokenBuffer(tokens=self._read.tokens[:, : int(agreed.max())], lengths=agreed)
-        self._drop_nodes()
+        self._drop_nodes(rows)
 
-    def _drop_nodes(self) -> None:
-        if self._cache is not None:
-            self._cache.crop()
-        rows, device = len(self._read.lengths), self._read.lengths.device
-        self._nodes = torch.zeros(rows, 0, dtype=torch.int64, device=device)
-        self._pending_nodes = PendingNodes.none(rows, device)
+    def _drop_nodes(self, rows: int) -> None:
+        super()._drop_nodes(rows)
+        self._tokens = torch.zeros(rows, 0, dtype=torch.int64, device=self._shape.device)
 
 
 @dataclass
@@ -242,28 +267,11 @@ class CachedDraftPass:
         self._cache, self._logits = cache, logits
         tree = draft_config.tree
         self._hidden = cache.prefill(text, len(tree) if isinstance(tree, TokenTree) else tree.width * tree.depth)
-        self._first: int | None = None  # pending node where the frontier before starts; None: it is in the text
-        self._pending = 0
 
     def root(self) -> Tensor:
         """As ``DraftPass.root``: [B, 1, W]."""
         return self._logits(self._hidden[:, None])
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """As ``DraftPass.grow``: [B, F] int64 each -> [B, F, W]."""
-        above = None if self._first is None else parents + self._first
-        in_text = tokens.shape[1] == 1 and self._pending == 0
-        hidden = self._cache.extend(tokens, above)
-        if not in_text:
-            self._first = self._pending
-            self._pending += tokens.shape[1]
-        return self._logits(hidden)
-
-
-def rewind(cache: KVCache | RaggedCache, lengths: Tensor) -> None:
-    """Forget all but the first ``lengths`` ([B] int64) positions of each row, and what is pending."""
-    if isinstance(cache, KVCache):
-        cache.crop(int(lengths))
-    else:
-        cache.crop()
-        cache.lengths = lengths
+        """As ``DraftPass.step``: [B, F] int64 each -> [B, F, W]."""
+        return self._logits(self._cache.extend(tokens, parents))

@@ -10,7 +10,7 @@ Shape legend: B rows, F frontier nodes, W draft vocabulary, V target vocabulary,
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,8 +30,6 @@ def draw_candidates(probs: Tensor, count: int, kind: DraftSampling, rng: RandomS
     With replacement they are independent (SpecInfer, 2305.09781); without, a drawn token is removed and the rest
     renormalised (Sequoia, 2402.12374). Verification must know which.
     """
-    if kind is DraftSampling.TOP_K:
-        raise ValueError("top-k candidates are ranked, not drawn")
     if kind is DraftSampling.WITH_REPLACEMENT:
         rows, parents, _ = probs.shape
         repeated = probs[:, :, None].expand(-1, -1, count, -1).flatten(1, 2)
@@ -203,17 +201,12 @@ def root_only(last_token: Tensor) -> Proposal:
     return Proposal(tokens=last_token[:, None], shape=shape, draft_sampling=DraftSampling.TOP_K)
 
 
-class Frontier(NamedTuple):
-    """The nodes that are expanded next."""
-
-    tokens: Tensor
-    """[B, F] target ids."""
-    parents: Tensor
-    """[B, F] each one's parent as its place in the frontier before."""
+Frontier = tuple[Tensor, Tensor]
+"""Nodes that are expanded next: their target ids [B, F], and their parents' places in the frontier before [B, F]."""
 
 
 def _logits_after(draft_pass: DraftPass, frontier: Frontier | None) -> Tensor:
-    return draft_pass.root() if frontier is None else draft_pass.step(frontier.tokens, frontier.parents)
+    return draft_pass.root() if frontier is None else draft_pass.step(*frontier)
 
 
 def grow_ranked(
@@ -247,7 +240,7 @@ def grow_ranked(
             expandable = (expandable[:, level.parents] & (confidence >= confidence_threshold))[:, level.inner]
             if not expandable.any():
                 break
-        frontier = Frontier(drafted[:, level.inner], level.above.expand(rows, -1))
+        frontier = drafted[:, level.inner], level.above.expand(rows, -1)
     if confidence_threshold == 0:
         return Proposal(tokens=tokens, shape=tree.shape_on(device), draft_sampling=DraftSampling.TOP_K)
     return active_nodes(tree.truncate(depth), tokens, active)
@@ -287,7 +280,7 @@ def grow_sampled(
         count += width
         # Always, also where draft ids are the target's own: to find that out would wait for the device.
         probs.append(dist.new_zeros(rows, width, vocabulary).index_copy_(2, d2t, dist))
-        frontier = Frontier(chosen[:, level.inner].clamp(min=0), level.above.expand(rows, -1))
+        frontier = chosen[:, level.inner].clamp(min=0), level.above.expand(rows, -1)
         parents_of_level = level.nodes[level.inner]
     shape = tree.shape_on(device)
     if draft_config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT:
@@ -325,7 +318,7 @@ def grow_dynamic(draft_pass: DraftPass, last_token: Tensor, tree: DynamicTree, d
         tokens.append(d2t[candidates].expand(values.shape).flatten(1))
         parents.append(frontier_node.repeat_interleave(width, 1))
         frontier_score, best = scores[-1].topk(min(tree.width, scores[-1].shape[1]), dim=1)
-        frontier = Frontier(tokens[-1].gather(1, best), best // width)
+        frontier = tokens[-1].gather(1, best), best // width
         frontier_node = count + best
         count += scores[-1].shape[1]
     best = torch.cat(scores, 1).topk(min(tree.nodes - 1, count - 1), dim=1).indices

@@ -19,7 +19,6 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.acceptance import AcceptanceRule, greedy
 from drafthead.models.decoding.contract import Acceptance, DraftConfig, Drafter, DraftSampling, Proposal
-from drafthead.models.decoding.draft_cache import rewind
 from drafthead.models.decoding.growth import EarlyExit, root_only
 from drafthead.models.decoding.random_source import DRAFT, VERIFY, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Sampler
@@ -257,7 +256,7 @@ class DecodeState:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot; later ones are void."""
-        rewind(self.cache, snapshot.lengths)
+        self.cache.crop(snapshot.lengths)
         self.state, self.last_token = snapshot.state, snapshot.last_token
         self._context = None if snapshot.context is None else snapshot.context.clone()
         self._context_lengths = snapshot.context_lengths

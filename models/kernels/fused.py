@@ -7,7 +7,6 @@ too.
 
 Shape legend: B batch, T time, D width, H query heads, G key/value heads, E head width.
 """
-# Stock weights of decoder layers, read back from the fused and prepacked modules that a base may run with.
 
 from typing import Any
 

@@ -4,7 +4,6 @@ Decoding and verifying multiply 1 to 64 rows by every weight of the base, so the
 weights. ``F.linear`` picks a general GEMM there and pays about 1.7 times that from two rows on; oneDNN with
 weights reordered once into its blocked layout does not (``benchmarks/decode.py`` measures both).
 """
-# Modules that keep their weights a second time in a form that drafts fast.
 
 import ctypes
 import mmap

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.draft_cache import ROW_BY_ROW
+from drafthead.models.decoding.draft_cache import INITIAL_CAPACITY, ROW_BY_ROW
 from drafthead.models.heads.common.attention_layer import HeadAttention
-from drafthead.models.heads.common.layer_cache import INITIAL_CAPACITY, LayerKVCache, PendingInputs
+from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
 
 TinyBase = Callable[..., BaseModel]
 STEPS = {
@@ -29,7 +29,9 @@ class Reader:
         self.attention = HeadAttention(base).requires_grad_(False)
         self.inputs = torch.randn(rows, time, 32, generator=torch.Generator().manual_seed(1))
         shape = self.attention.cache_shape(torch.float32, torch.device("cpu"))
-        self.cache = LayerKVCache(self.attention.inference(), shape)
+        self.calls: list[int] = []
+        layer = self.attention.inference()
+        self.cache = LayerKVCache(lambda x, *rest: (self.calls.append(x.shape[1]), layer(x, *rest))[1], shape)  # type: ignore[func-returns-value]
         self.text = PendingInputs.none(self.cache, rows, self.inputs)
         self.done = torch.zeros(rows, dtype=torch.int64)
 
@@ -159,12 +161,9 @@ def test_some_rows_go_on(tiny_base: TinyBase, rows: list[int]) -> None:
 def test_a_prompt_is_read_when_it_comes(tiny_base: TinyBase) -> None:
     """It belongs to the prefill, and not to the first step; what is appended later is read when drafting needs it."""
     reader = Reader(tiny_base(), 1, 8)
-    calls = []
-    layer = reader.cache.layer
-    reader.cache.layer = lambda x, *rest: (calls.append(x.shape[1]), layer(x, *rest))[1]  # type: ignore[func-returns-value]
     reader.append([4])
-    assert calls == [4]
+    assert reader.calls == [4]
     reader.append([2])
-    assert calls == [4]
+    assert reader.calls == [4]
     reader.cache.prefill(reader.text)
-    assert calls == [4, 2]
+    assert reader.calls == [4, 2]
