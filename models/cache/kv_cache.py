@@ -40,8 +40,6 @@ class KVCache:
     ``crop`` drops all of it, and both only move the accepted entries.
     """
 
-    rows = 1
-
     def __init__(self, shape: CacheShape, capacity: int) -> None:
         self.keys = shape.zeros(1, capacity)
         self.values = torch.zeros_like(self.keys)

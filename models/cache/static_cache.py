@@ -140,13 +140,7 @@ def _static_pass(
 ) -> Outputs:
     """Read a tree after the committed positions: hidden states [1, N, D], and logits [1, N, V] if requested.
 
-    Args:
-        decoder: embedding, layers and final norm.
-        logits: the output head.
-        window: where the states go and what is attended to.
-        tokens: [1, N] int64.
-        depths: [1, N] int64.
-        ancestors: [1, N, N] bool.
+    ``tokens`` and ``depths`` are [1, N] int64, ``ancestors`` [1, N, N] bool; ``logits`` is the output head.
     """
     nodes, size = tokens.shape[1], window.keys.shape[3]
     offset = torch.arange(size, device=tokens.device) - window.length  # [S], from the root's position
@@ -198,11 +192,7 @@ class StaticKVCache(KVCache):
         return self.pending == 0 and self._bound > 0 and nodes <= MAX_STATIC_NODES
 
     def run(self, tokens: Tensor, shape: TreeShape, with_logits: bool = False) -> Outputs:
-        """Read a tree ([1, N] int64), whose states are pending then; N must fit.
-
-        Returns:
-            Hidden states [1, N, D], and if requested logits [1, N, V].
-        """
+        """Read a tree ([1, N] int64; N must fit), which is pending then: hidden states [1, N, D], and logits."""
         nodes = tokens.shape[1]
         key = (nodes, self._window(nodes), with_logits)
         self.pending = nodes

@@ -77,11 +77,7 @@ def greedy(proposal: Proposal, target_BN: Tensor) -> Acceptance:
 
     Exact for any draft sampling, since the committed tokens are the target's whatever was drafted: a node is
     accepted iff all nodes from the root to it equal the target's argmax at their parents; distinct children make
-    that path unique, and among equal ones the first is taken.
-
-    Args:
-        proposal: the drafted trees.
-        target_BN: [B, N] int64, the target's argmax after every node.
+    that path unique, and among equal ones the first is taken. ``target_BN`` is the target's argmax after every node.
     """
     shape = proposal.shape
     parents = shape.parents.expand(target_BN.shape)
@@ -94,8 +90,7 @@ def greedy(proposal: Proposal, target_BN: Tensor) -> Acceptance:
 def _longest(proposal: Proposal, passes: Tensor, score: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The deepest node all of whose ancestors (itself included) pass; among equal ones the highest score, the first.
 
-    Returns:
-        nodes [B, 1 + depth] along its path padded with 0, its depth [B], the node [B].
+    Nodes [B, 1 + depth] along its path padded with 0, its depth [B], the node [B].
     """
     shape = proposal.shape
     rows, count = passes.shape

@@ -9,7 +9,7 @@ Shape legend: B rows, F frontier nodes, W draft vocabulary, V target vocabulary,
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +64,7 @@ class TreeLevel:
 @lru_cache(maxsize=512)
 def tree_levels(tree: TokenTree, device: torch.device, sampled: bool) -> tuple[TreeLevel, ...]:
     """The levels of ``tree``; for samples, ranks count a node's earlier siblings instead of naming candidates."""
+    tensor = partial(torch.tensor, dtype=torch.int64, device=device)
     levels = []
     frontier = [0]
     for depth in range(1, tree.depth + 1):
@@ -74,10 +75,6 @@ def tree_levels(tree: TokenTree, device: torch.device, sampled: bool) -> tuple[T
         else:
             ranks = [tree.ranks[n] for n in nodes]
         inner = [place for place, n in enumerate(nodes) if n in tree.parents]
-
-        def tensor(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
         levels.append(
             TreeLevel(
                 nodes=tensor(nodes),

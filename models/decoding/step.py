@@ -7,6 +7,7 @@ Shape legend: B rows, T tokens, N tree nodes, V vocabulary, D width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from time import perf_counter
 from typing import Any
 
@@ -97,8 +98,13 @@ class DecodeState:
             self._context = torch.zeros(rows, capacity, dtype=torch.int64, device=base.device)
 
     def share_prefix(self, prompts: Sequence[list[int]]) -> None:
-        """Read the tokens that all ``prompts`` begin with (a system prompt) once, to be copied into every row."""
-        if ids := _common_prefix(prompts):
+        """Read the tokens that all ``prompts`` begin with (a system prompt) once, to be copied into every row.
+
+        At least one token of every prompt stays outside.
+        """
+        if len(prompts) < 2:
+            return
+        if ids := list(commonprefix(prompts)[: min(map(len, prompts)) - 1]):
             cache = self.base.new_cache(len(ids))
             hidden = self.base.forward(torch.tensor([ids], device=self.base.device), cache).final
             self._prefix = ids, cache, hidden
@@ -110,16 +116,13 @@ class DecodeState:
         first: Tensor | None = None,
         rows: list[int] | None = None,
     ) -> list[Tensor]:
-        """Prefill rows one by one and set the first answer token of each.
+        """Prefill rows one by one and set the first answer token of each; returns the prompts' hidden states, [T, D].
 
         Args:
             prompts: token ids.
             rng: samples the first tokens.
             first: [B] int64 the first tokens, where they are known already.
             rows: which to fill, whatever they held; by default all. A drafter's rows cannot be replaced.
-
-        Returns:
-            The final hidden states of each prompt, [T, D].
         """
         assert rows is None or self.drafter is None
         rows = list(range(len(prompts))) if rows is None else rows
@@ -145,10 +148,8 @@ class DecodeState:
             lent.crop(0)
         if self._prefix is not None and ids[: len(self._prefix[0])] == self._prefix[0]:
             start, shared = len(self._prefix[0]), self._prefix[1]
-            lent.keys[:, :, :, :start], lent.values[:, :, :, :start] = (
-                shared.keys[..., :start, :],
-                shared.values[..., :start, :],
-            )
+            for own, others in ((lent.keys, shared.keys), (lent.values, shared.values)):
+                own[:, :, :, :start] = others[:, :, :, :start]
             lent.length = start
         read = self.base.forward(torch.tensor([ids[start:]], device=self.base.device), lent, spec=self.spec)
         if isinstance(self.cache, RaggedCache):
@@ -168,13 +169,9 @@ class DecodeState:
     def step(
         self, seeds: list[int], positions: list[int], depth: int | None = None, room: list[int] | None = None
     ) -> StepOutput:
-        """Draft, verify and commit.
+        """Draft at most ``depth`` levels, verify, and commit at most ``room`` tokens of each row.
 
-        Args:
-            seeds: of the rows.
-            positions: tokens before the step, in every row: with the seed they decide the random numbers.
-            depth: draft at most so many levels.
-            room: commit at most so many tokens of a row.
+        ``positions`` are the tokens before the step in every row: with the seed they decide the random numbers.
         """
         config = self.config
         started = perf_counter()
@@ -233,11 +230,9 @@ class DecodeState:
         return counts
 
     def advance(self, tokens: Tensor, counts: Tensor) -> None:
-        """Read tokens ([B, T]) that were committed elsewhere: ``last_token`` and all but the last one of each row.
+        """Read tokens that were committed elsewhere: ``last_token`` and all but the last one of each row.
 
-        Args:
-            tokens: [B, T] int64 continuing the row after ``last_token``.
-            counts: [B] int64, how many of them count, at least 1.
+        ``tokens`` [B, T] int64 continue the rows after ``last_token``; of each the first ``counts``, at least 1, count.
         """
         path = torch.cat([self.last_token[:, None], tokens[:, :-1]], 1)
         self._update_drafter(path, self.base.forward(path, self.cache, counts, self.spec), counts)
@@ -273,9 +268,7 @@ class DecodeState:
         """Write committed tokens of ``rows`` (default all) into the context that a repetition penalty reads."""
         if self._context is None:
             return
-        index = torch.arange(len(self._context_lengths), device=tokens.device)[
-            rows if rows is not None else slice(None)
-        ]
+        index = torch.tensor(range(len(self._context_lengths)) if rows is None else rows, device=tokens.device)
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
         # Past a row's count its own last token is repeated, which changes nothing.
         kept = tokens.gather(1, torch.minimum(offsets.expand_as(tokens), counts[:, None] - 1))
@@ -296,18 +289,6 @@ class DecodeState:
         self.last_token = self.last_token[rows]
         self._context = None if self._context is None else self._context[rows]
         self._context_lengths = self._context_lengths[rows]
-
-
-def _common_prefix(prompts: Sequence[list[int]]) -> list[int]:
-    """What all prompts begin with; at least one token of every prompt stays outside it."""
-    if len(prompts) < 2:
-        return []
-    low, high = min(prompts), max(prompts)
-    limit = min(len(ids) for ids in prompts) - 1
-    length = 0
-    while length < limit and low[length] == high[length]:
-        length += 1
-    return low[:length]
 
 
 class TargetProbs:

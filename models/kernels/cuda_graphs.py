@@ -39,11 +39,7 @@ class GraphBackend:
         return StaticCall(self, function, inputs)
 
     def try_record(self, run: Callable[[], Outputs]) -> "tuple[Callable[[], None], Outputs] | None":
-        """Capture ``run``, or warn once and give up on graphs for good.
-
-        Returns:
-            What replays it, and the outputs that a replay writes; None after a failure.
-        """
+        """Capture ``run``: what replays it, and the outputs that a replay writes; after a failure warn and give up."""
         try:
             return self._record(run)
         except Exception as error:  # of many kinds: a host read, an operation that cannot be captured, out of memory
@@ -89,11 +85,6 @@ class StaticCall:
             kept.copy_(given)
         self._calls = 0
         self._recording: tuple[Callable[[], None], Outputs] | None = None
-
-    @property
-    def captured(self) -> bool:
-        """Whether calls replay a graph."""
-        return self._recording is not None
 
     def __call__(self, *inputs: Tensor | None) -> Outputs:
         """The function's outputs, which are the caller's to keep; None leaves an input as it was."""

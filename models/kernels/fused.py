@@ -160,10 +160,7 @@ def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None) -> int:
     """Replace stock attention, MLP and norm modules below ``module`` by fused ones, in place.
 
     What has no equivalent here is left for ``prepack_linears``. The original weights are released. ``dtype``: of the
-    fused modules' weights; by default as they are.
-
-    Returns:
-        How many ``nn.Linear`` the fused modules have taken the place of.
+    fused modules' weights; by default as they are. Returns how many ``nn.Linear`` they have taken the place of.
     """
     replaced = 0
     for name, child in list(module.named_children()):
@@ -177,12 +174,9 @@ def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None) -> int:
 
 
 def fresh_copy(layer: nn.Module, config: Any, layer_idx: int) -> nn.Module:
-    """A stock decoder layer with the weights of ``layer``, float32 and trainable.
+    """A stock decoder layer with the weights of ``layer`` (of a base, fused or not), float32 and trainable.
 
-    Args:
-        layer: of a base, fused or not.
-        config: of the base.
-        layer_idx: its place in the new stack, by which caches know it.
+    ``layer_idx`` is its place in the new stack, by which caches know it.
     """
     device = next((p.device for p in layer.parameters()), torch.device("cpu"))  # packed layers are the CPU's
     with torch.device(device):

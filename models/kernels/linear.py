@@ -117,12 +117,9 @@ class PlainLinear(nn.Module):
 
 
 def inference_linear(weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-    """A layer with this weight, packed for few rows where that is possible. No gradient reaches the weight.
+    """A layer with this weight ([out, in]), packed for few rows where that is possible; it gets no gradient.
 
-    Args:
-        weight: [out, in].
-        bias: [out].
-        dtype: to compute in; by default the weight's own.
+    ``dtype``: to compute in; by default the weight's own.
     """
     dtype = dtype or weight.dtype
     if can_prepack(weight) and (dtype == torch.float32 or _packs_bfloat16()):
@@ -143,9 +140,8 @@ def joined_linear(linears: list[nn.Linear], dtype: torch.dtype | None = None) ->
 def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None) -> int:
     """Replace every ``nn.Linear`` below ``module`` by its prepacked form, in place; returns how many.
 
-    ``dtype``: to compute in; by default float32, as the weights are.
-
-    The original weights are released unless something else holds them (a tied embedding does).
+    ``dtype``: to compute in; by default float32, as the weights are. The original weights are released unless something
+    else holds them (a tied embedding does).
     """
     replaced = 0
     for name, child in list(module.named_children()):

@@ -209,8 +209,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 
 
 def test_command_fails_with_a_biased_rule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(verify, "_residual", lambda dist, q, token: dist)
-    run(monkeypatch, "only=block")  # has a residual of its own
+    monkeypatch.setattr(verify, "_residual", lambda left, dist: dist)
     with pytest.raises(SystemExit) as stopped:
         run(monkeypatch, "only=<3>")
     assert stopped.value.code == 1 and "FAILED" in capsys.readouterr().out

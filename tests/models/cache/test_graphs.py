@@ -4,8 +4,7 @@ On a CPU the very function that a CUDA graph captures runs eagerly; ``FakeBacken
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,17 +31,7 @@ from drafthead.models.kernels import attention
 from drafthead.models.kernels.cuda_graphs import GraphBackend, StaticCalls
 from drafthead.models.token_tree import TokenTree
 
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 300,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,
-}
+TinyBase = MakeBase = Callable[..., BaseModel]
 TREE = TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 OTHER = TokenTree.from_paths([(0,), (0, 0), (0, 1), (0, 2), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)])  # as many nodes
 SMALL = TokenTree.from_paths([(0,), (1,), (1, 0)])
@@ -50,21 +39,18 @@ TREES = [TREE, OTHER, TREE, TokenTree.chain(0), SMALL, OTHER, TREE]
 PROMPT = [7, 3, 250, 11, 42, 5, 100, 9]
 
 
-def make(graphs: str, kind: str = "llama", device: str = "cpu", **settings: Any) -> BaseModel:
-    config = BaseConfig(
-        random=True,
-        shape={"model_type": kind, **SHAPE, **({"sliding_window": None} if kind == "mistral" else {})},
-        tokenizer="builtin:tiny",
-        dtype="float32",
-        graphs=graphs,
-        **settings,
-    )
-    return BaseModel.load(config, device)
+@pytest.fixture
+def make(tiny_base: TinyBase) -> MakeBase:
+    """Bases of the same weights, whose passes have the shapes at hand or fixed ones."""
+
+    def load(graphs: str, kind: str = "llama", device: str = "cpu", prepack: bool = True) -> BaseModel:
+        return BaseModel.load(replace(tiny_base(kind).config, graphs=graphs, prepack=prepack), device)
+
+    return load
 
 
-@pytest.fixture(scope="module")
-def bases() -> tuple[BaseModel, BaseModel]:
-    """The same weights, with passes of the shapes at hand and of fixed ones."""
+@pytest.fixture
+def bases(make: MakeBase) -> tuple[BaseModel, BaseModel]:
     return make("never"), make("always")
 
 
@@ -76,7 +62,7 @@ def medusa(base: BaseModel) -> MedusaHead:
     return head.eval()
 
 
-def test_settings(bases: tuple[BaseModel, BaseModel]) -> None:
+def test_settings(make: MakeBase, bases: tuple[BaseModel, BaseModel]) -> None:
     with pytest.raises(ValueError, match="base.graphs must be one of .*'never'.*, got 'off'"):
         BaseConfig(name="x", graphs="off")
     plain, static = bases
@@ -93,7 +79,7 @@ def test_windows() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
 @pytest.mark.parametrize("prepack", [True, False], ids=["fused", "stock"])
-def test_passes_equal_those_of_the_shapes_at_hand(kind: str, prepack: bool) -> None:
+def test_passes_equal_those_of_the_shapes_at_hand(make: MakeBase, kind: str, prepack: bool) -> None:
     """Trees that switch, paths that are kept, dropped nodes and single tokens; across the edge of a window."""
     plain, static = make("never", kind, prepack=prepack), make("always", kind, prepack=prepack)
     caches = plain.new_cache(600), static.new_cache(600)
@@ -118,7 +104,7 @@ def test_passes_equal_those_of_the_shapes_at_hand(kind: str, prepack: bool) -> N
         else:
             node = len(tree) - 1 - step % 2 if len(tree) > 1 else 0
             path = tree.ancestors[node].nonzero()[:, 0]
-            padded = torch.cat([path, torch.zeros(2, dtype=torch.int64)])[None]  # as verdicts pad
+            padded = torch.cat([path, torch.zeros(2, dtype=torch.int64)])[None]  # as verification pads
             for cache in caches:
                 cache.commit_path(padded, torch.tensor([len(path)]))
         some = tokens(3)
@@ -161,15 +147,6 @@ def test_same_tokens(bases: tuple[BaseModel, BaseModel], name: str, sampler: Sam
     assert answers[0] == answers[1] == answers[2] == answers[3]
 
 
-def test_a_text_outgrows_its_window(bases: tuple[BaseModel, BaseModel]) -> None:
-    prompt = [(7 * n) % 300 for n in range(MIN_WINDOW - 12)]
-    answers = []
-    for base in bases:
-        head = medusa(base)
-        answers += [decode(base, d, prompt, max_new_tokens=40, ignore_eos=True).tokens for d in (None, head)]
-    assert answers[0] == answers[1] == answers[2] == answers[3]
-
-
 class _Watch(TorchDispatchMode):
     """Refuses what would wait for a device: reading a value, or a shape that depends on one."""
 
@@ -204,9 +181,9 @@ def test_a_step_never_waits_for_the_device(bases: tuple[BaseModel, BaseModel]) -
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_pass_stays_on_its_device(kind: str, dtype: torch.dtype) -> None:
+def test_a_pass_stays_on_its_device(tiny_base: TinyBase, kind: str, dtype: torch.dtype) -> None:
     """On tensors without values: reading one, or mixing in a tensor of the CPU, is an error, as in a capture."""
-    settings = BaseConfig(random=True, shape={"model_type": kind, **SHAPE, "sliding_window": None})
+    settings = tiny_base(kind).config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             settings.transformers_config(), dtype=dtype, attn_implementation=attention.register()
@@ -238,7 +215,7 @@ def test_the_bound_is_looked_up_only_when_it_matters(bases: tuple[BaseModel, Bas
         base.verify(ids, TREE.shape, cache)
 
 
-def test_memory_is_lent_to_one_cache_after_the_other() -> None:
+def test_memory_is_lent_to_one_cache_after_the_other(make: MakeBase) -> None:
     base = make("always")
     first, second = base.new_cache(40), base.new_cache(40)
     assert first._memory is not second._memory
@@ -256,7 +233,7 @@ def test_memory_is_lent_to_one_cache_after_the_other() -> None:
     assert base.new_cache(30)._memory is memory, "the smallest that fits"
 
 
-def test_few_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_shapes_are_kept(make: MakeBase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static_cache, "MAX_CAPTURED_PASSES", 2)
     base = make("always")
     cache = base.new_cache(40)
@@ -265,15 +242,6 @@ def test_few_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         base.verify(torch.ones(1, nodes, dtype=torch.int64), TokenTree.chain(nodes - 1).shape, cache)
         cache.crop()
     assert [key[0] for key in cache._memory.passes] == [2, 3]
-
-
-def test_views_have_passes_of_their_own() -> None:
-    base = make("always")
-    cache = base.new_cache(40)
-    exit_model = early_exit(base, 1).model
-    assert exit_model._static is None
-    view = exit_model.new_cache(40)
-    assert view._model is not cache._model and view.keys.shape[0] == 1
 
 
 def test_a_cache_with_more_room_stays_static(bases: tuple[BaseModel, BaseModel]) -> None:
@@ -312,23 +280,21 @@ class FakeBackend(GraphBackend):
         return replay, outputs
 
 
-@contextmanager
-def replaying(base: BaseModel, head: MedusaHead | None = None) -> Iterator[FakeBackend]:
+def replaying(base: BaseModel, head: MedusaHead) -> FakeBackend:
+    """Make them replay instead of running eagerly."""
     backend = FakeBackend()
     base.new_cache(8)
     assert base._static is not None
-    base._static.backend = backend
-    if head is not None:
-        head._static._backend = backend
-    yield backend
+    base._static.backend = head._static._backend = backend
+    return backend
 
 
-def test_replays_give_the_same_tokens(bases: tuple[BaseModel, BaseModel]) -> None:
+def test_replays_give_the_same_tokens(make: MakeBase, bases: tuple[BaseModel, BaseModel]) -> None:
     base, wanted = make("always"), decode(bases[0], None, PROMPT, max_new_tokens=24, ignore_eos=True).tokens
     head = medusa(base)
-    with replaying(base, head) as backend:
-        for drafter in (None, head, None, head):
-            assert decode(base, drafter, PROMPT, max_new_tokens=24, ignore_eos=True).tokens == wanted
+    backend = replaying(base, head)
+    for drafter in (None, head, None, head):
+        assert decode(base, drafter, PROMPT, max_new_tokens=24, ignore_eos=True).tokens == wanted
     assert backend.replays > 60
 
 
@@ -337,26 +303,27 @@ def test_outputs_are_the_callers_to_keep() -> None:
     call = backend.capture(lambda x: (x + 1,), torch.zeros(2))
     eager, first, second = (call(torch.full((2,), value))[0] for value in (1.0, 2.0, 3.0))
     assert (eager.tolist(), first.tolist(), second.tolist()) == ([2.0, 2.0], [3.0, 3.0], [4.0, 4.0])
-    assert call.captured and backend.replays == 2
+    assert backend.replays == 2
     assert call(None)[0].tolist() == [4.0, 4.0], "an input that is not given stays"
 
 
-def test_a_failed_capture_warns_once_and_stays_eager(bases: tuple[BaseModel, BaseModel]) -> None:
+def test_a_failed_capture_warns_once_and_stays_eager(make: MakeBase, bases: tuple[BaseModel, BaseModel]) -> None:
     base, wanted = make("always"), decode(bases[0], None, PROMPT, max_new_tokens=24, ignore_eos=True).tokens
     head = medusa(base)
-    with replaying(base, head) as backend, warnings.catch_warnings(record=True) as caught:
+    backend = replaying(base, head)
+
+    def fail(run: object) -> Any:
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    backend._record = fail  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-
-        def fail(run: object) -> Any:
-            raise RuntimeError("operation not permitted\nwhen stream is capturing")
-
-        backend._record = fail  # type: ignore[method-assign]
         for drafter in (None, head):
             assert decode(base, drafter, PROMPT, max_new_tokens=24, ignore_eos=True).tokens == wanted
     assert [str(w.message) for w in caught] == ["CUDA graphs are off for this model: operation not permitted"]
 
 
-def test_a_moved_head_forgets_its_graphs() -> None:
+def test_a_moved_head_forgets_its_graphs(make: MakeBase) -> None:
     base = make("always")
     head = medusa(base)
     assert isinstance(head._static, StaticCalls)
@@ -369,7 +336,7 @@ def test_a_moved_head_forgets_its_graphs() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma"])
-def test_cuda_graphs_give_the_tokens_of_eager_passes(kind: str) -> None:
+def test_cuda_graphs_give_the_tokens_of_eager_passes(make: MakeBase, kind: str) -> None:
     plain, static = make("never", kind, "cuda"), make("auto", kind, "cuda")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -377,12 +344,9 @@ def test_cuda_graphs_give_the_tokens_of_eager_passes(kind: str) -> None:
         for base in (plain, static):
             for name in ("plain", "medusa", "dynamic", "early exit", "draft model"):
                 drafter, draft_config = drafters(base)[name]
-                for _ in range(2):
-                    result = decode(
-                        base, drafter, PROMPT, max_new_tokens=300, draft_config=draft_config, ignore_eos=True
-                    )
-                    answers.append(result.tokens)
+                settings = {"max_new_tokens": 300, "draft_config": draft_config, "ignore_eos": True}
+                answers += [decode(base, drafter, PROMPT, **settings).tokens for _ in range(2)]
     assert all(answer == answers[0] for answer in answers)
     assert static._static is not None and static._static.backend.enabled
     memory = static.new_cache(8)._memory
-    assert memory.passes and any(found.call.captured for found in memory.passes.values())
+    assert memory.passes and any(found.call._recording for found in memory.passes.values())

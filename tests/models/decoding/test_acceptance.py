@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,13 +21,12 @@ from drafthead.models.decoding.contract import Acceptance, DraftConfig, DraftSam
 from drafthead.models.decoding.random_source import VERIFY, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
-from support import lookup, token_trees
+from support import lookup
 
 V = 5
 DET, IID, DISTINCT = DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT
 RAW = Sampler(temperature=1.0)
 SEEDS = st.integers(0, 2**31)
-RULES: dict[str, Callable[..., Acceptance]] = {"exact": speculative, "block": block, "typical": typical}
 
 
 class Dice:
@@ -137,7 +136,7 @@ def by_hand(proposal: Proposal, target: Tensor, uniforms: list[float], row: int)
             return path, p
 
 
-@given(st.integers(0, 10_000), st.integers(2, 9), st.sampled_from([DET, IID, DISTINCT]))
+@given(st.integers(0, 10_000), st.integers(1, 9), st.sampled_from([DET, IID, DISTINCT]))
 @settings(max_examples=80, deadline=None)
 def test_the_walk_is_that_of_plain_python(seed: int, nodes: int, draft_sampling: DraftSampling) -> None:
     rows = 16
@@ -177,17 +176,6 @@ def test_greedy_is_the_longest_path_of_argmaxes(seed: int, nodes: int) -> None:
         assert int(acceptance.bonus[row]) == int(choices[row, longest[-1]])
 
 
-def test_greedy_takes_one_shape_for_all_rows() -> None:
-    tree = TokenTree.expansion([2, 1])  # nodes 1, 2 under the root, 3 under 1, 4 under 2
-    tokens = torch.tensor([[0, 1, 2, 3, 4], [0, 2, 1, 4, 3]])
-    acceptance = greedy(
-        Proposal(tokens=tokens, shape=tree.shape, draft_sampling=DET),
-        torch.tensor([[1, 3, 0, 2, 0], [1, 0, 3, 0, 4]]),
-    )
-    assert acceptance.nodes.tolist() == [[0, 1, 3], [0, 2, 4]]
-    assert acceptance.accepted.tolist() == [2, 2] and acceptance.bonus.tolist() == [2, 4]
-
-
 def typical_by_hand(
     proposal: Proposal, target: Tensor, row: int, epsilon: float, delta: float
 ) -> tuple[list[int], list]:
@@ -222,110 +210,52 @@ def test_typical_acceptance_is_that_of_plain_python(seed: int, nodes: int, numbe
         torch.testing.assert_close(rng.bonus[row], torch.tensor(bonus, dtype=torch.float64))
 
 
-def test_typical_takes_the_likeliest_of_equally_long_paths() -> None:
-    dist = torch.tensor([0.2, 0.3, 0.4, 0.1, 0.0], dtype=torch.float64).expand(1, 3, -1)
-    for tokens in ([0, 1, 2], [0, 2, 1]):
-        proposal = Proposal(tokens=torch.tensor([tokens]), shape=TokenTree.expansion([2]).shape, draft_sampling=DET)
-        rng = PerRowRng([0], [0], VERIFY, torch.device("cpu"))
-        acceptance = typical(proposal, lookup(dist), rng)
-        assert acceptance.nodes.tolist() == [[0, tokens.index(2)]]
-
-
-def loose_proposal(shape: TreeShape, rows: int, draft_sampling: DraftSampling, generator: torch.Generator) -> Proposal:
-    """Tokens and probs that need not fit: a rule has to treat every row as if it were alone all the same."""
-    tokens = torch.randint(0, V, (rows, len(shape)), generator=generator)
-    if draft_sampling is DET:
-        return Proposal(tokens=tokens, shape=shape, draft_sampling=draft_sampling)
-    prob_index = torch.randint(-1, 3, shape.children.shape, generator=generator)
-    probs = random_probs(rows, 3, generator)
-    return Proposal(tokens=tokens, shape=shape, draft_sampling=draft_sampling, probs=probs, prob_index=prob_index)
-
-
-def row_of(proposal: Proposal, row: int, tree: TokenTree) -> Proposal:
-    """One row without its padding."""
-    shape, nodes = tree.shape, len(tree)
-    prob_index = proposal.prob_index
-    return Proposal(
-        tokens=proposal.tokens[row : row + 1, :nodes],
-        shape=shape,
-        draft_sampling=proposal.draft_sampling,
-        probs=None if proposal.probs is None else proposal.probs[row : row + 1],
-        prob_index=None if prob_index is None else prob_index[row : row + 1, :nodes, : shape.children.shape[2]],
-    )
-
-
 @settings(max_examples=120, deadline=None)
-@given(data=st.data(), rule=st.sampled_from(["greedy", *RULES]), seed=SEEDS)
-def test_rows_with_different_trees_are_judged_as_if_alone(data: st.DataObject, rule: str, seed: int) -> None:
-    chains = st.integers(0, 4).map(TokenTree.chain)
-    several = data.draw(st.lists(chains if rule == "block" else token_trees(8), min_size=2, max_size=4))
-    draft_sampling = data.draw(st.sampled_from(list(DraftSampling)))
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=4), st.sampled_from(list(DraftSampling)), SEEDS)
+def test_block_judges_every_chain_as_if_alone(depths: list[int], draft_sampling: DraftSampling, seed: int) -> None:
+    """Tokens and probs need not fit for that. The probs are the target's after the accepted nodes."""
     generator = torch.Generator().manual_seed(seed)
-    width = max(map(len, several))
-    parents = torch.tensor([[*tree.parents, *[-1] * (width - len(tree))] for tree in several])
-    proposal = loose_proposal(TreeShape.from_parents(parents), len(several), draft_sampling, generator)
-    probs = random_probs(len(several), width, generator).float()
-    seeds = list(range(len(several)))
+    rows, width = len(depths), max(depths) + 1
+    inside = torch.arange(width) <= torch.tensor(depths)[:, None]
+    shape = TreeShape.from_parents(torch.where(inside, torch.arange(-1, width - 1), -1))
+    tokens = torch.randint(V, (rows, width), generator=generator)
+    sampled = draft_sampling is not DET
+    probs = random_probs(rows, 3, generator) if sampled else None
+    prob_index = torch.randint(-1, 3, shape.children.shape, generator=generator) if sampled else None
+    target = random_probs(rows, width, generator)
 
-    def judged(drafted: Proposal, dist: Tensor, row_seeds: list[int]) -> Acceptance:
-        if rule == "greedy":
-            return greedy(drafted, dist.argmax(-1))
-        rng = PerRowRng(row_seeds, [0] * len(row_seeds), VERIFY, torch.device("cpu"))
-        return RULES[rule](drafted, lookup(dist), rng)
+    def judged(first: int, last: int, nodes: int, shape: TreeShape) -> Acceptance:
+        proposal = Proposal(
+            tokens=tokens[first:last, :nodes],
+            shape=shape,
+            draft_sampling=draft_sampling,
+            probs=None if probs is None else probs[first:last],
+            prob_index=None if prob_index is None else prob_index[first:last, :nodes],
+        )
+        rng = PerRowRng(list(range(first, last)), [0] * (last - first), VERIFY, torch.device("cpu"))
+        return block(proposal, lookup(target[first:last, :nodes]), rng, return_probs=True)
 
-    together = judged(proposal, probs, seeds)
-    for row, tree in enumerate(several):
-        alone = judged(row_of(proposal, row, tree), probs[row : row + 1, : len(tree)], seeds[row : row + 1])
+    together = judged(0, rows, width, shape)
+    for row, depth in enumerate(depths):
+        alone = judged(row, row + 1, depth + 1, TokenTree.chain(depth).shape)
         assert together.accepted[row] == alone.accepted[0] and together.bonus[row] == alone.bonus[0]
         count = int(alone.accepted[0]) + 1
         assert together.nodes[row, :count].tolist() == alone.nodes[0, :count].tolist()
         assert not together.nodes[row, count:].any()
+    kept = torch.arange(together.nodes.shape[1]) <= together.accepted[:, None]
+    assert together.probs is not None
+    torch.testing.assert_close(together.probs, torch.where(kept[..., None], lookup(target)(together.nodes), 0.0))
 
 
-@settings(max_examples=40, deadline=None)
-@given(token_trees(8), st.sampled_from(["exact", "block"]), st.sampled_from([IID, DISTINCT]), SEEDS)
-def test_probs_are_those_after_the_accepted_nodes(
-    tree: TokenTree, rule: str, draft_sampling: DraftSampling, seed: int
-) -> None:
-    tree = TokenTree.chain(tree.depth) if rule == "block" else tree
-    generator = torch.Generator().manual_seed(seed)
-    proposal = loose_proposal(tree.shape, 3, draft_sampling, generator)
-    probs = random_probs(3, len(tree), generator)
-    rng = PerRowRng([seed, 1, 2], [0] * 3, VERIFY, torch.device("cpu"))
-    acceptance = AcceptanceRule(name=rule).verify(proposal, lookup(probs), rng, return_probs=True)
-    assert acceptance.probs is not None and acceptance.probs.shape == (3, acceptance.nodes.shape[1], V)
-    kept = torch.arange(acceptance.nodes.shape[1]) <= acceptance.accepted[:, None]
-    torch.testing.assert_close(acceptance.probs, torch.where(kept[..., None], lookup(probs)(acceptance.nodes), 0.0))
-
-
-def chain(tokens: Tensor, probs: Tensor | None) -> Proposal:
-    """[B, K] drafts of one chain, [B, K, V] probs."""
-    shape = TokenTree.chain(tokens.shape[1]).shape
-    root = tokens.new_zeros(len(tokens), 1)
-    prob_index = (
-        None if probs is None else torch.arange(tokens.shape[1] + 1)[None, :, None].clamp(max=probs.shape[1] - 1)
-    )
+def one_draft(probs: Tensor | None) -> Proposal:
+    """Token 0 drafted after token 0, sampled from ``probs`` [1, 1, V] or top-k."""
     return Proposal(
-        tokens=torch.cat([root, tokens], 1),
-        shape=shape,
+        tokens=torch.zeros(1, 2, dtype=torch.int64),
+        shape=TokenTree.chain(1).shape,
         draft_sampling=DET if probs is None else IID,
         probs=probs,
-        prob_index=prob_index,
+        prob_index=None if probs is None else torch.zeros(1, 2, 1, dtype=torch.int64),
     )
-
-
-@pytest.mark.parametrize("rule", [speculative, block])
-@given(st.integers(0, 10_000))
-@settings(max_examples=40, deadline=None)
-def test_a_chain_of_one_is_accepted_with_the_overlap(rule: Callable[..., Acceptance], seed: int) -> None:
-    """Leviathan's beta: sum over tokens of q(x) min(1, p(x) / q(x)) = sum of min(p, q)."""
-    chance = torch.Generator().manual_seed(seed)
-    p, q = random_probs(1, 2, chance), random_probs(1, 1, chance)
-    every = torch.arange(V)[:, None]
-    rng = Dice([0.5] * 8)
-    rule(chain(every, q.expand(V, -1, -1)), lookup(p.expand(V, -1, -1)), rng)
-    accepted = (q[0, 0] * rng.chances[0]).sum()
-    torch.testing.assert_close(accepted, torch.minimum(p[0, 0], q[0, 0]).sum())
 
 
 @pytest.mark.parametrize("rule", [speculative, block])
@@ -338,7 +268,7 @@ def test_an_empty_residual_falls_back_to_the_target(rule: Callable[..., Acceptan
 
     dist = random_probs(1, 1, torch.Generator().manual_seed(0))
     rng = Never([])
-    rule(chain(torch.tensor([[0]]), dist), lookup(dist.expand(1, 2, -1)), rng)
+    rule(one_draft(dist), lookup(dist.expand(1, 2, -1)), rng)
     torch.testing.assert_close(rng.bonus, dist[0])
 
 
@@ -348,7 +278,7 @@ def test_the_smallest_number_accepts_no_impossible_token(rule: Callable[..., Acc
     p = torch.tensor([[[0.0, 0.5, 0.5, 0.0, 0.0]]]).double().expand(1, 2, -1)
     q = torch.tensor([[[0.9, 0.1, 0.0, 0.0, 0.0]]]).double() if sampled else None
     rng = Dice([0.0] * 4)
-    acceptance = rule(chain(torch.tensor([[0]]), q), lookup(p), rng)
+    acceptance = rule(one_draft(q), lookup(p), rng)
     assert acceptance.accepted.tolist() == [0] and rng.bonus[0, 0] == 0
 
 
@@ -357,20 +287,8 @@ def test_lenience_accepts_more() -> None:
     q = torch.tensor([[[0.8, 0.2, 0.0, 0.0, 0.0]]]).double()
     for lenience, chance in ((1.0, 0.25), (0.5, 0.5), (0.1, 1.0)):
         rng = Dice([0.5] * 4)
-        speculative(chain(torch.tensor([[0]]), q), lookup(p), rng, lenience=lenience)
+        speculative(one_draft(q), lookup(p), rng, lenience=lenience)
         torch.testing.assert_close(rng.chances[0], torch.tensor([chance], dtype=torch.float64))
-
-
-@pytest.mark.parametrize("name", ["exact", "block", "typical", "lenient"])
-def test_nothing_drafted(name: str) -> None:
-    """The root alone: the bonus comes from the target's distribution."""
-    dist = random_probs(2, 1, torch.Generator().manual_seed(1), sparse=False)
-    proposal = Proposal(tokens=torch.zeros(2, 1, dtype=torch.int64), shape=TokenTree.chain(0).shape, draft_sampling=DET)
-    rng = Dice([])
-    acceptance = AcceptanceRule(name=name).verify(proposal, lookup(dist), rng)
-    assert acceptance.nodes.tolist() == [[0], [0]] and acceptance.accepted.tolist() == [0, 0]
-    if name != "typical":
-        torch.testing.assert_close(rng.bonus, dist[:, 0])
 
 
 def masses(
@@ -388,23 +306,16 @@ def mean_accepted(found: CommittedProbs) -> float:
 
 
 @settings(max_examples=15, deadline=None)
-@given(
-    depth=st.integers(1, 3),
-    draft_sampling=st.sampled_from([IID, DET]),
-    seed=SEEDS,
-)
+@given(depth=st.integers(1, 3), draft_sampling=st.sampled_from([IID, DET]), seed=SEEDS)
+@example(depth=3, draft_sampling=IID, seed=1)
 def test_block_accepts_at_least_as_much_as_token_by_token(depth: int, draft_sampling: DraftSampling, seed: int) -> None:
     tree = TokenTree.chain(depth)
     one, many = (
         mean_accepted(masses(tree, AcceptanceRule(name=n), draft_sampling, seed)[0]) for n in ("exact", "block")
     )
     assert many >= one - 1e-12
-
-
-def test_block_accepts_more_where_a_chain_allows_it() -> None:
-    tree, kind = TokenTree.chain(3), IID
-    one, many = (mean_accepted(masses(tree, AcceptanceRule(name=n), kind, 1)[0]) for n in ("exact", "block"))
-    assert many > one + 0.01
+    if (depth, draft_sampling, seed) == (3, IID, 1):
+        assert many > one + 0.01
 
 
 @settings(max_examples=10, deadline=None)
@@ -425,8 +336,8 @@ def test_lenience_1_is_the_exact_rule() -> None:
 
 
 def test_which_rules_are_lossless() -> None:
-    kept = {name: AcceptanceRule(name=name, lenience=0.9).lossless for name in ("exact", "block", "typical", "lenient")}
-    assert kept == {"exact": True, "block": True, "typical": False, "lenient": False}
+    names = "exact", "block", "typical", "lenient"
+    assert [AcceptanceRule(name=name, lenience=0.9).lossless for name in names] == [True, True, False, False]
 
 
 def test_block_refuses_what_branches() -> None:

@@ -52,8 +52,3 @@ def test_candidates_beyond_the_support_are_missing() -> None:
     assert sorted(found[0].tolist()) == [MISSING, MISSING, 0, 2, 3] and found[0, 3:].tolist() == [MISSING] * 2
     assert found[1].tolist() == [2, *[MISSING] * 4]
     assert sorted(found[2].tolist()) == [MISSING, 0, 1, 2, 3]
-
-
-def test_top_k_candidates_are_not_drawn() -> None:
-    with pytest.raises(ValueError, match="top-k candidates are ranked, not drawn"):
-        drawn(PROBS[None, None], 1, DraftSampling.TOP_K)

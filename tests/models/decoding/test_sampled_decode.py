@@ -1,4 +1,4 @@
-"""Sampled speculative decoding of a real small model: its law, and that a seed decides the text."""
+"""Sampled speculative decoding of a real small model: its distribution, and that a seed decides the text."""
 
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -41,7 +41,7 @@ def dist(prompt: tuple[int, ...], sampler: Sampler) -> dict[tuple[int, ...], flo
 
 @cache
 def fitted_head() -> MedusaHead:
-    """A head that is often right behind the prompts, but does not know their laws."""
+    """A head that is often right after the prompts, but does not know their distributions."""
     head = MedusaConfig(num_draft_tokens=2).build(small_base()).eval()
     with torch.no_grad():
         for prompt, k in product(PROMPTS, range(2)):
@@ -55,32 +55,31 @@ def fitted_head() -> MedusaHead:
     return head
 
 
-def rule_of(kind: str) -> AcceptanceRule:
-    return AcceptanceRule(name="block" if kind == "block" else "exact")
+def answers(
+    kind: str, rows: list[int], seeds: list[int], length: int = LENGTH, sampler: Sampler = SAMPLER
+) -> list[DecodeResult]:
+    """One answer to the prompt of every row, in one batch."""
+    return decode_batch(
+        small_base(),
+        fitted_head(),
+        [PROMPTS[row] for row in rows],
+        max_new_tokens=length,
+        draft_config=KINDS[kind],
+        sampler=sampler,
+        rule=AcceptanceRule(name="block" if kind == "block" else "exact"),
+        seeds=seeds,
+        ignore_eos=True,
+    )
 
 
-def answers(kind: str, seeds: list[int], batch: int) -> list[DecodeResult]:
-    """One answer per seed to the first prompt, or to all prompts in turn in a batch of several."""
-    found: list[DecodeResult] = []
-    for start in range(0, len(seeds), batch):
-        found += decode_batch(
-            small_base(),
-            fitted_head(),
-            [PROMPTS[n % len(PROMPTS)] for n in range(batch)],
-            max_new_tokens=LENGTH,
-            draft_config=KINDS[kind],
-            sampler=SAMPLER,
-            rule=rule_of(kind),
-            seeds=seeds[start : start + batch],
-            ignore_eos=True,
-        )
-    return found
+def texts(kind: str, rows: list[int], seeds: list[int], sampler: Sampler) -> list[list[int]]:
+    return [result.tokens for result in answers(kind, rows, seeds, 16, sampler)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_law_in_a_batch_of_four(kind: str) -> None:
-    """Rows of different prompts and lengths, each with the law of plain sampling."""
-    results = answers(kind, list(range(560)), 4)
+def test_distribution_in_a_batch_of_four(kind: str) -> None:
+    """Rows of different prompts and lengths, each with the distribution of plain sampling."""
+    results = [r for n in range(0, 560, 4) for r in answers(kind, [0, 1, 2, 3], list(range(n, n + 4)))]
     steps = [step for result in results for step in result.steps]
     accepted = sum(step.accepted for step in steps)
     assert 0.2 * len(steps) < accepted < 0.85 * len(steps), "drafts must be accepted and rejected"
@@ -89,12 +88,12 @@ def test_law_in_a_batch_of_four(kind: str) -> None:
         assert p_value_of_answers(counts, dist(tuple(prompt), SAMPLER)) > ONE_IN, prompt
 
 
-def test_law_of_a_single_row() -> None:
-    counts = Counter(tuple(result.tokens) for result in answers("without replacement", list(range(160)), 1))
+def test_distribution_of_a_single_row() -> None:
+    counts = Counter(tuple(answers("without replacement", [0], [seed])[0].tokens) for seed in range(160))
     assert p_value_of_answers(counts, dist(tuple(PROMPTS[0]), SAMPLER)) > ONE_IN
 
 
-def test_law_of_a_union_whose_first_tree_gives_way() -> None:
+def test_distribution_of_a_union_whose_first_tree_gives_way() -> None:
     """Two drafters that sample, and room for less than both trees."""
     draft_config = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     trees = [TokenTree.expansion([2, 2]), TokenTree.chain(2)]
@@ -116,7 +115,7 @@ def test_law_of_a_union_whose_first_tree_gives_way() -> None:
     assert p_value_of_answers(counts, dist(tuple(PROMPTS[0]), SAMPLER)) > ONE_IN
 
 
-def test_the_tests_would_see_another_law() -> None:
+def test_the_tests_would_see_another_distribution() -> None:
     """As many plain samples, at another temperature."""
     other = dist(tuple(PROMPTS[0]), Sampler(temperature=0.6, top_k=3))
     generator = torch.Generator().manual_seed(0)
@@ -127,27 +126,12 @@ def test_the_tests_would_see_another_law() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seed_decides_the_text_whatever_the_batch(kind: str) -> None:
-    seeds = [11, 2**40, -3, 7]
-
-    def texts(rows: list[int], row_seeds: list[int]) -> list[list[int]]:
-        results = decode_batch(
-            small_base(),
-            fitted_head(),
-            [PROMPTS[row] for row in rows],
-            max_new_tokens=16,
-            draft_config=KINDS[kind],
-            sampler=Sampler(temperature=1.0, top_p=0.95),
-            rule=rule_of(kind),
-            seeds=row_seeds,
-            ignore_eos=True,
-        )
-        return [result.tokens for result in results]
-
-    together = texts([0, 1, 2, 3], seeds)
-    assert together == texts([0, 1, 2, 3], seeds)
-    assert together == [texts([row], [seeds[row]])[0] for row in range(4)]
-    assert together[::-1] == texts([3, 2, 1, 0], seeds[::-1])
-    others = texts([0, 0, 0, 0], seeds)
+    seeds, sampler = [11, 2**40, -3, 7], Sampler(temperature=1.0, top_p=0.95)
+    together = texts(kind, [0, 1, 2, 3], seeds, sampler)
+    assert together == texts(kind, [0, 1, 2, 3], seeds, sampler)
+    assert together == [texts(kind, [row], [seeds[row]], sampler)[0] for row in range(4)]
+    assert together[::-1] == texts(kind, [3, 2, 1, 0], seeds[::-1], sampler)
+    others = texts(kind, [0, 0, 0, 0], seeds, sampler)
     assert len({tuple(text) for text in others}) == 4, "seeds that differ"
 
 
@@ -188,19 +172,5 @@ def test_greedy_with_a_repetition_penalty_equals_generate(penalty: float, drafte
 
 def test_rows_of_a_batch_have_their_own_penalties() -> None:
     """Prompts of different lengths: what a row repeats is its own affair."""
-    sampler, draft_config = Sampler(temperature=0.9, repetition_penalty=1.5), KINDS["without replacement"]
-
-    def texts(rows: list[int]) -> list[list[int]]:
-        results = decode_batch(
-            small_base(),
-            fitted_head(),
-            [PROMPTS[row] for row in rows],
-            max_new_tokens=16,
-            draft_config=draft_config,
-            sampler=sampler,
-            seeds=rows,
-            ignore_eos=True,
-        )
-        return [result.tokens for result in results]
-
-    assert texts([0, 1, 2, 3]) == [texts([row])[0] for row in range(4)]
+    rows, kind, sampler = [0, 1, 2, 3], "without replacement", Sampler(temperature=0.9, repetition_penalty=1.5)
+    assert texts(kind, rows, rows, sampler) == [texts(kind, [row], [row], sampler)[0] for row in rows]

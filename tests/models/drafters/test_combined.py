@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig, DraftSampling, Proposal
-from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.decoding.loop import decode
 from drafthead.models.drafters.combined import CombinedDrafter, combine, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
@@ -132,37 +132,11 @@ def test_a_small_union_gives_the_likeliest_nodes_of_the_first(tiny_base: TinyBas
     assert len(nothing_found.shape) == min(room, len(own))
 
 
-def test_small_unions_are_greedy_text_too(tiny_base: TinyBase) -> None:
-    base = tiny_base()
-    drafters, trees = (
-        [early_exit(base, 2, num_tokens=3), PromptLookup(4)],
-        [TokenTree.expansion([2, 2]), TokenTree.chain(4)],
-    )
-    plain = [decode(base, None, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS]
-    for room in (2, 3, 5, 8):
-        merged = CombinedDrafter(drafters, trees, nodes=room)
-        assert [decode(base, merged, p, max_new_tokens=30, ignore_eos=True).tokens for p in PROMPTS] == plain
-        batch = decode_batch(base, merged, PROMPTS, max_new_tokens=30, ignore_eos=True)
-        assert [result.tokens for result in batch] == plain
-
-
 def test_the_target_in_it_is_always_right(tiny_base: TinyBase) -> None:
     base = tiny_base()
     merged = CombinedDrafter([early_exit(base, 1, num_tokens=2), ModelDrafter(base, num_tokens=4), PromptLookup(3)])
     result = decode(base, merged, PROMPTS[0], max_new_tokens=31, ignore_eos=True)
     assert [step.accepted for step in result.steps] == [4] * 6
-
-
-def test_states_stay_as_they_were(tiny_base: TinyBase) -> None:
-    merged = CombinedDrafter([early_exit(tiny_base(), 2), PromptLookup()])
-    draft_config = DraftConfig(tree=cast(TokenTree, merged.tree))
-    state = merged.update(merged.init_state(2), torch.tensor([[1, 2, 3, 1, 2]] * 2), None)
-    last = torch.tensor([3, 3])
-    before = merged.draft(state, last, draft_config).tokens
-    later = merged.update(state, last[:, None], None)
-    merged.draft(later, last + 1, draft_config)
-    assert torch.equal(merged.draft(state, last, draft_config).tokens, before)
-    assert torch.equal(merged.draft(state.select([1]), last[:1], draft_config).tokens, before[:1])
 
 
 def test_a_head_of_another_base_is_refused(tiny_base: TinyBase) -> None:

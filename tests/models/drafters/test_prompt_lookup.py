@@ -75,17 +75,6 @@ def test_no_more_nodes_than_planned() -> None:
     assert draft(PromptLookup(), [[1, 2, 3]]).tokens.tolist() == [[3]]
 
 
-def test_states_stay_as_they_were() -> None:
-    drafter = PromptLookup(3)
-    state = observe(drafter, [[1, 2, 3, 1, 2], [4, 4, 4]])
-    last, draft_config = torch.tensor([2, 4]), DraftConfig(tree=TokenTree.chain(3))
-    before = drafter.draft(state, last, draft_config).tokens
-    drafter.update(state, torch.tensor([[2, 9], [4, 9]]), None, torch.tensor([2, 1]))
-    assert torch.equal(drafter.draft(state, last, draft_config).tokens, before)
-    chosen = drafter.draft(state.select([0]), last[:1], draft_config).tokens
-    assert torch.equal(chosen, before[:1, : chosen.shape[1]])
-
-
 def test_refuses_numbers_below_one() -> None:
     with pytest.raises(UserError, match="matches of at least 1, got 0"):
         PromptLookup(matches=0)

@@ -1,6 +1,7 @@
 """A head's attention layer at decode time: read in pieces, in rows of lengths of their own, it is the layer at once."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -84,19 +85,14 @@ def test_nodes_of_a_tree(tiny_base: TinyBase, kind: str) -> None:
         reader.append(counts)
         for _ in range(2):  # a second draft from the same state finds what the first did
             root = reader.cache.prefill_with(reader.text, nodes[:, 0])
-            first = reader.cache.extend(nodes[:, 1:3], torch.zeros(rows, 2, dtype=torch.int64))
-            parents = torch.tensor([[1, 0, 1]]).expand(rows, -1)
-            second = reader.cache.extend(nodes[:, 3:6], parents)
-            third = reader.cache.extend(nodes[:, 6:8], torch.tensor([[2, 1]]).expand(rows, -1))
-            for row in range(rows):
-                x = nodes[row]
-                same(root[row], reader.at_once(row, x[0]))
-                for place in range(2):
-                    same(first[row, place], reader.at_once(row, x[0], x[1 + place]))
-                for place, parent in enumerate((1, 0, 1)):
-                    same(second[row, place], reader.at_once(row, x[0], x[1 + parent], x[3 + place]))
-                same(third[row, 0], reader.at_once(row, x[0], x[2], x[5], x[6]))
-                same(third[row, 1], reader.at_once(row, x[0], x[1], x[4], x[7]))
+            levels = [
+                reader.cache.extend(nodes[:, places], torch.tensor([parents]).expand(rows, -1))
+                for places, parents in (([1, 2], [0, 0]), ([3, 4, 5], [1, 0, 1]), ([6, 7], [2, 1]))
+            ]
+            found = torch.cat([root[:, None], *levels], 1)
+            paths = [[0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4], [0, 2, 5], [0, 2, 5, 6], [0, 1, 4, 7]]
+            for row, path in product(range(rows), paths):
+                same(found[row, path[-1]], reader.at_once(row, *nodes[row, path]))
 
 
 @torch.inference_mode()

@@ -61,30 +61,18 @@ def test_every_layer_is_fused(pair: _Pair) -> None:
 
 @pytest.mark.parametrize("pad_from", [0, 2**60], ids=["padded", "as_is"])
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("new", [1, 2, 4])
-def test_chains(pair: _Pair, monkeypatch: pytest.MonkeyPatch, batch: int, new: int, pad_from: int) -> None:
+@pytest.mark.parametrize("tree", [TokenTree.chain(0), TokenTree.chain(1), TokenTree.chain(3), TREE], ids=len)
+def test_passes(pair: _Pair, monkeypatch: pytest.MonkeyPatch, batch: int, tree: TokenTree, pad_from: int) -> None:
+    """Of a prompt, and of a tree after it."""
     monkeypatch.setattr(linear, "PAD_FROM", pad_from)
-    pair.fused = BaseModel(
-        copy.deepcopy(pair.stock.model), pair.stock.tokenizer, replace(pair.stock.config, prepack=True)
-    )
-    ids = torch.randint(1, 250, (batch, 9 + new), generator=torch.Generator().manual_seed(0))
+    config = replace(pair.stock.config, prepack=True)
+    pair.fused = BaseModel(copy.deepcopy(pair.stock.model), pair.stock.tokenizer, config)
+    ids = torch.randint(1, 250, (batch, 9 + len(tree)), generator=torch.Generator().manual_seed(0))
 
     def logits(base: BaseModel) -> Tensor:
         cache = base.new_cache(32) if batch == 1 else base.new_slots(batch, 32)
         first = base.forward(ids[:, :9], cache).final
-        return base.logits(torch.cat([first, base.forward(ids[:, 9:], cache).final], 1))
-
-    pair.assert_equal(logits)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_trees(pair: _Pair, batch: int) -> None:
-    ids = torch.randint(1, 250, (batch, 9 + len(TREE)), generator=torch.Generator().manual_seed(0))
-
-    def logits(base: BaseModel) -> Tensor:
-        cache = base.new_cache(32) if batch == 1 else base.new_slots(batch, 32)
-        base.forward(ids[:, :9], cache)
-        return base.logits(base.verify(ids[:, 9:], TREE.shape, cache).final)
+        return base.logits(torch.cat([first, base.verify(ids[:, 9:], tree.shape, cache).final], 1))
 
     pair.assert_equal(logits)
 
@@ -106,15 +94,6 @@ def test_training_features(pair: _Pair) -> None:
     pair.assert_equal(features)
 
 
-def test_transformers_generate_gives_the_same_tokens(pair: _Pair) -> None:
-    ids = torch.arange(5, 12)[None]
-    outputs = [
-        base.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
-        for base in (pair.stock, pair.fused)
-    ]
-    assert outputs[0].tolist() == outputs[1].tolist()
-
-
 def test_what_is_not_an_exact_stock_module_is_left(tiny_base: TinyBase) -> None:
     """A subclass, another attention implementation, another dtype."""
     stock = BaseModel.load(replace(tiny_base().config, prepack=False))
@@ -128,20 +107,29 @@ def test_what_is_not_an_exact_stock_module_is_left(tiny_base: TinyBase) -> None:
     assert half.prepacked == 0
 
 
+class Record(TorchFunctionMode):
+    """The functions that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.calls.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def products(self) -> int:
+        return sum("_linear_pointwise" in call for call in self.calls)
+
+
 def test_queries_keys_and_values_are_one_product(tiny_base: TinyBase) -> None:
     """Four products a layer; stock has seven."""
     base = tiny_base()
-    calls: list[object] = []
-
-    class Count(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            calls.extend([func] if "_linear_pointwise" in str(func) else [])
-            return func(*args, **(kwargs or {}))
-
     cache = base.new_cache(8)
-    with Count():
+    with Record() as record:
         base.forward(torch.tensor([[3, 4, 5]]), cache)
-    assert len(calls) == 4 * base.num_layers
+    assert record.products == 4 * base.num_layers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["packed", "as_is"])
@@ -169,22 +157,15 @@ def test_parts_of_a_heads_own_layer(tiny_base: TinyBase, rows: tuple[int, int], 
 )
 def test_heads_draft_with_them(tiny_base: TinyBase, config: DraftHeadConfig, products: int) -> None:
     """Else their costs would not compare: each norm by its length, and few products a layer."""
-    base, calls = tiny_base(), list[str]()
-    head = config.build(base).eval()
-
-    class Record(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            calls.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    state = head.init_state(1)
+    base = tiny_base()
+    state = config.build(base).eval().init_state(1)
     cache: LayerKVCache = (getattr(state, "text", None) or getattr(state, "adapter")).cache  # noqa: B009
     width = base.hidden_size * (2 if isinstance(config, Eagle3Config) else 1)
     text = PendingInputs.none(cache, 1, torch.empty(width))
-    with torch.inference_mode(), Record():
+    with torch.inference_mode(), Record() as record:
         text.append(torch.randn(1, 3, width), None)
-    assert sum("_linear_pointwise" in call for call in calls) == products
-    assert not any("rms_norm" in call for call in calls)
+    assert record.products == products
+    assert not any("rms_norm" in call for call in record.calls)
 
 
 def test_rotation_and_its_gradient() -> None:
