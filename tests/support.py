@@ -253,6 +253,13 @@ def losses_of(run: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+def flip(path: Path) -> None:
+    """Damage one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 # Commands ----------------------------------------------------------------------------------------------------
 
 

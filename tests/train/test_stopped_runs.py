@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from support import flip
+
 ROOT = Path(__file__).parent.parent.parent
 TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 
@@ -146,12 +148,6 @@ def test_a_full_disk_costs_nothing_that_was_done(runs: Any, whole: Path, tmp_pat
         assert not [p for p in tmp_path.rglob(".*") if p.name.startswith((".writing", ".shard"))], "the disk stays full"
     assert runs.one(tmp_path) == 0
     runs.assert_equal(tmp_path, whole)
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def cut(path: Path) -> None:

@@ -26,6 +26,7 @@ from drafthead.train.trainer.checkpoint import (
     undisturbed_rng,
 )
 from drafthead.train.trainer.optim import build_optimizer
+from support import flip
 
 STATE = TrainState(phase=1, step=3, global_step=7, processes=2, losses=[0.1, None, 1 / 3])
 
@@ -97,12 +98,6 @@ def test_state_and_every_ranks_rng_survive(tmp_path: Path) -> None:
         drawn = (random.random(), np.random.rand(), torch.rand(()).item())
         seed_everything(rank)
         assert drawn == (random.random(), np.random.rand(), torch.rand(()).item())
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def truncate(path: Path) -> None:

@@ -131,6 +131,8 @@ def test_a_factor_for_some_parameters() -> None:
     assert [(g["lr_mult"], g["weight_decay"]) for g in groups] == [(1, 0.3), (1, 0), (4, 0.3), (4, 0)]
     with pytest.raises(ValueError, match=r"lr_mult must be > 0 and finite, got 0.0 for a \(2, 3\) parameter"):
         build_optimizer(module.parameters(), OptimConfig(), lambda parameter: 0.0)
+    with pytest.raises(UserError, match="no trainable parameter"):
+        build_optimizer(module.frozen.parameters(), OptimConfig())
 
 
 def test_the_order_of_parameters_decides_the_place_of_their_state() -> None:
@@ -164,11 +166,6 @@ def test_a_step_takes_the_factor_into_account() -> None:
         torch.testing.assert_close(
             before[name] - parameter.detach(), torch.full_like(parameter, moved), atol=1e-6, rtol=0
         )
-
-
-def test_nothing_to_train_is_an_error() -> None:
-    with pytest.raises(UserError, match="no trainable parameter"):
-        build_optimizer([nn.Parameter(torch.ones(1), requires_grad=False)], OptimConfig())
 
 
 @pytest.mark.parametrize(
