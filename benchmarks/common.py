@@ -1,8 +1,8 @@
 """What the benchmarks share: recipes, comma lists, how a record begins, and how bad input ends a script."""
 
 import math
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,20 @@ def composed(overrides: Sequence[str]) -> RunConfig:
         raise UserError(f"{overrides[0]}: {str(error).splitlines()[0]}") from None
 
 
+def parser(doc: str | None) -> ArgumentParser:
+    """For a benchmark that writes a record."""
+    found = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    found.add_argument("--json", type=Path, metavar="FILE", help="write the record here, for compare.py")
+    return found
+
+
+def at_least(arguments: Namespace, least: int, *names: str) -> None:
+    """Refuse numbers below ``least``."""
+    for name in names:
+        if getattr(arguments, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}")
+
+
 def listed(option: str, text: str, known: Sequence[str]) -> list[str]:
     """A comma list of known names, each once."""
     found = list(dict.fromkeys(part for part in text.split(",") if part))
@@ -40,14 +54,24 @@ def listed(option: str, text: str, known: Sequence[str]) -> list[str]:
 
 def described(benchmark: str, arguments: Namespace) -> dict[str, Any]:
     """How every record begins: benchmark, date (UTC), arguments, hardware, versions."""
-    shown = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     return {
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "arguments": shown,
+        "arguments": {
+            name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()
+        },
         "hardware": hardware(),
         "versions": versions(),
     }
+
+
+def trained_steps(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:
+    """The rows of metrics.jsonl that are means over training steps, with the number of these steps."""
+    done = 0
+    for row in rows:
+        if "step_ms" in row:
+            yield row, row["total_step"] - done
+            done = row["total_step"]
 
 
 def finite(value: float) -> float | None:

@@ -8,7 +8,7 @@ over), by how they end:
 
   lower is better    _s, _ms, seconds, bytes, verify, verify_ratio, draft, draft_by_depth, overhead, handling_growth,
                      data_wait
-  higher is better   tokens_per_second, ratio_to_fastest_plain, ratio_to_floor, mfu, mean_accepted_length,
+  higher is better   tokens_per_second, ratio_to_autoregressive, ratio_to_floor, mfu, mean_accepted_length,
                      times_less, same
 
 Other numbers (sizes, counts, intervals) are shown, but never called worse. A number that only one file has is listed.
@@ -16,10 +16,9 @@ Other numbers (sizes, counts, intervals) are shown, but never called worse. A nu
 Exit code: 0; 1 when a number got worse by more than the limit; 2 when the files cannot be compared.
 """
 
-import argparse
 import math
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ LOWER = (
     *("verify", "verify_ratio", "draft", "draft_by_depth", "overhead", "handling_growth", "data_wait"),
 )
 HIGHER = (
-    *("tokens_per_second", "ratio_to_fastest_plain", "ratio_to_floor", "mfu", "mean_accepted_length"),
+    *("tokens_per_second", "ratio_to_autoregressive", "ratio_to_floor", "mfu", "mean_accepted_length"),
     *("times_less", "same"),
 )
 DESCRIPTION = ("benchmark", "date", "arguments", "hardware", "versions")
@@ -45,27 +44,6 @@ DECISIVE = ("cpu", "cores", "torch_threads", "gpu")
 """Of the hardware, what must be equal; the kernel keeps a varying part of the memory for itself."""
 
 Names = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Change:
-    """One number of both records."""
-
-    path: Names
-    old: float
-    new: float
-
-    @property
-    def percent(self) -> float:
-        """Change relative to the old value."""
-        if self.old == self.new:
-            return 0.0
-        return 100 * (self.new - self.old) / abs(self.old) if self.old else math.copysign(math.inf, self.new)
-
-    def judgement(self, limit: float) -> str:
-        """ "worse" or "better" by more than ``limit`` percent, or nothing."""
-        gain = direction(self.path) * self.percent
-        return "worse" if gain < -limit else "better" if gain > limit else ""
 
 
 def direction(path: Names) -> int:
@@ -93,12 +71,15 @@ def numbers(value: Any, path: Names = ()) -> Iterator[tuple[Names, float]]:
         yield path, float(value)
 
 
-def check_comparable(old: Mapping[str, Any], new: Mapping[str, Any], force: bool) -> None:
-    """Refuse records of different things.
+def percent(old: float, new: float) -> float:
+    """Change relative to the old value."""
+    if old == new:
+        return 0.0
+    return 100 * (new - old) / abs(old) if old else math.copysign(math.inf, new)
 
-    Raises:
-        UserError: different benchmarks; different or unknown hardware, unless ``force``.
-    """
+
+def check_comparable(old: Mapping[str, Any], new: Mapping[str, Any], force: bool) -> None:
+    """Refuse records of different benchmarks, and of different or unknown hardware unless ``force``."""
     if old.get("benchmark") != new.get("benchmark"):
         raise UserError(f"these are different benchmarks: {old.get('benchmark')} and {new.get('benchmark')}")
     if force:
@@ -106,15 +87,10 @@ def check_comparable(old: Mapping[str, Any], new: Mapping[str, Any], force: bool
     for name, record in (("first", old), ("second", new)):
         if not isinstance(record.get("hardware"), Mapping):
             raise UserError(f"the {name} file does not say its hardware; pass --force to compare all the same")
-    differing = [
-        f"{key} {old['hardware'].get(key)} and {new['hardware'].get(key)}"
-        for key in DECISIVE
-        if old["hardware"].get(key) != new["hardware"].get(key)
-    ]
+    pairs = {key: (old["hardware"].get(key), new["hardware"].get(key)) for key in DECISIVE}
+    differing = "; ".join(f"{key} {first} and {second}" for key, (first, second) in pairs.items() if first != second)
     if differing:
-        raise UserError(
-            f"measured on different hardware ({'; '.join(differing)}); pass --force to compare all the same"
-        )
+        raise UserError(f"measured on different hardware ({differing}); pass --force to compare all the same")
 
 
 def notes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -139,63 +115,49 @@ def _missing(of: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [f"{part} ({parts.count(part)} numbers)" for part in dict.fromkeys(parts)] + single
 
 
-def changes(old: Any, new: Any, only: str = "*") -> list[Change]:
-    """The numbers that both have, in the new file's order.
-
-    Raises:
-        UserError: there is none.
-    """
-    before = dict(numbers(old))
-    found = [
-        Change(path, before[path], value)
-        for path, value in numbers(new)
-        if path in before and fnmatchcase(".".join(path), only)
-    ]
-    if not found:
-        raise UserError(f"the files have no number in common that {only!r} names; is each a benchmark's --json?")
-    return found
-
-
 def main(given: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("old", type=Path, help="record to compare with")
-    parser.add_argument("new", type=Path, help="record to judge")
-    parser.add_argument("--limit", type=float, default=5.0, metavar="PERCENT", help="tolerated change (default 5)")
-    parser.add_argument("--only", default="*", metavar="GLOB", help="dotted names to compare, as 'against.*'")
-    parser.add_argument("--force", action="store_true", help="compare although the hardware differs")
-    arguments = parser.parse_args(given)
+    options = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    options.add_argument("old", type=Path, help="record to compare with")
+    options.add_argument("new", type=Path, help="record to judge")
+    options.add_argument("--limit", type=float, default=5.0, metavar="PERCENT", help="tolerated change (default 5)")
+    options.add_argument("--only", default="*", metavar="GLOB", help="dotted names to compare, as 'baselines.*'")
+    options.add_argument("--force", action="store_true", help="compare although the hardware differs")
+    arguments = options.parse_args(given)
     if not arguments.limit >= 0:
         raise UserError(f"--limit must be 0 or more percent, got {arguments.limit:g}")
     old, new = read_record(arguments.old), read_record(arguments.new)
     check_comparable(old, new, arguments.force)
-    found = changes(old, new, arguments.only)
+    before = dict(numbers(old))
+    found = {path: n for path, n in numbers(new) if path in before and fnmatchcase(".".join(path), arguments.only)}
+    if not found:
+        raise UserError(
+            f"the files have no number in common that {arguments.only!r} names; is each a benchmark's --json?"
+        )
     table = Table(title=f"{arguments.old} against {arguments.new}")
     table.add_column("number", overflow="fold")
-    for name in ("old", "new", "change"):
+    for name in ("old", "new", "change", ""):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    styles = {"worse": "bold red", "better": "green", "": ""}
-    judgements = [change.judgement(arguments.limit) for change in found]
-    for change, judgement in zip(found, judgements, strict=True):
-        cells = (f"{change.old:.4g}", f"{change.new:.4g}", f"{change.percent:+.1f} %", judgement)
-        table.add_row(".".join(change.path), *cells, style=styles[judgement])
+    judgements = []
+    for path, value in found.items():
+        change = percent(before[path], value)
+        gain = direction(path) * change
+        judgement = "worse" if gain < -arguments.limit else "better" if gain > arguments.limit else ""
+        judgements.append(judgement)
+        style = {"worse": "bold red", "better": "green"}.get(judgement)
+        row = (".".join(path), f"{before[path]:.4g}", f"{value:.4g}", f"{change:+.1f} %", judgement)
+        table.add_row(*row, style=style)
     console = Console(highlight=False)
     console.print(table)
     for line in notes(old, new):
         console.print(line, markup=False, soft_wrap=True)
-    worse = judgements.count("worse")
-    better = judgements.count("better")
+    worse, better = judgements.count("worse"), judgements.count("better")
     console.print(f"{len(found)} numbers: {worse} worse and {better} better by more than {arguments.limit:g} %")
     return 1 if worse else 0
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A benchmark's JSON file.
-
-    Raises:
-        UserError: it is missing, no JSON, or no record.
-    """
+    """A benchmark's JSON file."""
     record = read_json(path)
     if not isinstance(record, dict):
         raise UserError(f"{path} holds {type(record).__name__}, not a record; give a file that a benchmark wrote")

@@ -7,13 +7,11 @@ left-padded, in batches; a batch lasts as long as its longest answer. One proces
 times in turn, and the median is reported.
 """
 
-import argparse
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
-from common import described, entry_point
+from common import described, entry_point, parser
 from rich.console import Console
 from rich.table import Table
 
@@ -57,38 +55,36 @@ def transformers(base: BaseModel, prompts: list[list[int]], batch: int, max_new:
 
 def main(given: list[str] | None = None) -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", default=EMBEDDED)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--prompts", type=int, default=96)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here, for compare.py")
-    arguments = parser.parse_args(given)
+    options = parser(__doc__)
+    options.add_argument("--base", default=EMBEDDED)
+    for name, default in (("batch", 32), ("prompts", 96), ("max-new-tokens", 128), ("repeats", 3)):
+        options.add_argument(f"--{name}", type=int, default=default)
+    arguments = options.parse_args(given)
     base = load_base(arguments.base)
     source = SourceConfig(kind="embedded", name="questions")
     messages = load_prompts([source], seed=0, limit=arguments.prompts)
     prompts = [prompt_ids(base.tokenizer, m) for m in messages]
+    batch, new = arguments.batch, arguments.max_new_tokens
     ways = {
-        "drafthead": lambda p: ours(base, p, arguments.batch, arguments.max_new_tokens, keep_hidden_states=False),
-        "drafthead, keeping features": lambda p: ours(base, p, arguments.batch, arguments.max_new_tokens, True),
-        "transformers generate": lambda p: transformers(base, p, arguments.batch, arguments.max_new_tokens),
+        "drafthead": lambda p: ours(base, p, batch, new, keep_hidden_states=False),
+        "drafthead, keeping features": lambda p: ours(base, p, batch, new, keep_hidden_states=True),
+        "transformers generate": lambda p: transformers(base, p, batch, new),
     }
-    table = Table("way", "tokens/s", "tokens", "seconds", title=f"greedy, batch {arguments.batch}")
-    found: dict[str, dict[str, float]] = {}
+    tokens: dict[str, int] = {}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
-        way(prompts[: arguments.batch // 4])
+        way(prompts[: batch // 4])
     for _ in range(arguments.repeats):
         for name, way in ways.items():
             started = perf_counter()
-            tokens = way(prompts)
+            tokens[name] = way(prompts)
             base.synchronise()
             times[name].append(perf_counter() - started)
-            found[name] = {"tokens": tokens, "seconds": median(times[name])}
-    for name, entry in found.items():
-        entry["tokens_per_second"] = entry["tokens"] / entry["seconds"]
-        table.add_row(name, f"{entry['tokens_per_second']:.0f}", str(entry["tokens"]), f"{entry['seconds']:.1f}")
+    table, found = Table("way", "tokens/s", "tokens", "seconds", title=f"greedy, batch {batch}"), {}
+    for name, count in tokens.items():
+        seconds = median(times[name])
+        found[name] = {"tokens": count, "seconds": seconds, "tokens_per_second": count / seconds}
+        table.add_row(name, f"{count / seconds:.0f}", str(count), f"{seconds:.1f}")
     Console().print(table)
     if arguments.json:
         write_json(arguments.json, described("generation", arguments) | {"results": found})

@@ -18,9 +18,9 @@ A loop over `drafthead train` and `drafthead eval`; three parts, all of them unl
 Killed at any point, the same command resumes. Nothing else should run meanwhile: the probes decide the steps.
 """
 
-import argparse
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 from time import sleep
 from typing import Any
 
-from common import composed, described, entry_point, listed
+from common import composed, described, entry_point, listed, parser, trained_steps
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
@@ -57,7 +57,7 @@ COLUMNS = {
     "largest tree": "largest_tree",
     "tree": "tree_nodes",
     "tau": "mean_accepted_length",
-    "speedup": "ratio_to_fastest_plain",
+    "speedup": "ratio_to_autoregressive",
     "95 %": "interval_95",
     "draft ms": "draft_ms",
     "identical": "identical",
@@ -70,10 +70,10 @@ DEFINITIONS = (
 )
 
 
-def parse_arguments(given: list[str] | None) -> argparse.Namespace:
+def parse_arguments(given: list[str] | None) -> Namespace:
     """The command line; lists are split."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+    options = parser(__doc__)
+    add = options.add_argument
     add("--minutes", type=float, default=20.0, metavar="N", help="training time of a head (default 20)")
     add("--heads", default=",".join(HEADS), metavar="LIST", help=f"comma list; default {','.join(HEADS)}")
     add("--only", default=",".join(PARTS), metavar="PARTS", help=f"comma list of {', '.join(PARTS)}")
@@ -83,10 +83,9 @@ def parse_arguments(given: list[str] | None) -> argparse.Namespace:
     add("--suite", default="spec_bench_like", metavar="NAME", help="prompts, as in `drafthead eval`")
     add("--limit", type=int, default=36, metavar="N", help="of them so many, over all tasks")
     add("--max-new-tokens", type=int, default=96, metavar="N", help="of an answer")
-    add("--json", type=Path, metavar="FILE", help="write the record here, for compare.py")
     add("--markdown", type=Path, metavar="FILE", help="write the table here")
     add("overrides", nargs="*", metavar="key=value", help="settings of all recipes, as for `drafthead train`")
-    arguments = parser.parse_intermixed_args(given)
+    arguments = options.parse_intermixed_args(given)
     arguments.heads = listed("heads", arguments.heads, HEADS)
     arguments.only = listed("only", arguments.only, PARTS)
     weights = arguments.shares.split(":")
@@ -98,15 +97,15 @@ def parse_arguments(given: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def settings_of(name: str, arguments: argparse.Namespace) -> list[str]:
+COMMAND = [sys.executable, "-m", "drafthead.cli"]
+
+
+def settings_of(name: str, arguments: Namespace) -> list[str]:
     """What `drafthead train` gets, but for the steps."""
     found = [f"recipe={name}_smollm2", f"out={arguments.out / name}", "eval.limit=2", "eval.max_new_tokens=24"]
     tiny = any(override.startswith("debug=") for override in arguments.overrides)
     found += [f"data.folder={arguments.out / 'corpora'}" if tiny else f"data={arguments.data}", *arguments.overrides]
     return [*found, *(f"phases.{phase}.hidden_states=cached" for phase in composed(found).phases)]
-
-
-# Training ------------------------------------------------------------------------------------------------------
 
 
 def choose_steps(
@@ -131,7 +130,7 @@ def probe(settings: Sequence[str], phases: Sequence[str]) -> dict[str, float]:
     with TemporaryDirectory(prefix="drafthead-probe-") as folder:
         rare = ["log_every=1", f"validate_every={NEVER}", f"checkpoint.every_steps={NEVER}", f"out={folder}"]
         steps = [f"phases.{name}.steps={PROBE_STEPS}" for name in phases]
-        with subprocess.Popen(command("train", *settings, *steps, *rare)) as process:
+        with subprocess.Popen([*COMMAND, "train", *settings, *steps, *rare]) as process:
             times: dict[str, list[float]] = {}
             while process.poll() is None and min(len(times.get(n, [])) for n in phases) < PROBE_STEPS:
                 sleep(0.2)
@@ -151,7 +150,7 @@ def _step_times(run: Path) -> dict[str, list[float]]:
     return found
 
 
-def train_head(name: str, arguments: argparse.Namespace) -> None:
+def train_head(name: str, arguments: Namespace) -> None:
     """Train one head for ``--minutes``; a finished one is left as it is."""
     folder, settings = arguments.out / name, settings_of(name, arguments)
     wanted = {"minutes": arguments.minutes, "shares": arguments.shares, "overrides": arguments.overrides}
@@ -176,56 +175,39 @@ def train_head(name: str, arguments: argparse.Namespace) -> None:
     every = {"log_every": LOG_S / typical, "checkpoint.every_steps": SAVE_S / typical}
     every["validate_every"] = sum(steps.values()) / VALIDATIONS
     schedule += [f"{key}={max(1, round(value))}" for key, value in every.items()]
-    if subprocess.run(command("train", *settings, *schedule), check=False).returncode:
+    if subprocess.run([*COMMAND, "train", *settings, *schedule], check=False).returncode:
         raise UserError(f"training {name} failed; what it printed says why")
 
 
-def command(*words: str) -> list[str]:
-    """A `drafthead` command line."""
-    return [sys.executable, "-m", "drafthead.cli", *words]
-
-
-# Measuring -----------------------------------------------------------------------------------------------------
-
-
-def groups_of(arguments: argparse.Namespace) -> dict[str, list[str]]:
+def groups_of(arguments: Namespace) -> dict[str, list[str]]:
     """Heads by the run that measures them: those of the original base together, each trained base alone.
 
     The head with the highest expected speedup comes first: prompt lookup is combined with it.
     """
+    results = {name: read_json(arguments.out / name / "eval.json")["calibration"] for name in arguments.heads}
     groups: dict[str, list[str]] = {}
-    for name in arguments.heads:
+    for name in sorted(results, key=lambda name: results[name]["expected_speedup"], reverse=True):
         alone = composed(settings_of(name, arguments)).trains_base
         groups.setdefault(name if alone else "shared", []).append(name)
-
-    def expected(name: str) -> float:
-        speedup: float = read_json(arguments.out / name / "eval.json")["calibration"]["expected_speedup"]
-        return speedup
-
-    return {group: sorted(names, key=expected, reverse=True) for group, names in groups.items()}
+    return groups
 
 
-def measure(names: Sequence[str], folder: Path, arguments: argparse.Namespace) -> None:
+def measure(names: Sequence[str], folder: Path, arguments: Namespace) -> None:
     """All of one base in an interleaved `drafthead eval`, which resumes by itself."""
     first, *others = (arguments.out / name / "head" for name in names)
-    against = [f"head:{path}" for path in others] + list(LOOKUPS if folder.name == "eval-shared" else ())
-    settings = [f"head={first}", f"baselines=[{','.join(against)}]", f"suite={arguments.suite}"]
+    baselines = [f"head:{path}" for path in others] + list(LOOKUPS if folder.name == "eval-shared" else ())
+    settings = [f"head={first}", f"baselines=[{','.join(baselines)}]", f"suite={arguments.suite}"]
     settings += [f"limit={arguments.limit}", f"max_new_tokens={arguments.max_new_tokens}", f"out={folder}"]
-    if subprocess.run(command("eval", *settings), check=False).returncode:
+    if subprocess.run([*COMMAND, "eval", *settings], check=False).returncode:
         raise UserError(f"measuring {', '.join(names)} failed; what it printed says why")
-
-
-# Results -------------------------------------------------------------------------------------------------------
 
 
 def training_results(folder: Path) -> dict[str, Any]:
     """What a run folder says of training and of held-out answers."""
-    rows = read_json_lines(folder / "metrics.jsonl")
-    seconds, tokens, done = 0.0, 0.0, 0
-    for row in rows:
-        if "step_ms" in row:  # a mean over the steps since the row before
-            spent = row["step_ms"] / 1e3 * (row["total_step"] - done)
-            seconds, tokens, done = seconds + spent, tokens + row["tokens_per_second"] * spent, row["total_step"]
+    rows, seconds, tokens = read_json_lines(folder / "metrics.jsonl"), 0.0, 0.0
+    for row, steps in trained_steps(rows):
+        spent = row["step_ms"] / 1e3 * steps
+        seconds, tokens = seconds + spent, tokens + row["tokens_per_second"] * spent
     held_out = next(row for row in reversed(rows) if "held_out_tokens_a_step" in row)
     evaluation = read_json(folder / "eval.json")
     parameters = 0
@@ -245,7 +227,7 @@ def training_results(folder: Path) -> dict[str, Any]:
 
 
 def suite_results(folder: Path, names: Sequence[str], out: Path) -> dict[str, dict[str, Any]]:
-    """What an evaluation says of its heads and peers, by name."""
+    """What an evaluation says of its heads and baselines, by name."""
     overall = read_json(folder / "eval.json")["overall"]
     called = {METHOD: names[0], **{f"head:{out / name / 'head'}": name for name in names}}
     newest = max(folder.glob("eval-log-*.jsonl"), key=lambda path: path.stat().st_mtime)
@@ -259,23 +241,12 @@ def suite_results(folder: Path, names: Sequence[str], out: Path) -> dict[str, di
         times = draft_s.get(method)
         found[name] = {
             "mean_accepted_length": numbers["mean_accepted_length"],
-            "ratio_to_fastest_plain": speedup_of(overall, method),
+            "ratio_to_autoregressive": speedup_of(overall, method),
             "interval_95": numbers["speedup"]["interval_95"],
             "tokens_per_second": numbers["tokens_per_second"],
             "draft_ms": 1e3 * sum(times) / len(times) if times else None,
             "identical": f"{same['same']} of {same['of']}" if same else None,
         }
-    return found
-
-
-def cells(name: str, numbers: Mapping[str, Any]) -> list[str]:
-    """A row of the table."""
-    found = [name]
-    for key in COLUMNS.values():
-        value = numbers.get(key)
-        if isinstance(value, list):
-            value = None if None in value else "–".join(f"{end:.2f}" for end in value)
-        found.append(f"{value:.3g}" if isinstance(value, float) else "–" if value is None else str(value))
     return found
 
 
@@ -292,7 +263,7 @@ def main(given: list[str] | None = None) -> int:
     if not arguments.heads:
         raise UserError(f"{arguments.out} has no trained head; run the part train first")
     groups = groups_of(arguments)
-    results: dict[str, Any] = {"heads": {}, "peers": {}}
+    results: dict[str, Any] = {"heads": {}, "baselines": {}}
     for group, names in groups.items():
         folder = arguments.out / f"eval-{group}"
         if "eval" in arguments.only:
@@ -301,15 +272,23 @@ def main(given: list[str] | None = None) -> int:
             raise UserError(f"{', '.join(names)} not measured yet in {folder}; run the part eval first")
         measured = suite_results(folder, names, arguments.out)
         results["heads"] |= {name: training_results(arguments.out / name) | measured.pop(name) for name in names}
-        results["peers"] |= measured
+        results["baselines"] |= measured
     if "table" in arguments.only:
         show(results, arguments)
     return 1 if failed else 0
 
 
-def show(results: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+def cell(value: Any) -> str:
+    """A value of the table; an interval without its ends is none."""
+    if isinstance(value, list):
+        value = None if None in value else "–".join(f"{end:.2f}" for end in value)
+    return f"{value:.3g}" if isinstance(value, float) else "–" if value is None else str(value)
+
+
+def show(results: dict[str, Any], arguments: Namespace) -> None:
     """The table on the console and in Markdown, and the record."""
-    rows = [cells(name, numbers) for part in results.values() for name, numbers in part.items()]
+    found = {**results["heads"], **results["baselines"]}
+    rows = [[name, *(cell(numbers.get(key)) for key in COLUMNS.values())] for name, numbers in found.items()]
     table = Table("head", *COLUMNS, caption=DEFINITIONS)
     for row in rows:
         table.add_row(*row)

@@ -9,7 +9,6 @@ projection itself small enough for a laptop. Each form runs in a process of its 
 resident memory rose above what it held before the loss (weights, inputs, gradient buffers).
 """
 
-import argparse
 import json
 import os
 import platform
@@ -21,8 +20,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from common import described, entry_point
+from common import described, entry_point, parser
 
+from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.common.losses import LossConfig, Targets, heads_loss
@@ -53,7 +53,7 @@ class PeakMemory:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def plain_step(hidden: torch.Tensor, heads: list[LMHead], targets: Targets, config: LossConfig) -> float:
+def whole_step(hidden: torch.Tensor, heads: list[LMHead], targets: Targets, config: LossConfig) -> float:
     """Loss and gradients with whole matrices and autograd's graph, one head after the other.
 
     The strongest such form: all heads in one graph would keep five times as much.
@@ -71,13 +71,6 @@ def plain_step(hidden: torch.Tensor, heads: list[LMHead], targets: Targets, conf
     return total
 
 
-def chunked_step(hidden: torch.Tensor, heads: list[LMHead], targets: Targets, config: LossConfig) -> float:
-    """The same with the chunked loss."""
-    value, _ = heads_loss(hidden, heads, targets, config)
-    value.backward()
-    return float(value.detach())
-
-
 def measure(form: str, heads: int, vocabulary: int, tokens: int, width: int) -> dict[str, float]:
     """Rise of resident memory over one forward and backward pass of the loss."""
     torch.manual_seed(0)
@@ -93,40 +86,37 @@ def measure(form: str, heads: int, vocabulary: int, tokens: int, width: int) -> 
         target_hidden=torch.randn(tokens, width),
         target_lm_head=LMHead(weight=weight),
     )
-    step = chunked_step if form == "chunked" else plain_step
-    started = time.perf_counter()
+    config, started = LossConfig(ce=0.5, kl=0.5), time.perf_counter()
     with PeakMemory() as memory:
-        loss = step(hidden, projections, targets, LossConfig(ce=0.5, kl=0.5))
+        if form == "chunked":
+            value, _ = heads_loss(hidden, projections, targets, config)
+            value.backward()
+            loss = float(value.detach())
+        else:
+            loss = whole_step(hidden, projections, targets, config)
     return {"bytes": memory.peak - memory.before, "seconds": time.perf_counter() - started, "loss": loss}
 
 
 def main(given: list[str] | None = None) -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", type=int, default=5)
-    parser.add_argument("--vocabulary", type=int, default=128256)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--form", choices=["chunked", "plain"], help="measure one form in this process")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here, for compare.py")
-    arguments = parser.parse_args(given)
-    sizes = (arguments.heads, arguments.vocabulary, arguments.tokens, arguments.width)
+    options, sizes = parser(__doc__), {"heads": 5, "vocabulary": 128256, "tokens": 4096, "width": 256}
+    for name, default in sizes.items():
+        options.add_argument(f"--{name}", type=int, default=default)
+    options.add_argument("--form", choices=["chunked", "whole"], help="measure one form in this process")
+    arguments = options.parse_args(given)
+    sizes = {name: getattr(arguments, name) for name in sizes}
     if arguments.form:
-        print(json.dumps(measure(arguments.form, *sizes)))
+        print(json.dumps(measure(arguments.form, **sizes)))
         return
     found = {}
-    for form in ("chunked", "plain"):
-        command = [sys.executable, __file__, "--form", form]
-        for key in ("heads", "vocabulary", "tokens", "width"):
-            command += [f"--{key}", str(getattr(arguments, key))]
+    for form in ("chunked", "whole"):
+        command = [sys.executable, __file__, "--form", form, *(f"--{name}={size}" for name, size in sizes.items())]
         output = subprocess.run(command, check=False, capture_output=True, text=True)
         if output.returncode:
-            raise SystemExit(
-                f"error: the {form} form ended with {output.returncode} (killed for memory?)\n{output.stderr}"
-            )
+            raise UserError(f"the {form} form ended with {output.returncode} (killed for memory?)\n{output.stderr}")
         found[form] = json.loads(output.stdout)
         print(f"{form:8} {found[form]['bytes'] / 1e9:6.2f} GB above weights and inputs, {found[form]['seconds']:.1f} s")
-    ratio = found["plain"]["bytes"] / found["chunked"]["bytes"]
+    ratio = found["whole"]["bytes"] / found["chunked"]["bytes"]
     print(f"the chunked loss needs {ratio:.1f} times less (torch {torch.__version__}, {platform.machine()})")
     if arguments.json:
         write_json(arguments.json, described("loss_memory", arguments) | found | {"times_less": ratio})

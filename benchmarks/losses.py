@@ -16,7 +16,6 @@ and the tokens a step of greedy decoding with a chain over all positions, by rep
 steps alone. With several seeds everything is a mean, and the lowest and highest tokens a step stand beside theirs.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from common import composed, described, entry_point, listed
+from common import at_least, composed, described, entry_point, listed, parser, trained_steps
 from rich.table import Table
 from torch import Tensor
 
@@ -58,32 +57,8 @@ NEVER = 10**9
 Result = dict[str, Any]
 
 
-def parse_arguments(given: list[str] | None) -> argparse.Namespace:
-    """The command line; the list of losses is split.
-
-    Raises:
-        UserError: an unknown loss, or no seed.
-    """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--recipe", default="medusa_smollm2", metavar="NAME", help="whose head, corpus and phases are used")
-    add("--losses", default=",".join(LOSSES), metavar="LIST", help=f"comma list of {', '.join(LOSSES)}")
-    add("--seeds", type=int, default=1, metavar="N", help="of the head's initial weights and the order of the rows")
-    add("--json", type=Path, metavar="FILE", help="write the record here, for compare.py")
-    add("overrides", nargs="*", metavar="key=value", help="settings of the recipe, as for `drafthead train`")
-    arguments = parser.parse_args(given)
-    arguments.losses = listed("losses", arguments.losses, list(LOSSES))
-    if arguments.seeds < 1:
-        raise UserError(f"--seeds must be at least 1, got {arguments.seeds}")
-    return arguments
-
-
 def load_recipe(name: str, overrides: Sequence[str]) -> RunConfig:
-    """The checked recipe, with cached features in every phase and nothing measured or saved in between.
-
-    Raises:
-        UserError: no such recipe or setting, or one that cannot be compared.
-    """
+    """The checked recipe, with cached features in every phase and nothing measured or saved in between."""
     run = composed([f"recipe={name}", *overrides])
     if run.trains_base:
         raise UserError(
@@ -114,37 +89,32 @@ def train(run: RunConfig, corpora: Corpora, d2t: Tensor | None, accelerator: Acc
     last = rows[-1]
     positions = range(1, head.depth + 1)
     return {
-        "seconds": _training_seconds(rows),
+        "seconds": sum(row["step_ms"] * steps for row, steps in trained_steps(rows)) / 1e3,
         "mean_accepted_length": last["held_out_tokens_a_step"],
         "accept": [last[f"held_out_accept_{k}"] for k in positions],
         "overlap": [last[f"held_out_overlap_{k}"] for k in positions],
     }
 
 
-def _training_seconds(rows: list[dict[str, Any]]) -> float:
-    """Each row has the mean time of the steps since the row before it."""
-    seconds, done = 0.0, 0
-    for row in rows:
-        if "step_ms" in row:
-            seconds += row["step_ms"] * (row["total_step"] - done) / 1e3
-            done = row["total_step"]
-    return seconds
-
-
 def mean_result(results: Sequence[Result]) -> Result:
     """Means over the seeds, and every seed's tokens a step."""
-    return {
-        "seconds": fmean(r["seconds"] for r in results),
-        "mean_accepted_length": fmean(r["mean_accepted_length"] for r in results),
-        "accept": [fmean(column) for column in zip(*(r["accept"] for r in results), strict=True)],
-        "overlap": [fmean(column) for column in zip(*(r["overlap"] for r in results), strict=True)],
-        "by_seed": [r["mean_accepted_length"] for r in results],
-    }
+    means: Result = {key: fmean(result[key] for result in results) for key in ("seconds", "mean_accepted_length")}
+    for key in ("accept", "overlap"):
+        means[key] = [fmean(column) for column in zip(*(result[key] for result in results), strict=True)]
+    return means | {"by_seed": [result["mean_accepted_length"] for result in results]}
 
 
 def main(given: list[str] | None = None) -> None:
     """Entry point."""
-    arguments = parse_arguments(given)
+    options = parser(__doc__)
+    add = options.add_argument
+    add("--recipe", default="medusa_smollm2", metavar="NAME", help="whose head, corpus and phases are used")
+    add("--losses", default=",".join(LOSSES), metavar="LIST", help=f"comma list of {', '.join(LOSSES)}")
+    add("--seeds", type=int, default=1, metavar="N", help="of the head's initial weights and the order of the rows")
+    add("overrides", nargs="*", metavar="key=value", help="settings of the recipe, as for `drafthead train`")
+    arguments = options.parse_args(given)
+    arguments.losses = listed("losses", arguments.losses, list(LOSSES))
+    at_least(arguments, 1, "seeds")
     run = load_recipe(arguments.recipe, arguments.overrides)
     preflight(run)
     display = Display()
@@ -161,14 +131,12 @@ def main(given: list[str] | None = None) -> None:
             with display.stage(f"{name}, seed {seed}"):
                 result = train(with_loss(run, name, seed), corpora, d2t, accelerator)
             found[name].append(result)
-            display.line(
-                f"   {result['mean_accepted_length']:.3f} tokens a step, {result['seconds']:.0f} s of training"
-            )
+            tokens, seconds = result["mean_accepted_length"], result["seconds"]
+            display.line(f"   {tokens:.3f} tokens a step, {seconds:.0f} s of training")
     results = {name: mean_result(entries) for name, entries in found.items()}
     display.console.print(results_table(results, title=f"{arguments.recipe}, {budget(run)}"))
     if arguments.json:
-        record = described("losses", arguments) | {"budget": budget(run), "results": results}
-        write_json(arguments.json, record)
+        write_json(arguments.json, described("losses", arguments) | {"budget": budget(run), "results": results})
         display.line(f"record: {arguments.json}")
 
 

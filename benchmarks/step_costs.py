@@ -4,8 +4,8 @@ only moves keys, values and masks about.
 Shape legend: B rows, N tree nodes, P nodes of a path, H key/value heads, E head width, D width.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -24,6 +24,7 @@ from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.token_tree import TokenTree, TreeShape
 
+SIZES = range(1, 33)
 ROUND = 3
 """Repeats of ``measure_costs`` between two looks at the other ways to a token."""
 TOKENS = 8
@@ -36,31 +37,6 @@ BATCH = 4
 Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlainTokens:
-    """Seconds of one autoregressive token, medians; all after the same context, in the same run as v(n)."""
-
-    verify_s: float
-    """v(1): our pass over one token, logits and argmax included, without the loop."""
-    plain_s: float
-    """A whole step of our autoregressive loop."""
-    transformers_s: float
-    """A token of transformers' ``generate`` over our modules."""
-    stock_s: float
-    """The same over stock modules: transformers' own linear layers and attention."""
-
-    @property
-    def fastest(self) -> tuple[str, float]:
-        """The fastest way to one token, which v(n) is divided by: name and seconds."""
-        ways = {
-            "our pass over one token": self.verify_s,
-            "generate over our modules": self.transformers_s,
-            "generate over stock modules": self.stock_s,
-        }
-        name = min(ways, key=lambda way: ways[way])
-        return name, ways[name]
-
-
 def load_stock(base: BaseModel) -> BaseModel:
     """The same model as transformers makes it, for ``generate`` only: its own linear layers and attention."""
     stock = BaseModel.load(replace(base.config, prepack=False), base.device)
@@ -69,56 +45,47 @@ def load_stock(base: BaseModel) -> BaseModel:
 
 
 def measure_steps(
-    base: BaseModel,
-    stock: BaseModel,
-    drafter: Drafter,
-    *,
-    context: int,
-    repeats: int,
-    sizes: Sequence[int],
-    on_progress: Progress,
-) -> tuple[CostModel, PlainTokens]:
-    """v(n), c and o of ``measure_costs`` and the autoregressive ways to a token, in rounds that take turns."""
+    base: BaseModel, stock: BaseModel, drafter: Drafter, *, context: int, repeats: int, on_progress: Progress
+) -> dict[str, Any]:
+    """v(n), c and o of ``measure_costs`` and the autoregressive ways to a token, in rounds that take turns.
+
+    Returns:
+        "costs", which ``CostModel.from_json`` reads; "one_token", medians of seconds: of v(1) ("verify_s", logits and
+        argmax included, without the loop), a whole step of our autoregressive loop ("autoregressive_s"), a token of
+        ``generate`` over our modules ("transformers_s") and over stock ones ("stock_s"), and which of them is the
+        fastest, but for our loop ("denominator"); "verify_ratio": v(n) over that one.
+    """
     rounds = -(-repeats // ROUND)
     found: list[CostModel] = []
-    plain: dict[str, list[float]] = {"plain_s": [], "transformers_s": [], "stock_s": []}
+    times: dict[str, list[float]] = {"autoregressive_s": [], "transformers_s": [], "stock_s": []}
     for number in range(rounds):
-        found.append(measure_costs(base, drafter, context, ROUND, sizes))
+        found.append(measure_costs(base, drafter, context, ROUND, SIZES))
         # Timing does not depend on the ids.
         ids = torch.randint(0, base.vocab_size, (found[0].context,), generator=torch.Generator().manual_seed(0))
         never = base.vocab_size  # as EOS, an id that is never drawn
         ways: dict[str, Callable[[], DecodeResult]] = {
-            "plain_s": partial(decode, base, None, ids.tolist(), max_new_tokens=TOKENS + 1, ignore_eos=True),
+            "autoregressive_s": partial(decode, base, None, ids.tolist(), max_new_tokens=TOKENS + 1, ignore_eos=True),
             "transformers_s": partial(transformers_generate, base, ids.tolist(), TOKENS + 1, eos_token_id=never),
             "stock_s": partial(transformers_generate, stock, ids.tolist(), TOKENS + 1, eos_token_id=never),
         }
         for name, way in ways.items():
-            plain[name] += [step.total_s for step in way().steps[WARM:]]
+            times[name] += [step.total_s for step in way().steps[WARM:]]
         on_progress(number + 1, rounds)
-    costs = _median_costs(found)
-    seconds = {name: median(times) for name, times in plain.items()}
-    return costs, PlainTokens(verify_s=costs.verify[1], **seconds)
-
-
-def steps_record(costs: CostModel, plain: PlainTokens) -> dict[str, Any]:
-    """For the JSON file; "costs" is what ``CostModel.from_json`` reads."""
-    name, fastest = plain.fastest
-    return {
-        "costs": costs.to_json(),
-        "one_token": asdict(plain) | {"denominator": name},
-        "verify_ratio": {str(n): seconds / fastest for n, seconds in costs.verify.items()},
-    }
-
-
-def _median_costs(rounds: list[CostModel]) -> CostModel:
-    tables = [costs.draft_by_depth or [] for costs in rounds]
-    return CostModel(
-        verify={n: median(costs.verify[n] for costs in rounds) for n in rounds[0].verify},
-        draft=median(costs.draft for costs in rounds),
-        overhead=median(costs.overhead for costs in rounds),
-        context=rounds[0].context,
+    tables = [costs.draft_by_depth or [] for costs in found]
+    costs = CostModel(
+        verify={n: median(costs.verify[n] for costs in found) for n in found[0].verify},
+        draft=median(costs.draft for costs in found),
+        overhead=median(costs.overhead for costs in found),
+        context=found[0].context,
         draft_by_depth=[median(depth) for depth in zip(*tables, strict=True)] or None,
     )
+    one = {"verify_s": costs.verify[1]} | {name: median(seconds) for name, seconds in times.items()}
+    fastest = min(("verify_s", "transformers_s", "stock_s"), key=lambda way: one[way])
+    return {
+        "costs": costs.to_json(),
+        "one_token": one | {"denominator": fastest},
+        "verify_ratio": {str(n): seconds / one[fastest] for n, seconds in costs.verify.items()},
+    }
 
 
 # Keys, values and masks ----------------------------------------------------------------------------------------
@@ -157,7 +124,7 @@ class _Case:
         self.stand_in = _OnlyCache(self.cache, nodes, base.hidden_size)
 
     def handling_s(self) -> float:
-        """Seconds of positions, mask, appending in every layer, and keeping the deepest path: all but the layers."""
+        """Seconds of positions, mask, appending in every layer, and keeping the deepest path."""
         decoder = self.base.model.model
         self.base.model.model = self.stand_in
         try:
@@ -193,7 +160,9 @@ def measure_handling(
         "contexts", and per case: "handling_s" and "pass_s" by context, and their growth from the short to the long.
         Cases: a static tree, a tree that changes from step to step, and a static tree in a batch.
     """
-    short, long = _fitting(contexts, base.max_context - len(tree))
+    # Smaller contexts in the same proportion where the base reads less.
+    long = min(contexts[1], base.max_context - len(tree))
+    short = max(1, contexts[0] * long // contexts[1])
     static = tree.shape_on(base.device)
     kinds = {
         "static tree": (static, 1),
@@ -219,10 +188,3 @@ def measure_handling(
             "pass_growth": whole[str(long)] / whole[str(short)],
         }
     return {"contexts": [short, long], "nodes": len(tree), "cases": record}
-
-
-def _fitting(contexts: tuple[int, int], room: int) -> tuple[int, int]:
-    """The contexts, or smaller ones in the same proportion where the base reads less."""
-    short, long = contexts
-    fits = min(long, room)
-    return max(1, short * fits // long), fits

@@ -17,9 +17,9 @@ random weights (no step is faster or slower for it); a base without a shape is l
                how far resident memory rose above what the interpreter had.
 """
 
-import argparse
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -27,15 +27,20 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
+import datasets
+import numpy as np
 import torch
 from accelerate import Accelerator
-from common import composed, described, entry_point
+from common import at_least, composed, described, entry_point, parser
+from loss_memory import PeakMemory
 from rich.console import Console
 from rich.table import Table
-from step_parts import PARTS, Clock, Memory, random_cache, random_rows
 from transformers import PreTrainedConfig
 
+from drafthead.data.answers.hidden_states import HiddenStateCache
 from drafthead.data.batch import Features, FeatureSpec, TrainBatch
+from drafthead.data.text.chat import Document
+from drafthead.data.text.packing import pack
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.models.base.base_model import BaseModel
@@ -50,37 +55,65 @@ from drafthead.train.trainer.batches import PhaseData
 from drafthead.train.trainer.optim import head_optimizer
 from drafthead.train.trainer.step import StepResult, train_step
 
-PEAKS = {
-    "A10": 125e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-    "H100": 989e12,
-    "H100 PCIe": 756e12,
-    "H200": 989e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-}
-"""Dense bfloat16 operations a second by part of a GPU's name, from its data sheet; the longest one counts."""
+PEAKS = {"A10": 125, "A100": 312, "L40S": 362, "RTX 4090": 165}
+PEAKS |= {"H100": 989, "H100 PCIe": 756, "H200": 989, "B200": 2250}
+"""Dense bfloat16 operations a second, in 10**12, by part of a GPU's name; of several the longest counts."""
+PARTS = ("data", "base", "head", "optimiser")
+ROWS = 32
+"""Different rows, at least; steps repeat them."""
 
 
-def parse_arguments(given: list[str] | None) -> argparse.Namespace:
-    """The command line.
+class Clock:
+    """Seconds and peak memory (bytes) between marks; waits for the device at each.
 
-    Raises:
-        UserError: a number that cannot be meant.
+    Memory is what is allocated on a GPU; on a CPU what is resident above ``before``.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--phase", metavar="NAME", help="of the recipe; by default its first")
-    add("--steps", type=int, default=10, metavar="N", help="that are measured, of either kind (default 10)")
-    add("--warm", type=int, default=3, metavar="N", help="before them (default 3)")
-    add("--json", type=Path, metavar="FILE", help="write the record here, for compare.py")
-    add("overrides", nargs="+", metavar="key=value", help="recipe=NAME and settings, as for `drafthead train`")
-    arguments = parser.parse_intermixed_args(given)
-    for name, least in (("steps", 1), ("warm", 0)):
-        if getattr(arguments, name) < least:
-            raise UserError(f"--{name} must be at least {least}, got {getattr(arguments, name)}")
-    return arguments
+
+    def __init__(self, base: BaseModel, before: int) -> None:
+        self.base, self.before, self.watch = base, before, PeakMemory()
+        self.on_gpu = base.device.type == "cuda"
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.peaks = dict.fromkeys(PARTS, 0)
+
+    def start(self) -> None:
+        """Begin after whatever went before."""
+        self.base.synchronise()
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.base.device)
+        else:
+            self.watch.peak = 0
+        self._last = perf_counter()
+
+    def mark(self, part: str, waited: float = 0.0) -> None:
+        """All since the last mark was ``part``, but for ``waited`` seconds that were for data."""
+        self.base.synchronise()
+        self.seconds[part] += perf_counter() - self._last - waited
+        self.seconds["data"] += waited
+        resident = max(self.watch.peak, PeakMemory.resident()) - self.before
+        peak = torch.cuda.max_memory_allocated(self.base.device) if self.on_gpu else resident
+        self.peaks[part] = max(self.peaks[part], peak)
+        self.start()
+
+
+def random_rows(phase: PhaseConfig, vocabulary: int) -> datasets.Dataset:
+    """Full rows of random tokens, one document each, all of them trained."""
+    random, length = np.random.default_rng(0), phase.seq_len
+    count = max(ROWS, phase.micro_batch_size * phase.grad_accum_steps)
+    documents = (
+        Document(random.integers(0, vocabulary, length, dtype=np.int32), np.ones(length, dtype=np.bool_))
+        for _ in range(count)
+    )
+    return pack(documents, length, split=False)
+
+
+def random_cache(folder: Path, rows: datasets.Dataset, head: DraftHead) -> HiddenStateCache:
+    """A cache of random features for ``rows``."""
+    length, width = len(rows[0]["input_ids"]), head.base.hidden_size * (1 + len(head.spec.layers))
+    dtype = "bfloat16" if head.base.dtype == torch.bfloat16 else "float16"
+    cache = HiddenStateCache.create(folder, len(rows), length, width, dtype, {"benchmark": "train_step"})
+    for row in cache.missing_rows():
+        cache.write([row], torch.randn(1, length, width))
+    return cache
 
 
 class Bench:
@@ -91,7 +124,10 @@ class Bench:
         torch.manual_seed(run.seed)
         self.base = BaseModel.load(sharding.base_config(run.base), accelerator.device)
         rows = random_rows(self.phase, self.base.vocab_size)
-        self.head = build_head(run, self.base)
+        # The draft vocabulary is the first ids, as a random corpus has no frequent ones.
+        wanted = run.head_config().draft_vocab_size
+        cut = wanted is not None and wanted < self.base.vocab_size
+        self.head = run.head_config().build(self.base, torch.arange(wanted or 0) if cut else None)
         if run.trains_base and isinstance(self.head, TrainsBase):
             self.head.train_base(now=self.phase.train_base)
         cache = random_cache(folder, rows, self.head) if self.phase.hidden_states == "cached" else None
@@ -129,9 +165,8 @@ class Bench:
         self.base.synchronise()
         return (perf_counter() - started) / steps
 
-    def parted_steps(self, steps: int, memory: Memory) -> Clock:
+    def parted_steps(self, steps: int, clock: Clock) -> None:
         """Steps with a stop after every part."""
-        clock = Clock(self.base, memory)
 
         def marked() -> Iterator[tuple[TrainBatch, Features]]:
             batches = self.data.stream(self.rows())
@@ -142,10 +177,10 @@ class Bench:
                 yield batch
 
         batches = marked()
-        clock.start()
-        for _ in range(steps):
-            self.step(batches, clock)
-        return clock
+        with nullcontext() if clock.on_gpu else clock.watch:
+            clock.start()
+            for _ in range(steps):
+                self.step(batches, clock)
 
     def bare_forward(self, steps: int, warm: int) -> float:
         """Seconds of the base's pass over the rows of a step."""
@@ -158,13 +193,6 @@ class Bench:
                 self.base.features(batch, FeatureSpec())
         self.base.synchronise()
         return (perf_counter() - started) / steps
-
-
-def build_head(run: RunConfig, base: BaseModel) -> DraftHead:
-    """The recipe's head; its draft vocabulary is the first ids, as a random corpus has no frequent ones."""
-    wanted = run.head_config().draft_vocab_size
-    cut = wanted is not None and wanted < base.vocab_size
-    return run.head_config().build(base, torch.arange(wanted or 0) if cut else None)
 
 
 def operations_per_token(head: DraftHeadConfig, phase: PhaseConfig, settings: PreTrainedConfig) -> float:
@@ -190,19 +218,19 @@ def peak_operations(device: torch.device) -> float | None:
     name = torch.cuda.get_device_name(device)
     words = name.replace("-", " ").split()
     known = [part for part in PEAKS if all(word in words for word in part.split())]
-    return PEAKS[max(known, key=len)] if known else None
+    return 1e12 * PEAKS[max(known, key=len)] if known else None
 
 
 def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, warm: int) -> dict[str, Any]:
     """The record's numbers, of this process."""
     sharding = Sharding(run.shard, accelerator.device)
-    memory = Memory(accelerator.device)
+    before = PeakMemory.resident()
     with TemporaryDirectory(prefix="drafthead-step-") as folder:
         bench = Bench(run, phase, accelerator, sharding, Path(folder))
         step_s = bench.whole_steps(steps, warm)
         waited = bench.data.waited_s / steps
-        with memory:
-            clock = bench.parted_steps(steps, memory)
+        clock = Clock(bench.base, before)
+        bench.parted_steps(steps, clock)
         floor_s = bench.bare_forward(steps, warm)
         sharding.close()
     settings = run.phases[phase]
@@ -249,7 +277,15 @@ def show(found: dict[str, Any]) -> Table:
 
 def main(given: list[str] | None = None) -> None:
     """Entry point."""
-    arguments = parse_arguments(given)
+    options = parser(__doc__)
+    add = options.add_argument
+    add("--phase", metavar="NAME", help="of the recipe; by default its first")
+    add("--steps", type=int, default=10, metavar="N", help="that are measured, of either kind (default 10)")
+    add("--warm", type=int, default=3, metavar="N", help="before them (default 3)")
+    add("overrides", nargs="+", metavar="key=value", help="recipe=NAME and settings, as for `drafthead train`")
+    arguments = options.parse_intermixed_args(given)
+    at_least(arguments, 1, "steps")
+    at_least(arguments, 0, "warm")
     run = composed(arguments.overrides)
     phase = arguments.phase or next(iter(run.phases))
     if phase not in run.phases:

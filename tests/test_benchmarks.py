@@ -31,10 +31,10 @@ def head(tiny_base: Callable[..., BaseModel], tmp_path: Path) -> Path:
 
 def test_decode_measures_every_part(script: Load, head: Path, tmp_path: Path) -> None:
     out = tmp_path / "now.json"
-    against = "transformers,stock,prompt_lookup,hf_prompt_lookup:3,early_exit:2,plain"
+    baselines = "transformers,stock,prompt_lookup,hf_prompt_lookup:3,early_exit:2,autoregressive"
     script("decode").main(
         ["--head", str(head), "--json", str(out), "--context", "40", "--long-context", "400", "--cost-repeats", "4"]
-        + ["--against", against, "--suite", "builtin", "--prompts", "2", "--repeats", "2", "--max-new-tokens", "12"]
+        + ["--baselines", baselines, "--suite", "builtin", "--prompts", "2", "--repeats", "2", "--max-new-tokens", "12"]
     )
     record = json.loads(out.read_text())
     assert {"benchmark", "date", "arguments", "hardware", "versions"} <= record.keys()
@@ -47,38 +47,32 @@ def test_decode_measures_every_part(script: Load, head: Path, tmp_path: Path) ->
     for case in record["kv"]["cases"].values():
         assert case["handling_growth"] == pytest.approx(case["handling_s"]["400"] / case["handling_s"]["40"])
         assert all(case["handling_s"][n] > 0 < case["pass_s"][n] for n in ("40", "400"))
-    found = record["against"]
-    assert list(found["methods"]) == ["head", *against.split(",")]
-    assert found["reference"] == "plain" and not found["failed"]
+    found = record["baselines"]
+    assert list(found["methods"]) == ["speculative", *baselines.split(",")]
+    assert found["reference"] == "autoregressive" and not found["failed"]
     speeds = {name: numbers["tokens_per_second"] for name, numbers in found["methods"].items()}
-    plain = max(speeds[name] for name in ("plain", "transformers", "stock"))
-    assert speeds[found["fastest_plain"]] == plain
+    fastest = max(speeds[name] for name in ("autoregressive", "transformers", "stock"))
+    assert speeds[found["fastest_autoregressive"]] == fastest
     for name, numbers in found["methods"].items():
         assert numbers["same"] == found["prompts"] == 2, name
-        assert numbers["ratio_to_fastest_plain"] == pytest.approx(speeds[name] / plain)
+        assert numbers["ratio_to_autoregressive"] == pytest.approx(speeds[name] / fastest)
     assert found["methods"]["stock"]["overhead"] is None
-    assert record["overhead"]["head"] == found["methods"]["head"]["overhead"] > 0
+    assert record["overhead"]["speculative"] == found["methods"]["speculative"]["overhead"] > 0
 
 
 def test_every_repetition_is_timed(script: Load, head: Path, tiny_base: Callable[..., BaseModel]) -> None:
     race, base = script("race"), tiny_base()
     drafter = DraftHead.from_pretrained(head, base)
-    runners = race.Runners(
-        base=base,
-        stock=None,
-        drafter=drafter,
-        draft_config=default_draft_config(drafter),
-        specs=["plain"],
-        config=EvalConfig(max_new_tokens=4),
-    )
-    found = race.run_race(runners, load_suite("builtin", 2), 3, lambda done, total: None)
-    for prompts in found.runs.values():
+    config, draft_config = EvalConfig(max_new_tokens=4), default_draft_config(drafter)
+    ways = race.decoders(base, None, drafter, draft_config, ["autoregressive"], config)
+    found, failed = race.run_race(ways, base.tokenizer, load_suite("builtin", 2), 3, 0, lambda done, total: None)
+    for prompts in found.values():
         assert [len({run.total_s for run in runs}) for runs in prompts] == [3, 3]
-    record = race.race_record(found, seed=0)
-    runs = found.runs["plain"]
+    record = race.race_record(found, failed, seed=0)
+    runs = found["autoregressive"]
     seconds = sum(sorted(run.total_s for run in prompt)[1] for prompt in runs)
     tokens = sum(len(prompt[0].tokens) for prompt in runs)
-    assert record["methods"]["plain"]["tokens_per_second"] == pytest.approx(tokens / seconds)
+    assert record["methods"]["autoregressive"]["tokens_per_second"] == pytest.approx(tokens / seconds)
 
 
 def test_a_prompt_that_cannot_be_answered_is_named(
@@ -90,7 +84,8 @@ def test_a_prompt_that_cannot_be_answered_is_named(
     main(["--head", str(head), *only, "--json", str(out)])
     assert "left out: prompt 0" in capsys.readouterr().out
     record = json.loads(out.read_text())
-    assert set(record["overhead"]) == {"head", "plain"} and not {"costs", "kv", "against"} & record.keys()
+    assert set(record["overhead"]) == {"speculative", "autoregressive"}
+    assert not {"costs", "kv", "baselines"} & record.keys()
     suite.write_text('{"prompt": "' + "long " * 120 + '"}\n')
     with pytest.raises(UserError, match="no prompt could be answered: the prompt has"):
         main(["--head", str(head), *only])
@@ -99,9 +94,9 @@ def test_a_prompt_that_cannot_be_answered_is_named(
 @pytest.mark.parametrize(
     ("name", "given", "says"),
     [
-        ("decode", ["--only", "cost"], "--only knows costs, kv, against, overhead, got cost"),
-        ("decode", ["--against", "prompt_lookup"], "has no autoregressive decoding to divide by"),
-        ("decode", ["--against", "plain,wrong"], "unknown drafter or method 'wrong'"),
+        ("decode", ["--only", "cost"], "--only knows costs, kv, baselines, overhead, got cost"),
+        ("decode", ["--baselines", "prompt_lookup"], "has no autoregressive decoding to divide by"),
+        ("decode", ["--baselines", "autoregressive,wrong"], "unknown drafter or method 'wrong'"),
         ("decode", ["--repeats", "0"], "--repeats must be at least 1, got 0"),
         ("decode", ["--context", "300", "--long-context", "300"], "300 must be longer than --context 300"),
         ("decode", ["--suite", "nowhere"], "unknown suite 'nowhere'"),
@@ -148,7 +143,7 @@ OLD: dict[str, Any] = {
     "arguments": {"context": 200},
     "hardware": {"cpu": "one", "cores": 2, "torch_threads": 2, "gpu": None, "ram_gb": 8.0},
     "costs": {"verify": {"1": 0.010, "4": 0.020}, "context": 200},
-    "against": {"methods": {"head": {"tokens_per_second": 50.0, "interval_95": [1.0, None]}}},
+    "baselines": {"methods": {"head": {"tokens_per_second": 50.0, "interval_95": [1.0, None]}}},
 }
 
 
@@ -173,8 +168,8 @@ def compare(script: Load, tmp_path: Path) -> Callable[..., int]:
         (("costs", "verify", "4"), 0.0205, 0),
         (("costs", "verify", "4"), 0.022, 1),
         (("costs", "verify", "4"), 0.010, 0),
-        (("against", "methods", "head", "tokens_per_second"), 40.0, 1),
-        (("against", "methods", "head", "tokens_per_second"), 60.0, 0),
+        (("baselines", "methods", "head", "tokens_per_second"), 40.0, 1),
+        (("baselines", "methods", "head", "tokens_per_second"), 60.0, 0),
         (("costs", "context"), 400, 0),
         (("arguments", "context"), 400, 0),
     ],
@@ -212,7 +207,7 @@ def test_compare_refuses_other_hardware(compare: Callable[..., int]) -> None:
     with pytest.raises(UserError, match=r"different hardware \(cores 2 and 4\); pass --force"):
         compare(slower)
     assert compare(slower, "--force") == 1
-    assert compare(slower, "--force", "--only", "against.*") == 0
+    assert compare(slower, "--force", "--only", "baselines.*") == 0
     with pytest.raises(UserError, match="the second file does not say its hardware"):
         compare(lambda record: record.pop("hardware"))
     with pytest.raises(UserError, match="different benchmarks: decode and generation"):
@@ -230,9 +225,9 @@ def test_every_number_of_a_benchmark_has_a_direction(script: Load) -> None:
         "kv.cases.static tree.handling_growth": -1,
         "kv.cases.static tree.pass_growth": 0,
         "overhead.head": -1,
-        "against.methods.head.ratio_to_fastest_plain": 1,
-        "against.methods.head.same": 1,
-        "against.methods.head.interval_95.0": 0,
+        "baselines.methods.head.ratio_to_autoregressive": 1,
+        "baselines.methods.head.same": 1,
+        "baselines.methods.head.interval_95.0": 0,
         "results.transformers generate.seconds": -1,
         "chunked.bytes": -1,
         "chunked.loss": 0,
@@ -329,7 +324,7 @@ def test_both_forms_of_the_loss_agree(script: Load, tmp_path: Path) -> None:
     small = ["--heads", "2", "--vocabulary", "500", "--tokens", "64", "--width", "16"]
     script("loss_memory").main([*small, "--json", str(tmp_path / "memory.json")])
     record = json.loads((tmp_path / "memory.json").read_text())
-    assert record["chunked"]["loss"] == pytest.approx(record["plain"]["loss"], rel=1e-4)
+    assert record["chunked"]["loss"] == pytest.approx(record["whole"]["loss"], rel=1e-4)
 
 
 # Heads ---------------------------------------------------------------------------------------------------------
@@ -354,7 +349,7 @@ def test_heads_are_trained_measured_and_tabled(script: Load, tmp_path: Path) -> 
     assert script("heads").main([*given, "--markdown", str(tmp_path / "heads.md")]) == 0
     found = json.loads(record.read_text())
     assert set(found["heads"]) == {"medusa", "hydra", "medusa2"}
-    assert len(found["peers"]) == 3, "prompt lookup beside the heads that share their base"
+    assert len(found["baselines"]) == 3, "prompt lookup beside the heads that share their base"
     for numbers in found["heads"].values():
         assert numbers["identical"] == "2 of 2" and numbers["training_minutes"] > 0 and numbers["draft_ms"] > 0
     assert (tmp_path / "heads.md").read_text().count("\n| ") == 1 + 3 + 3

@@ -102,14 +102,14 @@ def update_names(value: Any, path: str = "", renamed: Callable[[str, str], None]
 
 def update_key(key: str) -> str | None:
     """Today's name of the dotted ``key``; None where the setting is gone."""
-    done = ""
+    done: list[str] = []
     for part in key.split("."):
-        path = f"{done}.{part}" if done else part
+        path = ".".join([*done, part])
         new = next((new for old, new in RENAMED_KEYS.items() if _ends(path, old)), part)
         if new is None:
             return None
-        done = f"{done}.{new}" if done else new
-    return done
+        done.append(new)
+    return ".".join(done)
 
 
 def _ends(path: str, pattern: str) -> bool:
@@ -126,24 +126,22 @@ def original_names(value: Any) -> Any:
 
 def update_overrides(arguments: list[str]) -> list[str]:
     """Command-line arguments with today's names; a line says the new name of every old one."""
-    return [new for argument in arguments if (new := _update_override(argument)) is not None]
-
-
-def _update_override(argument: str) -> str | None:
-    match = re.fullmatch(r"(~|\+{0,2})([\w.]+)(?:=(.*))?", argument, re.DOTALL)
-    if match is None:
-        return argument
-    sign, key, value = match.groups()
-    new_key = update_key(key)
-    if new_key is None:
-        say(f"{key} has no effect any more")
-        return None
-    if value is not None:
-        value = ",".join(update_names(part, new_key) for part in value.split(","))
-    new = f"{sign}{new_key}" + ("" if value is None else f"={value}")
-    if new != argument:
-        say(f"{argument} is now called {new}")
-    return new
+    found = []
+    for argument in arguments:
+        match = re.fullmatch(r"(~|\+{0,2})([\w.]+)(?:=(.*))?", argument, re.DOTALL)
+        if match is None:
+            found.append(argument)
+            continue
+        sign, key, value = match.groups()
+        new_key = update_key(key)
+        if new_key is None:
+            say(f"{key} has no effect any more")
+            continue
+        values = None if value is None else ",".join(update_names(part, new_key) for part in value.split(","))
+        found.append(f"{sign}{new_key}" + ("" if values is None else f"={values}"))
+        if found[-1] != argument:
+            say(f"{argument} is now called {found[-1]}")
+    return found
 
 
 def read_old_recipes() -> None:
@@ -160,13 +158,12 @@ def _reading_old_names(source: Any) -> Any:
         reads_old_names = True
 
         def load_config(self, config_path: str) -> ConfigResult:
-            result: ConfigResult = super().load_config(config_path)
-            content = OmegaConf.to_container(result.config, resolve=False)
-            root = "head" if config_path.startswith("head/") else ""
-
             def renamed(old: str, new: str) -> None:
                 say(f"{config_path}: {old} " + (f"is now called {new}" if new else "has no effect any more"))
 
+            result: ConfigResult = super().load_config(config_path)
+            content = OmegaConf.to_container(result.config, resolve=False)
+            root = "head" if config_path.startswith("head/") else ""
             result.config = OmegaConf.create(update_names(content, root, renamed))
             return result
 
@@ -178,9 +175,6 @@ def parse(cfg: DictConfig, wanted: type[T]) -> T:
 
     Merged into a fresh schema because ``+key=value`` on the command line opens Hydra's own copy and would smuggle an
     unknown key past it.
-
-    Raises:
-        UserError: an unknown key, a wrong type, a missing value, a limit exceeded.
     """
     try:
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -193,17 +187,16 @@ def parse(cfg: DictConfig, wanted: type[T]) -> T:
 
 def schema(found: type[Any]) -> DictConfig:
     """A dataclass as Hydra's schema, with the nodes of frozen dataclasses open to overrides."""
-    return _writable(OmegaConf.structured(found))
 
+    def open_node(cfg: DictConfig) -> DictConfig:
+        OmegaConf.set_readonly(cfg, False)
+        for key in cfg:
+            child = cfg._get_node(key)
+            if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+                open_node(child)
+        return cfg
 
-def _writable(cfg: DictConfig) -> DictConfig:
-    """Open the nodes of frozen dataclasses, which OmegaConf makes read-only, so that values can be merged in."""
-    OmegaConf.set_readonly(cfg, False)
-    for key in cfg:
-        child = cfg._get_node(key)
-        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-            _writable(child)
-    return cfg
+    return open_node(OmegaConf.structured(found))
 
 
 def one_line_errors(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
@@ -246,15 +239,7 @@ def run_main(main: Callable[[], None], wanted: type[Any]) -> None:
         raise SystemExit(f"error: {error}; choose another run folder (out=...)") from None
 
 
-_NOISE = (
-    "reference_type",
-    "object_type",
-    "full_key",
-    "See https",
-    "To append to your",
-    "Config search path",
-    "provider=",
-)
+_NOISE = ("reference_type", "object_type", "full_key", "See https", "To append to your", "Config search", "provider=")
 
 
 def _one_line(error: BaseException) -> str:

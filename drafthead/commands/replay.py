@@ -105,22 +105,11 @@ def main(config: ReplayConfig) -> None:
         raise UserError(f"chain={config.chain}: the head drafts 1 to {head.depth} positions")
     if not texts:
         with display.stage(f"plain answers: {config.suite}"):
-            texts = base_answers(
-                base,
-                suite=config.suite,
-                limit=config.limit,
-                max_new_tokens=config.max_new_tokens,
-                temperature=config.temperature,
-                seed=config.seed,
-            )
+            names = ("suite", "limit", "max_new_tokens", "temperature", "seed")
+            texts = base_answers(base, **{name: getattr(config, name) for name in names})
+    limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": 0}
     for number, text in enumerate(texts):
-        check_ids(
-            text.ids,
-            vocab_size=base.vocab_size,
-            max_context=base.max_context,
-            max_new_tokens=0,
-            where=f"text {number}",
-        )
+        check_ids(text.ids, **limits, where=f"text {number}")
     if save:
         write_texts(save, texts)
     probs_config = AcceptProbsConfig(
@@ -130,8 +119,9 @@ def main(config: ReplayConfig) -> None:
         rule=AcceptanceRule(name=config.rule),
         seed=config.seed,
     )
+    target = Sampler(temperature=config.temperature)
     with display.stage(f"one pass over {len(texts)} texts"):
-        answers = text_accept_probs(base, head, texts, Sampler(temperature=config.temperature), probs_config)
+        answers = text_accept_probs(base, head, texts, target, probs_config)
     with display.stage("step costs on this machine"):
         costs = measure_costs(base, head)
     sizes = [] if config.rule == "block" else config.nodes
@@ -139,7 +129,7 @@ def main(config: ReplayConfig) -> None:
     top_k = probs_config.draft_sampling is DraftSampling.TOP_K and config.rule == "exact"
     if head.confidence_threshold and top_k:
         with display.stage("the head's own tree, drafted at every position for its threshold"):
-            found.append(own_row(base, head, texts, Sampler(temperature=config.temperature), config.seed))
+            found.append(own_row(base, head, texts, target, config.seed))
     display.console.print(table(found, config))
 
 
@@ -162,14 +152,9 @@ def rows(
     depth = answers[0].shape[1]
     found = []
     for length in lengths:
-        if not 1 <= length <= depth:
-            raise UserError(f"a chain of {length} drafts is wanted, but the head drafts 1 to {depth} positions")
-        chain = TokenTree.chain(length)
-        simulated = simulate_acceptance(answers, chain, seed)
+        simulated = simulate_acceptance(answers, TokenTree.chain(length), seed)
         speedup = costs.speedup(simulated.mean_accepted_length, length + 1, length)
         found.append(Row(f"chain of {length}", length + 1, length, simulated, speedup))
-    if sizes and min(sizes) < 2:
-        raise UserError(f"a tree of {min(sizes)} nodes is wanted; the root and one draft are 2")
     # Sampled candidates are tried in order, which only Sequoia's program respects.
     method = "greedy" if draft_sampling is DraftSampling.TOP_K else "sequoia"
     for size, simulated in zip(sizes, cross_fitted(answers, sizes, method, seed) if sizes else [], strict=True):
@@ -183,10 +168,9 @@ def table(found: Sequence[Row], config: ReplayConfig) -> Table:
     title = f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}"
     shown = Table("draft", "nodes", "mean accepted length", "95 %", "predicted speedup", title=title)
     for row in found:
-        low_high = row.simulated.interval
-        between = "" if low_high is None else f"{low_high[0]:.2f} to {low_high[1]:.2f}"
-        tokens, speedup = row.simulated.mean_accepted_length, "" if row.speedup is None else f"{row.speedup:.2f}"
-        shown.add_row(row.name, str(row.nodes), f"{tokens:.2f}", between, speedup)
+        between = " to ".join(f"{end:.2f}" for end in row.simulated.interval or ())
+        speedup = "" if row.speedup is None else f"{row.speedup:.2f}"
+        shown.add_row(row.name, str(row.nodes), f"{row.simulated.mean_accepted_length:.2f}", between, speedup)
     return shown
 
 

@@ -131,13 +131,9 @@ def _quoted(value: str, always: bool = False) -> str:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` to write into; it is renamed to ``out`` when the block ends without an error.
-
-    Raises:
-        UserError: ``out`` exists and is not empty, or cannot be made.
-    """
+    """A folder beside ``out`` to write into; it is renamed to ``out`` when the block ends without an error."""
     try:
-        taken = out.exists() and not (out.is_dir() and not any(out.iterdir()))
+        taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
     except OSError as error:
         raise UserError(f"{out} cannot be read ({error.strerror}); choose another folder (out=...)") from None
     if taken:

@@ -8,6 +8,7 @@ and the default before (sweep.json, sweep.png).
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.data.utils.machine import hardware, versions
-from drafthead.eval.metrics.acceptance import mean_accepted_length
+from drafthead.eval.metrics.acceptance import mean_accepted_length, mean_of, steps_of
 from drafthead.eval.metrics.speed import speedup_interval, tokens_per_second
 from drafthead.eval.metrics.summary import AUTOREGRESSIVE
 from drafthead.eval.prompts.prompt import conversation_ids
@@ -112,9 +113,11 @@ def main(config: SweepConfig) -> None:
     candidates = candidates_of(heads, config.drafts, config.thresholds)
     new = config.max_new_tokens
     decoders: dict[str, Decoder] = {
-        OURS: lambda ids: decode(base, None, ids, max_new_tokens=new),
+        OURS: partial(decode, base, None, max_new_tokens=new),
         TRANSFORMERS: lambda ids: transformers_generate(base, ids, new),
-    } | {c.name: _decoder(base, c, new) for c in candidates}
+    }
+    for c in candidates:
+        decoders[c.name] = partial(decode, base, c.head, max_new_tokens=new, draft_config=c.draft_config())
     with display.stage(f"decoding {len(suite)} prompts in {len(decoders)} ways"):
         timing = run_interleaved(
             suite,
@@ -122,7 +125,7 @@ def main(config: SweepConfig) -> None:
             decoders,
             None,
             config.seed,
-            lambda done, total: display.progress("decoding", done, total),
+            partial(display.progress, "decoding"),
         )
     rows = rows_of(candidates, timing.results)
     best = max(rows, key=lambda row: row["speedup"])
@@ -166,11 +169,7 @@ def _load(folders: list[str]) -> tuple[BaseModel, dict[str, DraftHead]]:
 
 
 def candidates_of(heads: dict[str, DraftHead], drafts: list[int], thresholds: list[float]) -> list[Candidate]:
-    """What every head does by default, and every combination that it can draft.
-
-    Raises:
-        UserError: a length that no head drafts.
-    """
+    """What every head does by default, and every combination that it can draft."""
     deepest = max(head.depth for head in heads.values())
     if max(drafts) > deepest:
         raise UserError(
@@ -179,20 +178,13 @@ def candidates_of(heads: dict[str, DraftHead], drafts: list[int], thresholds: li
         )
     found = []
     for folder, head in heads.items():
-        default = Candidate(
-            folder, head, 0 if head.tree is not None else head.depth, head.confidence_threshold, default=True
-        )
-        found.append(default)
+        own = (0 if head.tree is not None else head.depth, head.confidence_threshold)
+        found.append(Candidate(folder, head, *own, default=True))
         for length, threshold in product(drafts, thresholds):
             possible = head.tree is not None if length == 0 else length <= head.depth
-            if possible and (length, threshold) != (default.drafts, default.threshold):
+            if possible and (length, threshold) != own:
                 found.append(Candidate(folder, head, length, threshold))
     return found
-
-
-def _decoder(base: BaseModel, candidate: Candidate, new: int) -> Decoder:
-    draft_config = candidate.draft_config()
-    return lambda ids: decode(base, candidate.head, ids, max_new_tokens=new, draft_config=draft_config)
 
 
 def rows_of(candidates: list[Candidate], results: dict[str, list[DecodeResult]]) -> list[dict[str, Any]]:
@@ -205,7 +197,7 @@ def rows_of(candidates: list[Candidate], results: dict[str, list[DecodeResult]])
     rows = []
     for candidate in candidates:
         found = of[candidate.name]
-        steps = [step for result in found for step in result.steps]
+        steps = steps_of(found)
         speedup, low, high = speedup_interval(baseline, found)
         rows.append(
             {
@@ -216,9 +208,9 @@ def rows_of(candidates: list[Candidate], results: dict[str, list[DecodeResult]])
                 "threshold": candidate.threshold,
                 "default": candidate.default,
                 "mean_accepted_length": mean_accepted_length(found).value,
-                "drafted": sum(step.proposed for step in steps) / max(1, len(steps)),
-                "draft_ms": 1e3 * sum(step.draft_s for step in steps) / max(1, len(steps)),
-                "verify_ms": 1e3 * sum(step.verify_s for step in steps) / max(1, len(steps)),
+                "drafted": mean_of(steps, lambda step: step.proposed).value,
+                "draft_ms": 1e3 * mean_of(steps, lambda step: step.draft_s).value,
+                "verify_ms": 1e3 * mean_of(steps, lambda step: step.verify_s).value,
                 "speedup": speedup,
                 "interval": [low, high] if math.isfinite(low) else None,  # one prompt has none
                 "identical": sum(a.tokens == b.tokens for a, b in zip(of[OURS], found, strict=True)),
@@ -265,26 +257,22 @@ def _short(folder: str) -> str:
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Speedup over the threshold with its interval, a line for every head and shape, beside each other at a point."""
     figure, axes = new_axes(height=3.4)
-    lines = sorted({(row["head"], row["drafts"]) for row in rows})
-    for place, (head, drafts) in enumerate(lines):
-        own = sorted(
-            (row for row in rows if (row["head"], row["drafts"]) == (head, drafts)), key=lambda r: r["threshold"]
-        )
+    lines: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: (row["head"], row["drafts"], row["threshold"])):
+        lines.setdefault((row["head"], row["drafts"]), []).append(row)
+    for place, ((head, drafts), own) in enumerate(lines.items()):
         apart = 0.008 * (place - (len(lines) - 1) / 2)
-        speeds = [row["speedup"] for row in own]
         ends = [row["interval"] or [row["speedup"]] * 2 for row in own]
-        sides = [[max(0.0, s - low) for s, (low, _) in zip(speeds, ends, strict=True)]]
-        sides += [[max(0.0, high - s) for s, (_, high) in zip(speeds, ends, strict=True)]]
-        exit_layer = next(r["exit_layer"] for r in rows if r["head"] == head)
-        label = f"exit {exit_layer}" if exit_layer else _short(head)
-        shape = f"chain of {drafts}" if drafts else "its tree"
+        below = [max(0.0, row["speedup"] - low) for row, (low, _) in zip(own, ends, strict=True)]
+        above = [max(0.0, high - row["speedup"]) for row, (_, high) in zip(own, ends, strict=True)]
+        label = f"exit {own[0]['exit_layer']}" if own[0]["exit_layer"] else _short(head)
         axes.errorbar(
             [row["threshold"] + apart for row in own],
-            speeds,
-            yerr=sides,
+            [row["speedup"] for row in own],
+            yerr=[below, above],
             marker="o",
             elinewidth=0.8,
-            label=f"{label}, {shape}",
+            label=f"{label}, " + (f"chain of {drafts}" if drafts else "its tree"),
         )
     axes.axhline(1, linewidth=0.8, color=MUTED)
     axes.set_xlabel("confidence threshold")
