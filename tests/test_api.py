@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import drafthead
 from drafthead.data.utils.errors import UserError
@@ -17,19 +19,16 @@ from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
+from support import randomised
 
 TinyBase = Callable[..., BaseModel]
 
 
 @pytest.fixture
 def saved(tiny_base: TinyBase, tmp_path: Path) -> Path:
-    head = MedusaConfig(num_draft_tokens=3, own_lm_head=True, draft_vocab_size=100).build(
-        tiny_base(), torch.arange(100)
-    )
+    config = MedusaConfig(num_draft_tokens=3, own_lm_head=True, draft_vocab_size=100)
+    head = randomised(config.build(tiny_base(), torch.arange(100)))
     head.tree = TokenTree.from_paths([(0,), (1,), (0, 0)])
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += 0.1
     head.save_pretrained(tmp_path / "head")
     return tmp_path / "head"
 
@@ -61,36 +60,29 @@ def test_another_base_is_refused(saved: Path, tiny_base: TinyBase) -> None:
 
 
 def test_damaged_and_foreign_heads_are_refused(saved: Path, tiny_base: TinyBase) -> None:
-    base = tiny_base()
-    config = read_json(saved / "config.json")
-    write_json(saved / "config.json", {**config, "head_type": "os.system"})
-    with pytest.raises(UserError, match="head_type must be one of .*, got 'os.system'"):
-        drafthead.load_head(saved, base)
-    write_json(saved / "config.json", {**config, "format": 99})
-    with pytest.raises(UserError, match="has format 99, this version reads 2; update drafthead"):
-        drafthead.load_head(saved, base)
-    write_json(saved / "config.json", {**config, "settings": {**config["settings"], "wings": 2}})
-    with pytest.raises(UserError, match=r"MedusaConfig has no wings"):
-        drafthead.load_head(saved, base)
-    write_json(saved / "config.json", config)
+    base, config = tiny_base(), read_json(saved / "config.json")
+
+    def refused(message: str, changed: dict[str, Any]) -> None:
+        write_json(saved / "config.json", changed)
+        with pytest.raises(UserError, match=message):
+            drafthead.load_head(saved, base)
+
+    refused("head_type must be one of .*, got 'os.system'", {**config, "head_type": "os.system"})
+    refused("has format 99, this version reads 2; update drafthead", {**config, "format": 99})
+    refused("MedusaConfig has no wings", {**config, "settings": {**config["settings"], "wings": 2}})
     weights = load_file(saved / "model.safetensors")
     del weights["projections.weights.1"]
     save_file(weights, saved / "model.safetensors")
-    with pytest.raises(UserError, match=r"model.safetensors cannot be read .it does not have the checksum"):
-        drafthead.load_head(saved, base)
-    write_json(saved / "config.json", {k: v for k, v in config.items() if k != "weights_sha256"})
-    with pytest.raises(UserError, match=r"does not fit its config: missing \['projections.weights.1'\]"):
-        drafthead.load_head(saved, base)
+    refused("model.safetensors cannot be read .it does not have the checksum", config)
+    del config["weights_sha256"]
+    refused(r"does not fit its config: missing \['projections.weights.1'\]", config)
     (saved / "model.safetensors").write_bytes(b"\x10" * 40)
-    with pytest.raises(UserError, match="cannot be read"):
-        drafthead.load_head(saved, base)
+    refused("cannot be read", config)
     with pytest.raises(UserError, match="no draft head at .*nowhere: give a run's head folder"):
         drafthead.load_head(saved / "nowhere", base)
 
 
 def test_wrapping_a_loaded_model(tiny_base: TinyBase) -> None:
-    from transformers import AutoModelForCausalLM
-
     inner = tiny_base()
     model = AutoModelForCausalLM.from_config(inner.config.transformers_config(), dtype=torch.float32).eval()
     wrapped = BaseModel.wrap(model, inner.tokenizer)

@@ -40,14 +40,8 @@ def test_every_command_explains_and_prints_its_settings(command: str, capsys: py
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_a_misspelt_setting_is_one_line_with_near_matches(command: str) -> None:
-    known = {
-        "train": "seed",
-        "sweep": "seed",
-        "data": "seed",
-        "certify": "each",
-        "import": "revision",
-        "push": "private",
-    }
+    known = dict.fromkeys(("train", "sweep", "data"), "seed")
+    known |= {"certify": "each", "import": "revision", "push": "private"}
     key = known.get(command, "base")
     with pytest.raises(SystemExit, match=rf"^error: .*'{key}x'.*; did you mean {key}") as stop:
         call(command, *SETTINGS[command], f"{key}x=1")
@@ -132,12 +126,6 @@ def test_a_checkout_imports_from_its_folders_and_the_command_starts_light(tmp_pa
     Python runs with -S, without site-packages: an editable install cannot help, and ``--help`` cannot wait for torch.
     """
     code = "import drafthead.cli as a, drafthead.data.utils.errors as b; print(a.__file__, b.__file__, sep='\\n')"
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command, env = [sys.executable, "-S", "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == [str(ROOT / "drafthead/cli.py"), str(ROOT / "data/utils/errors.py")], done.stderr

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.commands import data, eval
 from drafthead.data.utils.config import RENAMED_KEYS, original_names, update_key, update_names, update_overrides
 from drafthead.data.utils.errors import UserError
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.common.loading import load_base_and_head
-from drafthead.train import run as train
-from support import composed
+from drafthead.train.pipeline import run_pipeline
+from support import call, composed
 
 OLD = Path(__file__).parent / "version_0_1_0"
 SAME_RUN = ["recipe=kangaroo_smollm2", "debug=tiny"]
@@ -24,16 +23,6 @@ def old(tmp_path: Path) -> Path:
     return tmp_path / "old"
 
 
-def command(module: object, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
-    """The error that a command ends with, if any."""
-    monkeypatch.setattr("sys.argv", ["drafthead", *arguments])
-    try:
-        module.main()  # type: ignore[attr-defined]
-    except SystemExit as stop:
-        return str(stop.code)
-    return ""
-
-
 def test_its_head_decodes() -> None:
     base, head = load_base_and_head(OLD / "run" / "head")
     ids = [5, 6, 7, 8]
@@ -43,49 +32,44 @@ def test_its_head_decodes() -> None:
 
 def test_its_run_is_the_same_run(old: Path, tmp_path: Path) -> None:
     """Its folder is refused for the one setting that differs, and for no other."""
-    from drafthead.train.pipeline import run_pipeline
-
     run, resolved = composed(tmp_path, *SAME_RUN, "seed=1")
     run.out = str(old / "run")
     with pytest.raises(UserError, match=r"was trained with seed=0, this recipe has 1"):
         run_pipeline(run, resolved)
 
 
-def test_its_corpora_are_used(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_corpora_are_used(old: Path, tmp_path: Path) -> None:
     """The packed text is found under its old name, and answers of other settings are still refused."""
     out = [f"out={tmp_path / 'run'}", f"data.folder={old / 'corpora'}"]
-    error = command(data, monkeypatch, *SAME_RUN, *out, "data.generations.prompts=23")
-    assert "was made with prompts = 24, expected 23" in error
+    with pytest.raises(SystemExit, match="was made with prompts = 24, expected 23"):
+        call("data", *SAME_RUN, *out, "data.generations.prompts=23")
     shutil.rmtree(old / "corpora" / "generations")
-    before = (old / "corpora" / "text" / "e4394c0c" / "rows.arrow").stat().st_mtime_ns
-    assert command(data, monkeypatch, *SAME_RUN, *out) == ""
-    assert [path.name for path in (old / "corpora" / "text").iterdir()] == ["e4394c0c"]
-    assert (old / "corpora" / "text" / "e4394c0c" / "rows.arrow").stat().st_mtime_ns == before
+    rows = old / "corpora" / "text" / "e4394c0c" / "rows.arrow"
+    before = rows.stat().st_mtime_ns
+    call("data", *SAME_RUN, *out)
+    assert list((old / "corpora" / "text").iterdir()) == [rows.parent] and rows.stat().st_mtime_ns == before
 
 
-def test_its_command_lines_compose(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_command_lines_compose(capsys: pytest.CaptureFixture[str]) -> None:
     old = ["phases.distill.row_length=1024", "phases.pretrain.batch_rows=3", "dead_after_s=60", "node_data=true"]
     old += ["data.generations.synthesised=5", "data.generations.keep_features=false"]
-    assert command(train, monkeypatch, "recipe=medusa_smollm2", *old, "--cfg", "job") == ""
+    call("train", "recipe=medusa_smollm2", *old, "--cfg", "job")
     said = capsys.readouterr()
     for line in ("seq_len: 1024", "micro_batch_size: 3", "heartbeat_timeout_s: 60.0", "per_node_data: true"):
         assert line in said.out
     assert "phases.distill.row_length=1024 is now called phases.distill.seq_len=1024\n" in said.err
     assert len(said.err.splitlines()) == len(old)
-    assert command(eval, monkeypatch, "head=x", "siblings=with_replacement", "--cfg", "job") == ""
-    assert "draft_sampling: with_replacement" in capsys.readouterr().out
-    assert command(eval, monkeypatch, "head=x", "siblings=deterministic", "--cfg", "job") == ""
-    assert "draft_sampling: top_k" in capsys.readouterr().out
+    for old_value, new_value in (("with_replacement", "with_replacement"), ("deterministic", "top_k")):
+        call("eval", "head=x", f"siblings={old_value}", "--cfg", "job")
+        assert f"draft_sampling: {new_value}" in capsys.readouterr().out
 
 
-def test_its_recipes_compose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_its_recipes_compose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe").mkdir()
     old = "# @package _global_\ndefaults: [medusa_smollm2]\nname: mine\nphases: {distill: {row_length: 640}}\n"
     old += "head: {_target_: drafthead.models.medusa.MedusaConfig}\n"
     (tmp_path / "recipe" / "mine.yaml").write_text(old)
-    assert command(train, monkeypatch, "--config-dir", str(tmp_path), "recipe=mine", "--cfg", "job") == ""
+    call("train", "--config-dir", str(tmp_path), "recipe=mine", "--cfg", "job")
     said = capsys.readouterr()
     assert "seq_len: 640" in said.out and "row_length" not in said.out
     assert "recipe/mine: row_length is now called seq_len" in said.err

@@ -27,12 +27,8 @@ ANSWERS = [accept_probs_of_ranks(np.random.default_rng(s).integers(0, 4, size=(5
 @pytest.mark.parametrize("draft_sampling", [DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT])
 def test_rows_are_chains_and_trees(draft_sampling: DraftSampling) -> None:
     found = rows(ANSWERS, COSTS, [1, 3], [4, 16], draft_sampling)
-    assert [(r.name, r.nodes, r.depth) for r in found] == [
-        ("chain of 1", 2, 1),
-        ("chain of 3", 4, 3),
-        ("best tree of 4", 4, 3),
-        ("best tree of 16", 16, 3),
-    ]
+    assert [r.name for r in found] == ["chain of 1", "chain of 3", "best tree of 4", "best tree of 16"]
+    assert [(r.nodes, r.depth) for r in found] == [(2, 1), (4, 3), (4, 3), (16, 3)]
     tokens = [r.simulated.mean_accepted_length for r in found]
     assert tokens[3] > tokens[2] > 1.5 > tokens[0] and tokens[0] == pytest.approx(1.25, abs=0.1)
     assert found[0].speedup == pytest.approx(tokens[0] * 0.0105 / (COSTS.verify_at(2) + 0.0015))
