@@ -106,6 +106,7 @@ class Tracker:
         self.folder.mkdir(parents=True, exist_ok=True)
         # Artifacts wait here for their upload: in the home folder, the default, a copy of the run would lack them.
         os.environ.setdefault("WANDB_DATA_DIR", str(self.folder.resolve() / "wandb"))
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # else it advertises Weave where openai is imported
         mode = wandb_mode(self.config.mode, os.environ)
         reason = " (no login found)" if self.config.mode == "auto" and "WANDB_MODE" not in os.environ else ""
         options = {

@@ -173,6 +173,8 @@ def evaluation() -> dict[str, Any]:
 def test_wandb_offline_receives_settings_curves_tables_and_the_report(
     open_tracker: Open, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    import openai  # noqa: F401 # wandb advertises its Weave where it finds this module
+
     (tmp_path / "report.html").write_text("<h1>a report</h1>")
     (tmp_path / "eval.json").write_text(json.dumps(evaluation()))
     tracker, lines = open_tracker(kind="wandb")
