@@ -36,7 +36,9 @@ class QualityLimits:
         if self.max_perplexity_ratio is not None and self.max_perplexity_ratio <= 0:
             raise ValueError(f"quality_limits.max_perplexity_ratio must be above 0, got {self.max_perplexity_ratio}")
         if self.min_greedy_match_rate is not None and not 0 <= self.min_greedy_match_rate <= 1:
-            raise ValueError(f"quality_limits.min_greedy_match_rate must be in [0, 1], got {self.min_greedy_match_rate}")
+            raise ValueError(
+                f"quality_limits.min_greedy_match_rate must be in [0, 1], got {self.min_greedy_match_rate}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
