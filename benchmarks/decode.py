@@ -149,7 +149,7 @@ def show_handling(display: Display, found: dict[str, Any]) -> None:
 def show_race(display: Display, found: dict[str, Any]) -> None:
     """Every method against the fastest autoregressive decoding."""
     about = f"x is against {found['fastest_autoregressive']}, same output as {found['reference']}"
-    columns = (Column("method", overflow="fold"), "tokens/s", "x", "95 %", "tokens a step", "same", "loop")
+    columns = (Column("method", overflow="fold"), "tokens/s", "x", "95 %", "tau", "same", "loop")
     table = Table(*columns, title=f"{found['prompts']} prompts; {about}")
     for name, numbers in sorted(found["methods"].items(), key=lambda item: -(item[1]["tokens_per_second"] or 0)):
         table.add_row(

@@ -208,7 +208,7 @@ def training_results(folder: Path) -> dict[str, Any]:
     for row, steps in trained_steps(rows):
         spent = row["step_ms"] / 1e3 * steps
         seconds, tokens = seconds + spent, tokens + row["tokens_per_second"] * spent
-    held_out = next(row for row in reversed(rows) if "held_out_tokens_a_step" in row)
+    held_out = next(row for row in reversed(rows) if "held_out_mean_accepted_length" in row)
     evaluation = read_json(folder / "eval.json")
     parameters = 0
     for path in (folder / "head").rglob("*.safetensors"):
@@ -220,7 +220,7 @@ def training_results(folder: Path) -> dict[str, Any]:
         "training_minutes": seconds / 60,
         "trained_millions_of_tokens": tokens / 1e6,
         "top1": held_out["held_out_accept_1"],
-        "chain": held_out["held_out_tokens_a_step"],
+        "chain": held_out["held_out_mean_accepted_length"],
         "largest_tree": evaluation["calibration"]["expected_tokens_largest"],
         "tree_nodes": evaluation["tree"]["nodes"],
     }

@@ -12,8 +12,9 @@ After the last step the held-out answers give, by draft position:
   top-1     share of the targets that the head's likeliest token hits: what greedy decoding accepts.
   overlap   sum of min(p, q), what speculative sampling accepts. p is renormalised on the draft vocabulary.
 
-and the tokens a step of greedy decoding with a chain over all positions, by replay. Seconds are those of the training
-steps alone. With several seeds everything is a mean, and the lowest and highest tokens a step stand beside theirs.
+and the mean accepted length of greedy decoding with a chain over all positions, by replay. Seconds are
+those of the training steps alone. With several seeds everything is a mean, and the lowest and highest length
+stand beside theirs.
 """
 
 from collections.abc import Sequence
@@ -90,14 +91,14 @@ def train(run: RunConfig, corpora: Corpora, d2t: Tensor | None, accelerator: Acc
     positions = range(1, head.depth + 1)
     return {
         "seconds": sum(row["step_ms"] * steps for row, steps in trained_steps(rows)) / 1e3,
-        "mean_accepted_length": last["held_out_tokens_a_step"],
+        "mean_accepted_length": last["held_out_mean_accepted_length"],
         "accept": [last[f"held_out_accept_{k}"] for k in positions],
         "overlap": [last[f"held_out_overlap_{k}"] for k in positions],
     }
 
 
 def mean_result(results: Sequence[Result]) -> Result:
-    """Means over the seeds, and every seed's tokens a step."""
+    """Means over the seeds, and every seed's mean accepted length."""
     means: Result = {key: fmean(result[key] for result in results) for key in ("seconds", "mean_accepted_length")}
     for key in ("accept", "overlap"):
         means[key] = [fmean(column) for column in zip(*(result[key] for result in results), strict=True)]
@@ -132,7 +133,7 @@ def main(given: list[str] | None = None) -> None:
                 result = train(with_loss(run, name, seed), corpora, d2t, accelerator)
             found[name].append(result)
             tokens, seconds = result["mean_accepted_length"], result["seconds"]
-            display.line(f"   {tokens:.3f} tokens a step, {seconds:.0f} s of training")
+            display.line(f"   {tokens:.3f} mean accepted length, {seconds:.0f} s of training")
     results = {name: mean_result(entries) for name, entries in found.items()}
     display.console.print(results_table(results, title=f"{arguments.recipe}, {budget(run)}"))
     if arguments.json:
@@ -148,7 +149,7 @@ def budget(run: RunConfig) -> str:
 
 def results_table(results: dict[str, Result], title: str) -> Table:
     """One row a loss."""
-    table = Table("loss", "top-1 by position", "overlap by position", "tokens a step", "seconds", title=title)
+    table = Table("loss", "top-1 by position", "overlap by position", "mean accepted length", "seconds", title=title)
     for name, result in results.items():
         tokens = f"{result['mean_accepted_length']:.3f}"
         if len(result["by_seed"]) > 1:

@@ -38,7 +38,7 @@ from rich.table import Table
 from transformers import PreTrainedConfig
 
 from drafthead.data.answers.hidden_states import HiddenStateCache
-from drafthead.data.batch import Features, FeatureSpec, TrainBatch
+from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import pack
 from drafthead.data.utils.errors import UserError
@@ -141,7 +141,7 @@ class Bench:
         while True:
             yield list(islice(numbers, self.phase.micro_batch_size))
 
-    def step(self, batches: Iterator[tuple[TrainBatch, Features]], clock: Clock | None = None) -> StepResult:
+    def step(self, batches: Iterator[tuple[TrainBatch, HiddenStates]], clock: Clock | None = None) -> StepResult:
         return train_step(
             self.head,
             self.optimizer,
@@ -168,7 +168,7 @@ class Bench:
     def parted_steps(self, steps: int, clock: Clock) -> None:
         """Steps with a stop after every part."""
 
-        def marked() -> Iterator[tuple[TrainBatch, Features]]:
+        def marked() -> Iterator[tuple[TrainBatch, HiddenStates]]:
             batches = self.data.stream(self.rows())
             while True:
                 before = self.data.waited_s
@@ -190,7 +190,7 @@ class Bench:
                 self.base.synchronise()
                 started = perf_counter()
             for batch in batches:
-                self.base.features(batch, FeatureSpec())
+                self.base.hidden_states(batch, HiddenStatesSpec())
         self.base.synchronise()
         return (perf_counter() - started) / steps
 

@@ -53,7 +53,7 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeatureSpec:
+class HiddenStatesSpec:
     """Which hidden states of the base a head reads, besides the final one that every head gets."""
 
     layers: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class FeatureSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Features:
+class HiddenStates:
     """Hidden states of the frozen base, detached."""
 
     final: Tensor
@@ -70,13 +70,13 @@ class Features:
     """[B, T, D * len(spec.layers)], or None when the spec names no layers."""
 
     @classmethod
-    def split(cls, values: Tensor, width: int) -> "Features":
-        """Features of [..., D * (1 + len(spec.layers))] values: the final state, then the layers; ``width`` is D."""
+    def split(cls, values: Tensor, width: int) -> "HiddenStates":
+        """From [..., D * (1 + len(spec.layers))] values: the final state, then the layers; ``width`` is D."""
         return cls(final=values[..., :width], layers=values[..., width:] if values.shape[-1] > width else None)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Features":
+    def map(self, change: Callable[[Tensor], Tensor]) -> "HiddenStates":
         """``change`` applied to both tensors."""
-        return Features(final=change(self.final), layers=None if self.layers is None else change(self.layers))
+        return HiddenStates(final=change(self.final), layers=None if self.layers is None else change(self.layers))
 
     def layer(self, place: int) -> Tensor:
         """[B, T, D] of the spec's layer number ``place``."""
@@ -85,14 +85,14 @@ class Features:
         return self.layers[..., place * width : (place + 1) * width]
 
 
-def pad_rows(rows: Sequence[Features]) -> Features:
-    """Features of single rows ([1, T, ...], each of its own length) as one batch, padded with zeros."""
+def pad_rows(rows: Sequence[HiddenStates]) -> HiddenStates:
+    """Hidden states of single rows ([1, T, ...], each of its own length) as one batch, padded with zeros."""
 
     def pad(parts: list[Tensor]) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence([part[0] for part in parts], batch_first=True)
 
     layers = [row.layers for row in rows if row.layers is not None]
-    return Features(final=pad([row.final for row in rows]), layers=pad(layers) if layers else None)
+    return HiddenStates(final=pad([row.final for row in rows]), layers=pad(layers) if layers else None)
 
 
 @dataclass(frozen=True)

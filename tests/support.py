@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafthead import cli
-from drafthead.data.batch import NO_DOCUMENT, Features, TrainBatch
+from drafthead.data.batch import NO_DOCUMENT, HiddenStates, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.contract import DraftConfig
@@ -78,13 +78,15 @@ def randomised(head: Head, size: float = 0.2) -> Head:
     return head
 
 
-def fitted(head: Head, batch: TrainBatch, steps: int, lr: float = 0.02, features: Features | None = None) -> Head:
+def fitted(
+    head: Head, batch: TrainBatch, steps: int, lr: float = 0.02, base_hidden: HiddenStates | None = None
+) -> Head:
     """``head`` after some steps on one batch; by default with the base's own features."""
-    features = features or head.base.features(batch, head.spec)
+    base_hidden = base_hidden or head.base.hidden_states(batch, head.spec)
     optimizer = torch.optim.AdamW(head.parameters(), lr=lr, weight_decay=0.0)
     head.train()
     for _ in range(steps):
-        out = head.loss(batch, features, LossConfig())
+        out = head.loss(batch, base_hidden, LossConfig())
         optimizer.zero_grad()
         torch.autograd.backward(out.loss_sum / out.tokens)
         optimizer.step()
@@ -115,9 +117,9 @@ def small_head(base: BaseModel, folder: Path, tree: TokenTree | None = None) -> 
 
 
 @torch.inference_mode()
-def drafted_logits(head: DraftHead, ids: list[int], features: Features, drafts: list[int]) -> Tensor:
+def drafted_logits(head: DraftHead, ids: list[int], base_hidden: HiddenStates, drafts: list[int]) -> Tensor:
     """[K, W] after ``ids`` and the committed first of ``drafts``, and then after the others of a given chain."""
-    state = head.update(head.init_state(1), torch.tensor([ids]), features)
+    state = head.update(head.init_state(1), torch.tensor([ids]), base_hidden)
     draft_pass = head.start(state, torch.tensor(drafts[:1]), DraftConfig(tree=TokenTree.chain(len(drafts))))
     logits = [draft_pass.root()[0, 0]]
     for token in drafts[1:]:

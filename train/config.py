@@ -302,9 +302,9 @@ class CheckpointConfig:
 
     every_steps: int = 200
     keep: int = 2
-    """Newest checkpoints; the one with most held-out tokens a step is kept besides."""
+    """Newest checkpoints; the one with the largest held-out mean accepted length is kept besides."""
     final: str = "last"
-    """Which weights the run ends with: the ``last``, or the ``best`` by held-out tokens a step."""
+    """Which weights the run ends with: the ``last``, or the ``best`` by held-out mean accepted length."""
 
     def __post_init__(self) -> None:
         _require(

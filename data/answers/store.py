@@ -209,12 +209,12 @@ class GenerationStore:
             if expected and shard not in self._checked and file_digest(path) != expected:
                 raise SafetensorError("it does not have the checksum that was kept with its answers")
             file: Any = safe_open(path, framework="np")
-            features = file.get_slice("features")
+            base_hidden = file.get_slice("features")
         except (OSError, SafetensorError) as error:
             remedy = "remove it and its .parquet, and its prompts are answered again"
             raise UserError(f"{path} cannot be read ({one_line(error)}); {remedy}") from None
         self._checked.add(shard)
-        return features
+        return base_hidden
 
     def _add(self, shard: int, table: pa.Table) -> None:
         if _width(table) and not self._path(shard, "safetensors").exists():

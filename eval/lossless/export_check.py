@@ -24,7 +24,7 @@ from drafthead.eval.trees.texts import (
     Text,
     forced_logits,
     positions,
-    read_features,
+    read_hidden_states,
     text_accept_probs,
 )
 from drafthead.models.base.base_model import BaseModel
@@ -129,7 +129,7 @@ def training_estimate(head: str | Path) -> float | None:
 def _quality(base: BaseModel, head: DraftHead, texts: Sequence[Text], tree: TokenTree) -> DraftQuality:
     probs = text_accept_probs(base, head, texts, Sampler(temperature=0.0), AcceptProbsConfig())
     text = next(text for text in texts if text.positions)
-    steps = islice(positions(head, [text], read_features(base, head, [text]), base.device), POSITIONS)
+    steps = islice(positions(head, [text], read_hidden_states(base, head, [text]), base.device), POSITIONS)
     logits = [torch.cat(forced_logits(head, state, last, [text], t, head.depth)) for _, state, last, t in steps]
     return DraftQuality(
         logits=torch.stack(logits),

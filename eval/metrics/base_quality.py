@@ -15,7 +15,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from drafthead.data.batch import FeatureSpec, TrainBatch
+from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.common.losses import chunk_rows
@@ -65,7 +65,7 @@ def compare_bases(original: BaseModel, tuned: BaseModel, batches: Iterable[Train
     total = torch.zeros(5, dtype=torch.float64)
     for batch in batches:
         ids, valid = (part.to(tuned.device) for part in batch.draft_targets(0))
-        before, after = (base.features(batch, FeatureSpec()).final[valid] for base in (original, tuned))
+        before, after = (base.hidden_states(batch, HiddenStatesSpec()).final[valid] for base in (original, tuned))
         targets = ids[valid]
         rows = chunk_rows(tuned.vocab_size, tuned.device.type)
         for start in range(0, len(targets), rows):

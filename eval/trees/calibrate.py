@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from drafthead.data.batch import Features, TrainBatch
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 from drafthead.data.utils.machine import hardware, versions
@@ -96,12 +96,12 @@ def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibratio
         raise UserError(f"{path} is no calibration ({error!r}); remove it to measure again") from None
 
 
-def answer_ranks(head: DraftHead, batch: TrainBatch, features: Features) -> list[Ranks]:
+def answer_ranks(head: DraftHead, batch: TrainBatch, base_hidden: HiddenStates) -> list[Ranks]:
     """Per document of the batch the ranks [T, K] of its answer, at every position where decoding may start a step.
 
     The prompt's last position is the first: reading it yields the first answer token, which no step commits.
     """
-    ranks = head.candidate_ranks(batch, features, top=WIDTH).cpu()
+    ranks = head.candidate_ranks(batch, base_hidden, top=WIDTH).cpu()
     answers = []
     for row in range(ranks.shape[0]):
         documents, counts = torch.unique_consecutive(batch.document_ids[row].cpu(), return_counts=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from drafthead.data.answers.config import SamplerConfig
-from drafthead.data.batch import Features, TrainBatch
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder
 from drafthead.eval.prompts.prompt import conversation_ids
@@ -118,12 +118,12 @@ def read_texts(path: Path) -> list[Text]:
 
 
 def positions(
-    drafter: Drafter, texts: list[Text], features: list[Features], device: torch.device
+    drafter: Drafter, texts: list[Text], base_hidden: list[HiddenStates], device: torch.device
 ) -> Iterator[tuple[list[int], DraftState, Tensor, int]]:
     """The drafter's state and last token wherever a step may start: rows that are not finished, and the position."""
     prompts = pad_sequence([torch.tensor(text.ids[: text.boundary], device=device) for text in texts], batch_first=True)
     counts = torch.tensor([text.boundary for text in texts], device=device)
-    read = _stack([_slice(f, 0, text.boundary) for f, text in zip(features, texts, strict=True)])
+    read = _stack([_slice(f, 0, text.boundary) for f, text in zip(base_hidden, texts, strict=True)])
     state = drafter.update(drafter.init_state(len(texts)), prompts, read, counts)
     rows = list(range(len(texts)))
     for t in range(max(text.positions for text in texts)):
@@ -132,11 +132,11 @@ def positions(
             rows, state = [rows[i] for i in kept], state.select(kept)
         last = torch.tensor([texts[row].ids[texts[row].boundary + t] for row in rows], device=device)
         yield rows, state, last, t
-        now = _stack([_slice(features[row], texts[row].boundary + t, 1) for row in rows])
+        now = _stack([_slice(base_hidden[row], texts[row].boundary + t, 1) for row in rows])
         state = drafter.update(state, last[:, None], now)
 
 
-def read_features(base: BaseModel, drafter: Drafter, texts: Sequence[Text]) -> list[Features]:
+def read_hidden_states(base: BaseModel, drafter: Drafter, texts: Sequence[Text]) -> list[HiddenStates]:
     """Per text the base's hidden states [1, T, D], read in one pass."""
     found = []
     for text in texts:
@@ -147,19 +147,19 @@ def read_features(base: BaseModel, drafter: Drafter, texts: Sequence[Text]) -> l
             document_ids=torch.zeros_like(ids),
             loss_mask=torch.ones_like(ids, dtype=torch.bool),
         )
-        found.append(base.features(batch.to(base.device), drafter.spec))
+        found.append(base.hidden_states(batch.to(base.device), drafter.spec))
     return found
 
 
-def _slice(features: Features, start: int, count: int) -> Features:
-    layers, part = features.layers, slice(start, start + count)
-    return Features(final=features.final[:, part], layers=None if layers is None else layers[:, part])
+def _slice(base_hidden: HiddenStates, start: int, count: int) -> HiddenStates:
+    layers, part = base_hidden.layers, slice(start, start + count)
+    return HiddenStates(final=base_hidden.final[:, part], layers=None if layers is None else layers[:, part])
 
 
-def _stack(parts: list[Features]) -> Features:
-    """Features [1, T, ...] of several rows as one [B, longest T, ...], zeros after a row's end."""
+def _stack(parts: list[HiddenStates]) -> HiddenStates:
+    """Hidden states [1, T, ...] of several rows as one [B, longest T, ...], zeros after a row's end."""
     layers = [p.layers[0] for p in parts if p.layers is not None]
-    return Features(
+    return HiddenStates(
         final=pad_sequence([p.final[0] for p in parts], batch_first=True),
         layers=pad_sequence(layers, batch_first=True) if layers else None,
     )
@@ -182,10 +182,10 @@ class LikelihoodCheck:
         self.tokens = self.impossible = 0
         self.excess = self.variance = 0.0
 
-    def read(self, base: BaseModel, texts: Sequence[Text], features: list[Features]) -> None:
-        """Add the answers of ``texts``, whose hidden states [1, T, D] are ``features``."""
+    def read(self, base: BaseModel, texts: Sequence[Text], base_hidden: list[HiddenStates]) -> None:
+        """Add the answers of ``texts``, whose hidden states [1, T, D] are ``base_hidden``."""
         size = max(1, MAX_VALUES // base.vocab_size)
-        for text, feature in zip(texts, features, strict=True):
+        for text, feature in zip(texts, base_hidden, strict=True):
             for start in range(text.boundary, len(text.ids), size):
                 places = range(start, min(start + size, len(text.ids)))
                 hidden = feature.final[0, places.start - 1 : places.stop - 1]
@@ -283,16 +283,16 @@ def text_accept_probs(
     likelihood = LikelihoodCheck(sampler)
     for batch in _batches(texts, MAX_VALUES // (depth * base.vocab_size)):
         tables = [np.full((text.positions, depth, config.width), np.nan) for text in batch]
-        features = read_features(base, drafter, batch)
-        likelihood.read(base, batch, features)
-        for rows, state, last, t in positions(drafter, batch, features, base.device):
+        base_hidden = read_hidden_states(base, drafter, batch)
+        likelihood.read(base, batch, base_hidden)
+        for rows, state, last, t in positions(drafter, batch, base_hidden, base.device):
             logits = forced_logits(drafter, state, last, [batch[row] for row in rows], t, depth)
             # Draft position k (0-based) stands at this index of the text; after the text's end there is none.
             places = [(i, k, batch[row].boundary + t + 1 + k) for i, row in enumerate(rows) for k in range(depth)]
             places = [(i, k, at) for i, k, at in places if at < len(batch[rows[i]].ids)]
             draft = torch.stack([logits[k][i] for i, k, _ in places])
             contexts = [batch[rows[i]].ids[: at + 1] for i, _, at in places]
-            hidden = torch.stack([features[rows[i]].final[0, at - 1] for i, _, at in places])
+            hidden = torch.stack([base_hidden[rows[i]].final[0, at - 1] for i, _, at in places])
             lengths = [min(depth, batch[row].positions - t) for row in rows]
             probs = _node_probs(base, drafter, sampler, config, generator, draft, hidden, contexts, lengths)
             for row, values in zip(rows, torch.split(probs.cpu(), lengths), strict=True):
@@ -356,9 +356,9 @@ def _drafted_length_probs(
     found, likelihood = [], LikelihoodCheck(sampler)
     for batch in _batches(texts, MAX_VALUES // (draft_config.depth * base.vocab_size + 1)):
         accepted = [np.zeros(text.positions, dtype=np.int64) for text in batch]
-        features = read_features(base, drafter, batch)
-        likelihood.read(base, batch, features)
-        for rows, state, last, t in positions(drafter, batch, features, base.device):
+        base_hidden = read_hidden_states(base, drafter, batch)
+        likelihood.read(base, batch, base_hidden)
+        for rows, state, last, t in positions(drafter, batch, base_hidden, base.device):
             counts = _matching_drafts(drafter.draft(state, last, draft_config), [batch[row] for row in rows], t)
             for row, count in zip(rows, counts.tolist(), strict=True):
                 accepted[row][t] = count

@@ -1,4 +1,4 @@
-"""The frozen base model: stock transformers modules, driven for features, plain decoding and tree verification.
+"""The frozen base model: stock transformers modules, driven for hidden states, plain decoding and tree verification.
 
 Shape legend: B batch, T time, N tree nodes, D width, V vocabulary.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import Features, FeatureSpec, TrainBatch
+from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base import adapter
 from drafthead.models.base.config import BaseConfig, check_architecture, load_weights
@@ -37,7 +37,7 @@ class PartialForward:
     """[B, N, D] their output."""
 
 
-NO_LAYERS = FeatureSpec()
+NO_LAYERS = HiddenStatesSpec()
 
 
 class BaseModel:
@@ -160,8 +160,8 @@ class BaseModel:
         tokens_BT: Tensor,
         cache: KVCache | RaggedCache,
         counts: Tensor | None = None,
-        spec: FeatureSpec = NO_LAYERS,
-    ) -> Features:
+        spec: HiddenStatesSpec = NO_LAYERS,
+    ) -> HiddenStates:
         """Append committed tokens to ``cache``; returns the hidden states after each of them.
 
         ``counts`` [B] int64: how many of the T tokens each row has; the rest is padding.
@@ -170,7 +170,7 @@ class BaseModel:
         if isinstance(cache, StaticKVCache) and cache.fits(new) and not spec.layers:
             (hidden,) = cache.run(tokens_BT, chain_shape(new))
             cache.commit(counts)
-            return Features(final=hidden)
+            return HiddenStates(final=hidden)
         mask = None
         positions = cache.positions(torch.arange(new, device=self.device)[None])
         cache.reserve(new)
@@ -186,9 +186,9 @@ class BaseModel:
         tokens_BN: Tensor,
         shape: TreeShape,
         cache: KVCache | RaggedCache,
-        spec: FeatureSpec = NO_LAYERS,
+        spec: HiddenStatesSpec = NO_LAYERS,
         partial_forward: PartialForward | None = None,
-    ) -> Features:
+    ) -> HiddenStates:
         """One pass over the last N nodes of token trees after the committed prefixes; returns their hidden states.
 
         Nodes before those N have been read by earlier calls. All states stay pending in ``cache`` until
@@ -196,7 +196,7 @@ class BaseModel:
         """
         new = tokens_BN.shape[1]
         if (static := _static(cache, shape, new, spec, partial_forward)) is not None:
-            return Features(final=static.run(tokens_BN, shape)[0])
+            return HiddenStates(final=static.run(tokens_BN, shape)[0])
         positions = cache.positions(shape.depths[:, -new:])
         cache.reserve(new)
         if isinstance(cache, KVCache) and shape.tree is not None and new == len(shape):
@@ -211,13 +211,13 @@ class BaseModel:
         tokens_BN: Tensor,
         shape: TreeShape,
         cache: KVCache | RaggedCache,
-        spec: FeatureSpec = NO_LAYERS,
+        spec: HiddenStatesSpec = NO_LAYERS,
         partial_forward: PartialForward | None = None,
-    ) -> tuple[Features, Tensor]:
+    ) -> tuple[HiddenStates, Tensor]:
         """``verify`` and the logits after every node [B, N, V], by one graph where there are graphs."""
         if (static := _static(cache, shape, tokens_BN.shape[1], spec, partial_forward)) is not None:
             final, logits = static.run(tokens_BN, shape, with_logits=True)
-            return Features(final=final), logits
+            return HiddenStates(final=final), logits
         hidden = self.verify(tokens_BN, shape, cache, spec, partial_forward)
         return hidden, self.logits(hidden.final)
 
@@ -231,7 +231,7 @@ class BaseModel:
         return self.lm_head.scale_and_cap(self._lm_head(hidden))
 
     @torch.no_grad()
-    def features(self, batch: TrainBatch, spec: FeatureSpec) -> Features:
+    def hidden_states(self, batch: TrainBatch, spec: HiddenStatesSpec) -> HiddenStates:
         """Hidden states of packed rows; a token sees its own document only. Detached, on the base's device."""
         ids, documents = batch.input_ids.to(self.device), batch.document_ids.to(self.device)
         mask = attention.document_mask(documents, self.dtype)
@@ -239,7 +239,7 @@ class BaseModel:
             out = self.model.model(
                 input_ids=ids, position_ids=batch.position_ids.to(self.device), attention_mask=mask, use_cache=False
             )
-        return _features(out.last_hidden_state, states, spec)
+        return _hidden_states(out.last_hidden_state, states, spec)
 
     def _decoder(
         self,
@@ -247,9 +247,9 @@ class BaseModel:
         positions: Tensor,
         mask: Tensor | None,
         cache: KVCache | RaggedCache,
-        spec: FeatureSpec,
+        spec: HiddenStatesSpec,
         partial_forward: PartialForward | None = None,
-    ) -> Features:
+    ) -> HiddenStates:
         options = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
         if partial_forward is None:
             with capture_hidden_states(self.model, spec.layers) as states:
@@ -261,16 +261,20 @@ class BaseModel:
             with capture_hidden_states(self.model, [i for i in spec.layers if i > done]) as states:
                 out = self._last_layers[done](inputs_embeds=partial_forward.hidden, **options)
             states[done] = partial_forward.hidden
-        return _features(out.last_hidden_state, states, spec)
+        return _hidden_states(out.last_hidden_state, states, spec)
 
 
 def _static(
-    cache: KVCache | RaggedCache, shape: TreeShape, new: int, spec: FeatureSpec, partial_forward: PartialForward | None
+    cache: KVCache | RaggedCache,
+    shape: TreeShape,
+    new: int,
+    spec: HiddenStatesSpec,
+    partial_forward: PartialForward | None,
 ) -> StaticKVCache | None:
     """The cache, if a captured graph can run the pass: over a whole tree and all layers."""
     whole = new == len(shape) and not (spec.layers or partial_forward)
     return cache if whole and isinstance(cache, StaticKVCache) and cache.fits(new) else None
 
 
-def _features(final: Tensor, states: dict[int, Tensor], spec: FeatureSpec) -> Features:
-    return Features(final=final, layers=torch.cat([states[i] for i in spec.layers], -1) if spec.layers else None)
+def _hidden_states(final: Tensor, states: dict[int, Tensor], spec: HiddenStatesSpec) -> HiddenStates:
+    return HiddenStates(final=final, layers=torch.cat([states[i] for i in spec.layers], -1) if spec.layers else None)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from drafthead.data.batch import Features, FeatureSpec
+from drafthead.data.batch import HiddenStates, HiddenStatesSpec
 from drafthead.models.base.base_model import PartialForward
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
@@ -202,7 +202,7 @@ class Drafter(ABC, Generic[StateT]):
 
     tree: TokenTree | None = None
     """The tree to draft by default, calibrated for it; None: a chain over all its positions."""
-    spec: FeatureSpec = FeatureSpec()
+    spec: HiddenStatesSpec = HiddenStatesSpec()
     """Hidden states of the base that it reads besides the final one."""
     confidence_threshold: float = 0.0
     """The confidence threshold to draft with by default (``DraftConfig.confidence_threshold``)."""
@@ -227,13 +227,15 @@ class Drafter(ABC, Generic[StateT]):
         """The state before anything is read."""
 
     @abstractmethod
-    def update(self, state: StateT, tokens: Tensor, features: Features | None, counts: Tensor | None = None) -> StateT:
+    def update(
+        self, state: StateT, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
+    ) -> StateT:
         """Take in committed tokens that the base has read: the prompt, then the root and accepted drafts of each step.
 
         Args:
             state: is left as it was; caches in it may be written past their length.
             tokens: [B, T] int64.
-            features: [B, T, ...] the base's hidden states that ``spec`` names; None from a source that has none.
+            base_hidden: [B, T, ...] the base's hidden states that ``spec`` names; None from a source that has none.
             counts: [B] int64, how many of the T tokens count in each row, at least 1; None: all.
         """
 

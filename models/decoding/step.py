@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from drafthead.data.batch import Features, FeatureSpec, pad_rows
+from drafthead.data.batch import HiddenStates, HiddenStatesSpec, pad_rows
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.acceptance import AcceptanceRule, greedy
@@ -88,7 +88,7 @@ class DecodeState:
         self._early_exit = drafter if isinstance(drafter, EarlyExit) else None
         capacity += self._early_exit.extra_cache_slots(config.draft_config) if self._early_exit else 0
         self.cache: KVCache | RaggedCache = base.new_cache(capacity) if rows == 1 else base.new_slots(rows, capacity)
-        self.spec = drafter.spec if drafter else FeatureSpec()
+        self.spec = drafter.spec if drafter else HiddenStatesSpec()
         self.state: Any = self._attached(drafter.init_state(rows)) if drafter else None
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=base.device)
         self._prefix: tuple[list[int], KVCache, Tensor] | None = None
@@ -141,7 +141,7 @@ class DecodeState:
         self._remember(first[:, None], torch.ones_like(counts), rows)
         return [part.final[0] for part in read]
 
-    def _prefill(self, row: int, ids: list[int]) -> Features:
+    def _prefill(self, row: int, ids: list[int]) -> HiddenStates:
         lent = self.cache if isinstance(self.cache, KVCache) else self.cache.slot(row)
         start = 0
         if lent.length:
@@ -155,7 +155,7 @@ class DecodeState:
         if isinstance(self.cache, RaggedCache):
             self.cache.lengths[row] = len(ids)
         if start and self._prefix is not None:
-            read = Features(final=torch.cat([self._prefix[2], read.final], 1))
+            read = HiddenStates(final=torch.cat([self._prefix[2], read.final], 1))
         return read
 
     def _first_tokens(self, hidden: Tensor, rows: list[int], rng: RandomSource | None) -> Tensor:
@@ -260,9 +260,9 @@ class DecodeState:
         """The drafter's state, over this cache where the drafter begins the target's pass itself."""
         return state if self._early_exit is None else self._early_exit.attach(state, self.cache)
 
-    def _update_drafter(self, tokens: Tensor, features: Features, counts: Tensor) -> None:
+    def _update_drafter(self, tokens: Tensor, base_hidden: HiddenStates, counts: Tensor) -> None:
         if self.drafter is not None:
-            self.state = self.drafter.update(self.state, tokens, features, counts)
+            self.state = self.drafter.update(self.state, tokens, base_hidden, counts)
 
     def _remember(self, tokens: Tensor, counts: Tensor, rows: list[int] | None = None) -> None:
         """Write committed tokens of ``rows`` (default all) into the context that a repetition penalty reads."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import Features, FeatureSpec
+from drafthead.data.batch import HiddenStates, HiddenStatesSpec
 from drafthead.data.utils.errors import UserError
 from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, DynamicTree, Proposal
 from drafthead.models.decoding.random_source import RandomSource
@@ -66,7 +66,7 @@ class CombinedDrafter(Drafter[CombinedState]):
             raise UserError("the combined drafters were loaded for different bases; attach them to one")
         self.nodes = nodes
         self.tree = union(self.trees)
-        self.spec = FeatureSpec(layers=tuple(dict.fromkeys(n for d in self.drafters for n in d.spec.layers)))
+        self.spec = HiddenStatesSpec(layers=tuple(dict.fromkeys(n for d in self.drafters for n in d.spec.layers)))
 
     @property
     def depth(self) -> int:
@@ -84,20 +84,22 @@ class CombinedDrafter(Drafter[CombinedState]):
         return CombinedState(parts=tuple(drafter.init_state(batch) for drafter in self.drafters))
 
     def update(
-        self, state: CombinedState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+        self, state: CombinedState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> CombinedState:
         pairs = zip(self.drafters, state.parts, strict=True)
         return CombinedState(
-            parts=tuple(drafter.update(part, tokens, self._own(drafter, features), counts) for drafter, part in pairs)
+            parts=tuple(
+                drafter.update(part, tokens, self._own(drafter, base_hidden), counts) for drafter, part in pairs
+            )
         )
 
-    def _own(self, drafter: Drafter, features: Features | None) -> Features | None:
+    def _own(self, drafter: Drafter, base_hidden: HiddenStates | None) -> HiddenStates | None:
         """The layers that ``drafter`` reads, of those that all of them read."""
-        if features is None:
+        if base_hidden is None:
             return None
         places = [self.spec.layers.index(number) for number in drafter.spec.layers]
-        layers = torch.cat([features.layer(place) for place in places], -1) if places else None
-        return Features(final=features.final, layers=layers)
+        layers = torch.cat([base_hidden.layer(place) for place in places], -1) if places else None
+        return HiddenStates(final=base_hidden.final, layers=layers)
 
     @torch.inference_mode()
     def draft(

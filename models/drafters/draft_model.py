@@ -10,7 +10,7 @@ Shape legend: B rows, T tokens.
 import torch
 from torch import Tensor, nn
 
-from drafthead.data.batch import Features
+from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
@@ -61,7 +61,7 @@ class ModelDrafter(StepwiseDrafter[PendingTokens]):
         return PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self.model))
 
     def update(
-        self, state: PendingTokens, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+        self, state: PendingTokens, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> PendingTokens:
         return state.append(self._known(tokens), counts)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import Features
+from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache
@@ -93,7 +93,7 @@ class Nested(Drafter["NestedState"]):
         )
 
     def update(
-        self, state: "NestedState", tokens: Tensor, features: Features | None, counts: Tensor | None = None
+        self, state: "NestedState", tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> "NestedState":
         known = tokens.clamp(max=self.model.vocab_size - 1)  # padding ids of the target: it must read something
         text = state.text.append(known, counts)

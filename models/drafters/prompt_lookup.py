@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import Features
+from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.draft_cache import TokenBuffer
@@ -54,7 +54,7 @@ class PromptLookup(Drafter[TokenBuffer]):
         return TokenBuffer.none(batch)
 
     def update(
-        self, state: TokenBuffer, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+        self, state: TokenBuffer, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> TokenBuffer:
         return state.append(tokens, counts)
 

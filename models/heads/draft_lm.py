@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from drafthead.data.batch import Features, TrainBatch
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
@@ -82,7 +82,7 @@ class DraftLM(AutoregressiveHead):
         return PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self._inference_model()))
 
     def update(
-        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> PendingTokens:
         assert isinstance(state, PendingTokens)
         return state.append(tokens, counts)
@@ -105,7 +105,7 @@ class DraftLM(AutoregressiveHead):
 
     # Training ------------------------------------------------------------------------------------------------
 
-    def hidden_states(self, batch: TrainBatch, features: Features) -> Tensor:
+    def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
         """[B, T, D] after the final norm, in the dtype that the layers compute in."""
         decoder, dtype = self._trunk.model.model, next(self.parameters()).dtype
         out = decoder(

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drafthead.data.batch import NO_DOCUMENT, Features, FeatureSpec, TrainBatch
+from drafthead.data.batch import NO_DOCUMENT, HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
@@ -224,7 +224,7 @@ class Eagle3Head(MultiPositionHead):
         width = base.hidden_size
         layers = published_layers(base.num_layers) if config.layers is None else tuple(config.layers)
         config.check_layers(base.num_layers)
-        self.spec = FeatureSpec(layers=layers)
+        self.spec = HiddenStatesSpec(layers=layers)
         sources = max(1, len(layers))
         self.input_norm = HeadRMSNorm(base, sources * width) if config.norm_before_fc else None
         self.fc = nn.Linear(sources * width, width, bias=False, device=base.device)
@@ -262,9 +262,9 @@ class Eagle3Head(MultiPositionHead):
     def output_head(self, k: int) -> LMHead:
         return self.target_lm_head if self.lm_head is None else LMHead(weight=self.lm_head.weight)
 
-    def _read(self, features: Features) -> Tensor:
+    def _read(self, base_hidden: HiddenStates) -> Tensor:
         """[..., sources * D] the base's states that make the feature."""
-        return (features.final if features.layers is None else features.layers).to(self.fc.weight.dtype)
+        return (base_hidden.final if base_hidden.layers is None else base_hidden.layers).to(self.fc.weight.dtype)
 
     def fuse(self, read: Tensor) -> Tensor:
         """[..., sources * D] -> [..., D] features."""
@@ -287,10 +287,10 @@ class Eagle3Head(MultiPositionHead):
 
     @torch.inference_mode()
     def update(
-        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> EagleState:
-        assert isinstance(state, EagleState) and features is not None
-        fused = self.inference().fuse(self._read(features))
+        assert isinstance(state, EagleState) and base_hidden is not None
+        fused = self.inference().fuse(self._read(base_hidden))
         before, paired = fused[:, :-1], counts
         if state.started:
             before = torch.cat([state.feature[:, None], before], 1)
@@ -306,11 +306,11 @@ class Eagle3Head(MultiPositionHead):
 
     # Training ------------------------------------------------------------------------------------------------
 
-    def position_hidden(self, batch: TrainBatch, features: Features, draft_targets: DraftTargets) -> Tensor:
+    def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         steps, (_, time) = len(draft_targets.valid), batch.input_ids.shape
         if len(draft_targets.target_idx) == 0:
             return self.fc.weight.new_zeros(steps, 0, self.base.hidden_size)
-        read = self._read(features)
+        read = self._read(base_hidden)
         # Where no token of the document follows there is no pair, and the states may be NaN.
         read = torch.where(followed(batch.document_ids)[..., None], read, 0.0)
         feature = self.fuse(read)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafthead.data.batch import Features, TrainBatch
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
@@ -188,14 +188,14 @@ class HydraHead(RecurrentHead):
         return HydraState(hidden=state.hidden, text=text)
 
     def update(
-        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> HeadState:
-        seen = super().update(state, tokens, features, counts)
+        seen = super().update(state, tokens, base_hidden, counts)
         if not isinstance(state, HydraState):
             return seen
-        assert features is not None
+        assert base_hidden is not None
         with torch.inference_mode():
-            return HydraState(hidden=seen.hidden, text=state.text.append(features.final.to(self.dtype), counts))
+            return HydraState(hidden=seen.hidden, text=state.text.append(base_hidden.final.to(self.dtype), counts))
 
     def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> RecurrentDraftPass:
         if isinstance(state, HydraState):
@@ -211,8 +211,8 @@ class HydraHead(RecurrentHead):
 
     # Training ------------------------------------------------------------------------------------------------
 
-    def position_hidden(self, batch: TrainBatch, features: Features, draft_targets: DraftTargets) -> Tensor:
-        final = features.final.to(self.dtype)
+    def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        final = base_hidden.final.to(self.dtype)
         if self.prefix is not None:
             # A kept feature is missing (NaN) where nobody read; zero times NaN would reach what does not see it.
             mask = document_mask(batch.document_ids, final.dtype)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from drafthead.data.batch import Features, FeatureSpec, TrainBatch
+from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.base.layers import first_layers
@@ -148,7 +148,7 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
     def __init__(self, config: KangarooConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
         config.check_layers(base.num_layers)
-        self.spec = FeatureSpec(layers=(config.exit_layer,))
+        self.spec = HiddenStatesSpec(layers=(config.exit_layer,))
         self.confidence_threshold = config.confidence_threshold
         self.early_exit_layers = config.exit_layer
         self.input_layernorm = HeadRMSNorm(base)
@@ -159,9 +159,9 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [(self.self_attn, "forward")]
 
-    def hidden_states(self, batch: TrainBatch, features: Features) -> Tensor:
+    def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
         # A kept feature is missing (NaN) where no token was read: there it has no value and no gradient.
-        x = features.layer(0).to(self.dtype).nan_to_num()
+        x = base_hidden.layer(0).to(self.dtype).nan_to_num()
         mask = document_mask(batch.document_ids, x.dtype)
         return self.adapter(x, batch.position_ids, mask)
 
@@ -185,12 +185,12 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
         return KangarooState(adapter=state.adapter, own=None, target=cache)
 
     def update(
-        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> "KangarooState":
-        assert isinstance(state, KangarooState) and features is not None
+        assert isinstance(state, KangarooState) and base_hidden is not None
         with torch.inference_mode():
             return KangarooState(
-                adapter=state.adapter.append(features.layer(0), counts),
+                adapter=state.adapter.append(base_hidden.layer(0), counts),
                 own=None if state.own is None else state.own.append(tokens, counts),
                 target=state.target,
             )

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafthead.data.batch import Features, TrainBatch
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.decoding.contract import DraftConfig, DraftState
@@ -149,8 +149,8 @@ class MedusaHead(LastStateHead):
             ]
         return self._stacks
 
-    def position_hidden(self, batch: TrainBatch, features: Features, draft_targets: DraftTargets) -> Tensor:
-        read = draft_targets.at_sources(features.final).to(self.dtype)
+    def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        read = draft_targets.at_sources(base_hidden.final).to(self.dtype)
         condition = self._condition(draft_targets.tokens(batch.input_ids, 1))
         return torch.stack(
             [blocks(read[k], None if condition is None else condition[k]) for k, blocks in enumerate(self.blocks)]

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafthead.data.batch import Features, LossOutput, TrainBatch
+from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import ADAPTER
@@ -154,15 +154,15 @@ class Medusa2Head(MedusaHead, TrainsBase):
         ours = any(parameter is other for other in self.adapter.values())
         return 1.0 if ours or not self._joint else self.config.heads_lr_mult
 
-    def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
-        """In phases that train the base the sum of both losses, of the tuned base's own states; ``features`` are the
+    def loss(self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig) -> LossOutput:
+        """In phases that train the base the sum of both losses, of the tuned base's own states; ``base_hidden`` are the
         original base's. Further metrics: base_loss, heads_loss (without its weight), base_accept.
         """
         if not self._joint:
-            return super().loss(batch, features, config)
-        read = self._tuned_features(batch)
+            return super().loss(batch, base_hidden, config)
+        read = self._tuned_hidden_states(batch)
         heads = super().loss(batch, read, config)
-        base_sum, stats = self._base_loss(batch, read, features)
+        base_sum, stats = self._base_loss(batch, read, base_hidden)
         weight = self.config.heads_weight * HEAD_SCHEDULES[self.config.heads_schedule](self.progress)
         column = dict(zip(STATS, stats[0].double(), strict=True))
         parts = {
@@ -178,19 +178,19 @@ class Medusa2Head(MedusaHead, TrainsBase):
         )
 
     @torch.no_grad()
-    def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:
-        return super().candidate_ranks(batch, self._tuned_features(batch) if self._joint else features, top)
+    def candidate_ranks(self, batch: TrainBatch, base_hidden: HiddenStates, top: int) -> Tensor:
+        return super().candidate_ranks(batch, self._tuned_hidden_states(batch) if self._joint else base_hidden, top)
 
-    def _tuned_features(self, batch: TrainBatch) -> Features:
+    def _tuned_hidden_states(self, batch: TrainBatch) -> HiddenStates:
         """What the heads read while the base is trained; ``final`` carries gradients for the adapters."""
         assert self._tuned is not None
         if self._tuned.adapts_head:
             # What the heads' loss compares with. No gradient: the output head learns by the base's loss.
             head = self._tuned.output_head()
             self.target_lm_head = replace(head, weight=head.weight.detach()).rows(self.d2t)
-        return Features(final=self._tuned.hidden_states(batch))
+        return HiddenStates(final=self._tuned.hidden_states(batch))
 
-    def _base_loss(self, batch: TrainBatch, read: Features, original: Features) -> tuple[Tensor, Tensor]:
+    def _base_loss(self, batch: TrainBatch, read: HiddenStates, original: HiddenStates) -> tuple[Tensor, Tensor]:
         """Sum over the trained tokens of the base's own loss, and its ``STATS`` [1, len(STATS)]."""
         assert self._tuned is not None
         next_ids, valid = batch.draft_targets(0)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafthead.data.batch import Features, TrainBatch
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.common.contract import DraftHeadConfig
@@ -236,8 +236,8 @@ class MLPSpeculatorHead(RecurrentHead):
         states, read = self.inference()._step(k, states, tokens)
         return self.projections.logits(read, k), states
 
-    def position_hidden(self, batch: TrainBatch, features: Features, draft_targets: DraftTargets) -> Tensor:
-        ids, hidden = batch.input_ids.flatten(), features.final.flatten(0, 1)
+    def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        ids, hidden = batch.input_ids.flatten(), base_hidden.final.flatten(0, 1)
         starts = torch.unique(draft_targets.source_idx[draft_targets.valid])  # [m]
         place = torch.zeros_like(ids)
         place[starts] = torch.arange(len(starts), device=ids.device)

@@ -93,7 +93,11 @@ def test_the_best_weights_are_kept_and_taken_on_request(runs: Any, whole: Path, 
     best = load_best(whole / "run" / "checkpoints")
     assert best is not None and best.state.global_step < 20 and best.state.score is not None
     rows = read_json_lines(whole / "run" / "metrics.jsonl")
-    measured = {row["total_step"]: row["held_out_tokens_a_step"] for row in rows if "held_out_tokens_a_step" in row}
+    measured = {
+        row["total_step"]: row["held_out_mean_accepted_length"]
+        for row in rows
+        if "held_out_mean_accepted_length" in row
+    }
     assert best.state.score == max(measured.values()) == measured[best.state.global_step]
     assert f"are in {best.path}; checkpoint.final=best takes them" in runs.said(whole)
     assert runs.one(tmp_path, "checkpoint.final=best") == 0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data.batch import FeatureSpec
+from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json
 from drafthead.models.base.base_model import BaseModel
@@ -62,10 +62,10 @@ def test_text_that_the_base_is_measured_on_is_not_trained_on(tmp_path: Path) -> 
     corpora = Corpora(BaseModel.load(run.base), run.data, run.seed, lambda *_: None)
     kept = unseen_text(corpora, run.phases)
     assert kept is not None and len(kept) >= 1
-    trained = open_phase(corpora, "joint", run.phases["joint"], FeatureSpec()).rows
+    trained = open_phase(corpora, "joint", run.phases["joint"], HiddenStatesSpec()).rows
     everything = corpora.text_rows(run.phases["joint"].seq_len)
     assert [*trained["input_ids"], *kept["input_ids"]] == list(everything["input_ids"])
-    heads_alone = open_phase(corpora, "pretrain", run.phases["pretrain"], FeatureSpec()).rows
+    heads_alone = open_phase(corpora, "pretrain", run.phases["pretrain"], HiddenStatesSpec()).rows
     assert len(heads_alone) == len(everything)
 
 

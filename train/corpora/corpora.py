@@ -19,7 +19,7 @@ from drafthead.data.answers.backend import RankGroup
 from drafthead.data.answers.draft_vocab import draft_vocabulary
 from drafthead.data.answers.hidden_states import FORMAT, HiddenStateCache
 from drafthead.data.answers.store import GenerationStore, as_documents
-from drafthead.data.batch import FeatureSpec
+from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import collate, digest_rows, is_packed, open_packed, pack, text_documents
 from drafthead.data.text.sources import load_documents, resolve_revision
@@ -36,7 +36,7 @@ ALONE = RankGroup()
 HELD_OUT_EVERY = 20
 """Each 20th answer is held out: it measures acceptance and calibrates the tree, and is never trained on."""
 HELD_OUT_MOST = 512
-"""Answers held out at most: more would measure no better and cost features and time."""
+"""Answers held out at most: more would measure no better and cost memory and time."""
 _CHARACTERS_A_TOKEN = 6
 """More than text has: so many characters of a source are enough for the tokens wanted."""
 
@@ -156,8 +156,8 @@ class Corpora:
 
     # Hidden states ----------------------------------------------------------------------------------------
 
-    def cached_features(
-        self, rows: datasets.Dataset, name: str, spec: FeatureSpec, prompts: list[int] | None
+    def cached_hidden_states(
+        self, rows: datasets.Dataset, name: str, spec: HiddenStatesSpec, prompts: list[int] | None
     ) -> HiddenStateCache:
         """The base's hidden states of every row, on disk; taken from generation where it kept them.
 
@@ -175,30 +175,30 @@ class Corpora:
             return cache
         label = f"hidden states of {name}"
         kept = prompts is not None and self.config.generations.keep_hidden_states
-        final = self._kept_features(rows, prompts or []) if kept else None
+        final = self._kept_hidden_states(rows, prompts or []) if kept else None
         # Where generation kept the final states, the base only has to run as far as the last layer that is read.
         reader = first_layers(self.base, max(spec.layers)) if kept and spec.layers else self.base
         for done, row in enumerate(missing):
             self.progress(label, len(rows) - len(missing) + done, len(rows))
             parts = [] if final is None else [final(row, seq_len, self.base.hidden_size)]
             if final is None or spec.layers:
-                found = reader.features(collate(rows, [row]), spec)
+                found = reader.hidden_states(collate(rows, [row]), spec)
                 wanted = (found.final if final is None else None, found.layers)
                 parts += [part.cpu() for part in wanted if part is not None]
             cache.write([row], torch.cat([part.float() for part in parts], -1))
         self.progress(label, len(rows), len(rows))
         return cache
 
-    def _kept_features(self, rows: datasets.Dataset, prompts: list[int]) -> Callable[[int, int, int], Tensor]:
-        """Reads rows' features out of the generation store; positions that nobody read stay NaN."""
+    def _kept_hidden_states(self, rows: datasets.Dataset, prompts: list[int]) -> Callable[[int, int, int], Tensor]:
+        """Reads rows' hidden states out of the generation store; positions that nobody read stay NaN."""
         store = self.generations()
 
         def fill(row: int, seq_len: int, width: int) -> Tensor:
             values = np.full((1, seq_len, width), np.nan, dtype=np.float16)
             for document, start, length, offset in rows[row]["pieces"]:
-                features = store.hidden_states(prompts[document])
-                assert features is not None
-                part = features[start : start + length]
+                base_hidden = store.hidden_states(prompts[document])
+                assert base_hidden is not None
+                part = base_hidden[start : start + length]
                 values[0, offset : offset + len(part)] = part
             return torch.from_numpy(values)
 

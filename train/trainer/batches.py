@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from drafthead.data.answers.hidden_states import HiddenStateCache
-from drafthead.data.batch import Features, FeatureSpec, TrainBatch
+from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.packing import collate
 from drafthead.data.text.streaming import StreamedRows
 from drafthead.data.utils.errors import UserError
@@ -18,7 +18,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.train.config import PhaseConfig
 from drafthead.train.corpora.corpora import Corpora
 
-Batch = tuple[TrainBatch, Features]
+Batch = tuple[TrainBatch, HiddenStates]
 MAX_UNSEEN_ROWS = 64
 """Rows of text that a trained base is measured on, at most."""
 
@@ -27,7 +27,11 @@ class PhaseData:
     """Rows with hidden states. A step's rows depend on the seed and the step alone, so resuming needs no position."""
 
     def __init__(
-        self, rows: datasets.Dataset | StreamedRows, base: BaseModel, spec: FeatureSpec, cache: HiddenStateCache | None
+        self,
+        rows: datasets.Dataset | StreamedRows,
+        base: BaseModel,
+        spec: HiddenStatesSpec,
+        cache: HiddenStateCache | None,
     ) -> None:
         self.rows, self.base, self.spec, self.cache = rows, base, spec, cache
         self.waited_s = 0.0
@@ -39,7 +43,7 @@ class PhaseData:
 
     def load(self, numbers: list[int]) -> Batch:
         """The rows ``numbers`` and their hidden states, on the base's device."""
-        return self.with_features(*self.read(numbers))
+        return self.with_hidden_states(*self.read(numbers))
 
     def stream(self, wanted: Iterable[list[int]]) -> Iterator[Batch]:
         """``load`` of one list after the other; the next one is read from disk meanwhile."""
@@ -52,7 +56,7 @@ class PhaseData:
                     started = perf_counter()
                     found = current.result()
                     self.waited_s += perf_counter() - started
-                    yield self.with_features(*found)
+                    yield self.with_hidden_states(*found)
 
     def read(self, numbers: list[int]) -> tuple[TrainBatch, Tensor | None]:
         """The rows ``numbers`` and, where there is a cache, their hidden states; in host memory."""
@@ -65,12 +69,12 @@ class PhaseData:
         # Pinned memory is copied to the device without waiting.
         return batch, values.pin_memory() if self.base.device.type == "cuda" else values
 
-    def with_features(self, batch: TrainBatch, cached: Tensor | None) -> Batch:
+    def with_hidden_states(self, batch: TrainBatch, cached: Tensor | None) -> Batch:
         """What ``read`` returned, on the base's device; the base computes what was not cached."""
         batch = batch.to(self.base.device)
         if cached is None:
-            return batch, self.base.features(batch, self.spec)
-        return batch, Features.split(cached.to(self.base.device, non_blocking=True), self.base.hidden_size)
+            return batch, self.base.hidden_states(batch, self.spec)
+        return batch, HiddenStates.split(cached.to(self.base.device, non_blocking=True), self.base.hidden_size)
 
     def numbers(self, seed: int, first: int, count: int) -> list[int]:
         """Row numbers ``first`` to ``first + count`` of the endless stream of reshuffled epochs."""
@@ -105,7 +109,7 @@ def split_rows(numbers: list[int], micro_batch_size: int, processes: int, rank: 
     return [part.tolist() for part in np.array_split(np.asarray(numbers), parts)[rank::processes]]
 
 
-def open_phase(corpora: Corpora, name: str, phase: PhaseConfig, spec: FeatureSpec) -> PhaseData:
+def open_phase(corpora: Corpora, name: str, phase: PhaseConfig, spec: HiddenStatesSpec) -> PhaseData:
     """Rows of a phase's corpus, with cached hidden states where the phase asks for them."""
     if phase.corpus == "text" and corpora.config.text.stream:
         return PhaseData(corpora.text_stream(phase.seq_len, phase.micro_batch_size), corpora.base, spec, None)
@@ -115,12 +119,12 @@ def open_phase(corpora: Corpora, name: str, phase: PhaseConfig, spec: FeatureSpe
             rows = rows.select(range(len(rows) - _rows_left_out(rows)))
     else:
         rows, prompts = corpora.generation_rows(phase.seq_len, held_out=False)
-    cache = corpora.cached_features(rows, name, spec, prompts) if phase.cached else None
+    cache = corpora.cached_hidden_states(rows, name, spec, prompts) if phase.cached else None
     return PhaseData(rows, corpora.base, spec, cache)
 
 
 def open_held_out(
-    corpora: Corpora, seq_len: int, spec: FeatureSpec, cached: bool, base: BaseModel | None = None
+    corpora: Corpora, seq_len: int, spec: HiddenStatesSpec, cached: bool, base: BaseModel | None = None
 ) -> PhaseData:
     """The held-out answers, with hidden states of the corpora's base, on disk if ``cached``.
 
@@ -129,7 +133,7 @@ def open_held_out(
     rows, prompts = corpora.generation_rows(seq_len, held_out=True)
     if base is not None and base is not corpora.base:
         return PhaseData(rows, base, spec, None)
-    cache = corpora.cached_features(rows, "held-out", spec, prompts) if cached else None
+    cache = corpora.cached_hidden_states(rows, "held-out", spec, prompts) if cached else None
     return PhaseData(rows, corpora.base, spec, cache)
 
 

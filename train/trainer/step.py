@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from drafthead.data.batch import Features, Ratio, TrainBatch
+from drafthead.data.batch import HiddenStates, Ratio, TrainBatch
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.train.config import HISTORY, LossSpikeConfig
@@ -56,7 +56,7 @@ class StepResult:
 def train_step(
     head: DraftHead,
     optimizer: torch.optim.Optimizer,
-    micro_batches: Iterable[tuple[TrainBatch, Features]],
+    micro_batches: Iterable[tuple[TrainBatch, HiddenStates]],
     loss: LossConfig,
     *,
     lr: float,
@@ -72,8 +72,8 @@ def train_step(
     """
     optimizer.zero_grad(set_to_none=True)
     parts = []
-    for batch, features in micro_batches:
-        out = head.loss(batch, features, loss)
+    for batch, base_hidden in micro_batches:
+        out = head.loss(batch, base_hidden, loss)
         if out.loss_sum.requires_grad:
             torch.autograd.backward(out.loss_sum)
         parts.append(out)
@@ -120,10 +120,10 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tenso
 
 @torch.no_grad()
 def evaluate_loss(
-    head: DraftHead, batches: Iterable[tuple[TrainBatch, Features]], loss: LossConfig
+    head: DraftHead, batches: Iterable[tuple[TrainBatch, HiddenStates]], loss: LossConfig
 ) -> dict[str, float]:
     """The training metrics on held-out batches, without an update."""
-    parts = [head.loss(batch, features, loss) for batch, features in batches]
+    parts = [head.loss(batch, base_hidden, loss) for batch, base_hidden in batches]
     total = StepResult(
         torch.stack([p.loss_sum for p in parts]).sum(),
         torch.stack([p.tokens for p in parts]).sum(),

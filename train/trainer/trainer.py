@@ -206,9 +206,9 @@ class Trainer:
 
         def batches() -> Iterator[Batch]:
             for number in range(len(held_out)):
-                batch, features = held_out.load([number])
-                answers.extend(answer_ranks(self.head, batch, features))
-                yield batch, features
+                batch, base_hidden = held_out.load([number])
+                answers.extend(answer_ranks(self.head, batch, base_hidden))
+                yield batch, base_hidden
 
         found = evaluate_loss(self.head, batches(), phase.loss)
         self.head.train()
@@ -219,7 +219,7 @@ class Trainer:
         progress = self.checkpoints.progress
         row: dict[str, Any] = {"phase": name, "step": progress.step, "total_step": progress.total_steps}
         row |= {f"held_out_{key}": value for key, value in found.items()}
-        self._publish(row | {"held_out_tokens_a_step": length})
+        self._publish(row | {"held_out_mean_accepted_length": length})
         self.sharding.reshard(self.head)
         different = 1 if self.head.config.trained_positions == 1 else self.head.depth
         shown = " ".join(f"{found[f'accept_{k}']:.3f}" for k in range(1, different + 1))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import Features, LossOutput, TrainBatch
+from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
@@ -34,7 +34,7 @@ class AutoregressiveHead(DraftHead):
     """A head that is a causal LM of some kind, with the base's output head or one of its own."""
 
     @abstractmethod
-    def hidden_states(self, batch: TrainBatch, features: Features) -> Tensor:
+    def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
         """[B, T, D] what the projection reads after every token; a token sees its own document only."""
 
     def __init__(self, config: AutoregressiveConfig, base: BaseModel, d2t: Tensor | None) -> None:
@@ -44,20 +44,20 @@ class AutoregressiveHead(DraftHead):
     def output_head(self, k: int) -> LMHead:
         return self.target_lm_head
 
-    def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
+    def loss(self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig) -> LossOutput:
         draft_targets = DraftTargets.of(batch, 1)
-        targets = draft_targets.loss_targets(batch, features, self.t2d, self.target_lm_head)
-        hidden = self.hidden_states(batch, features).flatten(0, 1)[draft_targets.target_idx - 1]
+        targets = draft_targets.loss_targets(batch, base_hidden, self.t2d, self.target_lm_head)
+        hidden = self.hidden_states(batch, base_hidden).flatten(0, 1)[draft_targets.target_idx - 1]
         loss_sum, stats = heads_loss(hidden[None], [self.output_head(0)], targets, config)
         return loss_output(loss_sum, stats.expand(self.depth, -1), training=torch.is_grad_enabled())
 
     @torch.no_grad()
-    def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:
+    def candidate_ranks(self, batch: TrainBatch, base_hidden: HiddenStates, top: int) -> Tensor:
         """As any head, given the text's own tokens before x_{t+1+k}.
 
         No approximation: the only node at depth k that can be accepted there stands below the text's own tokens.
         """
-        hidden = self.hidden_states(batch, features)
+        hidden = self.hidden_states(batch, base_hidden)
         next_ids, _ = batch.draft_targets(0)
         found = rank_of(hidden.flatten(0, 1), self.output_head(0), self.t2d[next_ids].flatten(), top)
         rank = found.view_as(next_ids)

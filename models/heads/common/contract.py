@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from drafthead.data.batch import Features, LossOutput, TrainBatch
+from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.data.utils.config import schema
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import atomic_rename, disk_errors, file_digest, safe_join, write_json
@@ -167,11 +167,11 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         """The vocabulary projection of draft position k (0-based)."""
 
     @abstractmethod
-    def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
+    def loss(self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig) -> LossOutput:
         """Summed loss and metrics over the batch's trained tokens."""
 
     @abstractmethod
-    def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:
+    def candidate_ranks(self, batch: TrainBatch, base_hidden: HiddenStates, top: int) -> Tensor:
         """Rank of the true token among the candidates at every draft position, for tree calibration.
 
         Returns:

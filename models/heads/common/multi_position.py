@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import Features, LossOutput, TrainBatch
+from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
@@ -27,26 +27,26 @@ class MultiPositionHead(DraftHead):
     """A head that says what each position's projection reads; loss and ranks follow."""
 
     @abstractmethod
-    def position_hidden(self, batch: TrainBatch, features: Features, draft_targets: DraftTargets) -> Tensor:
+    def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         """[K, n, width] what the projection of every position reads for every target.
 
         Any finite values where ``draft_targets.valid`` is false.
         """
 
-    def loss(self, batch: TrainBatch, features: Features, config: LossConfig) -> LossOutput:
+    def loss(self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig) -> LossOutput:
         weights = config.weights_of(self.config.trained_positions)
         depth = len(weights) if torch.is_grad_enabled() else self.depth  # deeper ones are only measured
         config = replace(config, depth_weights=weights + [0.0] * (depth - len(weights)))
         draft_targets = DraftTargets.of(batch, depth)
-        targets = draft_targets.loss_targets(batch, features, self.t2d, self.target_lm_head)
-        hidden = self.position_hidden(batch, features, draft_targets)
+        targets = draft_targets.loss_targets(batch, base_hidden, self.t2d, self.target_lm_head)
+        hidden = self.position_hidden(batch, base_hidden, draft_targets)
         loss_sum, stats = heads_loss(hidden, [self.output_head(k) for k in range(depth)], targets, config)
         return loss_output(loss_sum, stats, training=torch.is_grad_enabled())
 
     @torch.no_grad()
-    def candidate_ranks(self, batch: TrainBatch, features: Features, top: int) -> Tensor:
+    def candidate_ranks(self, batch: TrainBatch, base_hidden: HiddenStates, top: int) -> Tensor:
         draft_targets = DraftTargets.of(batch, self.depth)
-        hidden = self.position_hidden(batch, features, draft_targets)
+        hidden = self.position_hidden(batch, base_hidden, draft_targets)
         heads = [self.output_head(k) for k in range(self.depth)]
         wanted = self.t2d[batch.input_ids.flatten()[draft_targets.target_idx]]
         return draft_targets.ranks(wanted, hidden, heads, batch.input_ids.shape, top)
@@ -77,10 +77,10 @@ class LastStateHead(MultiPositionHead):
         return HeadState(hidden=weight.new_full((batch, weight.shape[1]), torch.nan))
 
     def update(
-        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> HeadState:
-        assert features is not None
-        return HeadState(hidden=last_valid(features.final, counts))
+        assert base_hidden is not None
+        return HeadState(hidden=last_valid(base_hidden.final, counts))
 
 
 States = tuple[Tensor, ...]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import Features, TrainBatch
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.common.losses import Targets, chunk_rows
 
@@ -53,12 +53,14 @@ class DraftTargets:
         flat = input_ids.flatten()
         return flat[(self.source_idx + ahead).clamp(max=len(flat) - 1)]
 
-    def loss_targets(self, batch: TrainBatch, features: Features, t2d: Tensor, target_lm_head: LMHead) -> Targets:
+    def loss_targets(
+        self, batch: TrainBatch, base_hidden: HiddenStates, t2d: Tensor, target_lm_head: LMHead
+    ) -> Targets:
         """What to predict, with the base's hidden states before it."""
         return Targets(
             ids=t2d[batch.input_ids.flatten()[self.target_idx]],
             valid=self.valid,
-            target_hidden=features.final.flatten(0, 1)[self.target_idx - 1],
+            target_hidden=base_hidden.final.flatten(0, 1)[self.target_idx - 1],
             target_lm_head=target_lm_head,
         )
 

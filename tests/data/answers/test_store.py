@@ -20,11 +20,11 @@ from drafthead.data.utils.errors import UserError
 MADE_BY = {"base": "tiny", "sampler": {"temperature": 0.0}}
 
 
-def generation(number: int, features: bool = True) -> Generation:
+def generation(number: int, base_hidden: bool = True) -> Generation:
     """A generation that its number determines."""
     rng = np.random.default_rng(number)
     ids = rng.integers(0, 50, rng.integers(3, 9)).astype(np.int32)
-    matrix = rng.normal(size=(len(ids) - 1, 4)).astype(np.float16) if features else None
+    matrix = rng.normal(size=(len(ids) - 1, 4)).astype(np.float16) if base_hidden else None
     if matrix is not None:
         matrix[0] = np.nan
     return Generation(number, ids, 2, bool(number % 2), matrix)
@@ -37,25 +37,25 @@ def same(a: Generation, b: Generation) -> bool:
     return facts and equal and np.array_equal(a.input_ids, b.input_ids)
 
 
-def assert_holds(store: GenerationStore, numbers: set[int], features: bool = True) -> None:
+def assert_holds(store: GenerationStore, numbers: set[int], base_hidden: bool = True) -> None:
     read = list(store.read())
     assert [g.prompt_number for g in read] == sorted(numbers) and store.done == numbers
-    assert all(same(g, generation(g.prompt_number, features)) for g in read)
+    assert all(same(g, generation(g.prompt_number, base_hidden)) for g in read)
 
 
-@pytest.mark.parametrize("features", [True, False])
-def test_round_trip_in_prompt_order(tmp_path: Path, features: bool) -> None:
+@pytest.mark.parametrize("base_hidden", [True, False])
+def test_round_trip_in_prompt_order(tmp_path: Path, base_hidden: bool) -> None:
     store = GenerationStore(tmp_path, MADE_BY)
     for numbers in ([7, 2], [], [5, 0, 9]):
-        store.append_shard([generation(n, features) for n in numbers])
+        store.append_shard([generation(n, base_hidden) for n in numbers])
     for opened in (store, GenerationStore(tmp_path, MADE_BY), GenerationStore(tmp_path)):
-        assert_holds(opened, {0, 2, 5, 7, 9}, features)
+        assert_holds(opened, {0, 2, 5, 7, 9}, base_hidden)
         assert all(same(g, generation(g.prompt_number, False)) for g in opened.read(with_hidden_states=False))
         for number in (9, 2):
-            wanted, found = generation(number, features).hidden_states, opened.hidden_states(number)
+            wanted, found = generation(number, base_hidden).hidden_states, opened.hidden_states(number)
             assert (found is None) == (wanted is None)
             assert found is None or wanted is None or np.array_equal(found, wanted, equal_nan=True)
-    assert len(list(tmp_path.glob("*.safetensors"))) == 2 * features
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2 * base_hidden
 
 
 def test_counts_and_stats(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_killed_at_every_step(
     again = GenerationStore(tmp_path, MADE_BY)
     assert again.done in ({1, 2}, {1, 2, 3, 4})
     assert_holds(again, again.done)
-    again.append_shard([generation(n, features=True) for n in {3, 4, 5} - again.done])
+    again.append_shard([generation(n, base_hidden=True) for n in {3, 4, 5} - again.done])
     assert_holds(GenerationStore(tmp_path, MADE_BY), {1, 2, 3, 4, 5})
     assert not list(tmp_path.glob(".*"))
     assert {p.stem for p in tmp_path.glob("*.safetensors")} == {p.stem for p in tmp_path.glob("*.parquet")}

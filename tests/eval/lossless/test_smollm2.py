@@ -1,4 +1,4 @@
-"""The engine on the real embedded model: greedy equality of every drafter, and the law of sampled answers."""
+"""The engine on the real embedded model: greedy equality of every drafter, and the distribution of sampled answers."""
 
 from collections import Counter
 from functools import cache
@@ -71,7 +71,7 @@ def dist(prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_sampled_answers_follow_the_law_of_the_base(batch: int) -> None:
+def test_sampled_answers_follow_the_distribution_of_the_base(batch: int) -> None:
     prompt = prompts()[0]
     draft_config = DraftConfig(tree=TokenTree.expansion([2, 1]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     counts: Counter[tuple[int, ...]] = Counter()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import Features
+from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.metrics import acceptance as metrics
 from drafthead.eval.trees import texts as texts_module
@@ -78,7 +78,7 @@ def test_top_k_accept_probs_are_the_ranks(base: BaseModel, reads_last: bool) -> 
     found = text_accept_probs(base, head, texts, GREEDY, AcceptProbsConfig(width=4))
     for text, probs in zip(texts, found, strict=True):
         batch = row_of([text.ids], text.boundary, padding=0)
-        (ranks,) = answer_ranks(head, batch, base.features(batch, head.spec))
+        (ranks,) = answer_ranks(head, batch, base.hidden_states(batch, head.spec))
         assert np.array_equal(probs, accept_probs_of_ranks(ranks, 4), equal_nan=True)
         assert probs[:, 0, 0].sum() > 3, "a head that is never right shows nothing"
 
@@ -172,7 +172,7 @@ class Shadow(StepwiseDrafter):
         return ShadowState([[] for _ in range(batch)])
 
     def update(
-        self, state: DraftState, tokens: Tensor, features: Features | None, counts: Tensor | None = None
+        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> ShadowState:
         assert isinstance(state, ShadowState)
         lengths = counts.tolist() if counts is not None else [tokens.shape[1]] * len(tokens)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafthead.data.batch import FeatureSpec
+from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_json
 from drafthead.models.base.adapter import CONFIG, WEIGHTS
@@ -51,11 +51,11 @@ def saved(tiny_base: TinyBase, tmp_path: Path) -> Path:
 def test_the_copy_is_the_base_until_it_is_tuned(tiny_base: TinyBase, model_type: str, prepack: bool) -> None:
     base = tiny_base(model_type) if prepack else unpacked(tiny_base(model_type))
     tuned = LoraBase(base, settings())
-    before = base.features(DOCUMENTS, FeatureSpec()).final
+    before = base.hidden_states(DOCUMENTS, HiddenStatesSpec()).final
     torch.testing.assert_close(tuned.hidden_states(DOCUMENTS), before, rtol=1e-4, atol=1e-4)
     nudge(tuned)
     assert not torch.allclose(tuned.hidden_states(DOCUMENTS), before, atol=1e-2)
-    assert torch.equal(base.features(DOCUMENTS, FeatureSpec()).final, before)
+    assert torch.equal(base.hidden_states(DOCUMENTS, HiddenStatesSpec()).final, before)
 
 
 def test_weights_that_are_not_packed_are_shared(tiny_base: TinyBase) -> None:
@@ -87,7 +87,7 @@ def test_merged_at_load_it_is_the_tuned_copy(tiny_base: TinyBase, tmp_path: Path
     merged = BaseModel.load(replace(base.config, adapter=str(tmp_path)))
     assert merged.prepacked == base.prepacked
     hidden = tuned.hidden_states(DOCUMENTS)
-    torch.testing.assert_close(merged.features(DOCUMENTS, FeatureSpec()).final, hidden, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(merged.hidden_states(DOCUMENTS, HiddenStatesSpec()).final, hidden, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(merged.logits(hidden), tuned.output_head().logits(hidden), rtol=1e-3, atol=1e-3)
     assert merged.fingerprint == fingerprint != base.fingerprint
     assert merged.identity()["recipe"]["adapter"] == str(tmp_path)
@@ -99,7 +99,7 @@ def test_a_merged_model_that_is_saved_whole_is_the_same_base(saved: Path, tiny_b
     merged.model.save_pretrained(tmp_path / "whole")
     whole = BaseModel.load(replace(merged.config, adapter=None, random=False, name=str(tmp_path / "whole")))
     assert whole.fingerprint == merged.fingerprint
-    wanted, found = (b.features(DOCUMENTS, FeatureSpec()).final for b in (merged, whole))
+    wanted, found = (b.hidden_states(DOCUMENTS, HiddenStatesSpec()).final for b in (merged, whole))
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafthead.data.answers.config import SamplerConfig
-from drafthead.data.batch import FeatureSpec
+from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig, check_architecture
@@ -27,13 +27,13 @@ def test_features_of_packed_documents_equal_each_alone(tiny_base: TinyBase, arch
     base, start = tiny_base(architecture), 0
     layers = (1, 2) if architecture == "gpt_bigcode" else (0, 2)  # it adds positions to its embedding
     documents = [[3, 4, 5, 6, 7], [9, 8, 7], [1, 2, 3, 4]]
-    features = base.features(row_of(documents, padding=0), FeatureSpec(layers=layers))
+    base_hidden = base.hidden_states(row_of(documents, padding=0), HiddenStatesSpec(layers=layers))
     for document in documents:
         alone = base.model(torch.tensor([document]), output_hidden_states=True).hidden_states
         part = slice(start, start + len(document))
-        torch.testing.assert_close(features.final[:, part], alone[-1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(base_hidden.final[:, part], alone[-1], rtol=1e-4, atol=1e-5)
         for place, layer in enumerate(layers):
-            torch.testing.assert_close(features.layer(place)[:, part], alone[layer], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(base_hidden.layer(place)[:, part], alone[layer], rtol=1e-4, atol=1e-5)
         start += len(document)
 
 

@@ -102,7 +102,7 @@ def test_replay_is_real_decoding(tiny_base: TinyBase, tree: str, prompt: list[in
         document_ids=torch.zeros(1, length, dtype=torch.int64),
         loss_mask=torch.arange(length)[None] >= len(prompt),
     )
-    answers = answer_ranks(head, batch, base.features(batch, head.spec))
+    answers = answer_ranks(head, batch, base.hidden_states(batch, head.spec))
     replayed = simulate_acceptance([accept_probs_of_ranks(a) for a in answers], TREES[tree])
     assert replayed.steps == len(real.steps)
     assert replayed.mean_accepted_length == metrics.mean_accepted_length([real]).value

@@ -21,7 +21,7 @@ from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
 TinyBase = Callable[..., BaseModel]
 Path = tuple[int, ...]
 Trials = dict[Path, list[tuple[Path, int]]]
-"""Per path its trials in order: the path of the child, and the row of the laws."""
+"""Per path its trials in order: the path of the child, and the row of the distributions."""
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
 VOCABULARY = 3
 
@@ -38,7 +38,7 @@ def trees(draw: st.DrawFn) -> list[Path]:
 
 
 def proposal(rows: list[list[Path]], sampled: bool) -> Proposal:
-    """A proposal of these trees; the law of node n's trials is row n."""
+    """A proposal of these trees; the distribution of node n's trials is row n."""
     width = max(map(len, rows))
     tokens, parents = torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows), width), -1)
     for row, paths in enumerate(rows):
@@ -67,20 +67,20 @@ def trials(found: Proposal, row: int) -> Trials:
     assert len(set(paths.values())) == len(paths)
     children = shape.children.expand(len(found.tokens), -1, -1)[row].tolist()
     probs = torch.full_like(shape.children, -1) if found.prob_index is None else found.prob_index
-    law_rows = probs.expand(len(found.tokens), *shape.children.shape[1:])[row].tolist()
+    dist_rows = probs.expand(len(found.tokens), *shape.children.shape[1:])[row].tolist()
     assert all(NO_CHILD not in tried[: len(tried) - tried.count(NO_CHILD)] for tried in children), "a gap"
     return {
-        path: [(paths[c], dist) for c, dist in zip(children[node], law_rows[node], strict=True) if c != NO_CHILD]
+        path: [(paths[c], dist) for c, dist in zip(children[node], dist_rows[node], strict=True) if c != NO_CHILD]
         for node, path in paths.items()
     }
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), kinds=st.lists(st.booleans(), min_size=2, max_size=3), rows=st.integers(1, 3))
-def test_union_keeps_every_trial_and_its_law(data: st.DataObject, kinds: list[bool], rows: int) -> None:
+def test_union_keeps_every_trial_and_its_distribution(data: st.DataObject, kinds: list[bool], rows: int) -> None:
     parts = [proposal([data.draw(trees()) for _ in range(rows)], sampled) for sampled in kinds]
     merged = combine(parts)
-    parts = [part for part in parts if len(part.shape) > 1] or parts[:1]  # who found nothing has no trials and no laws
+    parts = [part for part in parts if len(part.shape) > 1] or parts[:1]  # who found nothing has no trials
     for row in range(rows):
         wanted: Trials = {}
         offset = 0

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafthead.data.batch import Features
+from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import FORMATS, recognise
@@ -63,11 +63,11 @@ def logits_of(base: BaseModel, head: DraftHead) -> Tensor:
     """[K, W] after the text, and then after given drafts; Kangaroo's first one, which needs no cache of the base."""
     found = states(base)
     layers = [found[i] for i in head.spec.layers]
-    features = Features(final=found[-1], layers=torch.cat(layers, -1) if layers else None)
+    base_hidden = HiddenStates(final=found[-1], layers=torch.cat(layers, -1) if layers else None)
     if isinstance(head, KangarooHead):
-        return head.output_head(0).logits(head.hidden_states(row_of([IDS], padding=0), features))[0].detach()
+        return head.output_head(0).logits(head.hidden_states(row_of([IDS], padding=0), base_hidden))[0].detach()
     chain = [*DRAFTED, 7, 250][: head.depth] if isinstance(head.config, MLPSpeculatorConfig) else DRAFTED
-    return drafted_logits(head, IDS, features, chain)
+    return drafted_logits(head, IDS, base_hidden, chain)
 
 
 class PlainLayer:
@@ -115,21 +115,21 @@ def eagle_engine(folder: Path, base: BaseModel) -> Tensor:
     aux = torch.cat([states(base)[i][0] for i in (min(2, layers), layers // 2, max(0, layers - 3))], -1)
     if config["eagle_config"]["norm_before_fc"]:
         aux = layer.norm(aux, "input_norm")
-    features = F.linear(aux, layer.get("fc.weight"))
+    base_hidden = F.linear(aux, layer.get("fc.weight"))
     targets = torch.arange(config["draft_vocab_size"]) + layer.get("d2t")
     assert torch.equal(layer.get("t2d").nonzero()[:, 0], targets)
     tokens, logits = [*IDS[1:], DRAFTED[0]], []
     for step in range(3):
         embedded = base.embedding[torch.tensor(tokens)]
-        both = [layer.norm(embedded, "midlayer.input_layernorm"), layer.norm(features, "midlayer.hidden_norm")]
-        hidden = features + layer.attention(torch.cat(both, -1), "midlayer.self_attn.")
+        both = [layer.norm(embedded, "midlayer.input_layernorm"), layer.norm(base_hidden, "midlayer.hidden_norm")]
+        hidden = base_hidden + layer.attention(torch.cat(both, -1), "midlayer.self_attn.")
         hidden = hidden + layer.mlp(layer.norm(hidden, "midlayer.post_attention_layernorm"), "midlayer.mlp.")
         normed = layer.norm(hidden, "norm")
         drafted = F.linear(normed[-1], layer.get("lm_head.weight"))
         logits.append(torch.full((config["vocab_size"],), -torch.inf).index_copy(0, targets, drafted))
         if step < 2:
             tokens.append(DRAFTED[step + 1])
-            features = torch.cat([features, (normed if config["norm_output"] else hidden)[-1:]])
+            base_hidden = torch.cat([base_hidden, (normed if config["norm_output"] else hidden)[-1:]])
     assert not layer.unread, f"nobody reads {sorted(layer.unread)}"
     return torch.stack(logits)
 

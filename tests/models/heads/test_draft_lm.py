@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from drafthead.data.batch import FeatureSpec, TrainBatch
+from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode
@@ -44,9 +44,9 @@ def test_all_layers_make_the_base(tiny_base: TinyBase, architecture: str) -> Non
     base = tiny_base(architecture)
     head = DraftLMConfig(num_layers=3).build(base).eval()
     data = two_documents()
-    wanted = base.features(data, FeatureSpec()).final
+    wanted = base.hidden_states(data, HiddenStatesSpec()).final
     torch.testing.assert_close(
-        head.hidden_states(data, base.features(data, FeatureSpec())), wanted, rtol=1e-4, atol=1e-4
+        head.hidden_states(data, base.hidden_states(data, HiddenStatesSpec())), wanted, rtol=1e-4, atol=1e-4
     )
     result = decode(base, head, PROMPTS[0], max_new_tokens=31, ignore_eos=True)
     assert [step.accepted for step in result.steps] == [5] * 5
@@ -70,7 +70,7 @@ def test_packed_weights_are_read_back_exactly(tiny_base: TinyBase) -> None:
 def test_loss_is_that_of_the_next_token_but_one(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head, data = DraftLMConfig(num_layers=2, num_draft_tokens=3).build(base), two_documents()
-    out = head.loss(data, base.features(data, FeatureSpec()), LossConfig(ce=1.0, kl=0.0, decay=1.0))
+    out = head.loss(data, base.hidden_states(data, HiddenStatesSpec()), LossConfig(ce=1.0, kl=0.0, decay=1.0))
     total, count = reference_loss(head, base, data)
     assert int(out.tokens) == count == 17
     assert float(out.loss_sum.detach()) == pytest.approx(total, rel=1e-5)
@@ -84,7 +84,7 @@ def test_the_base_is_a_perfect_student(tiny_base: TinyBase) -> None:
     base, data = tiny_base(), two_documents()
     head = DraftLMConfig(num_layers=3).build(base)
     with torch.no_grad():
-        out = head.loss(data, base.features(data, FeatureSpec()), LossConfig(ce=0.0, kl=1.0))
+        out = head.loss(data, base.hidden_states(data, HiddenStatesSpec()), LossConfig(ce=0.0, kl=1.0))
     assert float(out.loss_sum) == pytest.approx(0.0, abs=1e-4)
     assert out.ratios()["overlap_1"].value == pytest.approx(1.0, abs=1e-5)
 
@@ -103,7 +103,7 @@ def test_ranks_are_those_of_decoding(tiny_base: TinyBase) -> None:
         document_ids=0 * whole,
         loss_mask=whole.bool(),
     )
-    ranks = head.candidate_ranks(data, base.features(data, FeatureSpec()), top=4)[0]
+    ranks = head.candidate_ranks(data, base.hidden_states(data, HiddenStatesSpec()), top=4)[0]
     assert ranks.shape == (72, 3) and int(ranks.max()) <= 4
     assert (ranks[-2:, 0] == -1).all() and int(ranks[-3, 0]) >= 0
     found = []

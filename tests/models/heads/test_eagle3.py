@@ -39,16 +39,16 @@ def reference(head: Eagle3Head, base: BaseModel, ids: list[int], steps: int) -> 
         embedding = base.embedding[token]
         return torch.cat([rms(embedding, "midlayer.input_layernorm"), rms(feature, "midlayer.hidden_norm")])
 
-    features = [torch.cat([layer[t] for layer in read]) for t in range(len(ids))]
+    base_hidden = [torch.cat([layer[t] for layer in read]) for t in range(len(ids))]
     if head.config.norm_before_fc:
-        features = [rms(f, "input_norm") for f in features]
-    features = [weights["fc.weight"] @ f for f in features]
-    text = [pair(token, f) for token, f in zip(ids[1:], features, strict=False)]
+        base_hidden = [rms(f, "input_norm") for f in base_hidden]
+    base_hidden = [weights["fc.weight"] @ f for f in base_hidden]
+    text = [pair(token, f) for token, f in zip(ids[1:], base_hidden, strict=False)]
     text_states = [(heads(x, "k_proj", s), heads(x, "v_proj", None)) for s, x in enumerate(text)]
     mlp = {n: weights[f"midlayer.mlp.{n}_proj.weight"] for n in ("gate", "up", "down")}
     logits = {}
     for t in range(len(ids) - 2):
-        feature, seen = features[t], text_states[: t + 1]
+        feature, seen = base_hidden[t], text_states[: t + 1]
         for i in range(min(steps, len(ids) - 2 - t)):
             x = pair(ids[t + 1 + i], feature)
             if i:
@@ -78,10 +78,10 @@ def test_published_layers_are_hidden_states(tiny_base: TinyBase) -> None:
         layer.register_forward_pre_hook(lambda _, args, n=n: inputs.update({n: args[0]}))
         for n, layer in enumerate(base.model.model.layers)
     ]
-    features = base.features(data, head.spec)
+    base_hidden = base.hidden_states(data, head.spec)
     for hook in hooks:
         hook.remove()
-    assert torch.equal(features.layers, torch.cat([inputs[n] for n in (2, 1, 0)], -1))
+    assert torch.equal(base_hidden.layers, torch.cat([inputs[n] for n in (2, 1, 0)], -1))
 
 
 def test_names_of_weights_are_those_of_checkpoints(tiny_base: TinyBase) -> None:
@@ -100,7 +100,7 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, architecture: str
     head = eagle3_head(base, d2t, **EAGLE3_VARIANTS[variant])
     documents = [random_ids(14, seed=3), random_ids(9, seed=1)]
     batch = row_of(documents, trained_from=4)
-    out = head.loss(batch, base.features(batch, head.spec), LossConfig(decay=0.8))
+    out = head.loss(batch, base.hidden_states(batch, head.spec), LossConfig(decay=0.8))
     total, count = 0.0, 0
     for document in documents:
         for (i, t), logits in reference(head, base, document, 4).items():
@@ -123,22 +123,22 @@ def test_rows_padding_and_other_documents_change_nothing(tiny_base: TinyBase) ->
     head = eagle3_head(base)
     documents = [random_ids(9), random_ids(14, seed=1)]
     alone = [row_of([d], trained_from=5) for d in documents]
-    found = [head.loss(b, base.features(b, head.spec), LossConfig(kl=1.0)) for b in alone]
+    found = [head.loss(b, base.hidden_states(b, head.spec), LossConfig(kl=1.0)) for b in alone]
     packed = [row_of(documents, trained_from=5), row_of(documents[::-1], trained_from=5)]
     rows = TrainBatch(**{k: torch.cat([getattr(b, k) for b in packed]) for k in vars(packed[0])})
-    both = head.loss(rows, base.features(rows, head.spec), LossConfig(kl=1.0))
+    both = head.loss(rows, base.hidden_states(rows, head.spec), LossConfig(kl=1.0))
     assert int(both.tokens) == 2 * sum(int(f.tokens) for f in found)
     assert both.loss_sum.item() == pytest.approx(2 * sum(f.loss_sum.item() for f in found), rel=1e-4)
 
 
 def test_fewer_steps_are_trained_than_drafted(tiny_base: TinyBase) -> None:
     base, batch = tiny_base(), row_of([random_ids(12)])
-    features = base.features(batch, eagle3_head(base).spec)
+    base_hidden = base.hidden_states(batch, eagle3_head(base).spec)
     head, short = eagle3_head(base, ttt_steps=2), eagle3_head(base, num_draft_tokens=2, ttt_steps=2)
-    out, wanted = (h.loss(batch, features, LossConfig(decay=0.5)) for h in (head, short))
+    out, wanted = (h.loss(batch, base_hidden, LossConfig(decay=0.5)) for h in (head, short))
     assert out.loss_sum.item() == wanted.loss_sum.item() and out.names == wanted.names
     with torch.no_grad():
-        measured = head.loss(batch, features, LossConfig(decay=0.5))
+        measured = head.loss(batch, base_hidden, LossConfig(decay=0.5))
     assert measured.loss_sum.item() == pytest.approx(wanted.loss_sum.item(), rel=1e-6)
     assert measured.ratios()["accept_4"].den == 12 - 5
 

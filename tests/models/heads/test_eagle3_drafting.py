@@ -33,7 +33,7 @@ def text_logits(head: Eagle3Head, base: BaseModel, ids: list[int]) -> Tensor:
     """[K, T, W] draft logits of the training path, every position at the place it drafts from."""
     batch = row_of([ids])
     draft_targets = DraftTargets.of(batch, head.depth)
-    hidden = head.position_hidden(batch, base.features(batch, head.spec), draft_targets)
+    hidden = head.position_hidden(batch, base.hidden_states(batch, head.spec), draft_targets)
     found = torch.full((head.depth, len(ids), len(head.d2t)), torch.nan)
     for k in range(head.depth):
         valid = draft_targets.valid[k]
@@ -91,7 +91,7 @@ def test_ranks_are_those_of_drafting(tiny_base: TinyBase) -> None:
     head = eagle3_head(base, torch.arange(0, 300, 2))
     ids = random_ids(20)
     batch, logits = row_of([ids]), text_logits(head, base, ids)
-    ranks = head.candidate_ranks(batch, base.features(batch, head.spec), top=40)
+    ranks = head.candidate_ranks(batch, base.hidden_states(batch, head.spec), top=40)
     for t, k in product(range(22), range(4)):
         target = t + 2 + k
         if target >= 20:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import Features
+from drafthead.data.batch import HiddenStates
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree
@@ -62,9 +62,9 @@ PLANS = {
 every_head = pytest.mark.parametrize("kind", HEADS)
 
 
-def part(features: Features, start: int, end: int) -> Features:
-    layers = None if features.layers is None else features.layers[:, start:end]
-    return Features(final=features.final[:, start:end], layers=layers)
+def part(base_hidden: HiddenStates, start: int, end: int) -> HiddenStates:
+    layers = None if base_hidden.layers is None else base_hidden.layers[:, start:end]
+    return HiddenStates(final=base_hidden.final[:, start:end], layers=layers)
 
 
 # Sizes and settings ------------------------------------------------------------------------------------------
@@ -104,10 +104,10 @@ def test_activations_are_an_upper_estimate_of_what_autograd_keeps(tiny_base: Tin
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 4
         return tensor
 
-    features = base.features(batch, head.spec)
+    base_hidden = base.hidden_states(batch, head.spec)
     known = {p.untyped_storage().data_ptr() for p in [*head.parameters(), *base.model.parameters()]}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = head.loss(batch, features, LossConfig())
+        out = head.loss(batch, base_hidden, LossConfig())
     del out
     measured = sum(count for place, count in kept.items() if place not in known) / batch.input_ids.numel()
     estimated = HEADS[kind].size(base.model.config).activations_per_token
@@ -171,18 +171,18 @@ def test_drafting_along_a_text_is_what_training_computes(tiny_base: TinyBase, ki
     assert isinstance(head, RecurrentHead) and (head._static is None) == (graphs == "auto")
     texts = [torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (12, 9)]
     batch = rows_of(texts)
-    features = base.features(batch, head.spec)
+    base_hidden = base.hidden_states(batch, head.spec)
     draft_targets = DraftTargets.of(batch, 3)
-    hidden = head.position_hidden(batch, features, draft_targets)
+    hidden = head.position_hidden(batch, base_hidden, draft_targets)
     trained = [head.output_head(k).logits(hidden[k]) for k in range(3)]
     seen = 0
     ids = batch.input_ids
     for t in range(9):
         state = head.init_state(2)
         first = max(1, t - 3)  # a prompt, and the rest token by token
-        state = head.update(state, ids[:, :first], Features(final=features.final[:, :first]))
+        state = head.update(state, ids[:, :first], HiddenStates(final=base_hidden.final[:, :first]))
         for i in range(first, t + 1):
-            state = head.update(state, ids[:, i : i + 1], Features(final=features.final[:, i : i + 1]))
+            state = head.update(state, ids[:, i : i + 1], HiddenStates(final=base_hidden.final[:, i : i + 1]))
         here = t if t >= first else first - 1
         with torch.inference_mode():
             draft_pass = head.start(state, ids[:, here + 1], PLANS["chain"])
@@ -247,8 +247,8 @@ def test_bfloat16_drafts_are_rounded_and_nothing_else(tiny_base: TinyBase, tmp_p
 def first_logits(head: DraftHead, ids: list[int] | None = None) -> Tensor:
     """Of the first two draft positions after a short text."""
     base, tokens = head.base, torch.tensor([ids or random_ids(7)])
-    features = base.forward(tokens, base.new_cache(64), spec=head.spec)
-    draft_pass = head.start(head.update(head.init_state(1), tokens, features), tokens[:, -1], PLANS["chain"])
+    base_hidden = base.forward(tokens, base.new_cache(64), spec=head.spec)
+    draft_pass = head.start(head.update(head.init_state(1), tokens, base_hidden), tokens[:, -1], PLANS["chain"])
     first = draft_pass.root()
     return torch.cat([first, draft_pass.step(torch.tensor([[5]]), torch.tensor([[0]]))], 1)
 
@@ -272,16 +272,16 @@ def test_a_state_stays_as_it_was(tiny_base: TinyBase, kind: str) -> None:
     base = tiny_base()
     head = randomised(HEADS[kind].build(base)).eval()
     batch = rows_of([list(range(20, 40)), list(range(60, 80))])
-    features, ids = base.features(batch, head.spec), batch.input_ids
-    state = head.update(head.init_state(2), ids[:, :8], part(features, 0, 8))
-    state = head.update(state, ids[:, 8:12], part(features, 8, 12), torch.tensor([3, 1]))
+    base_hidden, ids = base.hidden_states(batch, head.spec), batch.input_ids
+    state = head.update(head.init_state(2), ids[:, :8], part(base_hidden, 0, 8))
+    state = head.update(state, ids[:, 8:12], part(base_hidden, 8, 12), torch.tensor([3, 1]))
     last = torch.tensor([31, 69])
 
     def drafted(state: object, rows: list[int]) -> list[list[int]]:
         return head.draft(state, last[rows], PLANS["tree"]).tokens.tolist()  # type: ignore[arg-type]
 
     first = drafted(state, [0, 1])
-    assert drafted(head.update(state, ids[:, 12:14], part(features, 12, 14)), [0, 1]) != first
+    assert drafted(head.update(state, ids[:, 12:14], part(base_hidden, 12, 14)), [0, 1]) != first
     assert drafted(state.select([1]), [1]) == first[1:]
     assert drafted(state, [0, 1]) == first
 
@@ -294,9 +294,9 @@ def test_save_and_load(tiny_base: TinyBase, tmp_path: Path, kind: str) -> None:
     head.save_pretrained(tmp_path)
     loaded = DraftHead.from_pretrained(tmp_path, base)
     batch = rows_of([list(range(90, 120))])
-    features = base.features(batch, head.spec)
+    base_hidden = base.hidden_states(batch, head.spec)
     assert loaded.config == head.config and loaded.spec == head.spec
-    assert torch.equal(loaded.candidate_ranks(batch, features, 9), head.candidate_ranks(batch, features, 9))
+    assert torch.equal(loaded.candidate_ranks(batch, base_hidden, 9), head.candidate_ranks(batch, base_hidden, 9))
     assert torch.equal(first_logits(loaded), first_logits(head))
     # What the base has is not saved again.
     assert not any("base" in name or "rotary" in name or "embed" in name for name in head.state_dict())
@@ -344,12 +344,12 @@ def test_unread_features_carry_nothing(tiny_base: TinyBase, kind: str) -> None:
     base = tiny_base()
     head = randomised(HEADS[kind].build(base))
     batch = rows_of([list(range(20, 30)), list(range(50, 58))])
-    features = base.features(batch, head.spec)
-    clean = head.loss(batch, features, LossConfig(kl=1.0))
-    for values in (features.final, features.layers):
+    base_hidden = base.hidden_states(batch, head.spec)
+    clean = head.loss(batch, base_hidden, LossConfig(kl=1.0))
+    for values in (base_hidden.final, base_hidden.layers):
         if values is not None:
             values[0, 9:], values[1, 7:] = torch.nan, torch.nan
-    out = head.loss(batch, features, LossConfig(kl=1.0))
+    out = head.loss(batch, base_hidden, LossConfig(kl=1.0))
     torch.autograd.backward(out.loss_sum)
     assert float(out.loss_sum.detach()) == pytest.approx(float(clean.loss_sum.detach()), rel=1e-6)
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in head.parameters())
@@ -359,7 +359,7 @@ def test_unread_features_carry_nothing(tiny_base: TinyBase, kind: str) -> None:
 def test_all_weights_learn_and_the_base_does_not(tiny_base: TinyBase, kind: str) -> None:
     base, batch = tiny_base(), rows_of([list(range(20, 32))])
     head = randomised(HEADS[kind].build(base), 0.1)
-    torch.autograd.backward(head.loss(batch, base.features(batch, head.spec), LossConfig(kl=1.0)).loss_sum)
+    torch.autograd.backward(head.loss(batch, base.hidden_states(batch, head.spec), LossConfig(kl=1.0)).loss_sum)
     still = {name for name, p in head.named_parameters() if p.grad is None or not p.grad.any()}
     assert still == ({"cells.proj.forget.0.weight"} if kind == "lstm" else set()), "an LSTM starts from a cell of zeros"
     assert not base.embedding.requires_grad and not base.lm_head.weight.requires_grad
@@ -369,7 +369,7 @@ def test_all_weights_learn_and_the_base_does_not(tiny_base: TinyBase, kind: str)
 def test_nothing_to_train_on(tiny_base: TinyBase, kind: str) -> None:
     base, batch = tiny_base(), rows_of([[5], [7]])
     head = HEADS[kind].build(base)
-    out = head.loss(batch, base.features(batch, head.spec), LossConfig())
+    out = head.loss(batch, base.hidden_states(batch, head.spec), LossConfig())
     assert int(out.tokens) == 0 and float(out.loss_sum.detach()) == 0.0
 
 
@@ -382,10 +382,10 @@ def test_heads_learn_a_base_that_counts(tiny_base: TinyBase, kind: str) -> None:
     # Features that only tell the token: a direction per id.
     width = (1 + len(head.spec.layers)) * base.hidden_size
     directions = torch.randn(base.vocab_size, width, generator=torch.Generator().manual_seed(0))
-    features = Features.split(directions[batch.input_ids], base.hidden_size)
-    head = fitted(head, batch, 150, lr=0.01 if "eagle3" in kind else 0.02, features=features)
-    ratios = head.loss(batch, features, LossConfig()).ratios()
+    base_hidden = HiddenStates.split(directions[batch.input_ids], base.hidden_size)
+    head = fitted(head, batch, 150, lr=0.01 if "eagle3" in kind else 0.02, base_hidden=base_hidden)
+    ratios = head.loss(batch, base_hidden, LossConfig()).ratios()
     assert [ratios[f"accept_{k}"].value for k in (1, 2, 3)] == [1.0, 1.0, 1.0]
     text = torch.arange(20, 31)[None]
-    state = head.update(head.init_state(1), text, Features.split(directions[text], base.hidden_size))
+    state = head.update(head.init_state(1), text, HiddenStates.split(directions[text], base.hidden_size))
     assert head.draft(state, torch.tensor([31]), PLANS["chain"]).tokens.tolist() == [[31, 32, 33, 34]]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from drafthead.data.batch import Features, TrainBatch
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.heads.common.losses import LossConfig
@@ -70,11 +70,11 @@ def test_parity_with_the_papers_equations(tiny_base: TinyBase, variant: str) -> 
     d2t = torch.arange(0, 300, 2)
     head = randomised(HydraConfig(num_draft_tokens=3, **VARIANTS[variant]).build(base, d2t))  # type: ignore[arg-type]
     batch = row_of([list(range(20, 32)), list(range(100, 109))], trained_from=4)
-    features = base.features(batch, head.spec)
-    out = head.loss(batch, features, LossConfig(decay=0.8))
+    base_hidden = base.hidden_states(batch, head.spec)
+    out = head.loss(batch, base_hidden, LossConfig(decay=0.8))
     total, trained = 0.0, 0
     for start, length in ((0, 12), (12, 9)):
-        states = features.final[0, start : start + length]
+        states = base_hidden.final[0, start : start + length]
         if head.config.prefix_layer:
             states = prefix_of(head, states)
         text = batch.input_ids[0, start : start + length].tolist()
@@ -97,13 +97,13 @@ def test_untrained_head_is_the_base_next_token_head(tiny_base: TinyBase, archite
     base = tiny_base(architecture)
     head = HydraConfig(num_draft_tokens=3, **VARIANTS[variant]).build(base).eval()  # type: ignore[arg-type]
     batch = row_of([list(range(20, 40))])
-    features = base.features(batch, head.spec)
+    base_hidden = base.hidden_states(batch, head.spec)
     draft_targets = DraftTargets.of(batch, 3)
-    hidden = head.position_hidden(batch, features, draft_targets)
+    hidden = head.position_hidden(batch, base_hidden, draft_targets)
     for k in range(3):
         there = draft_targets.valid[k]
         found = head.output_head(k).logits(hidden[k])[there]
-        wanted = base.lm_head.logits(features.final[0][draft_targets.source_idx[k][there]])
+        wanted = base.lm_head.logits(base_hidden.final[0][draft_targets.source_idx[k][there]])
         if head.config.prefix_layer:
             # The final norm of the base leaves an RMS that varies a little; the prefix layer's does not.
             assert (found.argmax(-1) == wanted.argmax(-1)).all()
@@ -123,15 +123,15 @@ def test_nothing_wraps_around_and_nothing_leaks(tiny_base: TinyBase) -> None:
     head = randomised(HydraConfig(num_draft_tokens=2, prefix_layer=True).build(base)).eval()
     documents = [list(range(20, 30)), list(range(50, 60))]
     batch = row_of(documents)
-    final = base.features(batch, head.spec).final
+    final = base.hidden_states(batch, head.spec).final
     draft_targets = DraftTargets.of(batch, 2)
-    plain = head.position_hidden(batch, Features(final=final), draft_targets)
+    plain = head.position_hidden(batch, HiddenStates(final=final), draft_targets)
     for place in range(20):
         ids, states = batch.input_ids.clone(), final.clone()
         ids[0, place] = 250
         states[0, place] += 1.0
         changed = head.position_hidden(
-            TrainBatch(**{**vars(batch), "input_ids": ids}), Features(final=states), draft_targets
+            TrainBatch(**{**vars(batch), "input_ids": ids}), HiddenStates(final=states), draft_targets
         )
         for k in range(2):
             target = draft_targets.target_idx
@@ -147,13 +147,13 @@ def test_dropout_only_in_training(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = randomised(HydraConfig(num_draft_tokens=2, num_layers=2, dropout=0.5).build(base))
     batch = row_of([list(range(20, 32))])
-    features = base.features(batch, head.spec)
+    base_hidden = base.hidden_states(batch, head.spec)
 
     def loss() -> float:
-        return float(head.loss(batch, features, LossConfig()).loss_sum.detach())
+        return float(head.loss(batch, base_hidden, LossConfig()).loss_sum.detach())
 
     assert len({loss() for _ in range(3)}) == 3
-    state = head.update(head.init_state(1), batch.input_ids[:, :3], Features(final=features.final[:, :3]))
+    state = head.update(head.init_state(1), batch.input_ids[:, :3], HiddenStates(final=base_hidden.final[:, :3]))
     drafts = [head.draft(state, torch.tensor([7]), DraftConfig(tree=TokenTree.expansion([8, 4]))) for _ in range(2)]
     assert torch.equal(drafts[0].tokens, drafts[1].tokens)
     head.eval()

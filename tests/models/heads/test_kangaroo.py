@@ -75,7 +75,7 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, architecture: str
     d2t = torch.arange(0, 300, 3)
     head = adapter(base, d2t)
     batch = row_of([random_ids(9), random_ids(7, seed=1)])
-    out = head.loss(batch, base.features(batch, head.spec), LossConfig(decay=1.0))
+    out = head.loss(batch, base.hidden_states(batch, head.spec), LossConfig(decay=1.0))
     total, count = 0.0, 0
     for start, end in ((0, 9), (9, 16)):
         logits = reference(head, base, batch.input_ids[0, start:end])

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from drafthead.data.batch import FeatureSpec
+from drafthead.data.batch import HiddenStatesSpec
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.medusa import MedusaConfig
@@ -44,8 +44,8 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, own: bool, last: 
         MedusaConfig(num_draft_tokens=3, num_layers=2, own_lm_head=own, reads_last_token=last).build(base, d2t)
     )
     batch = row_of([list(range(20, 32)), list(range(100, 109))], trained_from=4)
-    features = base.features(batch, head.spec)
-    out = head.loss(batch, features, LossConfig(decay=0.8))
+    base_hidden = base.hidden_states(batch, head.spec)
+    out = head.loss(batch, base_hidden, LossConfig(decay=0.8))
 
     total, trained = 0.0, 0
     for k in range(1, 4):
@@ -55,7 +55,7 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, own: bool, last: 
                 if target >= start + length or target - start < 4:
                     continue
                 trained += k == 1
-                x = features.final[0, t]
+                x = base_hidden.final[0, t]
                 for j in range(2):
                     linear = head.blocks[k - 1][j].linear
                     read = x
@@ -75,11 +75,11 @@ def test_loss_of_a_position_is_a_mean_over_what_it_can_draft(tiny_base: TinyBase
     """However many targets lie outside the draft vocabulary: an untrained head's loss is the next token's."""
     base = tiny_base()
     batch = row_of([list(range(20, 40))])
-    features = base.features(batch, FeatureSpec())
+    base_hidden = base.hidden_states(batch, HiddenStatesSpec())
     d2t = torch.arange(0, 300, 2)
-    ratios = MedusaConfig(num_draft_tokens=1).build(base, d2t).loss(batch, features, LossConfig()).ratios()
+    ratios = MedusaConfig(num_draft_tokens=1).build(base, d2t).loss(batch, base_hidden, LossConfig()).ratios()
     even = [t for t in range(18) if batch.input_ids[0, t + 2] % 2 == 0]
-    logits = features.final[0, even] @ base.lm_head.weight[d2t].t()
+    logits = base_hidden.final[0, even] @ base.lm_head.weight[d2t].t()
     wanted = F.cross_entropy(logits, batch.input_ids[0, [t + 2 for t in even]] // 2)
     assert ratios["loss_1"].value == pytest.approx(wanted.item(), rel=1e-5)
     assert ratios["accept_1"].den == 18
@@ -89,10 +89,10 @@ def test_candidate_ranks(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = randomised(MedusaConfig(num_draft_tokens=2, reads_last_token=True).build(base)).eval()
     batch = row_of([list(range(20, 30))])
-    features = base.features(batch, head.spec)
-    ranks = head.candidate_ranks(batch, features, top=5)
+    base_hidden = base.hidden_states(batch, head.spec)
+    ranks = head.candidate_ranks(batch, base_hidden, top=5)
     last = batch.input_ids[0].roll(-1)
-    candidates = head.d2t[head.draft_logits(features.final[0], last, 2).topk(5).indices]
+    candidates = head.d2t[head.draft_logits(base_hidden.final[0], last, 2).topk(5).indices]
     for t in range(12):
         for k in range(2):
             target = t + 2 + k

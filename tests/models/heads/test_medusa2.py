@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from drafthead.data.batch import Features, FeatureSpec, TrainBatch
+from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
@@ -94,7 +94,7 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, base_loss: str, s
     """Value, and gradients of adapters and heads."""
     base = tiny_base()
     head = tuned_head(base, base_loss=base_loss, heads_schedule=schedule, lora_lm_head=lm_head, heads_weight=0.3)
-    out = head.loss(batch(), base.features(batch(), FeatureSpec()), LossConfig(ce=1.0, decay=0.8))
+    out = head.loss(batch(), base.hidden_states(batch(), HiddenStatesSpec()), LossConfig(ce=1.0, decay=0.8))
     out.loss_sum.backward()
     found = {name: p.grad.clone() for name, p in head.named_parameters()}
     head.zero_grad()
@@ -110,7 +110,7 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, base_loss: str, s
 
 def test_the_base_term_is_over_trained_tokens_alone(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    ratios = tuned_head(base).loss(batch(), base.features(batch(), FeatureSpec()), LossConfig()).ratios()
+    ratios = tuned_head(base).loss(batch(), base.hidden_states(batch(), HiddenStatesSpec()), LossConfig()).ratios()
     assert ratios["base_loss"].den == ratios["base_accept"].den == (12 - TRAINED_FROM) + (9 - TRAINED_FROM)
 
 
@@ -118,7 +118,7 @@ def test_both_parts_of_the_loss_are_metrics(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = tuned_head(base, heads_weight=0.3, heads_schedule="linear")
     head.progress = 0.5
-    out = head.loss(batch(), base.features(batch(), FeatureSpec()), LossConfig())
+    out = head.loss(batch(), base.hidden_states(batch(), HiddenStatesSpec()), LossConfig())
     parts = out.ratios()
     assert parts["heads_loss"].den == int(out.tokens)
     assert out.loss_sum.item() == pytest.approx(parts["base_loss"].num + 0.15 * parts["heads_loss"].num, rel=1e-5)
@@ -129,18 +129,18 @@ def test_with_adapters_that_add_nothing_the_base_term_is_zero(tiny_base: TinyBas
     base = tiny_base()
     head = Medusa2Config(num_draft_tokens=2).build(base)
     head.train_base(now=True)
-    ratios = head.loss(batch(), base.features(batch(), FeatureSpec()), LossConfig()).ratios()
+    ratios = head.loss(batch(), base.hidden_states(batch(), HiddenStatesSpec()), LossConfig()).ratios()
     assert ratios["base_loss"].value == pytest.approx(0.0, abs=1e-4)
 
 
 def test_before_its_joint_phase_it_is_medusa_1(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    features = base.features(batch(), FeatureSpec())
+    base_hidden = base.hidden_states(batch(), HiddenStatesSpec())
     plain = MedusaConfig(num_draft_tokens=2).build(base)
     head = Medusa2Config(num_draft_tokens=2).build(base)
     head.train_base(now=False)
     head.load_state_dict({**head.state_dict(), **plain.state_dict()})
-    out, wanted = head.loss(batch(), features, LossConfig()), plain.loss(batch(), features, LossConfig())
+    out, wanted = head.loss(batch(), base_hidden, LossConfig()), plain.loss(batch(), base_hidden, LossConfig())
     assert out.names == wanted.names and out.loss_sum.item() == wanted.loss_sum.item()
     out.loss_sum.backward()
     assert all(p.grad is None and not p.requires_grad for p in head.adapter.values())
@@ -151,11 +151,11 @@ def test_the_base_gets_no_gradient_and_stays_what_it_is(tiny_base: TinyBase) -> 
     base = BaseModel.load(replace(tiny_base().config, prepack=False))  # shares its weights with the trained twin
     before = {name: value.clone() for name, value in base.model.state_dict().items()}
     head = tuned_head(base)
-    features = base.features(batch(), FeatureSpec())
+    base_hidden = base.hidden_states(batch(), HiddenStatesSpec())
     optimizer = build_optimizer(head.parameters(), OptimConfig(lr=0.01), head.lr_mult)
     for _ in range(3):
         optimizer.zero_grad()
-        head.loss(batch(), features, LossConfig()).loss_sum.backward()
+        head.loss(batch(), base_hidden, LossConfig()).loss_sum.backward()
         optimizer.step()
     assert all(p.grad is None for p in base.model.parameters())
     assert all(torch.equal(before[name], value) for name, value in base.model.state_dict().items())
@@ -174,10 +174,10 @@ def test_heads_learn_faster_than_adapters(tiny_base: TinyBase) -> None:
 def test_dropout_only_while_the_base_is_trained(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = tuned_head(base, size=0.2, lora_dropout=0.5)
-    features = base.features(batch(), FeatureSpec())
+    base_hidden = base.hidden_states(batch(), HiddenStatesSpec())
 
     def loss() -> float:
-        return head.loss(batch(), features, LossConfig()).loss_sum.item()
+        return head.loss(batch(), base_hidden, LossConfig()).loss_sum.item()
 
     assert loss() == loss()
     head.train()
@@ -202,8 +202,8 @@ def test_loaded_from_its_folder_it_drafts_for_the_tuned_base(tiny_base: TinyBase
     shutil.move(tmp_path / "head", tmp_path / "moved")
     tuned, loaded = load_base_and_head(tmp_path / "moved")
     assert tuned.fingerprint != base.fingerprint
-    found = loaded.candidate_ranks(batch(), tuned.features(batch(), FeatureSpec()), 20)
-    wanted = head.candidate_ranks(batch(), Features(final=torch.full((1, 23, base.hidden_size), torch.nan)), 20)
+    found = loaded.candidate_ranks(batch(), tuned.hidden_states(batch(), HiddenStatesSpec()), 20)
+    wanted = head.candidate_ranks(batch(), HiddenStates(final=torch.full((1, 23, base.hidden_size), torch.nan)), 20)
     assert torch.equal(found, wanted)
 
 
@@ -237,7 +237,7 @@ def test_saved_merged_it_is_a_whole_model_beside_the_heads(tiny_base: TinyBase, 
     merged = BaseModel.load(replace(tiny_base().config, random=False, name=str(tmp_path / "merged"), shape={}))
     assert isinstance(DraftHead.from_pretrained(tmp_path, merged), Medusa2Head)
     other, _ = load_base_and_head(tmp_path)
-    wanted, found = (b.features(batch(), FeatureSpec()).final for b in (other, merged))
+    wanted, found = (b.hidden_states(batch(), HiddenStatesSpec()).final for b in (other, merged))
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 

@@ -84,13 +84,13 @@ def test_parity_with_the_published_equations(tiny_base: TinyBase, variant: str) 
     d2t = torch.arange(0, 300, 2)
     head = randomised(MLPSpeculatorConfig(num_draft_tokens=4, **VARIANTS[variant]).build(base, d2t), 0.1)  # type: ignore[arg-type]
     batch = row_of([list(range(20, 32)), list(range(100, 109))], trained_from=4)
-    features = base.features(batch, head.spec)
-    out = head.loss(batch, features, LossConfig(decay=0.8))
+    base_hidden = base.hidden_states(batch, head.spec)
+    out = head.loss(batch, base_hidden, LossConfig(decay=0.8))
     total, trained = 0.0, 0
     for start, length in ((0, 12), (12, 9)):
         for t in range(start, start + length):
             following = batch.input_ids[0, t + 1 : start + length].tolist()
-            logits = reference_logits(head, features.final[0, t], following + [0] * 5)
+            logits = reference_logits(head, base_hidden.final[0, t], following + [0] * 5)
             for k in range(1, 5):
                 if k >= len(following) or t + 1 + k - start < 4:
                     continue
@@ -144,10 +144,10 @@ def test_untrained_head_on_the_base_is_its_next_token_head(tiny_base: TinyBase) 
     base = tiny_base("gemma")
     head = MLPSpeculatorConfig(num_draft_tokens=2, inner_dim=16, own_lm_head=False).build(base)
     batch = row_of([list(range(20, 32))])
-    features = base.features(batch, head.spec)
+    base_hidden = base.hidden_states(batch, head.spec)
     draft_targets = DraftTargets.of(batch, 2)
-    hidden = head.position_hidden(batch, features, draft_targets)
-    wanted = features.final[0][draft_targets.source_idx[0]]
+    hidden = head.position_hidden(batch, base_hidden, draft_targets)
+    wanted = base_hidden.final[0][draft_targets.source_idx[0]]
     torch.testing.assert_close(hidden[0][draft_targets.valid[0]], wanted[draft_targets.valid[0]])
 
 

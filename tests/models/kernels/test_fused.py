@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from drafthead.data.batch import FeatureSpec, TrainBatch
+from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.common.attention_layer import HeadMLP, HeadRMSNorm
 from drafthead.models.heads.common.contract import DraftHeadConfig
@@ -77,7 +77,7 @@ def test_passes(pair: _Pair, monkeypatch: pytest.MonkeyPatch, batch: int, tree: 
     pair.assert_equal(logits)
 
 
-def test_training_features(pair: _Pair) -> None:
+def test_training_hidden_states(pair: _Pair) -> None:
     """Packed documents, no cache, hidden states of inner layers."""
     batch = TrainBatch(
         input_ids=torch.arange(3, 15).view(2, 6),
@@ -86,12 +86,12 @@ def test_training_features(pair: _Pair) -> None:
         loss_mask=torch.ones(2, 6, dtype=torch.bool),
     )
 
-    def features(base: BaseModel) -> Tensor:
-        found = base.features(batch, FeatureSpec(layers=(0, 1, 3)))
+    def hidden_states(base: BaseModel) -> Tensor:
+        found = base.hidden_states(batch, HiddenStatesSpec(layers=(0, 1, 3)))
         assert found.layers is not None
         return torch.cat([found.final, found.layers], -1)
 
-    pair.assert_equal(features)
+    pair.assert_equal(hidden_states)
 
 
 def test_what_is_not_an_exact_stock_module_is_left(tiny_base: TinyBase) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drafthead.data.answers.config import SamplerConfig
-from drafthead.data.batch import FeatureSpec
+from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text import readers
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
@@ -79,18 +79,18 @@ def test_a_full_disk_is_noticed_before_generating(
 
 
 @pytest.mark.parametrize("layers", [(), (1,), (0, 2)])
-def test_kept_features_are_those_of_the_base(tiny_base: TinyBase, tmp_path: Path, layers: tuple[int, ...]) -> None:
+def test_kept_hidden_states_are_those_of_the_base(tiny_base: TinyBase, tmp_path: Path, layers: tuple[int, ...]) -> None:
     """With states of layers behind them, for which the base runs as far as the last of these."""
     base = tiny_base()
     made, _ = make(base, tmp_path)
     rows, prompts = made.generation_rows(512, held_out=False)
     runs = []
     hook = base.model.model.layers[2].register_forward_hook(lambda *_: runs.append(1))
-    kept = made.cached_features(rows, "distill", FeatureSpec(layers=layers), prompts)
+    kept = made.cached_hidden_states(rows, "distill", HiddenStatesSpec(layers=layers), prompts)
     hook.remove()
     assert not runs
     shutil.rmtree(tmp_path / "features")
-    computed = made.cached_features(rows, "distill", FeatureSpec(layers=layers), None)
+    computed = made.cached_hidden_states(rows, "distill", HiddenStatesSpec(layers=layers), None)
     numbers = list(range(len(rows)))
     a, b = kept.read(numbers).numpy(), computed.read(numbers).numpy()
     read = ~np.isnan(a)
@@ -100,10 +100,10 @@ def test_kept_features_are_those_of_the_base(tiny_base: TinyBase, tmp_path: Path
 
 def test_held_out_features_are_kept_where_that_is_asked_for(tiny_base: TinyBase, tmp_path: Path) -> None:
     made, _ = make(tiny_base(), tmp_path)
-    computed = open_held_out(made, 512, FeatureSpec(layers=(1,)), cached=False)
+    computed = open_held_out(made, 512, HiddenStatesSpec(layers=(1,)), cached=False)
     wanted = computed.load([0])[1]
     assert not (tmp_path / "features").exists()
-    found = open_held_out(made, 512, FeatureSpec(layers=(1,)), cached=True).load([0])[1]
+    found = open_held_out(made, 512, HiddenStatesSpec(layers=(1,)), cached=True).load([0])[1]
     assert len(list((tmp_path / "features").iterdir())) == 1
     torch.testing.assert_close(found.layer(0), wanted.layer(0), rtol=0.02, atol=0.02)
     assert not torch.equal(found.layer(0), wanted.layer(0)), "float16 on disk"

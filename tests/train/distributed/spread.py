@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from drafthead.data.batch import Features, TrainBatch
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
@@ -147,11 +147,11 @@ def batch_of(number: int, empty: bool) -> TrainBatch:
 
 def micro_batches(
     case: Case, head: DraftHead, step: int, parts: range | list[int]
-) -> Iterator[tuple[TrainBatch, Features]]:
+) -> Iterator[tuple[TrainBatch, HiddenStates]]:
     for micro in range(case.grad_accum_steps):
         for part in parts:
             batch = batch_of((step * case.grad_accum_steps + micro) * PROCESSES + part, part == case.empty)
-            yield batch, head.base.features(batch, head.spec)
+            yield batch, head.base.hidden_states(batch, head.spec)
 
 
 def steps(

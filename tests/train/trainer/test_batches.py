@@ -7,7 +7,7 @@ import datasets
 import pytest
 import torch
 
-from drafthead.data.batch import FeatureSpec, TrainBatch
+from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.train.trainer.batches import PhaseData
 
@@ -20,17 +20,17 @@ def data(tiny_base: Callable[..., BaseModel]) -> PhaseData:
         "document_ids": [[0] * 16] * 6,
         "loss_mask": [[True] * 16] * 6,
     }
-    return PhaseData(datasets.Dataset.from_dict(rows), tiny_base(), FeatureSpec(), None)
+    return PhaseData(datasets.Dataset.from_dict(rows), tiny_base(), HiddenStatesSpec(), None)
 
 
 def test_the_stream_is_what_load_gives(data: PhaseData) -> None:
     wanted = [[0, 5], [3], [1, 1, 2]]
-    for numbers, (batch, features) in zip(wanted, data.stream(iter(wanted)), strict=True):
+    for numbers, (batch, base_hidden) in zip(wanted, data.stream(iter(wanted)), strict=True):
         again, read = data.load(numbers)
         assert torch.equal(batch.input_ids, again.input_ids) and batch.input_ids[:, 0].tolist() == [
             n + 3 for n in numbers
         ]
-        assert torch.equal(features.final, read.final)
+        assert torch.equal(base_hidden.final, read.final)
 
 
 def test_the_next_rows_are_read_meanwhile_and_no_more(data: PhaseData, monkeypatch: pytest.MonkeyPatch) -> None:
