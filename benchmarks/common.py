@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
+from drafthead.data.utils.config import update_overrides
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.train.config import RunConfig, parse_run
@@ -24,7 +25,7 @@ def composed(overrides: Sequence[str]) -> RunConfig:
     """The checked settings that `drafthead train` would run with."""
     try:
         with initialize_config_module("drafthead.recipes", version_base="1.3"):
-            return parse_run(compose("train", overrides=list(overrides)))
+            return parse_run(compose("train", overrides=update_overrides(list(overrides))))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"{overrides[0]}: {str(error).splitlines()[0]}") from None
 

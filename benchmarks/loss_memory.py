@@ -66,7 +66,7 @@ def whole_step(hidden: torch.Tensor, heads: list[LMHead], targets: Targets, conf
         ce = F.cross_entropy(logits, targets.ids, reduction="sum")
         kl = F.kl_div(logits.log_softmax(-1), probs, reduction="sum")
         loss = config.decay ** (k + 1) * (config.ce * ce + config.kl * kl)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total
 
@@ -90,7 +90,7 @@ def measure(form: str, heads: int, vocabulary: int, tokens: int, width: int) -> 
     with PeakMemory() as memory:
         if form == "chunked":
             value, _ = heads_loss(hidden, projections, targets, config)
-            value.backward()
+            value.backward()  # type: ignore[no-untyped-call]
             loss = float(value.detach())
         else:
             loss = whole_step(hidden, projections, targets, config)

@@ -1,4 +1,4 @@
-"""The losses of `models/losses.py` against each other: one head, one corpus, one budget.
+"""The losses of `models/heads/common/losses.py` against each other: one head, one corpus, one budget.
 
     python benchmarks/losses.py                                       Medusa on the embedded model, the demo's settings
     python benchmarks/losses.py --recipe eagle3_smollm2 phases.distill.steps=500

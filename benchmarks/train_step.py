@@ -137,7 +137,7 @@ class Bench:
 
     def rows(self) -> Iterator[list[int]]:
         """Row numbers of one micro-batch after the other, without end."""
-        numbers = cycle(range(len(self.data.rows)))
+        numbers = cycle(range(len(self.data)))
         while True:
             yield list(islice(numbers, self.phase.micro_batch_size))
 

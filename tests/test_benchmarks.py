@@ -282,7 +282,7 @@ def test_every_loss_is_trained_alike_and_measured(script: Load, tmp_path: Path) 
     "settings",
     [
         (),
-        ("--phase", "distill", "phases.distill.hidden_states=cached", "phases.distill.grad_accum_steps=2"),
+        ("--phase", "distill", "phases.distill.features=cached", "phases.distill.accumulate=2"),  # as 0.1.0 called them
         ("shard=full", "shard.precision=bfloat16"),
     ],
     ids=["computed", "cached", "sharded"],

@@ -92,6 +92,10 @@ def test_options_of_version_0_1_0_still_work(old: str, capsys: pytest.CaptureFix
 def test_words_are_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     call("generate", "What", "is", "head=x", "x + y = z?", "--cfg", "job")
     assert "prompt: What is x + y = z?\n" in capsys.readouterr().out
+    call("generate", "--head", "x", "-", "--cfg", "job")
+    assert "prompt: '-'\n" in capsys.readouterr().out, "standard input"
+    call("generate", "head=x", "- a list?", "--cfg", "job")
+    assert "prompt: '- a list?'\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

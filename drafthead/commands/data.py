@@ -1,8 +1,5 @@
 """Build the corpora of a recipe and nothing else: ``drafthead data recipe=medusa_smollm2``."""
 
-import sys
-from pathlib import Path
-
 import hydra
 from omegaconf import DictConfig
 
@@ -11,9 +8,6 @@ from drafthead.train.config import RunConfig, parse_run, preflight
 from drafthead.train.distributed import signals
 from drafthead.train.distributed.launcher import launched
 from drafthead.train.pipeline import Workspace, corpora
-
-if not __package__:  # run as a file: look in the checkout, not in data/
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 
 @hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes", config_name="train")

@@ -78,7 +78,8 @@ def _settings(arguments: list[str], wanted: type[Any], spelled: dict[str, str], 
     for before, argument in zip(["", *arguments], arguments, strict=False):
         key, equals, value = argument.partition("=")
         setting = key.split(".")[0] in types or re.fullmatch(r"[+~]*[a-z_.]+=\S*", argument)
-        if argument.startswith("-") or before in _WITH_VALUE:
+        dash = argument.startswith("-") and not (words and re.match(r"-([^\w-]|$)", argument))
+        if dash or before in _WITH_VALUE:
             options.append(argument)
         elif words and not (equals and setting):
             text.append(argument)
