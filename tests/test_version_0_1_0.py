@@ -23,8 +23,11 @@ def old(tmp_path: Path) -> Path:
     return tmp_path / "old"
 
 
-def test_its_head_decodes() -> None:
-    base, head = load_base_and_head(OLD / "run" / "head")
+def test_its_head_decodes(old: Path) -> None:
+    tree = old / "run" / "head" / "tree.json"
+    tree.write_text(tree.read_text().replace('"stop_below": 0.4', '"stop_below": 0.7'))
+    base, head = load_base_and_head(tree.parent)
+    assert head.confidence_threshold == 0.7
     ids = [5, 6, 7, 8]
     found = decode(base, head, ids, max_new_tokens=12)
     assert found.tokens == decode(base, None, ids, max_new_tokens=12).tokens

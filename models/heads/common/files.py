@@ -97,7 +97,7 @@ def read_tree(path: Path, depth: int) -> TokenTree:
 
 def read_threshold(path: Path, default: float) -> float:
     """The confidence threshold in a ``tree.json``, ``default`` where it has none."""
-    content = read_json(safe_join(path.parent, path.name))
+    content = update_names(read_json(safe_join(path.parent, path.name)))
     found = content.get("confidence_threshold", default) if isinstance(content, dict) else content
     if not isinstance(found, int | float) or not 0 <= found < 1:
         raise UserError(
