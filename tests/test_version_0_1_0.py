@@ -69,12 +69,14 @@ def test_its_command_lines_compose(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_its_recipes_compose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe").mkdir()
-    old = "# @package _global_\ndefaults: [medusa_smollm2]\nname: mine\nphases: {distill: {row_length: 640}}\n"
+    old = "# @package _global_\ndefaults: [medusa_smollm2]\nname: mine\n"
+    old += "phases: {distill: {row_length: 640}, pretrain: {row_length: '${phases.distill.row_length}'}}\n"
     old += "head: {_target_: drafthead.models.medusa.MedusaConfig}\n"
     (tmp_path / "recipe" / "mine.yaml").write_text(old)
     call("train", "--config-dir", str(tmp_path), "recipe=mine", "--cfg", "job")
     said = capsys.readouterr()
-    assert "seq_len: 640" in said.out and "row_length" not in said.out
+    assert "seq_len: 640" in said.out and "seq_len: ${phases.distill.seq_len}" in said.out
+    assert "row_length" not in said.out
     assert "recipe/mine: row_length is now called seq_len" in said.err
 
 
@@ -88,10 +90,11 @@ def test_names_are_found_at_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     assert update_names({"a": 1}, "outer") == {"b": 1}
     assert update_names({"shape": {"siblings": 1}}) == {"shape": {"siblings": 1}}, "transformers' own"
     assert (update_key("x.row_length"), update_key("x.gone")) == ("x.seq_len", None)
-    assert update_overrides(["+x.outer.a=1,2", "~gone", "-m", "x y", "row_length=a=b"]) == [
+    assert update_overrides(["+x.outer.a=1,2", "~gone", "-m", "x y", "row_length=a=b", "outer={ a: 1, c: 2 }"]) == [
         "+x.outer.b=1,2",
         "-m",
         "x y",
         "seq_len=a=b",
+        "outer={ b: 1, c: 2 }",
     ]
     assert original_names({"seq_len": [{"draft_sampling": 1}]}) == {"row_length": [{"siblings": 1}]}

@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 
 from drafthead.data.answers.config import SamplerConfig, ServerConfig
-from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts
+from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, shares
 from drafthead.data.utils.config import parse, schema
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import HubConfig, require_login
@@ -484,6 +484,8 @@ def preflight(run: RunConfig) -> None:
         from drafthead.data.answers.server import check_server
 
         check_server(answers.server, run.base.name, answers.max_prompt_tokens + answers.sampler.max_new_tokens)
+    for sources in (text.sources, answers.sources):
+        shares(sources)
     for source in text.sources:
         wholly = source.kind in WHOLLY_READ and not text.stream
         _require_entries(iter_documents(source, max_characters=None if wholly else 1), wholly, "text", source)

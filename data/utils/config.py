@@ -83,7 +83,7 @@ def update_names(value: Any, path: str = "", renamed: Callable[[str, str], None]
         return [update_names(item, path, renamed) for item in value]
     if not isinstance(value, dict):
         values = next((values for key, values in RENAMED_VALUES.items() if _ends(path, key)), {})
-        new = values.get(value, value) if isinstance(value, str) else value
+        new = values.get(value, _update_interpolations(value)) if isinstance(value, str) else value
         if new != value:
             renamed(str(value), str(new))
         return new
@@ -112,6 +112,10 @@ def update_key(key: str) -> str | None:
     return ".".join(done)
 
 
+def _update_interpolations(value: str) -> str:
+    return re.sub(r"(?<=\$\{)[\w.]+(?=\})", lambda found: update_key(found[0]) or found[0], value)
+
+
 def _ends(path: str, pattern: str) -> bool:
     return fnmatchcase(f".{path}", f"*.{pattern}")
 
@@ -137,11 +141,20 @@ def update_overrides(arguments: list[str]) -> list[str]:
         if new_key is None:
             say(f"{key} has no effect any more")
             continue
-        values = None if value is None else ",".join(update_names(part, new_key) for part in value.split(","))
-        found.append(f"{sign}{new_key}" + ("" if values is None else f"={values}"))
+        found.append(f"{sign}{new_key}" + ("" if value is None else f"={_update_value(value, new_key)}"))
         if found[-1] != argument:
             say(f"{argument} is now called {found[-1]}")
     return found
+
+
+def _update_value(value: str, key: str) -> str:
+    """A value as it stands on the command line: choices of a sweep, or a mapping whose keys lie below ``key``."""
+
+    def inner_key(found: re.Match[str]) -> str:
+        return (update_key(f"{key}.{found[0]}") or found[0]).removeprefix(f"{key}.")
+
+    value = ",".join(update_names(part, key) for part in value.split(","))
+    return re.sub(r"(?<=[{,\s])\w+(?=\s*:)", inner_key, value)
 
 
 def read_old_recipes() -> None:

@@ -94,3 +94,5 @@ def test_a_streamed_file_is_not_read_to_its_end_before_a_run(tmp_path: Path) -> 
     (tmp_path / "x.jsonl").write_text("\n")
     with pytest.raises(UserError, match="is empty"):
         preflight(stream(tmp_path, override)[0])
+    with pytest.raises(UserError, match="has no weight, but others have"):  # not after the answers are generated
+        preflight(stream(tmp_path, override.replace("}]", "}, {kind: builtin, name: stdlib_tiny, weight: 2}]"))[0])
