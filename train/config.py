@@ -377,6 +377,7 @@ class RunConfig:
             seed=_at_least(self.seed, 0),
             heartbeat_timeout_s=(1 <= self.heartbeat_timeout_s < math.inf, "at least 1 and finite"),
             tree_search=_one_of(self.tree_search, METHODS),
+            push=(self.push or self.stages != ["push"], "true for stages=[push]"),
             log_every=_at_least(self.log_every, 1),
             validate_every=_at_least(self.validate_every, 1),
         )

@@ -122,3 +122,5 @@ def test_each_stage_runs_alone(tmp_path: Path) -> None:
     assert read_json(run / "eval.json")["suite"] == kept["suite"] and (run / "checkpoints").exists()
     with pytest.raises(UserError, match=r"stages must be a list of corpora, train, .*, got \['trein'\]"):
         train(tmp_path, "stages=[trein]")
+    with pytest.raises(UserError, match=r"push must be true for stages=\[push\], got False"):
+        train(tmp_path, "stages=[push]")
