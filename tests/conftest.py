@@ -17,17 +17,8 @@ import torch
 
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
+from support import TINY
 
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 300,
-    "max_position_embeddings": 512,
-}
 ARCHITECTURES = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -55,7 +46,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleTy
 
 @cache
 def _tiny_base(model_type: str, seed: int) -> BaseModel:
-    shape = {"model_type": model_type, **TINY, **ARCHITECTURES[model_type], "initializer_range": 0.2}
+    shape = {**TINY, "model_type": model_type, **ARCHITECTURES[model_type]}
     return BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=seed))
 
 

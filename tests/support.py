@@ -1,9 +1,12 @@
 """What several test files need: packed rows, heads that are not at their start, probs of answers, whole tiny runs."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +14,7 @@ from typing import Any, TypeVar
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.nn.functional as F
 from hydra import compose, initialize_config_module
 from hypothesis import HealthCheck, settings
 from omegaconf import OmegaConf
@@ -21,20 +25,36 @@ from drafthead import cli
 from drafthead.data.batch import NO_DOCUMENT, HiddenStates, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
-from drafthead.models.decoding.contract import DraftConfig
+from drafthead.models.decoding.contract import DraftConfig, Drafter
+from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
-from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.trainer.checkpoint import TrainState, capture_rng, save_checkpoint
 
 Head = TypeVar("Head", bound=DraftHead)
+TinyBase = Callable[..., BaseModel]
+"""The fixture ``tiny_base``."""
 Answers = dict[tuple[int, ...], float]
 """Probabilities of answers."""
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+"""The shape of a random base; weights wide enough that greedy answers vary."""
 LICENSE = Path(__file__).parent.parent / "LICENSE"
 GOLDEN_TEXT = f"data.text.sources=[{{kind: text, name: {LICENSE}}}]"
 """A text that no Python version changes."""
@@ -81,7 +101,7 @@ def randomised(head: Head, size: float = 0.2) -> Head:
 def fitted(
     head: Head, batch: TrainBatch, steps: int, lr: float = 0.02, base_hidden: HiddenStates | None = None
 ) -> Head:
-    """``head`` after some steps on one batch; by default with the base's own features."""
+    """``head`` after some steps on one batch; by default with the base's own hidden states."""
     base_hidden = base_hidden or head.base.hidden_states(batch, head.spec)
     optimizer = torch.optim.AdamW(head.parameters(), lr=lr, weight_decay=0.0)
     head.train()
@@ -106,6 +126,41 @@ def eagle3_head(base: BaseModel, d2t: Tensor | None = None, **settings: object) 
     config = Eagle3Config(**{"num_draft_tokens": 4, "ttt_steps": 4, **settings})  # type: ignore[arg-type]
     torch.manual_seed(0)  # an untrained one is partly random
     return randomised(config.build(base, d2t), 0.03).eval()
+
+
+def assert_parity(
+    head: DraftHead, reference: Callable[[list[int], Tensor], dict[tuple[int, int], Tensor]], rel: float = 1e-5
+) -> None:
+    """The loss of a head over even ids, against logits {(k, t): [W]} that ``reference`` finds of one document alone.
+
+    It gets the document's ids and hidden states [T, D]. Two documents a row, two rows; labels by explicit indices.
+    """
+    documents, trained_from = [random_ids(14, seed=3), random_ids(9, seed=1)], 4
+    rows = [row_of(documents, trained_from), row_of(documents[::-1], trained_from)]
+    batch = TrainBatch(**{key: torch.cat([getattr(row, key) for row in rows]) for key in vars(rows[0])})
+    out = head.loss(batch, head.base.hidden_states(batch, head.spec), LossConfig(decay=0.8))
+    total, trained = 0.0, 0
+    for ids in documents:
+        alone = row_of([ids], padding=0)
+        for (k, t), logits in reference(ids, head.base.hidden_states(alone, head.spec).final[0]).items():
+            target = t + 1 + k
+            if trained_from <= target < len(ids):
+                trained += k == 1
+                if ids[target] % 2 == 0:
+                    total += 0.8**k * F.cross_entropy(logits, torch.tensor(ids[target] // 2)).item()
+    assert int(out.tokens) == 2 * trained > 20
+    assert float(out.loss_sum.detach()) == pytest.approx(2 * total, rel=rel)
+
+
+def leaning(head: MedusaHead, texts: Iterable[tuple[list[int], int]], size: float, every: int = 2) -> MedusaHead:
+    """``head``, often right: its projections lean to the tokens of the base's own texts (ids, boundary)."""
+    with torch.no_grad():
+        for ids, boundary in texts:
+            hidden = head.base.forward(torch.tensor([ids]), head.base.new_cache(len(ids))).final[0]
+            for k in range(head.depth):
+                for t in range(boundary - 1, len(ids) - 2 - k, every):
+                    head.projections.weights[k][ids[t + 2 + k]] += size * hidden[t] / (hidden[t] @ hidden[t])
+    return head.eval()
 
 
 def small_head(base: BaseModel, folder: Path, tree: TokenTree | None = None) -> Path:
@@ -155,9 +210,8 @@ def tiny_checkpoint(folder: Path) -> None:
 @cache
 def small_base() -> BaseModel:
     """One layer, and probs flat enough to tell drafters apart: for counting all answers of a few tokens."""
-    shape = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300}
-    shape |= {"max_position_embeddings": 128, "initializer_range": 0.3}
+    sizes = {"intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape = TINY | sizes | {"head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.3}
     return BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=0))
 
 
@@ -194,6 +248,27 @@ def p_value_of_answers(counts: Counter[tuple[int, ...]], expected: Answers) -> f
     cells.append((total - sum(seen for seen, _ in cells), total - sum(wanted for _, wanted in cells)))
     seen, wanted = torch.tensor([cell for cell in cells if cell[1] > 1], dtype=torch.float64).unbind(1)
     return p_value(seen, wanted)
+
+
+def assert_distributed(
+    base: BaseModel, drafter: Drafter, prompts: list[list[int]], copies: int, length: int, **options: Any
+) -> None:
+    """Answers of one batch, so many to each prompt, have the distribution of autoregressive sampling."""
+    results = decode_batch(base, drafter, prompts * copies, max_new_tokens=length, ignore_eos=True, **options)
+    steps = [step for result in results for step in result.steps]
+    accepted = sum(step.accepted for step in steps) / sum(step.depth for step in steps)
+    assert 0.1 < accepted < 0.9, "drafts must be accepted and rejected"
+    for row, prompt in enumerate(prompts):
+        counts = Counter(tuple(result.tokens) for result in results[row :: len(prompts)])
+        assert p_value_of_answers(counts, probs_of_answers(base, prompt, options["sampler"], length)) > 1e-4, prompt
+
+
+def assert_same_in_any_batch(base: BaseModel, drafter: Drafter, prompts: list[list[int]], **options: Any) -> None:
+    """A row's seed decides its text, whatever rows stand beside it."""
+    seeds = [11, 2**40, -3, 7][: len(prompts)]
+    together = decode_batch(base, drafter, prompts, seeds=seeds, **options)
+    for prompt, seed, result in zip(prompts, seeds, together, strict=True):
+        assert decode(base, drafter, prompt, seed=seed, **options).tokens == result.tokens
 
 
 def lookup(probs: Tensor) -> Callable[[Tensor], Tensor]:
@@ -247,6 +322,23 @@ def composed(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
     with initialize_config_module("drafthead.recipes", version_base="1.3"):
         cfg = compose("train", overrides=[*overrides, *places])
     return parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True)
+
+
+def run_together(commands: Sequence[Sequence[str]], *environments: dict[str, str], timeout_s: float = 600) -> None:
+    """Run ``python ...`` commands at the same time, each with its environment's variables; all must succeed."""
+    path = os.pathsep.join(map(str, (Path(__file__).parent.parent, Path(__file__).parent)))
+    common = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    started = [
+        subprocess.Popen([sys.executable, *command], env=common | more, stderr=subprocess.PIPE, text=True)
+        for command, more in zip(commands, environments or [{}] * len(commands), strict=True)
+    ]
+    try:
+        for process in started:
+            _, said = process.communicate(timeout=timeout_s)
+            assert process.returncode == 0, said[-4000:]
+    finally:
+        for process in started:
+            process.kill()
 
 
 def losses_of(run: Path) -> list[float]:

@@ -13,19 +13,18 @@ from transformers import LlamaConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.prompts.suites import load_suite
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import default_draft_config
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import PhaseConfig
-from support import small_head
+from support import TinyBase, small_head
 
 Load = Callable[[str], ModuleType]
 
 
 @pytest.fixture
-def head(tiny_base: Callable[..., BaseModel], tmp_path: Path) -> Path:
+def head(tiny_base: TinyBase, tmp_path: Path) -> Path:
     return small_head(tiny_base(), tmp_path / "head")
 
 
@@ -60,7 +59,7 @@ def test_decode_measures_every_part(script: Load, head: Path, tmp_path: Path) ->
     assert record["overhead"]["speculative"] == found["methods"]["speculative"]["overhead"] > 0
 
 
-def test_every_repetition_is_timed(script: Load, head: Path, tiny_base: Callable[..., BaseModel]) -> None:
+def test_every_repetition_is_timed(script: Load, head: Path, tiny_base: TinyBase) -> None:
     race, base = script("race"), tiny_base()
     drafter = DraftHead.from_pretrained(head, base)
     config, draft_config = EvalConfig(max_new_tokens=4), default_draft_config(drafter)
@@ -117,7 +116,7 @@ def test_bad_input_fails_before_anything_loads(script: Load, name: str, given: l
         script(name).main([*(["--head", "nowhere"] if name == "decode" else []), *given])
 
 
-def test_handling_keeps_the_path_and_leaves_the_base_alone(script: Load, tiny_base: Callable[..., BaseModel]) -> None:
+def test_handling_keeps_the_path_and_leaves_the_base_alone(script: Load, tiny_base: TinyBase) -> None:
     steps, base, tree = script("step_costs"), tiny_base(), TokenTree.from_paths([(0,), (1,), (0, 0)])
     decoder = base.model.model
     for rows in (1, 2):
@@ -130,7 +129,7 @@ def test_handling_keeps_the_path_and_leaves_the_base_alone(script: Load, tiny_ba
         assert torch.equal(case.cache.keys[:, :, :, :20], before)
 
 
-def test_stock_is_what_transformers_makes(script: Load, tiny_base: Callable[..., BaseModel]) -> None:
+def test_stock_is_what_transformers_makes(script: Load, tiny_base: TinyBase) -> None:
     base = tiny_base()
     stock = script("step_costs").load_stock(base)
     assert base.prepacked and not stock.prepacked

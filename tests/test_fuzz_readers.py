@@ -50,19 +50,9 @@ from drafthead.train.config import GenerationsConfig
 from drafthead.train.corpora.answers import AnswerGenerator
 from drafthead.train.tracking.tracker import wandb_run_id
 from drafthead.train.trainer.checkpoint import load_latest
-from support import fuzz, small_head, tiny_checkpoint
+from support import TINY, fuzz, small_head, tiny_checkpoint
 
-SHAPE = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "vocab_size": 300,
-    "max_position_embeddings": 64,
-}
+SHAPE = TINY | {"hidden_size": 16, "num_hidden_layers": 1}
 PLAIN: dict[str, Any] = {"tokenizer": "builtin:tiny", "dtype": "float32", "prepack": False}
 ROW = Document(np.arange(40, dtype=np.int32), np.ones(40, dtype=np.bool_))
 MADE_BY = {"base": {"name": "tiny", "fingerprint": "0f"}, "rows": [1, 2.5, None]}

@@ -4,10 +4,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from drafthead.data.utils.config import RENAMED_KEYS, original_names, update_key, update_names, update_overrides
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json
 from drafthead.models.decoding.loop import decode
+from drafthead.models.heads.common.contract import DraftHead, parse_head
 from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.train.pipeline import run_pipeline
 from support import call, composed
@@ -23,14 +26,27 @@ def old(tmp_path: Path) -> Path:
     return tmp_path / "old"
 
 
-def test_its_head_decodes(old: Path) -> None:
-    tree = old / "run" / "head" / "tree.json"
-    tree.write_text(tree.read_text().replace('"stop_below": 0.4', '"stop_below": 0.7'))
-    base, head = load_base_and_head(tree.parent)
-    assert head.confidence_threshold == 0.7
+@pytest.mark.parametrize(
+    ("name", "head_type"), [("run/head", "kangaroo"), ("medusa", "medusa"), ("mlp_speculator", "mlp_speculator")]
+)
+def test_its_heads_decode_and_are_saved_anew(name: str, head_type: str, tmp_path: Path) -> None:
+    """In today's format, with the same weights."""
+    base, head = load_base_and_head(OLD / name)
     ids = [5, 6, 7, 8]
     found = decode(base, head, ids, max_new_tokens=12)
     assert found.tokens == decode(base, None, ids, max_new_tokens=12).tokens
+    head.save_pretrained(tmp_path)
+    saved = read_json(tmp_path / "config.json")
+    assert saved["head_type"] == head_type and "head" not in saved and "drafthead." not in str(saved)
+    again, weights = DraftHead.from_pretrained(tmp_path, base), head.state_dict()
+    assert again.config == head.config and again.tree == head.tree
+    assert all(torch.equal(value, weights[key]) for key, value in again.state_dict().items())
+
+
+def test_its_threshold_counts(old: Path) -> None:
+    tree = old / "run" / "head" / "tree.json"
+    tree.write_text(tree.read_text().replace('"stop_below": 0.4', '"stop_below": 0.7'))
+    assert load_base_and_head(tree.parent)[1].confidence_threshold == 0.7
 
 
 def test_its_run_is_the_same_run(old: Path, tmp_path: Path) -> None:
@@ -98,3 +114,6 @@ def test_names_are_found_at_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
         "outer={ b: 1, c: 2 }",
     ]
     assert original_names({"seq_len": [{"draft_sampling": 1}]}) == {"row_length": [{"siblings": 1}]}
+    old = {"_target_": "drafthead.models.mlp_speculator.MLPSpeculatorConfig", "n_predict": 2, "own_projection": False}
+    new = {"head_type": "mlp_speculator", "num_draft_tokens": 2, "own_lm_head": False}
+    assert update_names(old, "head") == new and parse_head(new).depth == 2

@@ -1,6 +1,5 @@
 """Which tree, draft sampling and rule an evaluation's settings name."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,16 +10,16 @@ from drafthead.data.utils.config import parse, update_names
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig, EvalRunConfig
 from drafthead.eval.timing.methods import check_methods, combined, is_drafter, make_drafter
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftSampling, DynamicTree
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
 from drafthead.train import config as train_config
+from support import TinyBase
 
 
 @pytest.fixture
-def head(tiny_base: Callable[..., BaseModel]) -> MedusaHead:
+def head(tiny_base: TinyBase) -> MedusaHead:
     return MedusaConfig(num_draft_tokens=3).build(tiny_base())
 
 
@@ -72,7 +71,7 @@ def test_pruned_trees_of_samples_are_refused(head: MedusaHead) -> None:
     assert config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT
 
 
-def test_peers(tiny_base: Callable[..., BaseModel]) -> None:
+def test_peers(tiny_base: TinyBase) -> None:
     base = tiny_base()
     check_methods(["prompt_lookup", "early_exit:2", "hf_prompt_lookup:3", "head+prompt_lookup:3", "model:a:b:7"])
     for wrong in ("prompt_lokup", "early_exit", "model", "prompt_lookup:x", "early_exit:2:0", "head+hf_assisted:a"):

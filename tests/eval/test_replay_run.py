@@ -1,7 +1,6 @@
 """The replay command: its table, its files of texts, and what it refuses."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +11,12 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.simulate import accept_probs_of_ranks
 from drafthead.eval.trees.texts import Text, base_answers, write_texts
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftSampling
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
-from support import call
+from support import TinyBase, call
 
 COSTS = CostModel(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
 ANSWERS = [accept_probs_of_ranks(np.random.default_rng(s).integers(0, 4, size=(50, 3)), 4) for s in range(6)]
@@ -71,7 +69,7 @@ def test_bad_settings_are_refused_before_anything_is_loaded(
         call("replay", "head=/nowhere", setting)
 
 
-def test_base_answers_follow_the_suite(tiny_base: Callable[..., BaseModel], tmp_path: Path) -> None:
+def test_base_answers_follow_the_suite(tiny_base: TinyBase, tmp_path: Path) -> None:
     base, suite = tiny_base(), tmp_path / "s.jsonl"
     suite.write_text('{"prompt": "one"}\n{"prompt": "two words"}\n')
     texts = base_answers(base, suite=str(suite), limit=None, max_new_tokens=5)
@@ -81,7 +79,7 @@ def test_base_answers_follow_the_suite(tiny_base: Callable[..., BaseModel], tmp_
 
 
 def test_a_head_with_a_threshold_has_a_row_of_its_own(
-    tiny_base: Callable[..., BaseModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = tiny_base()
     texts = [Text([5, 6, 7, *decode(base, None, [5, 6, 7], max_new_tokens=12, ignore_eos=True).tokens], 3)]

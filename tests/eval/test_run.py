@@ -3,16 +3,14 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from drafthead.models.base.base_model import BaseModel
-from support import call, small_head
+from support import TinyBase, call, small_head
 
 
-def test_evaluates_a_saved_head(tiny_base: Callable[..., BaseModel], tmp_path: Path) -> None:
+def test_evaluates_a_saved_head(tiny_base: TinyBase, tmp_path: Path) -> None:
     settings = [f"head={small_head(tiny_base(), tmp_path / 'head')}", "suite=builtin", "limit=2", "max_new_tokens=8"]
     subprocess.run([sys.executable, "-m", "drafthead.commands.eval", *settings], cwd=tmp_path, check=True)
     evaluation = json.loads((tmp_path / "eval-builtin" / "eval.json").read_text())

@@ -1,7 +1,6 @@
 """The sweep: every combination decodes for real, and the fastest becomes its head's default."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.token_tree import TokenTree
-from support import call
+from support import TinyBase, call
 
-TinyBase = Callable[..., BaseModel]
 SHORT = ("thresholds=[0]", "drafts=[1]", "suite=builtin", "limit=1", "max_new_tokens=4")
 
 

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ import drafthead
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import REPOSITORY, HubConfig, fetch, push, require_login
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.common.files import resolve_folder
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.medusa2 import Medusa2Config
 from drafthead.models.token_tree import TokenTree
+from support import TinyBase
 
-TinyBase = Callable[..., BaseModel]
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0)])
 
 
@@ -206,13 +206,11 @@ def test_a_hub_that_is_down_now_may_be_up_by_the_upload(hub: Any, slept: list[fl
 
 def test_pickles_are_refused_by_name(hub: Any, saved: Path) -> None:
     config = (saved / "config.json").read_bytes()
-    hub.publish("user/old", {"config.json": config, "pytorch_model.bin": b"\x80\x04", "sub/x.pt": b"\x80\x04"})
-    says = (
-        r"user/old only has pytorch_model.bin, sub/x.pt: pickles can run code and are never loaded.*'model.safetensors'"
-    )
+    hub.publish("user/old", {"config.json": config, "pytorch_model.bin": b"\x80\x04", "sub/x.pkl": b"\x80\x04"})
+    says = r"user/old only has pytorch_model.bin, sub/x.pkl: pickles .*never loaded.*'model.safetensors'"
     with pytest.raises(UserError, match=says):
         drafthead.load_head("user/old")
-    assert hub.count("resolve/.*(bin|pt)$") == 0, "not even downloaded"
+    assert hub.count("resolve/.*(bin|pkl)$") == 0, "not even downloaded"
     (saved / "model.safetensors").rename(saved / "model.pt")
     with pytest.raises(UserError, match=r"head only has model.pt: pickles can run code"):
         drafthead.load_head(saved)
@@ -224,6 +222,8 @@ def test_what_is_not_there(hub: Any) -> None:
     hub.publish("user/there", {"config.json": b"{}"})
     with pytest.raises(UserError, match="no draft head at user/there at revision v9: .* the Hub said: "):
         fetch("user/there", "v9")
+    with pytest.raises(UserError, match="no draft head at some one/-head: it is no local folder, and the Hub said: "):
+        resolve_folder("some one/-head")
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "user/", "us er/x", "user/x..y", "-user/x"])

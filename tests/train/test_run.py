@@ -1,17 +1,25 @@
-"""Whole runs on a random tiny base: bad input is refused in one line, before any work."""
+"""Whole runs on a random tiny base: bad input is one line before any work; stages, and what a second start repeats."""
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from drafthead.data.batch import LossOutput
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json
+from drafthead.eval.timing import methods
+from drafthead.models.heads.medusa import MedusaHead
+from drafthead.train import pipeline
 from drafthead.train.config import RunConfig, preflight
 from drafthead.train.pipeline import run_pipeline
 from support import composed
 
 ROOT = Path(__file__).parent.parent.parent
+MEDUSA_ONLY = ("num_layers", "reads_last_token")
 
 
 def train(folder: Path, *overrides: str) -> Path:
@@ -52,7 +60,33 @@ def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
 )
 def test_bad_settings_are_one_clear_error(override: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=says):
-        composed(tmp_path, "recipe=medusa_smollm2", override)
+        recipe(tmp_path, override)
+
+
+def recipe(folder: Path, *overrides: str) -> RunConfig:
+    return composed(folder, "recipe=medusa_smollm2", *overrides)[0]
+
+
+def test_settings_of_another_head_are_named_at_once(tmp_path: Path) -> None:
+    """``head=eagle3`` beside a Medusa recipe: the user typed none of the keys that do not fit."""
+    with pytest.raises(UserError) as found:
+        recipe(tmp_path, "head=eagle3", "head.ttt_steps=3")
+    said = str(found.value)
+    assert f"Eagle3Config has no {', '.join(MEDUSA_ONLY)}; the recipe sets them for another head" in said
+    assert "Choose a recipe of this head" in said and "\n" not in said
+    advised = [word for word in said.split() if word.startswith("~head.")]
+    assert advised == [f"~head.{name}" for name in MEDUSA_ONLY]
+    assert recipe(tmp_path, "head=eagle3", "head.ttt_steps=3", *advised).head["draft_vocab_size"] == 4096
+
+
+def test_a_misspelt_setting_is_named_beside_those_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"MedusaConfig has no num_draft_tokns; .*misspelt \(it has .*num_draft_tokens"):
+        recipe(tmp_path, "+head.num_draft_tokns=3")
+
+
+def test_overlong_messages_keep_both_ends() -> None:
+    said = str(UserError(f"a.json has a bad name {'9' * 5000!r}; copy it again"))
+    assert len(said) < 2300 and said.startswith("a.json has a bad name '999") and said.endswith("'; copy it again")
 
 
 def test_command_line_errors_are_one_line(tmp_path: Path) -> None:
@@ -96,3 +130,111 @@ def test_a_streamed_file_is_not_read_to_its_end_before_a_run(tmp_path: Path) -> 
         preflight(stream(tmp_path, override)[0])
     with pytest.raises(UserError, match="has no weight, but others have"):  # not after the answers are generated
         preflight(stream(tmp_path, override.replace("}]", "}, {kind: builtin, name: stdlib_tiny, weight: 2}]"))[0])
+
+
+# Stages --------------------------------------------------------------------------------------------------------
+
+
+def never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("measured again")
+
+
+def test_a_second_start_measures_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = train(tmp_path)
+    first = read_json(run / "eval.json")
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "measure_costs", never)
+        patched.setattr(methods, "decode", never)
+        train(tmp_path)
+    assert read_json(run / "eval.json") == first
+    assert len(list(run.glob("eval-log-*.jsonl"))) == 1
+
+    kept = [run / "calibration.json", *run.glob("eval-log-*.jsonl")]
+    stale = run / "eval-log-of-another-tree.jsonl"
+    stale.write_text("")
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "measure_costs", never)
+        with pytest.raises(AssertionError, match="measured again"):
+            train(tmp_path, "resume=false")
+    assert not any(path.exists() for path in (*kept, stale))
+
+
+def test_resume_false_keeps_what_no_run_made(tmp_path: Path) -> None:
+    precious = tmp_path / "run" / "head" / "novel.txt"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("Call me Ishmael.")
+    with pytest.raises(UserError, match=r"would remove .*head, but .* has no training-settings.json"):
+        train(tmp_path, "resume=false")
+    assert precious.exists()
+
+
+def test_what_the_launcher_says_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(UserError, match="mixed_precision=fp8"):
+        train(tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_to_train_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = MedusaHead.loss
+
+    def nothing(self: MedusaHead, *args: Any) -> LossOutput:
+        out = original(self, *args)
+        return LossOutput(
+            loss_sum=out.loss_sum * 0, tokens=torch.zeros_like(out.tokens), sums=out.sums * 0, names=out.names
+        )
+
+    monkeypatch.setattr(MedusaHead, "loss", nothing)
+    with pytest.raises(UserError, match=r"phase pretrain, step 2: the last 2 steps had no token to train on"):
+        train(tmp_path, "log_every=2")
+
+
+def test_validation_and_saving_do_not_count_as_training_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every validation takes an hour by the clock that the loop reads."""
+    from drafthead.train.trainer import trainer as loop
+
+    clock = [0.0]
+    monkeypatch.setattr(loop, "perf_counter", lambda: clock.__setitem__(0, clock[0] + 0.001) or clock[0])
+    validate = loop.Trainer._validate
+
+    def slow(self: loop.Trainer, *args: Any) -> None:
+        validate(self, *args)
+        clock[0] += 3600
+
+    monkeypatch.setattr(loop.Trainer, "_validate", slow)
+    run = train(tmp_path, "log_every=2", "validate_every=3")
+    rows = loop.MetricsLog(run / "metrics.jsonl").rows()
+    assert max(row["step_ms"] for row in rows if "step_ms" in row) < 1000
+
+
+@pytest.mark.parametrize("content", ["null", "[1]", "3", "{"])
+def test_damaged_settings_are_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "training-settings.json").write_text(content)
+    with pytest.raises(UserError, match=r"training-settings.json (holds a|is not valid JSON)"):
+        train(tmp_path)
+
+
+def test_each_stage_runs_alone(tmp_path: Path) -> None:
+    """From what the stages before it left on disk; without that, the line names the stage that is missing."""
+    short = ("eval.limit=1", "eval.max_new_tokens=8")
+    for stage, missing in (("tree", "train"), ("evaluate", "train"), ("card", "evaluate")):
+        with pytest.raises(UserError, match=f"run the stage {missing} first"):
+            train(tmp_path, *short, f"stages=[{stage}]")
+    train(tmp_path, *short, "stages=[corpora]")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    train(tmp_path, *short, "stages=[train]")
+    assert not (tmp_path / "run" / "calibration.json").exists()
+    with pytest.raises(UserError, match="run the stage tree first"):
+        train(tmp_path, *short, "stages=[evaluate]")
+    for stage in ("tree", "evaluate", "card"):
+        train(tmp_path, *short, f"stages=[{stage}]")
+    run = tmp_path / "run"
+    assert (run / "head" / "README.md").exists() and (run / "report.html").exists()
+    kept = read_json(run / "eval.json")
+    train(tmp_path, *short, "stages=[evaluate]", "resume=false")
+    assert read_json(run / "eval.json")["suite"] == kept["suite"] and (run / "checkpoints").exists()
+    with pytest.raises(UserError, match=r"stages must be a list of corpora, train, .*, got \['trein'\]"):
+        train(tmp_path, "stages=[trein]")
+    with pytest.raises(UserError, match=r"push must be true for stages=\[push\], got False"):
+        train(tmp_path, "stages=[push]")

@@ -137,17 +137,6 @@ def test_bad_streams(tmp_path: Path) -> None:
         take(SourceStream(SourceConfig(kind="hf", name=str(tmp_path / "none")), 0, 1), 1)
 
 
-def test_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never downloaded: what is streamed may be larger than the disk."""
-    import datasets
-
-    rows = datasets.Dataset.from_dict({"text": ["a", "b"]}).to_iterable_dataset()
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: asked.append(options) or rows)
-    assert take(SourceStream(SourceConfig(kind="hf", name="org/set"), 0, 1), 3) == ["a", "b", "a"]
-    assert all(options["streaming"] for options in asked)
-
-
 # Rows ----------------------------------------------------------------------------------------------------------------
 
 

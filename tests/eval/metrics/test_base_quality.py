@@ -2,7 +2,6 @@
 
 import io
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +20,8 @@ from drafthead.eval.metrics.base_quality import (
     quality_markdown,
     quality_table,
 )
-from drafthead.models.base.base_model import BaseModel
-from support import row_of
+from support import TinyBase, row_of
 
-TinyBase = Callable[..., BaseModel]
 FIRST_TRAINED = 3
 
 

@@ -1,6 +1,5 @@
 """What an evaluation measures again: whatever was drafted with something else."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from drafthead.models.decoding.contract import Drafter
 from drafthead.models.drafters.draft_model import early_exit
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
+from support import TinyBase
 
-TinyBase = Callable[..., BaseModel]
 CONFIG = EvalConfig(suite="builtin", limit=2, max_new_tokens=4)
 
 

@@ -1,6 +1,5 @@
 """Trees chosen by tokens per second on measured costs, by either method; what was measured is kept and found again."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +13,9 @@ from drafthead.eval.trees import calibrate
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.eval.trees.search import METHODS, cross_fitted
 from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance, trials_in_order
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from support import TinyBase
 
-TinyBase = Callable[..., BaseModel]
 COSTS = CostModel(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
 
 

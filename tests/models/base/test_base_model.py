@@ -1,6 +1,5 @@
 """What a base computes, alone and in batches, and what is refused as one."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ from drafthead.models.base.config import BaseConfig, check_architecture
 from drafthead.models.decoding.corpus import generate_answers
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
-from support import hidden_and_probs, p_value, row_of
-
-TinyBase = Callable[..., BaseModel]
+from support import TinyBase, hidden_and_probs, p_value, row_of
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gpt_bigcode"])
@@ -38,7 +35,7 @@ def test_features_of_packed_documents_equal_each_alone(tiny_base: TinyBase, arch
 
 
 def test_batched_generation_equals_decoding_each_prompt(tiny_base: TinyBase) -> None:
-    """Full slots, replaced rows, shared prefixes and shrinking change nothing; features are what reading gives."""
+    """Full slots, replaced rows, shared prefixes and shrinking change nothing; hidden states are what reading gives."""
     base = tiny_base()
     generator = torch.Generator().manual_seed(0)
     draws = [torch.randint(5, 250, (3 + 5 * (n % 4),), generator=generator) for n in range(11)]

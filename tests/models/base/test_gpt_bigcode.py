@@ -20,7 +20,7 @@ from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from drafthead.models.token_tree import TokenTree
-from support import randomised
+from support import TINY, randomised
 
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
 TREE = TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 3)])
@@ -33,19 +33,7 @@ HEADS = {
 
 def tiny(**settings: object) -> BaseModel:
     # num_key_value_heads and intermediate_size as debug=tiny gives them: a GPT-BigCode has neither. None: left out.
-    shape = {
-        "model_type": "gpt_bigcode",
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 50,
-        "vocab_size": 300,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.2,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    shape = TINY | {"model_type": "gpt_bigcode", "head_dim": None, "bos_token_id": 0, "eos_token_id": 0}
     given = {key: value for key, value in {**shape, **settings}.items() if value is not None}
     config = BaseConfig(random=True, shape=given, tokenizer="builtin:tiny", dtype="float32")
     return BaseModel.load(config)

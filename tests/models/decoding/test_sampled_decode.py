@@ -1,7 +1,6 @@
 """Sampled speculative decoding of a real small model: its distribution, and that a seed decides the text."""
 
 from collections import Counter, defaultdict
-from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -13,11 +12,9 @@ from drafthead.models.decoding.contract import DraftConfig, DraftSampling
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step_log import DecodeResult
-from drafthead.models.drafters.combined import CombinedDrafter, union
-from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
-from support import hidden_and_probs, p_value_of_answers, probs_of_answers, small_base
+from support import assert_distributed, hidden_and_probs, p_value_of_answers, probs_of_answers, small_base
 
 PROMPTS = [[5, 6, 7], [250], [9, 10, 11, 12, 13, 14, 15], [100, 40]]
 KINDS = {
@@ -77,42 +74,11 @@ def texts(kind: str, rows: list[int], seeds: list[int], sampler: Sampler) -> lis
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_distribution_in_a_batch_of_four(kind: str) -> None:
+def test_distribution_in_a_batch(kind: str) -> None:
     """Rows of different prompts and lengths, each with the distribution of plain sampling."""
-    results = [r for n in range(0, 560, 4) for r in answers(kind, [0, 1, 2, 3], list(range(n, n + 4)))]
-    steps = [step for result in results for step in result.steps]
-    accepted = sum(step.accepted for step in steps)
-    assert 0.2 * len(steps) < accepted < 0.85 * len(steps), "drafts must be accepted and rejected"
-    for number, prompt in enumerate(PROMPTS):
-        counts = Counter(tuple(result.tokens) for result in results[number :: len(PROMPTS)])
-        assert p_value_of_answers(counts, dist(tuple(prompt), SAMPLER)) > ONE_IN, prompt
-
-
-def test_distribution_of_a_single_row() -> None:
-    counts = Counter(tuple(answers("without replacement", [0], [seed])[0].tokens) for seed in range(160))
-    assert p_value_of_answers(counts, dist(tuple(PROMPTS[0]), SAMPLER)) > ONE_IN
-
-
-def test_distribution_of_a_union_whose_first_tree_gives_way() -> None:
-    """Two drafters that sample, and room for less than both trees."""
-    draft_config = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
-    trees = [TokenTree.expansion([2, 2]), TokenTree.chain(2)]
-    combined = CombinedDrafter([fitted_head(), ModelDrafter(small_base(), small_base(), num_tokens=2)], trees, nodes=5)
-    results = [
-        decode(
-            small_base(),
-            combined,
-            PROMPTS[0],
-            max_new_tokens=LENGTH,
-            draft_config=replace(draft_config, tree=union(trees)),
-            sampler=SAMPLER,
-            seed=seed,
-            ignore_eos=True,
-        )
-        for seed in range(200)
-    ]
-    counts = Counter(tuple(result.tokens) for result in results)
-    assert p_value_of_answers(counts, dist(tuple(PROMPTS[0]), SAMPLER)) > ONE_IN
+    rule = AcceptanceRule(name="block" if kind == "block" else "exact")
+    options = {"draft_config": KINDS[kind], "sampler": SAMPLER, "rule": rule}
+    assert_distributed(small_base(), fitted_head(), PROMPTS, 140, LENGTH, **options)
 
 
 def test_the_tests_would_see_another_distribution() -> None:

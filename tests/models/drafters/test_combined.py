@@ -1,6 +1,5 @@
 """The union of trees against a dictionary of paths, trial by trial."""
 
-from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.loop import decode
 from drafthead.models.drafters.combined import CombinedDrafter, combine, union
@@ -17,8 +15,8 @@ from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
+from support import TinyBase
 
-TinyBase = Callable[..., BaseModel]
 Path = tuple[int, ...]
 Trials = dict[Path, list[tuple[Path, int]]]
 """Per path its trials in order: the path of the child, and the row of the distributions."""

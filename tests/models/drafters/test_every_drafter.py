@@ -18,6 +18,7 @@ from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.nested import Nested
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.token_tree import TokenTree
+from support import TinyBase
 
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 90))]
 DYNAMIC = DraftConfig(tree=DynamicTree(nodes=13, width=3, depth=4))
@@ -54,7 +55,7 @@ CASES: dict[str, tuple[Callable[[BaseModel], Drafter], DraftConfig | None]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("architecture", ["llama", "gemma"])
-def test_greedy_text_is_plain_text(tiny_base: Callable[..., BaseModel], architecture: str, name: str) -> None:
+def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, name: str) -> None:
     base = tiny_base(architecture)
     make, draft_config = CASES[name]
     drafter, new = make(base), 43
@@ -82,7 +83,7 @@ Reads = list[tuple[Tensor, Tensor]]
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", STATES)
-def test_states_stay_as_they_were(tiny_base: Callable[..., BaseModel], name: str, rows: int) -> None:
+def test_states_stay_as_they_were(tiny_base: TinyBase, name: str, rows: int) -> None:
     """Whatever other states drafted meanwhile, and whatever of it a shared memory kept."""
     make, chosen = STATES[name]
     drafter = make(tiny_base())
@@ -114,7 +115,7 @@ def test_states_stay_as_they_were(tiny_base: Callable[..., BaseModel], name: str
 
 @pytest.mark.parametrize("make", [ModelDrafter, lambda base, num_tokens: Nested(base, None, num_tokens=num_tokens)])
 def test_a_long_answer_outgrows_the_memory(
-    tiny_base: Callable[..., BaseModel], monkeypatch: pytest.MonkeyPatch, make: Callable[..., Drafter]
+    tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, make: Callable[..., Drafter]
 ) -> None:
     for module in (draft_cache, nested):
         monkeypatch.setattr(module, "INITIAL_CAPACITY", 8)

@@ -12,8 +12,8 @@ from drafthead.models.decoding.contract import AdaptiveLength, DraftConfig
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.token_tree import TokenTree
+from support import TinyBase
 
-TinyBase = Callable[..., BaseModel]
 PROMPTS = [[5, 6, 7, 5, 6, 7], [9], list(range(40, 90))]
 
 

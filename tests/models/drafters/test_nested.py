@@ -3,7 +3,6 @@
 The distribution of sampled text is tested here for every drafter that samples from a causal LM.
 """
 
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -17,14 +16,13 @@ from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters import nested
-from drafthead.models.drafters.combined import CombinedDrafter
+from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.nested import Nested
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.token_tree import TokenTree
-from support import p_value_of_answers, probs_of_answers
+from support import TinyBase, assert_distributed, assert_same_in_any_batch
 
-TinyBase = Callable[..., BaseModel]
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
 CHAIN = TokenTree.chain(3)
 SAMPLER = Sampler(temperature=1.0, top_k=3)
@@ -57,9 +55,7 @@ def test_a_row_draws_the_same_whatever_its_neighbours(tiny_base: TinyBase) -> No
     base = tiny_base()
     drafter = two_deep(early_exit(base, 2).model, base)
     settings = {"max_new_tokens": 24, "draft_config": sampled(CHAIN), "sampler": SAMPLER, "ignore_eos": True}
-    found = decode_batch(base, drafter, PROMPTS, **settings)
-    for seed, (prompt, together) in enumerate(zip(PROMPTS, found, strict=True)):
-        assert decode(base, drafter, prompt, seed=seed, **settings).tokens == together.tokens
+    assert_same_in_any_batch(base, drafter, PROMPTS, **settings)
 
 
 def test_seeds_inside_are_those_of_row_and_step(tiny_base: TinyBase) -> None:
@@ -83,6 +79,12 @@ DRAFTERS: dict[str, tuple[Callable[[BaseModel, BaseModel], Drafter], DraftConfig
         ),
         sampled(TokenTree.expansion([4, 2, 1, 1])),
     ),
+    "merged, little room": (  # the first tree gives way
+        lambda base, other: CombinedDrafter(
+            [early_exit(base, 1), ModelDrafter(other)], [TokenTree.expansion([2, 2]), TokenTree.chain(2)], nodes=5
+        ),
+        sampled(union([TokenTree.expansion([2, 2]), TokenTree.chain(2)]), WITHOUT),
+    ),
     "nested": (
         lambda base, other: Nested(other, early_exit(base, 1), draft_config=sampled(TokenTree.chain(2))),
         sampled(CHAIN),
@@ -94,22 +96,10 @@ DRAFTERS: dict[str, tuple[Callable[[BaseModel, BaseModel], Drafter], DraftConfig
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_sampled_text_has_the_targets_distribution(tiny_base: TinyBase, name: str) -> None:
     """Over all continuations of four tokens, of which steps commit three; the models share the base's layers."""
-    base, rows = tiny_base(), 400 if "nested" in name else 800
+    base, copies = tiny_base(), 400 if "nested" in name else 800
     make, draft_config = DRAFTERS[name]
-    prompt = [5, 6, 7, 5, 6]
-    results = decode_batch(
-        base,
-        make(base, early_exit(base, 2).model),
-        [prompt] * rows,
-        max_new_tokens=4,
-        draft_config=draft_config,
-        sampler=SAMPLER,
-        ignore_eos=True,
-    )
-    steps = [step for r in results for step in r.steps]
-    assert 0.1 < sum(step.accepted for step in steps) / len(steps), "drafts must be accepted for the test to say much"
-    counts = Counter(tuple(r.tokens) for r in results)
-    assert p_value_of_answers(counts, probs_of_answers(base, prompt, SAMPLER, 4)) > 1e-4
+    drafter = make(base, early_exit(base, 2).model)
+    assert_distributed(base, drafter, [[5, 6, 7, 5, 6]], copies, 4, draft_config=draft_config, sampler=SAMPLER)
 
 
 def test_refusals(tiny_base: TinyBase) -> None:

@@ -27,9 +27,8 @@ from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
-from support import drafted_logits, randomised, row_of
+from support import TinyBase, drafted_logits, randomised, row_of
 
-TinyBase = Callable[..., BaseModel]
 EAGLE, HYDRA, KANGAROO, MLP = (FORMATS[name] for name in ("eagle3", "hydra", "kangaroo", "mlp_speculator"))
 IDS = [5, 17, 99, 42, 7, 250, 3]
 DRAFTED = [8, 120, 64]

@@ -5,7 +5,6 @@ them; what TGI's V1 and V2 classes compute is from memory.
 """
 
 import json
-from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +20,8 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import FORMATS, format_named, recognise
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
-from support import randomised
+from support import TinyBase, randomised
 
-TinyBase = Callable[..., BaseModel]
 CASES = [
     {"num_draft_tokens": 3, "num_layers": 1},
     {"num_draft_tokens": 2, "num_layers": 3},

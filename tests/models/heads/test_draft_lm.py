@@ -1,21 +1,17 @@
 """A draft model of the base's layers: the same numbers as the base, labels in the right place, and a run."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
 
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.draft_lm import DraftLM, DraftLMConfig
 from drafthead.models.kernels.fused import copy_weights, fresh_copy, fuse_modules
-from support import random_ids, row_of
+from support import TinyBase, random_ids, row_of
 
-TinyBase = Callable[..., BaseModel]
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
 
 
@@ -77,43 +73,3 @@ def test_loss_is_that_of_the_next_token_but_one(tiny_base: TinyBase) -> None:
     torch.autograd.backward(out.loss_sum)
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
     assert not base.embedding.requires_grad and not base.lm_head.weight.requires_grad
-
-
-def test_the_base_is_a_perfect_student(tiny_base: TinyBase) -> None:
-    """All layers, KL only: nothing is left to learn, and every draft overlaps wholly."""
-    base, data = tiny_base(), two_documents()
-    head = DraftLMConfig(num_layers=3).build(base)
-    with torch.no_grad():
-        out = head.loss(data, base.hidden_states(data, HiddenStatesSpec()), LossConfig(ce=0.0, kl=1.0))
-    assert float(out.loss_sum) == pytest.approx(0.0, abs=1e-4)
-    assert out.ratios()["overlap_1"].value == pytest.approx(1.0, abs=1e-5)
-
-
-def test_ranks_are_those_of_decoding(tiny_base: TinyBase) -> None:
-    """On an answer of the base itself: rank 0 up to depth k is what a chain accepts."""
-    base = tiny_base()
-    head = DraftLMConfig(num_layers=2, num_draft_tokens=3).build(base).eval()
-    answer = decode(base, head, PROMPTS[0], max_new_tokens=60, ignore_eos=True)
-    ids = torch.tensor([PROMPTS[0] + answer.tokens])
-    places = torch.arange(ids.shape[1])[None]
-    whole = torch.ones_like(ids)
-    data = TrainBatch(
-        input_ids=ids,
-        position_ids=places,
-        document_ids=0 * whole,
-        loss_mask=whole.bool(),
-    )
-    ranks = head.candidate_ranks(data, base.hidden_states(data, HiddenStatesSpec()), top=4)[0]
-    assert ranks.shape == (72, 3) and int(ranks.max()) <= 4
-    assert (ranks[-2:, 0] == -1).all() and int(ranks[-3, 0]) >= 0
-    found = []
-    for step in (s for s in answer.steps if s.depth == 3 and s.position < 56):
-        right = ranks[len(PROMPTS[0]) + step.position - 2] == 0
-        assert int(right.cumprod(0).sum()) == step.accepted
-        found.append(step.accepted)
-    assert len(found) > 5 and max(found) > 0
-
-
-def test_layers_must_be_the_bases(tiny_base: TinyBase) -> None:
-    with pytest.raises(UserError, match=r"head.from_layers must be in \[0, 3\), got \[0, 7\]"):
-        DraftLMConfig(from_layers=[0, 7]).build(tiny_base())

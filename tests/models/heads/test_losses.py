@@ -8,11 +8,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from torch import Tensor
 
-from drafthead.data.utils.config import parse
-from drafthead.data.utils.errors import UserError
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.common.losses import (
     FLOOR,
@@ -121,16 +118,6 @@ def test_float32_is_float64_rounded(name: str) -> None:
         torch.testing.assert_close(value.double(), other, rtol=TOLERANCE, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_not_valid_changes_nothing(name: str) -> None:
-    hidden, heads, targets = make()
-    (gradient,) = torch.autograd.grad(chunked(hidden, heads, targets, CASES[name], 8), hidden)
-    assert not gradient[~targets.valid].any()
-    trained = targets.valid & (targets.ids >= 0) if name == "ce" else targets.valid
-    weights = torch.tensor(CASES[name].weights_of(K))[:, None]
-    assert torch.equal(gradient.any(-1), trained & (weights > 0))
-
-
 def test_stats_count_targets_and_those_in_the_vocabulary() -> None:
     hidden, heads, targets = make()
     _, stats = heads_loss(hidden, heads, targets, LossConfig(), 8)
@@ -198,18 +185,6 @@ def test_properties_of_the_acceptance_terms(q_logits: Tensor, p_logits: Tensor) 
     torch.testing.assert_close(mixed_gradient, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["kl", "tv", "lk", "lk_adaptive"])
-def test_equal_distributions_are_the_minimum(name: str) -> None:
-    logits = torch.tensor([[3.0, -2.0, 0.5, 0.0, -60.0]])
-    value, _, alpha = term(logits.clone(), logits, CASES[name])
-    assert (value, alpha) == pytest.approx((0.0, 1.0), abs=1e-6)
-    for k in range(4):
-        for change in (-1.0, 1.0):
-            other = logits.clone()
-            other[0, k] += change
-            assert term(other, logits, CASES[name])[0] > 1e-6
-
-
 def test_lk_trains_where_total_variation_does_not() -> None:
     """A sure head that disagrees with a sure base: the gradient of tv is gone, that of lk is not."""
     q, p = torch.tensor([[20.0, 0.0, 0.0, 0.0, 0.0]]), torch.tensor([[0.0, 20.0, 0.0, 0.0, 0.0]])
@@ -237,13 +212,6 @@ def test_bad_settings(weights: dict[str, float], says: str) -> None:
         LossConfig(**weights)
 
 
-def test_depth_weights_must_fit_the_head() -> None:
-    hidden, heads, targets = make()
-    with pytest.raises(UserError, match="loss.depth_weights has 2 weights, but the head is trained at 3 draft posit"):
-        heads_loss(hidden, heads, targets, LossConfig(depth_weights=[1.0, 0.5]))
-    assert LossConfig(decay=0.5).weights_of(3) == [0.5, 0.25, 0.125]
-
-
 def test_a_missing_base_distribution_is_our_bug() -> None:
     hidden, heads, targets = make()
     blind = replace(targets, target_lm_head=None, target_hidden=None)
@@ -251,12 +219,6 @@ def test_a_missing_base_distribution_is_our_bug() -> None:
     for name in ("kl", "tv", "lk", "lk_adaptive"):
         with pytest.raises(ValueError, match="the targets name none"):
             heads_loss(hidden, heads, blind, CASES[name])
-
-
-def test_one_line_of_a_recipe() -> None:
-    found = parse(OmegaConf.create("{ ce: 0, lk: 1, depth_weights: [1, 0.5] }"), LossConfig)
-    assert found == only(lk=1.0, depth_weights=[1.0, 0.5])
-    assert isinstance(found.depth_weights, list)
 
 
 def test_bfloat16_sums_over_chunks_in_float32() -> None:

@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,8 @@ from drafthead.models.heads.medusa2 import HEAD_SCHEDULES, Medusa2Config, Medusa
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import OptimConfig
 from drafthead.train.trainer.optim import build_optimizer
-from support import row_of
+from support import TinyBase, row_of
 
-TinyBase = Callable[..., BaseModel]
 DOCUMENTS = (list(range(20, 32)), list(range(100, 109)))
 TRAINED_FROM = 4
 
@@ -108,12 +106,6 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, base_loss: str, s
         assert found[name].abs().sum() > 0, name
 
 
-def test_the_base_term_is_over_trained_tokens_alone(tiny_base: TinyBase) -> None:
-    base = tiny_base()
-    ratios = tuned_head(base).loss(batch(), base.hidden_states(batch(), HiddenStatesSpec()), LossConfig()).ratios()
-    assert ratios["base_loss"].den == ratios["base_accept"].den == (12 - TRAINED_FROM) + (9 - TRAINED_FROM)
-
-
 def test_both_parts_of_the_loss_are_metrics(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = tuned_head(base, heads_weight=0.3, heads_schedule="linear")
@@ -123,14 +115,6 @@ def test_both_parts_of_the_loss_are_metrics(tiny_base: TinyBase) -> None:
     assert parts["heads_loss"].den == int(out.tokens)
     assert out.loss_sum.item() == pytest.approx(parts["base_loss"].num + 0.15 * parts["heads_loss"].num, rel=1e-5)
     assert parts["heads_loss"].value > parts["loss_1"].value > 0, "a sum over positions"
-
-
-def test_with_adapters_that_add_nothing_the_base_term_is_zero(tiny_base: TinyBase) -> None:
-    base = tiny_base()
-    head = Medusa2Config(num_draft_tokens=2).build(base)
-    head.train_base(now=True)
-    ratios = head.loss(batch(), base.hidden_states(batch(), HiddenStatesSpec()), LossConfig()).ratios()
-    assert ratios["base_loss"].value == pytest.approx(0.0, abs=1e-4)
 
 
 def test_before_its_joint_phase_it_is_medusa_1(tiny_base: TinyBase) -> None:
@@ -205,21 +189,9 @@ def test_loaded_from_its_folder_it_drafts_for_the_tuned_base(tiny_base: TinyBase
     found = loaded.candidate_ranks(batch(), tuned.hidden_states(batch(), HiddenStatesSpec()), 20)
     wanted = head.candidate_ranks(batch(), HiddenStates(final=torch.full((1, 23, base.hidden_size), torch.nan)), 20)
     assert torch.equal(found, wanted)
-
-
-def test_it_is_saved_again_with_its_adapter(tiny_base: TinyBase, tmp_path: Path) -> None:
-    tuned_head(tiny_base()).save_pretrained(tmp_path / "first")
-    tuned, loaded = load_base_and_head(tmp_path / "first")
-    loaded.save_pretrained(tmp_path / "second")
-    shutil.rmtree(tmp_path / "first")
-    again, _ = load_base_and_head(tmp_path / "second")
-    assert again.fingerprint == tuned.fingerprint
-
-
-def test_the_untouched_base_is_refused(tiny_base: TinyBase, tmp_path: Path) -> None:
-    tuned_head(tiny_base()).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="was trained for random-llama .fingerprint"):
-        DraftHead.from_pretrained(tmp_path, tiny_base())
+    loaded.save_pretrained(tmp_path / "again")
+    shutil.rmtree(tmp_path / "moved")
+    assert load_base_and_head(tmp_path / "again")[0].fingerprint == tuned.fingerprint, "with its adapter"
 
 
 def test_a_config_cannot_name_an_adapter_elsewhere(tiny_base: TinyBase, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.kernels import linear
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, fuse_modules, rotate
 from drafthead.models.token_tree import TokenTree
+from support import TinyBase
 
-TinyBase = Callable[..., BaseModel]
 RELATIVE = 1e-4
 """Of the largest logit: float32 rounding through three layers is two orders below."""
 TREE = TokenTree(parents=(-1, 0, 0, 1, 1, 2), ranks=(0, 0, 1, 0, 1, 0))
@@ -86,12 +86,12 @@ def test_training_hidden_states(pair: _Pair) -> None:
         loss_mask=torch.ones(2, 6, dtype=torch.bool),
     )
 
-    def hidden_states(base: BaseModel) -> Tensor:
+    def states(base: BaseModel) -> Tensor:
         found = base.hidden_states(batch, HiddenStatesSpec(layers=(0, 1, 3)))
         assert found.layers is not None
         return torch.cat([found.final, found.layers], -1)
 
-    pair.assert_equal(hidden_states)
+    pair.assert_equal(states)
 
 
 def test_what_is_not_an_exact_stock_module_is_left(tiny_base: TinyBase) -> None:

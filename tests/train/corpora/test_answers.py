@@ -24,6 +24,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import generate_answers
 from drafthead.train.config import GenerationsConfig, parse_run
 from drafthead.train.corpora.answers import AnswerGenerator
+from support import TinyBase
 
 CONFIG = GenerationsConfig(
     sources=[SourceConfig(kind="builtin", name="tiny")],
@@ -34,7 +35,6 @@ CONFIG = GenerationsConfig(
     batch_size=2,
 )
 Row = tuple[int, list[int], int, bool, bytes]
-TinyBase = Callable[..., BaseModel]
 
 
 ALONE = RankGroup()

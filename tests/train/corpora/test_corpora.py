@@ -1,7 +1,6 @@
 """Corpora stay on disk, are made once, and are refused before hours of work when they cannot fit."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -20,8 +19,7 @@ from drafthead.train.config import DataConfig, GenerationsConfig, TextConfig
 from drafthead.train.corpora import corpora
 from drafthead.train.corpora.corpora import Corpora, is_held_out
 from drafthead.train.trainer.batches import open_held_out
-
-TinyBase = Callable[..., BaseModel]
+from support import TinyBase
 
 
 def make(base: BaseModel, folder: Path, seed: int = 0) -> tuple[Corpora, list[tuple[str, int, int]]]:

@@ -32,22 +32,11 @@ from drafthead.train.config import OptimConfig, ShardConfig
 from drafthead.train.distributed.sharding import Sharding, full_state_dict, load_optimizer
 from drafthead.train.trainer.optim import head_optimizer
 from drafthead.train.trainer.step import evaluate_loss, train_step
+from support import TINY
 
 PROCESSES = 2
 STEPS = 3
 ROWS, TIME = 2, 40
-SHAPE = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 300,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-}
 MEDUSA = MedusaConfig(num_draft_tokens=3, draft_vocab_size=101)
 """The draft vocabulary is a persistent buffer of the head; 101 rows do not divide by two."""
 MEDUSA2 = Medusa2Config(num_draft_tokens=2, lora_rank=4, lora_dropout=0.0, draft_vocab_size=100)
@@ -113,7 +102,7 @@ CASES = {
 
 
 def load_base(tied: bool = False) -> BaseModel:
-    shape = {**SHAPE, "tie_word_embeddings": tied}
+    shape = TINY | {"tie_word_embeddings": tied}
     config = BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=0, prepack=False)
     return BaseModel.load(config)
 

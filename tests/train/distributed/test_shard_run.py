@@ -1,10 +1,7 @@
 """Whole runs with sharding: one process as a mesh of one, two as ``accelerate launch`` starts them, two nodes."""
 
-import os
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ from safetensors.torch import load_file
 from drafthead.data.utils.files import read_json_lines
 from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.train import pipeline
-from support import composed, losses_of
+from support import composed, forget_after, losses_of, run_together
 
 ROOT = Path(__file__).parents[3]
 SHORT = (
@@ -29,7 +26,6 @@ JOINT = (
     "quality_limits.max_perplexity_ratio=null",
     "quality_limits.min_greedy_match_rate=null",
 )
-TIMEOUT_S = 600
 LOSS_TOLERANCE, WEIGHT_TOLERANCE, BFLOAT16_TOLERANCE = 1e-5, 2e-5, 0.03
 """As in test_sharding.py."""
 
@@ -70,10 +66,7 @@ def test_a_sharded_run_of_one_process_is_a_run(tmp_path: Path) -> None:
     assert not torch.distributed.is_initialized()
     load_base_and_head(sharded / "head")
 
-    for path in (sharded / "checkpoints").glob("step-*"):
-        if int(path.name.removeprefix("step-")) > 5:
-            shutil.rmtree(path)
-    shutil.rmtree(sharded / "head")
+    forget_after(sharded, 5)
     assert_same(train(tmp_path / "sharded", "medusa_smollm2", "shard=head", STOCK), plain)
 
 
@@ -119,21 +112,6 @@ def rows(count: int, recipe: str) -> list[str]:
     return [f"phases.{phase}.micro_batch_size={count}" for phase in phases]
 
 
-def run_together(commands: list[list[str]]) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    started = [
-        subprocess.Popen([sys.executable, "-m", *command], env=environment, stderr=subprocess.PIPE, text=True)
-        for command in commands
-    ]
-    try:
-        for process in started:
-            _, said = process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode == 0, said[-4000:]
-    finally:
-        for process in started:
-            process.kill()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "options", "shard"),
@@ -148,7 +126,7 @@ def test_accelerate_launches_two_processes(recipe: str, options: tuple[str, ...]
     plain = train(tmp_path / "plain", recipe, STOCK, *options, *rows(2, recipe))
     shutil.copytree(tmp_path / "plain" / "corpora", tmp_path / "two" / "corpora")
     # With --cpu it starts a single process; where there is no GPU, ours takes the CPU all the same.
-    launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launch += ["--main_process_port", str(free_port())]
     ways = ["shard=full", shard] if shard != "shard=head" else [shard]
     overrides = overrides_of(recipe, *ways, STOCK, *options, *rows(1, recipe), *places(tmp_path / "two"))
@@ -163,7 +141,7 @@ def test_two_nodes_with_data_of_their_own(tmp_path: Path) -> None:
     plain = train(tmp_path / "plain", recipe, STOCK, *rows(2, recipe))
     port, commands = free_port(), []
     for node in range(2):
-        launch = ["torch.distributed.run", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
+        launch = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
         launch += ["--master-addr", "127.0.0.1", "--master-port", str(port), str(ROOT / "train" / "run.py")]
         settings = overrides_of(recipe, "shard=hybrid", "per_node_data=true", STOCK, *rows(1, recipe))
         commands.append([*launch, *settings, *places(tmp_path / "two", f"../node{node}")])

@@ -1,7 +1,5 @@
 """Two gloo processes train as one does, however the weights are spread; and what is saved knows nothing of it."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.base.layers import first_layers
 from drafthead.train.config import ShardConfig
 from drafthead.train.distributed.sharding import Sharding
+from support import run_together
 
 sys.path.insert(0, str(Path(__file__).parent))
 import spread
@@ -35,19 +34,9 @@ Results = Callable[[str], list[dict[str, Any]]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each process found, of any case; all cases run in one start of the processes."""
     folder = tmp_path_factory.mktemp("spread")
-    command = [sys.executable, spread.__file__, str(folder), *spread.CASES]
-    started = []
-    for rank in range(spread.PROCESSES):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(spread.PROCESSES), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        environment = {**os.environ, **place, "OMP_NUM_THREADS": "1"}
-        started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    try:
-        for process in started:
-            _, said = process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode == 0, said[-4000:]
-    finally:
-        for process in started:
-            process.kill()
+    shared = {"WORLD_SIZE": str(spread.PROCESSES), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    places = [{"RANK": str(rank), **shared} for rank in range(spread.PROCESSES)]
+    run_together([[spread.__file__, str(folder), *spread.CASES]] * spread.PROCESSES, *places, timeout_s=TIMEOUT_S)
     return lambda name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(spread.PROCESSES)]
 
 

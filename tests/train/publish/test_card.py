@@ -1,6 +1,5 @@
 """What a model card says where the tiny run of the Hub's tests does not come: licences, engines, names, data."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.train.config import PhaseConfig
 from drafthead.train.publish import card
-from support import composed
+from support import TinyBase, composed
 
-TinyBase = Callable[..., BaseModel]
 ANSWERS = GenerationStats(rows=3, tokens=50, finished=1)
 
 

@@ -1,19 +1,18 @@
 """Rows are read ahead, one micro-batch, and come out as they were asked for."""
 
 import threading
-from collections.abc import Callable
 
 import datasets
 import pytest
 import torch
 
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
-from drafthead.models.base.base_model import BaseModel
 from drafthead.train.trainer.batches import PhaseData
+from support import TinyBase
 
 
 @pytest.fixture
-def data(tiny_base: Callable[..., BaseModel]) -> PhaseData:
+def data(tiny_base: TinyBase) -> PhaseData:
     rows = {
         "input_ids": [[n + 3] * 16 for n in range(6)],
         "position_ids": [list(range(16))] * 6,

@@ -102,14 +102,6 @@ def test_only_trainable_matrices_decay() -> None:
     assert matrices["betas"] == (0.9, 0.95)
 
 
-def test_decay_alone_shrinks_a_matrix() -> None:
-    weight = nn.Parameter(torch.ones(2, 2))
-    optimizer = build_optimizer([weight], OptimConfig(lr=0.1, weight_decay=0.5))
-    weight.grad = torch.zeros(2, 2)
-    optimizer.step()
-    assert torch.allclose(weight, torch.full((2, 2), 0.95))
-
-
 class Joint(nn.Module):
     """Heads beside a base's adapter."""
 
