@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -100,12 +101,31 @@ def test_words_are_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "says"),
-    [(["only"], "'only' is no setting"), (["only="], "only= has no value"), (["only=[x"], "only=.x cannot be read")],
+    [
+        (["only"], "'only' is no setting"),
+        (["only="], "only= has no value"),
+        (["only=[x"], "only=.x cannot be read"),
+        (["=5"], "'=5' names no setting"),
+    ],
 )
 def test_what_is_no_setting_is_one_line(settings: list[str], says: str) -> None:
     with pytest.raises(SystemExit, match=f"^error: {says}") as stop:
         call("certify", *settings)
     assert "\n" not in str(stop.value)
+
+
+@pytest.mark.parametrize("key", ["out", "data.folder"])
+def test_a_run_needs_folders_with_names(key: str) -> None:
+    with pytest.raises(SystemExit, match=f"^error: config: {key} must be the name of a folder, got ''$"):
+        call("train", "recipe=medusa_smollm2", "mode=estimate", f"{key}=")
+
+
+@pytest.mark.parametrize("prompt", ["-", "caf\udce9"])
+def test_a_prompt_that_is_no_text_is_one_line(prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of another encoding, on standard input or as an argument."""
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"caf\xe9"), encoding="utf-8"))
+    with pytest.raises(SystemExit, match="^error: the prompt is no UTF-8 text; convert it"):
+        call("generate", "head=x", prompt)
 
 
 def test_errors_are_one_line_and_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

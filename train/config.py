@@ -254,6 +254,9 @@ class DataConfig:
     text: TextConfig = field(default_factory=TextConfig)
     generations: GenerationsConfig = field(default_factory=GenerationsConfig)
 
+    def __post_init__(self) -> None:
+        _require(self, "data.", folder=(bool(self.folder.strip()), "the name of a folder"))
+
 
 @dataclass(kw_only=True)
 class PhaseConfig:
@@ -373,6 +376,7 @@ class RunConfig:
             "",
             name=(name, "letters, digits, '.', '_' and '-' only"),
             mode=_one_of(self.mode, RUN_MODES),
+            out=(bool(self.out.strip()), "the name of a folder"),
             stages=(bool(self.stages) and not unknown, f"a list of {', '.join(STAGES)}"),
             seed=_at_least(self.seed, 0),
             heartbeat_timeout_s=(1 <= self.heartbeat_timeout_s < math.inf, "at least 1 and finite"),

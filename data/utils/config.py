@@ -132,6 +132,8 @@ def update_overrides(arguments: list[str]) -> list[str]:
     """Command-line arguments with today's names; a line says the new name of every old one."""
     found = []
     for argument in arguments:
+        if argument.startswith("="):
+            raise SystemExit(f"error: {argument!r} names no setting; settings are key=value, see --help")
         match = re.fullmatch(r"(~|\+{0,2})([\w.]+)(?:=(.*))?", argument, re.DOTALL)
         if match is None:
             found.append(argument)

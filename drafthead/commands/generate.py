@@ -52,7 +52,11 @@ class GenerateConfig:
 @command("generate", GenerateConfig, USAGE, words="prompt")
 def main(config: GenerateConfig) -> None:
     """Answer the prompt with the head, and by default without it, too."""
-    text = sys.stdin.read() if config.prompt == "-" else config.prompt
+    try:
+        text = sys.stdin.read() if config.prompt == "-" else config.prompt
+        text.encode()
+    except UnicodeError:
+        raise UserError("the prompt is no UTF-8 text; convert it, for example with iconv -t UTF-8") from None
     if not text.strip():
         raise UserError("the prompt is empty; give some words")
     base, head = load_base_and_head(config.head, config.base)
