@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 from drafthead.data.answers.config import SamplerConfig
-from drafthead.data.text.chat import prompt_ids
 from drafthead.data.text.sources import SourceConfig, load_prompts
 from drafthead.data.utils.files import write_json
 from drafthead.models.base.base_model import BaseModel
@@ -63,7 +62,7 @@ def main(given: list[str] | None = None) -> None:
     base = load_base(arguments.base)
     source = SourceConfig(kind="embedded", name="questions")
     messages = load_prompts([source], seed=0, limit=arguments.prompts)
-    prompts = [prompt_ids(base.tokenizer, m) for m in messages]
+    prompts = [base.prompt_ids(m) for m in messages]
     batch, new = arguments.batch, arguments.max_new_tokens
     ways = {
         "drafthead": lambda p: ours(base, p, batch, new, keep_hidden_states=False),

@@ -13,6 +13,8 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.common.files import read_tree
 from drafthead.models.token_tree import TokenTree
 
+SPLITS = ("all", "development", "reporting")
+"""Choices (trees, settings, recipes) are made on one half of a suite and reported on the other."""
 TREES = "head, chain, chain:K, expansion:1-1-3, dynamic:NODES[:WIDTH], or a tree.json"
 
 
@@ -21,10 +23,12 @@ class EvalConfig:
     """Prompts, lengths, trees, the distribution of the output and how drafts are accepted."""
 
     suite: str = "smoke"
-    """``smoke``, ``mt_bench``, ``mt_bench_turns``, ``spec_bench_like``, ``code``, ``builtin``, a path to a JSONL file
-    of prompts, or ``hf:NAME[:SPLIT[:COLUMN]]``."""
+    """``smoke``, ``mt_bench``, ``mt_bench_turns``, ``spec_bench_like``, ``long_context``, ``code``, ``builtin``, a path
+    to a JSONL file of prompts, or ``hf:NAME[:SPLIT[:COLUMN]]``."""
     tasks: list[str] = field(default_factory=list)
     """Only these tasks of the suite; empty: all."""
+    split: str = "all"
+    """``reporting``: the half of the suite that recipes choose nothing on; ``development``: the other; ``all``."""
     limit: int | None = None
     """At most so many prompts, spread over the suite's tasks."""
     max_new_tokens: int = 128
@@ -52,13 +56,17 @@ class EvalConfig:
     baselines: list[str] = field(default_factory=list)
     """Other methods in the same interleaved run, see ``eval/timing/methods.py``: ``prompt_lookup``, ``early_exit:24``,
     ``model:NAME``, ``head+prompt_lookup:3`` (combined with the head's tree), ``hf_prompt_lookup:3``,
-    ``hf_assisted:NAME``. Both kinds of autoregressive decoding are always among them."""
+    ``hf_assisted:NAME``. Autoregressive decoding is always among them: our loop, and transformers' ``generate``."""
+    stock_baseline: bool = True
+    """Time transformers' ``generate`` over the stock modules too: needs memory for the base twice."""
     seed: int = 0
     """Of the prompt order, sampling and the bootstrap."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
             raise ValueError(f"eval.max_new_tokens must be at least 2, got {self.max_new_tokens}")
+        if self.split not in SPLITS:
+            raise ValueError(f"eval.split must be one of {', '.join(SPLITS)}, got {self.split!r}")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"eval.limit must be >= 1 or null, got {self.limit}")
         if self.combine_nodes is not None and self.combine_nodes < 2:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from drafthead.data.utils.errors import UserError
@@ -21,14 +22,18 @@ from drafthead.eval.timing.methods import methods
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.trees.calibrate import Calibration
 from drafthead.eval.trees.cost_model import CostModel
+from drafthead.eval.trees.texts import base_answers, simulate_texts
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig, Drafter
 from drafthead.models.decoding.loop import check_ids
+from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeConfig
 from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.token_tree import TokenTree
 
 Progress = Callable[[str, int, int], None]
+PREDICTED_ON = 36
+"""Prompts of the development half that a prediction is made on."""
 
 
 def evaluate(
@@ -42,6 +47,7 @@ def evaluate(
     calibration: Calibration | None = None,
     costs: CostModel | None = None,
     training_log: list[dict[str, Any]] | None = None,
+    expected_tokens: float | None = None,
 ) -> dict[str, Any]:
     """Answer a suite autoregressively, speculatively and with the config's baselines; write ``eval.json`` and a page.
 
@@ -52,7 +58,7 @@ def evaluate(
     """
     draft_config = draft_config or config.draft_config(drafter)
     config.rule.check(draft_config.draft_sampling, draft_config.tree)
-    suite = load_suite(config.suite, config.limit, config.seed, config.tasks)
+    suite = load_suite(config.suite, config.limit, config.seed, config.tasks, config.split)
     compared = methods(base, drafter, draft_config, config)
     timed = run_interleaved(
         suite,
@@ -70,6 +76,7 @@ def evaluate(
         raise UserError(f"none of {len(answers)} prompts could be answered; the first: {first}")
     decode_config = DecodeConfig(draft_config=draft_config, sampler=config.sampler, rule=config.rule)
     info = RunInfo(
+        prompt_tokens=[len(ids) for ids in timed.ids],
         turns=timed.turns,
         retokenised=lambda tokens: _retokenised(base, tokens),
         costs=costs,
@@ -78,10 +85,14 @@ def evaluate(
     )
     equalities = _equalities(base, drafter, decode_config, timed) if config.sampler.greedy else {}
     evaluation = summarise(timed.prompts, timed.results, equalities, info) | _settings(config, draft_config, timed)
+    if costs is not None and (predicted := predict(base, drafter, draft_config, config, costs, expected_tokens)):
+        evaluation["predicted"] = predicted
     if calibration is not None:
         evaluation["calibration"] = calibration.to_json()
     if costs is not None:
         evaluation["costs"] = costs.to_json()
+    if base.kernels is not None:
+        evaluation["kernels"] = base.kernels.by_rows
     write_json(folder / "eval.json", evaluation)
     latency = None if costs is None else sorted(costs.verify.items())
     tree = draft_config.tree if isinstance(draft_config.tree, TokenTree) else None
@@ -90,8 +101,45 @@ def evaluate(
     return evaluation | {"resumed": [timed.resumed, len(timed.prompts)]}
 
 
+def predict(
+    base: BaseModel,
+    drafter: Drafter,
+    draft_config: DraftConfig,
+    config: EvalConfig,
+    costs: CostModel,
+    expected_tokens: float | None = None,
+) -> dict[str, Any] | None:
+    """Mean accepted length and speedup to expect of ``config``'s reporting half, simulated on its development half.
+
+    ``expected_tokens`` is the length, where choosing the tree has simulated it already, on the same answers. None where
+    that cannot be simulated: without halves, with a lossy rule, or with a distribution that is not the base's at some
+    temperature.
+    """
+    sampler = config.sampler
+    if config.split != "reporting" or not config.rule.lossless or sampler != Sampler(temperature=sampler.temperature):
+        return None
+    length: float = config.max_new_tokens
+    tau = expected_tokens
+    if tau is None:
+        texts = base_answers(
+            base,
+            suite=config.suite,
+            limit=PREDICTED_ON,
+            max_new_tokens=config.max_new_tokens,
+            temperature=sampler.temperature,
+            split="development",
+        )
+        tau = simulate_texts(base, drafter, texts, draft_config, sampler, config.rule).mean_accepted_length
+        length = mean(len(text.ids) - text.boundary for text in texts)
+    speedup = costs.answer_speedup(tau, draft_config.nodes, draft_config.depth, length)
+    return {"mean_accepted_length": tau, "speedup": speedup}
+
+
 def _prompt_ids(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], max_new_tokens: int) -> list[int]:
-    ids, where = conversation_ids(base.tokenizer, prompt, answers), prompt.where(len(answers))
+    ids, where = (
+        conversation_ids(base.tokenizer, prompt, answers, base.config.chat_template_kwargs),
+        prompt.where(len(answers)),
+    )
     limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": max_new_tokens}
     check_ids(ids, **limits, where=where)
     return ids
@@ -109,6 +157,7 @@ def _settings(config: EvalConfig, draft_config: DraftConfig, timed: TimedResults
         tree["choices"] = [list(path) for path in draft_config.tree.paths[1:]]
     return {
         "suite": config.suite,
+        "split": config.split,
         "max_new_tokens": config.max_new_tokens,
         "tree": tree,
         "draft_sampling": config.draft_sampling,

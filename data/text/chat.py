@@ -1,8 +1,8 @@
 """Documents of token ids, and conversations rendered by the tokenizer's chat template."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, str]
-"""``{"role": "system" | "user" | "assistant", "content": ...}``."""
+"""``{"role": "system" | "user" | "assistant", "content": ...}``. An assistant without content: for the base to fill."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,37 @@ def user_turn(text: str) -> list[Message]:
     return [{"role": "user", "content": text}]
 
 
-def prompt_ids(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> list[int]:
-    """Ids of ``messages`` and of the start of the assistant's turn: what the base reads before it answers."""
+def conversation(turns: Sequence[str]) -> list[Message]:
+    """The user's turns, with an answer of the base to be filled in after each but the last."""
+    return [message for turn in turns for message in (*user_turn(turn), {"role": "assistant", "content": ""})][:-1]
+
+
+def turns_of(messages: Sequence[Message], answers: Sequence[str]) -> list[Message]:
+    """``messages`` up to the user's turn after ``answers``, which take the empty places of the assistant."""
+    found: list[Message] = []
+    filled = iter(answers)
+    for message in messages:
+        if message["role"] == "assistant" and not message["content"]:
+            answer = next(filled, None)
+            if answer is None:
+                break
+            message = {"role": "assistant", "content": answer}
+        found.append(message)
+    return found
+
+
+def num_turns(messages: Sequence[Message]) -> int:
+    """Answers that the base gives in a conversation: to every empty place of the assistant, and at the end."""
+    return 1 + sum(message["role"] == "assistant" and not message["content"] for message in messages)
+
+
+def prompt_ids(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Ids of ``messages`` and of the start of the assistant's turn: what the base reads before it answers.
+
+    ``template_kwargs`` are variables of the chat template, such as ``enable_thinking``.
+    """
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
@@ -48,7 +77,11 @@ def prompt_ids(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]
             "be rendered; use an instruction-tuned base or give the base a chat template"
         )
     try:
-        text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        text = str(
+            tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **(template_kwargs or {})
+            )
+        )
     except TemplateError as error:
         roles = [m["role"] for m in messages]
         raise UserError(f"the chat template refuses messages with roles {roles}: {error}; change the data") from error

@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from glob import glob
-from itertools import islice, takewhile
+from itertools import islice
 from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
 from drafthead.data.embedded import training_sets
-from drafthead.data.embedded.training_sets import DOCUMENT_SETS, PROMPT_SETS, content_hash
-from drafthead.data.text.chat import Message, user_turn
+from drafthead.data.embedded.tasks import PROMPT_SETS
+from drafthead.data.embedded.training_sets import DOCUMENT_SETS, content_hash
+from drafthead.data.text.chat import Message, conversation, user_turn
 from drafthead.data.text.readers import (
     COMMIT,
     dataset_errors,
@@ -51,6 +52,8 @@ class SourceConfig:
     """Commit or tag of a dataset on the Hub."""
     column: str = "text"
     """Column of a dataset or of JSON lines: a text, or for prompts also a conversation."""
+    turns: int = 1
+    """User's turns kept of a conversation in a dataset or JSON lines; the base answers each anew."""
     limit: int | None = None
     """Read at most this many entries; a dataset is then streamed, not downloaded. None: all."""
     weight: float | None = None
@@ -62,12 +65,18 @@ class SourceConfig:
             raise UserError(f"source.kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
         if not self.name:
             raise UserError(f"source.name must not be empty for kind {self.kind!r}; give a hub id, a path or a set")
-        sets = DOCUMENT_SETS.get(self.kind, ()) + PROMPT_SETS.get(self.kind, ())
+        sets = (*DOCUMENT_SETS.get(self.kind, ()), *PROMPT_SETS.get(self.kind, ()))
         if sets and self.name not in sets:
             raise UserError(f"source.name must be one of {', '.join(sets)} for kind {self.kind!r}, got {self.name!r}")
         for key in ("subset", "revision"):
             if self.kind != "hf" and getattr(self, key) is not None:
                 raise UserError(f"source.{key} is for kind 'hf' only, got kind {self.kind!r}; remove it")
+        if self.turns < 1:
+            raise UserError(f"source.turns must be >= 1, got {self.turns}")
+        if self.turns > 1 and self.kind not in ("hf", "jsonl"):
+            raise UserError(
+                f"source.turns is for conversations (kinds hf and jsonl), got kind {self.kind!r}; remove it"
+            )
         if self.limit is not None and self.limit < 1:
             raise UserError(f"source.limit must be >= 1 or null, got {self.limit}")
         if self.weight is not None and not 0 < self.weight < float("inf"):
@@ -75,7 +84,9 @@ class SourceConfig:
 
     def manifest(self) -> dict[str, Any]:
         """What decides on the entries read."""
-        return {key: value for key, value in asdict(self).items() if key != "weight" or value is not None}
+        # Keys of later versions only where they are set: manifests of older corpora lack them.
+        unset = {"weight": None, "turns": 1}
+        return {key: value for key, value in asdict(self).items() if key not in unset or value != unset[key]}
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.name}"
@@ -109,7 +120,7 @@ def iter_documents(source: SourceConfig, max_characters: int | None = None) -> I
     builtin sets are small and always whole.
     """
     if source.kind in DOCUMENT_SETS:
-        texts = training_sets.documents(_set_of(source, DOCUMENT_SETS, "documents"))
+        texts = training_sets.documents(_set_of(source, DOCUMENT_SETS[source.kind], "documents"))
     elif source.kind == "text":
         texts = (read_text(path) for path in _files(source))
     else:
@@ -122,15 +133,17 @@ def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
     """Conversations that end with a user's turn, in the source's own order.
 
     A column holds a text (one user turn) or a conversation, of which what comes before its first assistant turn is
-    kept; one that starts with the assistant is left out. A file of kind ``text`` has one prompt a line.
+    kept, or its first ``turns`` user's turns without the answers; one that starts with the assistant is left out. A
+    file of kind ``text`` has one prompt a line.
     """
     found: Iterator[list[Message]]
     if source.kind in PROMPT_SETS:
-        found = map(user_turn, training_sets.prompts(_set_of(source, PROMPT_SETS, "prompts")))
+        sets = PROMPT_SETS[source.kind]
+        found = map(conversation, sets[_set_of(source, tuple(sets), "prompts")]())
     elif source.kind == "text":
         found = (user_turn(line) for path in _files(source) for line in read_text(path).splitlines())
     else:
-        found = (as_prompt(*value) for value in _values(source))
+        found = (as_prompt(*value, source.turns) for value in _values(source))
     return islice((m for m in found if m and m[-1]["content"].strip()), source.limit)
 
 
@@ -165,12 +178,23 @@ def iter_messages(value: Any) -> Iterator[Message]:
         yield {"role": ROLES[role], "content": content}
 
 
-def as_prompt(value: Any, where: str) -> list[Message]:
-    """The messages before the first answer, of a text or a conversation; empty where the assistant starts."""
+def as_prompt(value: Any, where: str, turns: int = 1) -> list[Message]:
+    """The messages before the first answer, of a text or a conversation; empty where the assistant starts.
+
+    Of a conversation up to ``turns`` of the user's turns, with the answers between them left empty.
+    """
     if value is None or isinstance(value, str):
         return user_turn(value or "")
+    messages: list[Message] = []
+    answers = 0
     try:
-        messages = list(takewhile(lambda m: m["role"] != "assistant", iter_messages(value)))
+        for message in iter_messages(value):
+            if message["role"] == "assistant":
+                answers += 1
+                if answers == turns or not messages:
+                    break
+                message = {**message, "content": ""}
+            messages.append(message)
     except UserError as error:
         raise UserError(f"{where} {error}; repair the row, or set source.column") from None
     while messages and messages[-1]["role"] != "user":
@@ -202,8 +226,7 @@ def _up_to(texts: Iterator[str], max_characters: int) -> Iterator[str]:
             return
 
 
-def _set_of(source: SourceConfig, sets: dict[str, tuple[str, ...]], what: str) -> str:
-    known = sets[source.kind]
+def _set_of(source: SourceConfig, known: tuple[str, ...], what: str) -> str:
     if source.name not in known:
         raise UserError(f"source {source} has no {what}; the {source.kind} sets that have are {', '.join(known)}")
     return source.name

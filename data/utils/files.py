@@ -130,6 +130,8 @@ def safe_join(folder: Path, name: str) -> Path:
         raise UserError(f"{path} cannot be followed ({error}); copy {folder} again") from None
     if not any(real.is_relative_to(place) for place in allowed):
         raise UserError(f"{path} is a link to {real}, outside its folder; put the file itself there if you trust it")
+    if real.exists() and not (real.is_file() or real.is_dir()):
+        raise UserError(f"{path} is a pipe or a device, expected a file; copy {folder} again")
     return path
 
 

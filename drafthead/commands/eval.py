@@ -29,9 +29,10 @@ drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 draft_sa
 drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 rule.name=typical
 drafthead eval head=prompt_lookup:3 base=embedded:smollm2
 
-suite           smoke, mt_bench, mt_bench_turns, spec_bench_like, code, builtin, FILE.jsonl,
+suite           smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, code, builtin, FILE.jsonl,
                 hf:NAME[:SPLIT[:COLUMN]] (a line holds prompt, messages, turns or input_ids, and optionally task;
                 NAME may be a local folder)
+split           all, development, reporting: halves of the suite; trees are chosen on the first
 limit           prompts in all, spread evenly over the tasks
 length          constant, heuristic (+2 drafts after full acceptance, -1 otherwise)
 tree            head, chain[:K], expansion:1-1-3, dynamic:NODES[:WIDTH], FILE.json
@@ -48,7 +49,9 @@ combine_nodes   of a combined tree, as many as the head's own by default: the ot
 @command("eval", EvalRunConfig, USAGE.format(kinds=", ".join(kind.value for kind in DraftSampling)))
 def main(config: EvalRunConfig) -> None:
     """Measure, and write the report."""
-    load_suite(config.suite, config.limit, config.seed, config.tasks)  # a wrong name fails before the model loads
+    load_suite(
+        config.suite, config.limit, config.seed, config.tasks, config.split
+    )  # a wrong name fails before the model loads
     check_methods(config.baselines)
     check_drafters([*config.combine, *([config.head] if is_drafter(config.head) else [])])
     display = Display()

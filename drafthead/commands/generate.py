@@ -9,7 +9,7 @@ from omegaconf import MISSING
 from rich.console import Console
 
 from drafthead.commands.settings import command
-from drafthead.data.text.chat import prompt_ids
+from drafthead.data.text.chat import user_turn
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
@@ -63,7 +63,7 @@ def main(config: GenerateConfig) -> None:
     if config.raw:
         ids = base.tokenizer(text).input_ids
     else:
-        ids = prompt_ids(base.tokenizer, [{"role": "user", "content": text}])
+        ids = base.prompt_ids(user_turn(text))
     decode(base, head, ids[-8:], max_new_tokens=4)  # warm up, so that the first answer is timed like any other
     console = Console(highlight=False)
     settings: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "sampler": config.sampler, "seed": config.seed}

@@ -41,7 +41,7 @@ from drafthead.models.heads.common.files import read_head_config
 from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 
-TRANSFORMERS, OURS = AUTOREGRESSIVE
+STOCK, TRANSFORMERS, OURS = AUTOREGRESSIVE
 USAGE = """\
 usage: drafthead sweep heads=[DIR,...] [key=value ...]
 
@@ -115,13 +115,14 @@ def main(config: SweepConfig) -> None:
     decoders: dict[str, Decoder] = {
         OURS: partial(decode, base, None, max_new_tokens=new),
         TRANSFORMERS: lambda ids: transformers_generate(base, ids, new),
+        STOCK: partial(transformers_generate, base, max_new_tokens=new, model=base.stock()),
     }
     for c in candidates:
         decoders[c.name] = partial(decode, base, c.head, max_new_tokens=new, draft_config=c.draft_config())
     with display.stage(f"decoding {len(suite)} prompts in {len(decoders)} ways"):
         timing = run_interleaved(
             suite,
-            lambda prompt, answers: conversation_ids(base.tokenizer, prompt, answers),
+            lambda prompt, answers: conversation_ids(base.tokenizer, prompt, answers, base.config.chat_template_kwargs),
             decoders,
             None,
             config.seed,

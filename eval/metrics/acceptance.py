@@ -179,6 +179,20 @@ def by_position(results: Results, width: int = 32) -> list[Bin]:
     return _binned(steps, [float(step.position) for step in steps], edges)
 
 
+CONTEXTS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Edges of the bins of ``by_context``."""
+
+
+def by_context(results: Results, prompt_tokens: Sequence[int]) -> list[Bin]:
+    """Acceptance by all tokens before the step, those of its prompt included."""
+    pairs = [
+        (step, float(prompt + step.position))
+        for result, prompt in zip(results, prompt_tokens, strict=True)
+        for step in result.steps
+    ]
+    return _binned([step for step, _ in pairs], [tokens for _, tokens in pairs], [float(edge) for edge in CONTEXTS])
+
+
 def by_entropy(results: Results, bins: int = 5) -> list[Bin]:
     """Acceptance by the target's entropy in nats, in bins of equally many steps.
 

@@ -20,8 +20,8 @@ from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import TreeOrder
 from drafthead.models.decoding.step_log import DecodeResult
 
-AUTOREGRESSIVE = ("transformers", "autoregressive")
-"""Autoregressive decoding: transformers' ``generate``, and our loop."""
+AUTOREGRESSIVE = ("transformers_stock", "transformers", "autoregressive")
+"""Autoregressive decoding: transformers' ``generate`` over its stock modules and over ours, and our loop."""
 METHOD = "speculative"
 """The method that the headline is about, where it ran."""
 
@@ -30,6 +30,8 @@ METHOD = "speculative"
 class RunInfo:
     """What besides the results makes a summary richer; every part may be missing."""
 
+    prompt_tokens: Sequence[int] | None = None
+    """Of each result the length of what was read before its answer."""
     turns: Sequence[int] | None = None
     """Of each result its turn in the conversation, from 0; None: all first."""
     retokenised: speed.Retokenised | None = None
@@ -72,8 +74,8 @@ def summarise(
     Returns:
         "tasks": per task, and "overall": the headline method's numbers, and under "methods" each method's;
         "failed": prompts left out of both, with the reason; "headline": its method's name; "metrics": per method every
-        metric there is; "by_position", "by_entropy": the headline's acceptance in bins; "speedup_breakdown": its
-        speedup over each baseline, term by term; "equality": its rate and the target's type.
+        metric there is; "by_position", "by_context", "by_entropy": the headline's acceptance in bins;
+        "speedup_breakdown": its speedup over each baseline, term by term; "equality": its rate and the target's type.
     """
     info = info or RunInfo()
     methods, baselines = method_names(results), [name for name in AUTOREGRESSIVE if name in results]
@@ -108,6 +110,9 @@ def summarise(
                 name: speed.measure(fastest, runs[name], info.retokenised, answers.questions) for name in methods
             },
             "by_position": acceptance.by_position(runs[headline]),
+            "by_context": acceptance.by_context(runs[headline], [info.prompt_tokens[n] for n in kept])
+            if info.prompt_tokens
+            else [],
             "by_entropy": acceptance.by_entropy(runs[headline]),
             "speedup_breakdown": {name: found and found.to_json() for name, found in breakdowns.items()},
             "equality": equality_rate(answers.equalities.get(headline, []), info.dtype),
@@ -123,14 +128,14 @@ def method_names(names: Mapping[str, object]) -> list[str]:
 
 
 def fastest_autoregressive(group: dict[str, Any]) -> tuple[str, float | None]:
-    """Name and tokens per second of the faster baseline in a group of ``summarise``."""
+    """Name and tokens per second of the fastest baseline in a group of ``summarise``."""
     speeds: dict[str, float | None] = group["autoregressive_tokens_per_second"]
     name = max(speeds, key=lambda baseline: speeds[baseline] or 0.0)
     return name, speeds[name]
 
 
 def speedup_of(group: dict[str, Any], method: str | None = None) -> float | None:
-    """Speedup over the faster baseline, the one to quote, in a group of ``summarise``; None is the headline's."""
+    """Speedup over the fastest baseline, the one to quote, in a group of ``summarise``; None is the headline's."""
     numbers = group if method is None else group["methods"][method]
     value: float | None = numbers["speedup"][f"vs_{fastest_autoregressive(group)[0]}"]
     return value
@@ -156,7 +161,7 @@ def _numbers(answers: _Answers, name: str, fastest: str, info: RunInfo) -> dict[
         "ctar": {str(width): acceptance.ctar(method, width).value for width in acceptance.CTAR_WIDTHS},
         "tokens_per_second": speed.tokens_per_second(method).value,
         "decode_tokens_per_second": speed.decode_tokens_per_second(method).value,
-        # The faster baseline is the honest denominator.
+        # The fastest baseline is the honest denominator.
         "speedup": {f"vs_{n}": found[0] for n, found in speedups.items()} | {"interval_95": speedups[fastest][1:]},
         "spec_bench": compatible and vars(compatible),
     }

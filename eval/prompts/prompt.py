@@ -1,8 +1,8 @@
 """One evaluation prompt, and the token ids of each of its turns."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drafthead.data.text.chat import Message, prompt_ids
 from drafthead.data.utils.errors import UserError
@@ -30,6 +30,11 @@ class EvalPrompt:
         """Number of answers."""
         return 1 + len(self.later_turns)
 
+    @property
+    def user_turns(self) -> tuple[str, ...]:
+        """What the user says, turn by turn; empty for token ids."""
+        return *(m["content"] for m in self.messages if m["role"] == "user"), *self.later_turns
+
     def where(self, turn: int = 0) -> str:
         """What messages call the prompt, or its turn ``turn`` (from 0)."""
         of_many = f", turn {turn + 1} of {self.turns}" if self.turns > 1 else ""
@@ -37,7 +42,10 @@ class EvalPrompt:
 
 
 def conversation_ids(
-    tokenizer: "PreTrainedTokenizerBase", prompt: EvalPrompt, answers: Sequence[Sequence[int]] = ()
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: EvalPrompt,
+    answers: Sequence[Sequence[int]] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of turn ``len(answers)`` of ``prompt``.
 
@@ -61,6 +69,6 @@ def conversation_ids(
     if not messages or not messages[-1]["content"].strip():
         raise UserError(f"{where} is empty; give it some words, or leave it out")
     try:
-        return prompt_ids(tokenizer, messages)
+        return prompt_ids(tokenizer, messages, template_kwargs)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error

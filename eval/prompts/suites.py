@@ -8,6 +8,7 @@ from pathlib import Path
 
 from drafthead.data.embedded import eval_sets
 from drafthead.data.embedded.eval_sets import EvalItem
+from drafthead.data.embedded.training_sets import content_hash
 from drafthead.data.text.chat import user_turn
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.files import read_dataset, read_jsonl
@@ -27,22 +28,26 @@ BUILTIN = (
 
 
 def load_suite(
-    name: str, limit: int | None = None, seed: int = 0, tasks: Sequence[str] | None = None
+    name: str, limit: int | None = None, seed: int = 0, tasks: Sequence[str] | None = None, split: str = "all"
 ) -> list[EvalPrompt]:
     """Load the prompts of a suite, in the suite's own order.
 
     Args:
         name: "spec_bench_like" (480 prompts, six tasks: ``embedded.eval_sets``), "code" (HumanEval, 164), "mt_bench"
-            (80 first turns, task = category), "mt_bench_turns" (the same with both turns), "smoke" (12 of mt_bench,
-            over all 8 categories), "builtin" (6 written prompts, needs no package), the path of a .jsonl file
-            (``files.read_jsonl``), or "hf:NAME[:SPLIT[:COLUMN]]" (``files.read_dataset``).
+            (80 first turns, task = category), "mt_bench_turns" (the same with both turns), "long_context" (passages of
+            1,000 to 6,000 tokens), "smoke" (12 of mt_bench, over all 8 categories), "builtin" (6 written prompts, needs
+            no package), the path of a .jsonl file (``files.read_jsonl``), or "hf:NAME[:SPLIT[:COLUMN]]"
+            (``files.read_dataset``).
         limit: keep this many, spread evenly over the tasks; None keeps all.
         seed: which prompts of a task a ``limit`` keeps.
         tasks: keep these tasks only; None or none keeps all.
+        split: "development" or "reporting", the halves of every task's prompts; "all" is both.
     """
     if limit is not None and limit < 1:
         raise UserError(f"suite.limit must be at least 1, got {limit}; leave it out to use the whole suite")
     prompts = _all(name)
+    if split != "all":
+        prompts = _half(prompts, split)
     if tasks:
         present = list(dict.fromkeys(p.task for p in prompts))
         if unknown := [task for task in tasks if task not in present]:
@@ -85,10 +90,20 @@ _SUITES: dict[str, Callable[[], list[EvalPrompt]]] = {
     "mt_bench": lambda: _prompts(eval_sets.mt_bench(), only_first_turn=True),
     "mt_bench_turns": lambda: _prompts(eval_sets.mt_bench()),
     "spec_bench_like": lambda: _prompts(eval_sets.spec_bench_like()),
+    "long_context": lambda: _prompts(eval_sets.long_context()),
     "code": lambda: _prompts(eval_sets.human_eval()),
     "builtin": lambda: _prompts([EvalItem(task, (text,)) for task, text in BUILTIN]),
 }
 SUITES = tuple(_SUITES)
+
+
+def _half(prompts: Sequence[EvalPrompt], split: str) -> list[EvalPrompt]:
+    """Every second prompt, task by task in the order of the contents' hashes, which does not move with the suite's."""
+    ordered = sorted(prompts, key=lambda p: (p.task, content_hash("\n".join(p.user_turns) or repr(p.input_ids))))
+    kept = ordered[("development", "reporting").index(split) :: 2]
+    if not kept:
+        raise UserError(f"a suite of one prompt has no {split} half; use split=all")
+    return sorted(kept, key=lambda p: p.number)
 
 
 def _spread(prompts: Sequence[EvalPrompt], limit: int, seed: int) -> list[EvalPrompt]:

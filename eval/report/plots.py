@@ -61,6 +61,8 @@ def draw_figures(
         yield "ctar", ctar(overall["ctar"])
     if positions := evaluation.get("by_position"):
         yield "by_position", bins(_merge_bins(positions), "answer tokens before the step", "{:.0f}")
+    if len(contexts := evaluation.get("by_context", [])) > 1:
+        yield "by_context", bins(contexts, "tokens before the step, the prompt's included", "{:.0f}")
     if entropies := evaluation.get("by_entropy"):
         yield "by_entropy", bins(entropies, "entropy in nats", "{:.1f}")
     for name, prefix in TRAINING.items():

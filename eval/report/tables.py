@@ -10,12 +10,18 @@ from rich.table import Table
 from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
 
 DEFINITIONS = (
-    "Speedup: tokens per second of speculative decoding over the faster autoregressive decoding (AR), totals "
+    "Speedup: tokens per second of speculative decoding over the fastest autoregressive decoding (AR), totals "
     "over totals, prefill included, both timed in the same process with the prompts interleaved; the interval is a "
     "bootstrap over prompts. Tau: the mean accepted length, tokens committed per verification, the bonus token of the "
     "base included (autoregressive decoding: 1). Identical: answers equal to autoregressive decoding's, token for "
     "token."
 )
+STOCK_LEFT_OUT = "; stock transformers was not timed (stock_baseline=false)"
+BASELINE_NAMES = {
+    "autoregressive": "our loop",
+    "transformers": "transformers over our modules",
+    "transformers_stock": "stock transformers",
+}
 METHOD_DEFINITIONS = (
     "Spec-Bench: the speedup as that benchmark computes it, the mean over prompts of tokens per second over those of "
     "autoregressive decoding, whose tokens are counted by tokenising its text again. Decode tok/s (small on a page, "
@@ -96,7 +102,7 @@ def method_table(evaluation: dict[str, Any]) -> ResultTable:
     for name, speed in overall["autoregressive_tokens_per_second"].items():
         ratio = None if speed is None or not fastest else speed / fastest
         cells = (number(ratio, "{:.2f}x"), "–", "–", "1.00", number(speed, "{:.1f}"), "–", "–")
-        rows.append((f"autoregressive ({'our loop' if name == 'autoregressive' else name})", *cells))
+        rows.append((f"autoregressive ({BASELINE_NAMES.get(name, name)})", *cells))
     return ResultTable("Methods, over all prompts", columns, rows, has_total=False)
 
 
@@ -138,15 +144,20 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
     """What the tables have no room for: speeds, acceptance by draft position, accuracy of the heads, equality."""
     overall = evaluation["overall"]
     speeds = [
-        f"{number(speed, '{:.1f}')} ({'our loop' if name == 'autoregressive' else name})"
+        f"{number(speed, '{:.1f}')} ({BASELINE_NAMES.get(name, name)})"
         for name, speed in sorted(overall["autoregressive_tokens_per_second"].items())
     ]
     lines = [
-        f"tokens/s: speculative {number(overall['tokens_per_second'], '{:.1f}')}, autoregressive "
-        f"{' and '.join(speeds)}",
+        f"tokens/s: speculative {number(overall['tokens_per_second'], '{:.1f}')}, autoregressive {', '.join(speeds)}"
+        + ("" if "transformers_stock" in overall["autoregressive_tokens_per_second"] else STOCK_LEFT_OUT),
         f"mean accepted length (tau, with the bonus token): {number(overall['mean_accepted_length'])}; accepted by "
         f"draft position, given the one before: {' '.join(number(value) for value in overall['acceptance_per_depth'])}",
     ]
+    if predicted := evaluation.get("predicted"):
+        lines.append(
+            f"predicted on answers to the suite's development half: tau "
+            f"{number(predicted['mean_accepted_length'])}, {number(predicted['speedup'], '{:.2f}x')}"
+        )
     held_out = [row for row in training_log or [] if row.get("held_out_accept_1") is not None]
     if held_out:
         depth = sum(key.startswith("held_out_accept_") for key in held_out[-1])

@@ -104,9 +104,10 @@ class Method(NamedTuple):
 
 
 def methods(base: BaseModel, drafter: Drafter, draft_config: DraftConfig, config: EvalConfig) -> dict[str, Method]:
-    """Both kinds of autoregressive decoding, ``drafter`` and the config's baselines, by the summary's names."""
+    """All kinds of autoregressive decoding, ``drafter`` and the config's baselines, by the summary's names."""
     exact = replace(config, rule=EXACT)
     found = {
+        **({"transformers_stock": _generated(base, config, model=base.stock())} if config.stock_baseline else {}),
         "transformers": _generated(base, config),
         "autoregressive": _decoded(base, None, None, exact),
         "speculative": _decoded(base, drafter, draft_config, config),

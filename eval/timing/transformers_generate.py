@@ -1,4 +1,4 @@
-"""transformers' own ``generate`` over the same modules: the other baseline, and its own speculative methods."""
+"""transformers' own ``generate``: the other baselines, over our modules and stock ones, and its speculative methods."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,9 +38,10 @@ def transformers_generate(
     max_new_tokens: int,
     sampler: Sampler | None = None,
     seed: int = 0,
+    model: Any = None,
     **speculation: Any,
 ) -> DecodeResult:
-    """``generate`` of transformers over the base's (prepacked) modules, by default greedy.
+    """``generate`` of transformers over the base's (prepacked) modules or over another ``model``, by default greedy.
 
     ``speculation`` makes it speculative: ``prompt_lookup_num_tokens=10``, ``assistant_model=...``. What such a method
     drafted is not known, only what was accepted: its steps have depth 0, and rates of acceptance are left out. What its
@@ -48,12 +49,13 @@ def transformers_generate(
     """
     inputs = torch.tensor([ids], device=base.device)
     clock = _StepClock()
-    with _generation_config(base, _settings(base, max_new_tokens, sampler or Sampler())):
+    model = base.model if model is None else model
+    with _generation_config(model, _settings(base, max_new_tokens, sampler or Sampler())):
         if sampler is not None and not sampler.greedy:
             torch.manual_seed(seed)
         started = perf_counter()
         try:
-            output = base.model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=clock, **speculation)
+            output = model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=clock, **speculation)
         except (ValueError, RuntimeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f"transformers' generate with {sorted(speculation)} failed: {reason}") from error
@@ -88,11 +90,11 @@ def _settings(base: BaseModel, max_new_tokens: int, sampler: Sampler) -> Generat
 
 
 @contextmanager
-def _generation_config(base: BaseModel, config: GenerationConfig) -> Iterator[None]:
+def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
     """Exactly these settings: what a call leaves out would come from the model's own, such as a repetition penalty."""
-    own = base.model.generation_config
-    base.model.generation_config = config
+    own = model.generation_config
+    model.generation_config = config
     try:
         yield
     finally:
-        base.model.generation_config = own
+        model.generation_config = own

@@ -35,6 +35,8 @@ class CostModel:
     """o: everything else in a step."""
     context: int
     """Tokens already in the cache."""
+    prefill: float = 0.0
+    """Reading so many tokens of a prompt; 0: not measured."""
     draft_by_depth: list[float] | None = None
     """Seconds to draft a chain d deep, at index d; None: ``draft`` whatever the depth, as for heads that draft all
     positions in one pass."""
@@ -65,6 +67,13 @@ class CostModel:
         """Expected speedup over autoregressive decoding of steps that commit ``tokens`` with such a tree."""
         return tokens * self.step(1, 0) / self.step(nodes, depth)
 
+    def answer_speedup(self, tokens: float, nodes: float, depth: int, length: float) -> float:
+        """The same of whole answers of ``length`` tokens, whose prompts no draft makes faster to read."""
+        autoregressive, speculative = (
+            length * seconds for seconds in (self.step(1, 0), self.step(nodes, depth) / tokens)
+        )
+        return (self.prefill + autoregressive) / (self.prefill + speculative)
+
     def to_json(self) -> dict[str, object]:
         """Plain values, for ``eval.json`` and ``from_json``."""
         return asdict(self)
@@ -81,6 +90,8 @@ def measure_costs(
 ) -> CostModel:
     """Time every part of a step on random tokens after ``context`` tokens (timing does not depend on the ids).
 
+    Repeats are interleaved, and a smaller tree is never dearer than a larger one: what the medians say against that is
+    noise, which isotonic regression averages out.
     A base that reads less than twice ``context`` is timed after half of what it reads, and only trees that fit into
     the other half are: larger ones are extrapolated.
     """
@@ -102,6 +113,7 @@ def measure_costs(
         **{("verify", n): partial(_verify, base, ids[:, :n], cache, drafter) for n in sizes},
         **{("draft", d): partial(drafter.draft, state, ids[:, -1], config) for d, config in plans.items()},
         ("tree", 0): partial(drafter.draft, state, ids[:, -1], whole),
+        ("prefill", 0): partial(_prefill, base, ids),
     }
     times: dict[tuple[str, int], list[float]] = {part: [] for part in parts}
     for repeat in range(repeats + 2):
@@ -112,12 +124,28 @@ def measure_costs(
     new = min(24, base.max_context - context)
     result = decode(base, drafter, ids[0].tolist(), max_new_tokens=new, draft_config=whole, ignore_eos=True)
     return CostModel(
-        verify={n: median(times["verify", n]) for n in sizes},
+        verify=dict(zip(sizes, _increasing([median(times["verify", n]) for n in sizes]), strict=True)),
         draft=median(times["tree", 0]),
         overhead=median(s.total_s - s.draft_s - s.verify_s for s in result.steps),
         context=context,
+        prefill=median(times["prefill", 0]),
         draft_by_depth=[0.0, *(median(times["draft", d]) for d in depths)] if depths else None,
     )
+
+
+def _increasing(values: Sequence[float]) -> list[float]:
+    """The closest sequence, by squares, that never falls: neighbours that do are pooled to their mean."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (above, m), (below, n) = pools[-2:]
+            pools[-2:] = [((above * m + below * n) / (m + n), m + n)]
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+def _prefill(base: BaseModel, ids: torch.Tensor) -> torch.Tensor:
+    return base.logits(base.forward(ids, base.new_cache(ids.shape[1])).final[:, -1])
 
 
 def _verify(base: BaseModel, ids: torch.Tensor, cache: KVCache, drafter: Drafter) -> torch.Tensor:

@@ -21,9 +21,11 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite
+from drafthead.eval.trees.calibrate import answer_ranks
 from drafthead.eval.trees.simulate import (
     AcceptProbs,
     LengthProbs,
+    Ranks,
     SimulatedAcceptance,
     block_accept_probs,
     candidate_accept_probs,
@@ -38,6 +40,7 @@ from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampli
 from drafthead.models.decoding.corpus import generate_answers
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.token_tree import TokenTree
 
 EXACT = AcceptanceRule()
@@ -45,7 +48,7 @@ MAX_VALUES = 1 << 23
 """Most probabilities held at a time (per tensor; float64 takes 8 bytes each)."""
 IMPOSSIBLE_SHARE, Z_LIMIT, NATS_LIMIT = 0.02, 6.0, 0.1
 """Texts are refused when more than this share of tokens is impossible, or their surprisal is off by so much."""
-BATCH_SIZE = 8
+BATCH_SIZE = 32
 
 
 class Text(NamedTuple):
@@ -63,11 +66,21 @@ class Text(NamedTuple):
 
 
 def base_answers(
-    base: BaseModel, *, suite: str, limit: int | None, max_new_tokens: int, temperature: float = 0.0, seed: int = 0
+    base: BaseModel,
+    *,
+    suite: str,
+    limit: int | None,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    split: str = "all",
 ) -> list[Text]:
     """The base's own answers to a suite's first turns; prompts that do not fit the context are left out."""
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    prompts = [(p.number, conversation_ids(base.tokenizer, p)) for p in load_suite(suite, limit, seed)]
+    prompts = [
+        (p.number, conversation_ids(base.tokenizer, p, template_kwargs=base.config.chat_template_kwargs))
+        for p in load_suite(suite, limit, seed, split=split)
+    ]
     lengths = [len(ids) for _, ids in prompts if len(ids) <= base.max_context - max_new_tokens]
     if not lengths:
         raise UserError(
@@ -138,16 +151,23 @@ def positions(
 
 def read_hidden_states(base: BaseModel, drafter: Drafter, texts: Sequence[Text]) -> list[HiddenStates]:
     """Per text the base's hidden states [1, T, D], read in one pass."""
+    return [base.hidden_states(as_batch(text).to(base.device), drafter.spec) for text in texts]
+
+
+def as_batch(text: Text) -> TrainBatch:
+    """A text as a packed row of one document."""
+    ids, places = torch.tensor([text.ids]), torch.arange(len(text.ids))[None]
+    return TrainBatch(
+        input_ids=ids, position_ids=places, document_ids=torch.zeros_like(ids), loss_mask=places >= text.boundary
+    )
+
+
+def text_ranks(head: DraftHead, texts: Sequence[Text]) -> list[Ranks]:
+    """Per text the ranks [T, K] of its answer's tokens among the head's drafts, wherever a step may start."""
     found = []
     for text in texts:
-        ids = torch.tensor([text.ids])
-        batch = TrainBatch(
-            input_ids=ids,
-            position_ids=torch.arange(ids.shape[1])[None],
-            document_ids=torch.zeros_like(ids),
-            loss_mask=torch.ones_like(ids, dtype=torch.bool),
-        )
-        found.append(base.hidden_states(batch.to(base.device), drafter.spec))
+        batch = as_batch(text).to(head.base.device)
+        found += answer_ranks(head, batch, head.base.hidden_states(batch, head.spec))
     return found
 
 

@@ -3,7 +3,8 @@
 Shape legend: B batch, T time, N tree nodes, D width, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
+from drafthead.data.text.chat import Message, prompt_ids
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base import adapter
 from drafthead.models.base.config import BaseConfig, check_architecture, load_weights
@@ -19,8 +21,9 @@ from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache, TreeMasks
 from drafthead.models.cache.static_cache import StaticKVCache, StaticModel, chain_shape
 from drafthead.models.kernels import attention
+from drafthead.models.kernels.choice import choose_kernels, worth_measuring
 from drafthead.models.kernels.fused import fuse_modules
-from drafthead.models.kernels.linear import prepack_linears
+from drafthead.models.kernels.linear import MEASURED_ROWS, KernelTable, prepack_linears
 from drafthead.models.token_tree import TreeShape
 
 
@@ -38,6 +41,8 @@ class PartialForward:
 
 
 NO_LAYERS = HiddenStatesSpec()
+TRIAL_CONTEXT = 200
+"""Tokens in the cache when kernels are timed."""
 
 
 class BaseModel:
@@ -69,13 +74,20 @@ class BaseModel:
         self.cache_shape = CacheShape(
             layers=self.num_layers, heads=kv_heads, head_dim=head_dim, dtype=self.dtype, device=self.device
         )
+        self._wrapped_attention: str | None = None
         self._tree_masks = TreeMasks()
         self._last_layers: dict[int, Any] = {}
         self.uses_graphs = config.graphs == "always" or (config.graphs == "auto" and self.device.type == "cuda")
         self._static: StaticModel | None = None
+        measured = config.kernels == "auto" and worth_measuring(self.model)
+        self.kernels = KernelTable() if config.prepack and measured else None
+        """Which kernel multiplies how many rows, where that is measured."""
         # Only the layers: other code may read the final norm's weight.
-        self.prepacked = fuse_modules(self.model.model.layers) + prepack_linears(self.model) if config.prepack else 0
+        fused = fuse_modules(self.model.model.layers, table=self.kernels) if config.prepack else 0
+        self.prepacked = fused + (prepack_linears(self.model, table=self.kernels) if config.prepack else 0)
         self._lm_head = self.model.get_output_embeddings()
+        if self.kernels is not None:
+            self._choose_kernels(self.kernels)
         if not counted:
             self._check_logits()
 
@@ -95,9 +107,34 @@ class BaseModel:
     @classmethod
     def wrap(cls, model: Any, tokenizer: Any) -> "BaseModel":
         """A model that is loaded already. It is frozen and given our attention, and otherwise left as it is."""
+        stock = model.config._attn_implementation
         model.set_attn_implementation(attention.register())
-        config = BaseConfig(name=model.config.name_or_path, prepack=False)
-        return cls(model, tokenizer, config)
+        wrapped = cls(model, tokenizer, BaseConfig(name=model.config.name_or_path, prepack=False))
+        wrapped._wrapped_attention = stock
+        return wrapped
+
+    def _choose_kernels(self, table: KernelTable) -> None:
+        context = min(TRIAL_CONTEXT, self.max_context // 2)
+        cache = self.new_cache(context + max(MEASURED_ROWS))
+        tokens = torch.zeros(1, context, dtype=torch.long, device=self.device)
+        self.forward(tokens, cache)
+
+        def verify(rows: int) -> None:
+            self.verify_logits(tokens[:, :rows], chain_shape(rows), cache)
+            cache.crop()
+
+        choose_kernels(table, self.model, verify, (self.model.config.model_type, self.cache_shape, self.hidden_size))
+
+    def stock(self) -> Any:
+        """Another copy of the model, as transformers loads it: its modules and its attention are the stock ones."""
+        if self._wrapped_attention is not None:
+            model = deepcopy(self.model)
+            model.set_attn_implementation(self._wrapped_attention)
+            return model
+        model, _ = load_weights(self.config, self.device, lambda line: None, own_attention=True)
+        if self.config.adapter is not None:
+            model = adapter.merge(llama_like(model), self.config.adapter)
+        return model.eval().requires_grad_(False)
 
     def _check_logits(self) -> None:
         """Refuse a model that scales or shifts its logits in a way that is not known here."""
@@ -138,6 +175,10 @@ class BaseModel:
         configured = self.model.generation_config.eos_token_id
         ids = configured if isinstance(configured, list) else [configured]
         return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of ``messages`` and of the start of the answer, by the chat template and its settings."""
+        return prompt_ids(self.tokenizer, messages, self.config.chat_template_kwargs)
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for one row."""

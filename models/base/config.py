@@ -26,6 +26,7 @@ from drafthead.models.kernels import attention
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GRAPHS = ("auto", "always", "never")
+KERNELS = ("auto", "packed")
 SAVED_KEYS = ("name", "revision", "gguf_file", "tokenizer", "max_context", "random", "seed", "shape", "dtype")
 """Settings by which a saved head finds its base again."""
 ADAPTER = "adapter"
@@ -55,6 +56,9 @@ class BaseConfig:
     """Positions to allow; None: the model's own limit. Sliding-window models need one within the window."""
     prepack: bool = True
     """Prepack the linear layers for skinny products on a CPU (models/kernels/linear.py)."""
+    kernels: str = "auto"
+    """How a CPU multiplies one to eight rows: ``auto`` takes what is fastest there, measured once for a base and a
+    machine; ``packed`` measures nothing."""
     graphs: str = "auto"
     """Passes of fixed shapes, replayed as CUDA graphs: ``auto`` does so on a GPU, ``never`` runs every pass eagerly in
     the shape it has, ``always`` fixes the shapes on a CPU too (slower: for tests)."""
@@ -67,12 +71,14 @@ class BaseConfig:
     """Transformers config of the base (``model_type`` and sizes): ``mode=estimate`` and ``random`` work offline."""
     tokenizer: str | None = None
     """Another tokenizer than the base's: a hub id, a folder, or ``builtin:tiny`` (byte level, offline)."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as ``{enable_thinking: false}``: in corpora, suites and answers alike."""
     adapter: str | None = None
     """A folder that peft saved (safetensors), merged into the weights at load. The base then is another one: corpora
     and heads of the original base do not fit it."""
 
     def __post_init__(self) -> None:
-        for key, known in (("dtype", DTYPES), ("graphs", GRAPHS)):
+        for key, known in (("dtype", DTYPES), ("graphs", GRAPHS), ("kernels", KERNELS)):
             if getattr(self, key) not in known:
                 raise ValueError(f"base.{key} must be one of {list(known)}, got {getattr(self, key)!r}")
         if self.max_context is not None and self.max_context < 16:
@@ -84,8 +90,9 @@ class BaseConfig:
         """The settings by which a saved head finds this base again. Nothing about device or speed."""
         only_random = () if self.random else ("random", "seed", "shape", "dtype")
         found = {key: getattr(self, key) for key in SAVED_KEYS if key not in only_random}
-        # Only where there is one: manifests of corpora without an adapter have no such key.
-        return found if self.adapter is None else {**found, "adapter": self.adapter}
+        # Only where they are set: manifests of older corpora have no such keys.
+        later = {"adapter": self.adapter, "chat_template_kwargs": self.chat_template_kwargs}
+        return found | {key: value for key, value in later.items() if value}
 
     def transformers_config(self) -> PreTrainedConfig:
         """The transformers config, from ``shape`` when given (no network), else from ``name``."""
@@ -181,17 +188,18 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
 
 
 def load_weights(
-    config: BaseConfig, device: torch.device, progress: Callable[[str], None]
+    config: BaseConfig, device: torch.device, progress: Callable[[str], None], own_attention: bool = False
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The stock model that ``config`` names, with our attention, on ``device``, and its tokenizer.
+    """The stock model that ``config`` names, on ``device``, and its tokenizer.
 
-    The adapter is not merged here; ``progress`` gets a line about slow first-time work.
+    With our attention, or with the model's own default. The adapter is not merged here; ``progress`` gets a line about
+    slow first-time work.
     """
     automatic = "float32" if device.type == "cpu" else "bfloat16"
     dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.register()}
+    how: dict[str, Any] = {"dtype": dtype} | ({} if own_attention else {"attn_implementation": attention.register()})
     if config.random:
         settings = config.transformers_config()
         check_architecture(settings, config.max_context)

@@ -117,8 +117,9 @@ class BuiltInBackend:
     def shards(
         self, prompts: Sequence[Prompt], done: Collection[int], group: RankGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Generation]]]:
-        """This process's blocks, dealt in turn."""
+        """This process's blocks, dealt in turn; prompts of like length together, for a batch attends to its longest."""
         size = BATCHES_PER_BLOCK * self.batch_size
+        prompts = sorted(prompts, key=lambda prompt: -len(prompt[1]))
         blocks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         missing = [[prompt for prompt in block if prompt[0] not in done] for block in blocks]
         for place, block in group.share(list(enumerate(block for block in missing if block))):
@@ -129,7 +130,7 @@ class BuiltInBackend:
                 self.sampler,
                 batch_size=self.batch_size,
                 keep_hidden_states=self.keep_hidden_states,
-                max_prompt_tokens=self.max_prompt_tokens,
+                max_prompt_tokens=min(self.max_prompt_tokens, max(len(ids) for _, ids in block)),
             ):
                 answers.append(answer)
                 on_done()
@@ -149,7 +150,7 @@ def greedy_match_rate(base: BaseModel, answers: Iterable[Generation]) -> float:
     """
     agreed = tokens = 0
     for answer in answers:
-        ids = torch.from_numpy(answer.input_ids).long().to(base.device)
+        ids = torch.tensor(answer.input_ids, dtype=torch.long, device=base.device)
         hidden = base.forward(ids[None, :-1], base.new_cache(len(ids) - 1)).final[0, answer.boundary - 1 :]
         agreed += int((base.logits(hidden).argmax(-1) == ids[answer.boundary :]).sum())
         tokens += len(ids) - answer.boundary
@@ -201,6 +202,8 @@ def _user_opening(base: BaseModel) -> list[int]:
     """Token ids of the chat template up to where the user's words begin."""
     if not base.tokenizer.chat_template:
         raise UserError(f"{base.name} has no chat template, so it cannot write prompts; name prompt sources instead")
-    text = base.tokenizer.apply_chat_template([{"role": "user", "content": MARKER}], tokenize=False)
+    text = base.tokenizer.apply_chat_template(
+        [{"role": "user", "content": MARKER}], tokenize=False, **base.config.chat_template_kwargs
+    )
     ids: list[int] = base.tokenizer(text.split(MARKER)[0], add_special_tokens=False).input_ids
     return ids

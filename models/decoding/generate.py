@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from drafthead.data.text.chat import prompt_ids
+from drafthead.data.text.chat import user_turn
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.contract import DraftConfig, Drafter
@@ -51,7 +51,7 @@ def generate(
         on_tokens: called with tokens as soon as they are final.
     """
     if isinstance(prompt, str):
-        ids = prompt_ids(base.tokenizer, [{"role": "user", "content": prompt}])
+        ids = base.prompt_ids(user_turn(prompt))
     else:
         ids = prompt.flatten().tolist() if isinstance(prompt, Tensor) else list(prompt)
     log = decode(

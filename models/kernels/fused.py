@@ -20,7 +20,15 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Q
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
 
 from drafthead.models.kernels import attention
-from drafthead.models.kernels.linear import PrepackedLinear, can_prepack, is_skinny, joined_linear, pad_rows
+from drafthead.models.kernels.linear import (
+    Kernel,
+    KernelTable,
+    PrepackedLinear,
+    can_prepack,
+    is_skinny,
+    joined_linear,
+    pad_rows,
+)
 
 ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention, GemmaAttention)
 MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP, GemmaMLP)
@@ -58,17 +66,17 @@ class FusedRMSNorm(nn.Module):
 class FusedMLP(nn.Module):
     """``down(act(gate(x)) * up(x))`` with gate and up as one product; packed where that is possible."""
 
-    def __init__(self, mlp: Any, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, mlp: Any, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> None:
         """Copy ``mlp``, its weights as ``dtype``; by default as they are."""
         super().__init__()
-        self._gate_up = joined_linear([mlp.gate_proj, mlp.up_proj], dtype)
-        self._down = joined_linear([mlp.down_proj], dtype)
+        self._gate_up = joined_linear([mlp.gate_proj, mlp.up_proj], dtype, table)
+        self._down = joined_linear([mlp.down_proj], dtype, table)
         self._act = mlp.act_fn
-        self._packed = isinstance(self._gate_up, PrepackedLinear)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        if self._packed and is_skinny(x):
+        joined, rows = self._gate_up, x.numel() // x.shape[-1]
+        if isinstance(joined, PrepackedLinear) and joined.kernel(rows) is Kernel.PADDED and is_skinny(x):
             # Once for both products.
             return self.forward(pad_rows(x)).narrow(-2, 0, x.shape[-2])
         gate, up = self._gate_up(x).chunk(2, -1)
@@ -79,7 +87,7 @@ class FusedMLP(nn.Module):
 class FusedAttention(nn.Module):
     """Grouped-query attention with queries, keys and values as one product, and queries and keys rotated together."""
 
-    def __init__(self, stock: Any, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, stock: Any, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> None:
         """Copy ``stock``, its weights as ``dtype``; by default as they are."""
         super().__init__()
         self.layer_idx: int = stock.layer_idx
@@ -87,8 +95,8 @@ class FusedAttention(nn.Module):
         self.head_dim: int = stock.head_dim
         self._queries = stock.q_proj.out_features // self.head_dim
         self._rotated = self._queries + stock.k_proj.out_features // self.head_dim
-        self._qkv = joined_linear([stock.q_proj, stock.k_proj, stock.v_proj], dtype)
-        self._out = joined_linear([stock.o_proj], dtype)
+        self._qkv = joined_linear([stock.q_proj, stock.k_proj, stock.v_proj], dtype, table)
+        self._out = joined_linear([stock.o_proj], dtype, table)
         self._normed = hasattr(stock, "q_norm")
         if self._normed:
             self.q_norm, self.k_norm = FusedRMSNorm(stock.q_norm), FusedRMSNorm(stock.k_norm)
@@ -136,7 +144,7 @@ def _can_join(module: nn.Module, *names: str) -> bool:
     return plain and len({child.bias is None for child in children}) == 1
 
 
-def _fused(stock: Any, dtype: torch.dtype | None) -> nn.Module | None:
+def _fused(stock: Any, dtype: torch.dtype | None, table: KernelTable | None) -> nn.Module | None:
     """The fused equivalent of one stock module, or None where there is none.
 
     Exact classes only: a subclass may compute something else.
@@ -144,7 +152,7 @@ def _fused(stock: Any, dtype: torch.dtype | None) -> nn.Module | None:
     if type(stock) in NORMS and stock.weight.device.type == "cpu" and stock.weight.dtype == torch.float32:
         return FusedRMSNorm(stock)
     if type(stock) in MLPS and _can_join(stock, "gate_proj", "up_proj") and _can_join(stock, "down_proj"):
-        return FusedMLP(stock, dtype)
+        return FusedMLP(stock, dtype, table)
     if (
         type(stock) in ATTENTIONS
         and stock.is_causal
@@ -152,11 +160,11 @@ def _fused(stock: Any, dtype: torch.dtype | None) -> nn.Module | None:
         and _can_join(stock, "q_proj", "k_proj", "v_proj")
         and _can_join(stock, "o_proj")
     ):
-        return FusedAttention(stock, dtype)
+        return FusedAttention(stock, dtype, table)
     return None
 
 
-def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None) -> int:
+def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> int:
     """Replace stock attention, MLP and norm modules below ``module`` by fused ones, in place.
 
     What has no equivalent here is left for ``prepack_linears``. The original weights are released. ``dtype``: of the
@@ -164,9 +172,9 @@ def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None) -> int:
     """
     replaced = 0
     for name, child in list(module.named_children()):
-        fused = _fused(child, dtype)
+        fused = _fused(child, dtype, table)
         if fused is None:
-            replaced += fuse_modules(child, dtype)
+            replaced += fuse_modules(child, dtype, table)
         else:
             replaced += sum(type(part) is nn.Linear for part in child.children())
             setattr(module, name, fused)

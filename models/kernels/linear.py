@@ -2,7 +2,8 @@
 
 Decoding and verifying multiply 1 to 64 rows by every weight of the base, so they should cost one read of the
 weights. ``F.linear`` picks a general GEMM there and pays about 1.7 times that from two rows on; oneDNN with
-weights reordered once into its blocked layout does not (``benchmarks/decode.py`` measures both).
+weights reordered once into its blocked layout does not. Which is faster for one to eight rows depends on the CPU, so a
+base measures it at load (``choice.py``).
 """
 
 import ctypes
@@ -10,6 +11,7 @@ import mmap
 import sys
 from collections.abc import Callable
 from copy import copy
+from enum import StrEnum
 from typing import Any, Self
 
 import torch
@@ -46,6 +48,38 @@ MADV_COLLAPSE = 25
 """Linux 6.1's advice to gather pages into huge ones now; the mmap module does not name it."""
 
 
+class Kernel(StrEnum):
+    """How a few rows are multiplied by a weight."""
+
+    PLAIN = "plain"
+    """``F.linear`` over the weight as it was loaded."""
+    PACKED = "packed"
+    """oneDNN over the blocked copy."""
+    PADDED = "padded"
+    """The same with one or two rows repeated up to ``FULL_ROWS``."""
+
+
+MEASURED_ROWS = (1, 2, 4, 8)
+"""Numbers of rows for which kernels are compared; a number between takes the choice of the next larger one."""
+
+
+class KernelTable:
+    """The kernel for each small number of rows, shared by the layers of a base, and how it was found."""
+
+    def __init__(self) -> None:
+        self.by_rows: dict[int, Kernel] = {n: Kernel.PADDED if n <= 2 else Kernel.PACKED for n in MEASURED_ROWS}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{n} {kernel.value}" for n, kernel in self.by_rows.items())
+
+    def kernel(self, rows: int) -> Kernel:
+        """The kernel for so many rows; above the measured numbers the packed one."""
+        return next((kernel for n, kernel in self.by_rows.items() if rows <= n), Kernel.PACKED)
+
+
+DEFAULT_TABLE = KernelTable()
+
+
 def pad_rows(x: Tensor) -> Tensor:
     """[..., T, in] of one or two rows in all, repeated along T to ``FULL_ROWS``; the caller drops the copies."""
     return torch.cat((x,) * (FULL_ROWS * x.shape[-1] // x.numel()), -2)
@@ -59,10 +93,21 @@ def is_skinny(x: Tensor) -> bool:
 class PrepackedLinear(nn.Module):
     """Inference-only CPU linear layer over oneDNN's blocked weight layout. No gradient passes through."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
-        """Pack float32 weights as ``dtype``: float32, or bfloat16, which rounds inputs and outputs too."""
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype = torch.float32,
+        table: KernelTable | None = None,
+    ) -> None:
+        """Pack float32 weights as ``dtype``: float32, or bfloat16, which rounds inputs and outputs too.
+
+        With a ``table`` the weight is kept as it is besides, until ``drop_plain``.
+        """
         super().__init__()
         self._dtype = dtype
+        self._table = table or DEFAULT_TABLE
+        self._weight = None if table is None else weight.detach()
         self.out_features, self.in_features = weight.shape
         # Not buffers: an opaque oneDNN tensor cannot be saved, moved or cast.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), ROWS_HINT)
@@ -73,10 +118,23 @@ class PrepackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``: [..., in] -> [..., out], float32."""
-        if self._pads and is_skinny(x):
+        kernel = self.kernel(x.numel() // x.shape[-1])
+        if kernel is Kernel.PLAIN:
+            return F.linear(x, self._weight, self._bias)  # type: ignore[arg-type]
+        if kernel is Kernel.PADDED and is_skinny(x):
             return self.forward(pad_rows(x)).narrow(-2, 0, x.shape[-2])
         product: Tensor = self._product(x.to(self._dtype), self._packed, self._bias, "none", [], "")
         return product.to(x.dtype)
+
+    def kernel(self, rows: int) -> Kernel:
+        """How so many rows are multiplied."""
+        kernel = self._table.kernel(rows)
+        missing = kernel is Kernel.PLAIN and self._weight is None
+        return Kernel.PACKED if missing or (kernel is Kernel.PADDED and not self._pads) else kernel
+
+    def drop_plain(self) -> None:
+        """Release the weight as it was loaded."""
+        self._weight = None
 
 
 def _use_huge_pages(address: int, size: int) -> None:
@@ -116,14 +174,16 @@ class PlainLinear(nn.Module):
         return F.linear(x.to(self._weight.dtype), self._weight, self._bias).to(x.dtype)
 
 
-def inference_linear(weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+def inference_linear(
+    weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, table: KernelTable | None = None
+) -> nn.Module:
     """A layer with this weight ([out, in]), packed for few rows where that is possible; it gets no gradient.
 
-    ``dtype``: to compute in; by default the weight's own.
+    ``dtype``: to compute in; by default the weight's own. ``table``: which kernel for how many rows.
     """
     dtype = dtype or weight.dtype
     if can_prepack(weight) and (dtype == torch.float32 or _packs_bfloat16()):
-        return PrepackedLinear(weight, bias, dtype)
+        return PrepackedLinear(weight, bias, dtype, table)
     return PlainLinear(weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
 
 
@@ -131,13 +191,15 @@ def _packs_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def joined_linear(linears: list[nn.Linear], dtype: torch.dtype | None = None) -> nn.Module:
+def joined_linear(
+    linears: list[nn.Linear], dtype: torch.dtype | None = None, table: KernelTable | None = None
+) -> nn.Module:
     """``inference_linear`` with the outputs of ``linears`` side by side; they share their input, and bias or none."""
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-    return inference_linear(torch.cat([linear.weight for linear in linears]), bias, dtype)
+    return inference_linear(torch.cat([linear.weight for linear in linears]), bias, dtype, table)
 
 
-def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None) -> int:
+def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> int:
     """Replace every ``nn.Linear`` below ``module`` by its prepacked form, in place; returns how many.
 
     ``dtype``: to compute in; by default float32, as the weights are. The original weights are released unless something
@@ -146,10 +208,10 @@ def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None) -> int:
     replaced = 0
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear and can_prepack(child.weight):
-            setattr(module, name, inference_linear(child.weight, child.bias, dtype))
+            setattr(module, name, inference_linear(child.weight, child.bias, dtype, table))
             replaced += 1
         else:
-            replaced += prepack_linears(child, dtype)
+            replaced += prepack_linears(child, dtype, table)
     return replaced
 
 

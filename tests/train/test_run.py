@@ -15,8 +15,9 @@ from drafthead.eval.timing import methods
 from drafthead.models.heads.medusa import MedusaHead
 from drafthead.train import pipeline
 from drafthead.train.config import RunConfig, preflight
+from drafthead.train.outlook import Outlook
 from drafthead.train.pipeline import run_pipeline
-from support import composed
+from support import TinyBase, composed
 
 ROOT = Path(__file__).parent.parent.parent
 MEDUSA_ONLY = ("num_layers", "reads_last_token")
@@ -238,3 +239,18 @@ def test_each_stage_runs_alone(tmp_path: Path) -> None:
         train(tmp_path, "stages=[trein]")
     with pytest.raises(UserError, match=r"push must be true for stages=\[push\], got False"):
         train(tmp_path, "stages=[push]")
+
+
+def test_a_run_says_first_what_it_will_do(tmp_path: Path, tiny_base: TinyBase) -> None:
+    """Every stage that takes time, with its size; more work takes longer."""
+
+    def rows(*overrides: str) -> dict[str, tuple[str, float]]:
+        run, _ = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny", *overrides)
+        return {stage: (what, seconds) for stage, what, seconds in Outlook(run, tiny_base(), 1).rows()}
+
+    found = rows()
+    assert list(found) == ["corpora", "phase pretrain", "phase distill", "tree", "evaluate"]
+    assert "24 prompts" in found["corpora"][0] and "10 steps on text" in found["phase pretrain"][0]
+    assert "3 answers of 24 tokens (builtin), each by 4 methods" in found["evaluate"][0]
+    assert rows("phases.distill.steps=1000")["phase distill"][1] > 10 * found["phase distill"][1]
+    assert list(rows("stages=[tree]")) == ["tree"]

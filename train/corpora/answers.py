@@ -5,10 +5,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from drafthead.data.answers.backend import Backend, Prompt, RankGroup
 from drafthead.data.answers.store import GenerationStore
 from drafthead.data.embedded import training_sets
-from drafthead.data.text.chat import Message, prompt_ids
+from drafthead.data.text.chat import Message, num_turns, turns_of, user_turn
 from drafthead.data.text.sources import load_prompts
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import (
@@ -20,6 +23,8 @@ from drafthead.data.utils.files import (
     write_checksummed_json,
     write_json,
 )
+from drafthead.eval.prompts.near_duplicates import NearDuplicates
+from drafthead.eval.prompts.suites import load_suite
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import BuiltInBackend, greedy_match_rate, self_prompted_prompts
 from drafthead.train.config import COMPLETE, GenerationsConfig
@@ -30,6 +35,8 @@ Log = Callable[[str], None]
 """Receives lines for the user."""
 PROMPTS = "prompts.json"
 PROBES = 4
+TURN_STRIDE = 10**9
+"""Between the numbers of a conversation's answers: the first one's, plus so much for each turn after it."""
 
 
 def backend_of(base: BaseModel, config: GenerationsConfig, log: Log) -> Backend:
@@ -81,10 +88,12 @@ class AnswerGenerator:
             if first:
                 self._prepare()
             self.group.wait()
-            prompts, store = self._prompts(), self._open()
-            self.group.wait()  # all have opened the same shards before the first one writes
-            self._answer(prompts, store)
-            self.group.wait()
+            for turn in range(max(map(num_turns, self._messages()))):
+                store = self._open()
+                prompts = self._prompts(turn, store)
+                self.group.wait()  # all have opened the same shards before the first one writes
+                self._answer(prompts, store)
+                self.group.wait()
             if first:
                 self._close()
         return self._open()
@@ -115,7 +124,7 @@ class AnswerGenerator:
         new = not (self.folder / PROMPTS).exists()
         if new:  # before the base writes prompts
             self.backend.check(self._probes())
-        missing = [prompt for prompt in self._prompts() if prompt[0] not in store.done]
+        missing = self._missing(store)
         if not missing:
             return
         if not new:
@@ -131,7 +140,7 @@ class AnswerGenerator:
 
     def _probes(self) -> list[Prompt]:
         texts = list(training_sets.prompts("tiny"))[:PROBES]
-        found = [prompt_ids(self.base.tokenizer, [{"role": "user", "content": text}]) for text in texts]
+        found = [self.base.prompt_ids(user_turn(text)) for text in texts]
         return [(n, ids[: self.config.max_prompt_tokens]) for n, ids in enumerate(found)]
 
     def _answer(self, prompts: list[Prompt], store: GenerationStore) -> None:
@@ -159,7 +168,7 @@ class AnswerGenerator:
                 f"no answers were generated: none of the prompts fits data.generations.max_prompt_tokens="
                 f"{self.config.max_prompt_tokens}; raise it or add sources"
             )
-        left = [number for number, _ in self._prompts() if number not in store.done]
+        left = [number for number, _ in self._missing(store)]
         if left:
             raise UserError(
                 f"{len(left)} of the prompts have no answer in {self.folder}, {left[0]} for one; all processes must "
@@ -168,8 +177,28 @@ class AnswerGenerator:
         if not (self.folder / COMPLETE).exists():
             write_json(self.folder / COMPLETE, {"answers": len(store.done)})
 
-    def _prompts(self) -> list[Prompt]:
-        """Numbered prompts as token ids, within the length limit; kept on disk so that a later run has the same."""
+    def _prompts(self, turn: int, store: GenerationStore) -> list[Prompt]:
+        """Numbered prompts of one turn as token ids, within the length limit; earlier turns must be answered."""
+        found = []
+        for number, conversation in enumerate(self._messages()):
+            earlier = [number + before * TURN_STRIDE for before in range(turn)]
+            if turn < num_turns(conversation) and store.done.issuperset(earlier):
+                answers = [self._text(store.answer(before)) for before in earlier]
+                ids = self.base.prompt_ids(turns_of(conversation, answers))
+                if len(ids) <= self.config.max_prompt_tokens:
+                    found.append((number + turn * TURN_STRIDE, ids))
+        return found
+
+    def _missing(self, store: GenerationStore) -> list[Prompt]:
+        """The prompts that can be answered now, of all turns."""
+        turns = max(map(num_turns, self._messages()))
+        return [p for turn in range(turns) for p in self._prompts(turn, store) if p[0] not in store.done]
+
+    def _text(self, ids: npt.NDArray[np.int32]) -> str:
+        return str(self.base.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+
+    def _messages(self) -> list[list[Message]]:
+        """The conversations to answer; kept on disk so that a later run has the same."""
         path = self.folder / PROMPTS
         if not path.exists() and self.group.rank:
             raise UserError(
@@ -177,15 +206,14 @@ class AnswerGenerator:
                 "file system that the nodes share"
             )
         if not path.exists():
-            write_checksummed_json(path, self._messages())
+            write_checksummed_json(path, self._new_messages())
         found = read_json(path)  # a plain list in earlier versions
         messages: list[list[Message]] = found if isinstance(found, list) else read_checksummed_json(path)
         if not _are_prompts(messages):
             raise UserError(f"{path} holds no list of prompts; restore it, or remove {self.folder}")
-        numbered = enumerate(prompt_ids(self.base.tokenizer, m) for m in messages)
-        return [(n, ids) for n, ids in numbered if len(ids) <= self.config.max_prompt_tokens]
+        return messages
 
-    def _messages(self) -> list[list[Message]]:
+    def _new_messages(self) -> list[list[Message]]:
         config = self.config
         found = load_prompts(config.sources, self.seed, config.prompts) if config.sources and config.prompts else []
         if config.self_prompted:
@@ -198,7 +226,12 @@ class AnswerGenerator:
                 self.progress,
                 config.max_prompt_tokens,
             )
-            found = _interleave(found, [[{"role": "user", "content": text}] for text in written])
+            found = _interleave(found, [user_turn(text) for text in written])
+        if config.exclude_suites:
+            evaluated = NearDuplicates(
+                text for suite in config.exclude_suites for prompt in load_suite(suite) for text in prompt.user_turns
+            )
+            found = [m for m in found if not any(t["role"] == "user" and t["content"] in evaluated for t in m)]
         if not found:
             raise UserError("data.generations names no prompts; set sources, or self_prompted to a number")
         return found

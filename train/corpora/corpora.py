@@ -30,7 +30,8 @@ from drafthead.data.utils.files import check_manifest, exclusive, file_digest, r
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import first_layers
 from drafthead.train.config import DataConfig
-from drafthead.train.corpora.answers import PROMPTS, AnswerGenerator, Log, Progress
+from drafthead.train.corpora.answers import PROMPTS, TURN_STRIDE, AnswerGenerator, Log, Progress
+from drafthead.train.corpora.precomputed import complete_precomputed
 
 ALONE = RankGroup()
 HELD_OUT_EVERY = 20
@@ -129,13 +130,13 @@ class Corpora:
         """The corpus of answers, complete."""
         if self._store is None:
             folder, config = self.folder / "generations", self.config.generations
-            maker = AnswerGenerator(self.base, config, self.seed, folder, self.group, self.progress, self.log)
-            self._store = maker.complete()
-            self.manifests["generations"] = {
-                **read_manifest(folder),
-                PROMPTS: file_digest(folder / PROMPTS),
-                "answers": len(self._store.done),
-            }
+            if config.copied:
+                self._store = complete_precomputed(self.base, config, folder, self.group, self.log)
+            else:
+                maker = AnswerGenerator(self.base, config, self.seed, folder, self.group, self.progress, self.log)
+                self._store = maker.complete()
+            prompts = {} if config.copied else {PROMPTS: file_digest(folder / PROMPTS)}
+            self.manifests["generations"] = {**read_manifest(folder), **prompts, "answers": len(self._store.done)}
         return self._store
 
     def generation_rows(self, seq_len: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
@@ -174,7 +175,8 @@ class Corpora:
         if not missing:
             return cache
         label = f"hidden states of {name}"
-        kept = prompts is not None and self.config.generations.keep_hidden_states
+        generations = self.config.generations
+        kept = prompts is not None and generations.keep_hidden_states and not generations.copied
         final = self._kept_hidden_states(rows, prompts or []) if kept else None
         # Where generation kept the final states, the base only has to run as far as the last layer that is read.
         reader = first_layers(self.base, max(spec.layers)) if kept and spec.layers else self.base
@@ -207,7 +209,7 @@ class Corpora:
 
 def is_held_out(prompt_number: int) -> bool:
     """Whether an answer is held out from training."""
-    place, last = divmod(prompt_number, HELD_OUT_EVERY)
+    place, last = divmod(prompt_number % TURN_STRIDE, HELD_OUT_EVERY)  # all turns of a conversation, or none
     return last == HELD_OUT_EVERY - 1 and place < HELD_OUT_MOST
 
 

@@ -120,7 +120,7 @@ def metadata(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], licenc
         )
         for task, group in [*evaluation["tasks"].items(), ("overall", evaluation["overall"])]
         for metric, title, value in (
-            ("speedup", "speedup over the faster autoregressive decoding", speedup_of(group)),
+            ("speedup", "speedup over the fastest autoregressive decoding", speedup_of(group)),
             ("mean_accepted_length", "mean accepted length, bonus token included", group["mean_accepted_length"]),
         )
         if value is not None

@@ -60,7 +60,7 @@ def _or_error(find: Callable[[], Any]) -> Any:
 
 
 def _git(checkout: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(checkout), *arguments]
+    command = ["git", "--no-optional-locks", "-C", str(checkout), *arguments]
     return subprocess.run(command, capture_output=True, check=True, timeout=30).stdout.decode(errors="replace")
 
 

@@ -155,7 +155,7 @@ def test_builtin() -> None:
     [
         ({"kind": "csv", "name": "x"}, "source.kind must be one of hf, jsonl.*got 'csv'"),
         ({"kind": "jsonl"}, "source.name must not be empty"),
-        ({"kind": "embedded", "name": "x"}, "must be one of passages, python_stdlib, questions .*got 'x'"),
+        ({"kind": "embedded", "name": "x"}, "must be one of passages, python_stdlib, questions, .*got 'x'"),
         ({"kind": "text", "name": "x", "subset": "y"}, "source.subset is for kind 'hf' only"),
         ({"kind": "text", "name": "x", "revision": "y"}, "source.revision is for kind 'hf' only"),
         ({"kind": "text", "name": "x", "limit": 0}, "source.limit must be >= 1 or null, got 0"),

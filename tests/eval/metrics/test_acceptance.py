@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from drafthead.data.batch import Ratio
 from drafthead.eval.metrics import acceptance as metrics
 from drafthead.eval.metrics import speed
-from drafthead.eval.metrics.acceptance import by_entropy, by_position
+from drafthead.eval.metrics.acceptance import by_context, by_entropy, by_position
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 from support import step_record as step
 
@@ -142,6 +142,16 @@ def test_by_position_counted_by_hand() -> None:
     log = [by_rows([(3, 0.1), (3, 0.1), (0, 0.1)]), by_rows([(1, 0.1)])]  # positions 1, 5, 9 and 1
     found = by_position(log, width=4)
     assert [tuple(b.values()) for b in found] == [(0, 4, 2, 3, 1), (4, 8, 1, 4, 1), (8, 12, 1, 1, 0)]
+
+
+def test_by_context_counts_the_prompt() -> None:
+    log = [by_rows([(3, 0.1), (3, 0.1), (0, 0.1)]), by_rows([(1, 0.1)])]
+    found = by_context(log, [250, 600])  # 251, 255 and 259 tokens, and 601
+    assert [(b["low"], b["high"], b["steps"], b["mean_accepted_length"]) for b in found] == [
+        (0, 256, 2, 4),
+        (256, 512, 1, 1),
+        (512, 1024, 1, 2),
+    ]
 
 
 def test_by_entropy_bins_are_equally_full_and_nan_is_nowhere() -> None:

@@ -4,13 +4,16 @@ import gzip
 import json
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from drafthead.data.embedded import training_sets
+from drafthead.data.embedded.tasks import TASKS
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts import suites
+from drafthead.eval.prompts.near_duplicates import NearDuplicates
 from drafthead.eval.prompts.prompt import EvalPrompt
 
 CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -133,7 +136,7 @@ def test_tasks_are_chosen_before_the_limit_and_keep_their_numbers() -> None:
 
 
 def test_bad_requests_say_what_to_do() -> None:
-    every = "smoke, mt_bench, mt_bench_turns, spec_bench_like, code, builtin"
+    every = "smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, code, builtin"
     with pytest.raises(UserError, match=f"unknown suite 'mtbench'; choose one of {every}, the path of a .jsonl"):
         suites.load_suite("mtbench")
     with pytest.raises(UserError, match="suite.limit must be at least 1, got 0"):
@@ -170,3 +173,36 @@ def test_the_packaged_suites_are_whole_and_unseen() -> None:
 def _sentences(text: str) -> set[str]:
     words = [line.casefold().split() for line in text.replace(". ", "\n").split("\n")]
     return {" ".join(w) for w in words if len(w) >= 10}
+
+
+@pytest.mark.parametrize("suite", ["mt_bench", "spec_bench_like", "builtin"])
+def test_halves_share_nothing_and_have_every_task(suite: str) -> None:
+    halves = [suites.load_suite(suite, split=split) for split in ("development", "reporting")]
+    numbers = [{prompt.number for prompt in half} for half in halves]
+    whole = suites.load_suite(suite)
+    assert not numbers[0] & numbers[1] and numbers[0] | numbers[1] == {prompt.number for prompt in whole}
+    counts = [Counter(prompt.task for prompt in half) for half in halves]
+    assert all(abs(counts[0][task] - counts[1][task]) <= 1 for task in {prompt.task for prompt in whole})
+
+
+def test_a_suite_of_one_prompt_has_no_reporting_half(tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text('{"prompt": "hello"}')
+    with pytest.raises(UserError, match="has no reporting half; use split=all"):
+        suites.load_suite(str(tmp_path / "one.jsonl"), split="reporting")
+
+
+@pytest.mark.slow
+def test_no_training_prompt_is_near_an_evaluation_prompt() -> None:
+    """Of the packaged sets, as the recipes leave them: what remains after their ``exclude_suites``."""
+    evaluated = NearDuplicates(
+        text
+        for suite in ("spec_bench_like", "code")
+        for prompt in suites.load_suite(suite)
+        for text in prompt.user_turns
+    )
+    near = {
+        name: sum(any(t in evaluated for t in turns) for turns in islice(found(), 500)) for name, found in TASKS.items()
+    }
+    assert sum(near.values()) < 25, near
+    assert "Summarize: " + ARTICLES[0] not in evaluated
+    assert all(prompt.user_turns[0] in evaluated for prompt in suites.load_suite("mt_bench", 8))

@@ -1,6 +1,7 @@
 """The page is whole and safe, its tables say what was measured, and the figures take what runs leave behind."""
 
 import copy
+import io
 import math
 import re
 from pathlib import Path
@@ -13,9 +14,13 @@ from drafthead.eval.lossless.equality import Diagnosis, Equality
 from drafthead.eval.metrics.summary import RunInfo, summarise
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.report import plots, report, tables
+from drafthead.eval.report.side_by_side import coloured, side_by_side
+from drafthead.models.decoding.contract import DraftConfig
+from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.token_tree import TokenTree
-from support import step_record
+from support import TinyBase, step_record
 
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 LATENCY = [(1, 0.05), (4, 0.06), (16, 0.09)]
@@ -220,7 +225,7 @@ def test_console_tables_fit_80_columns(compared: dict[str, Any]) -> None:
     text = on_console(compared)
     assert "prompt_lookup" in text and "TV 0.313" in text
     lines = tables.console_lines(compared)
-    assert lines[0].endswith("autoregressive 91.5 (our loop) and 77.5 (transformers)")
+    assert "autoregressive 91.5 (our loop), 77.5 (transformers over our modules)" in lines[0]
     assert lines[-1].startswith("rule: typical, lossy: total variation 0.31 ")
 
 
@@ -259,3 +264,21 @@ def test_the_waterfall_shows_a_residual_and_gains() -> None:
     for residual, shown in ((-0.2, ["2.00", "+0.10", "−0.20", "1.90"]), (0.001, ["2.00", "+0.10", "2.10"])):
         figure = plots.waterfall({"waterfall": levels, "residual": residual, "measured": 2.1 + residual})
         assert [text.get_text() for text in figure.axes[0].texts] == shown
+
+
+def test_accepted_drafts_are_coloured_beside_the_plain_answer(tiny_base: TinyBase) -> None:
+    """Drafts of the base itself are all accepted: everything but a step's last token is coloured."""
+    base = tiny_base()
+    ids, drafter = [5, 9, 11], ModelDrafter(tiny_base(), base, num_tokens=5)
+    drafted = decode(base, drafter, ids, max_new_tokens=24)
+    text = coloured(base, drafted)
+    assert text.plain == base.tokenizer.decode(drafted.tokens, skip_special_tokens=True)
+    accepted = [n for step in drafted.steps for n in range(step.position, step.position + step.committed - 1)]
+    assert len(accepted) > 12
+    alone = copy.deepcopy(drafted)
+    object.__setattr__(alone, "steps", [])
+    assert not coloured(base, alone).spans and coloured(base, drafted).spans
+    console = Console(width=100, file=(out := io.StringIO()))
+    console.print(side_by_side(base, drafter, DraftConfig(tree=TokenTree.chain(drafter.depth)), ids, 24))
+    shown = out.getvalue()
+    assert f"{len(accepted)} of 24 tokens are accepted drafts" in shown and f"{1 + len(drafted.steps)} passes" in shown

@@ -7,9 +7,15 @@ import pytest
 import torch
 
 from drafthead.eval.config import EvalConfig
-from drafthead.eval.evaluate import evaluate
+from drafthead.eval.evaluate import evaluate, predict
+from drafthead.eval.prompts.prompt import conversation_ids
+from drafthead.eval.prompts.suites import load_suite
+from drafthead.eval.report.tables import console_lines
+from drafthead.eval.timing.transformers_generate import transformers_generate
+from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import Drafter
+from drafthead.models.decoding.loop import decode
 from drafthead.models.drafters.draft_model import early_exit
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
@@ -51,3 +57,44 @@ def test_what_is_measured_is_known_by_more_than_its_name(tiny_base: TinyBase, tm
     other = head if change == "threshold" else early_exit(base, 2)
     assert resumed(tmp_path, other, base) == [0, 2]
     assert resumed(tmp_path, other, base) == [2, 2]
+
+
+def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """Stock transformers answers as our loop does; without it the evaluation says so."""
+    base = tiny_base()
+    head = MedusaConfig(num_draft_tokens=2).build(base)
+    costs = measure_costs(base, head, context=16, repeats=1, sizes=(1, 2, 4))
+    config = replace(CONFIG, split="reporting")
+    found = evaluate(base, head, config, tmp_path / "three", lambda *_: None, costs=costs)
+    speeds = found["overall"]["autoregressive_tokens_per_second"]
+    assert set(speeds) == {"transformers_stock", "transformers", "autoregressive"}
+    ids = [5, 9, 11, 40]
+    stock = transformers_generate(base, ids, 8, model=base.stock())
+    assert stock.tokens == decode(base, None, ids, max_new_tokens=8).tokens
+    assert found["predicted"]["mean_accepted_length"] >= 1
+    assert any(line.startswith("predicted on answers to the suite's development half") for line in console_lines(found))
+    without = evaluate(
+        base, head, replace(CONFIG, stock_baseline=False), tmp_path / "two", lambda *_: None, costs=costs
+    )
+    assert "transformers_stock" not in without["overall"]["autoregressive_tokens_per_second"]
+    assert "predicted" not in without, "the whole suite has no other half"
+    assert "stock transformers was not timed (stock_baseline=false)" in console_lines(without)[0]
+
+
+def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head = MedusaConfig(num_draft_tokens=2).build(base)
+    config = replace(CONFIG, split="reporting", max_new_tokens=24)
+    costs = CostModel(verify={1: 0.01, 8: 0.01}, draft=0.0, overhead=0.0, context=16)
+    found = predict(base, head, config.draft_config(head), config, costs)
+    prompts = load_suite("builtin", split="development")
+    steps = [
+        step
+        for prompt in prompts
+        for step in decode(base, head, conversation_ids(base.tokenizer, prompt), max_new_tokens=24).steps
+    ]
+    assert found is not None
+    tau = sum(step.committed for step in steps) / len(steps)
+    assert found["mean_accepted_length"] == pytest.approx(tau, rel=0.02)  # the last step of an answer is cut otherwise
+    assert found["speedup"] == pytest.approx(found["mean_accepted_length"]), "every pass costs the same"
+    assert predict(base, head, config.draft_config(head), replace(config, split="all"), costs) is None

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_checksummed_json, write_json
-from drafthead.eval.trees import calibrate
+from drafthead.eval.trees import calibrate, cost_model
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.eval.trees.search import METHODS, cross_fitted
 from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance, trials_in_order
@@ -133,3 +134,21 @@ def test_sequoia_calibrates_sampled_siblings() -> None:
     chances = np.random.default_rng(0).dirichlet([3, 2, 1, 2], size=(300, 2))[:, :, :3]
     found = calibrate.calibrate([chances], COSTS, method="sequoia")
     assert trials_in_order(found.tree) == found.tree and len(found.tree) > 1
+
+
+def test_a_larger_tree_never_costs_less(head: MedusaHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured 3, 1, 2, 6: the first three are pooled."""
+    clock = {1: 3.0, 2: 1.0, 4: 2.0, 8: 6.0}
+
+    def timed(base: Any, work: Any) -> float:
+        return clock[work.args[1].shape[1]] if work.func is cost_model._verify else 1.0
+
+    monkeypatch.setattr(cost_model, "_timed", timed)
+    costs = measure_costs(head.base, head, context=16, repeats=1, sizes=tuple(clock))
+    assert costs.verify == {1: 2.0, 2: 2.0, 4: 2.0, 8: 6.0}
+
+
+def test_prompts_are_read_at_no_gain() -> None:
+    costs = CostModel(verify={1: 0.01, 8: 0.01}, draft=0.0, overhead=0.0, context=200, prefill=0.5)
+    assert costs.speedup(2.0, 4, 3) == pytest.approx(2.0)
+    assert costs.answer_speedup(2.0, 4, 3, length=50) == pytest.approx((0.5 + 0.5) / (0.5 + 0.25))

@@ -1,5 +1,6 @@
 """What a base computes, alone and in batches, and what is refused as one."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafthead.data.answers.config import SamplerConfig
 from drafthead.data.batch import HiddenStatesSpec
+from drafthead.data.text.chat import prompt_ids, user_turn
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig, check_architecture
-from drafthead.models.decoding.corpus import generate_answers
+from drafthead.models.decoding.corpus import _user_opening, generate_answers
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from support import TinyBase, hidden_and_probs, p_value, row_of
@@ -149,3 +151,17 @@ def test_a_base_that_is_not_there(tiny_base: TinyBase, tmp_path: Path, monkeypat
         BaseModel.load(BaseConfig(name=folder, tokenizer="/nowhere"))
     with pytest.raises(UserError, match=f"the base model in {folder} could not be loaded: .*save_pretrained"):
         BaseModel.load(BaseConfig(name=folder, tokenizer="builtin:tiny"))
+
+
+def test_settings_of_the_chat_template_reach_prompts_and_saved_heads(tiny_base: TinyBase) -> None:
+    config = replace(tiny_base().config, chat_template_kwargs={"add_note": True})
+    base = BaseModel.load(config)
+    template = base.tokenizer.chat_template
+    base.tokenizer.chat_template = "{% if add_note %}note {% endif %}" + template
+    plain = replace(config, chat_template_kwargs={})
+    rendered = [prompt_ids(base.tokenizer, user_turn("hi"), c.chat_template_kwargs) for c in (config, plain)]
+    with_note, without = map(base.tokenizer.decode, rendered)
+    assert with_note == "note " + without
+    assert base.tokenizer.decode(base.prompt_ids(user_turn("hi"))) == with_note
+    assert base.tokenizer.decode(_user_opening(base)).startswith("note ")
+    assert config.saved()["chat_template_kwargs"] == {"add_note": True} and "chat_template_kwargs" not in plain.saved()

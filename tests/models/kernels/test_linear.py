@@ -1,12 +1,28 @@
 """Prepacked linear layers give what ``F.linear`` gives, for every number of rows."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from drafthead.models.kernels import linear
-from drafthead.models.kernels.linear import PrepackedLinear, can_prepack, joined_linear, pad_rows, prepack_linears
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.loop import decode
+from drafthead.models.kernels import choice, linear
+from drafthead.models.kernels.choice import choose_kernels
+from drafthead.models.kernels.linear import (
+    MEASURED_ROWS,
+    Kernel,
+    KernelTable,
+    PrepackedLinear,
+    can_prepack,
+    joined_linear,
+    pad_rows,
+    prepack_linears,
+)
+from support import TinyBase
 
 SHAPES = [(), (1, 1), (1, 2), (2, 1), (1, 3), (1, 8), (3, 1), (3, 5), (1,), (2,), (7,), (0, 4), (1, 0)]
 
@@ -46,3 +62,50 @@ def test_only_plain_float32_layers_are_prepacked() -> None:
 
 def test_padding_makes_exactly_full_rows() -> None:
     assert [pad_rows(torch.zeros(*rows, 8)).shape[:-1].numel() for rows in [(1, 1), (2, 1), (1, 2), (1,)]] == [4] * 4
+
+
+@pytest.mark.parametrize("kernel", list(Kernel))
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9])
+def test_every_kernel_computes_the_product(kernel: Kernel, rows: int) -> None:
+    weight, bias, x = torch.randn(2048, 256), torch.randn(2048), torch.randn(1, rows, 256)
+    table = KernelTable()
+    table.by_rows = dict.fromkeys(MEASURED_ROWS, kernel)
+    layer = PrepackedLinear(weight, bias, table=table)
+    torch.testing.assert_close(layer(x), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+    layer.drop_plain()
+    torch.testing.assert_close(layer(x), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+
+
+def test_the_fastest_kernel_is_chosen_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By a clock on which the plain product is fast for one row only; what no row needs is released."""
+    monkeypatch.setenv("DRAFTHEAD_CACHE", str(tmp_path))
+    table, now = KernelTable(), [0.0]
+    layer = PrepackedLinear(torch.randn(64, 64), None, table=table)
+    monkeypatch.setattr(choice, "perf_counter", lambda: now[0])
+
+    def run(rows: int) -> None:
+        now[0] += 1.0 if (table.kernel(rows) is Kernel.PLAIN) == (rows == 1) else 2.0
+
+    choose_kernels(table, layer, run, "a base")
+    assert [table.kernel(n) for n in (1, 2, 3, 8)] == [Kernel.PLAIN, Kernel.PADDED, Kernel.PACKED, Kernel.PACKED]
+    again = KernelTable()
+    choose_kernels(again, layer, lambda rows: pytest.fail("measured again"), "a base")
+    assert again.by_rows == table.by_rows
+    other = KernelTable()
+    choose_kernels(other, layer, lambda rows: None, "another base")
+    assert other.by_rows == KernelTable().by_rows, "nothing is faster than the default"
+    assert layer._weight is None
+
+
+def test_a_large_base_chooses_and_answers_alike(
+    tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DRAFTHEAD_CACHE", str(tmp_path))
+    config = tiny_base().config
+    fixed = BaseModel.load(config)
+    monkeypatch.setattr(choice, "WORTH_MEASURING", 1)
+    chosen = BaseModel.load(config)
+    assert fixed.kernels is None and chosen.kernels is not None and len(list(tmp_path.glob("kernels/*.json"))) == 1
+    assert BaseModel.load(replace(config, kernels="packed")).kernels is None
+    answers = [decode(base, None, [5, 9, 11], max_new_tokens=24).tokens for base in (fixed, chosen)]
+    assert answers[0] == answers[1]

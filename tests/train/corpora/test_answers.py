@@ -1,13 +1,15 @@
 """The corpus of answers is the same whoever makes it: one process or several, built in or a server, killed or not."""
 
+import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,14 @@ from drafthead.data.answers.config import SamplerConfig, ServerConfig
 from drafthead.data.answers.store import GenerationStore
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import write_checksummed_json, write_json
+from drafthead.data.utils.files import read_manifest, write_checksummed_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import generate_answers
-from drafthead.train.config import GenerationsConfig, parse_run
-from drafthead.train.corpora.answers import AnswerGenerator
-from support import TinyBase
+from drafthead.train.config import COMPLETE, GenerationsConfig, parse_run
+from drafthead.train.corpora.answers import TURN_STRIDE, AnswerGenerator
+from drafthead.train.corpora.corpora import is_held_out
+from drafthead.train.corpora.precomputed import FOLDERS, complete_precomputed
+from support import TinyBase, composed
 
 CONFIG = GenerationsConfig(
     sources=[SourceConfig(kind="builtin", name="tiny")],
@@ -145,7 +149,8 @@ def test_a_corpus_begun_by_two_is_ended_by_one(base: BaseModel, tmp_path: Path) 
     with pytest.raises(LeftAloneError):
         make(base, CONFIG, tmp_path / "part", RankGroup(0, 2, wait))
     kept = rows_of(GenerationStore(tmp_path / "part"))
-    assert kept == [row for row in wanted if row[0] // 4 % 2 == 0]
+    longest_first = sorted(wanted, key=lambda row: -row[2])
+    assert kept == sorted(row for place, row in enumerate(longest_first) if place // 4 % 2 == 0)
     assert rows_of(make(base, CONFIG, tmp_path / "part")) == wanted
 
 
@@ -241,3 +246,95 @@ def test_odd_prompts_are_refused(base: BaseModel, tmp_path: Path, odd: Any, writ
     write(tmp_path / "prompts.json", odd)
     with pytest.raises(UserError, match=r"prompts.json (holds no list of prompts|is damaged)"):
         make(base, CONFIG, tmp_path)
+
+
+def conversations(folder: Path) -> SourceConfig:
+    """Nine conversations of two user's turns, three of them with a third; the answers in them are not used."""
+    folder.mkdir(parents=True, exist_ok=True)
+    turns = [("hello there", "no"), ("and then", "no"), ("why so", "no")]
+    rows = []
+    for number in range(9):
+        said = turns if number % 3 == 0 else turns[:2]
+        messages = [
+            m for u, a in said for m in ({"from": "human", "value": f"{u} {number}"}, {"from": "gpt", "value": a})
+        ]
+        rows.append(json.dumps({"messages": messages}))
+    (folder / "chats.jsonl").write_text("\n".join(rows))
+    return SourceConfig(kind="jsonl", name=str(folder / "chats.jsonl"), column="messages", turns=2)
+
+
+def test_every_turn_is_answered_by_the_base(base: BaseModel, tmp_path: Path) -> None:
+    """A later turn's prompt holds the base's own answers; killed between two turns or not, the corpus is the same."""
+    config = replace(
+        CONFIG, sources=[conversations(tmp_path)], self_prompted=0, sampler=SamplerConfig(max_new_tokens=4)
+    )
+    store = make(base, config, tmp_path / "whole")
+    numbers = [g.prompt_number for g in store.read()]
+    assert numbers == [*range(9), *(TURN_STRIDE + n for n in range(9))]
+    for number in range(9):
+        answer = base.tokenizer.decode(store.answer(number), skip_special_tokens=True).strip()
+        (later,) = [g for g in store.read() if g.prompt_number == TURN_STRIDE + number]
+        prompt = base.tokenizer.decode(later.input_ids[: later.boundary])
+        assert answer in prompt and "and then" in prompt and "why so" not in prompt
+        assert is_held_out(number) == is_held_out(TURN_STRIDE + number)
+    killed = tmp_path / "killed"
+    shutil.copytree(tmp_path / "whole", killed)
+    for shard in sorted(killed.glob("shard-*"))[4:]:  # two blocks of the first turn are left
+        shard.unlink()
+    (killed / COMPLETE).unlink()
+    assert rows_of(make(base, config, killed)) == rows_of(store)
+
+
+def test_prompts_near_those_of_a_suite_are_left_out(base: BaseModel, tmp_path: Path) -> None:
+    (tmp_path / "suite.jsonl").write_text('{"prompt": "Explain to a small child why the sky is so blue, please."}\n')
+    excluding = replace(CONFIG, self_prompted=0, exclude_suites=[str(tmp_path / "suite.jsonl")])
+    texts = [
+        {base.tokenizer.decode(g.input_ids[: g.boundary]) for g in make(base, config, tmp_path / name).read()}
+        for name, config in (("all", replace(CONFIG, self_prompted=0)), ("kept", excluding))
+    ]
+    (left_out,) = texts[0] - texts[1]
+    assert "Explain to a child why the sky is blue." in left_out and len(texts[1]) == 23
+
+
+def precomputed(base: BaseModel, source: Path, folder: Path, **settings: Any) -> GenerationStore:
+    config = replace(CONFIG, precomputed=str(source), **settings)
+    return complete_precomputed(base, config, folder, ALONE, lambda line: None)
+
+
+def test_precomputed_answers_are_compared_and_copied(base: BaseModel, tiny_base: TinyBase, tmp_path: Path) -> None:
+    made = make(base, replace(CONFIG, keep_hidden_states=False), tmp_path / "made")
+    copied = precomputed(base, tmp_path / "made", tmp_path / "copy", prompts=10, self_prompted=0)
+    assert rows_of(copied) == rows_of(made)[:10]
+    assert rows_of(precomputed(base, tmp_path / "made", tmp_path / "copy", prompts=10, self_prompted=0)) == rows_of(
+        copied
+    )
+    with pytest.raises(UserError, match="prompts = 10, expected 11"):
+        precomputed(base, tmp_path / "made", tmp_path / "copy", prompts=11, self_prompted=0)
+    with pytest.raises(UserError, match="were sampled with temperature=0.0, not 1.0; set data.generations.fresh=true"):
+        precomputed(
+            base, tmp_path / "made", tmp_path / "warm", sampler=SamplerConfig(temperature=1.0, max_new_tokens=8)
+        )
+    other = tiny_base("qwen3")
+    with pytest.raises(UserError, match=r"set data.generations.fresh=true, and the base answers anew"):
+        precomputed(other, tmp_path / "made", tmp_path / "other")
+
+
+def test_precomputed_answers_of_other_weights_are_refused(base: BaseModel, tmp_path: Path) -> None:
+    """The manifest names this base, but the tokens are not its own."""
+    made = make(base, replace(CONFIG, keep_hidden_states=False), tmp_path / "made")
+    wrong = [replace(g, input_ids=g.input_ids[::-1].copy()) for g in made.read()]
+    GenerationStore(tmp_path / "wrong", read_manifest(tmp_path / "made")).append_shard(wrong)
+    with pytest.raises(UserError, match=r"chooses only .* % of the tokens .* at least 98 % expected"):
+        precomputed(base, tmp_path / "wrong", tmp_path / "copy")
+
+
+def test_the_answers_in_the_package_fit_their_recipe(tmp_path: Path) -> None:
+    run, _ = composed(tmp_path, "recipe=medusa_smollm2", "data=smollm2_tasks", "phases.distill.seq_len=512")
+    config = run.data.generations
+    folder = FOLDERS[config.precomputed or ""]
+    store, made_by = GenerationStore(folder), read_manifest(folder)
+    assert made_by["sampler"] == asdict(config.sampler) and made_by["exclude_suites"] == config.exclude_suites
+    assert (made_by["prompts"], made_by["self_prompted"]) == (config.prompts, config.self_prompted)
+    assert store.stats.rows == 938 and store.stats.tokens == 93_708
+    assert max(len(g.input_ids) for g in store.read()) <= 512
+    assert {len({g.prompt_number // TURN_STRIDE for g in store.read()})} == {3}, "three turns"

@@ -1,0 +1,33 @@
+"""Training prompts that resemble evaluation prompts."""
+
+import re
+from collections.abc import Iterable
+
+SHARED = 0.5
+"""Share of the shorter text's three-word sequences from which two texts count as near-duplicates."""
+
+
+class NearDuplicates:
+    """Finds texts that share ``SHARED`` of the shorter one's three-word sequences with one of ``texts``."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._sizes: list[int] = []
+        self._places: dict[tuple[str, ...], list[int]] = {}
+        for place, sequences in enumerate(map(_sequences, texts)):
+            self._sizes.append(len(sequences))
+            for sequence in sequences:
+                self._places.setdefault(sequence, []).append(place)
+
+    def __contains__(self, text: str) -> bool:
+        sequences = _sequences(text)
+        shared: dict[int, int] = {}
+        for sequence in sequences:
+            for place in self._places.get(sequence, ()):
+                shared[place] = shared.get(place, 0) + 1
+        return any(count >= SHARED * min(self._sizes[place], len(sequences)) for place, count in shared.items())
+
+
+def _sequences(text: str) -> set[tuple[str, ...]]:
+    """Sequences of three words, without case and punctuation; a shorter text is one sequence."""
+    words = re.findall(r"\w+", text.casefold())
+    return {tuple(words[n : n + 3]) for n in range(max(1, len(words) - 2))}

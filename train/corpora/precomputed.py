@@ -1,0 +1,70 @@
+"""Answers that were made before: those of the embedded base come with the package."""
+
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from drafthead.data.answers.backend import RankGroup
+from drafthead.data.answers.store import GenerationStore
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import exclusive, file_digest, read_manifest
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.corpus import greedy_match_rate
+from drafthead.train.config import EMBEDDED_ANSWERS, GenerationsConfig
+from drafthead.train.corpora.answers import TURN_STRIDE, Log
+
+FOLDERS = {EMBEDDED_ANSWERS: Path(__file__).parents[2] / "data" / "embedded" / "smollm2_answers"}
+COMPARED = 4
+"""Answers that the base must repeat."""
+MIN_MATCH_RATE = 0.98
+"""Smallest share of their tokens that it must choose too: float32 on another CPU differs at near-ties."""
+
+
+def complete_precomputed(
+    base: BaseModel, config: GenerationsConfig, folder: Path, group: RankGroup, log: Log
+) -> GenerationStore:
+    """The corpus in ``folder``, copied from the answers that ``config.precomputed`` names, after a comparison."""
+    assert config.precomputed is not None
+    source = FOLDERS.get(config.precomputed, Path(config.precomputed))
+    if group.rank == 0:
+        with exclusive(folder):
+            _copy(base, config, source, folder, log)
+    group.wait()
+    return GenerationStore(folder, None)
+
+
+def _copy(base: BaseModel, config: GenerationsConfig, source: Path, folder: Path, log: Log) -> None:
+    made_by = read_manifest(source)
+    remedy = "set data.generations.fresh=true, and the base answers anew"
+    if made_by.get("base", {}).get("fingerprint") != base.fingerprint:
+        raise UserError(f"the answers in {source} are of another base than {base.name}; {remedy}")
+    asked = asdict(config.sampler)
+    for key, value in made_by["sampler"].items():
+        if asked.get(key) != value:
+            raise UserError(f"the answers in {source} were sampled with {key}={value}, not {asked.get(key)}; {remedy}")
+    answers = GenerationStore(source)
+    store = GenerationStore(folder, _manifest(config, source, made_by))
+    if store.done:
+        return
+    wanted = [g for g in answers.read() if g.prompt_number % TURN_STRIDE < _count(config)]
+    if made_by["sampler"]["temperature"] == 0:
+        rate = greedy_match_rate(base, islice(wanted, COMPARED))
+        share = f"{100 * rate:.1f} %"
+        log(f"   {len(wanted)} answers from {config.precomputed}; of {COMPARED} of them the base repeats {share}")
+        if rate < MIN_MATCH_RATE:
+            raise UserError(
+                f"the base chooses only {share} of the tokens of the answers in {source}, at least "
+                f"{100 * MIN_MATCH_RATE:.0f} % expected: they are of other weights or of another dtype; {remedy}"
+            )
+    store.append_shard(wanted)
+
+
+def _manifest(config: GenerationsConfig, source: Path, made_by: dict[str, Any]) -> dict[str, Any]:
+    files = {path.name: file_digest(path) for path in sorted(source.glob("shard-*.parquet"))}
+    return {**made_by, "prompts": _count(config), "precomputed": files}
+
+
+def _count(config: GenerationsConfig) -> int:
+    """Conversations taken."""
+    return config.prompts + config.self_prompted

@@ -1,0 +1,124 @@
+"""What a run will do, stage by stage, and about how long each takes here: printed before the first long stage.
+
+Two short passes of the base say how fast the machine is; times of training follow from the products that it multiplies.
+"""
+
+from time import perf_counter
+
+import torch
+from rich.table import Table
+
+from drafthead.eval.prompts.suites import load_suite
+from drafthead.eval.trees.cost_model import SIZES
+from drafthead.models.base.base_model import BaseModel
+from drafthead.train.config import PhaseConfig, RunConfig
+from drafthead.train.estimate import estimate_of
+
+LONG_PASS = 256
+"""Tokens of the pass that stands for reading text and for training."""
+PROMPT_TOKENS = 100
+"""Of a usual prompt with its chat template, where the real ones are not known yet."""
+TRAINING_PASSES = 3
+"""Forward, and twice as much backward."""
+TRAINING_OVERHEAD = 1.5
+"""Of a training step over its products, on a CPU."""
+
+
+class Outlook:
+    """Seconds that the stages of a run will take on this machine, as far as they can be told."""
+
+    def __init__(self, run: RunConfig, base: BaseModel, devices: int) -> None:
+        self.run, self.base, self.devices = run, base, devices
+        self.read_s = _seconds(base, LONG_PASS) / LONG_PASS
+        """Of reading a token among many."""
+        self.step_s = _seconds(base, 1)
+        """Of one autoregressive step."""
+        self.costs = estimate_of(run, devices, device=base.device.type)
+
+    def rows(self) -> list[tuple[str, str, float]]:
+        """Stage, what it does, and seconds; of the stages that will run."""
+        known = {"corpora": self._corpora, "tree": self._tree, "evaluate": self._evaluate}
+        rows = []
+        for stage in self.run.stages:
+            if stage == "train":
+                rows += [(f"phase {name}", *self._phase(name, phase)) for name, phase in self.run.phases.items()]
+            elif stage in known:
+                rows.append((stage, *known[stage]()))
+        return rows
+
+    def _corpora(self) -> tuple[str, float]:
+        config = self.run.data.generations
+        answers = config.prompts + config.self_prompted
+        if config.copied:
+            return f"{answers:,} answers made before ({config.precomputed}), compared with the base", 5.0
+        if config.server.url is not None:
+            return f"{answers:,} answers by {config.server.url}", float("nan")
+        steps = answers * config.sampler.max_new_tokens / min(config.batch_size, answers) / self.devices
+        return f"the base's answers to {answers:,} prompts", steps * _seconds(self.base, config.batch_size)
+
+    def _phase(self, name: str, phase: PhaseConfig) -> tuple[str, float]:
+        tokens = self.costs.tokens(name) / self.devices
+        trained = self.costs.head.trainable + self.costs.head.draft_vocab_size * self.base.hidden_size
+        per_parameter = self.read_s / self.costs.shape.base_parameters
+        seconds = self.costs.trained_tokens(name) / self.devices * trained * per_parameter
+        seconds *= TRAINING_PASSES * TRAINING_OVERHEAD
+        generations = self.run.data.generations
+        if phase.corpus == "text":
+            corpus = self.run.data.text.max_tokens
+        else:
+            answer = PROMPT_TOKENS + generations.sampler.max_new_tokens
+            corpus = (generations.prompts + generations.self_prompted) * answer
+        kept = phase.corpus == "generations" and generations.keep_hidden_states and not generations.copied
+        read = 0 if kept else corpus if phase.cached else tokens
+        return f"{phase.steps:,} steps on {phase.corpus}, {int(tokens):,} tokens", seconds + read * self.read_s
+
+    def _tree(self) -> tuple[str, float]:
+        run, repeats = self.run, 11
+        passes = repeats * sum(max(self.step_s, n * self.read_s) for n in SIZES)
+        prompts = run.tree_prompts if run.eval.split == "reporting" else 0
+        answers = run.eval.max_new_tokens * max(self.step_s, prompts * self.read_s)
+        read = prompts * (PROMPT_TOKENS + run.eval.max_new_tokens) * self.read_s
+        return f"answers to {prompts} prompts, and the costs of a step", passes + answers + read
+
+    def _evaluate(self) -> tuple[str, float]:
+        config = self.run.eval
+        suite = load_suite(config.suite, config.limit, config.seed, config.tasks, config.split)
+        turns = sum(prompt.turns for prompt in suite)
+        decoders = 3 + config.stock_baseline + len(config.baselines)
+        answer = config.max_new_tokens * self.step_s + PROMPT_TOKENS * self.read_s
+        what = f"{turns} answers of {config.max_new_tokens} tokens ({config.suite}), each by {decoders} methods in turn"
+        return what, (turns + 1) * decoders * answer
+
+    def table(self) -> Table:
+        """For the console."""
+        table = Table(title=f"{self.run.name}: what will happen", box=None, pad_edge=False, title_justify="left")
+        table.add_column("stage", min_width=16)
+        table.add_column("what it does", overflow="fold")
+        table.add_column("about", justify="right", no_wrap=True)
+        rows = self.rows()
+        for stage, what, seconds in rows:
+            table.add_row(stage, what, _clock(seconds))
+        table.add_section()
+        table.add_row("all of it", "", _clock(sum(seconds for *_, seconds in rows)))
+        return table
+
+
+def _seconds(base: BaseModel, tokens: int) -> float:
+    """Of one pass of the base over so many tokens, logits included; the faster of three."""
+    tokens = min(tokens, base.max_context)
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=base.device)
+    found = []
+    for _ in range(3):
+        started = perf_counter()
+        base.logits(base.forward(ids, base.new_cache(tokens)).final[:, -1])
+        base.synchronise()
+        found.append(perf_counter() - started)
+    return min(found)
+
+
+def _clock(seconds: float) -> str:
+    """Minutes and seconds, or hours and minutes; a dash where that cannot be told."""
+    if seconds != seconds:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"
