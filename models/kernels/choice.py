@@ -38,8 +38,10 @@ def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: obje
     path = cache_dir() / "kernels" / f"{key}.json"
     try:
         with exclusive(path.parent):
-            found = _kept(path) or _measure(table, run)
-            write_checksummed_json(path, {str(n): kernel.value for n, kernel in found.items()})
+            found = _kept(path)
+            if found is None:
+                found = _measure(table, run)
+                write_checksummed_json(path, {str(n): kernel.value for n, kernel in found.items()})
     except OSError:  # nowhere to keep it
         found = _measure(table, run)
     table.by_rows = found
@@ -70,6 +72,7 @@ def _measure(table: KernelTable, run: Pass) -> dict[int, Kernel]:
                 run(rows)
                 if repeat:
                     times.setdefault((rows, kernel), []).append(perf_counter() - started)
+    table.by_rows = default
     medians = {place: median(seconds) for place, seconds in times.items()}
 
     def fastest(rows: int) -> Kernel:

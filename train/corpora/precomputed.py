@@ -39,6 +39,8 @@ def _copy(base: BaseModel, config: GenerationsConfig, source: Path, folder: Path
     remedy = "set data.generations.fresh=true, and the base answers anew"
     if made_by.get("base", {}).get("fingerprint") != base.fingerprint:
         raise UserError(f"the answers in {source} are of another base than {base.name}; {remedy}")
+    if "sampler" not in made_by:
+        raise UserError(f"{source} holds no answers of a base; name the folder generations of a corpus, or {remedy}")
     asked = asdict(config.sampler)
     for key, value in made_by["sampler"].items():
         if asked.get(key) != value:

@@ -21,7 +21,7 @@ from drafthead.data.answers.config import SamplerConfig, ServerConfig
 from drafthead.data.answers.store import GenerationStore
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_manifest, write_checksummed_json, write_json
+from drafthead.data.utils.files import read_manifest, write_checksummed_json, write_json, write_manifest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import generate_answers
 from drafthead.train.config import COMPLETE, GenerationsConfig, parse_run
@@ -314,6 +314,9 @@ def test_precomputed_answers_are_compared_and_copied(base: BaseModel, tiny_base:
         precomputed(
             base, tmp_path / "made", tmp_path / "warm", sampler=SamplerConfig(temperature=1.0, max_new_tokens=8)
         )
+    write_manifest(tmp_path / "text", {"base": base.identity()})
+    with pytest.raises(UserError, match="holds no answers of a base; name the folder generations"):
+        precomputed(base, tmp_path / "text", tmp_path / "none")
     other = tiny_base("qwen3")
     with pytest.raises(UserError, match=r"set data.generations.fresh=true, and the base answers anew"):
         precomputed(other, tmp_path / "made", tmp_path / "other")
