@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.cache.kv_cache import TreeMasks
+from drafthead.models.kernels.linear import inference_copy
 
 if TYPE_CHECKING:
     from drafthead.models.base.base_model import BaseModel
@@ -80,6 +81,14 @@ def with_layers(
 def first_layers(base: "BaseModel", count: int) -> "BaseModel":
     """The first ``count`` layers, without a final norm: the hidden state is the exit state of layer ``count``."""
     return with_layers(base, nn.ModuleList(list(base.model.model.layers)[:count]), nn.Identity())
+
+
+def reading_copy(base: "BaseModel") -> "BaseModel":
+    """A view of ``base`` for hidden states that heads train on: by bfloat16 products where those are faster here."""
+    if base.kernels is None or not base.kernels.bfloat16_reads:
+        return base
+    layers = [inference_copy(layer, torch.bfloat16) for layer in base.model.model.layers]
+    return with_layers(base, nn.ModuleList(layers))
 
 
 def last_layers(base: "BaseModel", skipped: int) -> Any:

@@ -1,4 +1,7 @@
-"""Which kernel multiplies one, two, four and eight rows fastest on this CPU: measured at load, kept for later loads."""
+"""Which kernel multiplies one, two, four and eight rows fastest on this CPU, and whether bfloat16 reads faster.
+
+Both are measured at load and kept for later loads.
+"""
 
 import hashlib
 from collections.abc import Callable
@@ -6,19 +9,30 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
+import torch
 from torch import nn
 
 from drafthead.data.embedded.packages import cache_dir
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import exclusive, read_checksummed_json, write_checksummed_json
 from drafthead.data.utils.machine import hardware, versions
-from drafthead.models.kernels.linear import MEASURED_ROWS, Kernel, KernelTable, PrepackedLinear, can_prepack
+from drafthead.models.kernels.linear import (
+    MEASURED_ROWS,
+    Kernel,
+    KernelTable,
+    PrepackedLinear,
+    can_prepack,
+    packs_bfloat16,
+)
 
 WORTH_MEASURING = 2**23
 """Weights below which a base fits into the caches of a CPU, and the fixed choice is as good."""
 REPEATS = 5
 MARGIN = 0.97
 """Another kernel than the default must be faster by this factor: what is within noise should not change."""
+READ_ROWS = 256
+READ_MARGIN = 0.8
+"""bfloat16 products must take at most this share of float32's time: they round hidden states by about a percent."""
 Pass = Callable[[int], object]
 """A pass of the base over so many rows."""
 
@@ -40,21 +54,22 @@ def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: obje
         with exclusive(path.parent):
             found = _kept(path)
             if found is None:
-                found = _measure(table, run)
-                write_checksummed_json(path, {str(n): kernel.value for n, kernel in found.items()})
+                found = _measure(table, run), _reads_faster_in_bfloat16(module)
+                kernels = {str(n): kernel.value for n, kernel in found[0].items()}
+                write_checksummed_json(path, {**kernels, "bfloat16_reads": found[1]})
     except OSError:  # nowhere to keep it
-        found = _measure(table, run)
-    table.by_rows = found
-    if Kernel.PLAIN not in found.values():
+        found = _measure(table, run), _reads_faster_in_bfloat16(module)
+    table.by_rows, table.bfloat16_reads = found
+    if Kernel.PLAIN not in table.by_rows.values():
         for layer in module.modules():
             if isinstance(layer, PrepackedLinear):
                 layer.drop_plain()
 
 
-def _kept(path: Path) -> dict[int, Kernel] | None:
+def _kept(path: Path) -> tuple[dict[int, Kernel], bool] | None:
     try:
         found = read_checksummed_json(path)
-        return {n: Kernel(found[str(n)]) for n in MEASURED_ROWS}
+        return {n: Kernel(found[str(n)]) for n in MEASURED_ROWS}, bool(found["bfloat16_reads"])
     except (OSError, UserError, KeyError, ValueError, TypeError):
         return None  # measured again
 
@@ -80,3 +95,22 @@ def _measure(table: KernelTable, run: Pass) -> dict[int, Kernel]:
         return best if medians[rows, best] < MARGIN * medians[rows, default[rows]] else default[rows]
 
     return {rows: fastest(rows) for rows in MEASURED_ROWS}
+
+
+def _reads_faster_in_bfloat16(module: nn.Module) -> bool:
+    layer = max(
+        (layer for layer in module.modules() if isinstance(layer, PrepackedLinear)),
+        key=lambda layer: min(layer.in_features, layer.out_features),
+        default=None,
+    )
+    if layer is None or not packs_bfloat16():
+        return False
+    times: dict[bool, list[float]] = {False: [], True: []}
+    x, rounded = torch.randn(READ_ROWS, layer.in_features), layer.inference(torch.bfloat16)
+    with torch.inference_mode():
+        for _ in range(4 * REPEATS):
+            for in_bfloat16, kernel in ((False, layer), (True, rounded)):
+                started = perf_counter()
+                kernel(x)
+                times[in_bfloat16].append(perf_counter() - started)
+    return median(times[True]) < READ_MARGIN * median(times[False])

@@ -68,9 +68,12 @@ class KernelTable:
 
     def __init__(self) -> None:
         self.by_rows: dict[int, Kernel] = {n: Kernel.PADDED if n <= 2 else Kernel.PACKED for n in MEASURED_ROWS}
+        self.bfloat16_reads = False
+        """Whether hidden states to train on, which need not be exact, are computed by bfloat16 products."""
 
     def __str__(self) -> str:
-        return ", ".join(f"{n} {kernel.value}" for n, kernel in self.by_rows.items())
+        reads = "; hidden states to train on by bfloat16 products" if self.bfloat16_reads else ""
+        return ", ".join(f"{n} {kernel.value}" for n, kernel in self.by_rows.items()) + reads
 
     def kernel(self, rows: int) -> Kernel:
         """The kernel for so many rows; above the measured numbers the packed one."""
@@ -132,6 +135,13 @@ class PrepackedLinear(nn.Module):
         missing = kernel is Kernel.PLAIN and self._weight is None
         return Kernel.PACKED if missing or (kernel is Kernel.PADDED and not self._pads) else kernel
 
+    def inference(self, dtype: torch.dtype | None) -> "PrepackedLinear":
+        """The layer computed in ``dtype``."""
+        if dtype in (None, self._dtype):
+            return self
+        weight = self._packed.to_dense() if self._weight is None else self._weight
+        return PrepackedLinear(weight, self._bias, dtype)
+
     def drop_plain(self) -> None:
         """Release the weight as it was loaded."""
         self._weight = None
@@ -182,12 +192,13 @@ def inference_linear(
     ``dtype``: to compute in; by default the weight's own. ``table``: which kernel for how many rows.
     """
     dtype = dtype or weight.dtype
-    if can_prepack(weight) and (dtype == torch.float32 or _packs_bfloat16()):
+    if can_prepack(weight) and (dtype == torch.float32 or packs_bfloat16()):
         return PrepackedLinear(weight, bias, dtype, table)
     return PlainLinear(weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
 
 
-def _packs_bfloat16() -> bool:
+def packs_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

@@ -28,7 +28,7 @@ from drafthead.data.utils.config import original_names
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import check_manifest, exclusive, file_digest, read_manifest, write_manifest
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.layers import first_layers
+from drafthead.models.base.layers import first_layers, reading_copy
 from drafthead.train.config import DataConfig
 from drafthead.train.corpora.answers import PROMPTS, TURN_STRIDE, AnswerGenerator, Log, Progress
 from drafthead.train.corpora.precomputed import complete_precomputed
@@ -167,7 +167,9 @@ class Corpora:
         seq_len = len(rows[0]["input_ids"])
         width = self.base.hidden_size * (1 + len(spec.layers))
         made_by = {"base": self.base.identity(), "layers": list(spec.layers), "rows": digest_rows(rows)}
-        manifest = {**made_by, "format": FORMAT}
+        reader = reading_copy(self.base)
+        products = {} if reader is self.base else {"products": "bfloat16"}
+        manifest = {**made_by, **products, "format": FORMAT}
         dtype = "bfloat16" if self.base.dtype == torch.bfloat16 else "float16"
         folder = self.folder / "features" / f"{name}-{_digest_json(manifest)}"
         cache = HiddenStateCache.create(folder, len(rows), seq_len, width, dtype, manifest)
@@ -179,7 +181,8 @@ class Corpora:
         kept = prompts is not None and generations.keep_hidden_states and not generations.copied
         final = self._kept_hidden_states(rows, prompts or []) if kept else None
         # Where generation kept the final states, the base only has to run as far as the last layer that is read.
-        reader = first_layers(self.base, max(spec.layers)) if kept and spec.layers else self.base
+        if kept and spec.layers:
+            reader = first_layers(reader, max(spec.layers))
         for done, row in enumerate(missing):
             self.progress(label, len(rows) - len(missing) + done, len(rows))
             parts = [] if final is None else [final(row, seq_len, self.base.hidden_size)]

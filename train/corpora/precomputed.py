@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.data.answers.backend import RankGroup
-from drafthead.data.answers.store import GenerationStore
+from drafthead.data.answers.store import Generation, GenerationStore
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import exclusive, file_digest, read_manifest
 from drafthead.models.base.base_model import BaseModel
@@ -49,7 +49,12 @@ def _copy(base: BaseModel, config: GenerationsConfig, source: Path, folder: Path
     store = GenerationStore(folder, _manifest(config, source, made_by))
     if store.done:
         return
-    wanted = [g for g in answers.read() if g.prompt_number % TURN_STRIDE < _count(config)]
+    wanted = [g for g in answers.read() if _is_wanted(g, config)]
+    if not wanted:
+        raise UserError(
+            f"none of the answers in {source} has a prompt of at most data.generations.max_prompt_tokens="
+            f"{config.max_prompt_tokens}; raise it"
+        )
     if made_by["sampler"]["temperature"] == 0:
         rate = greedy_match_rate(base, islice(wanted, COMPARED))
         share = f"{100 * rate:.1f} %"
@@ -64,7 +69,12 @@ def _copy(base: BaseModel, config: GenerationsConfig, source: Path, folder: Path
 
 def _manifest(config: GenerationsConfig, source: Path, made_by: dict[str, Any]) -> dict[str, Any]:
     files = {path.name: file_digest(path) for path in sorted(source.glob("shard-*.parquet"))}
-    return {**made_by, "prompts": _count(config), "precomputed": files}
+    wanted = {"prompts": _count(config), "max_prompt_tokens": config.max_prompt_tokens}
+    return {**made_by, **wanted, "precomputed": files}
+
+
+def _is_wanted(answer: Generation, config: GenerationsConfig) -> bool:
+    return answer.prompt_number % TURN_STRIDE < _count(config) and answer.boundary <= config.max_prompt_tokens
 
 
 def _count(config: GenerationsConfig) -> int:

@@ -325,7 +325,7 @@ def first_logits(head: DraftHead, ids: list[int] | None = None) -> Tensor:
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_layer_rounds_its_product(rows: int, packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafthead.models.kernels.linear._packs_bfloat16", lambda: packs)
+    monkeypatch.setattr("drafthead.models.kernels.linear.packs_bfloat16", lambda: packs)
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(*shape, generator=generator) for shape in [(24, 16), (24,), (1, rows, 16)])
     layer = inference_linear(weight, bias, torch.bfloat16)

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from drafthead.data.batch import HiddenStatesSpec
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.layers import reading_copy
 from drafthead.models.decoding.loop import decode
 from drafthead.models.kernels import choice, linear
 from drafthead.models.kernels.choice import choose_kernels
@@ -22,7 +24,7 @@ from drafthead.models.kernels.linear import (
     pad_rows,
     prepack_linears,
 )
-from support import TinyBase
+from support import TinyBase, random_ids, row_of
 
 SHAPES = [(), (1, 1), (1, 2), (2, 1), (1, 3), (1, 8), (3, 1), (3, 5), (1,), (2,), (7,), (0, 4), (1, 0)]
 
@@ -90,7 +92,7 @@ def test_the_fastest_kernel_is_chosen_once(monkeypatch: pytest.MonkeyPatch, tmp_
     assert [table.kernel(n) for n in (1, 2, 3, 8)] == [Kernel.PLAIN, Kernel.PADDED, Kernel.PACKED, Kernel.PACKED]
     again = KernelTable()
     choose_kernels(again, layer, lambda rows: pytest.fail("measured again"), "a base")
-    assert again.by_rows == table.by_rows
+    assert again.by_rows == table.by_rows and again.bfloat16_reads == table.bfloat16_reads
     other = KernelTable()
     choose_kernels(other, layer, lambda rows: None, "another base")
     assert other.by_rows == KernelTable().by_rows, "nothing is faster than the default"
@@ -109,3 +111,24 @@ def test_a_large_base_chooses_and_answers_alike(
     assert BaseModel.load(replace(config, kernels="packed")).kernels is None
     answers = [decode(base, None, [5, 9, 11], max_new_tokens=24).tokens for base in (fixed, chosen)]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.skipif(not linear.packs_bfloat16(), reason="this CPU multiplies no bfloat16")
+def test_hidden_states_to_train_on_may_be_read_in_bfloat16(
+    tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Near the exact ones, while the base itself stays exact."""
+    monkeypatch.setenv("DRAFTHEAD_CACHE", str(tmp_path))
+    monkeypatch.setattr(choice, "WORTH_MEASURING", 1)
+    base = BaseModel.load(tiny_base().config)
+    assert base.kernels is not None
+    batch = row_of([random_ids(20), random_ids(7, seed=1)])
+    exact = base.hidden_states(batch, HiddenStatesSpec(layers=(1,)))
+    base.kernels.bfloat16_reads = False
+    assert reading_copy(base) is base
+    base.kernels.bfloat16_reads = True
+    rounded = reading_copy(base).hidden_states(batch, HiddenStatesSpec(layers=(1,)))
+    for wanted, found in ((exact.final, rounded.final), (exact.layers, rounded.layers)):
+        assert wanted is not None and found is not None and not torch.equal(wanted, found)
+        torch.testing.assert_close(found, wanted, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(base.hidden_states(batch, HiddenStatesSpec()).final, exact.final, rtol=0, atol=0)
