@@ -55,8 +55,9 @@ class EvalConfig:
     null: as many as the head's own tree has."""
     baselines: list[str] = field(default_factory=list)
     """Other methods in the same interleaved run, see ``eval/timing/methods.py``: ``prompt_lookup``, ``early_exit:24``,
-    ``model:NAME``, ``head+prompt_lookup:3`` (combined with the head's tree), ``hf_prompt_lookup:3``,
-    ``hf_assisted:NAME``. Autoregressive decoding is always among them: our loop, and transformers' ``generate``."""
+    ``model:NAME``, ``head`` (alone, where ``combine`` names others), ``head+prompt_lookup:3`` (combined),
+    ``hf_prompt_lookup:3``, ``hf_assisted:NAME``. Three kinds of autoregressive decoding are always among them: our
+    loop, and transformers' ``generate`` over our modules and over the stock ones."""
     stock_baseline: bool = True
     """Time transformers' ``generate`` over the stock modules too: needs memory for the base twice."""
     seed: int = 0

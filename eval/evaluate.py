@@ -1,7 +1,7 @@
 """Evaluate a drafter: interleaved timing against autoregressive decoding and other methods, metrics, report."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from drafthead.eval.timing.methods import methods
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.trees.calibrate import Calibration
 from drafthead.eval.trees.cost_model import CostModel
-from drafthead.eval.trees.texts import base_answers, simulate_texts
+from drafthead.eval.trees.texts import Text, base_answers, simulate_texts
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig, Drafter
 from drafthead.models.decoding.loop import check_ids
@@ -47,7 +47,7 @@ def evaluate(
     calibration: Calibration | None = None,
     costs: CostModel | None = None,
     training_log: list[dict[str, Any]] | None = None,
-    expected_tokens: float | None = None,
+    development: Sequence[Text] | None = None,
 ) -> dict[str, Any]:
     """Answer a suite autoregressively, speculatively and with the config's baselines; write ``eval.json`` and a page.
 
@@ -85,7 +85,7 @@ def evaluate(
     )
     equalities = _equalities(base, drafter, decode_config, timed) if config.sampler.greedy else {}
     evaluation = summarise(timed.prompts, timed.results, equalities, info) | _settings(config, draft_config, timed)
-    if costs is not None and (predicted := predict(base, drafter, draft_config, config, costs, expected_tokens)):
+    if costs is not None and (predicted := predict(base, drafter, draft_config, config, costs, development)):
         evaluation["predicted"] = predicted
     if calibration is not None:
         evaluation["calibration"] = calibration.to_json()
@@ -107,32 +107,33 @@ def predict(
     draft_config: DraftConfig,
     config: EvalConfig,
     costs: CostModel,
-    expected_tokens: float | None = None,
+    texts: Sequence[Text] | None = None,
 ) -> dict[str, Any] | None:
     """Mean accepted length and speedup to expect of ``config``'s reporting half, simulated on its development half.
 
-    ``expected_tokens`` is the length, where choosing the tree has simulated it already, on the same answers. None where
-    that cannot be simulated: without halves, with a lossy rule, or with a distribution that is not the base's at some
-    temperature.
+    ``texts`` are the base's answers to that, where they are known. None where that cannot be simulated: without halves,
+    with a lossy rule, or with a distribution that is not the base's at some temperature.
     """
     sampler = config.sampler
     if config.split != "reporting" or not config.rule.lossless or sampler != Sampler(temperature=sampler.temperature):
         return None
-    length: float = config.max_new_tokens
-    tau = expected_tokens
-    if tau is None:
-        texts = base_answers(
-            base,
-            suite=config.suite,
-            limit=PREDICTED_ON,
-            max_new_tokens=config.max_new_tokens,
-            temperature=sampler.temperature,
-            split="development",
-        )
-        tau = simulate_texts(base, drafter, texts, draft_config, sampler, config.rule).mean_accepted_length
-        length = mean(len(text.ids) - text.boundary for text in texts)
+    texts = texts or development_answers(base, config, PREDICTED_ON)
+    tau = simulate_texts(base, drafter, texts, draft_config, sampler, config.rule).mean_accepted_length
+    length = mean(len(text.ids) - text.boundary for text in texts)
     speedup = costs.answer_speedup(tau, draft_config.nodes, draft_config.depth, length)
     return {"mean_accepted_length": tau, "speedup": speedup}
+
+
+def development_answers(base: BaseModel, config: EvalConfig, limit: int) -> list[Text]:
+    """The base's answers to ``limit`` prompts of the suite's development half, for choosing and predicting."""
+    return base_answers(
+        base,
+        suite=config.suite,
+        limit=limit,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.sampler.temperature,
+        split="development",
+    )
 
 
 def _prompt_ids(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], max_new_tokens: int) -> list[int]:

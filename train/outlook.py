@@ -11,6 +11,7 @@ from rich.table import Table
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.trees.cost_model import SIZES
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.layers import reading_copy
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.estimate import estimate_of
 
@@ -31,6 +32,8 @@ class Outlook:
         self.run, self.base, self.devices = run, base, devices
         self.read_s = _seconds(base, LONG_PASS) / LONG_PASS
         """Of reading a token among many."""
+        self.cache_s = _seconds(reading_copy(base), LONG_PASS) / LONG_PASS
+        """The same for hidden states to train on."""
         self.step_s = _seconds(base, 1)
         """Of one autoregressive step."""
         self.costs = estimate_of(run, devices, device=base.device.type)
@@ -66,11 +69,12 @@ class Outlook:
         if phase.corpus == "text":
             corpus = self.run.data.text.max_tokens
         else:
-            answer = PROMPT_TOKENS + generations.sampler.max_new_tokens
+            prompt = min(PROMPT_TOKENS, generations.max_prompt_tokens)
+            answer = prompt + generations.sampler.max_new_tokens
             corpus = (generations.prompts + generations.self_prompted) * answer
         kept = phase.corpus == "generations" and generations.keep_hidden_states and not generations.copied
         read = 0 if kept else corpus if phase.cached else tokens
-        return f"{phase.steps:,} steps on {phase.corpus}, {int(tokens):,} tokens", seconds + read * self.read_s
+        return f"{phase.steps:,} steps on {phase.corpus}, {int(tokens):,} tokens", seconds + read * self.cache_s
 
     def _tree(self) -> tuple[str, float]:
         run, repeats = self.run, 11

@@ -21,6 +21,7 @@ from drafthead.data.utils.config import update_names
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, read_json_lines, write_json
 from drafthead.data.utils.hub import push as push_to_hub
+from drafthead.eval.evaluate import development_answers
 from drafthead.eval.evaluate import evaluate as evaluate_drafter
 from drafthead.eval.metrics.base_quality import check_quality, compare_bases, quality_table
 from drafthead.eval.prompts.prompt import conversation_ids
@@ -32,7 +33,7 @@ from drafthead.eval.timing.methods import combined
 from drafthead.eval.trees.calibrate import answer_ranks, calibrate, load_calibration, save_calibration
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.simulate import Ranks
-from drafthead.eval.trees.texts import base_answers, text_ranks
+from drafthead.eval.trees.texts import Text, text_ranks
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import ADAPTER
 from drafthead.models.heads.common.contract import DraftHead
@@ -110,6 +111,13 @@ class Workspace:
         if not (self.head_folder / "config.json").exists():
             raise UserError(f"{self.head_folder} holds no head yet; run the stage train first")
         return DraftHead.from_pretrained(self.head_folder, self.base)
+
+    @cached_property
+    def development_answers(self) -> list[Text] | None:
+        """The base's answers to the suite's development half; None where the suite is evaluated whole."""
+        run = self.run
+        wanted = run.eval.split == "reporting" and run.tree_prompts > 0
+        return development_answers(self.base, run.eval, run.tree_prompts) if wanted else None
 
     def new_head(self) -> DraftHead:
         """The untrained head, with adapters of its base if the run trains it."""
@@ -243,15 +251,8 @@ def tree(work: Workspace) -> None:
 def _tree_answers(work: Workspace, head: DraftHead) -> list[Ranks]:
     """Ranks of the drafts along answers that training has not seen: to the suite's development half, where there is."""
     run = work.run
-    if run.eval.split == "reporting" and run.tree_prompts:
-        texts = base_answers(
-            head.base,
-            suite=run.eval.suite,
-            limit=run.tree_prompts,
-            max_new_tokens=run.eval.max_new_tokens,
-            split="development",
-        )
-        return text_ranks(head, texts)
+    if work.development_answers is not None:
+        return text_ranks(head, work.development_answers)
     cached = any(phase.cached for phase in run.phases.values())  # then they are, since training
     held_out = open_held_out(work.corpora, run.answer_row_length, head.spec, cached, head.base)
     return [ranks for row in range(len(held_out)) for ranks in answer_ranks(head, *held_out.load([row]))]
@@ -269,7 +270,6 @@ def evaluate(work: Workspace) -> None:
     costs, calibration = found
     head.tree = calibration.tree
     log = read_json_lines(work.folder / "metrics.jsonl")
-    chosen_here = run.tree_prompts > 0 and run.eval.tree == "head" and not run.eval.combine
     with display.stage(f"evaluation: {run.eval.suite}"):
         drafter, draft_config = combined(
             head.base, head, run.eval.draft_config(head), run.eval.combine, run.eval.combine_nodes
@@ -284,7 +284,7 @@ def evaluate(work: Workspace) -> None:
             calibration=calibration,
             costs=costs,
             training_log=log,
-            expected_tokens=calibration.expected_tokens if chosen_here else None,
+            development=work.development_answers,
         )
     display.console.print(console_table(evaluation))
     for line in console_lines(evaluation, log):

@@ -40,8 +40,8 @@ draft_sampling  {kinds}
 rule.name       exact and block (lossless), typical and lenient (lossy: its total variation is printed beside the
                 speedup)
 drafters        prompt_lookup[:TOKENS], early_exit:LAYERS[:TOKENS], model:NAME[:TOKENS], head:FOLDER:
-                as head=, in combine=[...] and in baselines=[...], which also knows head+DRAFTER (combined with the
-                head), hf_prompt_lookup[:TOKENS] and hf_assisted:NAME (transformers' own)
+                as head=, in combine=[...] and in baselines=[...], which also knows head (alone), head+DRAFTER
+                (combined), hf_prompt_lookup[:TOKENS] and hf_assisted:NAME (transformers' own)
 combine_nodes   of a combined tree, as many as the head's own by default: the others first, then the head's likeliest
 """
 

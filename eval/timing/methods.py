@@ -22,11 +22,13 @@ from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.token_tree import TokenTree
 
 FORMS = "prompt_lookup[:TOKENS], early_exit:LAYERS[:TOKENS], model:NAME[:TOKENS], head:FOLDER"
-METHOD_FORMS = f"{FORMS}, head+DRAFTER, hf_prompt_lookup[:TOKENS], hf_assisted:NAME"
+METHOD_FORMS = f"{FORMS}, head, head+DRAFTER, hf_prompt_lookup[:TOKENS], hf_assisted:NAME"
 DRAFTERS = ("prompt_lookup", "early_exit", "model", "head")
 METHODS = (*DRAFTERS, "hf_prompt_lookup", "hf_assisted")
 NAMED = ("model", "head", "hf_assisted")
 WITH_HEAD = "head+"
+HEAD_ALONE = "head"
+"""The head with its own tree, where ``combine`` joins others to it."""
 
 
 def is_drafter(spec: str) -> bool:
@@ -54,7 +56,8 @@ def _parse(spec: str, known: tuple[str, ...] = DRAFTERS) -> tuple[str, str, list
 def check_methods(specs: list[str]) -> None:
     """Refuse unknown methods before anything is loaded."""
     for spec in specs:
-        _parse(spec.removeprefix(WITH_HEAD), DRAFTERS if spec.startswith(WITH_HEAD) else METHODS)
+        if spec != HEAD_ALONE:
+            _parse(spec.removeprefix(WITH_HEAD), DRAFTERS if spec.startswith(WITH_HEAD) else METHODS)
 
 
 def check_drafters(specs: list[str]) -> None:
@@ -160,6 +163,9 @@ def _generated(base: BaseModel, config: EvalConfig, **speculation: Any) -> Metho
 
 
 def _baseline(base: BaseModel, head: Drafter, head_config: DraftConfig, spec: str, config: EvalConfig) -> Method:
+    if spec == HEAD_ALONE:
+        alone = head.drafters[0] if isinstance(head, CombinedDrafter) else head
+        return _decoded(base, alone, config.draft_config(alone), config)
     if spec.startswith(WITH_HEAD):
         return _decoded(
             base, *combined(base, head, head_config, [spec.removeprefix(WITH_HEAD)], config.combine_nodes), config

@@ -251,6 +251,6 @@ def test_a_run_says_first_what_it_will_do(tmp_path: Path, tiny_base: TinyBase) -
     found = rows()
     assert list(found) == ["corpora", "phase pretrain", "phase distill", "tree", "evaluate"]
     assert "24 prompts" in found["corpora"][0] and "10 steps on text" in found["phase pretrain"][0]
-    assert "3 answers of 24 tokens (builtin), each by 4 methods" in found["evaluate"][0]
+    assert "3 answers of 24 tokens (builtin), each by 6 methods" in found["evaluate"][0]
     assert rows("phases.distill.steps=1000")["phase distill"][1] > 10 * found["phase distill"][1]
     assert list(rows("stages=[tree]")) == ["tree"]

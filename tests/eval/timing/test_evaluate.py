@@ -11,6 +11,7 @@ from drafthead.eval.evaluate import evaluate, predict
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.tables import console_lines
+from drafthead.eval.timing.methods import combined, methods
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.models.base.base_model import BaseModel
@@ -57,6 +58,19 @@ def test_what_is_measured_is_known_by_more_than_its_name(tiny_base: TinyBase, tm
     other = head if change == "threshold" else early_exit(base, 2)
     assert resumed(tmp_path, other, base) == [0, 2]
     assert resumed(tmp_path, other, base) == [2, 2]
+
+
+def test_a_combined_head_is_also_timed_alone(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head = MedusaConfig(num_draft_tokens=2).build(base)
+    config = replace(CONFIG, combine=["prompt_lookup:4"], baselines=["head"], stock_baseline=False, max_new_tokens=24)
+    drafter, draft_config = combined(base, head, config.draft_config(head), config.combine)
+    compared = methods(base, drafter, draft_config, config)
+    ids = [5, 9, 11, 40, 5, 9, 11, 40, 5, 9]
+    alone, joined = (compared[name].answer(ids) for name in ("head", "speculative"))
+    wanted = decode(base, head, ids, max_new_tokens=24, draft_config=config.draft_config(head))
+    assert [step.accepted for step in alone.steps] == [step.accepted for step in wanted.steps]
+    assert alone.tokens == joined.tokens and compared["head"].made_of != compared["speculative"].made_of
 
 
 def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: TinyBase, tmp_path: Path) -> None:

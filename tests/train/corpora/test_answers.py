@@ -322,6 +322,15 @@ def test_precomputed_answers_are_compared_and_copied(base: BaseModel, tiny_base:
         precomputed(other, tmp_path / "made", tmp_path / "other")
 
 
+def test_precomputed_answers_to_long_prompts_are_left_out(base: BaseModel, tmp_path: Path) -> None:
+    made = make(base, replace(CONFIG, keep_hidden_states=False), tmp_path / "made")
+    longest = max(g.boundary for g in made.read())
+    kept = precomputed(base, tmp_path / "made", tmp_path / "short", max_prompt_tokens=longest - 1)
+    assert 0 < len(kept.done) < len(made.done) and max(g.boundary for g in kept.read()) < longest
+    with pytest.raises(UserError, match="has a prompt of at most data.generations.max_prompt_tokens=8; raise it"):
+        precomputed(base, tmp_path / "made", tmp_path / "none", max_prompt_tokens=8)
+
+
 def test_precomputed_answers_of_other_weights_are_refused(base: BaseModel, tmp_path: Path) -> None:
     """The manifest names this base, but the tokens are not its own."""
     made = make(base, replace(CONFIG, keep_hidden_states=False), tmp_path / "made")
@@ -332,7 +341,7 @@ def test_precomputed_answers_of_other_weights_are_refused(base: BaseModel, tmp_p
 
 
 def test_the_answers_in_the_package_fit_their_recipe(tmp_path: Path) -> None:
-    run, _ = composed(tmp_path, "recipe=medusa_smollm2", "data=smollm2_tasks", "phases.distill.seq_len=512")
+    run, _ = composed(tmp_path, "recipe=medusa_smollm2")
     config = run.data.generations
     folder = FOLDERS[config.precomputed or ""]
     store, made_by = GenerationStore(folder), read_manifest(folder)
