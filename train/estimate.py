@@ -142,7 +142,7 @@ class Estimate:
             found["gathered head"] = head.trainable * compute_bytes
             found["gradients in flight"] = head.trainable * (compute_bytes + FLOAT32)
         if mode == "full":
-            layers = shape.layer_parameters * shape.num_layers * self.base_bytes
+            layers = shape.all_layers_parameters * self.base_bytes
             copies = 1 if self.lora is None else 2
             found["base weights"] -= layers
             found["base weights"] += 0 if self.shard.offload_base else copies * layers // shards

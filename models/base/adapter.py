@@ -37,7 +37,9 @@ def fingerprint(model: Any, digest: str | None = None) -> str:
     settings = model.config
     digest = digest or getattr(settings, DIGEST, None)
     parts = [f"{settings.hidden_size},{settings.vocab_size},{settings.num_hidden_layers}".encode()]
-    small = [model.model.norm.weight]
+    norm = getattr(model.model.norm, "weight", None)
+    # Olmo's norm has no weights.
+    small = [next(model.model.layers[0].parameters())[:64] if norm is None else norm]
     if digest is None:
         small.append(model.get_output_embeddings().weight[: min(64, settings.vocab_size)])
     for weight in small:

@@ -5,7 +5,7 @@ Shape legend: B batch, T time, N tree nodes, D width, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.chat import Message, prompt_ids
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base import adapter
-from drafthead.models.base.config import BaseConfig, check_architecture, load_weights
+from drafthead.models.base.check import Expected, check, logit_scale, measured_sizes
+from drafthead.models.base.config import BaseConfig, check_architecture, context_limit, load_weights
 from drafthead.models.base.layers import attention_sizes, capture_hidden_states, last_layers, llama_like
 from drafthead.models.base.lm_head import LMHead
+from drafthead.models.base.windows import Masks, windows_of
 from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache, TreeMasks
 from drafthead.models.cache.static_cache import StaticKVCache, StaticModel, chain_shape
 from drafthead.models.kernels import attention
@@ -57,22 +59,33 @@ class BaseModel:
         self.name = config.name or f"random-{settings.model_type}"
         self.hidden_size: int = settings.hidden_size
         self.vocab_size: int = settings.vocab_size
-        self.num_layers: int = settings.num_hidden_layers
+        self.num_layers = len(self.model.model.layers)
+        limit = context_limit(settings)
         self.max_context: int = config.max_context or settings.max_position_embeddings
+        """Positions that a text may have."""
+        if limit is not None:
+            self.max_context = min(self.max_context, limit.positions)
+        self._limited = limit is not None
+        self.windows = windows_of(settings, self.max_context)
         lm_head = model.get_output_embeddings()
         if lm_head is None or lm_head.bias is not None:
             raise UserError(f"{settings.model_type} has no bias-free output head; draft heads are initialised from one")
-        self.lm_head = LMHead(
-            weight=lm_head.weight.detach(),
-            scale=1.0 / getattr(settings, "logits_scaling", 1.0) if settings.model_type == "granite" else 1.0,
-            softcap=getattr(settings, "final_logit_softcapping", None),
-        )
         self.dtype, self.device = lm_head.weight.dtype, lm_head.weight.device
         counted = self.device.type == "meta"  # a base without weights, to know the sizes of a head on it
         self.fingerprint = "" if counted else adapter.fingerprint(model)
         kv_heads, head_dim = attention_sizes(settings)
         self.cache_shape = CacheShape(
             layers=self.num_layers, heads=kv_heads, head_dim=head_dim, dtype=self.dtype, device=self.device
+        )
+        expected = None
+        if not counted:
+            # Before layers are replaced: the stock modules with their own attention say what is right.
+            self.cache_shape = replace(self.cache_shape, **measured_sizes(self))
+            expected = Expected.of(self)
+        self.lm_head = LMHead(
+            weight=lm_head.weight.detach(),
+            scale=1.0 if expected is None else logit_scale(self, expected),
+            softcap=getattr(settings, "final_logit_softcapping", None),
         )
         self._wrapped_attention: str | None = None
         self._tree_masks = TreeMasks()
@@ -88,8 +101,8 @@ class BaseModel:
         self._lm_head = self.model.get_output_embeddings()
         if self.kernels is not None:
             self._choose_kernels(self.kernels)
-        if not counted:
-            self._check_logits()
+        if expected is not None:
+            check(self, expected)
 
     @classmethod
     def load(
@@ -136,21 +149,6 @@ class BaseModel:
             model = adapter.merge(llama_like(model), self.config.adapter)
         return model.eval().requires_grad_(False)
 
-    def _check_logits(self) -> None:
-        """Refuse a model that scales or shifts its logits in a way that is not known here."""
-        ids = torch.arange(3, 7, device=self.device)[None]
-        with torch.inference_mode():
-            found = self.logits(self.forward(ids, self.new_cache(4)).final).float()
-            wanted = self.model(ids).logits.float()
-        if not wanted.isfinite().all():
-            adapter_note = f" with the adapter {self.config.adapter}" if self.config.adapter else ""
-            raise UserError(f"{self.name}{adapter_note} computes logits that are not finite; copy its weights again")
-        if not torch.allclose(found, wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max())):
-            raise UserError(
-                f"{self.model.config.model_type} computes its logits in a way that is not known here (they differ by "
-                f"{float((found - wanted).abs().max()):.3g}); please report the architecture"
-            )
-
     def identity(self) -> dict[str, Any]:
         """What a corpus or a head stores about the base it was made with."""
         return {
@@ -188,7 +186,8 @@ class BaseModel:
             # Neither holds this object, whose memory so is free as soon as it is let go.
             head, product = self.lm_head, self._lm_head
             logits = lambda h: head.scale_and_cap(product(h))  # noqa: E731
-            self._static = StaticModel(self.cache_shape, self.model.model, logits)
+            windowed = None if self.windows is None else self.windows.masks
+            self._static = StaticModel(self.cache_shape, self.model.model, logits, windowed)
         return self._static.cache(capacity)
 
     def new_slots(self, rows: int, capacity: int) -> RaggedCache:
@@ -217,7 +216,8 @@ class BaseModel:
         cache.reserve(new)
         if isinstance(cache, RaggedCache) or (cache.length and new > 1):
             mask = cache.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril_(), self.dtype)
-        found = self._decoder(tokens_BT, positions, mask, cache, spec)
+        masks = mask if self.windows is None else self._windowed(mask, cache, positions, None)
+        found = self._decoder(tokens_BT, positions, masks, cache, spec)
         cache.commit(counts)
         return found
 
@@ -244,7 +244,8 @@ class BaseModel:
             mask = self._tree_masks.mask(shape.tree, shape, cache)
         else:
             mask = cache.mask(shape.ancestors[:, -new:], self.dtype)
-        return self._decoder(tokens_BN, positions, mask, cache, spec, partial_forward)
+        masks = mask if self.windows is None else self._windowed(mask, cache, positions, shape.depths)
+        return self._decoder(tokens_BN, positions, masks, cache, spec, partial_forward)
 
     @torch.inference_mode()
     def verify_logits(
@@ -274,19 +275,35 @@ class BaseModel:
     @torch.no_grad()
     def hidden_states(self, batch: TrainBatch, spec: HiddenStatesSpec) -> HiddenStates:
         """Hidden states of packed rows; a token sees its own document only. Detached, on the base's device."""
-        ids, documents = batch.input_ids.to(self.device), batch.document_ids.to(self.device)
-        mask = attention.document_mask(documents, self.dtype)
+        if self._limited and (last := int(batch.position_ids.max())) >= self.max_context:
+            raise UserError(f"a text of {last + 1} tokens exceeds the context of {self.max_context}; shorten the rows")
+        ids, positions = batch.input_ids.to(self.device), batch.position_ids.to(self.device)
+        masks = self.document_masks(batch.document_ids.to(self.device), positions, self.dtype)
         with capture_hidden_states(self.model, spec.layers) as states:
-            out = self.model.model(
-                input_ids=ids, position_ids=batch.position_ids.to(self.device), attention_mask=mask, use_cache=False
-            )
+            out = self.model.model(input_ids=ids, position_ids=positions, attention_mask=masks, use_cache=False)
         return _hidden_states(out.last_hidden_state, states, spec)
+
+    def document_masks(self, document_ids: Tensor, position_ids: Tensor, dtype: torch.dtype) -> Masks:
+        """What the decoder takes as mask for packed rows ([B, T] each): a token sees its own document only."""
+        mask = attention.document_mask(document_ids, dtype)
+        return mask if self.windows is None else self.windows.masks(mask, position_ids, position_ids, dtype)
+
+    def _windowed(
+        self, mask: Tensor | None, cache: KVCache | RaggedCache, positions: Tensor, depths: Tensor | None
+    ) -> Masks:
+        """The masks of all kinds of layer for a pass at ``positions``; ``depths`` of pending nodes, None: a chain."""
+        assert self.windows is not None
+        if isinstance(cache, KVCache) and cache.length + cache.pending <= self.windows.smallest:
+            return self.windows.alike(mask)
+        if depths is None:
+            depths = torch.arange(cache.pending, device=self.device)[None]
+        return self.windows.masks(mask, positions, cache.key_positions(depths), self.dtype)
 
     def _decoder(
         self,
         tokens: Tensor,
         positions: Tensor,
-        mask: Tensor | None,
+        mask: Masks,
         cache: KVCache | RaggedCache,
         spec: HiddenStatesSpec,
         partial_forward: PartialForward | None = None,

@@ -1,7 +1,8 @@
 """Which base model a recipe names, how its weights and tokenizer are loaded, and which architectures are refused."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from transformers.utils import logging as transformers_logging
 from drafthead.data.embedded.packages import smollm2_folder
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.errors import UserError
+from drafthead.models.base.text_model import INNER_NAMES, build, is_composite, text_class, text_config
+from drafthead.models.base.windows import FULL, SIZES
 from drafthead.models.kernels import attention
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -32,10 +35,14 @@ SAVED_KEYS = ("name", "revision", "gguf_file", "tokenizer", "max_context", "rand
 ADAPTER = "adapter"
 """Folder of a saved head that holds its base's adapter, where there is one."""
 LOAD_ERRORS = (
-    *(OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError),
+    *(OSError, ImportError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError),
     *(SafetensorError, StrictDataclassError),
 )
 """What transformers and its libraries raise for files that are missing, damaged or contradict each other."""
+RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid", "rwkv", "lstm")
+"""Parts of the names of layer types that keep a state instead of keys and values."""
+FEED_FORWARD = frozenset(("mlp", "moe"))
+"""Layer types that keep nothing."""
 EMBEDDED = "embedded:smollm2"
 """The base that arrives inside a pinned package, for machines without hub access."""
 
@@ -53,7 +60,7 @@ class BaseConfig:
     dtype: str = "auto"
     """``auto`` is float32 on a CPU and bfloat16 on a GPU."""
     max_context: int | None = None
-    """Positions to allow; None: the model's own limit. Sliding-window models need one within the window."""
+    """Positions to allow; None: the model's own limit, or that of a rotary embedding that changes with the length."""
     prepack: bool = True
     """Prepack the linear layers for skinny products on a CPU (models/kernels/linear.py)."""
     kernels: str = "auto"
@@ -161,29 +168,58 @@ def _first_line(error: Exception) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
+@dataclass(frozen=True)
+class ContextLimit:
+    """Positions up to which a base computes the same for a token, however long the text is in the end."""
+
+    positions: int
+    why: str
+
+
+def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
+    """The limit of a base whose early positions change with later ones, or which has a table of positions."""
+    config = text_config(config)
+    limits = []
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *(part for part in ropes.values() if isinstance(part, dict))]:
+        kind = rope.get("rope_type")
+        if kind in ("longrope", "dynamic"):
+            first = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            what = f"{kind} rotary embedding changes all positions once a text is longer than {first}"
+            limits.append(ContextLimit(first, what))
+    if getattr(config, "attn_temperature_tuning", False) and getattr(config, "floor_scale", None):
+        scale = int(config.floor_scale)
+        what = f"attention is scaled by the place in a pass, which is not that in a tree, from position {scale - 1} on"
+        limits.append(ContextLimit(scale - 1, what))
+    if config.model_type in ("gpt_bigcode", "gpt2"):
+        size = config.max_position_embeddings
+        limits.append(ContextLimit(size, f"table of learned positions ends at {size}"))
+    return min(limits, key=lambda limit: limit.positions, default=None)
+
+
 def check_architecture(config: PreTrainedConfig, max_context: int | None) -> None:
-    """Refuse what cannot verify a token tree over a key/value cache: recurrent state, short windows, and the like."""
+    """Refuse what cannot verify a token tree over a key/value cache: recurrent state and the like."""
+    config = text_config(config)
     kind = config.model_type
-    layer_types = set(getattr(config, "layer_types", None) or ())
+    kinds = set(getattr(config, "layer_types", None) or ())
+    unknown = sorted(kinds - {FULL, *SIZES} - FEED_FORWARD)
+    recurrent = [t for t in unknown if any(part in t for part in RECURRENT)]
     heads = getattr(config, "num_attention_heads", None)
-    recurrent = sorted(t for t in layer_types if "attention" not in t or "linear" in t)
-    if recurrent or heads is None or getattr(config, "is_encoder_decoder", False):
-        what = f"layers of type {recurrent}" if recurrent else "no decoder-only self-attention"
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"{kind} models have an encoder; choose a base that only decodes")
+    if recurrent or heads is None:
+        what = f"layers of type {recurrent}" if recurrent else "no self-attention over a key/value cache"
         raise UserError(
             f"{kind} models have {what}: rejected drafts cannot be taken back from a recurrent state; "
-            "use a base of the Llama, Mistral, Qwen2, Qwen3, Gemma or SmolLM families"
+            "choose a base whose layers all have attention (docs/bases.md lists families)"
         )
-    if getattr(config, "attn_logit_softcapping", None):
-        raise UserError(f"{kind} soft-caps its attention logits, which fused attention cannot do; choose another base")
-    if getattr(config, "kv_lora_rank", None):
-        raise UserError(f"{kind} uses multi-head latent attention, whose cache is not supported; choose another base")
-    window = getattr(config, "sliding_window", None)
-    slides = any("sliding" in t or "chunked" in t for t in layer_types) or (not layer_types and window)
-    context = max_context or getattr(config, "max_position_embeddings", 0)
-    if slides and window and context > window:
+    if unknown:
+        raise UserError(f"{kind} models have layers of type {unknown}, which are not known here; see docs/bases.md")
+    limit = context_limit(config)
+    if limit is not None and max_context is not None and max_context > limit.positions:
         raise UserError(
-            f"{kind} has sliding-window attention over {window} positions and a context of {context}: a tree across "
-            f"the window's edge would be masked wrongly; set base.max_context={window} or less"
+            f"the {limit.why} ({kind}), but base.max_context={max_context}: drafts would change the text; set "
+            f"base.max_context={limit.positions} or less"
         )
 
 
@@ -203,13 +239,27 @@ def load_weights(
     if config.random:
         settings = config.transformers_config()
         check_architecture(settings, config.max_context)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), own_attention_code(settings.model_type):
             torch.manual_seed(config.seed)
-            model = AutoModelForCausalLM.from_config(settings, **how)
+            model = build(settings, **how)
         tokenizer = config.load_tokenizer(config.name)
     else:
         model, tokenizer = _stored(config, how, progress)
     return model.to(device), tokenizer
+
+
+@contextmanager
+def own_attention_code(kind: str) -> Iterator[None]:
+    """Says what it means that a model does not know our attention by its name."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise
+        raise UserError(
+            f"{kind} has attention of its own in transformers, which cannot be replaced; choose another base "
+            "(docs/bases.md lists families)"
+        ) from None
 
 
 def _stored(
@@ -222,7 +272,18 @@ def _stored(
         options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     try:
         tokenizer = config.load_tokenizer(folder)
-        model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+        loader: Any = AutoModelForCausalLM
+        kind = config.name
+        if not config.gguf_file:
+            settings = AutoConfig.from_pretrained(folder, **config.hub_options())
+            check_architecture(settings, config.max_context)
+            if is_composite(settings):
+                progress(f"{config.name} is a {settings.model_type}: only its text model is loaded, text in, text out")
+                loader = text_class(settings)
+                options |= {"config": text_config(settings), "key_mapping": INNER_NAMES}
+            kind = settings.model_type
+        with own_attention_code(kind), _quiet(loader is not AutoModelForCausalLM):
+            model, found = loader.from_pretrained(folder, output_loading_info=True, **options)
     except torch.OutOfMemoryError:
         raise  # the files are not to blame
     except LOAD_ERRORS as error:
@@ -233,3 +294,15 @@ def _stored(
             f"base model {config.name!r} lacks {len(missing)} weights, {missing[0]} for one; copy or download it again"
         )
     return model, tokenizer
+
+
+@contextmanager
+def _quiet(parts_are_left: bool) -> Iterator[None]:
+    """No report of the weights that are not loaded, where that is meant."""
+    level = transformers_logging.get_verbosity()
+    if parts_are_left:
+        transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)

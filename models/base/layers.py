@@ -6,7 +6,6 @@ Views share the base's modules and weights; nothing is copied. Shape legend: B r
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,12 @@ from drafthead.models.kernels.linear import inference_copy
 if TYPE_CHECKING:
     from drafthead.models.base.base_model import BaseModel
 
-OWN_NAMES = {"gpt_bigcode": {"model": "transformer", "layers": "h", "norm": "ln_f"}}
+OWN_NAMES = {
+    "gpt_bigcode": {"model": "transformer", "layers": "h", "norm": "ln_f"},
+    "gpt2": {"model": "transformer", "layers": "h", "norm": "ln_f"},
+    "gpt_neox": {"model": "gpt_neox", "layers": "layers", "norm": "final_layer_norm"},
+    "persimmon": {"model": "model", "layers": "layers", "norm": "final_layernorm"},
+}
 
 
 def llama_like(model: Any) -> Any:
@@ -32,8 +36,8 @@ def llama_like(model: Any) -> Any:
             set_part(model.model, name, getattr(model.model, names[name]))
     if not (hasattr(model, "model") and hasattr(model.model, "norm") and hasattr(model.model, "layers")):
         raise UserError(
-            f"{model.config.model_type} is not built like a Llama (model.layers, model.norm); use a base of the Llama, "
-            "Mistral, Qwen2, Qwen3, Gemma, SmolLM or GPT-BigCode families"
+            f"{model.config.model_type} is not built like a Llama (model.layers, model.norm); choose another base "
+            "(docs/bases.md lists families)"
         )
     return model
 
@@ -49,29 +53,49 @@ def set_part(owner: Any, name: str, part: nn.Module) -> None:
 
 
 def attention_sizes(config: PreTrainedConfig) -> tuple[int, int]:
-    """Key/value heads and head width of a base."""
+    """Key/value heads and head width of a base; where its layers differ, the smallest."""
     heads: int = config.num_attention_heads
-    if config.model_type in OWN_NAMES:  # whatever else a config says, these follow from three sizes
+    if hasattr(config, "multi_query"):  # GPT-BigCode: whatever else a config says, these follow from three sizes
         return (1 if config.multi_query else heads), config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = smallest(config, "num_key_value_heads") or heads
+    return kv_heads, smallest(config, "head_dim") or config.hidden_size // heads
+
+
+def sizes(config: PreTrainedConfig, key: str) -> list[int]:
+    """The values of a size in a config: several where layers have their own."""
+    try:
+        found = getattr(config, key, None)
+    except RuntimeError:  # transformers' error for sizes that differ by layer
+        found = [getattr(layer, key, None) for layer in config.per_layer_config]
+    return [value for value in (found if isinstance(found, list | tuple) else [found]) if isinstance(value, int)]
+
+
+def smallest(config: PreTrainedConfig, key: str) -> int | None:
+    """A size of a config; where layers have their own, the smallest of them."""
+    return min(sizes(config, key), default=None)
 
 
 def with_layers(
-    base: "BaseModel", layers: nn.ModuleList, norm: nn.Module | None = None, dtype: torch.dtype | None = None
+    base: "BaseModel",
+    layers: nn.ModuleList,
+    norm: nn.Module | None = None,
+    dtype: torch.dtype | None = None,
+    sources: Sequence[int] | None = None,
 ) -> "BaseModel":
     """A view of ``base`` with other decoder layers (``layer_idx`` from 0) between its embedding and output head.
 
-    ``norm`` and ``dtype`` of the layers are the base's by default; embeddings are cast to ``dtype``.
+    ``norm`` and ``dtype`` of the layers are the base's by default; embeddings are cast to ``dtype``. ``sources``: which
+    of the base's layers they are like; by default its first ones.
     """
-    view, decoder = copy(base), _decoder_of(base, layers, norm)
+    sources = range(len(layers)) if sources is None else sources
+    view, decoder = copy(base), _decoder_of(base, layers, norm, sources)
     view.model = _shallow(base.model)
     set_part(view.model, "model", decoder)
     view.num_layers = len(layers)
     if dtype is not None and dtype != base.dtype:
         view.dtype = dtype
         decoder.set_input_embeddings(_CastEmbedding(decoder.get_input_embeddings(), dtype))
-    view.cache_shape = replace(base.cache_shape, layers=len(layers), dtype=view.dtype)
+    view.cache_shape = base.cache_shape.of(sources, view.dtype)
     view._tree_masks, view._static = TreeMasks(), None
     view._last_layers = {}
     view.name = f"{base.name} with {len(layers)} layers"
@@ -96,7 +120,8 @@ def last_layers(base: "BaseModel", skipped: int) -> Any:
 
     The layers keep their ``layer_idx``, so they write into the base's own cache.
     """
-    decoder = _decoder_of(base, nn.ModuleList(list(base.model.model.layers)[skipped:]), None)
+    layers = list(base.model.model.layers)[skipped:]
+    decoder = _decoder_of(base, nn.ModuleList(layers), None, range(skipped, base.num_layers))
     if hasattr(decoder, "embedding_multiplier"):  # Granite scales whatever it is given
         decoder.embedding_multiplier = 1.0
     if hasattr(decoder, "wpe"):  # and GPT-BigCode adds positions to it
@@ -126,14 +151,33 @@ def drop_views(base: "BaseModel") -> None:
     base._static, base._last_layers = None, {}
 
 
-def _decoder_of(base: "BaseModel", layers: nn.ModuleList, norm: nn.Module | None) -> Any:
+def _decoder_of(base: "BaseModel", layers: nn.ModuleList, norm: nn.Module | None, sources: Sequence[int]) -> Any:
     decoder = _shallow(base.model.model)
     set_part(decoder, "layers", layers)
-    decoder.config = copy(base.model.config)
-    decoder.config.num_hidden_layers = len(layers)
+    decoder.config = config_of_layers(base, sources)
     if norm is not None:
         set_part(decoder, "norm", norm)
     return decoder
+
+
+def config_of_layers(base: "BaseModel", sources: Sequence[int]) -> Any:
+    """The config of a model made of these layers of ``base``, or of layers like them."""
+    config = copy(base.model.config)
+    for key, what in (
+        ("hidden_size_per_layer_input", "an embedding of its own"),
+        ("num_kv_shared_layers", "another's"),
+    ):
+        if getattr(config, key, None) and list(sources) != list(range(base.num_layers)):
+            raise UserError(
+                f"a layer of {config.model_type} reads {what} ({key}={getattr(config, key)}), so some of its layers "
+                "cannot be run alone; choose a head that needs none of them (medusa, hydra, mlp_speculator, eagle3)"
+            )
+    if base.cache_shape.by_layer is not None and len(base.cache_shape.by_layer) != base.num_layers:
+        raise UserError(f"a layer of {config.model_type} has several attentions, so some layers cannot be run alone")
+    config.num_hidden_layers = len(sources)
+    if kinds := getattr(config, "layer_types", None):
+        config.layer_types = [kinds[source] for source in sources]
+    return config
 
 
 class _NoPositions(nn.Module):

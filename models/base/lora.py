@@ -22,7 +22,6 @@ from drafthead.models.base import adapter
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import fresh_copy
 
 LM_HEAD = "lm_head"
@@ -94,7 +93,7 @@ class LoraBase:
         out = self.model.model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            attention_mask=document_mask(batch.document_ids, self.base.dtype),
+            attention_mask=self.base.document_masks(batch.document_ids, batch.position_ids, self.base.dtype),
             use_cache=False,
         )
         hidden: Tensor = out.last_hidden_state

@@ -8,13 +8,20 @@ Shape legend: B rows, R rows or 1, H key/value heads, C capacity, T new tokens, 
 E head width, L layers.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.token_tree import TokenTree, TreeShape
+
+LayerSizes = tuple[int, int, int, int]
+"""Heads and width of a layer's keys, heads and width of its values."""
+Place = tuple[int, int, int, int]
+"""Stack and place in it of a layer's keys, stack and place in it of its values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +33,90 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    by_layer: tuple[LayerSizes | None, ...] | None = None
+    """Where layers differ, or keys from values: the sizes of each. None for a layer that keeps nothing of its own."""
 
-    def zeros(self, rows: int, capacity: int) -> Tensor:
-        """Empty keys, or values: [L, B, H, C, E]."""
-        sizes = self.layers, rows, self.heads, capacity, self.head_dim
-        return torch.zeros(sizes, dtype=self.dtype, device=self.device)
+    @cached_property
+    def places(self) -> tuple[Place | None, ...]:
+        """Where every layer's keys and values are."""
+        return self._layout[0]
+
+    @cached_property
+    def _layout(self) -> tuple[tuple[Place | None, ...], tuple[tuple[int, int, int], ...]]:
+        """Places, and of every stack its number of layers, heads and width. Layers of one size share two stacks."""
+        stacks: dict[tuple[LayerSizes, int], int] = {}
+        counts: list[int] = []
+        places: list[Place | None] = []
+        for sizes in self.by_layer or ((self.heads, self.head_dim) * 2,) * self.layers:
+            if sizes is None:
+                places.append(None)
+                continue
+            at = []
+            for part in (0, 1):
+                stack = stacks.setdefault((sizes, part), len(stacks))
+                counts += [0] * (stack == len(counts))
+                at += [stack, counts[stack]]
+                counts[stack] += 1
+            places.append((at[0], at[1], at[2], at[3]))
+        widths = [(sizes[2 * part], sizes[2 * part + 1]) for sizes, part in stacks]
+        return tuple(places), tuple((n, *width) for n, width in zip(counts, widths, strict=True))
+
+    def zeros(self, rows: int, capacity: int) -> tuple[Tensor, ...]:
+        """Empty stacks [L, B, H, C, E]: keys and values, where all layers are alike."""
+        return tuple(
+            torch.zeros((layers, rows, heads, capacity, width), dtype=self.dtype, device=self.device)
+            for layers, heads, width in self._layout[1]
+        )
+
+    def of(self, layers: Sequence[int], dtype: torch.dtype) -> "CacheShape":
+        """The shape of a model made of these layers."""
+        by_layer = None if self.by_layer is None else tuple(self.by_layer[n] for n in layers)
+        return replace(self, layers=len(layers), dtype=dtype, by_layer=by_layer)
 
 
-class KVCache:
+def layer_views(stacks: tuple[Tensor, ...], places: tuple[Place | None, ...]) -> list[tuple[Tensor, ...]]:
+    """Keys and values [B, H, C, E] of every layer; nothing for a layer that keeps none."""
+    parts = [stack.unbind(0) for stack in stacks]
+    return [() if at is None else (parts[at[0]][at[1]], parts[at[2]][at[3]]) for at in places]
+
+
+class _Stacks:
+    """Memory of a cache, by stacks of layers of one size."""
+
+    stacks: tuple[Tensor, ...]
+    """[L, B, H, C, E] each."""
+    places: tuple[Place | None, ...]
+
+    def _over_memory(self, stacks: tuple[Tensor, ...], places: tuple[Place | None, ...]) -> None:
+        self.stacks, self.places = stacks, places
+        self._layers = layer_views(stacks, places)
+
+    @property
+    def keys(self) -> Tensor:
+        """[L, B, H, C, E] of all layers, where they are alike."""
+        return self.stacks[0]
+
+    @property
+    def values(self) -> Tensor:
+        """As ``keys``."""
+        return self.stacks[1]
+
+    @property
+    def capacity(self) -> int:
+        """Positions that fit in a row."""
+        return self.stacks[0].shape[3]
+
+    def _first_layers(self, count: int) -> tuple[tuple[Tensor, ...], tuple[Place | None, ...]]:
+        """Views of the stacks as far as these layers use them, and the layers' places."""
+        places = self.places[:count]
+        used = [0] * len(self.stacks)
+        for place in places:
+            if place is not None:
+                used[place[0]], used[place[2]] = place[1] + 1, place[3] + 1
+        return tuple(stack[:n] for stack, n in zip(self.stacks, used, strict=True)), places
+
+
+class KVCache(_Stacks):
     """One row.
 
     The last ``pending`` positions are a tree that is read but not committed: ``commit_path`` commits a path of it,
@@ -41,24 +124,19 @@ class KVCache:
     """
 
     def __init__(self, shape: CacheShape, capacity: int) -> None:
-        self.keys = shape.zeros(1, capacity)
-        self.values = torch.zeros_like(self.keys)
+        self._over_memory(shape.zeros(1, capacity), shape.places)
         self.length = 0
         self.pending = 0
         self._start = self._end = 0
 
     @classmethod
-    def view(cls, keys: Tensor, values: Tensor, length: int) -> "KVCache":
+    def view(cls, stacks: tuple[Tensor, ...], places: tuple[Place | None, ...], length: int) -> "KVCache":
         """A cache over existing memory with ``length`` committed positions."""
         cache = KVCache.__new__(KVCache)
-        cache.keys, cache.values, cache.length = keys, values, length
+        cache._over_memory(stacks, places)
+        cache.length = length
         cache.pending = cache._start = cache._end = 0
         return cache
-
-    @property
-    def capacity(self) -> int:
-        """Positions that fit."""
-        return self.keys.shape[3]
 
     def reserve(self, new: int) -> None:
         """Begin a pass over ``new`` tokens, which follow those pending."""
@@ -69,13 +147,19 @@ class KVCache:
 
     def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Write the states of one layer; returns all states of the layer up to and with them (views)."""
-        self.keys[layer_idx, :, :, self._start : self._end] = key_BHTE
-        self.values[layer_idx, :, :, self._start : self._end] = value_BHTE
-        return self.keys[layer_idx, :, :, : self._end], self.values[layer_idx, :, :, : self._end]
+        keys, values = self._layers[layer_idx]
+        keys[:, :, self._start : self._end] = key_BHTE
+        values[:, :, self._start : self._end] = value_BHTE
+        return keys[:, :, : self._end], values[:, :, : self._end]
 
     def positions(self, depths: Tensor) -> Tensor:
         """[R, T] depths in a tree or chain -> absolute positions [R, T]."""
         return depths + self.length
+
+    def key_positions(self, depths: Tensor) -> Tensor:
+        """Positions [R, length + P] of all states up to the pending nodes, which have these depths ([R, P])."""
+        prefix = torch.arange(self.length, device=depths.device).expand(len(depths), -1)
+        return torch.cat([prefix, self.positions(depths)], 1)
 
     def mask(self, ancestors_RTP: Tensor, dtype: torch.dtype) -> Tensor:
         """Additive mask [R, 1, T, length + P]: the committed prefix, and of the pending and new nodes the ancestors."""
@@ -94,8 +178,8 @@ class KVCache:
         kept = int(counts)
         source = nodes[0, :kept] + self.length
         # index_select copies before the write, so overlapping source and destination are safe.
-        for buffer in (self.keys, self.values):
-            buffer[:, :, :, self.length : self.length + kept] = buffer.index_select(3, source)
+        for stack in self.stacks:
+            stack[:, :, :, self.length : self.length + kept] = stack.index_select(3, source)
         self.length += kept
         self.pending = 0
 
@@ -111,7 +195,7 @@ class KVCache:
 
     def first_layers(self, count: int) -> "KVCache":
         """The first ``count`` layers as a cache of its own after the same committed positions; shares memory."""
-        return KVCache.view(self.keys[:count], self.values[:count], self.length)
+        return KVCache.view(*self._first_layers(count), self.length)
 
     def resize(self, shape: CacheShape, capacity: int) -> "KVCache":
         """A copy of another capacity."""
@@ -120,7 +204,8 @@ class KVCache:
         return copy
 
     def _copy_into(self, copy: "KVCache") -> None:
-        copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
+        for stack, source in zip(copy.stacks, self.stacks, strict=True):
+            stack[:, :, :, : self.capacity] = source
         copy.length, copy.pending = self.length, self.pending
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -149,13 +234,14 @@ class TreeMasks:
         if wide is None or wide.shape[1] < cache.capacity + nodes:
             # One buffer for every prefix length: the tree's block stands at the right end of a row of zeros, and a
             # view from the right place has exactly `length` zeros before it.
-            wide = torch.zeros(nodes, cache.capacity + nodes, dtype=cache.keys.dtype, device=cache.keys.device)
+            keys = cache.keys
+            wide = torch.zeros(nodes, cache.capacity + nodes, dtype=keys.dtype, device=keys.device)
             wide[:, -nodes:].masked_fill_(~shape.ancestors[0], -torch.inf)
             self._wide[tree] = wide
         return wide[None, None, :, wide.shape[1] - nodes - cache.length :]
 
 
-class RaggedCache:
+class RaggedCache(_Stacks):
     """Rows of lengths of their own: batched generation and batched speculative decoding.
 
     Every row's new positions follow that row's own; ``slot`` lends one row as a ``KVCache`` to read a prompt into.
@@ -163,8 +249,7 @@ class RaggedCache:
     """
 
     def __init__(self, shape: CacheShape, rows: int, capacity: int) -> None:
-        self.keys = shape.zeros(rows, capacity)
-        self.values = torch.zeros_like(self.keys)
+        self._over_memory(shape.zeros(rows, capacity), shape.places)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=shape.device)
         self.pending = 0
         self._reach = 0
@@ -173,36 +258,33 @@ class RaggedCache:
     @property
     def rows(self) -> int:
         """Rows."""
-        return self.keys.shape[1]
-
-    @property
-    def capacity(self) -> int:
-        """Positions that fit in a row."""
-        return self.keys.shape[3]
+        return self.stacks[0].shape[1]
 
     def slot(self, row: int, length: int = 0) -> KVCache:
         """Row ``row`` as a cache of its own with ``length`` positions already read; shares memory with this one."""
-        return KVCache.view(self.keys[:, row : row + 1], self.values[:, row : row + 1], length)
+        return KVCache.view(tuple(stack[:, row : row + 1] for stack in self.stacks), self.places, length)
 
     def select(self, rows: list[int]) -> "RaggedCache":
         """A copy with these rows only, nothing pending."""
-        return self._over(self.keys[:, rows], self.values[:, rows], self.lengths[rows])
+        return self._over(tuple(stack[:, rows] for stack in self.stacks), self.places, self.lengths[rows])
 
     def first_layers(self, count: int) -> "RaggedCache":
         """As ``KVCache.first_layers``."""
-        return self._over(self.keys[:count], self.values[:count], self.lengths)
+        return self._over(*self._first_layers(count), self.lengths)
 
     @staticmethod
-    def _over(keys: Tensor, values: Tensor, lengths: Tensor) -> "RaggedCache":
+    def _over(stacks: tuple[Tensor, ...], places: tuple[Place | None, ...], lengths: Tensor) -> "RaggedCache":
         cache = RaggedCache.__new__(RaggedCache)
-        cache.keys, cache.values, cache.lengths = keys, values, lengths
+        cache._over_memory(stacks, places)
+        cache.lengths = lengths
         cache.pending, cache._reach, cache._written = 0, 0, torch.empty(0)
         return cache
 
     def resize(self, shape: CacheShape, capacity: int) -> "RaggedCache":
         """A copy of another capacity."""
         copy = RaggedCache(shape, self.rows, capacity)
-        copy.keys[:, :, :, : self.capacity], copy.values[:, :, :, : self.capacity] = self.keys, self.values
+        for stack, source in zip(copy.stacks, self.stacks, strict=True):
+            stack[:, :, :, : self.capacity] = source
         copy.lengths, copy.pending = self.lengths, self.pending
         return copy
 
@@ -218,13 +300,21 @@ class RaggedCache:
     def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Write every row's new states; returns the states up to the longest row."""
         rows = torch.arange(self.rows, device=self._written.device)[:, None]
-        self.keys[layer_idx, rows, :, self._written] = key_BHTE.transpose(1, 2)
-        self.values[layer_idx, rows, :, self._written] = value_BHTE.transpose(1, 2)
-        return self.keys[layer_idx, :, :, : self._reach], self.values[layer_idx, :, :, : self._reach]
+        keys, values = self._layers[layer_idx]
+        keys[rows, :, self._written] = key_BHTE.transpose(1, 2)
+        values[rows, :, self._written] = value_BHTE.transpose(1, 2)
+        return keys[:, :, : self._reach], values[:, :, : self._reach]
 
     def positions(self, depths: Tensor) -> Tensor:
         """[R, T] depths in a tree or chain -> absolute positions [B, T]."""
         return depths + self.lengths[:, None]
+
+    def key_positions(self, depths: Tensor) -> Tensor:
+        """As ``KVCache.key_positions``: [B, reach]."""
+        slots = torch.arange(self._reach, device=self.lengths.device).expand(self.rows, -1)
+        node = slots - self.lengths[:, None]
+        nodes = self.positions(depths).gather(1, node.clamp(0, depths.shape[1] - 1))
+        return torch.where(node < 0, slots, nodes)
 
     def mask(self, ancestors_RTP: Tensor, dtype: torch.dtype) -> Tensor:
         """Additive mask [B, 1, T, reach]: each row's prefix, and of its pending and new nodes the ancestors."""
@@ -249,14 +339,18 @@ class RaggedCache:
         rows = torch.arange(self.rows, device=nodes.device)[:, None]
         source = nodes + self.lengths[:, None]
         target = self.lengths[:, None] + torch.arange(nodes.shape[1], device=nodes.device)
-        for buffer in (self.keys, self.values):
-            buffer[:, rows, :, target] = buffer[:, rows, :, source]  # the right side is a copy
+        for stack in self.stacks:
+            stack[:, rows, :, target] = stack[:, rows, :, source]  # the right side is a copy
         return self.commit(counts)
 
     def crop(self, lengths: Tensor | None = None) -> None:
         """Forget what is pending, and all but the first ``lengths`` ([B] int64) positions of each row."""
         self.lengths = self.lengths if lengths is None else lengths
         self.pending = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Committed positions of the longest row (transformers' name)."""
+        return int(self.lengths.max())
 
 
 def check_capacity(needed: int, capacity: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafthead.models.cache.kv_cache import CacheShape, KVCache, check_capacity
+from drafthead.models.cache.kv_cache import CacheShape, KVCache, Place, check_capacity, layer_views
 from drafthead.models.kernels.cuda_graphs import GraphBackend, Outputs, StaticCall
 from drafthead.models.token_tree import TokenTree, TreeShape
 
@@ -48,13 +48,13 @@ class _Pass:
 
 @dataclass(eq=False)
 class _Memory:
-    """Keys and values ([L, 1, H, S, E]), the committed length ([1] int64), and the passes captured over them.
+    """Stacks of keys and values ([L, 1, H, S, E]), the committed length ([1] int64), and passes captured over them.
 
     Also a window of another one: the first positions, which a pass attends over.
     """
 
-    keys: Tensor
-    values: Tensor
+    stacks: tuple[Tensor, ...]
+    places: tuple[Place | None, ...]
     length: Tensor
     passes: dict[tuple[int, int, bool], _Pass] = field(default_factory=dict)
 
@@ -62,26 +62,33 @@ class _Memory:
     def of(cls, shape: CacheShape, size: int) -> "_Memory":
         # Inference tensors could not be written outside inference mode.
         with torch.inference_mode(False):
-            keys = shape.zeros(1, size)
-            return cls(keys, torch.zeros_like(keys), torch.zeros(1, dtype=torch.int64, device=shape.device))
+            length = torch.zeros(1, dtype=torch.int64, device=shape.device)
+            return cls(shape.zeros(1, size), shape.places, length)
 
     @property
     def size(self) -> int:
-        return self.keys.shape[3]
+        return self.stacks[0].shape[3]
 
     def clear(self, size: int) -> None:
         """Masked positions weigh nothing, but nothing times NaN is NaN."""
-        self.keys[:, :, :, :size].zero_()
-        self.values[:, :, :, :size].zero_()
+        for stack in self.stacks:
+            stack[:, :, :, :size].zero_()
         self.length.zero_()
 
 
 class StaticModel:
     """A decoder and its output head, run by passes of fixed shapes; lends out the caches to do so."""
 
-    def __init__(self, shape: CacheShape, decoder: Callable[..., Any], logits: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        shape: CacheShape,
+        decoder: Callable[..., Any],
+        logits: Callable[[Tensor], Tensor],
+        windowed: Callable[[Tensor, Tensor, Tensor, torch.dtype], Any] | None = None,
+    ) -> None:
+        """``windowed``: (mask, positions of queries and of keys) -> what the decoder takes instead of the mask."""
         self.backend = GraphBackend(shape.device)
-        self._shape, self._decoder, self._logits = shape, decoder, logits
+        self._shape, self._decoder, self._logits, self._windowed = shape, decoder, logits, windowed
         self._spare: list[_Memory] = []
 
     def cache(self, capacity: int) -> "StaticKVCache":
@@ -101,9 +108,9 @@ class StaticModel:
 
     def prepare(self, memory: _Memory, size: int, with_logits: bool, inputs: tuple[Tensor, ...]) -> StaticCall:
         """The pass over the first ``size`` positions of ``memory`` for inputs of these shapes."""
-        window = _Memory(memory.keys[:, :, :, :size], memory.values[:, :, :, :size], memory.length)
+        window = _Memory(tuple(stack[:, :, :, :size] for stack in memory.stacks), memory.places, memory.length)
         logits = self._logits if with_logits else None
-        return self.backend.capture(partial(_static_pass, self._decoder, logits, window), *inputs)
+        return self.backend.capture(partial(_static_pass, self._decoder, logits, self._windowed, window), *inputs)
 
 
 def _take_back(spare: list[_Memory], memory: _Memory) -> None:
@@ -117,22 +124,24 @@ class _Writer:
 
     def __init__(self, window: _Memory, places: Tensor) -> None:
         self._window, self._places = window, places
+        self._layers = layer_views(window.stacks, window.places)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Write the states of one layer; returns the layer's whole window."""
-        keys, values = self._window.keys[layer_idx], self._window.values[layer_idx]
+        keys, values = self._layers[layer_idx]
         keys.index_copy_(2, self._places, key)
         values.index_copy_(2, self._places, value)
         return keys, values
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions of the window (transformers' name); how many are committed, the device alone knows."""
-        return self._window.keys.shape[3]
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """Committed positions (transformers' name), [1] int64: the device alone knows them."""
+        return self._window.length
 
 
 def _static_pass(
     decoder: Callable[..., Any],
     logits: Callable[[Tensor], Tensor] | None,
+    windowed: Callable[[Tensor, Tensor, Tensor, torch.dtype], Any] | None,
     window: _Memory,
     tokens: Tensor,
     depths: Tensor,
@@ -142,15 +151,21 @@ def _static_pass(
 
     ``tokens`` and ``depths`` are [1, N] int64, ``ancestors`` [1, N, N] bool; ``logits`` is the output head.
     """
-    nodes, size = tokens.shape[1], window.keys.shape[3]
-    offset = torch.arange(size, device=tokens.device) - window.length  # [S], from the root's position
+    nodes, size = tokens.shape[1], window.size
+    slots = torch.arange(size, device=tokens.device)
+    offset = slots - window.length  # [S], from the root's position
     inside = (offset >= 0) & (offset < nodes)
     seen = (ancestors[0].index_select(1, offset.clamp(0, nodes - 1)) & inside) | (offset < 0)
-    mask = torch.zeros(nodes, size, dtype=window.keys.dtype, device=tokens.device).masked_fill_(~seen, -torch.inf)
+    dtype = window.stacks[0].dtype
+    mask = torch.zeros(nodes, size, dtype=dtype, device=tokens.device).masked_fill_(~seen, -torch.inf)[None, None]
+    positions = depths + window.length
+    if windowed is not None:
+        keys = torch.where(offset < 0, slots, positions[0].index_select(0, offset.clamp(0, nodes - 1)))
+        mask = windowed(mask, positions, keys[None], dtype)
     out = decoder(
         input_ids=tokens,
-        position_ids=depths + window.length,
-        attention_mask=mask[None, None],
+        position_ids=positions,
+        attention_mask=mask,
         past_key_values=_Writer(window, torch.arange(nodes, device=tokens.device) + window.length),
         use_cache=True,
     )
@@ -166,7 +181,7 @@ class StaticKVCache(KVCache):
     """
 
     def __init__(self, model: StaticModel, memory: _Memory, capacity: int) -> None:
-        self.keys, self.values = memory.keys[:, :, :, :capacity], memory.values[:, :, :, :capacity]
+        self._over_memory(tuple(stack[:, :, :, :capacity] for stack in memory.stacks), memory.places)
         self.pending = 0
         self._start = self._end = 0
         self._model, self._memory = model, memory
@@ -237,8 +252,8 @@ class StaticKVCache(KVCache):
             # What is copied past the path's end is never read.
             source = path + self._memory.length
             target = torch.arange(len(path), device=path.device) + self._memory.length
-            for buffer in (self.keys, self.values):
-                buffer.index_copy_(3, target, buffer.index_select(3, source))
+            for stack in self.stacks:
+                stack.index_copy_(3, target, stack.index_select(3, source))
         self.pending = len(path)
         self.commit(counts)
 

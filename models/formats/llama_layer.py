@@ -11,7 +11,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import attention_sizes
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.heads.common.attention_layer import norm_eps
+from drafthead.models.heads.common.attention_layer import head_rope, norm_eps
 
 LAYER_KEYS = frozenset(
     "model_type num_hidden_layers num_attention_heads num_key_value_heads head_dim attention_bias rms_norm_eps "
@@ -24,7 +24,7 @@ def layer_config(base: BaseModel) -> dict[str, Any]:
     """Keys of a Llama config of one layer like the base's, with rotary keys that old and new loaders read."""
     settings = base.model.config
     kv_heads, head_dim = attention_sizes(settings)
-    theta, scaling = _rotation(getattr(settings, "rope_parameters", None) or {})
+    theta, scaling = _rotation(head_rope(base))
     return {
         "model_type": "llama",
         "hidden_size": base.hidden_size,

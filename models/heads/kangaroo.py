@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel, PartialForward
+from drafthead.models.base.check import has_passed, note_passed, relative_error, tolerance
 from drafthead.models.base.layers import first_layers
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.contract import DraftConfig, DraftState, DynamicTree, Proposal
@@ -28,6 +29,7 @@ from drafthead.models.heads.common.attention_layer import HeadAttention, HeadRMS
 from drafthead.models.heads.common.autoregressive import AutoregressiveConfig, AutoregressiveHead
 from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.kernels.attention import document_mask
+from drafthead.models.token_tree import TokenTree
 
 UNREAD = -1
 
@@ -115,6 +117,28 @@ class ExitStatePass:
         places.scatter_(1, nodes, torch.where(chosen, read, places.gather(1, nodes)))
 
 
+def check_early_exit(base: BaseModel, first: BaseModel) -> None:
+    """Refuse a base whose pass, begun by its first layers alone, computes something else than the whole one."""
+    what = f"early exit after {first.num_layers}"
+    if base.device.type == "meta" or has_passed(base, what):
+        return
+    shape = TokenTree.from_paths([(0,), (1,), (0, 0)]).shape_on(base.device)
+    tokens = torch.arange(3, 15, device=base.device)[None]
+    nodes, cache = tokens[:, -len(shape) :], KVCache(base.cache_shape, 16)
+    base.forward(tokens[:, : -len(shape)], cache)
+    wanted = base.verify(nodes, shape, cache).final
+    cache.crop()
+    hidden = first.verify(nodes, shape, cache.first_layers(first.num_layers)).final
+    begun = PartialForward(layers=first.num_layers, hidden=hidden)
+    found = base.verify(nodes, shape, cache, partial_forward=begun).final
+    if (error := relative_error(found, wanted)) > tolerance(base):
+        raise UserError(
+            f"the layers of {base.model.config.model_type} after the first {first.num_layers} compute something else "
+            f"when they are run alone (by {error:.1%} of the largest state); choose a head without an exit layer"
+        )
+    note_passed(base, what)
+
+
 @dataclass(kw_only=True)
 class KangarooConfig(AutoregressiveConfig):
     """Settings of :class:`KangarooHead`."""
@@ -155,6 +179,7 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
         self.self_attn = HeadAttention(base)
         self.norm = HeadRMSNorm(base)
         self._first = first_layers(base, config.exit_layer)
+        check_early_exit(base, self._first)
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [(self.self_attn, "forward")]

@@ -163,9 +163,11 @@ def _use_huge_pages(address: int, size: int) -> None:
 
 
 def can_prepack(weight: Tensor) -> bool:
-    """Whether oneDNN can prepack this weight here: a dense float32 matrix on a CPU built with oneDNN."""
+    """Whether oneDNN can prepack this weight here: a plain dense float32 matrix on a CPU built with oneDNN."""
     return (
         weight.device.type == "cpu"
+        and type(weight) in (Tensor, nn.Parameter)  # not torchao's, which say that they are float32
+        and type(weight.data) is Tensor
         and weight.dtype == torch.float32
         and weight.ndim == 2
         and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
@@ -217,6 +219,8 @@ def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None, table: 
     else holds them (a tied embedding does).
     """
     replaced = 0
+    if type(module).__name__.endswith(("Router", "Gate")):
+        return 0  # some read the weight itself, and none is large
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear and can_prepack(child.weight):
             setattr(module, name, inference_linear(child.weight, child.bias, dtype, table))

@@ -91,6 +91,35 @@ def recipe(*overrides: str) -> RunConfig:
     return composed(Path("unused"), *overrides)[0]
 
 
+MIXTURES = {
+    "qwen3_moe": (
+        {
+            **{"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_experts": 128},
+            **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936},
+            **{"num_experts_per_tok": 8, "tie_word_embeddings": False},
+        },
+        *(30_532_122_624, 2 * 2048 + 8 * (2 * 2048 + 3 * 768)),  # Qwen3-30B-A3B
+    ),
+    "gpt_oss": ({}, 116_829_156_672, 2 * 2880 + 4 * (2 * 2880 + 3 * 2880)),  # gpt-oss-120b
+    "mixtral": ({}, 46_702_792_704, 2 * 4096 + 2 * (2 * 4096 + 3 * 14336)),  # Mixtral-8x7B
+}
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_all_experts_are_counted(model_type: str) -> None:
+    """Parameters as published; values per token of the experts that it is sent to."""
+    settings, parameters, width = MIXTURES[model_type]
+    shape = ModelShape.from_config(AutoConfig.for_model(model_type, **settings))
+    assert shape.base_parameters == parameters
+    assert width <= shape.layer_width() <= width + 256  # a router
+
+
+def test_the_text_of_a_composite_checkpoint_is_counted() -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 500}
+    composite = AutoConfig.for_model("gemma3", text_config=text)
+    assert ModelShape.from_config(composite) == ModelShape.from_config(composite.get_text_config())
+
+
 @pytest.mark.parametrize("gate", [True, False])
 def test_the_widest_point_of_a_layer(gate: bool) -> None:
     """``2 D + 3 I`` with a gate, ``2 D + 2 I`` without: D 64, I 256."""
@@ -265,7 +294,7 @@ def test_what_backpropagation_keeps_is_what_autograd_keeps(dtype: str) -> None:
     shape = ModelShape.from_config(base.config.transformers_config())
     a_layer = tokens * shape.kept_bytes(LORA, base.dtype.itemsize)
     # A CPU's dropout keeps its noise in float32, a GPU's one byte of it.
-    noise = 3 * tokens * layers * sum(inputs for _, inputs, _ in shape.linears)
+    noise = 3 * tokens * sum(inputs for _, inputs, _ in shape.linears)
     assert 0.85 < kept_by(base, LORA) / (layers * a_layer + noise) < 1
     inputs = layers * tokens * SIZES["hidden_size"] * base.dtype.itemsize
     states = tokens * SIZES["hidden_size"] * 4

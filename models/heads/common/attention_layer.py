@@ -6,14 +6,17 @@ Shape legend: B batch, T time, H query heads, G key/value heads, E head width, I
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.layers import attention_sizes
+from drafthead.models.base.layers import attention_sizes, smallest
 from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, rotate
 from drafthead.models.kernels.linear import can_prepack
@@ -28,13 +31,13 @@ class HeadAttention(nn.Module):
     def __init__(self, base: BaseModel, input_width: int | None = None) -> None:
         """In float32 on the base's device; inputs have the base's width unless ``input_width`` says otherwise."""
         super().__init__()
-        rotary = getattr(base.model.model, "rotary_emb", None)
-        if rotary is None:
+        if getattr(base.model.model, "rotary_emb", None) is None:
             raise UserError(
                 f"{base.model.config.model_type} has no rotary embedding, which a head's attention takes from its "
                 "base; choose a head without attention (medusa, hydra, mlp_speculator)"
             )
         heads, (kv_heads, head_dim) = base.model.config.num_attention_heads, attention_sizes(base.model.config)
+        rotary = _rotary(base, heads, head_dim)
         width = input_width or base.hidden_size
         self.kv_heads, self.grouped = kv_heads, heads != kv_heads
         # What FusedAttention asks of a stock module.
@@ -119,7 +122,8 @@ class HeadMLP(nn.Module):
     def __init__(self, base: BaseModel, inner: int | None = None) -> None:
         """Of inner width ``inner``, or the base's."""
         super().__init__()
-        width, inner, device = base.hidden_size, inner or base.model.config.intermediate_size, base.device
+        width, device = base.hidden_size, base.device
+        inner = inner or smallest(base.model.config, "intermediate_size") or 4 * width
         self.gate_proj = nn.Linear(width, inner, bias=False, device=device)
         self.up_proj = nn.Linear(width, inner, bias=False, device=device)
         self.down_proj = nn.Linear(inner, width, bias=False, device=device)
@@ -134,6 +138,52 @@ class HeadMLP(nn.Module):
         return FusedMLP(self, dtype)
 
 
+def _rotary(base: BaseModel, heads: int, head_dim: int) -> nn.Module:
+    """The rotary embedding of a head's layer of these sizes: the base's, or one of a Llama."""
+    if rotates_like_llama(base, head_dim):
+        stock: nn.Module = base.model.model.rotary_emb
+        return stock
+    settings = LlamaConfig(
+        hidden_size=base.hidden_size,
+        num_attention_heads=heads,
+        head_dim=head_dim,
+        max_position_embeddings=base.max_context,
+        rope_parameters=head_rope(base),
+    )
+    with torch.device(base.device):
+        own: nn.Module = LlamaRotaryEmbedding(settings)
+    return own
+
+
+def rotates_like_llama(base: BaseModel, head_dim: int) -> bool:
+    """Whether the base's rotary embedding is a Llama's.
+
+    Others rotate a part of a head, pair neighbours, return complex numbers, or have a rotation for each kind of layer.
+    """
+    try:
+        probe = torch.zeros(1, 1, base.hidden_size, dtype=base.dtype, device=base.device)
+        turns = base.model.model.rotary_emb(probe, position_ids=torch.ones(1, 1, dtype=torch.int64, device=base.device))
+        if isinstance(turns, Tensor) or not all(turn.shape == (1, 1, head_dim) for turn in turns):
+            return False
+        return base.device.type == "meta" or all(torch.equal(*turn.chunk(2, -1)) for turn in turns)
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError):
+        return False
+
+
+def head_rope(base: BaseModel) -> dict[str, Any]:
+    """Rotary settings of a head's layer: the base's where it is a Llama's, otherwise theta alone.
+
+    Where kinds of layer differ, theta is that of those which see the whole text.
+    """
+    config = base.model.config
+    ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if rotates_like_llama(base, attention_sizes(config)[1]):
+        return ropes
+    found = ropes.get("full_attention") or next((part for part in ropes.values() if isinstance(part, dict)), ropes)
+    theta = found.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+    return {"rope_type": "default", "rope_theta": float(theta)}
+
+
 def norm_eps(base: BaseModel) -> float:
     """Epsilon of the base's norms."""
-    return float(getattr(base.model.config, "rms_norm_eps", 1e-6))
+    return float(getattr(base.model.config, "rms_norm_eps", None) or 1e-6)

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
+from drafthead.models.base.text_model import build
 
 if TYPE_CHECKING:
     from drafthead.models.heads.common.contract import DraftHeadConfig
@@ -43,7 +44,7 @@ def head_size(config: "DraftHeadConfig", settings: PreTrainedConfig) -> HeadSize
     than autograd keeps between forward and backward pass, by up to 2.4 times; the loss's own matrices come on top.
     """
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(settings)
+        model: Any = build(settings)
     base = BaseModel(model, None, BaseConfig(max_context=16, prepack=False))
     draft_vocab = config.drafted_ids(base.vocab_size)
     d2t = None if config.draft_vocab_size is None else torch.arange(draft_vocab)

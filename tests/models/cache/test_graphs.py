@@ -220,7 +220,7 @@ def test_memory_is_lent_to_one_cache_after_the_other(make: MakeBase) -> None:
     first, second = base.new_cache(40), base.new_cache(40)
     assert first._memory is not second._memory
     memory = second._memory
-    memory.keys.fill_(torch.nan)
+    [stack.fill_(torch.nan) for stack in memory.stacks]
     base.forward(torch.tensor([PROMPT]), second)
     del second
     third = base.new_cache(40)

@@ -1,0 +1,318 @@
+"""Tiny configurations of the families that ``bases.py`` tries: sizes of our own, kinds of layer as the family has them.
+
+Windows and chunks are 32 positions, below the longest prompt; ``_full`` has windows that hold the whole context.
+"""
+
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512},
+    **{"initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False},
+}
+EXPERTS: dict[str, Any] = {
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2},
+    **{"moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    **{"shared_expert_intermediate_size": 32, "moe_num_experts": 4, "moe_k": 2, "num_shared_experts": 1},
+}
+LATENT: dict[str, Any] = {
+    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    **{"num_key_value_heads": 4, "head_dim": 8},
+}
+SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
+MIXED: dict[str, Any] = {"sliding_window": 32, "layer_types": [SLIDING, SLIDING, FULL, SLIDING]}
+ENDS_FULL: dict[str, Any] = {"sliding_window": 32, "layer_types": [SLIDING, SLIDING, SLIDING, FULL]}
+WIDE = {"sliding_window": 4096}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LONGROPE = {
+    **{"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + n / 2 for n in range(8)]},
+    **{"rope_theta": 10000.0, "original_max_position_embeddings": 64, "factor": 8.0},
+}
+VISION: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1},
+    **{"image_size": 28, "patch_size": 14, "num_heads": 2, "embed_dim": 32, "out_hidden_size": 64, "head_dim": 16},
+}
+BY_KIND = {SLIDING: ROPE, FULL: {**ROPE, "rope_theta": 1000000.0}}
+MROPE = {**ROPE, "rope_type": "default", "mrope_section": [2, 3, 3]}
+
+
+def shape(model_type: str, *parts: dict[str, Any], without: tuple[str, ...] = (), **settings: Any) -> dict[str, Any]:
+    """A transformers config as ``base.shape`` has it."""
+    found = {"model_type": model_type, **SIZES}
+    for part in parts:
+        found |= part
+    found |= settings
+    return {key: value for key, value in found.items() if key not in without}
+
+
+def composite(
+    model_type: str, text: dict[str, Any], vision: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    """A composite of a text and a vision model."""
+    return {
+        "model_type": model_type,
+        "text_config": text,
+        "vision_config": {**VISION, **(vision or {})},
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+GEMMA4 = {
+    **{"global_head_dim": 32, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    **{"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 300, "use_double_wide_mlp": False},
+}
+LLAMA4 = {**EXPERTS, "intermediate_size_mlp": 96, "attention_chunk_size": 8192}
+LLAMA4_CHUNK = {**LLAMA4, "attention_chunk_size": 32}
+PHI3_LONG = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # Llama and its relatives: one kind of layer
+    "llama": shape("llama"),
+    "llama_bias": shape("llama", attention_bias=True, mlp_bias=True),
+    "llama_tied": shape("llama", tie_word_embeddings=True),
+    "llama_rope3": shape(
+        "llama",
+        rope_parameters={
+            **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            **{"original_max_position_embeddings": 64, "rope_theta": 10000.0},
+        },
+    ),
+    "llama_yarn": shape(
+        "llama",
+        rope_parameters={
+            **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0},
+        },
+    ),
+    "llama_linear": shape("llama", rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
+    "llama_dynamic": shape("llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}),
+    "mistral_full": shape("mistral", sliding_window=None),
+    "ministral3": shape("ministral3"),
+    "qwen2": shape("qwen2"),
+    "qwen3": shape("qwen3"),
+    "gemma": shape("gemma"),
+    "phi3": shape("phi3", sliding_window=None),
+    "phi3_longrope": shape("phi3", PHI3_LONG, sliding_window=None),
+    "phi4_mini": shape("phi3", sliding_window=None, partial_rotary_factor=0.75, head_dim=16),
+    "smollm3": shape("smollm3"),
+    "starcoder2": shape("starcoder2", sliding_window=None),
+    "granite": shape(
+        "granite", logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.1
+    ),
+    "cohere": shape("cohere", logit_scale=0.0625),
+    "cohere_scale1": shape("cohere", logit_scale=1.0),
+    "glm": shape("glm"),
+    "glm4": shape("glm4"),
+    "stablelm": shape("stablelm"),
+    "nemotron": shape("nemotron"),
+    "olmo": shape("olmo"),
+    "olmo2": shape("olmo2"),
+    "helium": shape("helium"),
+    "seed_oss": shape("seed_oss"),
+    "ernie4_5": shape("ernie4_5"),
+    "hunyuan_dense": shape("hunyuan_v1_dense"),
+    "apertus": shape("apertus"),
+    "arcee": shape("arcee"),
+    "bitnet": shape("bitnet"),
+    "cwm": shape("cwm", sliding_window=4096),
+    "diffllama": shape("diffllama"),
+    "doge": shape("doge"),
+    "internlm3": shape("internlm3"),
+    "jais2": shape("jais2"),
+    "exaone4_1b": shape("exaone4", sliding_window=None, layer_types=[FULL] * 4),
+    "hyperclovax": shape("hyperclovax", logits_scaling=0.125, embedding_multiplier=2.0),
+    "minicpm3": shape("minicpm3", LATENT, dim_model_base=16, scale_emb=2, scale_depth=1.4),
+    "nanochat": shape("nanochat"),
+    "iquestcoder": shape("iquestcoder"),
+    "gpt_bigcode": shape("gpt_bigcode", n_embd=64, n_head=4, n_layer=4, n_positions=512, multi_query=True),
+    "gpt_bigcode_heads": shape("gpt_bigcode", n_embd=64, n_head=4, n_layer=4, n_positions=512, multi_query=False),
+    "vaultgemma": shape("vaultgemma", MIXED, query_pre_attn_scalar=16),
+    # Windows and chunks
+    "mistral": shape("mistral", sliding_window=32),
+    "mistral_wide": shape("mistral", WIDE),
+    "ministral": shape("ministral", MIXED),
+    "qwen2_window": shape("qwen2", MIXED, use_sliding_window=True, max_window_layers=2),
+    "qwen3_window": shape("qwen3", MIXED, use_sliding_window=True, max_window_layers=2),
+    "phi3_window": shape("phi3", sliding_window=32),
+    "starcoder2_window": shape("starcoder2", sliding_window=32),
+    "starcoder2_wide": shape("starcoder2", WIDE),
+    "gemma2": shape("gemma2", MIXED, query_pre_attn_scalar=16),
+    "gemma2_nosoftcap": shape("gemma2", MIXED, attn_logit_softcapping=None, final_logit_softcapping=None),
+    "gemma3_text": shape("gemma3_text", MIXED, query_pre_attn_scalar=16),
+    "gemma3_text_full": shape("gemma3_text", MIXED, WIDE, query_pre_attn_scalar=16),
+    "gemma3n_text": shape("gemma3n_text", MIXED, num_kv_shared_layers=0, hidden_size_per_layer_input=8),
+    "olmo3": shape("olmo3", MIXED),
+    "olmo3_full": shape("olmo3", MIXED, WIDE),
+    "exaone4": shape("exaone4", MIXED),
+    "exaone4_full": shape("exaone4", MIXED, WIDE),
+    "cohere2": shape("cohere2", MIXED, logit_scale=0.25),
+    "cohere2_full": shape("cohere2", MIXED, WIDE, logit_scale=0.25),
+    "cwm_window": shape("cwm", MIXED),
+    "smollm3_window": shape("smollm3", MIXED, use_sliding_window=True),
+    "mixtral_window": shape("mixtral", EXPERTS, sliding_window=32),
+    "qwen3_moe_window": shape("qwen3_moe", EXPERTS, use_sliding_window=True, sliding_window=32),
+    "phimoe_window": shape("phimoe", EXPERTS, sliding_window=32),
+    "doge_window": shape("doge", sliding_window=32),
+    # Sinks
+    "gpt_oss": shape("gpt_oss", EXPERTS, MIXED),
+    "gpt_oss_full": shape("gpt_oss", EXPERTS, MIXED, WIDE),
+    "granite_swa": shape("granite_swa", MIXED, logits_scaling=8.0),
+    "granite_swa_full": shape("granite_swa", MIXED, WIDE, logits_scaling=8.0),
+    "granitemoe_swa": shape("granitemoe_swa", EXPERTS, MIXED, logits_scaling=8.0),
+    # Mixtures of experts
+    "mixtral": shape("mixtral", EXPERTS, sliding_window=None),
+    "qwen2_moe": shape("qwen2_moe", EXPERTS),
+    "qwen3_moe": shape("qwen3_moe", EXPERTS),
+    "phimoe": shape("phimoe", EXPERTS, sliding_window=None),
+    "olmoe": shape("olmoe", EXPERTS),
+    "flex_olmo": shape("flex_olmo", EXPERTS),
+    "granitemoe": shape("granitemoe", EXPERTS, logits_scaling=8.0),
+    "granitemoeshared": shape("granitemoeshared", EXPERTS, logits_scaling=8.0, shared_intermediate_size=32),
+    "granitemoehybrid_attention": shape(
+        "granitemoehybrid",
+        EXPERTS,
+        layer_types=["attention"] * 4,
+        logits_scaling=8.0,
+        position_embedding_type="rope",
+        shared_intermediate_size=32,
+    ),
+    "glm4_moe": shape("glm4_moe", EXPERTS),
+    "ernie4_5_moe": shape("ernie4_5_moe", EXPERTS),
+    "dots1": shape("dots1", EXPERTS, num_key_value_heads=4),
+    "hunyuan_moe": shape("hunyuan_v1_moe", EXPERTS),
+    "hy_v3": shape("hy_v3", EXPERTS),
+    "jetmoe": shape("jetmoe", EXPERTS, kv_channels=16),
+    "laguna": shape("laguna", EXPERTS),
+    "mellum": shape("mellum", EXPERTS),
+    "afmoe": shape("afmoe", EXPERTS, WIDE, num_dense_layers=1),
+    "afmoe_window": shape("afmoe", EXPERTS, MIXED, num_dense_layers=1),
+    "minimax_m2": shape("minimax_m2", EXPERTS),
+    "minimax_m2_partial": shape("minimax_m2", EXPERTS, partial_rotary_factor=0.5),
+    "solar_open": shape("solar_open", EXPERTS),
+    "exaone_moe": shape("exaone_moe", EXPERTS, MIXED, WIDE),
+    "exaone_moe_window": shape("exaone_moe", EXPERTS, MIXED),
+    "cohere2_moe": shape("cohere2_moe", EXPERTS, MIXED, logit_scale=0.25),
+    "mellum_window": shape("mellum", EXPERTS, MIXED),
+    "laguna_window": shape("laguna", EXPERTS, MIXED),
+    # Latent attention, layers of different widths
+    "deepseek_v2": shape("deepseek_v2", EXPERTS, LATENT),
+    "deepseek_v3": shape("deepseek_v3", EXPERTS, LATENT),
+    "kimi_k2": shape("deepseek_v3", EXPERTS, LATENT, n_shared_experts=2, routed_scaling_factor=2.8),
+    "glm4_moe_lite": shape("glm4_moe_lite", EXPERTS, LATENT),
+    "youtu": shape("youtu", LATENT),
+    "longcat_flash": shape(
+        "longcat_flash", EXPERTS, LATENT, num_layers=2, expert_ffn_hidden_size=32, ffn_hidden_size=96
+    ),
+    "axk1": shape("axk1", EXPERTS, LATENT),
+    "mimo_v2_flash": shape("mimo_v2_flash", EXPERTS, MIXED, v_head_dim=24, swa_head_dim=16, swa_v_head_dim=24),
+    "gemma4": shape("gemma4_text", GEMMA4, ENDS_FULL),
+    "gemma4_full": shape("gemma4_text", GEMMA4, ENDS_FULL, WIDE),
+    "gemma4_31b": shape("gemma4_text", GEMMA4, ENDS_FULL, attention_k_eq_v=True),
+    "gemma4_e2b": shape(
+        "gemma4_text",
+        {**GEMMA4, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+        sliding_window=32,
+        num_hidden_layers=6,
+        layer_types=[SLIDING, SLIDING, SLIDING, FULL, SLIDING, FULL],
+    ),
+    "gemma4_same_width": shape("gemma4_text", {**GEMMA4, "global_head_dim": 16}, ENDS_FULL),
+    "gemma4_moe": shape("gemma4_text", GEMMA4, EXPERTS, ENDS_FULL, enable_moe_block=True, top_k_experts=2),
+    # Llama 4
+    "llama4_text": shape("llama4_text", LLAMA4),
+    "llama4_text_chunk": shape("llama4_text", LLAMA4_CHUNK),
+    "llama4_text_scaled": shape("llama4_text", LLAMA4_CHUNK, floor_scale=80),
+    # The text of composite checkpoints
+    "gemma3": composite("gemma3", shape("gemma3_text", MIXED, query_pre_attn_scalar=16), mm_tokens_per_image=4),
+    "gemma4_vision": composite(
+        "gemma4", shape("gemma4_text", GEMMA4, ENDS_FULL), {"global_head_dim": 16, "num_key_value_heads": 2}
+    ),
+    "mistral3": composite("mistral3", shape("mistral", sliding_window=None), {"model_type": "pixtral"}),
+    "mistral3_window": composite("mistral3", shape("mistral", sliding_window=32), {"model_type": "pixtral"}),
+    "ministral3_vision": composite("mistral3", shape("ministral3"), {"model_type": "pixtral"}),
+    "mistral4": composite("mistral3", shape("mistral4", EXPERTS, LATENT), {"model_type": "pixtral"}),
+    "qwen2_vl": composite("qwen2_vl", shape("qwen2_vl_text", rope_parameters=MROPE)),
+    "qwen2_5_vl": composite("qwen2_5_vl", shape("qwen2_5_vl_text", rope_parameters=MROPE)),
+    "qwen3_vl": composite("qwen3_vl", shape("qwen3_vl_text", rope_parameters=MROPE), {"deepstack_visual_indexes": [0]}),
+    "qwen3_vl_moe": composite(
+        "qwen3_vl_moe",
+        shape("qwen3_vl_moe_text", EXPERTS, rope_parameters=MROPE),
+        {"deepstack_visual_indexes": [0]},
+    ),
+    "llama4": composite(
+        "llama4", shape("llama4_text", LLAMA4_CHUNK), {"vision_output_dim": 32, "projector_output_dim": 32}
+    ),
+    "glm4v": composite("glm4v", shape("glm4v_text", rope_parameters=MROPE)),
+    "glm4v_moe": composite(
+        "glm4v_moe", shape("glm4v_moe_text", EXPERTS, rope_parameters={**MROPE, "mrope_section": [2, 1, 1]})
+    ),
+    "llava_llama": composite("llava", shape("llama"), {"model_type": "clip_vision_model", "projection_dim": 16}),
+    "paligemma": composite("paligemma", shape("gemma"), {"model_type": "siglip_vision_model", "projection_dim": 64}),
+    # Not built like a Llama, or without a plain cache
+    "gpt2": shape("gpt2", n_embd=64, n_head=4, n_layer=4, n_positions=512),
+    "gpt_neox": shape("gpt_neox"),
+    "gptj": shape("gptj", n_embd=64, n_head=4, n_layer=4, n_positions=512, rotary_dim=8),
+    "phi": shape("phi"),
+    "opt": shape("opt", ffn_dim=96, word_embed_proj_dim=64),
+    "persimmon": shape("persimmon"),
+    "bloom": shape("bloom", n_head=4, n_layer=4),
+    "mpt": shape("mpt", d_model=64, n_heads=4, n_layers=4, max_seq_len=512),
+    "falcon": shape("falcon", without=("head_dim",)),
+    "biogpt": shape("biogpt"),
+    "xglm": shape("xglm", d_model=64, attention_heads=4, num_layers=4, ffn_dim=96),
+    "modernbert_decoder": shape("modernbert-decoder"),
+    "deepseek_v32": shape("deepseek_v32", EXPERTS, LATENT, index_topk=16, index_head_dim=8, index_n_heads=2),
+    "glm_moe_dsa": shape("glm_moe_dsa", EXPERTS, LATENT, index_topk=16, index_head_dim=8, index_n_heads=2),
+    "deepseek_v4": shape("deepseek_v4", EXPERTS),
+    "minimax_attention": shape("minimax", EXPERTS, layer_types=[FULL] * 4),
+    # Recurrent
+    "bamba": shape("bamba"),
+    "falcon_h1": shape("falcon_h1"),
+    "falcon_mamba": shape("falcon_mamba"),
+    "granitemoehybrid": shape("granitemoehybrid", EXPERTS, layer_types=["mamba", "attention"] * 2),
+    "jamba": shape("jamba", EXPERTS),
+    "kimi_linear": shape("kimi_linear", EXPERTS, LATENT),
+    "lfm2": shape("lfm2"),
+    "mamba": shape("mamba"),
+    "mamba2": shape("mamba2", num_heads=8, expand=2),
+    "minimax": shape("minimax", EXPERTS),
+    "nemotron_h": shape("nemotron_h"),
+    "qwen3_next": shape("qwen3_next", EXPERTS),
+    "qwen3_5": composite("qwen3_5", shape("qwen3_5_text")),
+    "qwen3_5_text": shape("qwen3_5_text"),
+    "qwen3_5_moe": composite("qwen3_5_moe", shape("qwen3_5_moe_text", EXPERTS)),
+    "olmo_hybrid": shape("olmo_hybrid"),
+    "recurrent_gemma": shape("recurrent_gemma"),
+    "rwkv": shape("rwkv", attention_hidden_size=64),
+    "xlstm": shape("xlstm", num_heads=4),
+    "zaya": shape("zaya", EXPERTS, num_experts_per_tok=1),
+}
+"""By a name for each: what ``bases.py`` tries."""
+
+AFTER: dict[str, str] = {
+    **{"llama_rope3": "Llama-3.1-405B", "llama": "Vicuna-33B", "llama_yarn": "Yarn-Llama-2-70B", "cwm": "cwm (32B)"},
+    **{"mistral_full": "Mistral-Large-2411 (123B)", "mistral": "Mistral-7B-v0.1", "mixtral": "Mixtral-8x22B"},
+    **{"qwen2": "Qwen2.5-72B", "qwen3": "Qwen3-32B", "qwen3_moe": "Qwen3-235B-A22B", "qwen2_moe": "Qwen2-57B-A14B"},
+    **{"gemma": "gemma-7b", "gemma2": "gemma-2-27b", "gemma3_text": "gemma-3-1b", "gemma3": "gemma-3-27b"},
+    **{"gemma4_31b": "gemma-4-31B", "gemma4_e2b": "gemma-4-E2B", "gemma3n_text": "gemma-3n-E4B"},
+    **{"gpt_oss": "gpt-oss-120b", "deepseek_v2": "DeepSeek-V2 (236B)", "deepseek_v3": "DeepSeek-V3 (671B)"},
+    **{"kimi_k2": "Kimi-K2 (1T)", "glm4": "GLM-4-32B", "glm4_moe": "GLM-4.5 (355B)", "glm4_moe_lite": "GLM-4.7-Flash"},
+    **{"phi3": "Phi-3-medium-4k (14B)", "phi3_longrope": "Phi-3-medium-128k (14B)", "phimoe": "Phi-3.5-MoE"},
+    **{"llama4": "Llama-4-Maverick", "mistral3": "Mistral-Small-3.2-24B", "qwen2_5_vl": "Qwen2.5-VL-72B"},
+    **{"qwen3_vl": "Qwen3-VL-32B", "qwen3_vl_moe": "Qwen3-VL-235B-A22B", "olmo3": "Olmo-3-32B", "olmo2": "OLMo-2-32B"},
+    **{"exaone4": "EXAONE-4.0-32B", "exaone4_1b": "EXAONE-4.0-1.2B", "cohere": "c4ai-command-r-plus (104B)"},
+    **{"cohere2": "c4ai-command-a (111B)", "granite": "granite-3.3-8b", "granitemoe": "granite-3.1-3b-a800m"},
+    **{
+        "seed_oss": "Seed-OSS-36B",
+        "smollm3": "SmolLM3-3B",
+        "starcoder2_wide": "starcoder2-15b",
+        "minimax_m2": "MiniMax-M2",
+    },
+    **{
+        "ernie4_5_moe": "ERNIE-4.5-300B-A47B",
+        "hunyuan_moe": "Hunyuan-A13B",
+        "nemotron": "Minitron-8B",
+        "glm4v_moe": "GLM-4.5V",
+    },
+    **{"qwen3_next": "Qwen3-Next-80B-A3B", "gpt_bigcode": "starcoder (15B)", "dots1": "dots.llm1 (142B)"},
+}
+"""Checkpoints of the Hub whose kinds of layer a configuration has, the largest known of each; sizes are our own."""

@@ -1,0 +1,259 @@
+"""What a base must compute as transformers does, compared once when it is loaded.
+
+The stock modules with the model's own default attention read a few texts, whole and without a cache. The base then
+reads them whole, in chunks, as a tree, as rows of lengths of their own and as packed documents. Windows that are longer
+than these texts are shortened on both sides meanwhile, so that their edges are crossed.
+
+Shape legend: R rows, T tokens, N tree nodes, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from drafthead.data.batch import NO_DOCUMENT, HiddenStatesSpec, TrainBatch
+from drafthead.data.utils.errors import UserError, one_line
+from drafthead.models.base.windows import shortened, windows_of
+from drafthead.models.cache.kv_cache import KVCache, LayerSizes, RaggedCache
+from drafthead.models.kernels import attention
+from drafthead.models.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from drafthead.models.base.base_model import BaseModel
+
+WINDOW = 8
+"""Windows are shortened to so many positions."""
+PREFIX, LENGTH = 12, 16
+"""Tokens before the tree, and of a text."""
+TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (1, 0)])
+"""The root, two children, a child of each: two paths of three nodes."""
+TOLERANCE = {torch.float32: 1e-3}
+"""Largest difference of two logits over the largest logit. Wrong masks give 0.1 to 1."""
+HALF_TOLERANCE = 0.25
+"""In 16 bits, where random weights differ by up to 0.1 between passes of different shapes."""
+READING = "reading"
+_passed: set[tuple[str, ...]] = set()
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the stock model computes."""
+
+    tokens: Tensor
+    """[R, T] int64: two texts that agree in their first ``PREFIX`` tokens and the one after, and another one."""
+    logits: Tensor
+    """[R, T, V]."""
+    final: Tensor
+    """[1, T, D] hidden states of the first text."""
+    known: bool
+    """Whether a base of this config has passed; then there is the start of one text only."""
+
+    @classmethod
+    def of(cls, base: "BaseModel") -> "Expected":
+        """Of a base whose modules are still the stock ones."""
+        model, config = base.model, base.model.config
+        tokens = torch.randint(3, min(base.vocab_size, 300), (3, LENGTH), generator=torch.Generator().manual_seed(0))
+        tokens[1, : PREFIX + 1] = tokens[0, : PREFIX + 1]
+        tokens[1, PREFIX + 1 :] = tokens[0, PREFIX + 1 :].flip(0)
+        known = has_passed(base, READING)
+        tokens = (tokens[:1, :4] if known else tokens).to(base.device)
+        states: list[Tensor] = []
+        hook = model.model.register_forward_hook(lambda *call: states.append(call[2].last_hidden_state[:1]))
+        try:
+            model.set_attn_implementation(model.get_correct_attn_implementation(None))
+            with torch.inference_mode(), shortened(config, WINDOW) if base.windows is not None else nullcontext():
+                logits = model(input_ids=tokens, use_cache=False).logits.float()
+        finally:
+            model.set_attn_implementation(attention.register())
+            hook.remove()
+        if not logits.isfinite().all():
+            adapter_note = f" with the adapter {base.config.adapter}" if base.config.adapter else ""
+            raise UserError(f"{base.name}{adapter_note} computes logits that are not finite; copy its weights again")
+        return cls(tokens, logits, states[0], known)
+
+
+class _Recorder:
+    """A cache that keeps nothing but the sizes of what it is given."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, LayerSizes] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        self.sizes[layer_idx] = (key.shape[1], key.shape[3], value.shape[1], value.shape[3])
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+
+def measured_sizes(base: "BaseModel") -> dict[str, Any]:
+    """Fields of the base's ``CacheShape`` by what its layers write when they read one token."""
+    recorder, one = _Recorder(), torch.full((1, 1), 3, device=base.device)
+    try:
+        with torch.inference_mode():
+            base.model.model(input_ids=one, position_ids=one - 3, past_key_values=recorder, use_cache=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{base.model.config.model_type} cannot be run over a plain key/value cache ({one_line(error)}); choose "
+            "another base (docs/bases.md lists families)"
+        ) from None
+    layers = max(base.num_layers, max(recorder.sizes, default=0) + 1)
+    found = [recorder.sizes.get(n) for n in range(layers)]
+    if not recorder.sizes:
+        raise UserError(f"{base.model.config.model_type} writes no keys and values into its cache; choose another base")
+    first = found[0]
+    if first is not None and first[:2] == first[2:] and set(found) == {first} and layers == base.num_layers:
+        return {"heads": first[0], "head_dim": first[1]}
+    return {"by_layer": tuple(found), "layers": layers}
+
+
+def logit_scale(base: "BaseModel", expected: Expected) -> float:
+    """The factor between the output head's product and the logits, of those that configs know."""
+    config = base.model.config
+    softcap = getattr(config, "final_logit_softcapping", None)
+    with torch.inference_mode():
+        product = base.model.get_output_embeddings()(expected.final).float()
+    scales = [1.0]
+    for key in ("logits_scaling", "logit_scale", "lm_head_multiplier"):
+        if isinstance(value := getattr(config, key, None), int | float) and value:
+            scales += [float(value), 1.0 / value]
+    if isinstance(value := getattr(config, "dim_model_base", None), int) and value:
+        scales.append(value / config.hidden_size)
+    wanted, errors = expected.logits[:1], []
+    for scale in scales:
+        found = scale * product
+        errors.append(relative_error(softcap * torch.tanh(found / softcap) if softcap else found, wanted))
+    best = min(range(len(scales)), key=errors.__getitem__)
+    if errors[best] > tolerance(base):
+        raise UserError(
+            f"{config.model_type} computes its logits in a way that is not known here (they differ by "
+            f"{errors[best]:.1%} of the largest); choose another base"
+        )
+    return scales[best]
+
+
+def check(base: "BaseModel", expected: Expected) -> None:
+    """Refuse a base that computes anything else than the stock model; says what differs, and by how much."""
+    if expected.known:
+        return
+    kind, windows = base.model.config.model_type, base.windows
+    try:
+        with shortened(base.model.config, WINDOW) if windows is not None else nullcontext():
+            base.windows = None if windows is None else windows_of(base.model.config, base.max_context)
+            for what, found, wanted in _readings(base, expected):
+                if (error := relative_error(found, wanted)) > tolerance(base):
+                    raise UserError(
+                        f"{kind} read {what} differs from transformers' own attention by {error:.1%} of the largest "
+                        "logit: drafts would change the text; choose another base (docs/bases.md lists families)"
+                    )
+    except (torch.OutOfMemoryError, UserError):
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{kind} cannot be read by this code ({type(error).__name__}: {one_line(error)}); choose another base "
+            "(docs/bases.md lists families)"
+        ) from None
+    finally:
+        base.windows = windows
+    note_passed(base, READING)
+
+
+def _readings(base: "BaseModel", expected: Expected) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What was read, the logits found and those wanted."""
+    tokens, wanted = expected.tokens, expected.logits
+    capacity = LENGTH + len(TREE)
+    shape = TREE.shape_on(base.device)
+
+    def read(part: Tensor, cache: KVCache | RaggedCache) -> Tensor:
+        return base.logits(base.forward(part, cache).final)
+
+    def verify(nodes: Tensor, cache: KVCache | RaggedCache) -> Tensor:
+        return base.verify_logits(nodes, shape, cache)[1]
+
+    yield "whole", read(tokens[:1], KVCache(base.cache_shape, capacity)), wanted[:1]
+    cache, edges = KVCache(base.cache_shape, capacity), (0, 5, PREFIX - 1, PREFIX)
+    parts = [read(tokens[:1, a:b], cache) for a, b in zip(edges, edges[1:], strict=False)]
+    yield "in parts", torch.cat(parts, 1), wanted[:1, :PREFIX]
+    nodes = _nodes(tokens[0], tokens[1], PREFIX)
+    of_nodes = _nodes(wanted[0], wanted[1], PREFIX)
+    yield "as a tree", verify(nodes[None], cache), of_nodes[None]
+    path = torch.tensor([[0, 2, 4]], device=base.device)
+    cache.commit_path(path, torch.tensor([3], device=base.device))
+    yield "after a tree", read(tokens[1:2, LENGTH - 1 :], cache), wanted[1:2, LENGTH - 1 :]
+
+    rows, short = base.new_slots(2, capacity), PREFIX // 2
+    with torch.inference_mode():
+        read(tokens[:1, :PREFIX], rows.slot(0))
+        read(tokens[2:, :short], rows.slot(1))
+        rows.crop(torch.tensor([PREFIX, short], device=base.device))
+    both = torch.stack([nodes, _nodes(tokens[2], tokens[2], short)])
+    found = verify(both, rows)
+    yield "as a tree in a batch", found[:1], of_nodes[None]
+    path_places = [0, 1, 3]
+    yield "as a tree in a batch", found[1:, path_places], wanted[2:, short : short + 3]
+
+    first, second = PREFIX - 3, LENGTH - 3
+    yield (
+        "as packed documents",
+        _packed(base, tokens[0, :first], tokens[2, :second]),
+        torch.cat([wanted[0, :first], wanted[2, :second]])[None],
+    )
+
+
+def _nodes(first: Tensor, second: Tensor, start: int) -> Tensor:
+    """The five nodes of ``TREE`` whose two paths are in these rows [T, ...] from ``start`` on: [N, ...]."""
+    return torch.stack([first[start], first[start + 1], second[start + 1], first[start + 2], second[start + 2]])
+
+
+def _packed(base: "BaseModel", *documents: Tensor) -> Tensor:
+    """Logits [1, T, V] of documents side by side in one row, which ends with padding."""
+    lengths = [len(document) for document in documents]
+    pad = documents[0].new_zeros(1)
+    numbers = [n for n, length in enumerate(lengths) for _ in range(length)]
+    row = TrainBatch(
+        input_ids=torch.cat([*documents, pad])[None].cpu(),
+        position_ids=torch.tensor([[p for length in lengths for p in range(length)] + [0]]),
+        document_ids=torch.tensor([[*numbers, NO_DOCUMENT]]),
+        loss_mask=torch.zeros(1, len(numbers) + 1, dtype=torch.bool),
+    )
+    hidden = base.hidden_states(row, HiddenStatesSpec()).final
+    with torch.inference_mode():
+        return base.logits(hidden)[:, :-1]
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference over the largest wanted value."""
+    return float((found.float() - wanted.float()).abs().max() / wanted.abs().max().clamp(min=1e-9))
+
+
+def tolerance(base: "BaseModel") -> float:
+    """Largest relative error that is rounding."""
+    return TOLERANCE.get(base.dtype, HALF_TOLERANCE)
+
+
+def has_passed(base: "BaseModel", what: str) -> bool:
+    """Whether a base of this config has passed this check in this process: what is compared follows from the config."""
+    return _key(base, what) in _passed
+
+
+def note_passed(base: "BaseModel", what: str) -> None:
+    """Remember it."""
+    _passed.add(_key(base, what))
+
+
+def _key(base: "BaseModel", what: str) -> tuple[str, ...]:
+    config, settings = base.config, base.model.config
+    places = str(base.dtype), base.device.type, str(config.prepack), str(base.max_context)
+    return (what, type(base.model).__name__, settings.to_json_string(use_diff=False), *places)

@@ -1,0 +1,79 @@
+"""Which class of transformers computes the text of a checkpoint: its own, or the text part of a composite one.
+
+Of a vision-language checkpoint only the text model is built and loaded: text in, text out.
+"""
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from drafthead.data.utils.errors import UserError
+
+INNER_NAMES = {
+    r"^(model\.)?language_model\.model\.": "model.",
+    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?language_model\.": "model.",
+}
+"""Names of the text model's weights in composite checkpoints, and what they are in a text model alone."""
+
+
+class TextModel:
+    """A decoder with an output head, for text models that transformers only has inside of composite ones.
+
+    ``text_class`` mixes it with the family's own base class, which knows how its weights are made.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        self.model = AutoModel.from_config(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()  # type: ignore[attr-defined]
+
+    def forward(self, input_ids: Tensor | None = None, logits_to_keep: int = 0, **options: Any) -> Any:
+        """As transformers' causal LMs: logits [B, T, V], or of the last tokens."""
+        options.pop("labels", None)
+        out = self.model(input_ids=input_ids, **options)
+        hidden = out.last_hidden_state[:, -logits_to_keep:] if logits_to_keep else out.last_hidden_state
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden), past_key_values=out.past_key_values)
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the text model: of a composite checkpoint the inner one."""
+    inner = cast(PreTrainedConfig, config.get_text_config(decoder=True))
+    for key in ("vocab_size", "hidden_size"):
+        if getattr(inner, key, None) is None and getattr(config, key, None) is not None:
+            setattr(inner, key, getattr(config, key))
+    return inner
+
+
+def is_composite(config: PreTrainedConfig) -> bool:
+    """Whether the text model is one part of several."""
+    return text_config(config) is not config
+
+
+def text_class(config: PreTrainedConfig) -> Any:
+    """The class that computes the text model of ``config``: of transformers, or made of its decoder."""
+    known = AutoModelForCausalLM._model_mapping
+    inner = text_config(config)
+    if type(inner) in known:
+        found = known[type(inner)]
+        return found if isinstance(found, type) else found[0]
+    try:
+        decoder: Any = AutoModel._model_mapping[type(inner)]
+    except KeyError:
+        raise UserError(
+            f"{inner.model_type} has no causal language model in transformers; choose another base"
+        ) from None
+    family = decoder.__bases__[0]
+    if not hasattr(decoder, "get_input_embeddings") or getattr(inner, "is_encoder_decoder", False):
+        raise UserError(f"{inner.model_type} has no text decoder that can be used alone; choose another base")
+    return type(f"{family.__name__}Text", (TextModel, family, GenerationMixin), {"config_class": type(inner)})
+
+
+def build(config: PreTrainedConfig, **options: Any) -> Any:
+    """A text model with random weights (on the meta device: without)."""
+    return text_class(config)._from_config(text_config(config), **options)

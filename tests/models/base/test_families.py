@@ -1,0 +1,170 @@
+"""Families of bases beside stock transformers: windows, sinks, scales, latent attention, composites; and refusals.
+
+``benchmarks/bases.py`` compares all of its configurations; here the ones that most heads are trained for.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base import check
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.base.windows import Window
+from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.kernels import attention
+from support import TINY, random_ids
+
+MOST_USED = "llama qwen3_moe mistral gemma2 gemma3 gemma4_e2b gpt_oss deepseek_v3 llama4_text_chunk qwen3_vl".split()
+Script = Callable[[str], ModuleType]
+
+
+def tiny(model_type: str, **settings: Any) -> BaseConfig:
+    shape = {**TINY, "model_type": model_type, **settings}
+    return BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32")
+
+
+@pytest.mark.parametrize("name", MOST_USED)
+def test_the_families_most_heads_are_trained_for(name: str, script: Script) -> None:
+    bases = script("bases")
+    found = bases.outcome(bases.SHAPES[name], prompts=(60,), heads=False)
+    assert found.passes, found.line(name)
+
+
+@pytest.mark.slow
+def test_every_family_passes_or_is_refused_by_name(script: Script) -> None:
+    bases = script("bases")
+    found = {name: bases.outcome(shape) for name, shape in bases.SHAPES.items()}
+    tried = {name: o for name, o in found.items() if not o.unbuilt}
+    assert not [o.line(name) for name, o in tried.items() if o.raised or (o.loads and not o.passes)]
+    assert not [o.line(name) for name, o in tried.items() if "RAISED" in o.line(name)]
+    assert all("\n" not in o.refused for o in tried.values())
+    assert sum(o.passes for o in tried.values()) >= 90
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma4_e2b", "llama4_text_chunk"])
+def test_static_shapes_have_windows_too(name: str, script: Script) -> None:
+    """What CUDA graphs replay: the same text as eager passes, across the window's edge."""
+    shape = script("base_shapes").SHAPES[name]
+    config = {"random": True, "shape": shape, "tokenizer": "builtin:tiny", "dtype": "float32", "prepack": False}
+    prompt, lookup = random_ids(28), PromptLookup(num_tokens=4, max_ngram=1, matches=3)
+    texts = []
+    for graphs in ("never", "always"):
+        base = BaseModel.load(BaseConfig(**config, graphs=graphs))
+        texts += [decode(base, d, prompt, max_new_tokens=30, ignore_eos=True).tokens for d in (None, lookup)]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+
+
+def test_a_keyword_that_attention_does_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = torch.zeros(1, 1, 1, 4)
+    attention.grouped_sdpa(torch.nn.Identity(), states, states, states, None, sliding_window=3, position_bias=None)
+    with pytest.raises(UserError, match="uses 'position_bias', which is not known here"):
+        attention.grouped_sdpa(torch.nn.Identity(), states, states, states, None, position_bias=states)
+
+
+def one_further(self: Window, queries: Tensor, keys: Tensor) -> Tensor:
+    return queries[:, :, None] - keys[:, None] <= self.size
+
+
+def without_sinks(*args: Any, **kwargs: Any) -> Any:
+    return attention._explicit(*args[1:5], 0.0, kwargs["scaling"], None, None).transpose(1, 2), None
+
+
+def test_a_base_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
+    """The check at load sees a window that is one position too wide, forgotten sinks, and another scale of logits."""
+    shapes = script("base_shapes").SHAPES
+    monkeypatch.setattr(check, "_passed", set())
+
+    def load(name: str) -> None:
+        BaseModel.load(BaseConfig(random=True, shape=shapes[name], tokenizer="builtin:tiny", dtype="float32"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Window, "sees", one_further)
+        with pytest.raises(UserError, match=r"mistral read whole differs from .* by [\d.]+% of the largest logit"):
+            load("mistral")
+    with monkeypatch.context() as patched:
+        patched.setattr(attention, "grouped_sdpa", without_sinks)
+        attention.register()
+        with pytest.raises(UserError, match="gpt_oss read whole differs"):
+            load("gpt_oss_full")
+    attention.register()
+    with monkeypatch.context() as patched:
+        patched.setattr("drafthead.models.cache.kv_cache.KVCache.positions", lambda self, depths: depths)
+        with pytest.raises(UserError, match="llama read in parts differs"):
+            load("llama")
+    shapes["cohere"] |= {"logit_scale": 0.3}
+    config = BaseConfig(random=True, shape=shapes["cohere"], tokenizer="builtin:tiny", dtype="float32")
+    base = BaseModel.load(config)
+    assert base.lm_head.scale == 0.3
+    monkeypatch.setattr("transformers.models.cohere.modeling_cohere.CohereForCausalLM.forward", shifted)
+    with pytest.raises(UserError, match="cohere computes its logits in a way that is not known here"):
+        BaseModel.load(config)
+
+
+def shifted(self: Any, input_ids: Tensor, **options: Any) -> Any:
+    out = self.model(input_ids=input_ids, **options)
+    out.logits = self.lm_head(out.last_hidden_state) + 1.0
+    return out
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "limit"),
+    [
+        (
+            "phi3",
+            {
+                "rope_parameters": {
+                    **{"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4},
+                    **{"rope_theta": 10000.0, "original_max_position_embeddings": 40},
+                },
+                "original_max_position_embeddings": 40,
+                "sliding_window": None,
+            },
+            40,
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}, 256),
+    ],
+)
+def test_ropes_that_change_with_the_length_bound_the_context(
+    model_type: str, settings: dict[str, Any], limit: int
+) -> None:
+    config = tiny(model_type, pad_token_id=0, max_position_embeddings=256, **settings)
+    base = BaseModel.load(config)
+    assert base.max_context == limit
+    prompt = random_ids(limit - 12)
+    with pytest.raises(UserError, match=f"context of {limit}"):
+        decode(base, None, prompt, max_new_tokens=13)
+    lookup = PromptLookup(num_tokens=4, max_ngram=1)
+    plain = decode(base, None, prompt, max_new_tokens=12, ignore_eos=True).tokens
+    assert decode(base, lookup, prompt, max_new_tokens=12, ignore_eos=True).tokens == plain
+    config.max_context = limit + 1
+    with pytest.raises(UserError, match=f"base.max_context={limit} or less"):
+        BaseModel.load(config)
+
+
+def test_rows_of_a_windowed_batch_equal_each_alone(script: Script) -> None:
+    """Rows on both sides of the edge, one of which crosses it."""
+    shape = script("base_shapes").SHAPES["gemma4_31b"]
+    base = BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32"))
+    prompts, lookup = [random_ids(n, n) for n in (5, 29, 70)], PromptLookup(num_tokens=4, max_ngram=1, matches=2)
+    together = decode_batch(base, lookup, prompts, max_new_tokens=10, ignore_eos=True)
+    alone = [decode(base, None, prompt, max_new_tokens=10, ignore_eos=True) for prompt in prompts]
+    assert [row.tokens for row in together] == [row.tokens for row in alone]
+
+
+def test_only_the_text_of_a_composite_checkpoint_is_loaded(tmp_path: Path, script: Script) -> None:
+    bases, lines = script("bases"), []
+    bases.stored(bases.SHAPES["gemma3"], tmp_path)
+    base = BaseModel.load(BaseConfig(name=str(tmp_path), tokenizer="builtin:tiny"), progress=lines.append)
+    assert "only its text model is loaded" in lines[0]
+    assert not [name for name, _ in base.model.named_modules() if "vision" in name]
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert sum(p.numel() for p in base.stock().parameters()) < sum(p.numel() for p in stock.parameters())
