@@ -16,6 +16,49 @@ from drafthead.models.token_tree import TokenTree
 SPLITS = ("all", "development", "reporting")
 """Choices (trees, settings, recipes) are made on one half of a suite and reported on the other."""
 TREES = "head, chain, chain:K, expansion:1-1-3, dynamic:NODES[:WIDTH], or a tree.json"
+ENGINES = ("vllm", "llamacpp", "sglang")
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    """One serving engine: started here, or a server that runs already."""
+
+    python: str = ""
+    """The interpreter that has it. vLLM by default: of the environment that ``drafthead engines install=vllm`` makes;
+    llama.cpp: this one (``pip install drafthead[llamacpp]``)."""
+    url: str = ""
+    """A running server that serves the exported head, instead of starting one. SGLang: needed."""
+    plain_url: str = ""
+    """A running server without the head; empty: with ``url`` the engine's plain decoding is not measured."""
+    base_type: str = "f32"
+    """llama.cpp: of the base's GGUF, f32, f16, bf16, q8_0, q4_0 or q4_1. Texts equal ours only with f32."""
+
+
+@dataclass(kw_only=True)
+class EnginesConfig:
+    """What all engines of an evaluation share, and each one's own settings."""
+
+    vllm: EngineConfig = field(default_factory=EngineConfig)
+    llamacpp: EngineConfig = field(default_factory=EngineConfig)
+    sglang: EngineConfig = field(default_factory=EngineConfig)
+    drafts: int | None = None
+    """Length of the chain that engines, and our own engine beside them, draft; null: the head's trained positions."""
+    tolerance: float = 0.02
+    """By how much acceptance may differ from ours: in the mean accepted length, as a share of it, and at each draft
+    position, as a share of the steps."""
+    tie: float = 0.01
+    """Logits of our base closer than this may swap between engines: another order of sums, over all layers."""
+    threads: int | None = None
+    """Of each engine; null: as many as torch uses here."""
+    start_timeout_s: float = 300.0
+    answer_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.drafts is not None and self.drafts < 1:
+            raise ValueError(f"engine.drafts must be at least 1 or null, got {self.drafts}")
+        for key in ("tolerance", "tie", "start_timeout_s", "answer_timeout_s"):
+            if getattr(self, key) <= 0:
+                raise ValueError(f"engine.{key} must be above 0, got {getattr(self, key)}")
 
 
 @dataclass(kw_only=True)
@@ -60,6 +103,11 @@ class EvalConfig:
     loop, and transformers' ``generate`` over our modules and over the stock ones."""
     stock_baseline: bool = True
     """Time transformers' ``generate`` over the stock modules too: needs memory for the base twice."""
+    engines: list[str] = field(default_factory=list)
+    """Serving engines that answer the same prompts with the exported head, plainly and speculatively, in the same
+    interleaved run: ``vllm``, ``llamacpp``, ``sglang``. Greedy decoding with a head alone."""
+    engine: EnginesConfig = field(default_factory=EnginesConfig)
+    """How engines are reached, and how near they must come."""
     seed: int = 0
     """Of the prompt order, sampling and the bootstrap."""
 
@@ -79,6 +127,10 @@ class EvalConfig:
             raise ValueError(f"eval.draft_sampling must be one of {', '.join(known)}, got {self.draft_sampling!r}")
         if self.length not in ("constant", "heuristic"):
             raise ValueError(f"eval.length must be constant or heuristic, got {self.length!r}")
+        if unknown := [name for name in self.engines if name not in ENGINES]:
+            raise ValueError(f"eval.engines must be of {', '.join(ENGINES)}, got {unknown}")
+        if self.engines and not (self.sampler.greedy and self.rule.lossless and not self.combine):
+            raise ValueError("eval.engines compares greedy decoding with a head alone: leave sampler, rule and combine")
         if self.draft_temperature <= 0:
             raise ValueError(f"eval.draft_temperature must be above 0, got {self.draft_temperature}")
         if parse_tree(self.tree, depth=1) is None and self.tree != "head":

@@ -10,15 +10,18 @@ from typing import Any
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
+from drafthead.data.utils.floats import finite
 from drafthead.eval.config import EvalConfig
+from drafthead.eval.engines.served import PLAIN, serve
 from drafthead.eval.lossless.check_lossless import rule_total_variation
 from drafthead.eval.lossless.equality import Equality, compare_outputs, logit_margin, recompute_tokens
+from drafthead.eval.metrics.served import compare_engines
 from drafthead.eval.metrics.summary import RunInfo, method_names, summarise
 from drafthead.eval.prompts.prompt import EvalPrompt, conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.report import write_report
 from drafthead.eval.timing.interleaved import TimedResults, run_interleaved
-from drafthead.eval.timing.methods import methods
+from drafthead.eval.timing.methods import engine_methods, methods
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.trees.calibrate import Calibration
 from drafthead.eval.trees.cost_model import CostModel
@@ -59,16 +62,18 @@ def evaluate(
     draft_config = draft_config or config.draft_config(drafter)
     config.rule.check(draft_config.draft_sampling, draft_config.tree)
     suite = load_suite(config.suite, config.limit, config.seed, config.tasks, config.split)
-    compared = methods(base, drafter, draft_config, config)
-    timed = run_interleaved(
-        suite,
-        lambda prompt, answers: _prompt_ids(base, prompt, answers, config.max_new_tokens),
-        {name: method.answer for name, method in compared.items()},
-        folder / f"eval-log-{_digest(compared['speculative'].made_of, config)}.jsonl",
-        config.seed,
-        lambda done, total: progress("decoding", done, total),
-        made_of={name: compared[name].made_of for name in config.baselines if compared[name].made_of},
-    )
+    with serve(base, drafter, config, folder, lambda line: progress(line, 0, 0)) as served:
+        compared = methods(base, drafter, draft_config, config) | engine_methods(base, served, config)
+        marked = [*config.baselines, *served.methods, *([served.chain] if served.chain else [])]
+        timed = run_interleaved(
+            suite,
+            lambda prompt, answers: _prompt_ids(base, prompt, answers, config.max_new_tokens),
+            {name: method.answer for name, method in compared.items()},
+            folder / f"eval-log-{_digest(compared['speculative'].made_of, config)}.jsonl",
+            config.seed,
+            lambda done, total: progress("decoding", done, total),
+            made_of={name: compared[name].made_of for name in marked if compared[name].made_of},
+        )
     answers = timed.results["speculative"]
     errors = [answer.error for answer in answers if isinstance(answer, FailedDecode)]
     if len(errors) == len(answers):
@@ -83,8 +88,15 @@ def evaluate(
         order=calibration.order if calibration else None,
         dtype=base.dtype,
     )
-    equalities = _equalities(base, drafter, decode_config, timed) if config.sampler.greedy else {}
+    equalities = {}
+    if config.sampler.greedy:
+        equalities = _equalities(base, drafter, decode_config, timed, set(served.methods), config.engine.tie)
     evaluation = summarise(timed.prompts, timed.results, equalities, info) | _settings(config, draft_config, timed)
+    if served.facts:
+        plain = {n: _against_plain(base, timed, n, config) for n in served.facts if n + PLAIN in timed.results}
+        evaluation["engines"] = finite(
+            compare_engines(served, timed.results, equalities, plain, config.engine.tolerance)
+        )
     if costs is not None and (predicted := predict(base, drafter, draft_config, config, costs, development)):
         evaluation["predicted"] = predicted
     if calibration is not None:
@@ -172,7 +184,11 @@ def _settings(config: EvalConfig, draft_config: DraftConfig, timed: TimedResults
 def _digest(drafter: str, config: EvalConfig) -> str:
     """Hash of all that decides a finished prompt's result, baselines aside, so that a log resumes only itself."""
     # The seed orders the decoders: with another order, a prompt that was interrupted could be completed piecemeal.
-    settings = {f.name: getattr(config, f.name) for f in fields(EvalConfig) if f.name not in ("baselines", "limit")}
+    settings = {
+        f.name: getattr(config, f.name)
+        for f in fields(EvalConfig)
+        if f.name not in ("baselines", "limit", "engines", "engine")
+    }
     return hashlib.sha256(repr((drafter, settings)).encode()).hexdigest()[:8]
 
 
@@ -183,18 +199,34 @@ def _retokenised(base: BaseModel, tokens: list[int]) -> int:
 
 
 def _equalities(
-    base: BaseModel, drafter: Drafter, config: DecodeConfig, timed: TimedResults
+    base: BaseModel, drafter: Drafter, config: DecodeConfig, timed: TimedResults, engines: set[str], engine_tie: float
 ) -> dict[str, list[Equality]]:
-    """Per method and turn, how its answer compares with our autoregressive one."""
+    """Per method and turn, how its answer compares with our autoregressive one; what a tie is of ``engines``."""
 
     def compare(name: str, number: int, result: DecodeResult) -> Equality:
         ids, expected = timed.ids[number], timed.results["autoregressive"][number].tokens
         margin = partial(logit_margin, base, ids, expected, result.tokens)
         # Of a baseline only the target's own view is known.
         recompute = partial(recompute_tokens, base, drafter, config, ids, result) if name == "speculative" else None
-        return compare_outputs(expected, result.tokens, margin, recompute, base.dtype)
+        tie = engine_tie if name in engines else None
+        return compare_outputs(expected, result.tokens, margin, recompute, base.dtype, tie)
 
     return {
         name: [compare(name, number, result) for number, result in enumerate(timed.results[name])]
         for name in method_names(timed.results)
     }
+
+
+def _against_plain(base: BaseModel, timed: TimedResults, engine: str, config: EvalConfig) -> list[Equality]:
+    """Per turn, how an engine's speculative answer compares with its own plain one."""
+    pairs = zip(timed.ids, timed.results[engine + PLAIN], timed.results[engine], strict=True)
+    return [
+        compare_outputs(
+            plain.tokens,
+            found.tokens,
+            partial(logit_margin, base, ids, plain.tokens, found.tokens),
+            dtype=base.dtype,
+            tie=config.engine.tie,
+        )
+        for ids, plain, found in pairs
+    ]

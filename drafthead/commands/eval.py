@@ -8,6 +8,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json_lines, write_atomic
 from drafthead.eval.config import EvalRunConfig
 from drafthead.eval.evaluate import evaluate
+from drafthead.eval.metrics.served import engine_failures
 from drafthead.eval.prompts.suites import load_suite, suite_label
 from drafthead.eval.report.tables import console_lines, console_table, markdown_table
 from drafthead.eval.timing.methods import check_drafters, check_methods, combined, is_drafter, make_drafter
@@ -27,6 +28,7 @@ drafthead eval head=outputs/medusa_smollm2/head suite=my.jsonl max_new_tokens=25
 drafthead eval head=outputs/medusa_smollm2/head baselines=[prompt_lookup:3,head+prompt_lookup:4,hf_prompt_lookup:3]
 drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 draft_sampling=without_replacement
 drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 rule.name=typical
+drafthead eval head=outputs/eagle3_smollm2_served/head engines=[vllm,llamacpp] suite=spec_bench_like limit=24
 drafthead eval head=prompt_lookup:3 base=embedded:smollm2
 
 suite           smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, code, builtin, FILE.jsonl,
@@ -42,6 +44,9 @@ rule.name       exact and block (lossless), typical and lenient (lossy: its tota
 drafters        prompt_lookup[:TOKENS], early_exit:LAYERS[:TOKENS], model:NAME[:TOKENS], head:FOLDER:
                 as head=, in combine=[...] and in baselines=[...], which also knows head (alone), head+DRAFTER
                 (combined), hf_prompt_lookup[:TOKENS] and hf_assisted:NAME (transformers' own)
+engines         vllm, llamacpp, sglang: export the head, start the engine, and measure it on the same prompts beside
+                our own chain of the same length; fails where acceptance or texts differ. engine.vllm.python=PATH (an
+                interpreter that has vLLM; `drafthead engines install=vllm` makes one), engine.NAME.url=http://...
 combine_nodes   of a combined tree, as many as the head's own by default: the others first, then the head's likeliest
 """
 
@@ -83,6 +88,8 @@ def main(config: EvalRunConfig) -> None:
     display.console.print(console_table(result))
     for line in console_lines(result, training_log):
         display.line(line)
+    if failures := engine_failures(result):
+        raise UserError(f"the head is not served as it was trained: {'; '.join(failures)} (all in {folder}/eval.json)")
     display.line(f"report: {folder / 'report.html'}   for a model card: {folder / 'results.md'}")
 
 

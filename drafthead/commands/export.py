@@ -20,9 +20,13 @@ from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.trees.texts import base_answers, read_texts
 from drafthead.models.base.config import DTYPES, BaseConfig
 from drafthead.models.formats import FORMATS, format_named
-from drafthead.models.formats.contract import Format
+from drafthead.models.formats.contract import Format, published_name
+from drafthead.models.formats.gguf_files import check_base, write_base
+from drafthead.models.formats.gguf_head import BASE_FILE, GgufFormat
+from drafthead.models.formats.medusa import can_widen, over_full_vocabulary
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.heads.medusa import MedusaHead
 
 USAGE = """\
 usage: drafthead export head=DIR to=FORMAT out=DIR [setting=value ...]
@@ -32,6 +36,8 @@ usage: drafthead export head=DIR to=FORMAT out=DIR [setting=value ...]
   out=DIR           a folder that does not exist yet
   dtype=auto        of the weights: auto (the head's own), float32, bfloat16, float16
   base=NAME         base model; by default the one that the head was trained for (base.dtype=..., and so on, too)
+  vocabulary=own    of a Medusa head on the base's output head: own, or full, which vLLM needs (to=vllm_medusa)
+  base_gguf=TYPE    with to=gguf the base beside it, as base.gguf: f32, f16, bf16, q8_0, q4_0, q4_1
   base_name=NAME    what engines download the base by; by default its name here. Bases with an adapter need one
   suite=builtin     prompts to check the export on; limit=N takes fewer, max_new_tokens=64 is the length of an answer
   texts=FILE        answers to check it on instead, a .jsonl file that `drafthead replay save=FILE` wrote
@@ -50,6 +56,8 @@ class ExportConfig:
     dtype: str = "auto"
     base: BaseConfig = field(default_factory=BaseConfig)
     base_name: str | None = None
+    vocabulary: str = "own"
+    base_gguf: str | None = None
     suite: str = "builtin"
     limit: int | None = None
     max_new_tokens: int = 64
@@ -60,6 +68,10 @@ class ExportConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {list(DTYPES)}, got {self.dtype!r}")
+        if self.vocabulary not in ("own", "full"):
+            raise ValueError(f"vocabulary must be own or full, got {self.vocabulary!r}")
+        if self.base_gguf is not None and self.to != GgufFormat.name:
+            raise ValueError(f"base_gguf goes with to=gguf, got to={self.to}")
         if self.max_new_tokens < 8:
             raise ValueError(f"max_new_tokens must be at least 8, got {self.max_new_tokens}")
         if not 0 < self.estimate_tolerance <= 1:
@@ -77,6 +89,10 @@ def main(config: ExportConfig) -> None:
     with new_folder(Path(config.out)) as folder:
         with display.stage(f"head {config.head}"):
             base, head = load_base_and_head(config.head, config.base)
+        if config.base_gguf is not None:
+            check_base(base, config.base_gguf)
+        if config.vocabulary == "full":
+            head = _widened(head)
         dtype = next(head.parameters()).dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         with display.stage(f"write {target.title}"):
             target.export(head, folder, dtype, config.base_name)
@@ -94,9 +110,26 @@ def main(config: ExportConfig) -> None:
         if failures := check.failures():
             raise UserError(f"the export to {target.name} failed its check and was removed: {'; '.join(failures)}")
         write_json(folder / CHECK_FILE, {"format": config.to, "texts": config.texts or config.suite, **check.record()})
+        if config.base_gguf is not None:
+            with display.stage(f"the base as {BASE_FILE} ({config.base_gguf})"):
+                write_base(base, folder / BASE_FILE, config.base_gguf, published_name(base).split("/")[-1])
     display.line(f"written: {config.out}")
+    named = config.base_name or published_name(base)
     for engine in target.engines_for(head):
         display.line(f"   {engine.name}: {engine.support}")
+        if line := engine.command(named, str(config.out), min(head.depth, head.config.trained_positions)):
+            display.line(f"      {line}")
+
+
+def _widened(head: DraftHead) -> DraftHead:
+    if len(head.d2t) == head.base.vocab_size:
+        return head
+    if not isinstance(head, MedusaHead) or not can_widen(head):
+        raise UserError(
+            "vocabulary=full is for Medusa heads on the base's output head: rows of a head's own for other ids would "
+            "need values that nobody trained; train with head.draft_vocab_size=null"
+        )
+    return over_full_vocabulary(head)
 
 
 def _table(target: Format, head: DraftHead, check: ExportCheck) -> Table:

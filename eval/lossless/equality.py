@@ -107,6 +107,7 @@ def compare_outputs(
     margin: Callable[[int], float],
     recompute: Callable[[int], tuple[int | None, int | None]] | None = None,
     dtype: torch.dtype = torch.float32,
+    tie: float | None = None,
 ) -> Equality:
     """Compare an answer with that of greedy autoregressive decoding (``expected``), and explain the first difference.
 
@@ -124,7 +125,8 @@ def compare_outputs(
 
     Given the first position that differs, ``margin`` is the distance of the target's logits of the two tokens there,
     called only when both answers have one; ``recompute`` gives both tokens of :func:`recompute_tokens`, called only
-    when the margin is no tie. Without it such a difference stays unexplained.
+    when the margin is no tie. Without it such a difference stays unexplained. ``tie`` is the largest margin of a tie,
+    by default the type's ``TOLERANCE``: another engine orders more sums differently.
     """
     if expected == tokens:
         return Equality(same=True)
@@ -133,9 +135,9 @@ def compare_outputs(
     if position == shared:
         return Equality(same=False, position=position, diagnosis=Diagnosis.STOP)
     distance = abs(margin(position))
-    tie = distance < TOLERANCE[dtype]
-    fresh, cached = recompute(position) if recompute is not None and not tie else (None, None)
-    if tie:
+    near = distance < (TOLERANCE[dtype] if tie is None else tie)
+    fresh, cached = recompute(position) if recompute is not None and not near else (None, None)
+    if near:
         found = Diagnosis.TIE
     elif fresh == tokens[position]:
         found = Diagnosis.AUTOREGRESSIVE
@@ -144,7 +146,7 @@ def compare_outputs(
     else:
         found = Diagnosis.CACHE if cached == expected[position] else Diagnosis.MASK
     pair = (expected[position], tokens[position])
-    return Equality(False, position, pair, margin=distance, near_tie=tie, diagnosis=found)
+    return Equality(False, position, pair, margin=distance, near_tie=near, diagnosis=found)
 
 
 def equality_rate(equalities: Sequence[Equality], dtype: torch.dtype = torch.float32) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from drafthead.data.utils.files import write_atomic
+from drafthead.eval.metrics.served import engine_lines
 from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
 from drafthead.eval.report.plots import draw_figures, save_png, svg_uri
 from drafthead.eval.report.tables import (
@@ -79,6 +80,7 @@ def write_report(
         definitions=DEFINITIONS,
         method_definitions=METHOD_DEFINITIONS,
         exceptions=exceptions(evaluation),
+        engines=engine_lines(evaluation),
         explained=evaluation.get("speedup_breakdown", {}).get(autoregressive),
         figures=figures,
         versions=overall["hardware"] | overall["versions"],

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from drafthead.eval.metrics.served import engine_lines
 from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
 
 DEFINITIONS = (
@@ -128,6 +129,8 @@ def markdown_table(evaluation: dict[str, Any]) -> str:
     parts = [f"{table.title}:\n\n{table.markdown()}" for table in result_tables(evaluation)]
     if line := rule_line(evaluation):
         parts.append(f"{sentence(line)}\n")
+    if served := engine_lines(evaluation):
+        parts.append("".join(f"- {line.strip()}\n" for line in served))
     if lost := failures(evaluation):
         parts.append("".join(f"- {line}\n" for line in lost))
     return "\n".join(parts)
@@ -168,6 +171,7 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
         lines.append(f"outputs identical: {identical(overall)}, near-ties: {len(outputs['near_ties'])}")
     if line := rule_line(evaluation):
         lines.append(line)
+    lines += engine_lines(evaluation)
     lines += failures(evaluation)
     resumed, turns = evaluation.get("resumed", (0, 0))
     if resumed:

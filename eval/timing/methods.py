@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.config import EvalConfig
+from drafthead.eval.engines.served import ServedEngines
 from drafthead.eval.timing.interleaved import Decoder
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.eval.trees.calibrate import measured_with
@@ -116,6 +117,15 @@ def methods(base: BaseModel, drafter: Drafter, draft_config: DraftConfig, config
         "speculative": _decoded(base, drafter, draft_config, config),
     }
     return found | {spec: _baseline(base, drafter, draft_config, spec, exact) for spec in config.baselines}
+
+
+def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -> dict[str, Method]:
+    """Engines that are ready, each with the head and without, and our own chain with the head that they serve."""
+    found = {name: Method(answer, served.marks[name]) for name, answer in served.methods.items()}
+    if served.head is not None:
+        chain = DraftConfig(tree=TokenTree.chain(served.drafts))
+        found[served.chain] = _decoded(base, served.head, chain, replace(config, rule=EXACT))
+    return found
 
 
 def made_of(base: BaseModel, drafter: Drafter, draft_config: DraftConfig) -> str:

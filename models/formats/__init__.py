@@ -5,12 +5,17 @@ from typing import Any
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.contract import Format
 from drafthead.models.formats.eagle3 import Eagle3Format
+from drafthead.models.formats.gguf_head import GgufFormat
 from drafthead.models.formats.hydra import HydraFormat
 from drafthead.models.formats.kangaroo import KangarooFormat
 from drafthead.models.formats.medusa import MedusaFormat, TgiMedusaFormat, VllmMedusaFormat
 from drafthead.models.formats.mlp_speculator import MLPSpeculatorFormat
+from drafthead.models.formats.speculators import SpeculatorsFormat
 
-_ALL = MedusaFormat, TgiMedusaFormat, VllmMedusaFormat, HydraFormat, MLPSpeculatorFormat, KangarooFormat, Eagle3Format
+_ALL = (
+    *(MedusaFormat, TgiMedusaFormat, VllmMedusaFormat, HydraFormat, MLPSpeculatorFormat, KangarooFormat),
+    *(Eagle3Format, GgufFormat, SpeculatorsFormat),
+)
 FORMATS: dict[str, Format] = {found.name: found() for found in _ALL}
 
 

@@ -45,6 +45,12 @@ class Engine:
     """Which versions load the format, or that none does any more."""
     current: bool = False
     """The newest version looked at loads it."""
+    serve: str = ""
+    """The command that serves it, with ``{base}``, ``{folder}``, ``{drafts}`` and ``{nodes}`` (a draft more)."""
+
+    def command(self, base: str, folder: str, drafts: int) -> str:
+        """How to serve a folder that was exported; empty where no version of the engine loads it."""
+        return self.serve.format(base=base, folder=folder, drafts=drafts, nodes=drafts + 1) if self.current else ""
 
 
 class Format(ABC):
@@ -113,6 +119,10 @@ class Format(ABC):
         """The draft vocabulary's target ids [W] int64; None for the whole vocabulary."""
         return None
 
+    def fitted(self, head: Any) -> Any:
+        """The head in the shape that the format's engine loads, where another than its own drafts the same way."""
+        return head
+
     def engines_for(self, head: Any) -> tuple[Engine, ...]:
         """The engines with what is known of their support of this ``head``."""
         return self.engines
@@ -143,7 +153,15 @@ class Format(ABC):
             raise UserError(f"the format {self.name} cannot hold this head: {listed}")
         kind = str(dtype or next(head.parameters()).dtype).removeprefix("torch.")
         config = self.config(head) | {"torch_dtype": kind, BASE_NAME: base_name or published_name(head.base)}
-        PublishedCheckpoint(config, self._all_tensors(head)).write(folder, self.weights_file, dtype)
+        self.write(PublishedCheckpoint(config, self._all_tensors(head)), folder, dtype)
+
+    def write(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:
+        """The files of a checkpoint; ``dtype`` None keeps the tensors'."""
+        checkpoint.write(folder, self.weights_file, dtype)
+
+    def read_files(self, folder: Path) -> PublishedCheckpoint:
+        """What :meth:`write` wrote, or others published."""
+        return PublishedCheckpoint.read(folder, self.weights_file)
 
     def read(self, folder: Path, config: dict[str, Any] | None = None) -> PublishedCheckpoint:
         """The normalized content of a published folder; ``config`` overrides keys of its ``config.json``."""
@@ -152,7 +170,7 @@ class Format(ABC):
                 f"the format {self.name} reads no {', '.join(f'config.{key}' for key in unknown)}; it reads "
                 f"{', '.join(sorted(self.config_keys))}"
             )
-        found = PublishedCheckpoint.read(folder, self.weights_file)
+        found = self.read_files(folder)
         return self.normalize(found.updated(config={**found.config, **(config or {})}))
 
     def attach(self, checkpoint: PublishedCheckpoint, base: BaseModel) -> DraftHead:

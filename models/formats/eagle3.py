@@ -6,12 +6,14 @@
 share the target's embedding when there is none in the file. SGLang skips names that it does not know, so a misnamed
 tensor would stay random: ``check`` compares all of them.
 
-The config does not name the hidden states that are fused: vLLM and SGLang then both take the inputs of the layers 2,
-L // 2 and L - 3. If it did, SGLang would add one to each and vLLM not (from memory), so other layers are refused.
+Two engines count the hidden states that are fused in two ways, and read them in two places of the config. At the top
+level the id k is ``hidden_states[k]`` of transformers, what goes into layer k counted from 0 (vLLM and llama.cpp's
+converter); inside ``eagle_config`` it is what layer k puts out (SGLang adds one). Both are written, and each is read
+in its place's way. vLLM 0.32.0 reads the inner ids where the outer ones are missing, and does not add one.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,11 +22,32 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.contract import Engine, Format, Unsupported, is_the_bases
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
-from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head, published_layers
+from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING = "embed_tokens.weight"
+VLLM = Engine(
+    "vLLM",
+    "0.32.0 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)",
+    current=True,
+    serve="vllm serve {base} --speculative-config "
+    """'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {drafts}}}'""",
+)
+SGLANG = Engine(
+    "SGLang",
+    "loads it as EAGLE3 (its source, read in 2026; not run)",
+    current=True,
+    serve="python -m sglang.launch_server --model-path {base} --speculative-algorithm EAGLE3 "
+    "--speculative-draft-model-path {folder} --speculative-num-steps {drafts} --speculative-eagle-topk 1 "
+    "--speculative-num-draft-tokens {nodes}",
+)
+LLAMACPP_CONVERTER = Engine(
+    "llama.cpp",
+    "its converter reads the folder (build 11434, run 22 November 2026); to=gguf writes the file directly",
+    current=True,
+    serve="python convert_hf_to_gguf.py {folder} --target-model-dir {base} --outfile head.gguf",
+)
 
 
 class Eagle3Format(Format):
@@ -33,19 +56,18 @@ class Eagle3Format(Format):
     name = "eagle3"
     title = "EAGLE-3 (LlamaForCausalLMEagle3)"
     head, head_config = Eagle3Head, Eagle3Config
-    engines = (
-        Engine(
-            "vLLM", "0.33.0 loads it (llama_eagle3.py), for targets that give hidden states of layers", current=True
-        ),
-        Engine("SGLang", "loads it as EAGLE3 (llama_eagle3.py)", current=True),
-        Engine("TensorRT-LLM", "not established: its source was not read"),
+    engines: ClassVar[tuple[Engine, ...]] = (
+        VLLM,
+        SGLANG,
+        LLAMACPP_CONVERTER,
+        Engine("TensorRT-LLM", "reads it (its source); the layers are set on its side: eagle3_layers_to_capture"),
         Engine("TGI", "no"),
     )
     optional = {"norm_output": "norm_output", "num_tokens": "num_draft_tokens", "ttt_steps": "ttt_steps"}
     sizes = {"target_hidden_size": "hidden_size", "vocab_size": "vocab_size"}
     other_keys = LAYER_KEYS | {
         *("architectures", "hidden_size", "intermediate_size", "draft_vocab_size", "norm_before_residual", "fc_norm"),
-        *("eagle_config", "layers", LAYER_IDS),
+        *("eagle_config", "layers", "norm_before_fc", LAYER_IDS),
     }
     ignored_tensors = frozenset({EMBEDDING})
 
@@ -71,13 +93,21 @@ class Eagle3Format(Format):
             "draft_vocab_size": len(head.d2t),
             "target_hidden_size": head.base.hidden_size,
             "norm_before_residual": False,
-            "eagle_config": {"use_aux_hidden_state": True, "norm_before_fc": head.config.norm_before_fc},
+            "norm_before_fc": head.config.norm_before_fc,  # where llama.cpp's converter and speculators files have it
+            LAYER_IDS: list(head.spec.layers),
+            "num_aux_hidden_states": len(head.spec.layers),
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "norm_before_fc": head.config.norm_before_fc,
+                LAYER_IDS: [layer - 1 for layer in head.spec.layers],
+            },
         }
 
     def unsupported(self, head: Eagle3Head) -> list[Unsupported]:
-        found, agreed = [], list(published_layers(head.base.num_layers))
-        if list(head.spec.layers) != agreed:
-            what = f"it reads the layers {list(head.spec.layers)}, and engines agree on {agreed} alone"
+        found, layers, count = [], list(head.spec.layers), head.base.num_layers
+        if not layers or sorted(set(layers)) != layers or layers[0] < 1 or layers[-1] >= count:
+            # Engines join the states in the order of the layers, and count the last one's before or after the norm.
+            what = f"it reads the layers {layers}, and engines join them in ascending order, of 1 to {count - 1}"
             found.append(Unsupported(what, "head.layers=null"))
         if head.lm_head is None and head.target_lm_head.softcap is not None:
             what = f"{head.base.name} caps its logits, and the format does not cap those of the base's output head"
@@ -85,13 +115,16 @@ class Eagle3Format(Format):
         return found
 
     def engines_for(self, head: Eagle3Head) -> tuple[Engine, ...]:
-        # Keys of later checkpoints, which vLLM knows; who ignores them drafts badly, and SGLang may.
-        later = [key for key in ("norm_before_fc", "norm_output") if getattr(head.config, key)]
-        if not later:
-            return self.engines
-        support = f"not established with {' and '.join(later)}; train with "
-        support += " ".join(f"head.{key}=false" for key in later)
-        return tuple(replace(e, support=support, current=False) if e.name == "SGLang" else e for e in self.engines)
+        # An engine that ignores a key loads the head and drafts badly, without a word.
+        found = {engine.name: engine for engine in self.engines}
+        if head.config.norm_output:
+            found["SGLang"] = replace(SGLANG, support="reads norm_output in versions of 2026 (its source; not run)")
+            found["llama.cpp"] = _ignores("llama.cpp", "norm_output", "the state before the norm is fed on")
+        if head.config.norm_before_fc:
+            found["SGLang"] = _ignores("SGLang", "norm_before_fc", "input_norm.weight is skipped")
+        if len(head.spec.layers) != 3:
+            found["llama.cpp"] = Engine("llama.cpp", "no: it reads exactly 3 layers")
+        return tuple(found.values())
 
     def matches(self, config: dict[str, Any]) -> bool:
         return bool(set(config.get("architectures") or []) & set(ARCHITECTURES))
@@ -125,11 +158,30 @@ class Eagle3Format(Format):
         ids = self.vocabulary(checkpoint)
         return {
             **found,
-            "layers": config.get("layers"),
+            "layers": self._layers(checkpoint),
             "intermediate_size": checkpoint.width("intermediate_size", "midlayer.mlp.gate_proj.weight"),
-            "norm_before_fc": bool(_eagle_config(checkpoint).get("norm_before_fc")),
+            "norm_before_fc": bool(_eagle_config(checkpoint).get("norm_before_fc", config.get("norm_before_fc"))),
             "draft_vocab_size": None if ids is None else len(ids),
         }
+
+    def _layers(self, checkpoint: PublishedCheckpoint) -> list[int] | None:
+        """The layers as ``head.layers`` counts them, from either place of the config; None: it names none."""
+        if "layers" in checkpoint.config:  # ours, by which an import can be corrected
+            layers: list[int] | None = checkpoint.config["layers"]
+            return layers
+        outer, inner = checkpoint.config.get(LAYER_IDS), _eagle_config(checkpoint).get(LAYER_IDS)
+        for ids in (outer, inner):
+            if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
+                raise UserError(f"{checkpoint.source} has {LAYER_IDS} {ids!r}, expected a list of whole numbers")
+        by_place = [list(outer)] if outer else []
+        by_place += [[i + 1 for i in inner]] if inner else []
+        if len(by_place) == 2 and by_place[0] != by_place[1]:
+            raise UserError(
+                f"{checkpoint.source} has {LAYER_IDS} {outer} at the top level, which is the layers {by_place[0]}, "
+                f"and {inner} in eagle_config, which is {by_place[1]}: engines would read different ones; say which it "
+                "was trained on with config.layers=[a,b,c], where 1 is the output of the first layer"
+            )
+        return by_place[0] if by_place else None
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
         size = checkpoint.width("draft_vocab_size", "lm_head.weight")
@@ -140,20 +192,16 @@ class Eagle3Format(Format):
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Eagle3Head) -> None:
         require_same_layer(checkpoint, head.base)
-        layers = _eagle_config(checkpoint).get(LAYER_IDS) or checkpoint.config.get(LAYER_IDS)
-        usual = list(published_layers(head.base.num_layers))
-        # vLLM's way to count, and SGLang's, which adds one.
-        if layers and "layers" not in checkpoint.config and list(layers) not in (usual, [i - 1 for i in usual]):
-            raise UserError(
-                f"{checkpoint.source} reads the layers {layers}, and engines differ in what they count from; say which "
-                "they are with config.layers=[a,b,c], where 1 is the output of the first layer"
-            )
         embedding = checkpoint.tensors.get(EMBEDDING)
         if embedding is not None and not is_the_bases(embedding, head.base.embedding):
             raise UserError(
                 f"{checkpoint.source} has an embedding that is not {head.base.name}'s, and heads here read the base's; "
                 "name the base that it was trained for"
             )
+
+
+def _ignores(engine: str, key: str, how: str) -> Engine:
+    return Engine(engine, f"ignores {key} silently: {how}, and drafts are bad; train with head.{key}=false")
 
 
 def _eagle_config(checkpoint: PublishedCheckpoint) -> dict[str, Any]:

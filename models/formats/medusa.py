@@ -1,4 +1,4 @@
-"""Medusa heads as FasterDecoding publishes them and TGI reads them, and as vLLM read them while it had Medusa.
+"""Medusa heads as FasterDecoding publishes them, TGI reads them, and vLLM serves them.
 
 Head k is a ``Sequential`` of residual blocks and, in variant A, an output layer::
 
@@ -9,6 +9,7 @@ files of several blocks a head hold the same values under several names: read as
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -30,7 +31,9 @@ FULL_MODEL = "medusa_head."
 """Prefix of the heads in a whole Medusa-2 model."""
 _SAVE = "its loader reads medusa_lm_head.pt: save these tensors there with torch.save"
 FASTER_DECODING = Engine("FasterDecoding/Medusa", _SAVE)
-NO_VLLM = Engine("vLLM", "none: Medusa is gone in 0.33.0, and older versions read to=vllm_medusa")
+NO_VLLM = Engine("vLLM", "no, it reads to=vllm_medusa")
+VLLM = "0.32.0"
+"""The version that was run."""
 NO_SGLANG = Engine("SGLang", "never")
 
 
@@ -139,16 +142,19 @@ class TgiMedusaFormat(MedusaFormat):
 
 
 class VllmMedusaFormat(MedusaFormat):
-    """What vLLM read while it had Medusa: one chain of top-1 proposals, no tree."""
+    """What vLLM serves: one chain of top-1 proposals, no tree, over the full vocabulary."""
 
     name = "vllm_medusa"
-    title = "Medusa (historic vLLM)"
+    title = "Medusa (vLLM)"
     weights_file = Format.weights_file
     engines = (
         Engine(
             "vLLM",
-            "removed: 0.33.0 has none. The V1 engine had it from May 2025 (#17956), with an end-to-end test from April "
-            "2026 (#41396); which release removed it is not known. Tensor parallelism above 1 hung (#16477)",
+            f"{VLLM} serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026); later "
+            "versions: not run, and 0.33.0 was reported without it",
+            current=True,
+            serve="vllm serve {base} --speculative-config "
+            """'{{"method": "medusa", "model": "{folder}", "num_speculative_tokens": {drafts}}}'""",
         ),
         NO_SGLANG,
         Engine("TGI", "no, it reads to=tgi_medusa"),
@@ -160,13 +166,20 @@ class VllmMedusaFormat(MedusaFormat):
 
     def unsupported(self, head: MedusaHead) -> list[Unsupported]:
         found = unsupported_last_token(head)
+        if (ids := len(head.d2t)) != head.base.vocab_size:
+            what = f"it drafts over {ids} of {head.base.vocab_size} ids, and vLLM {VLLM} does not load a token_map"
+            found.append(Unsupported(what, "vocabulary=full" if can_widen(head) else "head.draft_vocab_size=null"))
         if head.target_lm_head.softcap is not None:
             what = f"{head.base.name} caps its logits, and the format does not"
             found.append(Unsupported(what, "another base; no setting avoids it"))
         return found
 
+    def fitted(self, head: MedusaHead) -> MedusaHead:
+        """Over the full vocabulary, where the base's output head is used anyway."""
+        return over_full_vocabulary(head) if can_widen(head) else head
+
     def derived_tensors(self, head: MedusaHead) -> dict[str, Tensor]:
-        """One copy of the base's output head that all heads share, and the draft vocabulary."""
+        """One copy of the base's output head that all heads share, and the draft vocabulary of a file that has one."""
         shared = {} if head.config.own_lm_head else {"lm_heads.0.weight": head.target_lm_head.weight}
         return shared | ({"token_map": head.d2t} if len(head.d2t) != head.base.vocab_size else {})
 
@@ -239,6 +252,20 @@ class VllmMedusaFormat(MedusaFormat):
                 f"{checkpoint.source} shares one output head that is not {head.base.name}'s own; name the base that it "
                 "was trained for"
             )
+
+
+def can_widen(head: MedusaHead) -> bool:
+    """Whether the head could draft over the full vocabulary: its blocks are its own, the output head is the base's."""
+    return not head.config.own_lm_head and len(head.d2t) != head.base.vocab_size
+
+
+def over_full_vocabulary(head: MedusaHead) -> MedusaHead:
+    """The same blocks under the base's whole output head: the logits of the ids that were drafted stay the same."""
+    found = replace(head.config, draft_vocab_size=None).build(head.base)
+    found.load_state_dict({k: v for k, v in head.state_dict().items() if k != "d2t"}, strict=False)
+    if head.tree is not None:
+        found.tree, found.confidence_threshold = head.tree, head.confidence_threshold
+    return found.eval()
 
 
 def tied(tensors: Mapping[str, Tensor], heads: Iterable[Sequence[str]]) -> bool:

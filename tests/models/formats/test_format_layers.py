@@ -8,34 +8,50 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
 from drafthead.models.formats import FORMATS, recognise
 from drafthead.models.formats.contract import Format
+from drafthead.models.formats.eagle3 import LAYER_IDS
+from drafthead.models.formats.gguf_files import rope_factors
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
-from support import TinyBase, drafted_logits, randomised, row_of
+from support import TINY, TinyBase, drafted_logits, randomised, row_of
 
 EAGLE, HYDRA, KANGAROO, MLP = (FORMATS[name] for name in ("eagle3", "hydra", "kangaroo", "mlp_speculator"))
+GGUF, SPECULATORS = FORMATS["gguf"], FORMATS["speculators"]
 IDS = [5, 17, 99, 42, 7, 250, 3]
 DRAFTED = [8, 120, 64]
 
 
+@cache
+def deep_base(model_type: str = "llama") -> BaseModel:
+    """Six layers, so that three of them can be read below the last."""
+    shape = {**TINY, "model_type": model_type, "num_hidden_layers": 6}
+    return BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=0))
+
+
 def eagle(base: BaseModel, d2t: Tensor | None = None, **settings: Any) -> Eagle3Head:
-    settings |= {"draft_vocab_size": None if d2t is None else len(d2t)}
+    settings = {"layers": [1, 2], "draft_vocab_size": None if d2t is None else len(d2t), **settings}
     config = Eagle3Config(num_draft_tokens=3, ttt_steps=2, intermediate_size=64, **settings)
     return randomised(config.build(base, d2t).eval())
 
@@ -72,8 +88,8 @@ def logits_of(base: BaseModel, head: DraftHead) -> Tensor:
 class PlainLayer:
     """A Llama decoder layer in plain torch over the tensors of a file; notes which of them are read."""
 
-    def __init__(self, w: dict[str, Tensor], config: Any, theta: float = 10000.0) -> None:
-        self.w, self.unread = w, set(w)
+    def __init__(self, w: dict[str, Tensor], config: Any, theta: float = 10000.0, pairs: bool = False) -> None:
+        self.w, self.unread, self.pairs = w, set(w), pairs
         self.size, self.eps, self.theta = config["head_dim"], config["rms_norm_eps"], theta
         self.groups = config["num_attention_heads"] // config["num_key_value_heads"]
 
@@ -90,13 +106,17 @@ class PlainLayer:
             F.linear(x, self.get(f"{prefix}{p}_proj.weight")).view(time, -1, size).transpose(0, 1) for p in "qkv"
         )
         turns = torch.arange(time)[:, None] * self.theta ** (-torch.arange(0, size, 2) / size)
-        cos, sin = turns.cos().repeat(1, 2), turns.sin().repeat(1, 2)
-        q, k = (t * cos + torch.cat([-t[..., size // 2 :], t[..., : size // 2]], -1) * sin for t in (q, k))
+        q, k = (self.rotated(t, turns.cos(), turns.sin()) for t in (q, k))
         scores = q @ k.repeat_interleave(self.groups, 0).mT / size**0.5
         mixed = (scores + torch.full((time, time), -torch.inf).triu(1)).softmax(-1) @ v.repeat_interleave(
             self.groups, 0
         )
         return F.linear(mixed.transpose(0, 1).flatten(1), self.get(f"{prefix}o_proj.weight"))
+
+    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = (x[..., ::2], x[..., 1::2]) if self.pairs else x.chunk(2, -1)
+        parts = a * cos - b * sin, b * cos + a * sin
+        return torch.stack(parts, -1).flatten(-2) if self.pairs else torch.cat(parts, -1)
 
     def mlp(self, x: Tensor, prefix: str) -> Tensor:
         gate, up = (F.linear(x, self.get(f"{prefix}{p}_proj.weight")) for p in ("gate", "up"))
@@ -110,13 +130,23 @@ def eagle_engine(folder: Path, base: BaseModel) -> Tensor:
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 1
     assert config["tie_word_embeddings"] is False and config["eagle_config"]["use_aux_hidden_state"] is True
     layer = PlainLayer(load_file(folder / "model.safetensors"), config, config["rope_theta"])
-    layers = base.num_layers
-    aux = torch.cat([states(base)[i][0] for i in (min(2, layers), layers // 2, max(0, layers - 3))], -1)
+    outer, inner = (
+        config["eagle_aux_hidden_state_layer_ids"],
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"],
+    )
+    assert inner == [i - 1 for i in outer] and config["num_aux_hidden_states"] == len(outer)  # SGLang adds one
+    aux = torch.cat([states(base)[i][0] for i in outer], -1)
+    assert config["norm_before_fc"] == config["eagle_config"]["norm_before_fc"]
     if config["eagle_config"]["norm_before_fc"]:
         aux = layer.norm(aux, "input_norm")
     base_hidden = F.linear(aux, layer.get("fc.weight"))
     targets = torch.arange(config["draft_vocab_size"]) + layer.get("d2t")
     assert torch.equal(layer.get("t2d").nonzero()[:, 0], targets)
+    return eagle_chain(layer, base, base_hidden, targets, config["norm_output"])
+
+
+def eagle_chain(layer: "PlainLayer", base: BaseModel, base_hidden: Tensor, targets: Tensor, normed_on: bool) -> Tensor:
+    """[K, V] from the features of the text [T, D]; ``targets`` [W] are the ids that can be drafted."""
     tokens, logits = [*IDS[1:], DRAFTED[0]], []
     for step in range(3):
         embedded = base.embedding[torch.tensor(tokens)]
@@ -125,12 +155,75 @@ def eagle_engine(folder: Path, base: BaseModel) -> Tensor:
         hidden = hidden + layer.mlp(layer.norm(hidden, "midlayer.post_attention_layernorm"), "midlayer.mlp.")
         normed = layer.norm(hidden, "norm")
         drafted = F.linear(normed[-1], layer.get("lm_head.weight"))
-        logits.append(torch.full((config["vocab_size"],), -torch.inf).index_copy(0, targets, drafted))
+        logits.append(torch.full((base.vocab_size,), -torch.inf).index_copy(0, targets, drafted))
         if step < 2:
             tokens.append(DRAFTED[step + 1])
-            base_hidden = torch.cat([base_hidden, (normed if config["norm_output"] else hidden)[-1:]])
+            base_hidden = torch.cat([base_hidden, (normed if normed_on else hidden)[-1:]])
     assert not layer.unread, f"nobody reads {sorted(layer.unread)}"
     return torch.stack(logits)
+
+
+LLAMACPP_NAMES = {
+    "blk.0.attn_norm_2": "midlayer.hidden_norm",
+    "blk.0.attn_norm": "midlayer.input_layernorm",
+    "blk.0.ffn_norm": "midlayer.post_attention_layernorm",
+    "blk.0.attn_output": "midlayer.self_attn.o_proj",
+    "blk.0.attn_": "midlayer.self_attn.",
+    "blk.0.ffn_": "midlayer.mlp.",
+    "enc.output_norm": "input_norm",
+    "output_norm": "norm",
+    "output.": "lm_head.",
+}
+
+
+@torch.inference_mode()
+def llamacpp_engine(folder: Path, base: BaseModel) -> Tensor:
+    """``head.gguf`` as llama.cpp's eagle3 graph reads it: pairs are rotated, d2t holds int64 target ids."""
+    reader = gguf.GGUFReader(folder / "head.gguf")
+    keys = {name: field.contents() for name, field in reader.fields.items()}
+    assert keys["general.architecture"] == "eagle3" and keys["tokenizer.ggml.model"] == "no_vocab"
+    assert len(keys["eagle3.target_layers"]) == 3 and keys["eagle3.block_count"] == 1
+    tensors = {}
+    for found in reader.tensors:
+        name = found.name
+        for theirs, ours in LLAMACPP_NAMES.items():
+            if name.startswith(theirs):
+                name = name.replace(theirs, ours)
+                break
+        for part in ("q", "k", "v", "gate", "up", "down"):
+            name = name.replace(f"attn.{part}.", f"attn.{part}_proj.").replace(f"mlp.{part}.", f"mlp.{part}_proj.")
+        tensors[name] = torch.from_numpy(np.array(found.data))
+    assert tensors["d2t"].dtype == torch.int64
+    sizes = {"head_dim": "attention.key_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon"}
+    sizes |= {"num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv"}
+    config = {name: keys[f"eagle3.{key}"] for name, key in sizes.items()}
+    layer = PlainLayer(tensors, config, keys["eagle3.rope.freq_base"], pairs=True)
+    aux = torch.cat([states(base)[i][0] for i in keys["eagle3.target_layers"]], -1)
+    if keys["eagle3.norm_before_fc"]:
+        aux = layer.norm(aux, "input_norm")
+    base_hidden = F.linear(aux, layer.get("fc.weight"))
+    return eagle_chain(layer, base, base_hidden, layer.get("d2t"), normed_on=False)
+
+
+@torch.inference_mode()
+def speculators_engine(folder: Path, base: BaseModel) -> Tensor:
+    """As vLLM does: the layer's keys, then what its updater copies from the top level, then to=eagle3's loader."""
+    config = json.loads((folder / "config.json").read_text())
+    methods = config["speculators_config"]
+    assert methods["proposal_methods"][0]["speculative_tokens"] == 2
+    assert methods["verifier"]["name_or_path"] == base.name
+    layer = config["transformer_layer_config"]
+    assert layer["model_type"] == "llama" and layer["num_aux_hidden_states"] == 3
+    assert config["norm_before_residual"] is False  # its default is true
+    copied = ("draft_vocab_size", "norm_before_fc", "norm_output", LAYER_IDS)
+    rest = {"architectures": ["LlamaForCausalLMEagle3"]} | {key: config[key] for key in copied}
+    inner = {"use_aux_hidden_state": True, "norm_before_fc": config["norm_before_fc"]}
+    inner[LAYER_IDS] = [i - 1 for i in config[LAYER_IDS]]
+    twin = folder / "twin"
+    twin.mkdir()
+    (twin / "model.safetensors").symlink_to(folder / "model.safetensors")
+    (twin / "config.json").write_text(json.dumps({**layer, **rest, "eagle_config": inner}))
+    return eagle_engine(twin, base)
 
 
 @torch.inference_mode()
@@ -202,8 +295,18 @@ def mlp_engine(folder: Path, base: BaseModel) -> Tensor:
 
 
 D2T = torch.arange(1, 300, 3)
+THREE = {"layers": [2, 3, 5]}
 CASES = (
     [
+        (form, engine, lambda base, a=arguments, s=settings: eagle(base, *a, **THREE, **s))
+        for form, engine, cases in (
+            (GGUF, llamacpp_engine, ({}, {"norm_before_fc": True}, {"own_lm_head": False})),
+            (SPECULATORS, speculators_engine, ({}, {"norm_before_fc": True}, {"norm_output": True})),
+        )
+        for arguments in ((D2T,), ())
+        for settings in cases
+    ]
+    + [
         (EAGLE, eagle_engine, lambda base, a=arguments, s=settings: eagle(base, *a, **s))
         for arguments in ((D2T,), ())
         for settings in ({}, {"norm_before_fc": True}, {"norm_output": True}, {"own_lm_head": False})
@@ -231,9 +334,9 @@ CASES = (
 
 @pytest.mark.parametrize(("form", "engine", "make"), [*CASES, (KANGAROO, kangaroo_engine, kangaroo)])
 def test_engine_and_round_trip_give_the_heads_logits(
-    tiny_base: TinyBase, tmp_path: Path, form: Format, engine: Callable[..., Tensor], make: Callable[..., DraftHead]
+    tmp_path: Path, form: Format, engine: Callable[..., Tensor], make: Callable[..., DraftHead]
 ) -> None:
-    base = tiny_base()
+    base = deep_base()
     head = make(base)
     form.export(head, tmp_path)
     wanted, found = logits_of(base, head), engine(tmp_path, base)
@@ -246,17 +349,64 @@ def test_engine_and_round_trip_give_the_heads_logits(
     assert torch.allclose(logits_of(base, again), wanted, atol=1e-5)
     if getattr(head.config, "own_lm_head", True):
         assert again.config == (replace(head.config, inner_dim=again.config.inner_dim) if form is MLP else head.config)
-    assert recognise(json.loads((tmp_path / "config.json").read_text()), "x") is form
+    if form is not GGUF:
+        assert recognise(json.loads((tmp_path / "config.json").read_text()), "x") is form
 
 
-@pytest.mark.parametrize("key", ["norm_before_fc", "norm_output", None])
-def test_sglang_is_not_promised_for_keys_of_later_eagle3(tiny_base: TinyBase, key: str | None) -> None:
-    head = eagle(tiny_base(), **({key: True} if key else {}))
-    assert ("SGLang" in EAGLE.loaded_by(head)) is (key is None) and "vLLM" in EAGLE.loaded_by(head)
-    supports = {engine.name: engine.support for engine in EAGLE.engines_for(head)}
-    said = f"not established with {key}; train with head.{key}=false"
-    assert supports["SGLang"] == (said if key else "loads it as EAGLE3 (llama_eagle3.py)")
-    assert supports["TensorRT-LLM"].startswith("not established"), "nobody has read its loader"
+@pytest.mark.parametrize(
+    ("settings", "engines"),
+    [
+        ({}, ["vLLM", "SGLang", "llama.cpp"]),
+        ({"norm_before_fc": True}, ["vLLM", "llama.cpp"]),
+        ({"norm_output": True}, ["vLLM", "SGLang"]),
+        ({"layers": [2, 3]}, ["vLLM", "SGLang"]),
+    ],
+)
+def test_no_engine_is_promised_that_ignores_a_setting(settings: dict[str, Any], engines: list[str]) -> None:
+    head = eagle(deep_base(), **{"layers": [2, 3, 5], **settings})
+    assert EAGLE.loaded_by(head) == engines
+    said = {engine.name: engine.command("user/base", "out/eagle3", 3) for engine in EAGLE.engines_for(head)}
+    assert '"model": "out/eagle3", "num_speculative_tokens": 3' in said["vLLM"] and "TGI" in said
+    assert ("--speculative-num-draft-tokens 4" in said["SGLang"]) is ("SGLang" in engines)
+    assert bool(said["llama.cpp"]) is ("llama.cpp" in engines) and not said["TGI"]
+
+
+@pytest.mark.parametrize("layers", [[], [0, 1, 2], [3, 2, 1], [2, 2, 3], [2, 3, 6]])
+def test_layers_that_engines_would_join_otherwise_are_refused(tmp_path: Path, layers: list[int]) -> None:
+    with pytest.raises(UserError, match=r"engines join them in ascending order, of 1 to 5 \(head.layers=null\)"):
+        EAGLE.export(eagle(deep_base(), layers=layers), tmp_path)
+
+
+OUTER, INNER = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({**OUTER, "eagle_config": {}}, [1, 2, 4]),
+        ({LAYER_IDS: None, "eagle_config": INNER}, [2, 3, 5]),
+        ({LAYER_IDS: None, "eagle_config": None}, None),
+        ({**OUTER, "eagle_config": INNER, "layers": [2, 3, 4]}, [2, 3, 4]),
+    ],
+)
+def test_layer_ids_are_read_by_their_place(tmp_path: Path, config: dict[str, Any], layers: list[int] | None) -> None:
+    """At the top level as they are, in eagle_config one more: the usual triple less one is another triple there."""
+    EAGLE.export(eagle(deep_base(), layers=[2, 3, 5]), tmp_path)
+    rewrite(tmp_path, **config)
+    found = EAGLE.load(tmp_path, deep_base())
+    assert list(found.spec.layers) == (layers or [2, 3, 3])
+
+
+def test_layer_ids_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    EAGLE.export(eagle(deep_base(), layers=[2, 3, 5]), tmp_path)
+    rewrite(tmp_path, **OUTER, eagle_config=INNER)
+    with pytest.raises(
+        UserError, match=r"the layers \[1, 2, 4\], and \[1, 2, 4\] in eagle_config, which is \[2, 3, 5\]"
+    ):
+        EAGLE.load(tmp_path, deep_base())
+    rewrite(tmp_path, eagle_aux_hidden_state_layer_ids="2", eagle_config={})
+    with pytest.raises(UserError, match="has eagle_aux_hidden_state_layer_ids '2', expected a list of whole numbers"):
+        EAGLE.load(tmp_path, deep_base())
 
 
 def rewrite(folder: Path, tensors: dict[str, Tensor] | None = None, **config: Any) -> None:
@@ -282,6 +432,7 @@ def test_eagle3_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
     theirs["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     gone = dict.fromkeys(("num_tokens", "ttt_steps", "target_hidden_size", "norm_output", "head_dim"))
     ids = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in head.spec.layers]}
+    gone["eagle_aux_hidden_state_layer_ids"] = None
     rewrite(tmp_path, theirs, architectures=["Eagle3LlamaForCausalLM"], eagle_config=ids, **gone)
     again = EAGLE.load(tmp_path, base)
     assert again.depth == 7 and torch.equal(logits_of(base, again), logits_of(base, head))
@@ -296,12 +447,11 @@ REFUSED = {
         ({"norm_before_residual": True}, "sets norm_before_residual"),
         ({"fc_norm": True}, "sets fc_norm"),
         ({"attention_bias": True}, "has a layer with attention_bias True"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, r"say which they are with config.layers="),
         ({"draft_vocab_size": 60}, "says draft_vocab_size 60, but lm_head.weight has 50 rows"),
         ({"intermediate_size": 65}, "says intermediate_size 65, but midlayer.mlp.gate_proj.weight has 64 rows"),
         ({"target_hidden_size": 64}, "made for a base with hidden_size 64"),
         ({"vocab_size": 301}, "made for a base with vocab_size 301"),
-        ({"layers": [0, 1]}, r"fc.weight is \(32, 96\), not \(32, 64\)"),
+        ({"layers": [0, 1, 2]}, r"fc.weight is \(32, 64\), not \(32, 96\)"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "has a layer with rope_scaling"),
     ],
     "hydra": [
@@ -333,6 +483,45 @@ def test_a_config_that_would_draft_wrongly_is_refused(
     form.export(heads[name], tmp_path)
     with pytest.raises(UserError, match=says):
         form.attach(form.read(tmp_path, config), base)
+
+
+def test_what_llamacpp_would_ignore_or_die_of_is_refused(tmp_path: Path) -> None:
+    for settings, says in (
+        ({**THREE, "norm_output": True}, r"the state before the norm on, without a word \(head.norm_output=false"),
+        ({"layers": [2, 3]}, r"reads 2 layers, and llama.cpp reads exactly 3 \(head.layers=null"),
+    ):
+        with pytest.raises(UserError, match=says):
+            GGUF.export(eagle(deep_base(), **settings), tmp_path)
+    with pytest.raises(UserError, match="graph of gemma does not keep what goes into a layer, and aborts"):
+        GGUF.export(eagle(deep_base("gemma"), **THREE), tmp_path)
+    with pytest.raises(UserError, match="has no head.gguf"):
+        GGUF.load(tmp_path, deep_base())
+    (tmp_path / "head.gguf").write_bytes(b"GGUF no more")
+    with pytest.raises(UserError, match="is no GGUF file that can be read"):
+        GGUF.load(tmp_path, deep_base())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_gguf_head_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
+    head = eagle(deep_base(), D2T, **THREE, norm_before_fc=True)
+    GGUF.export(head, tmp_path, dtype)
+    again = GGUF.load(tmp_path, deep_base())
+    assert torch.equal(again.fc.weight, head.fc.weight.to(dtype).float()) and torch.equal(again.d2t, head.d2t)
+    assert torch.equal(again.norm.weight, head.norm.weight), "llama.cpp wants norms in float32"
+
+
+def test_llama3s_rotary_scaling_is_a_tensor() -> None:
+    """The frequencies that transformers scales, against those that llama.cpp divides by the factors."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 8192, "rope_theta": 5e5}
+    config = LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=scaling)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    factors = rope_factors({"rope_scaling": scaling, "rope_theta": 5e5, "head_dim": 128})
+    plain = 5e5 ** (-torch.arange(0, 128, 2) / 128)
+    assert torch.allclose(plain / factors, scaled, rtol=1e-4)
+    assert float(factors.max()) == 8 and float(factors.min()) == 1
+    with pytest.raises(UserError, match="scaling of type yarn is not written as GGUF"):
+        rope_factors({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1e4, "head_dim": 8})
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -418,9 +607,6 @@ def test_more_heads_that_a_format_cannot_hold(tiny_base: TinyBase, tmp_path: Pat
             form.export(head, tmp_path)
     with pytest.raises(UserError, match="medusa holds a MedusaHead; an MLPSpeculatorHead is exported to=mlp_spec"):
         FORMATS["medusa"].export(head, tmp_path)
-    for layers in ([], [1, 2, 3]):
-        with pytest.raises(UserError, match=r"engines agree on \[2, 1, 0\] alone \(head.layers=null\)"):
-            EAGLE.export(eagle(base, layers=layers), tmp_path)
 
 
 def test_mlp_speculators_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:

@@ -100,13 +100,14 @@ def test_a_lossy_rule_does_not_promise_the_bases_text(tiny_base: TinyBase, tmp_p
 
 def test_engines_of_a_head_that_servers_load_and_of_one_that_they_cannot(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    rows, loaded = card.formats(Eagle3Config(draft_vocab_size=100).build(base, torch.arange(100)))
-    ((name, engines, fits),) = rows
-    assert (
-        loaded and name == "`eagle3`" and "vLLM (0.33.0 loads it" in engines and "SGLang" in engines and fits == "yes"
-    )
+    config = Eagle3Config(draft_vocab_size=100, layers=[1, 2])
+    rows, loaded = card.formats(config.build(base, torch.arange(100)))
+    assert loaded and [row[0] for row in rows] == ["`eagle3`", "`gguf`", "`speculators`"]
+    _, engines, fits = rows[0]
+    assert "vLLM (0.32.0 serves it" in engines and "SGLang" in engines and fits == "yes"
+    assert rows[1][2].startswith("no: it reads 2 layers, and llama.cpp reads exactly 3")
     rows, loaded = card.formats(MedusaConfig(num_draft_tokens=2, num_layers=1, own_lm_head=True).build(base, None))
-    assert loaded and [row[1].partition(" ")[0] for row in rows] == ["none", "TGI", "none"]
+    assert loaded and [row[1].partition(" ")[0] for row in rows] == ["none", "TGI", "vLLM"]
     rows, loaded = card.formats(MedusaConfig(num_draft_tokens=2, draft_vocab_size=100).build(base, torch.arange(100)))
     assert not loaded and "no: it drafts over 100 of 300 ids" in rows[0][2]
 

@@ -1,0 +1,109 @@
+"""An engine's process: started, waited for, asked, and killed with all its children, whatever happens to us."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+RUNNER = Path(__file__).with_name("runner.py")
+NOISE = ("WARNING", "INFO", "DEBUG", "Traceback", "^")
+
+
+class EngineError(Exception):
+    """An engine is absent, too old, dead or silent: one line. It ends the run; no prompt is to blame."""
+
+
+class EngineProcess:
+    """``python runner.py ...`` in a process group of its own.
+
+    Its standard input is a pipe that only we hold: when we end, by whatever signal, it ends and the group with it.
+    """
+
+    version = ""
+    """Of the engine's package, once it has said so."""
+
+    def __init__(self, name: str, python: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
+        self.name = name
+        self._log = tempfile.TemporaryFile("w+", errors="replace")
+        self._reports, theirs = os.pipe()
+        self._buffer = b""
+        try:
+            # -P: with the runner's folder on the path, the engine would import our modules by its own names.
+            self._process = subprocess.Popen(
+                [python, "-P", str(RUNNER), *arguments],
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=self._log,
+                env={**os.environ, **environment, "REPORTS": str(theirs)},
+                pass_fds=[theirs],
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EngineError(f"{name} cannot be started with {python} ({error.strerror})") from None
+        finally:
+            os.close(theirs)
+
+    def report(self, key: str, deadline: float) -> Any:
+        """What the runner says under ``key``; an :class:`EngineError` when it says an error, dies or stays silent."""
+        while True:
+            line, separator, rest = self._buffer.partition(b"\n")
+            if separator:
+                self._buffer = rest
+                said = json.loads(line)
+                if "error" in said:
+                    raise EngineError(f"{self.name} is {said['error']}")
+                if key in said:
+                    return said[key]
+                continue
+            self.check()
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self.name} did not start in time{self._tail()}")
+            if select.select([self._reports], [], [], 0.2)[0]:
+                self._buffer += os.read(self._reports, 4096)
+
+    def wait_until(self, ready: Callable[[], bool], deadline: float) -> None:
+        """Until ``ready``; an :class:`EngineError` when the process dies or the deadline passes."""
+        while not ready():
+            self.check()
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self.name} did not start in time{self._tail()}")
+            time.sleep(0.3)
+
+    def check(self) -> None:
+        """An :class:`EngineError` where the process has ended."""
+        code = self._process.poll()
+        if code is None:
+            return
+        # What it reported last may still lie in the pipe.
+        while select.select([self._reports], [], [], 0)[0] and (more := os.read(self._reports, 4096)):
+            self._buffer += more
+        for line in self._buffer.splitlines():
+            if "error" in (said := json.loads(line)):
+                raise EngineError(f"{self.name} is {said['error']}")
+        how = f"signal {-code}, {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        raise EngineError(f"{self.name} died ({how}){self._tail()}")
+
+    def _tail(self) -> str:
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
+        telling = [line for line in lines if any(word in line for word in ("Error", "error", "ASSERT", "assert"))]
+        found = [line for line in telling or lines if not line.lstrip("( ").startswith(NOISE)]
+        return f": {found[-1][-300:]}" if found else ""
+
+    def close(self) -> None:
+        """Kill the process and its children."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        os.close(self._reports)
+        self._log.close()

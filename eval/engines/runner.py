@@ -1,0 +1,96 @@
+"""Starts an engine's HTTP server under an interpreter that has the engine, and not drafthead: it imports nothing of it.
+
+``python runner.py vllm PORT ARGUMENT...`` or ``python runner.py llamacpp JSON``. To the file descriptor that REPORTS
+names it writes lines of JSON: {"version": ...} before a start that takes long, then {"url": ...} where the engine chose
+the port; or {"error": ...}. When standard input ends, which it does when whoever started it is gone, the whole process
+group is killed.
+"""
+
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+OLD_VLLM = (0, 10, 2)
+"""The first version whose server answers with token ids."""
+
+
+def say(**content: Any) -> None:
+    """A line for the process that waits."""
+    os.write(int(os.environ["REPORTS"]), (json.dumps(content) + "\n").encode())
+
+
+def follow_parent() -> None:
+    """End this process group when standard input ends."""
+
+    def wait() -> None:
+        while os.read(0, 4096):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def require(package: str) -> str:
+    """The version of an installed package, said aloud."""
+    for name in (package, f"{package}-cpu"):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        say(version=found)
+        return found
+    say(error=f"absent: no {package} is installed for {sys.executable}")
+    raise SystemExit(1)
+
+
+def vllm(port: str, arguments: list[str]) -> None:
+    """vLLM's OpenAI-compatible server."""
+    found = require("vllm")
+    if tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdigit()) < OLD_VLLM:
+        say(error=f"old: vLLM {found} answers no token ids; 0.10.2 was the first that did")
+        raise SystemExit(1)
+    sys.argv = ["vllm", "--host", "127.0.0.1", "--port", port, *arguments]
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+
+
+def llamacpp(settings: dict[str, Any]) -> None:
+    """llama.cpp's server, out of the package xllamacpp."""
+    found = require("xllamacpp")
+    import xllamacpp as engine
+
+    kinds = engine.common_speculative_type
+    kind = getattr(kinds, "COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3", None)
+    if settings.get("head") and kind is None:
+        say(error=f"old: xllamacpp {found} has no EAGLE-3; 2026.10.11549 has")
+        raise SystemExit(1)
+    params = engine.CommonParams()
+    params.model.path = settings["base"]
+    params.n_ctx, params.n_parallel = settings["context"], 1
+    params.endpoint_metrics, params.warmup, params.verbosity = True, True, 0
+    cache = engine.ggml_type.GGML_TYPE_F32 if settings["f32_cache"] else engine.ggml_type.GGML_TYPE_F16
+    draft = params.speculative.draft
+    for holder in (params, draft):
+        holder.cache_type_k = holder.cache_type_v = cache
+        holder.cpuparams.n_threads = holder.cpuparams_batch.n_threads = settings["threads"]
+    if settings.get("head"):
+        params.speculative.types = [kind]
+        draft.mparams.path = settings["head"]
+        draft.n_max, draft.n_min, draft.p_min = settings["drafts"], 0, 0.0
+    server = engine.Server(params)
+    say(url=server.listening_address)
+    while True:
+        time.sleep(3600)
+
+
+if __name__ == "__main__":
+    follow_parent()
+    if sys.argv[1] == "vllm":
+        vllm(sys.argv[2], sys.argv[3:])
+    else:
+        llamacpp(json.loads(sys.argv[2]))

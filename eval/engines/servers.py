@@ -1,0 +1,243 @@
+"""The HTTP interfaces of engines: token ids in, token ids out, and counts of what was drafted and accepted."""
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from drafthead.eval.engines.process import EngineError, EngineProcess
+from drafthead.models.decoding.step_log import DecodeResult, StepRecord
+
+METRICS_WAIT_S = 2.0
+"""Counters may be written after the answer is sent."""
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """An answer and what the engine counted while it made it. Times in seconds."""
+
+    tokens: list[int]
+    """Without what follows an end-of-turn token, which is part of it."""
+    steps: int | None
+    """Verifications with drafts; None: not counted."""
+    accepted: list[int] = field(default_factory=list)
+    """By draft position, from the first: how many steps accepted it. Empty where the engine counts steps alone."""
+    drafted: int = 0
+    prefill_s: float = 0.0
+    total_s: float = 0.0
+
+    def result(self) -> DecodeResult:
+        """As the log of a decoding.
+
+        Only counts are known: how many steps accepted how many drafts. The steps' order and own times are not, so the
+        longest come first and all take equally long.
+        """
+        left = max(0, len(self.tokens) - 1)  # the first token comes with the prompt
+        counts = [*self.accepted, 0]
+        lengths = [k for k in range(len(self.accepted), 0, -1) for _ in range(max(0, counts[k - 1] - counts[k]))]
+        steps = self.steps or 0
+        if self.accepted:
+            lengths += [0] * (steps - len(lengths))
+        else:
+            lengths = [left // steps - 1 + (n < left % steps) for n in range(steps)]
+        depths = [len(self.accepted)] * len(lengths)
+        plain = left - sum(k + 1 for k in lengths)  # steps that drafted nothing
+        lengths, depths = lengths + [0] * max(0, plain), depths + [0] * max(0, plain)
+        each = max(0.0, self.total_s - self.prefill_s) / max(1, len(lengths))
+        records, position = [], 1
+        for accepted, depth in zip(lengths, depths, strict=True):
+            committed = min(accepted + 1, max(0, left + 1 - position))
+            counts_of = {"proposed": depth, "depth": depth, "accepted": accepted, "committed": committed}
+            records.append(StepRecord(position=position, **counts_of, draft_s=0.0, verify_s=each, total_s=each))
+            position += committed
+        return DecodeResult(tokens=self.tokens, steps=records, prefill_s=self.prefill_s, total_s=self.total_s)
+
+
+class EngineServer(ABC):
+    """One engine at one address."""
+
+    name: ClassVar[str]
+    installed = ""
+    """The version of the package that was started; empty: a server that runs already, see :meth:`version`."""
+
+    def __init__(
+        self, url: str, eos_ids: frozenset[int], timeout_s: float, process: EngineProcess | None = None
+    ) -> None:
+        """``process`` is the server's, where it is ours: its death is named as such."""
+        self.url, self.eos_ids, self._timeout_s, self._process = url.rstrip("/"), eos_ids, timeout_s, process
+        # A proxy of the environment is for other machines.
+        handlers = [urllib.request.ProxyHandler({})] if re.match(r"https?://(127\.|localhost)", url) else []
+        self._opener = urllib.request.build_opener(*handlers)
+
+    @abstractmethod
+    def ask(self, ids: Sequence[int], max_new_tokens: int) -> EngineAnswer:
+        """Answer ``ids`` greedily."""
+
+    @abstractmethod
+    def version(self) -> str:
+        """The version that the server names."""
+
+    def is_ready(self) -> bool:
+        """Whether the server answers."""
+        try:
+            with self._opener.open(f"{self.url}/health", timeout=2) as found:
+                return bool(found.status == 200)
+        except OSError:
+            return False
+
+    def answer(self, ids: Sequence[int], max_new_tokens: int) -> DecodeResult:
+        """:meth:`ask`, as the log of a decoding."""
+        return self.ask(ids, max_new_tokens).result()
+
+    def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON of a response, or its text; every failure is one line."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
+        try:
+            with self._opener.open(request, timeout=self._timeout_s) as found:
+                text = found.read().decode(errors="replace")
+        except urllib.error.HTTPError as error:
+            said = " ".join(error.read().decode(errors="replace").split())[:300]
+            raise EngineError(f"{self.name} at {self.url} refused {path} ({error.code}): {said}") from None
+        except (OSError, TimeoutError) as error:
+            self._check_process()
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                raise EngineError(
+                    f"{self.name} gave no answer within {self._timeout_s:g} s (engine.answer_timeout_s)"
+                ) from None
+            raise EngineError(f"{self.name} at {self.url} does not answer ({reason})") from None
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    def _check_process(self) -> None:
+        if self._process is not None:
+            time.sleep(0.2)  # its end may not be known yet
+            self._process.check()
+
+    def _counters(self) -> dict[str, float]:
+        """The server's Prometheus counters, summed over labels; by position with ``[n]``."""
+        found: dict[str, float] = {}
+        for line in str(self._send("/metrics")).splitlines():
+            if match := re.match(r"([\w:]+)(\{.*\})? ([\d.eE+-]+)$", line):
+                name, labels, value = match.groups()
+                position = re.search(r'position="(\d+)"', labels or "")
+                name = name.removesuffix("_total") + (f"[{position[1]}]" if position else "")
+                found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    def _complete(self, tokens: list[int], stopped: bool, token: object = None) -> list[int]:
+        """Up to and including the end-of-turn token, which some servers leave out."""
+        for place, found in enumerate(tokens):
+            if found in self.eos_ids:
+                return tokens[: place + 1]
+        if not stopped or not self.eos_ids:
+            return tokens
+        return [*tokens, token if isinstance(token, int) and token in self.eos_ids else min(self.eos_ids)]
+
+
+class VllmServer(EngineServer):
+    """vLLM: ``/v1/completions`` with token ids, counters ``vllm:spec_decode_*``."""
+
+    name = "vLLM"
+    _model: str | None = None
+
+    def version(self) -> str:
+        return str(self._send("/version")["version"])
+
+    def ask(self, ids: Sequence[int], max_new_tokens: int) -> EngineAnswer:
+        if self._model is None:
+            self._model = str(self._send("/v1/models")["data"][0]["id"])
+        body = {"model": self._model, "prompt": list(ids), "max_tokens": max_new_tokens, "temperature": 0.0, "seed": 0}
+        body |= {"stop_token_ids": sorted(self.eos_ids), "return_token_ids": True, "top_p": 1.0, "top_k": -1}
+        body |= {"repetition_penalty": 1.0, "min_p": 0.0}
+        before, started = self._counters(), time.perf_counter()
+        choice = self._send("/v1/completions", body)["choices"][0]
+        total_s = time.perf_counter() - started
+        tokens = choice.get("token_ids")
+        if not isinstance(tokens, list):
+            raise EngineError("vLLM gave no token ids; 0.10.2 was the first version that does")
+        deadline = time.monotonic() + METRICS_WAIT_S
+        while True:
+            after = self._counters()
+            found = {name: value - before.get(name, 0.0) for name, value in after.items()}
+            if found.get("vllm:generation_tokens", 0) >= len(tokens) or time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        prefix = "vllm:spec_decode_num_"
+        steps = round(found[f"{prefix}drafts"]) if f"{prefix}drafts" in found else None
+        return EngineAnswer(
+            tokens=self._complete(tokens, choice.get("finish_reason") == "stop", choice.get("stop_reason")),
+            steps=steps,
+            accepted=_by_position(found, f"{prefix}accepted_tokens_per_pos"),
+            drafted=round(found.get(f"{prefix}draft_tokens", 0)),
+            prefill_s=min(found.get("vllm:time_to_first_token_seconds_sum", 0.0), total_s),
+            total_s=total_s,
+        )
+
+
+class LlamaCppServer(EngineServer):
+    """llama.cpp: its own ``/completion`` with token ids, counters ``llamacpp:spec_decode_*`` (``--metrics``)."""
+
+    name = "llama.cpp"
+
+    def version(self) -> str:
+        return str(self._send("/props").get("build_info", "unknown"))
+
+    def ask(self, ids: Sequence[int], max_new_tokens: int) -> EngineAnswer:
+        body = {"prompt": list(ids), "n_predict": max_new_tokens, "temperature": 0.0, "seed": 0}
+        body |= {"cache_prompt": False, "return_tokens": True, "repeat_penalty": 1.0}
+        before, started = self._counters(), time.perf_counter()
+        found = self._send("/completion", body)
+        total_s = time.perf_counter() - started
+        if not found.get("tokens") and found.get("content"):
+            raise EngineError("llama.cpp gave no token ids; its version knows no return_tokens")
+        counted = {name: value - before.get(name, 0.0) for name, value in self._counters().items()}
+        prefix = "llamacpp:spec_decode_num_"
+        return EngineAnswer(
+            tokens=self._complete(found["tokens"], found.get("stop_type") in ("eos", "word")),
+            steps=round(counted.get(f"{prefix}drafts", 0)),
+            accepted=_by_position(counted, f"{prefix}accepted_tokens_per_pos"),
+            drafted=round(counted.get(f"{prefix}draft_tokens", 0)),
+            prefill_s=found["timings"]["prompt_ms"] / 1e3,
+            total_s=total_s,
+        )
+
+
+class SglangServer(EngineServer):
+    """SGLang: ``/generate`` with token ids. It counts verifications of an answer, not what each position accepted.
+
+    From its sources; not run here.
+    """
+
+    name = "SGLang"
+
+    def version(self) -> str:
+        return str(self._send("/get_server_info").get("version", "unknown"))
+
+    def ask(self, ids: Sequence[int], max_new_tokens: int) -> EngineAnswer:
+        sampling = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "stop_token_ids": sorted(self.eos_ids)}
+        started = time.perf_counter()
+        found = self._send("/generate", {"input_ids": list(ids), "sampling_params": sampling})
+        total_s = time.perf_counter() - started
+        meta = found.get("meta_info", {})
+        stopped = (meta.get("finish_reason") or {}).get("type") == "stop"
+        if "output_ids" not in found:
+            raise EngineError("SGLang gave no output_ids; its version does not answer with token ids")
+        tokens = self._complete(found["output_ids"], stopped, (meta.get("finish_reason") or {}).get("matched"))
+        return EngineAnswer(tokens=tokens, steps=meta.get("spec_verify_ct"), total_s=total_s)
+
+
+SERVERS: dict[str, type[EngineServer]] = {"vllm": VllmServer, "llamacpp": LlamaCppServer, "sglang": SglangServer}
+
+
+def _by_position(counters: dict[str, float], name: str) -> list[int]:
+    found = {int(key[len(name) + 1 : -1]): round(n) for key, n in counters.items() if key.startswith(f"{name}[")}
+    return [found.get(position, 0) for position in range(max(found, default=-1) + 1)]

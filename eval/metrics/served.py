@@ -1,0 +1,120 @@
+"""What an engine did with a head against what our own engine did: acceptance by position, and the texts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from drafthead.eval.engines.served import PLAIN, ServedEngines
+from drafthead.eval.lossless.equality import Equality
+from drafthead.eval.metrics import acceptance
+from drafthead.eval.metrics.speed import tokens_per_second
+from drafthead.eval.timing.result_log import FailedDecode
+from drafthead.models.decoding.step_log import DecodeResult
+
+Results = Mapping[str, Sequence[DecodeResult]]
+
+
+def compare_engines(
+    served: ServedEngines,
+    results: Results,
+    equalities: Mapping[str, Sequence[Equality]],
+    against_plain: Mapping[str, Sequence[Equality]],
+    tolerance: float,
+) -> dict[str, dict[str, Any]]:
+    """Per engine: version, speeds, acceptance by position beside ours, texts, and "failures".
+
+    Args:
+        served: the engines, and the name of our chain.
+        results: of the interleaved run.
+        equalities: per method, how its texts compare with our autoregressive ones.
+        against_plain: per engine, how its speculative texts compare with its own plain ones; missing by url.
+        tolerance: share by which the mean accepted length, and of the steps each position's acceptance, may differ.
+    """
+    ours = _acceptance(results[served.chain])
+    found = {}
+    for name, facts in served.facts.items():
+        plain, speculative = results.get(name + PLAIN), _answered(results[name])
+        theirs = _acceptance(speculative)
+        texts = against_plain.get(name) or equalities[name]
+        row = {
+            **facts,
+            "drafts": served.drafts,
+            "prompts": len(speculative),
+            "tokens_per_second": {
+                "plain": None if plain is None else tokens_per_second(_answered(plain)).value,
+                "speculative": tokens_per_second(speculative).value,
+            },
+            "acceptance": {"engine": theirs, "ours": ours},
+            "texts": {
+                "compared_with": "its plain ones" if name in against_plain else "our autoregressive ones",
+                "same": sum(one.same for one in texts),
+                "of": len(texts),
+                "near_ties": sum(one.near_tie for one in texts),
+                "same_as_ours": sum(one.same for one in equalities[name]),
+                "near_ties_with_ours": sum(one.near_tie for one in equalities[name]),
+            },
+        }
+        found[name] = {**row, "failures": _failures(row, tolerance)}
+    return found
+
+
+def _answered(results: Sequence[DecodeResult]) -> list[DecodeResult]:
+    return [result for result in results if not isinstance(result, FailedDecode)]
+
+
+def _acceptance(results: Sequence[DecodeResult]) -> dict[str, Any]:
+    """Steps that drafted, how many accepted each position, and the mean accepted length."""
+    answered = _answered(results)
+    steps = acceptance.drafting_steps(answered)
+    deepest = max((step.depth for step in steps), default=0)
+    return {
+        "steps": len(steps),
+        "accepted": [sum(step.accepted >= depth for step in steps) for depth in range(1, deepest + 1)],
+        "mean_accepted_length": acceptance.mean_accepted_length(answered).value,
+    }
+
+
+def _failures(row: dict[str, Any], tolerance: float) -> list[str]:
+    theirs, ours = row["acceptance"]["engine"], row["acceptance"]["ours"]
+    name, texts, found = row["engine"], row["texts"], []
+    lengths = theirs["mean_accepted_length"], ours["mean_accepted_length"]
+    # Written so that NaN fails.
+    if not abs(lengths[0] - lengths[1]) <= tolerance * lengths[1]:
+        found.append(f"{name} accepts {lengths[0]:.3f} tokens a step, our engine {lengths[1]:.3f}")
+    if theirs["accepted"] or not theirs["steps"]:
+        for position, count in enumerate(ours["accepted"]):
+            own = count / max(1, ours["steps"])
+            other = theirs["accepted"][position] if position < len(theirs["accepted"]) else 0
+            share = other / max(1, theirs["steps"])
+            if not abs(share - own) <= tolerance:
+                found.append(
+                    f"{name} accepts draft {position + 1} in {share:.1%} of the steps, our engine in {own:.1%}"
+                )
+    if wrong := texts["of"] - texts["same"] - texts["near_ties"]:
+        found.append(f"{wrong} of {texts['of']} texts of {name} differ from {texts['compared_with']}, beyond near-ties")
+    return found
+
+
+def engine_lines(evaluation: dict[str, Any]) -> list[str]:
+    """A line for every engine, for a terminal, a page and a card."""
+    lines = []
+    for row in evaluation.get("engines", {}).values():
+        speeds, texts, counts = row["tokens_per_second"], row["texts"], row["acceptance"]
+        shown = [
+            f"{' / '.join(map(str, one['accepted'])) or 'not counted'} of {one['steps']} steps"
+            for one in (counts["engine"], counts["ours"])
+        ]
+        plain = "plain not measured" if speeds["plain"] is None else f"plain {speeds['plain']:.1f}"
+        lines.append(
+            f"served by {row['engine']} {row['version']} ({row['format']}, chain of {row['drafts']}): "
+            f"{counts['engine']['mean_accepted_length']:.2f} tokens a step against "
+            f"{counts['ours']['mean_accepted_length']:.2f} of our engine; accepted by position {shown[0]}, ours "
+            f"{shown[1]}; texts equal to {texts['compared_with']}: {texts['same']} of {texts['of']}, near-ties: "
+            f"{texts['near_ties']}; tokens/s: speculative {speeds['speculative']:.1f}, {plain}"
+        )
+        lines += [f"   failed: {failure}" for failure in row["failures"]]
+    return lines
+
+
+def engine_failures(evaluation: dict[str, Any]) -> list[str]:
+    """What is wrong with any engine's serving; empty when all serve the head as trained."""
+    return [failure for row in evaluation.get("engines", {}).values() for failure in row["failures"]]

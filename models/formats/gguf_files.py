@@ -1,0 +1,233 @@
+"""GGUF files for llama.cpp, written and read with PyPI's ``gguf``: what all files share, and the base.
+
+A base is written as llama.cpp's own converter writes it, for Llama-like targets with a byte-level BPE tokenizer. Other
+bases need that converter, which the message names.
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import require_space
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.layers import attention_sizes
+
+KINDS = {
+    "f32": ("F32", "ALL_F32"),
+    "f16": ("F16", "MOSTLY_F16"),
+    "bf16": ("BF16", "MOSTLY_BF16"),
+    "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
+    "q4_0": ("Q4_0", "MOSTLY_Q4_0"),
+    "q4_1": ("Q4_1", "MOSTLY_Q4_1"),
+}
+"""Name -> type of the matrices and of the file, as ``gguf`` calls them. No Python library quantises to Q4_K."""
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
+"""transformers' model type -> llama.cpp's architecture, of the bases that are written here."""
+CONVERTER = "python convert_hf_to_gguf.py FOLDER --outfile base.gguf (llama.cpp's own)"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {_CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe", _CONTRACTIONS + r"\p{N}" + _REST: "qwen2"}
+"""The regular expression that splits a text into words -> llama.cpp's name of it."""
+
+
+def to_pairs(weight: Tensor, heads: int) -> Tensor:
+    """Rows of a query or key projection from transformers' halves to the pairs that llama.cpp's Llama rotates."""
+    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
+
+
+def to_halves(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of :func:`to_pairs`."""
+    return weight.reshape(heads, weight.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
+
+
+class GgufFile:
+    """A GGUF file under way: sizes of a Llama layer, tensors, then :meth:`close`."""
+
+    def __init__(self, path: Path, architecture: str, name: str, kind: str) -> None:
+        """``kind``: of the matrices, one of ``KINDS``; vectors stay in float32."""
+        self._kind = gguf.GGMLQuantizationType[KINDS[kind][0]]
+        self.writer = gguf.GGUFWriter(path, architecture)
+        self.writer.add_type("model")
+        self.writer.add_name(name)
+        self.writer.add_file_type(gguf.LlamaFileType[KINDS[kind][1]])
+        self.writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+    def add_sizes(self, config: dict[str, Any]) -> None:
+        """The sizes, epsilon and rotation of a Llama config, of a base or of a head's own layer."""
+        writer = self.writer
+        writer.add_block_count(config["num_hidden_layers"])
+        writer.add_context_length(config["max_position_embeddings"])
+        writer.add_embedding_length(config["hidden_size"])
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count(config["num_attention_heads"])
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+            add(config["head_dim"])
+        writer.add_rope_freq_base(config["rope_theta"])
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        writer.add_vocab_size(config["vocab_size"])
+        if (factors := rope_factors(config)) is not None:
+            self.add("rope_freqs.weight", factors)
+
+    def add(self, name: str, tensor: Tensor, kind: str | None = None) -> None:
+        """A tensor: integers as int64, vectors as float32, matrices as ``kind`` (None: the file's)."""
+        wanted = self._kind if kind is None else gguf.GGMLQuantizationType[KINDS[kind][0]]
+        tensor = tensor.detach().cpu().contiguous()
+        if not tensor.is_floating_point():
+            self.writer.add_tensor(name, tensor.long().numpy())
+        elif tensor.ndim == 1 or wanted == gguf.GGMLQuantizationType.F32:
+            self.writer.add_tensor(name, tensor.float().numpy())
+        elif wanted == gguf.GGMLQuantizationType.F16:
+            self.writer.add_tensor(name, tensor.half().numpy())
+        else:
+            block = gguf.GGML_QUANT_SIZES[wanted][0]
+            if tensor.shape[-1] % block:
+                raise UserError(f"{name} has rows of {tensor.shape[-1]}, and {wanted.name} needs multiples of {block}")
+            self.writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), wanted), raw_dtype=wanted)
+
+    def close(self) -> None:
+        """Write the file."""
+        self.writer.write_header_to_file()
+        self.writer.write_kv_data_to_file()
+        self.writer.write_tensors_to_file()
+        self.writer.close()
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The keys and the tensors (dequantised, in torch's order of dimensions) of a file."""
+    try:
+        reader = gguf.GGUFReader(path)
+        keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+        tensors = {found.name: torch.from_numpy(_values(found)) for found in reader.tensors}
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise UserError(f"{path} is no GGUF file that can be read ({error}); copy it again") from None
+    return keys, tensors
+
+
+def _values(found: Any) -> npt.NDArray[Any]:
+    integer = found.tensor_type == gguf.GGMLQuantizationType.I64
+    values: npt.NDArray[Any] = found.data if integer else gguf.quants.dequantize(found.data, found.tensor_type)
+    return np.array(values)  # a copy: the file is mapped
+
+
+def rope_factors(config: dict[str, Any]) -> Tensor | None:
+    """What llama.cpp divides the rotary frequencies by, [E / 2]; None without scaling.
+
+    Llama-3's scaling as in llama.cpp's converter; others, which take metadata instead, are refused.
+    """
+    scaling = config.get("rope_scaling")
+    if not scaling:
+        return None
+    if (kind := scaling.get("rope_type")) != "llama3":
+        raise UserError(f"a rotary scaling of type {kind} is not written as GGUF here; use {CONVERTER}")
+    base, size = config["rope_theta"], config["head_dim"]
+    wavelengths = 2 * math.pi * base ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    old, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    smooth = ((old / wavelengths - low) / (high - low)).clamp(0, 1)
+    factors: Tensor = 1 / ((1 - smooth) / factor + smooth)
+    return factors.float()
+
+
+# A base ---------------------------------------------------------------------------------------------------------------
+
+
+def check_base(base: BaseModel, kind: str) -> None:
+    """Refuse a base, or a kind of matrices, that is not written here."""
+    if kind not in KINDS:
+        hint = "; llama.cpp's llama-quantize makes one from f16" if kind.startswith("q") else ""
+        raise UserError(f"base_gguf must be one of {', '.join(KINDS)}, got {kind!r}{hint}")
+    if (model_type := base.model.config.model_type) not in ARCHITECTURES:
+        raise UserError(f"a base of type {model_type} is not written as GGUF here; use {CONVERTER}")
+    split_name(base.tokenizer)
+
+
+def write_base(base: BaseModel, path: Path, kind: str, name: str) -> None:
+    """``base`` as a GGUF that llama.cpp runs: ``kind`` is one of ``KINDS``, ``name`` what the file says it is.
+
+    In the files of 4 bits the embedding and the output head have 8, as they decide the logits.
+    """
+    check_base(base, kind)
+    settings = base.model.config
+    architecture = ARCHITECTURES[settings.model_type]
+    kv_heads, head_dim = attention_sizes(settings)
+    rope = dict(settings.rope_parameters)
+    scaled = None if rope.get("rope_type", "default") == "default" else rope
+    sizes = {k: getattr(settings, k) for k in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    sizes |= {"num_hidden_layers": base.num_layers, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    sizes |= {"max_position_embeddings": base.max_context, "vocab_size": base.vocab_size}
+    sizes |= {"rope_theta": float(rope["rope_theta"]), "rope_scaling": scaled, "rms_norm_eps": settings.rms_norm_eps}
+    weights = base.stock().state_dict()
+    require_space(path.parent, 4 * sum(t.numel() for t in weights.values()), "the base as GGUF")
+    file = GgufFile(path, architecture, name, kind)
+    file.add_sizes(sizes)
+    _add_tokenizer(file.writer, base)
+    permuted = {"q_proj": settings.num_attention_heads, "k_proj": kv_heads} if architecture == "llama" else {}
+    for named, tensor in _named(weights, architecture, base.num_layers, bool(settings.tie_word_embeddings)):
+        heads = next((heads for part, heads in permuted.items() if named[0].endswith(f"{part}.weight")), None)
+        outer = named[1] in ("token_embd.weight", "output.weight")
+        tensor = tensor if heads is None else to_pairs(tensor, heads)
+        file.add(named[1], tensor, "q8_0" if outer and kind.startswith("q4") else None)
+    file.close()
+
+
+def _named(
+    weights: dict[str, Tensor], architecture: str, layers: int, tied: bool
+) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Pairs of transformers' and llama.cpp's names, with the tensor."""
+    kind = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture)
+    names = gguf.get_tensor_name_map(kind, layers)
+    for name, tensor in weights.items():
+        if tied and name == "lm_head.weight":
+            continue
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise UserError(f"llama.cpp's {architecture} has no tensor for {name}; use {CONVERTER}")
+        yield (name, found), tensor
+
+
+def split_name(tokenizer: Any) -> str:
+    """llama.cpp's name of how ``tokenizer`` splits a text into words before BPE."""
+    found = json.loads(tokenizer.backend_tokenizer.to_str())
+    splitter = found.get("pre_tokenizer") or {}
+    parts = splitter.get("pretokenizers", [splitter])
+    kinds = [part.get("type") for part in parts]
+    if kinds == ["Digits", "ByteLevel"] and parts[0]["individual_digits"] and parts[1]["use_regex"]:
+        return "smollm"
+    if kinds == ["Split", "ByteLevel"] and (name := SPLITS.get(parts[0]["pattern"].get("Regex"))):
+        return name
+    raise UserError(f"how the tokenizer splits words is not known to be one of llama.cpp's ways; use {CONVERTER}")
+
+
+def _add_tokenizer(writer: Any, base: BaseModel) -> None:
+    tokenizer, types = base.tokenizer, gguf.TokenType
+    added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
+    known = {number: text for text, number in tokenizer.get_vocab().items()}
+    rows = [
+        (known[n], (types.CONTROL if added[n] else types.USER_DEFINED) if n in added else types.NORMAL)
+        if n in known
+        else (f"[PAD{n}]", types.UNUSED)
+        for n in range(base.vocab_size)
+    ]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split_name(tokenizer))
+    writer.add_token_list([text for text, _ in rows])
+    writer.add_token_types([kind for _, kind in rows])
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        base.model.config.save_pretrained(folder)
+        special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=base.vocab_size)
+    if template := tokenizer.chat_template:
+        special.chat_template = template
+    special.add_special_token["bos"] = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+    special.add_to_gguf(writer, quiet=True)

@@ -1,0 +1,82 @@
+"""EAGLE-3 in the layout of vLLM's ``speculators`` library: one folder that ``vllm serve FOLDER`` serves by itself.
+
+The tensors are those of to=eagle3. The config names the base ("verifier") and the number of drafts, so that vLLM loads
+both. Aux ids stand at the top level, counted as vLLM counts them; ``norm_before_residual`` is said, as its default is
+true there. vLLM passes ``norm_before_fc`` and ``norm_output`` on from the top level.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafthead.models.formats.checkpoint import PublishedCheckpoint
+from drafthead.models.formats.contract import BASE_NAME, Engine
+from drafthead.models.formats.eagle3 import LAYER_IDS, Eagle3Format
+from drafthead.models.heads.eagle3 import Eagle3Head
+
+TYPE = "speculators_model_type"
+LAYER = "transformer_layer_config"
+METHODS = "speculators_config"
+
+
+class SpeculatorsFormat(Eagle3Format):
+    """``config.json`` and ``model.safetensors``."""
+
+    name = "speculators"
+    title = "EAGLE-3 (speculators, for vLLM)"
+    engines = (
+        Engine(
+            "vLLM",
+            "0.32.0 serves the folder by itself, with the base that it names (run on a CPU, 22 November 2026)",
+            current=True,
+            serve="vllm serve {folder}",
+        ),
+        Engine("SGLang", "no, it reads to=eagle3"),
+        Engine("llama.cpp", "no, it reads to=gguf"),
+    )
+    other_keys = Eagle3Format.other_keys | {TYPE, LAYER, METHODS, "num_aux_hidden_states"}
+
+    def config(self, head: Eagle3Head) -> dict[str, Any]:
+        found = super().config(head)
+        own = ["architectures", "draft_vocab_size", "target_hidden_size", "norm_before_residual"]
+        own += ["norm_before_fc", "norm_output", "num_tokens", "ttt_steps", LAYER_IDS]
+        layer = {key: value for key, value in found.items() if key not in own and key != "eagle_config"}
+        return {
+            **{key: found[key] for key in own},
+            "architectures": ["Eagle3Speculator"],
+            TYPE: "eagle3",
+            "model_type": "speculator_model",
+            LAYER: layer,
+            METHODS: {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [
+                    {
+                        "proposal_type": "greedy",
+                        "speculative_tokens": head.config.trained_positions,
+                        "verifier_accept_k": 1,
+                    }
+                ],
+                "verifier": {"name_or_path": "", "architectures": list(head.base.model.config.architectures or [])},
+            },
+        }
+
+    def write(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:
+        config, methods = dict(checkpoint.config), checkpoint.config[METHODS]
+        config[METHODS] = {**methods, "verifier": {**methods["verifier"], "name_or_path": config[BASE_NAME]}}
+        super().write(checkpoint.updated(config=config), folder, dtype)
+
+    def engines_for(self, head: Eagle3Head) -> tuple[Engine, ...]:
+        return self.engines
+
+    def matches(self, config: dict[str, Any]) -> bool:
+        return config.get(TYPE) == "eagle3"
+
+    def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
+        """As to=eagle3: the layer's keys at the top level, and what vLLM takes for granted."""
+        config = {**(checkpoint.config.get(LAYER) or {}), **checkpoint.config}
+        config.setdefault("norm_before_residual", True)  # the library's default
+        methods = (config.get(METHODS) or {}).get("proposal_methods") or [{}]
+        config.setdefault("num_tokens", methods[0].get("speculative_tokens"))
+        return super().normalize(checkpoint.updated(config=config))
