@@ -3,6 +3,7 @@
     python benchmarks/bases.py                     # all of them, with a line for each
     python benchmarks/bases.py --only gemma3,llama4
     python benchmarks/bases.py --write             # and the tables of docs/bases.md
+    python benchmarks/bases.py --base NAME         # a real checkpoint, in float32: a folder, a Hub id, embedded:smollm2
 
 Every configuration of ``base_shapes.py`` is built tiny with random weights, saved, loaded as a user would, and compared
 with the same folder through stock transformers at its own default attention, read whole and without a cache:
@@ -321,17 +322,29 @@ def outcome(shape: dict[str, Any], prompts: tuple[int, ...] = PROMPTS, heads: bo
             return found
         if stock is None:
             return found
-        try:
-            found.loads, found.context = True, base.max_context
-            comparison = Comparison(stock, base, prompts)
-            found.errors = comparison.logit_errors()
-            found.wrong = [way for way, error in found.errors.items() if error >= TOLERANCE]
-            found.wrong += comparison.wrong_texts()
-            if heads:
-                found.heads = comparison.heads()
-        except Exception as error:
-            found.raised = f"{type(error).__name__}: {one_line(error)}"
+        compare(found, Comparison(stock, base, prompts), heads)
     gc.collect()
+    return found
+
+
+def compare(found: Outcome, comparison: "Comparison", heads: bool) -> None:
+    """Fill in what a base that loads computes."""
+    try:
+        found.loads, found.context = True, comparison.base.max_context
+        found.errors = comparison.logit_errors()
+        found.wrong = [way for way, error in found.errors.items() if error >= TOLERANCE]
+        found.wrong += comparison.wrong_texts()
+        if heads:
+            found.heads = comparison.heads()
+    except Exception as error:
+        found.raised = f"{type(error).__name__}: {one_line(error)}"
+
+
+def real(name: str, heads: bool = True) -> Outcome:
+    """Compare a real checkpoint with its own stock model."""
+    base = BaseModel.load(BaseConfig(name=name, dtype="float32"))
+    found = Outcome(family=base.model.config.model_type)
+    compare(found, Comparison(base.stock(), base, PROMPTS), heads)
     return found
 
 
@@ -340,11 +353,15 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--only", default=",".join(SHAPES), metavar="A,B", help="names of base_shapes.py")
     arguments.add_argument("--write", action="store_true", help="write the tables of docs/bases.md")
+    arguments.add_argument("--base", metavar="NAME", help="compare this checkpoint instead")
     options = arguments.parse_args()
     names = listed("only", options.only, list(SHAPES))
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     warnings.simplefilter("ignore")
+    if options.base is not None:
+        print(real(options.base).line(options.base))
+        return
     found = {}
     for name in names:
         found[name] = outcome(SHAPES[name])

@@ -66,6 +66,10 @@ class BaseModel:
         if limit is not None:
             self.max_context = min(self.max_context, limit.positions)
         self._limited = limit is not None
+        for module in self.model.modules():
+            # Llama 4's is 1 within the limit, and otherwise counts places in a pass, which are not those in a tree.
+            if getattr(module, "attn_temperature_tuning", False):
+                module.attn_temperature_tuning = False
         self.windows = windows_of(settings, self.max_context)
         lm_head = model.get_output_embeddings()
         if lm_head is None or lm_head.bias is not None:

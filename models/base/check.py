@@ -34,7 +34,7 @@ TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (1, 0)])
 TOLERANCE = {torch.float32: 1e-3}
 """Largest difference of two logits over the largest logit. Wrong masks give 0.1 to 1."""
 HALF_TOLERANCE = 0.25
-"""In 16 bits, where random weights differ by up to 0.1 between passes of different shapes."""
+"""In 16 bits, where random weights differ by about 0.1 between passes of different shapes."""
 READING = "reading"
 _passed: set[tuple[str, ...]] = set()
 
@@ -134,7 +134,8 @@ def logit_scale(base: "BaseModel", expected: Expected) -> float:
     wanted, errors = expected.logits[:1], []
     for scale in scales:
         found = scale * product
-        errors.append(relative_error(softcap * torch.tanh(found / softcap) if softcap else found, wanted))
+        capped = softcap * torch.tanh(found / softcap) if softcap else found
+        errors.append(relative_error(base, capped, wanted))
     best = min(range(len(scales)), key=errors.__getitem__)
     if errors[best] > tolerance(base):
         raise UserError(
@@ -153,7 +154,7 @@ def check(base: "BaseModel", expected: Expected) -> None:
         with shortened(base.model.config, WINDOW) if windows is not None else nullcontext():
             base.windows = None if windows is None else windows_of(base.model.config, base.max_context)
             for what, found, wanted in _readings(base, expected):
-                if (error := relative_error(found, wanted)) > tolerance(base):
+                if (error := relative_error(base, found, wanted)) > tolerance(base):
                     raise UserError(
                         f"{kind} read {what} differs from transformers' own attention by {error:.1%} of the largest "
                         "logit: drafts would change the text; choose another base (docs/bases.md lists families)"
@@ -233,9 +234,14 @@ def _packed(base: "BaseModel", *documents: Tensor) -> Tensor:
         return base.logits(hidden)[:, :-1]
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference over the largest wanted value."""
-    return float((found.float() - wanted.float()).abs().max() / wanted.abs().max().clamp(min=1e-9))
+def relative_error(base: "BaseModel", found: Tensor, wanted: Tensor) -> float:
+    """The largest difference over the largest wanted value; in 16 bits the median of the tokens' largest differences.
+
+    There rounding may send a token to another expert, which changes it by as much as a fault would change all of them.
+    """
+    differences = (found.float() - wanted.float()).abs().amax(-1).flatten()
+    difference = differences.max() if base.dtype in TOLERANCE else differences.median()
+    return float(difference / wanted.abs().max().clamp(min=1e-9))
 
 
 def tolerance(base: "BaseModel") -> float:

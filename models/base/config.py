@@ -146,6 +146,11 @@ def could_not_load(name: str, error: Exception) -> str:
         return str(error)
     if not name:
         return "no base model is named; give a folder or a Hub id with base.name=..."
+    if isinstance(error, ImportError):
+        return (
+            f"the base model {name} needs a package that is not installed here: {_first_line(error)} Install it, or "
+            "name a checkpoint without this quantisation"
+        )
     if Path(name).is_dir():
         return (
             f"the base model in {name} could not be loaded: {_first_line(error)} It must be a folder that "

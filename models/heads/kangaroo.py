@@ -131,7 +131,7 @@ def check_early_exit(base: BaseModel, first: BaseModel) -> None:
     hidden = first.verify(nodes, shape, cache.first_layers(first.num_layers)).final
     begun = PartialForward(layers=first.num_layers, hidden=hidden)
     found = base.verify(nodes, shape, cache, partial_forward=begun).final
-    if (error := relative_error(found, wanted)) > tolerance(base):
+    if (error := relative_error(base, found, wanted)) > tolerance(base):
         raise UserError(
             f"the layers of {base.model.config.model_type} after the first {first.num_layers} compute something else "
             f"when they are run alone (by {error:.1%} of the largest state); choose a head without an exit layer"

@@ -3,6 +3,7 @@
 ``benchmarks/bases.py`` compares all of its configurations; here the ones that most heads are trained for.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base import check
 from drafthead.models.base.base_model import BaseModel
@@ -21,7 +23,7 @@ from drafthead.models.base.windows import Window
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.kernels import attention
-from support import TINY, random_ids
+from support import TINY, random_ids, row_of
 
 MOST_USED = "llama qwen3_moe mistral gemma2 gemma3 gemma4_e2b gpt_oss deepseek_v3 llama4_text_chunk qwen3_vl".split()
 Script = Callable[[str], ModuleType]
@@ -37,6 +39,12 @@ def test_the_families_most_heads_are_trained_for(name: str, script: Script) -> N
     bases = script("bases")
     found = bases.outcome(bases.SHAPES[name], prompts=(60,), heads=False)
     assert found.passes, found.line(name)
+
+
+@pytest.mark.slow
+def test_a_real_base_computes_what_its_stock_model_does(script: Script) -> None:
+    found = script("bases").real("embedded:smollm2")
+    assert found.passes and not any(found.heads.values()), found.line("embedded:smollm2")
 
 
 @pytest.mark.slow
@@ -148,6 +156,36 @@ def test_ropes_that_change_with_the_length_bound_the_context(
     config.max_context = limit + 1
     with pytest.raises(UserError, match=f"base.max_context={limit} or less"):
         BaseModel.load(config)
+
+
+def test_scaled_queries_are_those_of_positions_and_not_of_places_in_a_row(script: Script) -> None:
+    """Llama 4 scales by the place in a pass; a row of several documents is longer than any of them."""
+    shape = script("base_shapes").SHAPES["llama4_text_scaled"] | {"floor_scale": 40}
+    base = BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32"))
+    documents = [random_ids(38, 1), random_ids(30, 2)]
+    packed = base.hidden_states(row_of(documents, padding=0), HiddenStatesSpec()).final
+    for start, document in ((0, documents[0]), (38, documents[1])):
+        alone = base.forward(torch.tensor([document]), base.new_cache(40)).final
+        torch.testing.assert_close(packed[:, start : start + len(document)], alone, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match="a text of 40 tokens exceeds the context of 39"):
+        base.hidden_states(row_of([random_ids(40)]), HiddenStatesSpec())
+
+
+def test_a_quantised_folder_without_its_package_is_one_line(tmp_path: Path, script: Script) -> None:
+    bases = script("bases")
+    bases.stored(bases.SHAPES["llama"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="needs a package that is not installed here: .* Install it, or name") as found:
+        BaseModel.load(BaseConfig(name=str(tmp_path), tokenizer="builtin:tiny"))
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_oss", "gemma4_e2b"])
+def test_rounding_in_16_bits_is_no_reason_to_refuse(name: str, script: Script) -> None:
+    shape = script("base_shapes").SHAPES[name]
+    assert BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="bfloat16")).vocab_size
 
 
 def test_rows_of_a_windowed_batch_equal_each_alone(script: Script) -> None:
