@@ -154,13 +154,13 @@ def drop_views(base: "BaseModel") -> None:
 def _decoder_of(base: "BaseModel", layers: nn.ModuleList, norm: nn.Module | None, sources: Sequence[int]) -> Any:
     decoder = _shallow(base.model.model)
     set_part(decoder, "layers", layers)
-    decoder.config = config_of_layers(base, sources)
+    decoder.config = _config_of(base, sources)
     if norm is not None:
         set_part(decoder, "norm", norm)
     return decoder
 
 
-def config_of_layers(base: "BaseModel", sources: Sequence[int]) -> Any:
+def _config_of(base: "BaseModel", sources: Sequence[int]) -> Any:
     """The config of a model made of these layers of ``base``, or of layers like them."""
     config = copy(base.model.config)
     for key, what in (

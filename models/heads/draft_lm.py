@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.layers import config_of_layers, with_layers
+from drafthead.models.base.layers import with_layers
 from drafthead.models.decoding.contract import DraftConfig, DraftState
 from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingTokens, TokenBuffer
 from drafthead.models.heads.common.autoregressive import AutoregressiveConfig, AutoregressiveHead
@@ -62,8 +62,8 @@ class DraftLM(AutoregressiveHead):
         super().__init__(config, base, d2t)
         self._sources = config.from_layers or _evenly(config.num_layers, base.num_layers)
         config.check_layers(base.num_layers)
-        stock, settings = base.model.model.layers, config_of_layers(base, self._sources)
-        self.layers = nn.ModuleList(fresh_copy(stock[source], settings, n) for n, source in enumerate(self._sources))
+        stock, settings = base.model.model.layers, base.model.config
+        self.layers = nn.ModuleList(fresh_copy(stock[s], settings, n, s) for n, s in enumerate(self._sources))
         self.norm = deepcopy(base.model.model.norm).float().requires_grad_(True)
         self._trunk = with_layers(base, self.layers, self.norm, torch.float32, self._sources)
         self._inference_trunk: BaseModel | None = None

@@ -181,15 +181,20 @@ def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: Ker
     return replaced
 
 
-def fresh_copy(layer: nn.Module, config: Any, layer_idx: int) -> nn.Module:
+def fresh_copy(layer: nn.Module, config: Any, layer_idx: int, source: int | None = None) -> nn.Module:
     """A stock decoder layer with the weights of ``layer`` (of a base, fused or not), float32 and trainable.
 
-    ``layer_idx`` is its place in the new stack, by which caches know it.
+    ``layer_idx`` is its place in the new stack, by which caches know it; ``source`` that of ``layer`` in the base where
+    it is another: it decides what kind of layer it is.
     """
     device = next((p.device for p in layer.parameters()), torch.device("cpu"))  # packed layers are the CPU's
     with torch.device(device):
-        stock: nn.Module = type(layer)(config, layer_idx=layer_idx)
+        stock: nn.Module = type(layer)(config, layer_idx=layer_idx if source is None else source)
     copy_weights(layer, stock)
+    part: Any
+    for part in stock.modules():
+        if hasattr(part, "layer_idx"):
+            part.layer_idx = layer_idx
     return stock.float().requires_grad_(True)
 
 

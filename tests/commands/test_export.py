@@ -164,7 +164,7 @@ def test_the_check_names_every_failure(tiny_base: TinyBase) -> None:
         ("export", ["head"], "'head' is no setting; settings are key=value"),
         ("export", ["head=x", "sweet=y"], "sweet"),
         ("import", ["from=x", "out=y"], "base is missing: name the base model"),
-        ("import", ["from=x", "out=y", "base=b", "format=gguf"], "unknown format 'onnx'"),
+        ("import", ["from=x", "out=y", "base=b", "format=onnx"], "unknown format 'onnx'"),
         ("import", ["from=/nowhere/x", "out=y", "base=b"], "no published head at /nowhere/x: there is no such folder"),
         ("import", [f"from={__file__}", "out=y", "base=b"], "no published head at .*: that is a file; from= takes"),
         ("import", ["from=x", "out=y", "base="], r"base= has no value; give one \(base=VALUE\)"),

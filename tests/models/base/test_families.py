@@ -22,6 +22,7 @@ from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.windows import Window
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.heads.draft_lm import DraftLMConfig
 from drafthead.models.kernels import attention
 from support import TINY, random_ids, row_of
 
@@ -196,6 +197,23 @@ def test_rows_of_a_windowed_batch_equal_each_alone(script: Script) -> None:
     together = decode_batch(base, lookup, prompts, max_new_tokens=10, ignore_eos=True)
     alone = [decode(base, None, prompt, max_new_tokens=10, ignore_eos=True) for prompt in prompts]
     assert [row.tokens for row in together] == [row.tokens for row in alone]
+
+
+@pytest.mark.parametrize("name", ["gemma4", "deepseek_v3"])
+def test_copied_layers_are_of_their_own_kind(name: str, script: Script) -> None:
+    """A draft LM of a layer with a window and one without, of a dense one and a mixture."""
+    shape = script("base_shapes").SHAPES[name]
+    base = BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32"))
+    head = DraftLMConfig(num_layers=2, from_layers=[0, 3], num_draft_tokens=3).build(base).eval()
+    prompt = random_ids(40)
+    plain = decode(base, None, prompt, max_new_tokens=8, ignore_eos=True).tokens
+    assert decode(base, head, prompt, max_new_tokens=8, ignore_eos=True).tokens == plain
+    stock = base.stock().model.layers
+    for copied, source in zip(head.layers, (0, 3), strict=True):
+        wanted = dict(stock[source].named_parameters())
+        for key, weight in copied.named_parameters():
+            torch.testing.assert_close(weight, wanted.pop(key), rtol=1e-6, atol=1e-6)
+        assert not wanted
 
 
 def test_only_the_text_of_a_composite_checkpoint_is_loaded(tmp_path: Path, script: Script) -> None:
