@@ -219,7 +219,7 @@ class Comparison:
             document_ids=torch.tensor([[n for n, _ in places]]),
             loss_mask=torch.ones(1, len(places), dtype=torch.bool),
         )
-        hidden = base.hidden_states(row, HiddenStatesSpec(layers=(1, 2))).final
+        hidden = base.hidden_states(row, HiddenStatesSpec()).final
         packed = torch.cat([self.wanted(document) for document in documents])
         found["packed"] = _error(base.logits(hidden)[0], packed)
         return found
@@ -315,7 +315,7 @@ def outcome(shape: dict[str, Any], prompts: tuple[int, ...] = PROMPTS, heads: bo
         try:
             base = BaseModel.load(BaseConfig(name=folder, tokenizer="builtin:tiny", dtype="float32", kernels="packed"))
         except UserError as error:
-            found.refused, found.unbuilt = str(error), found.unbuilt if stock is None else ""
+            found.refused = str(error).replace(folder, "FOLDER")
             return found
         except Exception as error:
             found.raised = f"{type(error).__name__}: {one_line(error)}"

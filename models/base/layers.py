@@ -136,6 +136,11 @@ def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[in
 
     def keep(number: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
         states[number] = output[0] if isinstance(output, tuple) else output
+        if states[number].ndim != 3:
+            raise UserError(
+                f"the layers of {model.config.model_type} put out {states[number].ndim - 2} streams a token, so states "
+                "between layers cannot be read; choose a head that reads the last one (medusa, hydra, mlp_speculator)"
+            )
 
     modules = {n: model.model.layers[n - 1] if n else model.get_input_embeddings() for n in layers}
     hooks = [module.register_forward_hook(partial(keep, number)) for number, module in modules.items()]

@@ -199,6 +199,22 @@ def test_rows_of_a_windowed_batch_equal_each_alone(script: Script) -> None:
     assert [row.tokens for row in together] == [row.tokens for row in alone]
 
 
+@pytest.mark.parametrize(
+    ("name", "head", "says"),
+    [
+        ("gemma4_e2b", "kangaroo", "a layer of gemma4_text reads an embedding of its own"),
+        ("longcat_flash", "kangaroo", "a layer of longcat_flash has several attentions"),
+        ("nanochat", "kangaroo", "nanochat after the first 1 compute something else when they are run alone"),
+        ("gemma3n_text", "eagle3", "the layers of gemma3n_text put out 2 streams a token"),
+        ("gpt2", "hydra_pp", "gpt2 has no rotary embedding"),
+    ],
+)
+def test_heads_that_cannot_work_on_a_base_are_refused(name: str, head: str, says: str, script: Script) -> None:
+    bases = script("bases")
+    found = bases.outcome(bases.SHAPES[name], prompts=(24,))
+    assert found.passes and says in found.heads[head], found.line(name)
+
+
 @pytest.mark.parametrize("name", ["gemma4", "deepseek_v3"])
 def test_copied_layers_are_of_their_own_kind(name: str, script: Script) -> None:
     """A draft LM of a layer with a window and one without, of a dense one and a mixture."""
