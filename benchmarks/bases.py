@@ -58,7 +58,7 @@ ORACLE_TREE = TokenTree.from_paths([(0,), (1,), (1, 0), (1, 1), (1, 1, 0), (1, 1
 TRUE_NODES = (2, 4, 6, 7)
 HEADS = {
     "kangaroo": lambda: KangarooConfig(exit_layer=1, num_draft_tokens=3, confidence_threshold=0.0),
-    "eagle3": lambda: Eagle3Config(num_draft_tokens=3, ttt_steps=3, layers=[1, 2, 3]),
+    "eagle3": lambda: Eagle3Config(num_draft_tokens=3, ttt_steps=3, layers=[0, 1, 2]),
     "hydra_pp": lambda: HydraConfig(num_draft_tokens=3, prefix_layer=True),
 }
 PAGE = Path(__file__).parent.parent / "docs" / "bases.md"

@@ -175,7 +175,7 @@ def _config_of(base: "BaseModel", sources: Sequence[int]) -> Any:
         if getattr(config, key, None) and list(sources) != list(range(base.num_layers)):
             raise UserError(
                 f"a layer of {config.model_type} reads {what} ({key}={getattr(config, key)}), so some of its layers "
-                "cannot be run alone; choose a head that needs none of them (medusa, hydra, mlp_speculator, eagle3)"
+                "cannot be run alone; choose a head that needs none of them (medusa, hydra, mlp_speculator)"
             )
     if base.cache_shape.by_layer is not None and len(base.cache_shape.by_layer) != base.num_layers:
         raise UserError(f"a layer of {config.model_type} has several attentions, so some layers cannot be run alone")

@@ -21,7 +21,6 @@ from drafthead.models.base.layers import with_layers
 from drafthead.models.decoding.contract import DraftConfig, DraftState
 from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingTokens, TokenBuffer
 from drafthead.models.heads.common.autoregressive import AutoregressiveConfig, AutoregressiveHead
-from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import fresh_copy, fuse_modules
 from drafthead.models.kernels.linear import prepack_linears
 
@@ -110,7 +109,7 @@ class DraftLM(AutoregressiveHead):
         out = decoder(
             inputs_embeds=decoder.get_input_embeddings()(batch.input_ids).to(dtype),
             position_ids=batch.position_ids,
-            attention_mask=document_mask(batch.document_ids, dtype),
+            attention_mask=self._trunk.document_masks(batch.document_ids, batch.position_ids, dtype),
             use_cache=False,
         )
         hidden: Tensor = out.last_hidden_state

@@ -224,6 +224,10 @@ def test_copied_layers_are_of_their_own_kind(name: str, script: Script) -> None:
     prompt = random_ids(40)
     plain = decode(base, None, prompt, max_new_tokens=8, ignore_eos=True).tokens
     assert decode(base, head, prompt, max_new_tokens=8, ignore_eos=True).tokens == plain
+    row = row_of([prompt], padding=0)
+    trained = head.hidden_states(row, base.hidden_states(row, head.spec))
+    drafted = head._trunk.forward(row.input_ids, head._trunk.new_cache(40)).final
+    torch.testing.assert_close(trained, drafted, rtol=1e-4, atol=1e-5)
     stock = base.stock().model.layers
     for copied, source in zip(head.layers, (0, 3), strict=True):
         wanted = dict(stock[source].named_parameters())
