@@ -29,6 +29,9 @@ class TrainBatch:
     """[B, T] int64, ``NO_DOCUMENT`` on padding."""
     loss_mask: Tensor
     """[B, T] bool: this token is trained (may be a target)."""
+    weights: Tensor | None = None
+    """[B, T, K] float >= 0: weight of this token as the target of draft position k (1-based: column k - 1), on top of
+    the loss's own; 0: not trained there. None: all 1."""
 
     def draft_targets(self, depth: int) -> tuple[Tensor, Tensor]:
         """Targets of draft position ``depth`` k at every t; 0 gives the base's own next-token targets.
@@ -49,7 +52,8 @@ class TrainBatch:
 
     def to(self, device: torch.device | str) -> "TrainBatch":
         """The same batch on ``device``."""
-        return TrainBatch(**{k: v.to(device) for k, v in vars(self).items()})
+        moved = {k: v.to(device) for k, v in vars(self).items() if v is not None}
+        return TrainBatch(**moved)
 
 
 @dataclass(frozen=True, kw_only=True)

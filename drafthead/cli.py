@@ -13,6 +13,8 @@ COMMANDS = {
     "generate": ("drafthead.commands.generate", "stream an answer with a head, and say what it gained"),
     "replay": ("drafthead.commands.replay", "simulate any draft length and tree of a head, without decoding"),
     "sweep": ("drafthead.commands.sweep", "find the fastest head, draft length and confidence threshold by decoding"),
+    "study": ("drafthead.commands.study", "train draft models of several shapes, and find the one to have here"),
+    "adapt": ("drafthead.commands.adapt", "answer a stream of prompts with a head that learns from it meanwhile"),
     "certify": ("drafthead.commands.certify", "prove that the acceptance rules keep the base's distribution"),
     "export": (
         "drafthead.commands.export",
@@ -38,6 +40,7 @@ usage: drafthead COMMAND [key=value ...]
   drafthead eval head=outputs/medusa_smollm2/head suite=mt_bench
   drafthead generate head=outputs/medusa_smollm2/head Why is the sky blue?
   drafthead replay head=outputs/medusa_smollm2/head suite=mt_bench
+  drafthead adapt head=outputs/medusa_smollm2/head suite=code
   drafthead certify
   drafthead export head=outputs/eagle3_smollm2/head to=eagle3 out=outputs/eagle3_smollm2/published
   drafthead import from=user/medusa-vicuna-7b base=lmsys/vicuna-7b-v1.3 out=outputs/medusa_vicuna/head

@@ -10,6 +10,7 @@ from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.contract import AdaptiveLength, DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.drafters.expression import DrafterConfig
 from drafthead.models.heads.common.files import read_tree
 from drafthead.models.token_tree import TokenTree
 
@@ -62,7 +63,7 @@ class EnginesConfig:
 
 
 @dataclass(kw_only=True)
-class EvalConfig:
+class EvalConfig(DrafterConfig):
     """Prompts, lengths, trees, the distribution of the output and how drafts are accepted."""
 
     suite: str = "smoke"
@@ -91,14 +92,10 @@ class EvalConfig:
     """The distribution of the output; temperature 0 is greedy decoding."""
     rule: AcceptanceRule = field(default_factory=AcceptanceRule)
     """How drafts are accepted: ``exact`` or ``block`` (lossless), ``typical`` or ``lenient`` (lossy)."""
-    combine: list[str] = field(default_factory=list)
-    """Drafters whose drafts join the head's in one tree: ``prompt_lookup:3``, ``early_exit:24``, ``model:NAME``."""
-    combine_nodes: int | None = None
-    """Nodes of a combined tree, root included: the others draft first, the head's likeliest drafts fill what is left.
-    null: as many as the head's own tree has."""
     baselines: list[str] = field(default_factory=list)
-    """Other methods in the same interleaved run, see ``eval/timing/methods.py``: ``prompt_lookup``, ``early_exit:24``,
-    ``model:NAME``, ``head`` (alone, where ``combine`` names others), ``head+prompt_lookup:3`` (combined),
+    """Other methods in the same interleaved run: drafters by the grammar of ``models/drafters/expression.py``
+    (``prompt_lookup``, ``early_exit:24``, ``model:NAME``, ``head+prompt_lookup:3``, ``relay:head@2+prompt_lookup@4``;
+    ``head`` is the head alone, where ``combine``, ``relay`` or ``nested`` put others to it), and transformers'
     ``hf_prompt_lookup:3``, ``hf_assisted:NAME``. Three kinds of autoregressive decoding are always among them: our
     loop, and transformers' ``generate`` over our modules and over the stock ones."""
     stock_baseline: bool = True
@@ -112,16 +109,13 @@ class EvalConfig:
     """Of the prompt order, sampling and the bootstrap."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.max_new_tokens < 2:
             raise ValueError(f"eval.max_new_tokens must be at least 2, got {self.max_new_tokens}")
         if self.split not in SPLITS:
             raise ValueError(f"eval.split must be one of {', '.join(SPLITS)}, got {self.split!r}")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"eval.limit must be >= 1 or null, got {self.limit}")
-        if self.combine_nodes is not None and self.combine_nodes < 2:
-            raise ValueError(
-                f"eval.combine_nodes must be at least 2 (the root and one draft) or null, got {self.combine_nodes}"
-            )
         known = [kind.value for kind in DraftSampling]
         if self.draft_sampling not in known:
             raise ValueError(f"eval.draft_sampling must be one of {', '.join(known)}, got {self.draft_sampling!r}")

@@ -13,11 +13,13 @@ from transformers import LlamaConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.prompts.suites import load_suite
-from drafthead.models.decoding.loop import default_draft_config
+from drafthead.eval.trees.texts import Text
+from drafthead.models.decoding.loop import decode, default_draft_config
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
-from drafthead.train.config import PhaseConfig
+from drafthead.train.config import OptimConfig, PhaseConfig
+from drafthead.train.online import OnlineConfig, hidden_of
 from support import TinyBase, small_head
 
 Load = Callable[[str], ModuleType]
@@ -357,3 +359,32 @@ def test_heads_are_trained_measured_and_tabled(script: Load, tmp_path: Path) -> 
     assert (out / "medusa" / "eval.json").stat().st_mtime_ns == trained, "a finished head is not trained again"
     with pytest.raises(UserError, match="begun with other settings"):
         script("heads").train_head("medusa", script("heads").parse_arguments([*given, "--minutes", "1"]))
+
+
+def test_acceptance_against_the_budget(
+    script: Load, tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = script("budget")
+    monkeypatch.setattr(module, "load_base", lambda name: tiny_base())
+    arguments = ["--suite", "builtin", "--prompts", "2", "--tokens", "12", "--budgets", "16,999"]
+    module.main([*arguments, "--policies", "recent,retrieval:4/1", "--json", str(tmp_path / "b.json")])
+    rows = {(row["policy"], row["budget"]): row for row in json.loads((tmp_path / "b.json").read_text())["rows"]}
+    assert rows["recent", 999]["acceptance"] == rows["retrieval:4/1", 999]["acceptance"] == 1
+    assert (
+        rows["recent", 16]["acceptance"] < 1 and rows["recent", 16]["cache_bytes"] < rows["recent", 999]["cache_bytes"]
+    )
+
+
+def test_a_stream_that_changes_its_topic(script: Load, tiny_base: TinyBase) -> None:
+    module = script("online")
+    base = tiny_base()
+    head = MedusaConfig(num_draft_tokens=2).build(base).eval()
+    texts = [Text([n, n + 1, *decode(base, None, [n, n + 1], max_new_tokens=20).tokens], 2) for n in range(8)]
+    stream = [(text, hidden_of(base, head, text)) for text in texts] * 3
+    frozen, _ = module.follow(head, stream, None)
+    assert len(frozen) == 24 and frozen[:8] == frozen[8:16]
+    config = OnlineConfig(interval=4, positions="all", optim=OptimConfig(lr=0.01, schedule="constant"))
+    learning, numbers = module.follow(head, stream, config)
+    assert (
+        learning[:4] == frozen[:4] and module.mean(learning[16:]) > module.mean(frozen[16:]) and numbers["updates"] == 6
+    )

@@ -19,10 +19,12 @@ from drafthead.data.utils.hub import HubConfig, require_login
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.metrics.base_quality import QualityLimits
 from drafthead.eval.prompts.suites import load_suite
-from drafthead.eval.timing.methods import check_drafters, check_methods
+from drafthead.eval.timing.methods import check_methods
 from drafthead.eval.trees.search import METHODS
 from drafthead.models.base.config import BaseConfig
+from drafthead.models.drafters.expression import parse_drafter
 from drafthead.models.heads.common.contract import DraftHeadConfig, parse_head
+from drafthead.models.heads.common.files import read_head_config, resolve_folder
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.common.trains_base import TrainsBaseConfig
 
@@ -276,6 +278,19 @@ class DataConfig:
 
 
 @dataclass(kw_only=True)
+class BoostConfig:
+    """Train on what another head misses (SpecInfer's boosting), to combine the two in one tree."""
+
+    head: str = ""
+    """Folder or repository of the first head; empty: no boosting."""
+    floor: float = 0.1
+    """Weight of the targets that the first head's tree holds; those that it misses have 1."""
+
+    def __post_init__(self) -> None:
+        _require(self, "phases.*.boost.", floor=(0 <= self.floor <= 1, "in [0, 1]"))
+
+
+@dataclass(kw_only=True)
 class PhaseConfig:
     """One training phase."""
 
@@ -297,6 +312,7 @@ class PhaseConfig:
     original base."""
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    boost: BoostConfig = field(default_factory=BoostConfig)
 
     @property
     def cached(self) -> bool:
@@ -504,7 +520,10 @@ def preflight(run: RunConfig) -> None:
         require_login("push=true")
     load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks, run.eval.split)
     check_methods(run.eval.baselines)
-    check_drafters(run.eval.combine)
+    parse_drafter(run.eval.together)
+    for phase in run.phases.values():
+        if phase.boost.head:
+            read_head_config(resolve_folder(phase.boost.head))
     answers, text = run.data.generations, run.data.text
     if answers.server.url is not None and not (Path(run.data.folder) / "generations" / COMPLETE).exists():
         from drafthead.data.answers.server import check_server

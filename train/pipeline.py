@@ -29,13 +29,13 @@ from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.plots import save_training_plots
 from drafthead.eval.report.side_by_side import side_by_side
 from drafthead.eval.report.tables import console_lines, console_table
-from drafthead.eval.timing.methods import combined
 from drafthead.eval.trees.calibrate import answer_ranks, calibrate, load_calibration, save_calibration
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.simulate import Ranks
 from drafthead.eval.trees.texts import Text, text_ranks
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import ADAPTER
+from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.trains_base import TrainsBase
 from drafthead.train.config import RunConfig, preflight
@@ -271,8 +271,8 @@ def evaluate(work: Workspace) -> None:
     head.tree = calibration.tree
     log = read_json_lines(work.folder / "metrics.jsonl")
     with display.stage(f"evaluation: {run.eval.suite}"):
-        drafter, draft_config = combined(
-            head.base, head, run.eval.draft_config(head), run.eval.combine, run.eval.combine_nodes
+        drafter, draft_config = build_drafter(
+            parse_drafter(run.eval.together), head.base, head, run.eval.draft_config(head), run.eval.combine_nodes
         )
         evaluation = evaluate_drafter(
             head.base,

@@ -4,18 +4,17 @@ from pathlib import Path
 
 from drafthead.commands.settings import command
 from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json_lines, write_atomic
 from drafthead.eval.config import EvalRunConfig
 from drafthead.eval.evaluate import evaluate
 from drafthead.eval.metrics.served import engine_failures
 from drafthead.eval.prompts.suites import load_suite, suite_label
 from drafthead.eval.report.tables import console_lines, console_table, markdown_table
-from drafthead.eval.timing.methods import check_drafters, check_methods, combined, is_drafter, make_drafter
+from drafthead.eval.timing.methods import check_methods
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling
-from drafthead.models.heads.common.loading import default_device, load_base_and_head
+from drafthead.models.drafters.expression import build_drafter, is_drafter, load_base_and_drafter, parse_drafter
 
 USAGE = """\
 Measure a saved head: mean accepted length, speedup over autoregressive decoding, identical outputs.
@@ -29,7 +28,9 @@ drafthead eval head=outputs/medusa_smollm2/head baselines=[prompt_lookup:3,head+
 drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 draft_sampling=without_replacement
 drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 rule.name=typical
 drafthead eval head=outputs/eagle3_smollm2_served/head engines=[vllm,llamacpp] suite=spec_bench_like limit=24
+drafthead eval head=outputs/hydra_smollm2/head 'relay=[head@2,prompt_lookup@4]'
 drafthead eval head=prompt_lookup:3 base=embedded:smollm2
+drafthead eval head=prompt_lookup:3 nested=early_exit:12@6 base=embedded:smollm2
 
 suite           smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, code, builtin, FILE.jsonl,
                 hf:NAME[:SPLIT[:COLUMN]] (a line holds prompt, messages, turns or input_ids, and optionally task;
@@ -41,9 +42,13 @@ tree            head, chain[:K], expansion:1-1-3, dynamic:NODES[:WIDTH], FILE.js
 draft_sampling  {kinds}
 rule.name       exact and block (lossless), typical and lenient (lossy: its total variation is printed beside the
                 speedup)
-drafters        prompt_lookup[:TOKENS], early_exit:LAYERS[:TOKENS], model:NAME[:TOKENS], head:FOLDER:
-                as head=, in combine=[...] and in baselines=[...], which also knows head (alone), head+DRAFTER
-                (combined), hf_prompt_lookup[:TOKENS] and hf_assisted:NAME (transformers' own)
+drafters        prompt_lookup[:TOKENS], suffix_memory[:TOKENS[:MEMORY]] (earlier answers, too), max_gram[:CORPUS] (a
+                match of any length, else the corpus's bigrams), early_exit:LAYERS[:TOKENS], model:NAME[:TOKENS],
+                head:FOLDER; as head=, and in the following, where head is the command's own. Put together:
+                A+B one tree of both, relay:A@2+B@4 along one path, nested:A@6+B (B drafts for A, A for the base)
+combine         head+...: one tree;  relay: relay:head+..., along one path;  nested: nested:...+head
+baselines       any drafter (head: alone, where others are put to it), hf_prompt_lookup[:TOKENS] and
+                hf_assisted:NAME (transformers' own)
 engines         vllm, llamacpp, sglang: export the head, start the engine, and measure it on the same prompts beside
                 our own chain of the same length; fails where acceptance or texts differ. engine.vllm.python=PATH (an
                 interpreter that has vLLM; `drafthead engines install=vllm` makes one), engine.NAME.url=http://...
@@ -58,11 +63,11 @@ def main(config: EvalRunConfig) -> None:
         config.suite, config.limit, config.seed, config.tasks, config.split
     )  # a wrong name fails before the model loads
     check_methods(config.baselines)
-    check_drafters([*config.combine, *([config.head] if is_drafter(config.head) else [])])
+    for spec in (config.together, *([config.head] if is_drafter(config.head) else [])):
+        parse_drafter(spec)
     display = Display()
     with display.stage(f"head {config.head}"):
         base, drafter, draft_config = _load(config)
-        drafter, draft_config = combined(base, drafter, draft_config, config.combine, config.combine_nodes)
     config.rule.check(draft_config.draft_sampling, draft_config.tree)
     default = Path(config.head).parent if Path(config.head).is_dir() else Path("outputs") / suite_label(config.head)
     folder = Path(config.out) if config.out else default / f"eval-{suite_label(config.suite)}"
@@ -95,14 +100,9 @@ def main(config: EvalRunConfig) -> None:
 
 def _load(config: EvalRunConfig) -> tuple[BaseModel, Drafter, DraftConfig]:
     """The base, what drafts for it, and what it drafts."""
-    if not is_drafter(config.head):
-        base, head = load_base_and_head(config.head, config.base)
-        return base, head, config.draft_config(head)
-    if not config.base.name and not config.base.random:
-        raise UserError(f"{config.head} names no base; give one: base=embedded:smollm2")
-    base = BaseModel.load(config.base, default_device())
-    drafter = make_drafter(config.head, base)
-    return base, drafter, config.draft_config(drafter)
+    base, own, _ = load_base_and_drafter(config.head, config.base)
+    together = parse_drafter(config.together)
+    return base, *build_drafter(together, base, own, config.draft_config(own), config.combine_nodes)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,15 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.drafters.expression import DrafterConfig, build_drafter, load_base_and_drafter, parse_drafter
 
 USAGE = """\
 usage: drafthead generate head=DIR [key=value ...] PROMPT
 
   PROMPT              the user's message; - reads standard input
-  head=DIR            head folder (outputs/NAME/head) or Hub repository (user/name)
+  head=DIR            head folder (outputs/NAME/head) or Hub repository (user/name), or a drafter: prompt_lookup:3,
+                      relay:head:DIR@2+prompt_lookup@4, ... (see drafthead eval --help)
+  combine=[...]       drafters in one tree with the head, [prompt_lookup:4]; relay=[...] after it, nested=... between
   base=NAME           base model; by default the one that the head was trained for (base.dtype=..., and so on, too)
   max_new_tokens=256  length of the answer
   temperature=0       0 is greedy: the base's own text exactly; else top_p=1, top_k=0 (all tokens) and seed=0 count, too
@@ -31,7 +33,7 @@ usage: drafthead generate head=DIR [key=value ...] PROMPT
 
 
 @dataclass(kw_only=True)
-class GenerateConfig:
+class GenerateConfig(DrafterConfig):
     """Settings of the command."""
 
     head: str = MISSING
@@ -46,6 +48,7 @@ class GenerateConfig:
     compare: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.sampler = Sampler(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
 
@@ -59,15 +62,19 @@ def main(config: GenerateConfig) -> None:
         raise UserError("the prompt is no UTF-8 text; convert it, for example with iconv -t UTF-8") from None
     if not text.strip():
         raise UserError("the prompt is empty; give some words")
-    base, head = load_base_and_head(config.head, config.base)
+    together = parse_drafter(config.together)
+    base, head, draft_config = load_base_and_drafter(config.head, config.base)
+    drafter, draft_config = build_drafter(together, base, head, draft_config, config.combine_nodes)
     if config.raw:
         ids = base.tokenizer(text).input_ids
     else:
         ids = base.prompt_ids(user_turn(text))
-    decode(base, head, ids[-8:], max_new_tokens=4)  # warm up, so that the first answer is timed like any other
+    decode(
+        base, drafter, ids[-8:], max_new_tokens=4, draft_config=draft_config
+    )  # warm up, so that the first answer is timed like any other
     console = Console(highlight=False)
     settings: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "sampler": config.sampler, "seed": config.seed}
-    result = decode(base, head, ids, **settings, on_tokens=_printer(base, console))
+    result = decode(base, drafter, ids, **settings, draft_config=draft_config, on_tokens=_printer(base, console))
     console.out("")
     rate = len(result.tokens) / result.total_s
     mean = sum(s.committed for s in result.steps) / max(1, len(result.steps))

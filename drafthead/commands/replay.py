@@ -10,6 +10,7 @@ from rich.table import Table
 from drafthead.commands.settings import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
+from drafthead.eval.report.plots import ACCENT, INK, SOFT, new_axes, save_png, styled
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.eval.trees.search import cross_fitted
 from drafthead.eval.trees.simulate import AcceptProbs, SimulatedAcceptance, simulate_acceptance
@@ -29,14 +30,15 @@ from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.contract import DraftSampling
 from drafthead.models.decoding.loop import check_ids, default_draft_config
 from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.drafters.combined import CombinedDrafter
+from drafthead.models.drafters.expression import build_drafter, load_base_and_drafter, parse_drafter
 from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 
 USAGE = """\
 usage: drafthead replay head=DIR [key=value ...]
 
-  head=DIR              head folder (outputs/NAME/head) or Hub repository (user/name)
+  head=DIR              head folder (outputs/NAME/head), Hub repository (user/name), or a drafter (prompt_lookup:3)
   base=NAME             base model; by default the one that the head was trained for
   suite=smoke           prompts that the base answers; limit=N takes fewer, max_new_tokens=128 is an answer's length
   texts=FILE            answers to replay instead: a .jsonl file that save=FILE wrote
@@ -46,6 +48,10 @@ usage: drafthead replay head=DIR [key=value ...]
   chain=[1,2,3]         draft lengths of chains
   draft_sampling=NAME   {kinds}; draft_temperature=1 is for the sampled ones
   rule=exact            or block: block verification of chains
+  drafters=[A,B]        drafters to simulate beside the head, by the grammar of drafthead eval, where head is this one:
+                        [prompt_lookup@6,head+prompt_lookup:4,relay:head@2+prompt_lookup@4,suffix_memory:4]. A suffix
+                        memory keeps the texts before. combine_nodes=N are the nodes of a combined tree
+  plot=FILE.png         the mean accepted lengths as a figure
   seed=0                of sampling
 """
 
@@ -67,6 +73,9 @@ class ReplayConfig:
     draft_sampling: str = DraftSampling.TOP_K.value
     draft_temperature: float = 1.0
     rule: str = "exact"
+    drafters: list[str] = field(default_factory=list)
+    combine_nodes: int | None = None
+    plot: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -76,7 +85,10 @@ class ReplayConfig:
             raise ValueError(f"nodes must be at least 2, the root and one draft, got {self.nodes}")
         if self.rule not in ("exact", "block"):
             raise ValueError(f"rule must be exact or block, got {self.rule!r}")
-        DraftSampling(self.draft_sampling)
+        if self.drafters and DraftSampling(self.draft_sampling) is not DraftSampling.TOP_K:
+            raise ValueError("drafters are simulated with draft_sampling=top_k only; leave one of the two out")
+        for spec in self.drafters:
+            parse_drafter(spec)
 
 
 @dataclass(frozen=True)
@@ -100,8 +112,8 @@ def main(config: ReplayConfig) -> None:
         check_writable(save)
     display = Display()
     with display.stage(f"head {config.head}"):
-        base, head = load_base_and_head(config.head, config.base)
-    if max(config.chain) > head.depth:
+        base, head, own = load_base_and_drafter(config.head, config.base)
+    if isinstance(head, DraftHead) and max(config.chain) > head.depth:
         raise UserError(f"chain={config.chain}: the head drafts 1 to {head.depth} positions")
     if not texts:
         with display.stage(f"plain answers: {config.suite}"):
@@ -112,6 +124,25 @@ def main(config: ReplayConfig) -> None:
         check_ids(text.ids, **limits, where=f"text {number}")
     if save:
         write_texts(save, texts)
+    target = Sampler(temperature=config.temperature)
+    found = head_rows(base, head, texts, config, display) if isinstance(head, DraftHead) else []
+    others = [*([] if found else [config.head]), *config.drafters]
+    for spec in others:
+        with display.stage(f"{spec}, drafted at every position"):
+            drafter, wanted = build_drafter(parse_drafter(spec), base, head, own, config.combine_nodes)
+            simulated = simulate_texts(base, drafter, texts, wanted, target, seed=config.seed, in_order=True)
+            nodes = drafter.nodes if isinstance(drafter, CombinedDrafter) and drafter.nodes else wanted.nodes
+            found.append(Row(spec, nodes, wanted.depth, simulated, None))
+    display.console.print(table(found, config))
+    if config.plot:
+        draw(found, Path(config.plot))
+        display.line(f"figure: {config.plot}")
+
+
+def head_rows(
+    base: BaseModel, head: DraftHead, texts: Sequence[Text], config: ReplayConfig, display: Display
+) -> list[Row]:
+    """Chains, trees and the head's own tree, from one pass over the texts."""
     probs_config = AcceptProbsConfig(
         draft_sampling=DraftSampling(config.draft_sampling),
         sampler=Sampler(temperature=config.draft_temperature),
@@ -130,7 +161,7 @@ def main(config: ReplayConfig) -> None:
     if head.confidence_threshold and top_k:
         with display.stage("the head's own tree, drafted at every position for its threshold"):
             found.append(own_row(base, head, texts, target, config.seed))
-    display.console.print(table(found, config))
+    return found
 
 
 def own_row(base: BaseModel, head: DraftHead, texts: Sequence[Text], sampler: Sampler, seed: int = 0) -> Row:
@@ -172,6 +203,22 @@ def table(found: Sequence[Row], config: ReplayConfig) -> Table:
         speedup = "" if row.speedup is None else f"{row.speedup:.2f}"
         shown.add_row(row.name, str(row.nodes), f"{row.simulated.mean_accepted_length:.2f}", between, speedup)
     return shown
+
+
+@styled
+def draw(found: Sequence[Row], path: Path) -> None:
+    """A bar for every row, with its interval."""
+    figure, axes = new_axes(height=0.8 + 0.32 * len(found))
+    for place, row in enumerate(reversed(found)):
+        low, high = row.simulated.interval or (row.simulated.mean_accepted_length,) * 2
+        mean = row.simulated.mean_accepted_length
+        axes.barh(place, mean, color=ACCENT if row.speedup is None else SOFT, height=0.7)
+        axes.plot([low, high], [place, place], color=INK, linewidth=1)
+        axes.text(high + 0.02, place, f"{mean:.2f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(found)), [f"{row.name} ({row.nodes})" for row in reversed(found)], fontsize=8)
+    axes.set_xlim(1, None)
+    axes.set_xlabel("mean accepted length, simulated (nodes)")
+    save_png(figure, path)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from itertools import product
 
 import torch
 
-from drafthead.eval.lossless.tabular_lm import CombinedTableDraft, Draft, TableDraft, TabularLM
+from drafthead.eval.lossless.tabular_lm import CombinedTableDraft, Draft, RelayTableDraft, TableDraft, TabularLM
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree, Proposal
 from drafthead.models.decoding.sampling import Sampler
@@ -56,27 +56,32 @@ class Part:
 
 @dataclass(frozen=True)
 class Shape:
-    """The trees of one drafter, or of several combined."""
+    """The trees of one drafter, of several combined, or of several along one path."""
 
     name: str
     vocabulary: int
     parts: tuple[Part, ...]
     kinds: tuple[DraftSampling, ...] = EVERY
+    relay: bool = False
+    """The parts follow each other along one path, instead of being combined in one tree."""
 
     @property
     def depth(self) -> int:
         """Drafts on the longest path."""
-        return max(part.tree.depth for part in self.parts)
+        depths = [part.tree.depth for part in self.parts]
+        return sum(depths) if self.relay else max(depths)
 
     def draft(self, draft_sampling: DraftSampling, sampler: Sampler | None, target: TabularLM, seed: int) -> Draft:
         """Drafting of this shape from tables near ``target``; ``sampler`` is the drafters'."""
-        drafts: list[Draft] = []
+        drafts: list[TableDraft] = []
         for number, part in enumerate(self.parts):
             draft_config = DraftConfig(tree=part.tree, confidence_threshold=part.confidence_threshold)
             if sampler is not None and not part.top_k:
                 draft_config = replace(draft_config, draft_sampling=draft_sampling, sampler=sampler)
             table = target.near(seed + number, DRAFT_SPREAD)
             drafts.append(TableDraft(table, draft_config, part.shared, part.draft_vocabulary))
+        if self.relay:
+            return RelayTableDraft(tuple(drafts))
         return drafts[0] if len(drafts) == 1 else CombinedTableDraft(tuple(drafts))
 
 
@@ -103,6 +108,16 @@ SHAPES = (
     Shape("<2,1>, a distribution per level, + <2,1>", 3, (replace(TREE_21, shared=True), TREE_21)),
     Shape("top-k <2,1> + chain 2", 4, (replace(TREE_21, top_k=True), CHAIN_2), SAMPLED),
     Shape("<2,1> + top-k chain 2", 4, (TREE_21, replace(CHAIN_2, top_k=True)), SAMPLED),
+    Shape("relay: chain 1, chain 2", 6, (CHAIN_1, CHAIN_2), relay=True),
+    Shape("relay: chain 1, top-k chain 2", 6, (CHAIN_1, replace(CHAIN_2, top_k=True)), SAMPLED, relay=True),
+    Shape("relay: top-k chain 1, chain 2", 6, (replace(CHAIN_1, top_k=True), CHAIN_2), SAMPLED, relay=True),
+    Shape(
+        "relay: chain 2 that stops below 0.4, chain 1",
+        6,
+        (replace(CHAIN_2, confidence_threshold=0.4), CHAIN_1),
+        (TOP_K,),
+        relay=True,
+    ),
 )
 
 

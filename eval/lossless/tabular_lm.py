@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree, Proposal
-from drafthead.models.decoding.growth import grow_dynamic, grow_ranked, grow_sampled
+from drafthead.models.decoding.growth import grow_dynamic, grow_ranked, grow_sampled, root_only
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import combine
+from drafthead.models.drafters.relay import concatenate, drafted_tokens
 
 ROOT_TOKEN = 0
 """The last committed token, which every prefix follows."""
@@ -73,9 +74,8 @@ class TabularLM:
 class _ByPrefix:
     """Every node has a distribution of its own, as of a model that has read the path."""
 
-    def __init__(self, table: TabularLM, rows: int) -> None:
-        self._table = table
-        self._prefixes = torch.zeros(rows, 1, dtype=torch.int64)
+    def __init__(self, table: TabularLM, prefixes: Tensor) -> None:
+        self._table, self._prefixes = table, prefixes[:, None]
 
     def root(self) -> Tensor:
         return self._table.logits[self._prefixes]
@@ -88,8 +88,8 @@ class _ByPrefix:
 class _ByLevel:
     """All nodes of a level share a distribution and its samples, as of Medusa's heads."""
 
-    def __init__(self, table: TabularLM, rows: int) -> None:
-        self._table, self._rows, self._level = table, rows, 0
+    def __init__(self, table: TabularLM, prefixes: Tensor) -> None:
+        self._table, self._rows, self._level = table, len(prefixes), 0
 
     def root(self) -> Tensor:
         return self._table.logits[self._level].expand(self._rows, 1, -1)
@@ -110,14 +110,15 @@ class TableDraft:
     draft_vocabulary: int | None = None
     """Draft so many ids only, the last of the vocabulary backwards; None: all."""
 
-    def __call__(self, last_token: Tensor, rng: RandomSource) -> Proposal:
-        """Draft after ``last_token`` ([B])."""
+    def __call__(self, last_token: Tensor, rng: RandomSource, prefixes: Tensor | None = None) -> Proposal:
+        """Draft after ``last_token`` ([B]), which ends ``prefixes`` ([B]; None: the empty one)."""
+        prefixes = torch.zeros_like(last_token) if prefixes is None else prefixes
         vocabulary, draft_config = self.table.vocabulary, self.draft_config
         ids = torch.arange(vocabulary)
         if self.draft_vocabulary is not None:
             ids = vocabulary - 1 - ids[: self.draft_vocabulary]
         table = TabularLM(self.table.logits[:, ids], vocabulary)
-        draft_pass = (_ByLevel if self.shared else _ByPrefix)(table, len(last_token))
+        draft_pass = (_ByLevel if self.shared else _ByPrefix)(table, prefixes)
         if isinstance(draft_config.tree, DynamicTree):
             return grow_dynamic(draft_pass, last_token, draft_config.tree, ids)
         if draft_config.draft_sampling is DraftSampling.TOP_K:
@@ -134,3 +135,19 @@ class CombinedTableDraft:
     def __call__(self, last_token: Tensor, rng: RandomSource) -> Proposal:
         """Draft after ``last_token`` ([B])."""
         return combine([part(last_token, rng) for part in self.parts])
+
+
+@dataclass(frozen=True)
+class RelayTableDraft:
+    """Chains along one path: each part begins where the one before it ended, row by row."""
+
+    parts: tuple[TableDraft, ...]
+
+    def __call__(self, last_token: Tensor, rng: RandomSource) -> Proposal:
+        """Draft after ``last_token`` ([B])."""
+        found = root_only(last_token)
+        for part in self.parts:
+            leaf = drafted_tokens(found)[:, None]
+            prefixes = part.table.of_nodes(found).gather(1, leaf)[:, 0]
+            found = concatenate(found, part(found.tokens.gather(1, leaf)[:, 0], rng, prefixes))
+        return found

@@ -4,7 +4,6 @@ import hashlib
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.served import ServedEngines
@@ -13,90 +12,34 @@ from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.eval.trees.calibrate import measured_with
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling
-from drafthead.models.decoding.loop import EXACT, decode, default_draft_config
+from drafthead.models.decoding.contract import DraftConfig, Drafter
+from drafthead.models.decoding.loop import EXACT, decode
 from drafthead.models.decoding.step_log import DecodeResult
-from drafthead.models.drafters.combined import CombinedDrafter, union
-from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
+from drafthead.models.drafters.budget import BudgetDrafter
+from drafthead.models.drafters.combined import CombinedDrafter
+from drafthead.models.drafters.draft_model import ModelDrafter
+from drafthead.models.drafters.expression import FORMS, build_drafter, parse_drafter
+from drafthead.models.drafters.nested import Nested
 from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.drafters.relay import Relay
 from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.token_tree import TokenTree
 
-FORMS = "prompt_lookup[:TOKENS], early_exit:LAYERS[:TOKENS], model:NAME[:TOKENS], head:FOLDER"
-METHOD_FORMS = f"{FORMS}, head, head+DRAFTER, hf_prompt_lookup[:TOKENS], hf_assisted:NAME"
-DRAFTERS = ("prompt_lookup", "early_exit", "model", "head")
-METHODS = (*DRAFTERS, "hf_prompt_lookup", "hf_assisted")
-NAMED = ("model", "head", "hf_assisted")
-WITH_HEAD = "head+"
-HEAD_ALONE = "head"
-"""The head with its own tree, where ``combine`` joins others to it."""
-
-
-def is_drafter(spec: str) -> bool:
-    """Whether ``spec`` names a drafter that needs no head folder."""
-    return spec.partition(":")[0] in DRAFTERS
-
-
-def _parse(spec: str, known: tuple[str, ...] = DRAFTERS) -> tuple[str, str, list[int]]:
-    """``kind:NAME:1:2`` -> kind, NAME (empty where the kind has none), numbers."""
-    kind, *details = spec.split(":")
-    name = ""
-    if kind in NAMED:
-        # A name may hold colons; what follows the last one may be a number.
-        last = [details.pop()] if len(details) > 1 and details[-1].isdigit() else []
-        name, details = ":".join(details), last
-    needed, most = {"early_exit": (1, 2), "model": (0, 1), "head": (0, 0), "hf_assisted": (0, 0)}.get(kind, (0, 1))
-    fits = kind in known and needed <= len(details) <= most and bool(name) == (kind in NAMED)
-    if not fits or not all(detail.isdigit() and int(detail) > 0 for detail in details):
-        raise UserError(
-            f"unknown drafter or method {spec!r}; give any of {METHOD_FORMS if known is METHODS else FORMS}"
-        )
-    return kind, name, [int(detail) for detail in details]
+METHOD_FORMS = f"{FORMS}, hf_prompt_lookup[:TOKENS], hf_assisted:NAME"
 
 
 def check_methods(specs: list[str]) -> None:
     """Refuse unknown methods before anything is loaded."""
     for spec in specs:
-        if spec != HEAD_ALONE:
-            _parse(spec.removeprefix(WITH_HEAD), DRAFTERS if spec.startswith(WITH_HEAD) else METHODS)
+        if _transformers_method(spec) is None:
+            parse_drafter(spec)
 
 
-def check_drafters(specs: list[str]) -> None:
-    """Refuse unknown drafters before anything is loaded."""
-    for spec in specs:
-        _parse(spec)
-
-
-def make_drafter(spec: str, base: BaseModel) -> Drafter:
-    """A drafter by name: one that needs no training, or another head."""
-    kind, name, numbers = _parse(spec)
-    if kind == "prompt_lookup":
-        return PromptLookup(num_tokens=numbers[0] if numbers else 3)
-    if kind == "early_exit":
-        return early_exit(base, numbers[0], num_tokens=numbers[1] if len(numbers) > 1 else 3)
-    if kind == "head":
-        return DraftHead.from_pretrained(name, base)
-    model = BaseModel.load(BaseConfig(name=name), base.device)
-    return ModelDrafter(model, base, num_tokens=numbers[0] if numbers else 5)
-
-
-def combined(
-    base: BaseModel, drafter: Drafter, draft_config: DraftConfig, specs: list[str], nodes: int | None = None
-) -> tuple[Drafter, DraftConfig]:
-    """``drafter`` with others whose drafts join its own in trees of ``nodes`` nodes, by default as many as its own has.
-
-    The head's tree was sized for this machine, and a union that outgrows it pays for every node: on 36 Spec-Bench-like
-    answers, six nodes shared by a head and prompt lookup had the same mean accepted length as the nine of both.
-    """
-    if not specs:
-        return drafter, draft_config
-    if not isinstance(draft_config.tree, TokenTree):
-        raise UserError("only a static tree of the head can be combined; set tree=head, chain:K or expansion:1-1-3")
-    others = [make_drafter(spec, base) for spec in specs]
-    trees = [draft_config.tree, *(other.tree or TokenTree.chain(other.depth) for other in others)]
-    return CombinedDrafter([drafter, *others], trees, nodes or draft_config.nodes), replace(
-        draft_config, tree=union(trees)
-    )
+def _transformers_method(spec: str) -> tuple[str, str] | None:
+    """transformers' own methods: kind and number or name. None for a drafter of ours."""
+    kind, _, detail = spec.partition(":")
+    if kind == "hf_prompt_lookup" and (not detail or (detail.isdigit() and int(detail) > 0)):
+        return kind, detail
+    return (kind, detail) if kind == "hf_assisted" and detail else None
 
 
 class Method(NamedTuple):
@@ -138,8 +81,25 @@ def _weights(base: BaseModel, drafter: Drafter) -> str:
         return measured_with(drafter)
     if isinstance(drafter, CombinedDrafter):
         return f"{drafter.nodes} nodes: " + " + ".join(_weights(base, part) for part in drafter.drafters)
-    model = drafter.model.identity() if isinstance(drafter, ModelDrafter) else None
-    return repr((type(drafter).__name__, drafter.depth, model, base.identity(), hardware(), versions()))
+    if isinstance(drafter, Relay):
+        return f"relay {drafter.lengths}: " + " + ".join(_weights(base, part) for part in drafter.drafters)
+    model = drafter.model.identity() if isinstance(drafter, (ModelDrafter, Nested)) else None
+    within = drafter.drafter if isinstance(drafter, (Nested, BudgetDrafter)) else None
+    inner = None if within is None else _weights(base, within)
+    looks = (drafter.max_ngram, drafter.memory) if isinstance(drafter, PromptLookup) else None
+    if isinstance(drafter, BudgetDrafter):
+        looks = (drafter.budget, drafter.refresh)
+    name = type(drafter).__name__
+    return repr((name, drafter.depth, looks, model, inner, base.identity(), hardware(), versions()))
+
+
+def own_head(drafter: Drafter) -> Drafter:
+    """What ``head`` means beside a drafter that was put together with others: the head among them."""
+    if isinstance(drafter, (CombinedDrafter, Relay)):
+        return own_head(drafter.drafters[0])
+    if isinstance(drafter, (Nested, BudgetDrafter)) and drafter.drafter is not None:
+        return own_head(drafter.drafter)
+    return drafter
 
 
 def _seed(config: EvalConfig, ids: list[int]) -> int:
@@ -173,22 +133,13 @@ def _generated(base: BaseModel, config: EvalConfig, **speculation: Any) -> Metho
 
 
 def _baseline(base: BaseModel, head: Drafter, head_config: DraftConfig, spec: str, config: EvalConfig) -> Method:
-    if spec == HEAD_ALONE:
-        alone = head.drafters[0] if isinstance(head, CombinedDrafter) else head
-        return _decoded(base, alone, config.draft_config(alone), config)
-    if spec.startswith(WITH_HEAD):
+    if (found := _transformers_method(spec)) is None:
         return _decoded(
-            base, *combined(base, head, head_config, [spec.removeprefix(WITH_HEAD)], config.combine_nodes), config
+            base, *build_drafter(parse_drafter(spec), base, head, head_config, config.combine_nodes), config
         )
-    kind, name, numbers = _parse(spec, METHODS)
+    kind, detail = found
     if kind == "hf_prompt_lookup":
-        return _generated(base, config, prompt_lookup_num_tokens=numbers[0] if numbers else 3)
-    if kind == "hf_assisted":
-        assistant = BaseModel.load(BaseConfig(name=name), base.device)
-        ModelDrafter(assistant, base)  # refuses another vocabulary
-        return _generated(base, config, assistant_model=assistant.model)._replace(made_of=assistant.fingerprint)
-    drafter = make_drafter(spec, base)
-    draft_config = default_draft_config(drafter)
-    if head_config.draft_sampling is not DraftSampling.TOP_K:  # the others may draft as the head does
-        draft_config = replace(draft_config, draft_sampling=head_config.draft_sampling, sampler=head_config.sampler)
-    return _decoded(base, drafter, draft_config, config)
+        return _generated(base, config, prompt_lookup_num_tokens=int(detail or 3))
+    assistant = BaseModel.load(BaseConfig(name=detail), base.device)
+    ModelDrafter(assistant, base)  # refuses another vocabulary
+    return _generated(base, config, assistant_model=assistant.model)._replace(made_of=assistant.fingerprint)

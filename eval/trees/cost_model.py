@@ -13,7 +13,7 @@ import torch
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.cache.kv_cache import KVCache
 from drafthead.models.decoding.contract import DraftConfig, Drafter
-from drafthead.models.decoding.growth import EarlyExit, StepwiseDrafter
+from drafthead.models.decoding.growth import EarlyExit, StepwiseDrafter, UsesTargetCache
 from drafthead.models.decoding.loop import decode
 from drafthead.models.token_tree import TokenTree
 
@@ -99,9 +99,9 @@ def measure_costs(
     context = min(context, base.max_context // 2)
     sizes = [n for n in sizes if n <= context]
     ids = torch.randint(0, base.vocab_size, (1, context), generator=generator).to(base.device)
-    cache = base.new_cache(context + max(sizes))
+    cache = base.new_cache(context + max(sizes) + 1)
     state = drafter.init_state(1)
-    if isinstance(drafter, EarlyExit):
+    if isinstance(drafter, UsesTargetCache):
         state = drafter.attach(state, cache)
     state = drafter.update(state, ids, base.forward(ids, cache, spec=drafter.spec))
     # Depth by depth only for drafters that grow trees level by level; a combined or nested drafter drafts its own tree.

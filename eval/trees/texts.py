@@ -256,18 +256,20 @@ def simulate_texts(
     sampler: Sampler,
     rule: AcceptanceRule = EXACT,
     seed: int = 0,
+    in_order: bool = False,
 ) -> SimulatedAcceptance:
     """What decoding with ``draft_config`` is expected to do on these texts.
 
     Top-k drafts (static or dynamic trees, of any drafter) are drafted at every position; sampled ones need a drafter
     that grows trees level by level. The texts are the target's own answers under ``sampler``; the rule is lossless; the
-    seed is that of the bootstrap and of candidates without replacement.
+    seed is that of the bootstrap and of candidates without replacement. ``in_order`` takes the texts one by one, and a
+    drafter that remembers finished answers knows those before.
     """
     draft_config = draft_config.at_most(drafter.depth)
     rule.check(draft_config.draft_sampling, draft_config.tree)
     _require_lossless(rule)
     if draft_config.draft_sampling is DraftSampling.TOP_K:
-        return simulate_steps(_drafted_length_probs(base, drafter, texts, draft_config, sampler), seed)
+        return simulate_steps(_drafted_length_probs(base, drafter, texts, draft_config, sampler, in_order), seed)
     tree = draft_config.tree
     assert isinstance(tree, TokenTree)  # sampled drafts have no other
     config = AcceptProbsConfig(
@@ -367,14 +369,19 @@ def _node_probs(
 
 @torch.inference_mode()
 def _drafted_length_probs(
-    base: BaseModel, drafter: Drafter, texts: Sequence[Text], draft_config: DraftConfig, sampler: Sampler
+    base: BaseModel,
+    drafter: Drafter,
+    texts: Sequence[Text],
+    draft_config: DraftConfig,
+    sampler: Sampler,
+    in_order: bool = False,
 ) -> list[LengthProbs]:
     """Per text with a step [T, D+1]: how many top-k drafts agree with the text.
 
     They are accepted exactly when the target's own sample is among them, and the text is that sample.
     """
     found, likelihood = [], LikelihoodCheck(sampler)
-    for batch in _batches(texts, MAX_VALUES // (draft_config.depth * base.vocab_size + 1)):
+    for batch in _batches(texts, 1 if in_order else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)):
         accepted = [np.zeros(text.positions, dtype=np.int64) for text in batch]
         base_hidden = read_hidden_states(base, drafter, batch)
         likelihood.read(base, batch, base_hidden)
@@ -383,6 +390,8 @@ def _drafted_length_probs(
             for row, count in zip(rows, counts.tolist(), strict=True):
                 accepted[row][t] = count
         found += [np.eye(int(a.max()) + 1)[a] for a in accepted]
+        for text in batch if in_order else ():
+            drafter.remember(text.ids)
     likelihood.check()
     return found
 

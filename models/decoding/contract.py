@@ -206,6 +206,9 @@ class Drafter(ABC, Generic[StateT]):
     """Hidden states of the base that it reads besides the final one."""
     confidence_threshold: float = 0.0
     """The confidence threshold to draft with by default (``DraftConfig.confidence_threshold``)."""
+    reads_base: bool = False
+    """Whether ``update`` needs the base's hidden states, so that it cannot continue drafts that the base has not read.
+    """
 
     @property
     @abstractmethod
@@ -251,6 +254,10 @@ class Drafter(ABC, Generic[StateT]):
             draft_config: the shape; a drafter may return fewer nodes, but no deeper ones.
             rng: for sampled candidates; top-k needs none.
         """
+
+    def remember(self, tokens: list[int]) -> None:
+        """Take in a finished prompt with its answer. Drafters that look things up in earlier answers keep it."""
+        return
 
 
 def last_valid(values: Tensor, counts: Tensor | None) -> Tensor:

@@ -137,11 +137,8 @@ class DraftPass(Protocol):
         ...
 
 
-class EarlyExit(ABC):
-    """What a drafter adds to the contract when it begins the target's own pass while it drafts (early exit)."""
-
-    early_exit_layers: int
-    """Layers of the target's pass that it does, once attached to the target's cache."""
+class UsesTargetCache(ABC):
+    """What a drafter adds to the contract when it reads or writes the target's keys and values."""
 
     @abstractmethod
     def extra_cache_slots(self, draft_config: DraftConfig) -> int:
@@ -150,6 +147,13 @@ class EarlyExit(ABC):
     @abstractmethod
     def attach(self, state: Any, cache: KVCache | RaggedCache) -> Any:
         """The same state over the target's ``cache``; again each time that decoding continues with fewer rows."""
+
+
+class EarlyExit(UsesTargetCache):
+    """A drafter that begins the target's own pass while it drafts."""
+
+    early_exit_layers: int
+    """Layers of the target's pass that it does, once attached to the target's cache."""
 
     @abstractmethod
     def finish(self, draft_pass: DraftPass, proposal: Proposal) -> Proposal:

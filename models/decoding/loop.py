@@ -90,6 +90,7 @@ class DecodeLoop:
         prefixes = [row.prompt for row in waiting] if self.drafter is None else []
         while waiting:
             rows = [waiting.popleft() for _ in range(min(self.batch_size, len(waiting)))]
+            batch = list(rows)
             room = self.capacity + self.config.draft_config.nodes
             state = DecodeState(self.base, self.drafter, self.config, len(rows), room)
             state.share_prefix(prefixes)
@@ -112,6 +113,9 @@ class DecodeLoop:
                     rows = [rows[slot] for slot in active]
                 state.clear([slot for slot, row in enumerate(rows) if row.ended])
                 self._step(state, rows)
+            if self.drafter is not None:
+                for row in batch:
+                    self.drafter.remember(row.prompt + row.answer)
 
     def _prefill(self, state: DecodeState, rows: list[Row], slots: list[int], started: float) -> None:
         rng = PerRowRng([row.seed for row in rows], [0] * len(rows), VERIFY, self.base.device)

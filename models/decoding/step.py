@@ -20,7 +20,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.acceptance import AcceptanceRule, greedy
 from drafthead.models.decoding.contract import Acceptance, DraftConfig, Drafter, DraftSampling, Proposal
-from drafthead.models.decoding.growth import EarlyExit, root_only
+from drafthead.models.decoding.growth import UsesTargetCache, root_only
 from drafthead.models.decoding.random_source import DRAFT, VERIFY, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import TokenTree
@@ -85,8 +85,8 @@ class DecodeState:
         self, base: BaseModel, drafter: Drafter | None, config: DecodeConfig, rows: int, capacity: int
     ) -> None:
         self.base, self.drafter, self.config = base, drafter, config
-        self._early_exit = drafter if isinstance(drafter, EarlyExit) else None
-        capacity += self._early_exit.extra_cache_slots(config.draft_config) if self._early_exit else 0
+        self._attaches = drafter if isinstance(drafter, UsesTargetCache) else None
+        capacity += self._attaches.extra_cache_slots(config.draft_config) if self._attaches else 0
         self.cache: KVCache | RaggedCache = base.new_cache(capacity) if rows == 1 else base.new_slots(rows, capacity)
         self.spec = drafter.spec if drafter else HiddenStatesSpec()
         self.state: Any = self._attached(drafter.init_state(rows)) if drafter else None
@@ -96,6 +96,24 @@ class DecodeState:
         self._context_lengths = torch.zeros(rows, dtype=torch.int64, device=base.device)
         if config.sampler.repetition_penalty != 1:
             self._context = torch.zeros(rows, capacity, dtype=torch.int64, device=base.device)
+
+    @classmethod
+    def over(
+        cls,
+        base: BaseModel,
+        drafter: Drafter | None,
+        config: DecodeConfig,
+        cache: KVCache,
+        state: Any,
+        last_token: Tensor,
+    ) -> "DecodeState":
+        """One row over a cache that is there already, which holds everything before ``last_token`` ([1])."""
+        found = cls.__new__(cls)
+        found.base, found.drafter, found.config, found.cache = base, drafter, config, cache
+        found._attaches, found.spec, found.state, found.last_token = None, HiddenStatesSpec(), state, last_token
+        found._prefix, found._context = None, None
+        found._context_lengths = torch.zeros(1, dtype=torch.int64, device=base.device)
+        return found
 
     def share_prefix(self, prompts: Sequence[list[int]]) -> None:
         """Read the tokens that all ``prompts`` begin with (a system prompt) once, to be copied into every row.
@@ -257,8 +275,8 @@ class DecodeState:
         self._context_lengths = snapshot.context_lengths
 
     def _attached(self, state: Any) -> Any:
-        """The drafter's state, over this cache where the drafter begins the target's pass itself."""
-        return state if self._early_exit is None else self._early_exit.attach(state, self.cache)
+        """The drafter's state, over this cache where the drafter reads or writes it."""
+        return state if self._attaches is None else self._attaches.attach(state, self.cache)
 
     def _update_drafter(self, tokens: Tensor, base_hidden: HiddenStates, counts: Tensor) -> None:
         if self.drafter is not None:

@@ -67,6 +67,7 @@ class CombinedDrafter(Drafter[CombinedState]):
         self.nodes = nodes
         self.tree = union(self.trees)
         self.spec = HiddenStatesSpec(layers=tuple(dict.fromkeys(n for d in self.drafters for n in d.spec.layers)))
+        self.reads_base = any(drafter.reads_base for drafter in self.drafters)
 
     @property
     def depth(self) -> int:
@@ -79,6 +80,10 @@ class CombinedDrafter(Drafter[CombinedState]):
     @property
     def base_fingerprint(self) -> str | None:
         return next((d.base_fingerprint for d in self.drafters if d.base_fingerprint is not None), None)
+
+    def remember(self, tokens: list[int]) -> None:
+        for drafter in self.drafters:
+            drafter.remember(tokens)
 
     def init_state(self, batch: int) -> CombinedState:
         return CombinedState(parts=tuple(drafter.init_state(batch) for drafter in self.drafters))

@@ -87,6 +87,10 @@ class Nested(Drafter["NestedState"]):
     def vocab_size(self) -> int:
         return self._vocabulary
 
+    def remember(self, tokens: list[int]) -> None:
+        if self.drafter is not None:
+            self.drafter.remember(tokens)
+
     def init_state(self, batch: int) -> "NestedState":
         return NestedState(
             text=TokenBuffer.none(batch), inner=_Inner(self.model, self.drafter, self.draft_config, self.rule)
@@ -121,21 +125,28 @@ class Nested(Drafter["NestedState"]):
             return_probs=sampled,
         )
         state.inner.bring_to(text, config)
-        tokens, probs = state.inner.decode(depth, _seeds(last_token, rng))
-        prob_index = None
-        if probs is not None:
-            probs = torch.nn.functional.pad(probs, (0, self._vocabulary - probs.shape[-1]))
-            prob_index = torch.arange(depth + 1, device=last_token.device).clamp(max=depth - 1)[None, :, None]
-        return Proposal(
-            tokens=torch.cat([last_token[:, None], tokens], 1),
-            shape=draft_config.tree.truncate(depth).shape_on(last_token.device),
-            draft_sampling=draft_config.draft_sampling,
-            probs=probs,
-            prob_index=prob_index,
-        )
+        tokens, probs = state.inner.decode(depth, inner_seeds(last_token, rng))
+        return decoded_chain(last_token, tokens, probs, draft_config.draft_sampling, self._vocabulary)
 
 
-def _seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
+def decoded_chain(
+    last_token: Tensor, tokens: Tensor, probs: Tensor | None, draft_sampling: DraftSampling, vocabulary: int
+) -> Proposal:
+    """Tokens [B, K] that an inner decoding committed, and the probs [B, K, <= V] that they were drawn from, if any."""
+    depth, prob_index = tokens.shape[1], None
+    if probs is not None:
+        probs = torch.nn.functional.pad(probs, (0, vocabulary - probs.shape[-1]))
+        prob_index = torch.arange(depth + 1, device=last_token.device).clamp(max=depth - 1)[None, :, None]
+    return Proposal(
+        tokens=torch.cat([last_token[:, None], tokens], 1),
+        shape=TokenTree.chain(depth).shape_on(last_token.device),
+        draft_sampling=draft_sampling,
+        probs=probs,
+        prob_index=prob_index,
+    )
+
+
+def inner_seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
     """Seeds of the inner decoding's numbers, drawn from the outer drafting's own: a row's depend on nothing else.
 
     An inner decoding nested once more draws its seeds from these, so no two streams share numbers.

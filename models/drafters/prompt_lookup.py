@@ -4,9 +4,16 @@ Where the last tokens have occurred before, what followed them then is drafted a
 and pays where answers repeat their prompt: summaries, edits, retrieval. With ``matches`` above 1 the continuations of
 several occurrences become one tree.
 
-Shape legend: B rows, T tokens, M matches, K draft positions, N nodes.
+Two extensions. With ``memory`` it also searches the latest finished answers of a conversation or a stream, as suffix
+decoding does (SuffixDecoding, 2411.04975; there a suffix tree, here one pass over at most so many tokens). With no
+``max_ngram`` and a ``bigrams`` table it is Max-Gram of Cascade Speculative Drafting (2312.11462): the longest match of
+any length, and the likeliest next tokens of a table where nothing matches.
+
+Shape legend: B rows, T tokens, M matches, K draft positions, N nodes, V vocabulary.
 """
 
+from collections import deque
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -20,6 +27,10 @@ from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 
+SEPARATOR = -1
+"""Between remembered answers; nothing matches it."""
+NO_TOKEN = -2
+
 
 class PromptLookup(Drafter[TokenBuffer]):
     """The longest n-grams that end a row, looked up in its own prompt and answer.
@@ -28,18 +39,33 @@ class PromptLookup(Drafter[TokenBuffer]):
     ``confidence_threshold`` has no effect, and of the tree only depth and number of nodes count.
     """
 
-    def __init__(self, num_tokens: int = 10, max_ngram: int = 3, matches: int = 1, newest: bool = True) -> None:
+    def __init__(
+        self,
+        num_tokens: int = 10,
+        max_ngram: int | None = 3,
+        matches: int = 1,
+        newest: bool = True,
+        memory: int = 0,
+        bigrams: Tensor | None = None,
+    ) -> None:
         """Say what to look for.
 
         Args:
             num_tokens: most drafts of a continuation.
-            max_ngram: longest suffix to look for; shorter ones follow, down to one token (transformers: 2).
+            max_ngram: longest suffix to look for; shorter ones follow, down to one token (transformers: 2). None: any.
             matches: continuations to draft, the longest matches first.
             newest: among matches of one length prefer the last to the first. transformers takes the first.
+            memory: tokens of finished answers (with their prompts) to search too, the oldest dropped first.
+            bigrams: [V] int64, the likeliest token after each, -1 where none is known (``bigram_table``).
         """
-        for name, value in (("num_tokens", num_tokens), ("max_ngram", max_ngram), ("matches", matches)):
+        for name, value in (("num_tokens", num_tokens), ("max_ngram", max_ngram or 1), ("matches", matches)):
             if value < 1:
                 raise UserError(f"prompt lookup needs {name} of at least 1, got {value}")
+        if memory < 0:
+            raise UserError(f"prompt lookup needs a memory of at least 0 tokens, got {memory}")
+        self.memory, self.bigrams = memory, bigrams
+        self._answers: deque[list[int]] = deque()
+        self._remembered = torch.zeros(1, 0, dtype=torch.int64)
         self.max_ngram, self.matches, self.newest = max_ngram, matches, newest
         self._depth = num_tokens
         self.tree = TokenTree.from_paths(
@@ -58,6 +84,15 @@ class PromptLookup(Drafter[TokenBuffer]):
     ) -> TokenBuffer:
         return state.append(tokens, counts)
 
+    def remember(self, tokens: list[int]) -> None:
+        if self.memory == 0:
+            return
+        self._answers.append([*tokens[-self.memory + 1 :], SEPARATOR] if self.memory > 1 else [])
+        while sum(map(len, self._answers)) > self.memory:
+            self._answers.popleft()
+        kept = [token for answer in self._answers for token in answer]
+        self._remembered = torch.tensor([kept], dtype=torch.int64)
+
     @torch.inference_mode()
     def draft(
         self, state: TokenBuffer, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
@@ -65,14 +100,18 @@ class PromptLookup(Drafter[TokenBuffer]):
         depth = min(draft_config.depth, self.depth)
         if depth == 0 or draft_config.nodes == 1:
             return root_only(last_token)
-        text = state.append(last_token[:, None])
+        text = self._searched(state.append(last_token[:, None]))
         start, length = self._find(text)
         offsets = torch.arange(depth, device=last_token.device)
         places = start[..., None] + offsets
         valid = (length > 0)[..., None] & (places < text.lengths[:, None, None])  # [B, M, K]
+        found = text.tokens.gather(1, places.clamp(max=text.longest - 1).flatten(1)).view(places.shape)
+        valid &= (found != SEPARATOR).cumprod(-1, dtype=torch.int32).bool()
+        found = found.clamp(min=0)  # padding is read too, and must be a token
+        if self.bigrams is not None:
+            self._fill(last_token, found, valid)
         if not valid.any():
             return root_only(last_token)
-        found = text.tokens.gather(1, places.clamp(max=text.longest - 1).flatten(1)).view(places.shape)
         if valid.shape[:2] == (1, 1):
             count = min(int(valid.sum()), draft_config.nodes - 1)
             return Proposal(
@@ -81,6 +120,27 @@ class PromptLookup(Drafter[TokenBuffer]):
                 draft_sampling=DraftSampling.TOP_K,
             )
         return _tree(last_token, found, valid, draft_config.nodes)
+
+    def _searched(self, text: TokenBuffer) -> TokenBuffer:
+        """Every row after the remembered answers, whose matches count as older than its own."""
+        earlier = self._remembered.shape[1]
+        if earlier == 0:
+            return text
+        self._remembered = self._remembered.to(text.tokens.device)
+        tokens = torch.cat([self._remembered.expand(len(text.lengths), -1), text.tokens], 1)
+        return TokenBuffer(tokens=tokens, lengths=text.lengths + earlier)
+
+    def _fill(self, last_token: Tensor, found: Tensor, valid: Tensor) -> None:
+        """Rows where nothing matches draft the likeliest next token of every token, as far as the table goes."""
+        assert self.bigrams is not None
+        self.bigrams = self.bigrams.to(last_token.device)
+        nothing, token = ~valid[:, 0, 0], last_token
+        known = nothing
+        for k in range(found.shape[-1]):
+            token = self.bigrams[token.clamp(min=0)]
+            known = known & (token >= 0)
+            found[:, 0, k] = torch.where(nothing, token.clamp(min=0), found[:, 0, k])
+            valid[:, 0, k] |= known
 
     def _find(self, text: TokenBuffer) -> tuple[Tensor, Tensor]:
         """The best matches of every row: where their continuations start, and how many tokens match (0: none). [B, M]
@@ -91,15 +151,31 @@ class PromptLookup(Drafter[TokenBuffer]):
         device = text.tokens.device
         length = torch.zeros(rows, width, dtype=torch.int64, device=device)  # [:, e]: matching tokens that end at e - 1
         running = torch.ones(rows, width, dtype=torch.bool, device=device)
-        for back in range(1, min(self.max_ngram, width - 1) + 1):
+        place = torch.arange(width, device=device)
+        earlier = place < text.lengths[:, None]  # a continuation has one token at least
+        for back in range(1, min(self.max_ngram or width, width - 1) + 1):
             wanted = text.tokens.gather(1, (text.lengths[:, None] - back).clamp(min=0))
+            wanted.masked_fill_(wanted == SEPARATOR, NO_TOKEN)
             running = running & torch.nn.functional.pad(text.tokens[:, : width - back] == wanted, (back, 0))
             length += running
-        place = torch.arange(width, device=device)
-        length.masked_fill_(place >= text.lengths[:, None], 0)  # a continuation has one token at least
+            if self.max_ngram is None and not (running & earlier).any():
+                break
+        length.masked_fill_(~earlier, 0)
         score = length * width + (place if self.newest else width - 1 - place)
         best = score.topk(min(self.matches, width), 1).indices
         return best, length.gather(1, best)
+
+
+def bigram_table(answers: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
+    """[V] int64: the most frequent next token of every token in ``answers``, the lower id of equal ones; -1: none."""
+    counts: dict[tuple[int, int], int] = {}
+    for ids in answers:
+        for pair in zip(ids, ids[1:], strict=False):
+            counts[pair] = counts.get(pair, 0) + 1
+    table = torch.full((vocab_size,), -1, dtype=torch.int64)
+    for (token, following), _ in sorted(counts.items(), key=lambda item: (item[1], -item[0][1])):
+        table[token] = following  # the most frequent one comes last
+    return table
 
 
 @lru_cache(maxsize=64)

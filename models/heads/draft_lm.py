@@ -10,6 +10,7 @@ Shape legend: B batch, T time, D width, W draft vocabulary.
 
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +35,16 @@ class DraftLMConfig(AutoregressiveConfig):
     """Decoder layers."""
     from_layers: list[int] | None = None
     """Layers of the base to start from, in order; None: spread evenly from the first to the last."""
+    intermediate_size: int | None = None
+    """Channels of every layer's MLP: the largest of the base's, or the base's and more that add nothing yet. None: the
+    base's. For drafts that are wider and shallower, or narrower and deeper, at equal parameters (2402.01528)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.num_layers <= 16:
             raise ValueError(f"head.num_layers must be in [1, 16], got {self.num_layers}")
+        if self.intermediate_size is not None and self.intermediate_size < 16:
+            raise ValueError(f"head.intermediate_size must be at least 16 or null, got {self.intermediate_size}")
         if self.from_layers is not None and len(self.from_layers) != self.num_layers:
             raise ValueError(
                 f"head.from_layers must name {self.num_layers} layers (head.num_layers), got {self.from_layers}"
@@ -56,6 +62,7 @@ class DraftLM(AutoregressiveHead):
     """A few decoder layers between the base's embedding and output head."""
 
     config: DraftLMConfig
+    reads_base = False
 
     def __init__(self, config: DraftLMConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
@@ -63,6 +70,9 @@ class DraftLM(AutoregressiveHead):
         config.check_layers(base.num_layers)
         stock, settings = base.model.model.layers, base.model.config
         self.layers = nn.ModuleList(fresh_copy(stock[s], settings, n, s) for n, s in enumerate(self._sources))
+        if config.intermediate_size is not None:
+            for layer in self.layers:
+                resize_mlp(layer.mlp, config.intermediate_size)
         self.norm = deepcopy(base.model.model.norm).float().requires_grad_(True)
         self._trunk = with_layers(base, self.layers, self.norm, torch.float32, self._sources)
         self._inference_trunk: BaseModel | None = None
@@ -121,3 +131,23 @@ def _evenly(count: int, layers: int) -> list[int]:
     if count == 1:
         return [0]
     return [round(n * (layers - 1) / (count - 1)) for n in range(count)]
+
+
+@torch.no_grad()
+def resize_mlp(mlp: Any, width: int) -> None:
+    """Keep the ``width`` channels of a gated MLP with the largest weights, or add channels that put out zero."""
+    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    have = gate.weight.shape[0]
+    if width <= have:
+        size = gate.weight.norm(dim=1) * up.weight.norm(dim=1) * down.weight.norm(dim=0)
+        kept = size.topk(width).indices.sort().values
+        weights = [gate.weight[kept], up.weight[kept], down.weight[:, kept]]
+    else:
+        more = [torch.randn_like(w[:1].expand(width - have, -1)) * w.std() for w in (gate.weight, up.weight)]
+        weights = [torch.cat([gate.weight, more[0]]), torch.cat([up.weight, more[1]])]
+        weights.append(torch.nn.functional.pad(down.weight, (0, width - have)))
+    for linear, weight in zip((gate, up, down), weights, strict=True):
+        if linear.bias is not None and linear is not down:
+            raise UserError("head.intermediate_size is for MLPs without a bias; leave it out for this base")
+        linear.weight = nn.Parameter(weight.contiguous())
+        linear.out_features, linear.in_features = weight.shape

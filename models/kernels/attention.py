@@ -7,6 +7,8 @@ an error: a base whose attention is more than this is refused when it is loaded.
 Shape legend: B batch, H query heads, G key/value heads, T queries, S keys, E head width, F width of values.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +32,18 @@ HARMLESS = frozenset(
 """Keywords that change nothing here: the mask, which we make, has the window, and every query sees causally."""
 MAX_SCORES = 2**26
 """Scores that are held at once where they are computed one by one."""
+_captured: list[Tensor] | None = None
+
+
+@contextmanager
+def captured_queries() -> Iterator[list[Tensor]]:
+    """The rotated queries [B, heads, T, E] of every layer, in order, of the passes in this block."""
+    global _captured
+    _captured = []
+    try:
+        yield _captured
+    finally:
+        _captured = None
 
 
 def grouped_sdpa(
@@ -60,6 +74,8 @@ def grouped_sdpa(
         return _explicit(query, key, value, attention_mask, dropout, scaling, s_aux, softcap).transpose(1, 2), None
     if (lengths := getattr(attention_mask, _LENGTHS, None)) is not None and key.shape[2] == query.shape[2]:
         return _per_document(module, query, key, value, lengths, dropout, scaling), None
+    if _captured is not None:
+        _captured.append(query)
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.device.type != "cpu":
         # CUDA's fused kernels take grouped heads only without a mask; the copy is cheaper than their fallback.

@@ -9,9 +9,14 @@ from drafthead.commands import eval as command
 from drafthead.data.utils.config import parse, update_names
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig, EvalRunConfig
-from drafthead.eval.timing.methods import check_methods, combined, is_drafter, make_drafter
-from drafthead.models.decoding.contract import DraftSampling, DynamicTree
+from drafthead.eval.timing.methods import check_methods
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.drafters.combined import CombinedDrafter
+from drafthead.models.drafters.expression import build_drafter, is_drafter, parse_drafter
+from drafthead.models.drafters.nested import Nested
+from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.drafters.relay import Relay
+from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
 from drafthead.train import config as train_config
@@ -77,23 +82,74 @@ def test_peers(tiny_base: TinyBase) -> None:
     for wrong in ("prompt_lokup", "early_exit", "model", "prompt_lookup:x", "early_exit:2:0", "head+hf_assisted:a"):
         with pytest.raises(UserError, match=f"unknown drafter or method '.*{wrong[5:]}'; give any of prompt_lookup"):
             check_methods([wrong])
-    assert is_drafter("early_exit:2") and not is_drafter("outputs/a/head")
-    assert make_drafter("prompt_lookup:4", base).depth == 4
-    assert make_drafter("early_exit:2:3", base).depth == 3
+    assert is_drafter("early_exit:2") and is_drafter("prompt_lookup@3") and not is_drafter("outputs/a/head")
+    assert build_drafter(parse_drafter("prompt_lookup:4"), base)[0].depth == 4
+    assert build_drafter(parse_drafter("early_exit:2:3"), base)[0].depth == 3
     with pytest.raises(UserError, match="1 to 2 layers, got 7"):
-        make_drafter("early_exit:7", base)
+        build_drafter(parse_drafter("early_exit:7"), base)
 
 
 def test_a_merged_tree_holds_both(head: MedusaHead) -> None:
-    union, draft_config = combined(head.base, head, EvalConfig(tree="chain:2").draft_config(head), ["prompt_lookup:4"])
+    def combined(tree: str, nodes: int | None = None) -> tuple[Drafter, DraftConfig]:
+        config = EvalConfig(tree=tree, combine=["prompt_lookup:4"], combine_nodes=nodes)
+        own = config.draft_config(head)
+        return build_drafter(parse_drafter(config.together), head.base, head, own, config.combine_nodes)
+
+    union, draft_config = combined("chain:2")
     assert (union.depth, draft_config.depth, draft_config.nodes) == (4, 4, 7)
     assert isinstance(union, CombinedDrafter) and union.nodes == 3, "as many as the head's own"
-    union, _ = combined(head.base, head, EvalConfig().draft_config(head), ["prompt_lookup:4"], nodes=9)
+    union, _ = combined("head", nodes=9)
     assert isinstance(union, CombinedDrafter) and union.nodes == 9
     with pytest.raises(ValueError, match="combine_nodes must be at least 2"):
         EvalConfig(combine_nodes=1)
     with pytest.raises(UserError, match="only a static tree of the head can be combined"):
-        combined(head.base, head, EvalConfig(tree="dynamic:8").draft_config(head), ["prompt_lookup:4"])
+        combined("dynamic:8")
+
+
+def test_drafters_are_put_together_by_one_grammar(head: MedusaHead) -> None:
+    base, own = head.base, EvalConfig().draft_config(head)
+
+    def built(config: EvalConfig) -> tuple[Drafter, DraftConfig]:
+        return build_drafter(parse_drafter(config.together), base, head, own)
+
+    relay, config = built(EvalConfig(relay=["head@2", "prompt_lookup@4"]))
+    assert isinstance(relay, Relay) and relay.lengths == (2, 4) and config.tree == TokenTree.chain(6)
+    whole, _ = built(EvalConfig(relay=["suffix_memory:2:99"]))
+    assert isinstance(whole, Relay) and whole.lengths == (3, 2) and whole.drafters[0] is head
+    assert isinstance(whole.drafters[1], PromptLookup) and whole.drafters[1].memory == 99
+    cascade, config = build_drafter(parse_drafter("relay:(nested:early_exit:2@4+max_gram)@3+prompt_lookup@2"), base)
+    assert isinstance(cascade, Relay) and isinstance(cascade.drafters[0], Nested) and cascade.lengths == (3, 2)
+    assert isinstance(cascade.drafters[0].drafter, PromptLookup) and cascade.drafters[0].drafter.max_ngram is None
+    twice, _ = build_drafter(parse_drafter("nested:early_exit:2@5+early_exit:1@2+prompt_lookup"), base)
+    assert (
+        isinstance(twice, Nested) and isinstance(twice.drafter, Nested) and (twice.depth, twice.drafter.depth) == (5, 2)
+    )
+    sampled = EvalConfig(draft_sampling="with_replacement").draft_config(head)
+    between, config = build_drafter(parse_drafter("nested:early_exit:2+prompt_lookup"), base, head, sampled)
+    assert config.draft_sampling is DraftSampling.WITH_REPLACEMENT and isinstance(between, Nested)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("relay:prompt_lookup+head", "HydraHead reads the base's hidden states.*only be the first"),
+        ("nested:early_exit:2+head", "HydraHead reads the base's hidden states.*in between"),
+        ("nested:prompt_lookup+prompt_lookup", "'prompt_lookup' is no model in between"),
+        ("relay:prompt_lookup", "has one part; a relay needs two or more"),
+        ("prompt_lookup@0", "at most 0 tokens"),
+        ("relay:(head@2+prompt_lookup", "unknown drafter or method"),
+        ("prompt_lookup+", "unknown drafter or method ''"),
+    ],
+)
+def test_drafters_that_cannot_be_put_together(tiny_base: TinyBase, spec: str, message: str) -> None:
+    hydra = HydraConfig(num_draft_tokens=3).build(tiny_base())
+    with pytest.raises(UserError, match=message):
+        build_drafter(parse_drafter(spec), hydra.base, hydra, EvalConfig().draft_config(hydra))
+
+
+def test_one_way_to_put_together_at_a_time() -> None:
+    with pytest.raises(UserError, match="combine and relay are both set"):
+        EvalConfig(combine=["prompt_lookup"], relay=["prompt_lookup"])
 
 
 def test_nested_settings_can_be_overridden_on_the_command_line() -> None:

@@ -16,7 +16,7 @@ from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, call
+from support import TinyBase, call, small_head
 
 COSTS = CostModel(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
 ANSWERS = [accept_probs_of_ranks(np.random.default_rng(s).integers(0, 4, size=(50, 3)), 4) for s in range(6)]
@@ -99,3 +99,23 @@ def test_a_head_with_a_threshold_has_a_row_of_its_own(
         assert re.search(r"best tree of 3 +│ +3 ", shown)
         with pytest.raises(SystemExit, match=r"chain=\[1, 4\]: the head drafts 1 to 2 positions"):
             call("replay", *settings, "chain=[1,4]")
+
+
+def test_any_drafters_are_simulated_on_the_same_texts(
+    tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A repeated answer is in a suffix memory the second time; the others know nothing of it."""
+    base = tiny_base()
+    head = small_head(base, tmp_path / "head")
+    answer = decode(base, None, [7, 8, 9], max_new_tokens=30, ignore_eos=True).tokens
+    write_texts(tmp_path / "t.jsonl", [Text([7, 8, 9, *answer], 3)] * 2)
+    drafters = "drafters=[prompt_lookup@4,suffix_memory@4,relay:head@1+prompt_lookup@3,head+prompt_lookup@2]"
+    call("replay", f"head={head}", f"texts={tmp_path / 't.jsonl'}", drafters, f"plot={tmp_path / 'bars.png'}")
+    said = capsys.readouterr().out
+    found = {
+        name: float(re.search(rf"{re.escape(name)}\D+\d+\D+([\d.]+)", said)[1]) for name in drafters[10:-1].split(",")
+    }  # type: ignore[index]
+    assert found["suffix_memory@4"] > found["prompt_lookup@4"] + 0.5, said
+    assert found["relay:head@1+prompt_lookup@3"] >= 1 and (tmp_path / "bars.png").stat().st_size > 5000
+    with pytest.raises(SystemExit, match="simulated with draft_sampling=top_k only"):
+        call("replay", f"head={head}", "drafters=[prompt_lookup]", "draft_sampling=with_replacement")

@@ -32,6 +32,7 @@ from drafthead.train.trainer.batches import (
     open_phase,
     split_rows,
 )
+from drafthead.train.trainer.boost import boosted, load_first
 from drafthead.train.trainer.checkpoint import CheckpointManager, undisturbed_rng
 from drafthead.train.trainer.optim import head_optimizer, lr_at
 from drafthead.train.trainer.step import LossSpikeFilter, StepResult, evaluate_loss, train_step
@@ -101,6 +102,9 @@ class Trainer:
         self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer, data: PhaseData, held_out: PhaseData
     ) -> None:
         progress, batches = self.checkpoints.progress, data.stream(self._rows(data, phase))
+        if phase.boost.head:
+            other = load_first(phase.boost.head, self.head)
+            batches = boosted(batches, other, self.head.depth, phase.boost.floor)
         line = ConsoleLine(name, phase.steps)
         pending: StepResult | None = None
         started, first = perf_counter(), progress.step

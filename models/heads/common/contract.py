@@ -110,6 +110,8 @@ class DraftHeadConfig(ABC):
 class DraftHead(InferenceWeights, StepwiseDrafter):
     """A draft head, attached to the frozen base it drafts for."""
 
+    reads_base = True
+
     def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__()
         self.config = config

@@ -27,7 +27,7 @@ FLOOR = 1e-30
 STATS = ("accept", "ce", "count", "overlap", "known")
 """Sums per draft position: top-1 hits, cross-entropies of in-vocabulary targets, targets, min(p, q) (nan in training,
 where it would cost two passes over the logits for a metric), and in-vocabulary targets."""
-TERMS = ("ce", "kl", "tv", "lk", "lk_adaptive")
+TERMS = ("ce", "kl", "reverse_kl", "jsd", "tv", "lk", "lk_adaptive")
 
 
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
@@ -43,6 +43,11 @@ class LossConfig:
     """Weight of the hard cross-entropy against the corpus token. Targets outside the draft vocabulary add nothing."""
     kl: float = 0.0
     """Weight of KL(p || q). This and the terms below train on all targets, also those outside the draft vocabulary."""
+    reverse_kl: float = 0.0
+    """Weight of KL(q || p), which asks for no mass where the base has none. 0.9 ``kl`` with 0.1 of it is the mixture
+    that Online Speculative Decoding (2310.07177) calls JSD in its code."""
+    jsd: float = 0.0
+    """Weight of the Jensen-Shannon divergence, (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2."""
     tv: float = 0.0
     """Weight of the total variation 1 - alpha. Its gradient vanishes where alpha is small: not for a fresh head."""
     lk: float = 0.0
@@ -75,7 +80,7 @@ class LossConfig:
     @property
     def needs_target_probs(self) -> bool:
         """Whether a term compares with the base's distribution."""
-        return self.kl > 0 or self.reads_alpha
+        return self.kl > 0 or self.reverse_kl > 0 or self.jsd > 0 or self.reads_alpha
 
     def weights_of(self, depth: int) -> list[float]:
         """The weight of each of ``depth`` draft positions; a UserError if ``depth_weights`` has another number."""
@@ -115,12 +120,16 @@ class LossChunk:
     so a row needs one factor for each. autograd would make about twice as many [c, W] matrices.
     """
 
-    def __init__(self, head: LMHead, product: Tensor, ids: Tensor, valid: Tensor) -> None:
+    def __init__(
+        self, head: LMHead, product: Tensor, ids: Tensor, valid: Tensor, weights: Tensor | None = None
+    ) -> None:
+        """``weights`` [c] of the targets count in the loss and its gradient, not in the statistics."""
         self.head = head
         self.logits = _wide(head.scale_and_cap(product))
         self.valid = valid.to(self.logits.dtype)
         self.ids = ids.clamp(min=0)[:, None]
         self.known = (valid & (ids >= 0)).to(self.logits.dtype)
+        self.weights = torch.ones_like(self.valid) if weights is None else weights.to(self.logits.dtype)
         self.true = self.logits.gather(1, self.ids)[:, 0]
         self.largest = self.logits.amax(-1)
         self.exponentials = (self.logits - self.largest[:, None]).exp_()
@@ -139,18 +148,23 @@ class LossChunk:
 
     def loss_and_gradient(self, target: TargetDistribution | None, config: LossConfig) -> tuple[Tensor, Tensor]:
         """Summed loss without the position's weight, and its gradient by the product ([c, W], the logits' dtype)."""
-        on_target = config.ce * self.known
+        valid = self.valid * self.weights
+        on_target = config.ce * self.known * self.weights
         loss = (on_target * (self.lse - self.true)).sum()
-        on_q, on_p = on_target, config.kl * self.valid
+        on_q, on_p = on_target, config.kl * valid
+        mode_seeking: Tensor | None = None
+        if (config.reverse_kl > 0 or config.jsd > 0) and target is not None:
+            more, mode_seeking = self._mode_seeking(target, valid, config)
+            loss = loss + more
         short: Tensor | None = None
         if config.reads_alpha and target is not None:
             short, alpha = self._short_and_alpha(target)
             share = torch.exp(-SHARPNESS * alpha)
-            variation = self.valid * (config.tv + config.lk_adaptive * (1 - share))
+            variation = valid * (config.tv + config.lk_adaptive * (1 - share))
             log_alpha = alpha.clamp(min=FLOOR).log()
-            loss = loss + (variation * (1 - alpha) - config.lk * self.valid * log_alpha).sum()
-            on_p = on_p + config.lk_adaptive * self.valid * share
-            on_short = variation + config.lk * self.valid / alpha.clamp(min=FLOOR)
+            loss = loss + (variation * (1 - alpha) - config.lk * valid * log_alpha).sum()
+            on_p = on_p + config.lk_adaptive * valid * share
+            on_short = variation + config.lk * valid / alpha.clamp(min=FLOOR)
             on_q = on_q + on_short * short.sum(-1)
             short.mul_(on_short[:, None])
         dist = target if config.kl > 0 or config.lk_adaptive > 0 else None
@@ -163,8 +177,28 @@ class LossChunk:
             gradient.addcmul_(dist.probs, on_p[:, None], value=-1)
         if short is not None:
             gradient.sub_(short)
+        if mode_seeking is not None:
+            gradient.add_(mode_seeking)
         gradient.scatter_add_(1, self.ids, -on_target[:, None])
         return loss, self._through_cap(gradient)
+
+    def _mode_seeking(self, target: TargetDistribution, valid: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+        """Loss and gradient [c, W] of the reverse KL and the Jensen-Shannon divergence.
+
+        For a divergence with the slope s_v by q_v the gradient by the logits is ``q (s - sum q s)``.
+        """
+        log_q = self.logits - self.lse[:, None]
+        q = log_q.exp()
+        log_ratio = log_q - target.probs.clamp(min=FLOOR).log()
+        value, slope = config.reverse_kl * _row_dot(q, log_ratio), config.reverse_kl * log_ratio
+        if config.jsd > 0:
+            log_mean = ((q + target.probs) / 2).clamp(min=FLOOR).log()
+            half = config.jsd / 2
+            value = value + half * (target.negative_entropy - _row_dot(target.probs, log_mean))
+            value = value + half * _row_dot(q, log_q - log_mean)
+            slope = slope + half * (log_q - log_mean)
+        gradient = q * (slope - _row_dot(q, slope)[:, None])
+        return (valid * value).sum(), gradient * valid[:, None]
 
     def _short_and_alpha(self, target: TargetDistribution) -> tuple[Tensor, Tensor]:
         """``q [q < p]`` ([c, W]) and alpha ([c]). Leaves q in place of the exponentials, to keep one matrix fewer."""
@@ -199,6 +233,8 @@ class Targets:
     """[n] int64 index in the draft vocabulary, -1 when the token is outside it."""
     valid: Tensor
     """[K, n] bool: head k is trained on (and measured at) this target."""
+    weights: Tensor | None = None
+    """[K, n] float: of each prediction in the loss; None: all 1."""
     target_hidden: Tensor | None
     """[n, D] the base's ``h`` one position before each target; None when nothing but ``ce`` is wanted."""
     target_lm_head: LMHead | None
@@ -272,7 +308,8 @@ class _ChunkedLoss(torch.autograd.Function):
             target = targets.distribution(part) if config.needs_target_probs or not training else None
             for k in range(depth):
                 h = hidden[k, part].to(weights[k].dtype)
-                chunk = LossChunk(heads[k], h @ weights[k].t(), targets.ids[part], targets.valid[k, part])
+                own = None if targets.weights is None else targets.weights[k, part]
+                chunk = LossChunk(heads[k], h @ weights[k].t(), targets.ids[part], targets.valid[k, part], own)
                 stats[k] += chunk.stats(None if training else target)
                 loss, gradient = chunk.loss_and_gradient(target, config)
                 total += factors[k] * loss

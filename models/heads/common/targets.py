@@ -26,19 +26,36 @@ class DraftTargets:
     """[K, n] bool: position k is trained on this target."""
     source_idx: Tensor
     """[K, n] int64 flat place of ``t``, whose ``h_t`` position k starts from; anything in range where not valid."""
+    weights: Tensor | None = None
+    """[K, n] float: weight of each prediction; None: all 1."""
 
     @classmethod
     def of(cls, batch: TrainBatch, depth: int) -> "DraftTargets":
-        """Every token of the batch that some of ``depth`` draft positions is trained to predict."""
+        """Every token of the batch that some of ``depth`` draft positions is trained to predict.
+
+        With ``batch.weights`` only what has a weight. A head whose one prediction serves all positions (``depth`` 1)
+        takes the largest of a token's weights; positions deeper than the weights have none.
+        """
         valid = batch.loss_mask.new_zeros((depth, *batch.input_ids.shape))
         for k in range(1, depth + 1):
             _, at_source = batch.draft_targets(k)
             valid[k - 1, :, 1 + k :] = at_source[:, : -(1 + k)]
         flat_valid = valid.flatten(1)
+        weights = None
+        if batch.weights is not None:
+            weights = batch.weights.flatten(0, 1).t()
+            weights = weights.amax(0, keepdim=True) if depth == 1 else weights[:depth]
+            weights = torch.nn.functional.pad(weights, (0, 0, 0, depth - len(weights)))
+            flat_valid = flat_valid & (weights > 0)
         target_idx = flat_valid.any(0).nonzero()[:, 0]
         offsets = torch.arange(2, depth + 2, device=target_idx.device)
         source_idx = (target_idx[None] - offsets[:, None]).clamp_(min=0)
-        return cls(target_idx=target_idx, valid=flat_valid[:, target_idx], source_idx=source_idx)
+        return cls(
+            target_idx=target_idx,
+            valid=flat_valid[:, target_idx],
+            source_idx=source_idx,
+            weights=None if weights is None else weights[:, target_idx],
+        )
 
     def at_sources(self, values: Tensor) -> Tensor:
         """Values [B, T, D] where each position starts: [K, n, D].
@@ -60,6 +77,7 @@ class DraftTargets:
         return Targets(
             ids=t2d[batch.input_ids.flatten()[self.target_idx]],
             valid=self.valid,
+            weights=self.weights,
             target_hidden=base_hidden.final.flatten(0, 1)[self.target_idx - 1],
             target_lm_head=target_lm_head,
         )

@@ -11,13 +11,14 @@ from drafthead.eval.evaluate import evaluate, predict
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.tables import console_lines
-from drafthead.eval.timing.methods import combined, methods
+from drafthead.eval.timing.methods import methods
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import Drafter
 from drafthead.models.decoding.loop import decode
 from drafthead.models.drafters.draft_model import early_exit
+from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from support import TinyBase
@@ -64,7 +65,7 @@ def test_a_combined_head_is_also_timed_alone(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=2).build(base)
     config = replace(CONFIG, combine=["prompt_lookup:4"], baselines=["head"], stock_baseline=False, max_new_tokens=24)
-    drafter, draft_config = combined(base, head, config.draft_config(head), config.combine)
+    drafter, draft_config = build_drafter(parse_drafter(config.together), base, head, config.draft_config(head))
     compared = methods(base, drafter, draft_config, config)
     ids = [5, 9, 11, 40, 5, 9, 11, 40, 5, 9]
     alone, joined = (compared[name].answer(ids) for name in ("head", "speculative"))

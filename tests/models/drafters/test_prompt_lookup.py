@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.decoding.contract import DraftConfig, DraftState, Proposal
-from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.drafters.prompt_lookup import PromptLookup, bigram_table
 from drafthead.models.token_tree import TokenTree
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=3)
@@ -41,9 +41,9 @@ def paths(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
     return set(found.values()) - {()}
 
 
-def by_loop(text: list[int], num_tokens: int, max_ngram: int, newest: bool) -> tuple[int, ...]:
+def by_loop(text: list[int], num_tokens: int, max_ngram: int | None, newest: bool) -> tuple[int, ...]:
     """transformers' search: longest n-gram first, first occurrence first."""
-    for size in range(min(max_ngram, len(text) - 1), 0, -1):
+    for size in range(min(max_ngram or len(text), len(text) - 1), 0, -1):
         starts = [s for s in range(len(text) - size) if text[s : s + size] == text[-size:]]
         if starts:
             start = (starts[-1] if newest else starts[0]) + size
@@ -52,8 +52,8 @@ def by_loop(text: list[int], num_tokens: int, max_ngram: int, newest: bool) -> t
 
 
 @settings(max_examples=60, deadline=None)
-@given(texts=TEXTS, max_ngram=st.integers(1, 4), newest=st.booleans())
-def test_equals_a_loop_over_the_text(texts: list[list[int]], max_ngram: int, newest: bool) -> None:
+@given(texts=TEXTS, max_ngram=st.none() | st.integers(1, 4), newest=st.booleans())
+def test_equals_a_loop_over_the_text(texts: list[list[int]], max_ngram: int | None, newest: bool) -> None:
     proposal = draft(PromptLookup(4, max_ngram, newest=newest), texts)
     for row, text in enumerate(texts):
         chain = by_loop(text, 4, max_ngram, newest)
@@ -78,3 +78,38 @@ def test_no_more_nodes_than_planned() -> None:
 def test_refuses_numbers_below_one() -> None:
     with pytest.raises(UserError, match="matches of at least 1, got 0"):
         PromptLookup(matches=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=TEXTS, answers=TEXTS, max_ngram=st.none() | st.integers(1, 4), memory=st.integers(1, 30))
+def test_searches_the_latest_answers_too(
+    texts: list[list[int]], answers: list[list[int]], max_ngram: int | None, memory: int
+) -> None:
+    """As if they stood before the text, of which every one begins with a token of its own."""
+    drafter = PromptLookup(4, max_ngram, memory=memory)
+    for answer in answers:
+        drafter.remember(answer)
+    kept: list[list[int]] = []
+    for answer in reversed(answers):
+        answer = answer[-(memory - 1) :] if memory > 1 else []
+        if sum(len(each) + 1 for each in kept) + len(answer) + 1 > memory or not answer:
+            break
+        kept.insert(0, answer)
+    before = [token for number, answer in enumerate(kept) for token in (*answer, 10 + number)]
+    proposal = draft(drafter, texts)
+    for row, text in enumerate(texts):
+        chain = by_loop([*before, *text], 4, max_ngram, newest=True)
+        chain = tuple(chain[: next((n for n, token in enumerate(chain) if token >= 10), len(chain))])
+        longer = {chain[: n + 1] for n in range(len(chain))}
+        assert paths(proposal, row) == longer
+
+
+def test_bigrams_draft_where_nothing_matches() -> None:
+    table = bigram_table([[1, 2, 3, 1, 2, 4], [1, 2, 3], [9, 1], [9, 0]], vocab_size=12)
+    assert table.tolist() == [-1, 2, 3, 1, -1, -1, -1, -1, -1, 0, -1, -1]
+    drafter = PromptLookup(4, None, bigrams=table)
+    proposal = draft(drafter, [[7, 9], [5, 6, 5], [3, 4], [8, 3]])
+    assert paths(proposal, 0) == {(0,)}  # nothing is known to follow 0
+    assert paths(proposal, 1) == {(6,), (6, 5)}  # a match is not prolonged
+    assert paths(proposal, 2) == set()
+    assert paths(proposal, 3) == {(1,), (1, 2), (1, 2, 3), (1, 2, 3, 1)}

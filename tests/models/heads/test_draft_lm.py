@@ -73,3 +73,25 @@ def test_loss_is_that_of_the_next_token_but_one(tiny_base: TinyBase) -> None:
     torch.autograd.backward(out.loss_sum)
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
     assert not base.embedding.requires_grad and not base.lm_head.weight.requires_grad
+
+
+def test_width_of_the_mlp(tiny_base: TinyBase) -> None:
+    """More channels change nothing at first; fewer keep the largest; both draft exactly and train."""
+    base = tiny_base()
+    data = two_documents()
+    hidden = base.hidden_states(data, HiddenStatesSpec())
+    whole = DraftLMConfig(num_layers=2).build(base).eval()
+    wider = DraftLMConfig(num_layers=2, intermediate_size=96).build(base).eval()
+    torch.testing.assert_close(wider.hidden_states(data, hidden), whole.hidden_states(data, hidden))
+    narrow = DraftLMConfig(num_layers=2, intermediate_size=48).build(base).eval()
+    kept = narrow.layers[0].mlp.down_proj.weight.norm(dim=0) * narrow.layers[0].mlp.up_proj.weight.norm(dim=1)
+    kept = kept * narrow.layers[0].mlp.gate_proj.weight.norm(dim=1)
+    mlp = whole.layers[0].mlp
+    every = mlp.down_proj.weight.norm(dim=0) * mlp.up_proj.weight.norm(dim=1) * mlp.gate_proj.weight.norm(dim=1)
+    torch.testing.assert_close(kept.sort().values, every.sort().values[-48:])
+    plain = decode(base, None, PROMPTS[0], max_new_tokens=20, ignore_eos=True).tokens
+    for head in (wider, narrow):
+        assert decode(base, head, PROMPTS[0], max_new_tokens=20, ignore_eos=True).tokens == plain
+        out = head.loss(data, hidden, LossConfig())
+        torch.autograd.backward(out.loss_sum)
+        assert all(parameter.grad is not None for parameter in head.layers.parameters())

@@ -1,0 +1,165 @@
+"""``drafthead adapt head=DIR suite=...``: a head that learns from its own answers while it gives them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from drafthead.commands.settings import command
+from drafthead.data.utils.display import Display
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import make_folder, read_json_lines, write_atomic
+from drafthead.eval.prompts.prompt import conversation_ids
+from drafthead.eval.prompts.suites import load_suite, suite_label
+from drafthead.eval.report.plots import MUTED, new_axes, save_png, styled
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.decoding.loop import default_draft_config
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.token_tree import TokenTree
+from drafthead.train.online import OnlineConfig, OnlineLearner, frozen_copy, replayed
+
+USAGE = """\
+Answer a stream of prompts, and train the head on it meanwhile (Online Speculative Decoding, 2310.07177).
+
+usage: drafthead adapt head=DIR [suite=NAME] [key=value ...]
+
+drafthead adapt head=outputs/hydra_smollm2/head suite=code limit=40
+drafthead adapt head=outputs/hydra_smollm2/head suite=my.jsonl interval=8 objective=kl positions=all
+
+Every interval answers the head takes an optimiser step on the positions where its drafts were rejected; the base's
+distribution there is known from decoding. The answers are the base's own: the rule is exact, and weights change between
+answers only. A stream that was killed goes on after its last update. out/head is the adapted head, out/answers.jsonl
+one line an answer, out/stream.png the mean accepted length along the stream, beside that of the head as it was (which
+is simulated on the same answers; greedy decoding only).
+"""
+
+
+@dataclass(kw_only=True)
+class AdaptConfig(OnlineConfig):
+    """Settings of the command."""
+
+    head: str = MISSING
+    base: BaseConfig = field(default_factory=BaseConfig)
+    suite: str = "spec_bench_like"
+    """As in ``drafthead eval``; answered in the suite's order, first turns only."""
+    tasks: list[str] = field(default_factory=list)
+    limit: int | None = None
+    max_new_tokens: int = 128
+    sampler: Sampler = field(default_factory=Sampler)
+    seed: int = 0
+    out: str = ""
+    """By default ``adapt-<suite>`` beside the head."""
+    resume: bool = True
+    """Continue a stream that was stopped; false starts over."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_new_tokens < 2:
+            raise ValueError(f"max_new_tokens must be at least 2, got {self.max_new_tokens}")
+
+
+@command("adapt", AdaptConfig, USAGE)
+def main(config: AdaptConfig) -> None:
+    """Answer, learn, and keep what was learned."""
+    prompts = load_suite(config.suite, config.limit, config.seed, config.tasks)
+    display = Display()
+    with display.stage(f"head {config.head}"):
+        base, head = load_base_and_head(config.head, config.base)
+    default = Path(config.head).parent if Path(config.head).is_dir() else Path("outputs") / suite_label(config.head)
+    folder = Path(config.out) if config.out else default / f"adapt-{suite_label(config.suite)}"
+    make_folder(folder, "out=...")
+    frozen, learner = frozen_copy(head), OnlineLearner(head, config)
+    ids = [conversation_ids(base.tokenizer, p, template_kwargs=base.config.chat_template_kwargs) for p in prompts]
+    fits = [n for n, each in enumerate(ids) if len(each) + config.max_new_tokens <= base.max_context]
+    if not fits:
+        raise UserError(f"no prompt of {config.suite} fits the context of {base.max_context}; lower max_new_tokens")
+    made_by = stream_identity(config, frozen.base_identity, ids)
+    log = folder / "answers.jsonl"
+    if config.resume and learner.restore(folder / "checkpoints", made_by):
+        display.line(f"   going on after {learner.answered} answers and {learner.updates} updates")
+    rows: list[dict[str, Any]] = read_json_lines(log)[: learner.answered] if learner.answered else []
+    with display.stage(f"answering {len(fits)} prompts of {config.suite}"):
+        for place in range(learner.answered, len(fits)):
+            number = fits[place]
+            seed = config.seed + number
+            result, lesson = learner.answer(
+                ids[number], max_new_tokens=config.max_new_tokens, sampler=config.sampler, seed=seed
+            )
+            row = {"prompt": number, "task": prompts[number].task, "steps": len(result.steps), "s": result.total_s}
+            row |= {"tokens": sum(step.committed for step in result.steps), "rejected": len(lesson.rejected)}
+            if config.sampler.greedy:
+                tree = default_draft_config(frozen).tree
+                assert isinstance(tree, TokenTree)
+                row["steps_frozen"] = replayed(frozen, tree, lesson.text, lesson.hidden)[0]
+            rows.append(row)
+            if learner.answered % config.interval == 0:
+                # The log first: it is cut to the checkpoint's answers when a stream goes on.
+                write_atomic(log, "".join(json.dumps(each) + "\n" for each in rows))
+                learner.save(folder / "checkpoints", made_by)
+            display.progress("answers", place + 1, len(fits))
+    write_atomic(log, "".join(json.dumps(each) + "\n" for each in rows))
+    head.save_pretrained(folder / "head")
+    for line in summary(rows, learner):
+        display.line(line)
+    draw(rows, folder / "stream.png", config.interval)
+    display.line(f"the adapted head: {folder / 'head'}   the stream: {log}, {folder / 'stream.png'}")
+
+
+def stream_identity(config: AdaptConfig, base: dict[str, Any], ids: Sequence[list[int]]) -> dict[str, Any]:
+    """What a stream is made of: it is continued with the same only."""
+    online = {key: getattr(config, key) for key in ("interval", "positions", "objective", "steps", "max_tokens")}
+    return {
+        **online,
+        "optim": repr(config.optim),
+        "base": base["fingerprint"],
+        "head": config.head,
+        "suite": [config.suite, config.limit, config.seed, len(ids), sum(map(len, ids))],
+        "answers": [config.max_new_tokens, repr(config.sampler)],
+    }
+
+
+def accepted_length(rows: Sequence[dict[str, Any]], key: str = "steps") -> float:
+    """Mean accepted length over some answers, total over total."""
+    steps = sum(row[key] for row in rows)
+    return sum(row["tokens"] for row in rows) / steps if steps else float("nan")
+
+
+def summary(rows: Sequence[dict[str, Any]], learner: OnlineLearner) -> list[str]:
+    """What the stream bought, and what it cost."""
+    part = max(1, len(rows) // 4)
+    lines = [
+        f"mean accepted length: {accepted_length(rows):.2f} over {len(rows)} answers; the first {part}: "
+        f"{accepted_length(rows[:part]):.2f}, the last {part}: {accepted_length(rows[-part:]):.2f}"
+    ]
+    if all("steps_frozen" in row for row in rows):
+        lines.append(
+            f"the head as it was, simulated on the same answers: {accepted_length(rows, 'steps_frozen'):.2f}; the last "
+            f"{part}: {accepted_length(rows[-part:], 'steps_frozen'):.2f}"
+        )
+    share = learner.update_s / learner.decode_s if learner.decode_s else float("nan")
+    lines.append(f"{learner.updates} updates took {learner.update_s:.1f} s, {100 * share:.0f} % of the decoding's time")
+    return lines
+
+
+@styled
+def draw(rows: Sequence[dict[str, Any]], path: Path, interval: int) -> None:
+    """Mean accepted length of every ``interval`` answers, learning and frozen."""
+    figure, axes = new_axes(height=3.2)
+    groups = [rows[start : start + interval] for start in range(0, len(rows), interval)]
+    places = [start + len(group) / 2 for start, group in zip(range(0, len(rows), interval), groups, strict=True)]
+    axes.plot(places, [accepted_length(group) for group in groups], marker="o", label="learning")
+    if all("steps_frozen" in row for row in rows):
+        frozen = [accepted_length(group, "steps_frozen") for group in groups]
+        axes.plot(places, frozen, marker="o", color=MUTED, label="as it was (simulated)")
+    axes.set_xlabel("answers")
+    axes.set_ylabel("mean accepted length")
+    axes.legend(fontsize=8, frameon=False)
+    save_png(figure, path)
+
+
+if __name__ == "__main__":
+    main()

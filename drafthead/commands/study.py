@@ -1,0 +1,209 @@
+"""``drafthead study``: which shape a draft model should have (Decoding Speculative Decoding, 2402.01528)."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from drafthead.commands.settings import command
+from drafthead.data.utils.display import Display
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import make_folder, write_json
+from drafthead.data.utils.machine import hardware, versions
+from drafthead.eval.report.plots import ACCENT, GRID, INK, new_axes, save_png, styled
+from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance
+from drafthead.eval.trees.texts import Text, base_answers, text_ranks
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.base.shape import ModelShape
+from drafthead.models.decoding.contract import DraftConfig
+from drafthead.models.decoding.loop import decode
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.loading import default_device
+from drafthead.models.token_tree import TokenTree
+
+USAGE = """\
+Train draft models of equal size and different shapes, and compare them: wider and shallower, or narrower and deeper.
+
+usage: drafthead study [depths=[1,2,4]] [key=value ...]
+
+drafthead study depths=[1,2,4]                                      on SmolLM2, as large as two of its layers
+drafthead study depths=[1,2,4,8] train=[phases.distill.steps=600]
+drafthead study depths=[1,2] widths=[3072,1536] recipe=draft_lm_smollm2
+
+A draft model of d layers gets MLPs as wide as makes its layers as large as reference=2 whole layers of the base, unless
+widths=[...] says so itself. Each is trained by the recipe, in a run folder of its own under out that resumes where it
+stopped. Its acceptance is simulated on the base's answers to the suite, its latency measured, and the throughput of its
+best chain predicted from the two, and then measured by decoding: out/study.json and out/study.png, with lines of equal
+predicted speed.
+"""
+
+
+@dataclass(kw_only=True)
+class StudyConfig:
+    """Settings of the command."""
+
+    base: BaseConfig = field(default_factory=lambda: BaseConfig(name="embedded:smollm2"))
+    """The base of the recipe."""
+    recipe: str = "draft_lm_smollm2"
+    depths: list[int] = field(default_factory=lambda: [1, 2, 4])
+    """Decoder layers of each draft model."""
+    widths: list[int] = field(default_factory=list)
+    """MLP channels of each; by default such that all have equal parameters."""
+    reference: int = 2
+    """Whole layers of the base that all draft models are as large as."""
+    train: list[str] = field(default_factory=list)
+    """More settings of every training run."""
+    suite: str = "mt_bench"
+    limit: int = 12
+    max_new_tokens: int = 96
+    seed: int = 0
+    out: str = "outputs/study"
+
+    def __post_init__(self) -> None:
+        if not self.depths or min(self.depths) < 1:
+            raise ValueError(f"depths must be at least 1, got {self.depths}")
+        if self.widths and len(self.widths) != len(self.depths):
+            raise ValueError(f"widths needs one width per depth, got {len(self.widths)} for {len(self.depths)} depths")
+        if self.reference < 1 or self.limit < 1 or self.max_new_tokens < 2:
+            raise ValueError("reference and limit must be at least 1, max_new_tokens at least 2")
+
+
+@command("study", StudyConfig, USAGE)
+def main(config: StudyConfig) -> None:
+    """Train every shape, then measure them beside each other."""
+    out = Path(config.out)
+    make_folder(out, "out=...")
+    display = Display()
+    with display.stage(f"base {config.base.name}"):
+        base = BaseModel.load(config.base, default_device())
+    shape = ModelShape.from_config(base.model.config)
+    widths = config.widths or [equal_width(shape, config.reference, depth) for depth in config.depths]
+    folders = [out / f"depth{depth}-width{width}" for depth, width in zip(config.depths, widths, strict=True)]
+    for depth, width, folder in zip(config.depths, widths, folders, strict=True):
+        with display.stage(f"training {depth} layers of {width} channels"):
+            train(config, depth, width, folder)
+    with display.stage(f"the base's answers: {config.suite}"):
+        texts = base_answers(
+            base, suite=config.suite, limit=config.limit, max_new_tokens=config.max_new_tokens, seed=config.seed
+        )
+    rows = []
+    for folder in folders:
+        with display.stage(f"measuring {folder.name}"):
+            head = DraftHead.from_pretrained(folder / "head", base)
+            rows.append({"name": folder.name, **measured(base, head, texts)})
+    record = {"recipe": config.recipe, "suite": config.suite, "limit": config.limit, "rows": rows}
+    write_json(out / "study.json", record | {"hardware": hardware(), "versions": versions()})
+    draw(rows, out / "study.png")
+    display.console.print(table(rows))
+    best, predicted = (max(rows, key=lambda row: row[key])["name"] for key in ("measured", "predicted"))
+    display.line(f"fastest: {best}; predicted: {predicted}   {out / 'study.json'}, {out / 'study.png'}")
+
+
+def equal_width(shape: ModelShape, reference: int, depth: int) -> int:
+    """MLP channels, a multiple of 16, with which ``depth`` layers are as large as ``reference`` whole ones."""
+    a_channel = 3 * shape.hidden_size
+    beside = shape.layer_parameters - a_channel * shape.mlp_widths[0]
+    width = (reference * shape.layer_parameters / depth - beside) / a_channel
+    if width < 16:
+        raise UserError(
+            f"{depth} layers without an MLP are as large as {reference} of the base already; raise reference, or lower "
+            "depths"
+        )
+    return round(width / 16) * 16
+
+
+def train(config: StudyConfig, depth: int, width: int, folder: Path) -> None:
+    """One training run, in a process of its own; one that is done already ends at once."""
+    settings = [f"recipe={config.recipe}", f"head.num_layers={depth}", f"head.intermediate_size={width}"]
+    settings += [f"out={folder}", f"name={folder.name}", "stages=[corpora,train]", *config.train]
+    done = subprocess.run([sys.executable, "-m", "drafthead.cli", "train", *settings], check=False)
+    if done.returncode:
+        raise UserError(f"training {folder.name} ended with code {done.returncode}; its lines above say why")
+
+
+def measured(base: BaseModel, head: DraftHead, texts: Sequence[Text]) -> dict[str, Any]:
+    """Acceptance by replay, latencies, and the best chain's throughput, predicted and decoded. Tokens and seconds."""
+    ranks = [accept_probs_of_ranks(found, 1) for found in text_ranks(head, texts)]
+    costs = measure_costs(base, head)
+    lengths = range(1, head.depth + 1)
+    tokens = {d: simulate_acceptance(ranks, TokenTree.chain(d)).mean_accepted_length for d in lengths}
+    speed = {d: tokens[d] / costs.step(d + 1, d) for d in lengths}
+    best = max(speed, key=lambda d: speed[d])
+    chain = DraftConfig(tree=TokenTree.chain(best))
+    results = [
+        decode(base, head, text.ids[: text.boundary], max_new_tokens=len(text.ids) - text.boundary, draft_config=chain)
+        for text in texts
+    ]
+    steps = [step for result in results for step in result.steps]
+    return {
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "acceptance": tokens[1] - 1,
+        "draft_s": costs.draft_at(1),
+        "draft_tokens": best,
+        "tokens": tokens[best],
+        "predicted": speed[best],
+        "measured": sum(step.committed for step in steps) / sum(step.total_s for step in steps),
+        "tokens_decoded": sum(step.committed for step in steps) / len(steps),
+        "autoregressive": 1 / costs.step(1, 0),
+        "verify_s": [costs.verify_at(n) for n in range(1, head.depth + 2)],
+        "overhead_s": costs.overhead,
+    }
+
+
+def chain_speed(row: dict[str, Any], acceptance: float, draft_s: float) -> float:
+    """Tokens a second of the best chain of a drafter with one acceptance at all positions (2211.17192)."""
+    found = 0.0
+    for length in range(1, len(row["verify_s"])):
+        tokens = sum(acceptance**k for k in range(length + 1))
+        found = max(found, tokens / (length * draft_s + row["verify_s"][length] + row["overhead_s"]))
+    return found
+
+
+@styled
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Acceptance over the latency of a draft token, with lines of equal predicted speedup."""
+    figure, axes = new_axes(height=3.6)
+    slowest = 1.6 * max(row["draft_s"] for row in rows)
+    low, high = min(row["acceptance"] for row in rows), max(row["acceptance"] for row in rows)
+    delays = np.linspace(slowest / 40, slowest, 40)
+    chances = np.linspace(max(0.0, low - 0.1), min(0.99, high + 0.1), 40)
+    speeds = [[chain_speed(rows[0], a, d) / rows[0]["autoregressive"] for d in delays] for a in chances]
+    lines = axes.contour(1e3 * delays, chances, speeds, levels=10, colors=GRID, linewidths=1.2)
+    axes.clabel(lines, fmt="%.2fx", fontsize=7, colors=INK)
+    for row in rows:
+        axes.plot(1e3 * row["draft_s"], row["acceptance"], marker="o", color=ACCENT)
+        label = f"{row['name']}\n{row['measured'] / row['autoregressive']:.2f}x measured"
+        axes.annotate(
+            label, (1e3 * row["draft_s"], row["acceptance"]), xytext=(5, 5), textcoords="offset points", fontsize=7
+        )
+    axes.set_xlabel("ms a draft token (lines: predicted speedup)")
+    axes.set_ylabel("acceptance of the first draft")
+    save_png(figure, path)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """For the console, the fastest first."""
+    shown = Table("shape", "parameters", "acceptance", "draft ms", "chain", "tau", "tokens/s predicted", "measured")
+    for row in sorted(rows, key=lambda row: -row["measured"]):
+        shown.add_row(
+            row["name"],
+            f"{row['parameters'] / 1e6:.1f} M",
+            f"{row['acceptance']:.3f}",
+            f"{1e3 * row['draft_s']:.1f}",
+            str(row["draft_tokens"]),
+            f"{row['tokens']:.2f}",
+            f"{row['predicted']:.1f}",
+            f"{row['measured']:.1f}",
+        )
+    return shown
+
+
+if __name__ == "__main__":
+    main()

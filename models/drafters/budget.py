@@ -1,0 +1,270 @@
+"""The target drafts for itself over a small part of its own cache (TriForce, 2404.11912).
+
+Keys and values of the prompt and the answer are the target's own; a policy keeps a budget of them, and the target's
+layers run over these alone. Its drafts are verified over the whole cache like any others. The prefill is shared, and
+tokens that were committed since the selection are copied from the target's cache. With an inner drafter (prompt lookup,
+a draft model) the decoding over the budget is itself speculative: TriForce's hierarchy, with an exact inner rule.
+
+Where we differ from the reference code: queries of a group are averaged, so grouped-query attention works; the latest
+chunk is always kept; the selection is renewed every ``refresh`` tokens instead of never, by a pass of the last token
+over the whole cache; after a rejection inside, the residual is sampled (there the middle tier's law, which biases it).
+
+Shape legend: L layers, H heads of keys and values, E head width, S kept positions, n positions in the cache.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafthead.data.batch import HiddenStates
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, Proposal
+from drafthead.models.decoding.draft_cache import DraftCache, TokenBuffer, common_prefix
+from drafthead.models.decoding.growth import UsesTargetCache, root_only
+from drafthead.models.decoding.loop import check_drafter, default_draft_config
+from drafthead.models.decoding.random_source import RandomSource
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.step import DecodeConfig, DecodeState
+from drafthead.models.drafters.nested import decoded_chain, inner_seeds
+from drafthead.models.kernels.attention import captured_queries
+from drafthead.models.token_tree import TokenTree
+
+POLICIES = "recent, sinks:TOKENS, retrieval:CHUNK"
+EXACT = AcceptanceRule()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which positions of a longer cache are kept."""
+
+    name: str
+    """``recent``: the last ones; ``sinks``: the first ``size`` and the last ones (StreamingLLM, 2309.17453);
+    ``retrieval``: the chunks of ``size`` positions whose mean key the last query agrees with most, head by head."""
+    size: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Policy":
+        """``recent``, ``sinks:4`` or ``retrieval:8``."""
+        name, _, size = text.partition(":")
+        if (name == "recent" and not size) or (name in ("sinks", "retrieval") and size.isdigit() and int(size) > 0):
+            return cls(name, int(size or 0))
+        raise UserError(f"unknown policy {text!r} of a budget cache; give one of {POLICIES}")
+
+    def places(self, budget: int, keys: Tensor, queries: list[Tensor] | None) -> Tensor:
+        """[L, H, S] int64 kept positions, ascending, of ``keys`` [L, H, n, E].
+
+        ``queries`` [1, heads, 1, E] per layer are those of the token after them, for ``retrieval``.
+        """
+        layers, heads, count, width = keys.shape
+        if count <= budget:
+            return torch.arange(count, device=keys.device).expand(layers, heads, -1)
+        if self.name != "retrieval":
+            first = min(self.size, budget - 1)
+            last = torch.arange(count - (budget - first), count, device=keys.device)
+            return torch.cat([torch.arange(first, device=keys.device), last]).expand(layers, heads, -1)
+        assert queries is not None
+        # The latest positions, at least a chunk of them, are kept; whole chunks before them are chosen from.
+        chunks = budget // self.size - 1
+        tail = budget - chunks * self.size
+        whole = (count - tail) // self.size
+        means = keys[:, :, : whole * self.size].reshape(layers, heads, whole, self.size, width).mean(3)
+        query = torch.cat(queries)[:, :, -1].reshape(layers, heads, -1, width).mean(2)  # [L, H, E]: a group's mean
+        score = (means @ query[..., None])[..., 0].float()
+        score[..., 0] = torch.inf  # the first chunk is an attention sink
+        best = score.topk(chunks, dim=-1).indices.sort(-1).values
+        within = torch.arange(self.size, device=keys.device)
+        chosen = (best[..., None] * self.size + within).flatten(2)
+        latest = torch.arange(count - tail, count, device=keys.device).expand(layers, heads, -1)
+        return torch.cat([chosen, latest], -1)
+
+
+class BudgetCache(KVCache):
+    """Some positions of a longer cache, and what follows them. Positions are those of the longer cache."""
+
+    def __init__(self, source: KVCache, places: Tensor, count: int, room: int) -> None:
+        """Keep ``places`` [L, H, S] of the first ``count`` positions, with room for so many more."""
+        layers, heads, kept = places.shape
+        width = source.keys.shape[-1]
+        index = places[:, None, :, :, None].expand(-1, -1, -1, -1, width)
+        self.keys = source.keys.new_empty(layers, 1, heads, kept + room, width)
+        self.values = torch.empty_like(self.keys)
+        self.keys[:, :, :, :kept] = source.keys.gather(3, index)
+        self.values[:, :, :, :kept] = source.values.gather(3, index)
+        self.length, self.pending, self._start, self._end = kept, 0, 0, 0
+        self.left_out = count - kept
+
+    def positions(self, depths: Tensor) -> Tensor:
+        return depths + self.length + self.left_out
+
+    def append(self, source: KVCache, start: int, end: int) -> None:
+        """Copy positions from ``start`` to ``end`` of the longer cache after what is here."""
+        to = slice(self.length, self.length + end - start)
+        self.keys[:, :, :, to] = source.keys[:, :, :, start:end]
+        self.values[:, :, :, to] = source.values[:, :, :, start:end]
+        self.length = to.stop
+
+
+@dataclass
+class Selection:
+    """The budget's cache and the text that it is of; shared by successive states."""
+
+    cache: BudgetCache | None = None
+    text: TokenBuffer | None = None
+    selected_at: int = 0
+    """Positions in the text when it was selected."""
+
+
+@dataclass
+class BudgetState(DraftState):
+    """Committed tokens, the target's cache of them, and the inner drafter's state."""
+
+    text: TokenBuffer
+    target: KVCache | None
+    """None: not attached to a decoding; ``own`` reads the text then."""
+    own: DraftCache
+    selection: Selection
+    inner: Any
+
+    def select(self, rows: list[int]) -> "BudgetState":
+        return self  # there is one row
+
+
+class BudgetDrafter(Drafter[BudgetState], UsesTargetCache):
+    """Chains that the target itself drafts over a budget of its cache, one prompt at a time."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        budget: int,
+        policy: str = "retrieval:8",
+        *,
+        num_tokens: int = 6,
+        refresh: int = 64,
+        drafter: Drafter | None = None,
+        draft_config: DraftConfig | None = None,
+    ) -> None:
+        """Draft with ``base`` for itself.
+
+        Args:
+            base: the target.
+            budget: positions that are kept.
+            policy: which: ``recent``, ``sinks:4`` or ``retrieval:8``.
+            num_tokens: most drafts, and the length of the default chain.
+            refresh: tokens after which the kept positions are chosen anew.
+            drafter: drafts for the decoding over the budget; None: token by token.
+            draft_config: what it drafts; by default its own tree, or a chain over its positions.
+        """
+        for name, value in (("budget", budget), ("num_tokens", num_tokens), ("refresh", refresh)):
+            if value < 1:
+                raise UserError(f"a budget cache needs {name} of at least 1, got {value}")
+        self.policy = Policy.parse(policy)
+        if budget < max(2, 2 * self.policy.size):
+            raise UserError(f"a budget of {budget} positions is too small for {policy}; give at least twice its size")
+        if drafter is not None and drafter.reads_base:
+            raise UserError(
+                f"{type(drafter).__name__} reads hidden states over the whole cache; it cannot draft inside"
+            )
+        self.base, self.budget, self.refresh, self.drafter = base, budget, refresh, drafter
+        self.draft_config = draft_config or default_draft_config(drafter)
+        self._depth = num_tokens
+        check_drafter(base, drafter, self.draft_config, EXACT)
+
+    @property
+    def depth(self) -> int:
+        return self._depth
+
+    @property
+    def vocab_size(self) -> int:
+        return self.base.vocab_size
+
+    @property
+    def base_fingerprint(self) -> str:
+        return self.base.fingerprint
+
+    def extra_cache_slots(self, draft_config: DraftConfig) -> int:
+        return 1  # the pass that chooses positions writes the last token's states behind the committed ones
+
+    def attach(self, state: BudgetState, cache: KVCache | RaggedCache) -> BudgetState:
+        if isinstance(cache, RaggedCache):
+            raise UserError(f"a budget cache drafts for one prompt at a time, got {cache.rows}; decode one by one")
+        return replace(state, target=cache)
+
+    def remember(self, tokens: list[int]) -> None:
+        if self.drafter is not None:
+            self.drafter.remember(tokens)
+
+    def init_state(self, batch: int) -> BudgetState:
+        if batch != 1:
+            raise UserError(f"a budget cache drafts for one prompt at a time, got {batch}; decode one by one")
+        inner = None if self.drafter is None else self.drafter.init_state(1)
+        return BudgetState(TokenBuffer.none(1), None, DraftCache(self.base), Selection(), inner)
+
+    def update(
+        self, state: BudgetState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
+    ) -> BudgetState:
+        inner = None if self.drafter is None else self.drafter.update(state.inner, tokens, None, counts)
+        return replace(state, text=state.text.append(tokens, counts), inner=inner)
+
+    @torch.inference_mode()
+    def draft(
+        self, state: BudgetState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+    ) -> Proposal:
+        if not isinstance(draft_config.tree, TokenTree) or draft_config.depth != draft_config.nodes - 1:
+            raise UserError("a budget cache drafts chains; use tree=chain, or combine it with a drafter of trees")
+        depth = min(draft_config.depth, self.depth, self.base.max_context - state.text.longest - 1)
+        if depth < 1:
+            return root_only(last_token)
+        sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
+        if sampled and rng is None:
+            raise ValueError("sampled candidates need a random source")
+        config = DecodeConfig(
+            draft_config=self.draft_config,
+            sampler=draft_config.sampler if sampled else Sampler(),
+            rule=EXACT,
+            return_probs=sampled,
+        )
+        cache = self._selected(state, last_token)
+        committed = cache.length
+        decoding = DecodeState.over(self.base, self.drafter, config, cache, state.inner, last_token)
+        seeds = inner_seeds(last_token, rng)
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        while (known := sum(part.shape[1] for part in tokens)) < depth:
+            output = decoding.step(seeds, [state.text.longest + known], depth - known - 1)
+            count = int(output.counts)
+            tokens.append(output.tokens[:, :count])
+            if output.acceptance.probs is not None:
+                probs.append(output.acceptance.probs[:, :count])
+        cache.crop(committed)
+        found = torch.cat(probs, 1) if probs else None
+        return decoded_chain(last_token, torch.cat(tokens, 1), found, draft_config.draft_sampling, self.base.vocab_size)
+
+    def _selected(self, state: BudgetState, last_token: Tensor) -> BudgetCache:
+        """The budget's cache, brought to the committed text."""
+        text, kept = state.text, state.selection
+        if state.target is not None:
+            source = state.target
+        else:
+            state.own.prefill(text, 1)
+            assert isinstance(state.own.cache, KVCache)
+            source = state.own.cache
+        count = text.longest
+        if kept.cache is not None and kept.text is not None:
+            follows = int(common_prefix(kept.text, text)) == kept.text.longest
+            if follows and count - kept.selected_at < self.refresh:
+                kept.cache.append(source, kept.text.longest, count)
+                kept.text = text
+                return kept.cache
+        queries = None
+        if self.policy.name == "retrieval" and count > self.budget:
+            with captured_queries() as queries:
+                self.base.forward(last_token[:, None], KVCache.view(source.keys, source.values, count))
+        places = self.policy.places(self.budget, source.keys[:, 0, :, :count], queries)
+        room = self.refresh + self.depth + self.draft_config.nodes
+        kept.cache, kept.text, kept.selected_at = BudgetCache(source, places, count, room), text, count
+        return kept.cache

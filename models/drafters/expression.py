@@ -1,0 +1,296 @@
+"""Drafters by name, alone and put together: the one grammar of every command.
+
+``A+B`` drafts one tree of both, ``relay:A@2+B@4`` drafts along one path (first A, then B), ``nested:A@6+B`` decodes A,
+itself sped up by B, to draft for the base. ``@N`` is the most tokens of a part; parentheses nest. ``head`` alone is the
+head of the command, ``head:FOLDER`` another one.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from drafthead.data.answers.store import GenerationStore
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling
+from drafthead.models.decoding.loop import default_draft_config
+from drafthead.models.drafters.budget import BudgetDrafter, Policy
+from drafthead.models.drafters.combined import CombinedDrafter, union
+from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
+from drafthead.models.drafters.nested import Nested
+from drafthead.models.drafters.prompt_lookup import PromptLookup, bigram_table
+from drafthead.models.drafters.relay import Relay
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.loading import default_device, load_base_and_head
+from drafthead.models.token_tree import TokenTree
+
+FORMS = (
+    "prompt_lookup[:TOKENS], suffix_memory[:TOKENS[:MEMORY]], max_gram[:CORPUS], early_exit:LAYERS[:TOKENS], "
+    "model:NAME[:TOKENS], budget:POSITIONS[:POLICY], head:FOLDER, A+B, relay:A@2+B@4, nested:A@6+B"
+)
+COUNTS = {
+    "prompt_lookup": (0, 1),
+    "suffix_memory": (0, 2),
+    "early_exit": (1, 2),
+    "model": (0, 1),
+    "max_gram": (0, 0),
+    "budget": (1, 1),
+}
+"""Kinds of drafters without a head, and how many numbers each takes."""
+NAMED = {"model": True, "head": False, "max_gram": False}
+"""Kinds that take a name; whether they need one."""
+TOGETHER = ("relay", "nested")
+DEFAULT_TOKENS = {"prompt_lookup": 3, "suffix_memory": 4, "max_gram": 10, "early_exit": 3, "model": 5, "budget": 6}
+DEFAULT_MEMORY = 16384
+DEFAULT_POLICY = "retrieval:8"
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A parsed drafter."""
+
+    text: str
+    kind: str
+    """A kind of single drafter, or ``combine``, ``relay``, ``nested``."""
+    name: str = ""
+    numbers: tuple[int, ...] = ()
+    tokens: int | None = None
+    """Most tokens, from ``@N``."""
+    parts: tuple["Expression", ...] = ()
+
+    def walk(self) -> Iterator["Expression"]:
+        """Itself and everything in it."""
+        yield self
+        for part in self.parts:
+            yield from part.walk()
+
+
+@dataclass(kw_only=True)
+class DrafterConfig:
+    """What is put together with a command's head; at most one of the three."""
+
+    combine: list[str] = field(default_factory=list)
+    """Drafters whose drafts join the head's in one tree: ``prompt_lookup:3``, ``early_exit:24``, ``model:NAME``."""
+    combine_nodes: int | None = None
+    """Nodes of a combined tree, root included: the others draft first, the head's likeliest drafts fill what is left.
+    null: as many as the head's own tree has."""
+    relay: list[str] = field(default_factory=list)
+    """Drafters that continue the head's path one after the other: ``relay=[prompt_lookup@4]``, or with the head's own
+    length ``relay=[head@2,prompt_lookup@4]``."""
+    nested: str = ""
+    """A model in between, whose decoding the head speeds up and which drafts for the base: ``early_exit:12@6``."""
+
+    def __post_init__(self) -> None:
+        chosen = [key for key in ("combine", "relay", "nested") if getattr(self, key)]
+        if len(chosen) > 1:
+            raise UserError(f"{' and '.join(chosen)} are both set; put the drafters together in head= itself: {FORMS}")
+        if self.combine_nodes is not None and self.combine_nodes < 2:
+            raise ValueError(
+                f"eval.combine_nodes must be at least 2 (the root and one draft) or null, got {self.combine_nodes}"
+            )
+
+    @property
+    def together(self) -> str:
+        """The drafter as an expression over ``head``."""
+        if self.combine:
+            return "+".join(["head", *self.combine])
+        if self.relay:
+            own = any(
+                part.kind == "head" and not part.name for spec in self.relay for part in parse_drafter(spec).walk()
+            )
+            return "relay:" + "+".join([*([] if own else ["head"]), *self.relay])
+        return f"nested:{self.nested}+head" if self.nested else "head"
+
+
+def parse_drafter(text: str) -> Expression:
+    """The expression in ``text``; a UserError if it is none."""
+    parts = _split(text)
+    if parts is None:
+        raise _unknown(text)
+    kind, colon, rest = parts[0].partition(":")
+    if colon and kind in TOGETHER and not parts[0].startswith("("):
+        parts = [rest, *parts[1:]]
+        if len(parts) < 2:
+            raise UserError(f"{text!r} has one part; a {kind} needs two or more, {kind}:A@4+B@4")
+        return Expression(text, kind, parts=tuple(map(_part, parts)))
+    if len(parts) > 1:
+        return Expression(text, "combine", parts=tuple(map(_part, parts)))
+    return _part(text)
+
+
+def _split(text: str) -> list[str] | None:
+    """``text`` at every ``+`` outside parentheses; None where these do not match."""
+    parts, depth = [""], 0
+    for sign in text:
+        depth += {"(": 1, ")": -1}.get(sign, 0)
+        if depth < 0:
+            return None
+        if sign == "+" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return None if depth else parts
+
+
+def _part(text: str) -> Expression:
+    """One part: a drafter, or an expression in parentheses; either with ``@N``."""
+    body, tokens = text.strip(), None
+    if found := re.fullmatch(r"(.+)@(\d+)", body):
+        body, tokens = found[1], int(found[2])
+    if tokens == 0:
+        raise UserError(f"{text!r} drafts at most 0 tokens; give at least 1")
+    if body.startswith("(") and body.endswith(")"):
+        return replace(parse_drafter(body[1:-1]), tokens=tokens, text=text)
+    kind, *details = body.split(":")
+    name = ""
+    if kind in NAMED:
+        # A name may hold colons; what follows the last one may be a number.
+        last = [details.pop()] if kind == "model" and len(details) > 1 and details[-1].isdigit() else []
+        name, details = ":".join(details), last
+    if kind == "budget":
+        name, details = ":".join(details[1:]) or DEFAULT_POLICY, details[:1]
+        Policy.parse(name)
+    fewest, most = COUNTS.get(kind, (0, 0))
+    known = kind in COUNTS or kind == "head"
+    fits = known and fewest <= len(details) <= most and (bool(name) or not NAMED.get(kind, False))
+    if not fits or not all(detail.isdigit() and int(detail) > 0 for detail in details):
+        raise _unknown(text)
+    return Expression(text, kind, name, tuple(map(int, details)), tokens)
+
+
+def _unknown(text: str) -> UserError:
+    return UserError(f"unknown drafter or method {text!r}; give any of {FORMS}")
+
+
+def is_drafter(spec: str) -> bool:
+    """Whether ``spec`` is an expression of this grammar rather than the name of a head's folder or repository."""
+    return "+" in spec or spec.startswith("(") or re.split("[:@]", spec)[0] in (*COUNTS, *TOGETHER, "head")
+
+
+def build_drafter(
+    expression: Expression,
+    base: BaseModel,
+    head: Drafter | None = None,
+    head_config: DraftConfig | None = None,
+    nodes: int | None = None,
+) -> tuple[Drafter, DraftConfig]:
+    """The drafter of an expression and what it drafts.
+
+    Args:
+        expression: what to build.
+        base: the target.
+        head: what ``head`` alone stands for.
+        head_config: what that drafts; others sample their drafts as it does.
+        nodes: of a combined tree, root included; by default as many as its first drafter's own tree has. The head's
+            tree was sized for this machine, and a union that outgrows it pays for every node: on 36 Spec-Bench-like
+            answers, six nodes shared by a head and prompt lookup had the same mean accepted length as the nine of both.
+    """
+    parts = [
+        build_drafter(part, base, head, head_config, nodes) for part in expression.parts if expression.kind != "nested"
+    ]
+    if expression.kind == "combine":
+        if any(not isinstance(config.tree, TokenTree) for _, config in parts):
+            raise UserError("only a static tree of the head can be combined; set tree=head, chain:K or expansion:1-1-3")
+        trees = [config.tree for _, config in parts if isinstance(config.tree, TokenTree)]
+        size = nodes or parts[0][1].nodes
+        found: Drafter = CombinedDrafter([drafter for drafter, _ in parts], trees, size)
+        config = replace(parts[0][1], tree=union(trees))
+    elif expression.kind == "relay":
+        found = Relay([drafter for drafter, _ in parts], [config.depth for _, config in parts])
+        config = replace(parts[0][1], tree=TokenTree.chain(found.depth))
+    elif expression.kind == "nested":
+        found, config = _nested(expression, base, head, head_config, nodes)
+    elif expression.kind == "head" and not expression.name:
+        if head is None or head_config is None:
+            raise UserError(f"there is no head for {expression.text!r}; name its folder, head:outputs/NAME/head")
+        found, config = head, head_config
+    else:
+        found = _single(expression, base)
+        config = _sampled_alike(default_draft_config(found), head_config)
+    return found, config if expression.tokens is None else config.at_most(expression.tokens)
+
+
+def _single(expression: Expression, base: BaseModel) -> Drafter:
+    numbers, kind = expression.numbers, expression.kind
+    if kind == "head":
+        return DraftHead.from_pretrained(expression.name, base)
+    place = 1 if kind in ("early_exit", "budget") else 0
+    tokens = expression.tokens or (numbers[place] if len(numbers) > place else DEFAULT_TOKENS[kind])
+    if kind == "prompt_lookup":
+        return PromptLookup(tokens)
+    if kind == "suffix_memory":
+        return PromptLookup(tokens, memory=numbers[1] if len(numbers) > 1 else DEFAULT_MEMORY)
+    if kind == "max_gram":
+        return PromptLookup(tokens, None, bigrams=_bigrams(expression.name, base) if expression.name else None)
+    if kind == "budget":
+        return BudgetDrafter(base, numbers[0], expression.name, num_tokens=tokens)
+    if kind == "early_exit":
+        return early_exit(base, numbers[0], num_tokens=tokens)
+    return ModelDrafter(BaseModel.load(BaseConfig(name=expression.name), base.device), base, num_tokens=tokens)
+
+
+def _bigrams(folder: str, base: BaseModel) -> Tensor:
+    """The bigram table of a corpus of answers: a run's corpus folder, or its folder ``generations``."""
+    inner = Path(folder) / "generations"
+    answers = GenerationStore(inner if inner.is_dir() else Path(folder)).read(with_hidden_states=False)
+    return bigram_table((a.input_ids[a.boundary - 1 :].tolist() for a in answers), base.vocab_size)
+
+
+def _nested(
+    expression: Expression, base: BaseModel, head: Drafter | None, head_config: DraftConfig | None, nodes: int | None
+) -> tuple[Drafter, DraftConfig]:
+    """Every part but the last is a model that the next one speeds up; a third part drafts for the second."""
+    first, *rest = expression.parts
+    if len(rest) == 1:
+        inner, inner_config = build_drafter(rest[0], base, head, None if head_config is None else head_config, nodes)
+    else:
+        inner, inner_config = _nested(replace(expression, parts=tuple(rest)), base, head, head_config, nodes)
+    if inner.reads_base:
+        raise UserError(
+            f"in {expression.text!r} {type(inner).__name__} reads the base's hidden states, so it cannot draft for a "
+            "model in between; let prompt lookup, a model or an early exit do it"
+        )
+    if first.kind == "budget":
+        tokens = first.tokens or DEFAULT_TOKENS["budget"]
+        over = BudgetDrafter(
+            base, first.numbers[0], first.name, num_tokens=tokens, drafter=inner, draft_config=inner_config
+        )
+        return over, _sampled_alike(default_draft_config(over), head_config)
+    if first.kind not in ("early_exit", "model"):
+        raise UserError(
+            f"in {expression.text!r} {first.text!r} is no model in between; give early_exit:LAYERS, "
+            "budget:POSITIONS or model:NAME"
+        )
+    between = _single(first, base)
+    assert isinstance(between, ModelDrafter)
+    found = Nested(between.model, inner, num_tokens=between.depth, draft_config=inner_config, target=base)
+    return found, _sampled_alike(default_draft_config(found), head_config)
+
+
+def _sampled_alike(config: DraftConfig, head_config: DraftConfig | None) -> DraftConfig:
+    """The others may draft as the head does."""
+    if head_config is None or head_config.draft_sampling is DraftSampling.TOP_K:
+        return config
+    return replace(
+        config, draft_sampling=head_config.draft_sampling, sampler=head_config.sampler, confidence_threshold=0.0
+    )
+
+
+def load_base_and_drafter(spec: str, config: BaseConfig) -> tuple[BaseModel, Drafter, DraftConfig]:
+    """The base and what drafts for it: a head's folder or repository, or an expression."""
+    if not is_drafter(spec):
+        base, head = load_base_and_head(spec, config)
+        return base, head, default_draft_config(head)
+    expression = parse_drafter(spec)
+    folders = [part.name for part in expression.walk() if part.kind == "head"]
+    if folders and folders[0] and not config.name:
+        base, _ = load_base_and_head(folders[0], config)
+    elif config.name or config.random:
+        base = BaseModel.load(config, default_device())
+    else:
+        raise UserError(f"{spec} names no base; give one: base=embedded:smollm2")
+    return base, *build_drafter(expression, base)

@@ -1,0 +1,165 @@
+"""Several drafters along one path (the horizontal cascade of Cascade Speculative Drafting, 2312.11462).
+
+The first drafts the tokens right after the text, the next one continues from the last of them, and so on: early
+positions, which count most, come from the best drafter, later ones from cheaper ones. A lookup that continues a head's
+drafts finds matches that the committed text does not have yet. Every candidate keeps the distribution that it was drawn
+from, so the output is exact under sampling. The vertical cascade is ``nested.py``, the union of trees ``combined.py``.
+
+Shape legend: B rows, N nodes, Q distributions, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from drafthead.data.batch import HiddenStates
+from drafthead.data.utils.errors import UserError
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, Proposal
+from drafthead.models.decoding.growth import root_only
+from drafthead.models.decoding.random_source import RandomSource
+from drafthead.models.token_tree import TokenTree, TreeShape
+
+
+@dataclass
+class RelayState(DraftState):
+    """The drafters' states after the committed text, in their order."""
+
+    parts: tuple[DraftState, ...]
+
+    def select(self, rows: list[int]) -> "RelayState":
+        return RelayState(parts=tuple(part.select(rows) for part in self.parts))
+
+
+class Relay(Drafter[RelayState]):
+    """Chains whose positions are shared out to ``drafters``, ``lengths`` of them to each.
+
+    A drafter that stops early or finds nothing leaves its place to the next one, row by row. Draft sampling, sampler
+    and threshold of a ``DraftConfig`` hold for all drafters.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], lengths: Sequence[int]) -> None:
+        """Let ``drafters`` draft one after the other.
+
+        Args:
+            drafters: the first may be any; later ones read tokens alone, since drafts have no hidden states.
+            lengths: most drafts of each.
+        """
+        if len(drafters) < 2 or len(lengths) != len(drafters):
+            raise UserError(
+                f"a relay needs at least two drafters and a length for each, got {len(drafters)} drafters and "
+                f"{len(lengths)} lengths"
+            )
+        for place, (drafter, length) in enumerate(zip(drafters, lengths, strict=True)):
+            name = type(drafter).__name__
+            if not 1 <= length <= drafter.depth:
+                raise UserError(f"{name} drafts 1 to {drafter.depth} tokens, but the relay gives it {length}")
+            if place and drafter.reads_base:
+                raise UserError(
+                    f"{name} reads the base's hidden states, which drafts do not have: in a relay it can only be the "
+                    "first; let prompt lookup, a model or an early exit follow"
+                )
+        if len({d.base_fingerprint for d in drafters if d.base_fingerprint is not None}) > 1:
+            raise UserError("the drafters of the relay were loaded for different bases; attach them to one")
+        self.drafters, self.lengths = tuple(drafters), tuple(lengths)
+        self.tree = TokenTree.chain(sum(lengths))
+        self.spec, self.reads_base = drafters[0].spec, drafters[0].reads_base
+        self.confidence_threshold = drafters[0].confidence_threshold
+
+    @property
+    def depth(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def vocab_size(self) -> int | None:
+        return max((d.vocab_size for d in self.drafters if d.vocab_size is not None), default=None)
+
+    @property
+    def base_fingerprint(self) -> str | None:
+        return next((d.base_fingerprint for d in self.drafters if d.base_fingerprint is not None), None)
+
+    def remember(self, tokens: list[int]) -> None:
+        for drafter in self.drafters:
+            drafter.remember(tokens)
+
+    def init_state(self, batch: int) -> RelayState:
+        return RelayState(parts=tuple(drafter.init_state(batch) for drafter in self.drafters))
+
+    def update(
+        self, state: RelayState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
+    ) -> RelayState:
+        pairs = zip(self.drafters, state.parts, strict=True)
+        return RelayState(parts=tuple(drafter.update(part, tokens, base_hidden, counts) for drafter, part in pairs))
+
+    @torch.inference_mode()
+    def draft(
+        self, state: RelayState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+    ) -> Proposal:
+        if not isinstance(draft_config.tree, TokenTree) or draft_config.depth != draft_config.nodes - 1:
+            raise UserError(
+                "a relay drafts chains; use tree=head or tree=chain:K, or combine it with drafters of trees"
+            )
+        found, left = root_only(last_token), draft_config.depth
+        for drafter, length, part in zip(self.drafters, self.lengths, state.parts, strict=True):
+            length = min(length, left)
+            left -= length
+            if length == 0:
+                break
+            drafted = drafted_tokens(found)
+            if int(drafted.max()) > 0:
+                # What the drafts continue is read like committed text; states are functional, so the text's own stays.
+                part = drafter.update(part, found.tokens[:, :-1], None, drafted)
+            leaf = found.tokens.gather(1, drafted[:, None])[:, 0]
+            wanted = replace(draft_config, tree=TokenTree.chain(length))
+            found = concatenate(found, drafter.draft(part, leaf, wanted, rng))
+        return found
+
+
+def drafted_tokens(proposal: Proposal) -> Tensor:
+    """[B] drafts of each row's chain; padding is at its end."""
+    return (proposal.shape.parents >= 0).sum(1).expand(proposal.tokens.shape[0])
+
+
+def concatenate(first: Proposal, second: Proposal) -> Proposal:
+    """Two chains as one; the root of ``second`` is the last node of ``first`` in every row.
+
+    Rows may end ``first`` at different depths: there ``second`` follows directly, and padding moves to the end.
+    """
+    if len(second.shape) == 1:
+        return first
+    if len(first.shape) == 1:
+        return second
+    if max(first.shape.children.shape[2], second.shape.children.shape[2]) > 1:
+        raise ValueError("only chains can be drafted one after the other")
+    kinds = {p.draft_sampling for p in (first, second) if p.probs is not None}
+    if len(kinds) > 1:
+        raise UserError("drafters of a relay must sample alike, but one samples with and one without replacement")
+    rows, device = first.tokens.shape[0], first.tokens.device
+    head, tail = drafted_tokens(first), drafted_tokens(second)
+    count = 1 + int((head + tail).max())
+    parts = ((first, torch.zeros_like(head), head), (second, head, tail))
+    # One column more takes what does not exist.
+    tokens = torch.zeros(rows, count + 1, dtype=torch.int64, device=device)
+    prob_index = torch.full((rows, count + 1), -1, dtype=torch.int64, device=device)
+    probs: list[Tensor] = []
+    for proposal, offset, length in parts:
+        node = torch.arange(len(proposal.shape), device=device)
+        place = offset[:, None] + node
+        tokens.scatter_(1, torch.where(node <= length[:, None], place, count), proposal.tokens)
+        if proposal.probs is None or proposal.prob_index is None:
+            continue
+        own = proposal.prob_index[..., 0].expand(rows, -1)
+        own = torch.where(own >= 0, own + sum(p.shape[1] for p in probs), -1)
+        prob_index.scatter_(1, torch.where(node < length[:, None], place, count), own)
+        probs.append(proposal.probs)
+    number = torch.arange(count, device=device)
+    parents = torch.where(number <= (head + tail)[:, None], number - 1, -1)
+    same = bool((head + tail == count - 1).all())
+    return Proposal(
+        tokens=tokens[:, :count],
+        shape=TokenTree.chain(count - 1).shape_on(device) if same else TreeShape.from_parents(parents, width=1),
+        draft_sampling=kinds.pop() if kinds else DraftSampling.TOP_K,
+        probs=torch.cat(probs, 1) if probs else None,
+        prob_index=prob_index[:, :count, None] if probs else None,
+    )

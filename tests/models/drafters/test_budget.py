@@ -1,0 +1,118 @@
+"""The target drafting for itself over a budget of its cache: positions by hand, exact answers, and the hierarchy."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from drafthead.data.utils.errors import UserError
+from drafthead.models.cache.kv_cache import KVCache
+from drafthead.models.decoding.contract import DraftConfig, DraftSampling
+from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.drafters.budget import BudgetCache, BudgetDrafter, Policy
+from drafthead.models.drafters.expression import build_drafter, parse_drafter
+from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.token_tree import TokenTree
+from support import TinyBase, p_value_of_answers, probs_of_answers, random_ids
+
+PROMPT = random_ids(70, seed=3)
+
+
+def test_kept_positions_by_hand() -> None:
+    keys = torch.zeros(1, 2, 21, 4)
+    keys[0, 0, 6:8, 0], keys[0, 0, 12, 1] = 1.0, 3.0  # chunks of 2: number 3 for the first unit, 6 for the second
+    keys[0, 1, 9, 2] = 5.0  # number 4 of the other head
+    query = torch.zeros(1, 4, 1, 4)  # two queries a head
+    query[0, 0, 0, 0] = query[0, 1, 0, 1] = query[0, 2, 0, 2] = 1.0
+    assert Policy.parse("recent").places(5, keys, None)[0, 0].tolist() == [16, 17, 18, 19, 20]
+    assert Policy.parse("sinks:2").places(5, keys, None)[0, 1].tolist() == [0, 1, 18, 19, 20]
+    found = Policy.parse("retrieval:2").places(8, keys, [query])
+    assert found[0, 0].tolist() == [0, 1, 6, 7, 12, 13, 19, 20], "3 / 2 of position 12 is more than position 6 and 7"
+    assert {8, 9} < set(found[0, 1].tolist())
+    assert Policy.parse("retrieval:2").places(30, keys, None).shape == (1, 2, 21)
+    for wrong in ("recent:3", "sinks", "retrieval:0", "oldest"):
+        with pytest.raises(UserError, match="unknown policy"):
+            Policy.parse(wrong)
+
+
+def test_states_are_those_of_the_longer_cache(tiny_base: TinyBase) -> None:
+    """With all positions kept a pass gives the target's logits, wherever the new token stands."""
+    base = tiny_base()
+    whole = base.new_cache(80)
+    base.forward(torch.tensor([PROMPT[:50]]), whole)
+    places = Policy("recent").places(99, whole.keys[:, 0, :, :40], None)
+    cache = BudgetCache(whole, places, 40, 30)
+    cache.append(whole, 40, 50)
+    new = torch.tensor([PROMPT[50:55]])
+    found = base.forward(new, cache).final
+    torch.testing.assert_close(found, base.forward(new, whole).final)
+    few = BudgetCache(whole, Policy("recent").places(8, whole.keys[:, 0, :, :50], None), 50, 4)
+    assert few.positions(torch.zeros(1, 1, dtype=torch.int64)).tolist() == [[50]] and few.length == 8
+    assert isinstance(few, KVCache)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma"])
+@pytest.mark.parametrize("policy", ["recent", "sinks:4", "retrieval:4"])
+@pytest.mark.parametrize("inner", [None, PromptLookup(3)], ids=["plain", "lookup"])
+def test_greedy_text_is_plain_text(
+    tiny_base: TinyBase, architecture: str, policy: str, inner: PromptLookup | None
+) -> None:
+    base = tiny_base(architecture)
+    plain = decode(base, None, PROMPT, max_new_tokens=60, ignore_eos=True).tokens
+    for budget in (16, 999):
+        drafter = BudgetDrafter(base, budget, policy, num_tokens=4, refresh=9, drafter=inner)
+        found = decode(base, drafter, PROMPT, max_new_tokens=60, ignore_eos=True)
+        assert found.tokens == plain
+        accepted = [step.accepted == step.depth for step in found.steps]
+        assert all(accepted) if budget == 999 else 0 < sum(s.accepted for s in found.steps)
+
+
+@pytest.mark.parametrize("inner", [None, PromptLookup(3)], ids=["plain", "lookup"])
+def test_sampled_answers_have_the_targets_distribution(tiny_base: TinyBase, inner: PromptLookup | None) -> None:
+    base, sampler = tiny_base(), Sampler(temperature=1.0, top_k=2)
+    drafter = BudgetDrafter(base, 16, "retrieval:4", num_tokens=2, drafter=inner)
+    wanted = DraftConfig(
+        tree=TokenTree.chain(2),
+        draft_sampling=DraftSampling.WITH_REPLACEMENT,
+        sampler=Sampler(temperature=1.0, top_k=3),
+    )
+    prompt = [5, 6, 7, 8] * 8
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(300):
+        found = decode(base, drafter, prompt, max_new_tokens=3, sampler=sampler, draft_config=wanted, seed=seed)
+        counts[tuple(found.tokens)] += 1
+    assert p_value_of_answers(counts, probs_of_answers(base, prompt, sampler, 3)) > 0.01
+
+
+def test_a_state_without_the_targets_cache_drafts_the_same(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    drafter = BudgetDrafter(base, 16, "retrieval:4", num_tokens=3, refresh=5)
+    own = drafter.init_state(1)
+    cache = base.new_cache(120)
+    attached = drafter.attach(drafter.init_state(1), cache)
+    config, place = DraftConfig(tree=TokenTree.chain(3)), 40
+    for count in (40, 3, 1, 2, 4):
+        tokens = torch.tensor([PROMPT[:40] if count == 40 else PROMPT[place : place + count]])
+        place += 0 if count == 40 else count
+        base.forward(tokens, cache)
+        own, attached = (drafter.update(state, tokens, None) for state in (own, attached))
+        last = torch.tensor([PROMPT[place]])
+        drafts = [drafter.draft(state, last, config).tokens.tolist() for state in (own, attached)]
+        assert drafts[0] == drafts[1]
+
+
+def test_by_name(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    drafter, config = build_drafter(parse_drafter("budget:64@4"), base)
+    assert isinstance(drafter, BudgetDrafter) and (drafter.budget, drafter.policy) == (64, Policy("retrieval", 8))
+    assert config.tree == TokenTree.chain(4)
+    drafter, _ = build_drafter(parse_drafter("nested:budget:32:sinks:4@5+prompt_lookup@3"), base)
+    assert isinstance(drafter, BudgetDrafter) and drafter.policy == Policy("sinks", 4) and drafter.depth == 5
+    assert isinstance(drafter.drafter, PromptLookup)
+    with pytest.raises(UserError, match="drafts for one prompt at a time, got 2"):
+        decode_batch(base, drafter, [[1, 2], [3]], max_new_tokens=4)
+    with pytest.raises(UserError, match="too small for retrieval:8; give at least twice its size"):
+        BudgetDrafter(base, 15)
+    with pytest.raises(UserError, match="unknown policy 'newest'"):
+        parse_drafter("budget:64:newest")

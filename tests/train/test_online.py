@@ -1,0 +1,203 @@
+"""Learning while answering: the recorded positions by hand, exact answers, and a stream that is killed."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json_lines
+from drafthead.models.decoding.contract import DraftConfig, DraftSampling, Proposal
+from drafthead.models.decoding.loop import decode
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.draft_lm import DraftLMConfig
+from drafthead.models.heads.hydra import HydraConfig
+from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.token_tree import TokenTree
+from drafthead.train.config import OptimConfig
+from drafthead.train.online import OnlineConfig, OnlineLearner, first_undrafted, frozen_copy, hidden_of, replayed
+from support import (
+    TinyBase,
+    call,
+    eagle3_head,
+    p_value_of_answers,
+    probs_of_answers,
+    random_ids,
+    randomised,
+    small_head,
+)
+
+PROMPTS = [random_ids(9 + n, seed=n) for n in range(6)]
+
+
+def hydra(tiny_base: TinyBase) -> DraftHead:
+    return randomised(HydraConfig(num_draft_tokens=3, own_lm_head=False).build(tiny_base()), 0.02).eval()
+
+
+def make_heads(tiny_base: TinyBase) -> dict[str, DraftHead]:
+    base = tiny_base()
+    return {
+        "hydra": hydra(tiny_base),
+        "hydra++": randomised(HydraConfig(num_draft_tokens=3, prefix_layer=True).build(base), 0.02).eval(),
+        "draft_lm": DraftLMConfig(num_draft_tokens=3, num_layers=1).build(base).eval(),
+        "kangaroo": KangarooConfig(num_draft_tokens=3, exit_layer=1, confidence_threshold=0.0).build(base).eval(),
+        "eagle3": eagle3_head(base),
+    }
+
+
+def test_where_a_step_left_its_drafts() -> None:
+    tree = TokenTree.from_paths([(0,), (1,), (0, 0)])  # nodes 1 and 2, and 3 below 1
+    proposal = Proposal(tokens=torch.tensor([[9, 5, 6, 7]]), shape=tree.shape, draft_sampling=DraftSampling.TOP_K)
+    assert first_undrafted(proposal, [], 10) == (11, 1, (6, 5))
+    assert first_undrafted(proposal, [5], 10) == (12, 2, (7,))
+    assert first_undrafted(proposal, [6], 10) is None, "nothing was drafted below it"
+    assert first_undrafted(proposal, [5, 7], 10) is None
+    assert first_undrafted(proposal, [4, 4], 10) == (11, 1, (6, 5)), "another drafter's tokens were accepted"
+
+
+@pytest.mark.parametrize("name", ["hydra", "hydra++", "draft_lm", "kangaroo", "eagle3"])
+@pytest.mark.parametrize("tree", [TokenTree.chain(3), TokenTree.expansion([2, 1])], ids=["chain", "tree"])
+def test_a_recorded_answer_is_what_replay_finds(tiny_base: TinyBase, name: str, tree: TokenTree) -> None:
+    """Positions and hidden states, of decoding with an early end too, against one pass over the finished text."""
+    head = make_heads(tiny_base)[name]
+    head.tree = tree
+    learner = OnlineLearner(head, OnlineConfig(interval=99))
+    for ids, new in zip(PROMPTS, (5, 17, 30, 31, 32, 33), strict=True):
+        result, lesson = learner.answer(ids, max_new_tokens=new)
+        assert result.tokens == decode(head.base, None, ids, max_new_tokens=new).tokens
+        hidden = hidden_of(head.base, head, lesson.text)
+        steps, found = replayed(head, tree, lesson.text, hidden)
+        assert steps == pytest.approx(len(result.steps))
+        within = len(lesson.text.ids) - head.depth  # near the limit decoding drafts less
+        rejected = [[pair for pair in each.rejected if pair[0] < within] for each in (lesson, found)]
+        assert rejected[0] == rejected[1] and (new < 30 or rejected[0])
+        torch.testing.assert_close(lesson.hidden.final[:, :-1], hidden.final[:, :-1], rtol=1e-4, atol=1e-4)
+        if hidden.layers is not None:
+            assert lesson.hidden.layers is not None
+            torch.testing.assert_close(lesson.hidden.layers[:, :-1], hidden.layers[:, :-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["hydra", "hydra++", "draft_lm", "kangaroo", "eagle3"])
+@pytest.mark.parametrize("positions", ["rejected", "all"])
+def test_a_head_learns_its_stream(tiny_base: TinyBase, name: str, positions: str) -> None:
+    head = make_heads(tiny_base)[name]
+    before = {key: value.clone() for key, value in head.state_dict().items()}
+    config = OnlineConfig(interval=2, positions=positions, steps=4, optim=OptimConfig(lr=0.01, schedule="constant"))
+    learner, frozen = OnlineLearner(head, config), frozen_copy(head)
+    steps = []
+    for _ in range(4):  # the same prompts again: the base's answers can be learned
+        results = list(learner.answers(PROMPTS, max_new_tokens=24))
+        wanted = [decode(head.base, None, ids, max_new_tokens=24).tokens for ids in PROMPTS]
+        assert [result.tokens for result in results] == wanted
+        steps.append(sum(len(result.steps) for result in results))
+    assert steps[-1] < steps[0], steps
+    assert learner.updates == 12 and not learner.buffer
+    assert all(torch.equal(value, before[key]) for key, value in frozen.state_dict().items())
+
+
+def test_only_rejected_positions_are_trained(tiny_base: TinyBase) -> None:
+    """Head k of Hydra gets a gradient from the k-th draft's rejections alone."""
+    head = hydra(tiny_base)
+    learner = OnlineLearner(head, OnlineConfig(interval=99))
+    _, lesson = learner.answer(PROMPTS[0], max_new_tokens=20)
+    assert {k for _, k in lesson.rejected} >= {1}
+    index, _ = next(pair for pair in lesson.rejected if pair[1] == 1)
+    one = type(lesson)(text=lesson.text, hidden=lesson.hidden, rejected=[(index, 2)])
+    learner.buffer.clear()
+    learner.buffer.append(one)
+    before = {key: value.clone() for key, value in head.state_dict().items()}
+    learner.update()
+    changed = {key.split(".")[1] for key, value in head.state_dict().items() if not torch.equal(value, before[key])}
+    assert changed == {"1"}, "blocks.1 drafts position 2"
+
+
+def test_sampled_answers_stay_exact(tiny_base: TinyBase) -> None:
+    """Drafts are sampled, and their distributions change over the stream."""
+    head = hydra(tiny_base)
+    sampler = Sampler(temperature=1.0, top_k=2)
+    config = OnlineConfig(interval=20, steps=2, optim=OptimConfig(lr=0.01, schedule="constant"))
+    learner = OnlineLearner(head, config)
+    draft_config = DraftConfig(
+        tree=TokenTree.chain(3), draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=1.0)
+    )
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(300):
+        found, _ = learner.answer(PROMPTS[0], max_new_tokens=3, sampler=sampler, draft_config=draft_config, seed=seed)
+        counts[tuple(found.tokens)] += 1
+    assert learner.updates == 15
+    assert p_value_of_answers(counts, probs_of_answers(head.base, PROMPTS[0], sampler, 3)) > 0.01
+
+
+def test_what_is_kept_is_bounded(tiny_base: TinyBase) -> None:
+    learner = OnlineLearner(hydra(tiny_base), OnlineConfig(interval=99, max_tokens=80))
+    for ids in PROMPTS:
+        learner.answer(ids, max_new_tokens=20)
+        assert sum(len(lesson.text.ids) for lesson in learner.buffer) <= 80
+    assert 1 < len(learner.buffer) < len(PROMPTS)
+
+
+def test_a_stream_that_was_stopped_goes_on(tiny_base: TinyBase, tmp_path: Path) -> None:
+    config = OnlineConfig(interval=2, optim=OptimConfig(lr=0.01, schedule="constant"))
+    whole = OnlineLearner(hydra(tiny_base), config)
+    list(whole.answers(PROMPTS, max_new_tokens=12))
+    first = OnlineLearner(hydra(tiny_base), config)
+    list(first.answers(PROMPTS[:4], max_new_tokens=12))
+    first.save(tmp_path, {"stream": 1})
+    list(first.answers(PROMPTS[4:5], max_new_tokens=12))  # lost by the kill
+    second = OnlineLearner(hydra(tiny_base), config)
+    with pytest.raises(UserError, match="is of a stream with stream = 1, which now is 2"):
+        second.restore(tmp_path, {"stream": 2})
+    assert second.restore(tmp_path, {"stream": 1}) and second.answered == 4
+    list(second.answers(PROMPTS[4:], max_new_tokens=12))
+    for key, value in whole.head.state_dict().items():
+        assert torch.equal(value, second.head.state_dict()[key]), key
+    assert not OnlineLearner(hydra(tiny_base), config).restore(tmp_path / "nothing", {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"interval": 0}, "interval must be at least 1, got 0"),
+        ({"positions": "some"}, "positions must be rejected or all"),
+        ({"objective": "mse"}, "objective must be one of ce, kl"),
+        ({"optim": OptimConfig()}, "a stream has no end"),
+    ],
+)
+def test_bad_settings(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        OnlineConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_the_command_goes_on_after_a_kill(
+    tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = small_head(tiny_base(), tmp_path / "run" / "head")
+    settings = [f"head={head}", "suite=builtin", "interval=2", "max_new_tokens=12", "optim.lr=0.01"]
+    call("adapt", *settings, f"out={tmp_path / 'whole'}")
+    said = capsys.readouterr().out
+    assert "mean accepted length" in said and "3 updates took" in said and "the head as it was" in said
+    rows = read_json_lines(tmp_path / "whole" / "answers.jsonl")
+    assert len(rows) == 6 and all(row["steps"] <= row["tokens"] <= 11 for row in rows)
+    assert (tmp_path / "whole" / "stream.png").stat().st_size > 5000
+    answer, calls = OnlineLearner.answer, []
+
+    def killed(self: OnlineLearner, *arguments: Any, **others: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return answer(self, *arguments, **others)
+
+    monkeypatch.setattr(OnlineLearner, "answer", killed)
+    with pytest.raises(SystemExit, match="interrupted"):
+        call("adapt", *settings, f"out={tmp_path / 'stopped'}")
+    call("adapt", *settings, f"out={tmp_path / 'stopped'}")
+    assert "going on after 2 answers and 1 updates" in capsys.readouterr().out
+    assert len(calls) == 4 + 4 and len(read_json_lines(tmp_path / "stopped" / "answers.jsonl")) == 6
+    whole, stopped = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("whole", "stopped"))
+    assert all(torch.equal(value, stopped[key]) for key, value in whole.items())
+    before = load_file(head / "model.safetensors")
+    assert any(not torch.equal(value, before[key]) for key, value in whole.items())

@@ -1,0 +1,377 @@
+"""A draft head that learns while it answers (Online Speculative Decoding, 2310.07177).
+
+``Recorder`` wraps the head: from what it drafts and what is then committed it knows where a draft was rejected, and it
+keeps the base's hidden states that decoding computes anyway, so no second pass of the base is needed and the target's
+distribution at any position is one product away. ``OnlineLearner`` updates the head every few answers on these
+positions. Weights change between answers only: a step's proposal carries the distributions that it was drawn with, and
+every answer starts with caches of its own, so the output stays exact.
+
+Where we differ from the reference code: the trained position is the rejected one (there one later), only a rejection
+counts (there the bonus after full acceptance too), every head can learn (there an independent draft model), and the
+optimiser clips.
+
+Shape legend: B rows (1), T tokens, n tokens of an answer with its prompt, K draft positions, D width.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafthead.data.batch import HiddenStates, TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import difference
+from drafthead.eval.trees.calibrate import WIDTH, answer_ranks
+from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, accepted_length_probs, start_probs
+from drafthead.eval.trees.texts import Text, as_batch
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftState, Proposal
+from drafthead.models.decoding.loop import EXACT, GREEDY, decode, default_draft_config
+from drafthead.models.decoding.random_source import RandomSource
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.heads.common.trains_base import TrainsBase
+from drafthead.models.token_tree import TokenTree
+from drafthead.train.config import OptimConfig
+from drafthead.train.trainer.checkpoint import TrainState, capture_rng, load_latest, restore_rng, save_checkpoint
+from drafthead.train.trainer.optim import head_optimizer
+from drafthead.train.trainer.step import train_step
+
+OBJECTIVES = {
+    "ce": LossConfig(ce=1.0, decay=1.0),
+    "kl": LossConfig(ce=0.0, kl=1.0, decay=1.0),
+    "reverse_kl": LossConfig(ce=0.0, reverse_kl=1.0, decay=1.0),
+    "jsd": LossConfig(ce=0.0, jsd=1.0, decay=1.0),
+    "kl_mixture": LossConfig(ce=0.0, kl=0.9, reverse_kl=0.1, decay=1.0),
+}
+"""``kl_mixture`` is what the paper's code calls JSD."""
+
+
+@dataclass(kw_only=True)
+class OnlineConfig:
+    """How a head learns from its own answers."""
+
+    interval: int = 8
+    """Answers between two updates."""
+    positions: str = "rejected"
+    """``rejected``: the first rejected draft of every step, as in the paper; ``all``: every token of the answers."""
+    objective: str = "kl"
+    """``ce``, ``kl``, ``reverse_kl``, ``jsd`` or ``kl_mixture`` (0.9 forward, 0.1 reverse)."""
+    steps: int = 1
+    """Optimiser steps of an update."""
+    max_tokens: int = 8192
+    """Most tokens (prompts included) that are kept between updates; the oldest answers are dropped first."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=3e-4, schedule="constant"))
+
+    def __post_init__(self) -> None:
+        for key in ("interval", "steps", "max_tokens"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
+        if self.positions not in ("rejected", "all"):
+            raise ValueError(f"positions must be rejected or all, got {self.positions!r}")
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
+        if self.optim.schedule != "constant":
+            raise ValueError(f"optim.schedule must be constant: a stream has no end, got {self.optim.schedule!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """An answer to learn from."""
+
+    text: Text
+    hidden: HiddenStates
+    """[1, n, ...] the base's, without a gradient; the last token's are zeros."""
+    rejected: list[tuple[int, int]]
+    """Index of a token that was not drafted where it should have been, and the draft position k (1-based) that failed.
+    """
+
+    def batch(self, depth: int, positions: str) -> TrainBatch:
+        """A row of training: the answer's tokens, or the rejected positions alone, by weights."""
+        batch = as_batch(self.text)
+        if positions == "all":
+            return batch
+        weights = torch.zeros(*batch.input_ids.shape, depth)
+        for index, k in self.rejected:
+            weights[0, index, k - 1] = 1.0
+        return replace(batch, weights=weights)
+
+
+@dataclass
+class RecorderState(DraftState):
+    """The head's state, and what was read and rejected on the way to it (a list shared from its end backwards)."""
+
+    inner: Any
+    length: int = 0
+    before: "RecorderState | None" = None
+    hidden: HiddenStates | None = None
+    """Of the tokens of the latest update."""
+    failed: tuple[int, int, tuple[int, ...]] | None = None
+    """``first_undrafted`` of the latest step."""
+
+    def select(self, rows: list[int]) -> "RecorderState":
+        return self  # there is one row
+
+
+class Recorder(Drafter[RecorderState]):
+    """Drafts as ``head`` does, one row at a time, and hands every finished answer to its learner."""
+
+    def __init__(self, head: DraftHead) -> None:
+        self.head = head
+        self.tree, self.spec, self.reads_base = head.tree, head.spec, head.reads_base
+        self.confidence_threshold = head.confidence_threshold
+        self.lessons: list[Lesson] = []
+        self._latest: RecorderState | None = None
+        self._drafted: tuple[RecorderState, Proposal] | None = None
+
+    @property
+    def depth(self) -> int:
+        return self.head.depth
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.vocab_size
+
+    @property
+    def base_fingerprint(self) -> str:
+        return self.head.base_fingerprint
+
+    def init_state(self, batch: int) -> RecorderState:
+        if batch != 1:
+            raise UserError(f"a head that learns online answers one prompt at a time, got {batch}")
+        return RecorderState(inner=self.head.init_state(1))
+
+    def update(
+        self, state: RecorderState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
+    ) -> RecorderState:
+        if base_hidden is None:
+            raise UserError("a head that learns online needs the base's hidden states; it cannot continue drafts")
+        count = tokens.shape[1] if counts is None else int(counts)
+        inner = self.head.update(state.inner, tokens, base_hidden, counts)
+        failed = None
+        if self._drafted is not None and self._drafted[0] is state:
+            failed = first_undrafted(self._drafted[1], tokens[0, 1:count].tolist(), state.length)
+        kept = base_hidden.map(lambda part: part[:, :count].clone())
+        new = RecorderState(inner, state.length + count, state, kept, failed)
+        self._latest = new
+        return new
+
+    def draft(
+        self, state: RecorderState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+    ) -> Proposal:
+        proposal = self.head.draft(state.inner, last_token, draft_config, rng)
+        self._drafted = state, proposal
+        return proposal
+
+    def remember(self, tokens: list[int]) -> None:
+        """A finished answer becomes a lesson."""
+        node, parts, rejected = self._latest, [], []
+        while node is not None and node.hidden is not None:
+            parts.append(node.hidden)
+            if node.failed is not None:
+                index, k, drafted = node.failed
+                # A last step that EOS or the limit cut short accepted more than it committed.
+                if index < len(tokens) and tokens[index] not in drafted:
+                    rejected.append((index, k))
+            node = node.before
+        self._latest = self._drafted = None
+        if not parts:
+            return
+        parts.reverse()
+        boundary = parts[0].final.shape[1]  # the prompt is the first update
+        hidden = join(parts, len(tokens))
+        self.lessons.append(
+            Lesson(
+                text=Text(list(tokens), boundary),
+                hidden=hidden,
+                rejected=rejected[::-1],
+            )
+        )
+
+
+def join(parts: list[HiddenStates], length: int) -> HiddenStates:
+    """Pieces [1, T, ...] as one [1, length, ...], zeros at its end: nothing reads the last token's."""
+
+    def joined(pieces: list[Tensor]) -> Tensor:
+        whole = torch.cat(pieces, 1)[:, :length]
+        return torch.nn.functional.pad(whole, (0, 0, 0, length - whole.shape[1]))
+
+    layers = [part.layers for part in parts if part.layers is not None]
+    return HiddenStates(final=joined([part.final for part in parts]), layers=joined(layers) if layers else None)
+
+
+def first_undrafted(proposal: Proposal, accepted: list[int], length: int) -> tuple[int, int, tuple[int, ...]] | None:
+    """Where the committed text left the drafts of a row: the token's index, its draft position, and what was drafted.
+
+    ``accepted`` are the committed drafts after the root, which stands at index ``length``. None where nothing was
+    drafted after them. Another drafter's accepted drafts may lead off the proposal: there it was wrong too.
+    """
+    tokens, parents = proposal.tokens[0].tolist(), proposal.shape.parents[0].tolist()
+    node, place = 0, 0
+    while True:
+        place += 1
+        children = {tokens[n]: n for n in range(len(parents) - 1, 0, -1) if parents[n] == node}
+        if not children:
+            return None
+        if place > len(accepted) or accepted[place - 1] not in children:
+            return length + place, place, tuple(children)
+        node = children[accepted[place - 1]]
+
+
+class OnlineLearner:
+    """A head, its optimiser, and the answers since the latest update."""
+
+    def __init__(self, head: DraftHead, config: OnlineConfig) -> None:
+        if isinstance(head, TrainsBase):
+            raise UserError(f"{type(head).__name__} trained its base along; only heads on a frozen base learn online")
+        self.head, self.config = head, config
+        self.recorder = Recorder(head)
+        self.optimizer = head_optimizer(head, config.optim)
+        self.buffer: deque[Lesson] = deque()
+        self.answered = self.updates = 0
+        self.decode_s = self.update_s = 0.0
+
+    def answer(
+        self,
+        ids: list[int],
+        *,
+        max_new_tokens: int,
+        draft_config: DraftConfig | None = None,
+        sampler: Sampler = GREEDY,
+        seed: int = 0,
+    ) -> tuple[DecodeResult, Lesson]:
+        """Answer a prompt with the head as it is now, by the exact rule; then learn from it."""
+        result = decode(
+            self.head.base,
+            self.recorder,
+            ids,
+            max_new_tokens=max_new_tokens,
+            draft_config=draft_config or default_draft_config(self.head),
+            sampler=sampler,
+            rule=EXACT,
+            seed=seed,
+        )
+        self.decode_s += result.total_s
+        lesson = self.recorder.lessons.pop()
+        self.learn(lesson)
+        return result, lesson
+
+    def answers(self, prompts: Iterable[list[int]], **settings: Any) -> Iterator[DecodeResult]:
+        """Answers to a stream of prompts, each by the head that the ones before have taught."""
+        for ids in prompts:
+            yield self.answer(ids, **settings)[0]
+
+    def learn(self, lesson: Lesson) -> bool:
+        """Keep an answer, and update the head where it is time to; returns whether it was."""
+        self.buffer.append(lesson)
+        while len(self.buffer) > 1 and sum(len(each.text.ids) for each in self.buffer) > self.config.max_tokens:
+            self.buffer.popleft()
+        self.answered += 1
+        if self.answered % self.config.interval:
+            return False
+        self.update()
+        return True
+
+    def update(self) -> None:
+        """Optimiser steps on the kept answers, which are then let go."""
+        started = perf_counter()
+        with torch.inference_mode(False), torch.enable_grad():
+            wanted = self.config.positions
+            lessons = [each for each in self.buffer if wanted == "all" or each.rejected]
+            rows = [
+                (each.batch(self.head.depth, wanted).to(self.head.base.device), each.hidden.map(torch.clone))
+                for each in lessons
+            ]
+            self.head.train()  # drops the copies that it drafts with
+            for _ in range(self.config.steps if rows else 0):
+                train_step(
+                    self.head,
+                    self.optimizer,
+                    rows,
+                    OBJECTIVES[self.config.objective],
+                    lr=self.config.optim.lr,
+                    clip_norm=self.config.optim.clip_norm,
+                    reduce=lambda tensor: tensor,
+                )
+            self.head.eval()
+        self.updates += 1
+        self.buffer.clear()
+        self.update_s += perf_counter() - started
+
+    # What survives a kill ------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, made_by: dict[str, Any]) -> None:
+        """A checkpoint after an update: weights, moments, random states and times; answers since then come again."""
+        state = TrainState(phase=0, step=self.updates, global_step=self.answered)
+        manifests = {"stream": made_by, "seconds": [self.decode_s, self.update_s]}
+        head, optimizer = self.head.state_dict(), self.optimizer.state_dict()
+        save_checkpoint(folder, state, head, optimizer, rng=[capture_rng()], manifests=manifests, keep=2)
+
+    def restore(self, folder: Path, made_by: dict[str, Any]) -> bool:
+        """Continue from the newest checkpoint of the same stream; False where there is none."""
+        found = load_latest(folder)
+        if found is None:
+            return False
+        if (other := difference(found.manifests.get("stream"), made_by)) is not None:
+            key, was, now = other
+            raise UserError(
+                f"{folder} is of a stream with {key} = {was}, which now is {now}; use the old settings, another out=, "
+                "or resume=false"
+            )
+        self.head.load_state_dict(found.head)
+        self.head.eval()
+        self.optimizer.load_state_dict(found.optimizer)
+        restore_rng(found.rng[0])
+        self.answered, self.updates = found.state.global_step, found.state.step
+        self.decode_s, self.update_s = found.manifests["seconds"]
+        return True
+
+
+def replayed(head: DraftHead, tree: TokenTree, text: Text, hidden: HiddenStates) -> tuple[float, Lesson]:
+    """What greedy decoding with ``head`` would do on a finished answer: steps, and the lesson of it.
+
+    ``hidden`` [1, n, ...] are the base's. One pass of the head over the text; nothing is decoded.
+    """
+    batch = as_batch(text).to(head.base.device)
+    found = answer_ranks(head, batch, hidden)
+    if not found:
+        return 0.0, Lesson(text=text, hidden=hidden, rejected=[])
+    ranks = found[0]
+    lengths = accepted_length_probs(accept_probs_of_ranks(ranks, WIDTH), tree)
+    (starts,) = start_probs([lengths])
+    return float(starts.sum()), Lesson(text=text, hidden=hidden, rejected=_rejected_ranks(text, ranks, lengths, tree))
+
+
+def _rejected_ranks(text: Text, ranks: Ranks, lengths: Any, tree: TokenTree) -> list[tuple[int, int]]:
+    """The rejected positions of a greedy replay; a path that ends in a leaf of the tree rejects nothing."""
+    found, t = [], 0
+    inner = {path[:-1] for path in tree.paths[1:]}
+    while t < len(ranks):
+        accepted = int(lengths[t].argmax())
+        path = tuple(int(rank) for rank in ranks[t, :accepted])
+        index = text.boundary + t + accepted + 1
+        if path in inner and index < len(text.ids):
+            found.append((index, accepted + 1))
+        t += accepted + 1
+    return found
+
+
+def frozen_copy(head: DraftHead) -> DraftHead:
+    """The head as it is now, with weights of its own, on the same base."""
+    whole = len(head.d2t) == head.base.vocab_size
+    copy = head.config.build(head.base, None if whole else head.d2t)
+    copy.load_state_dict(head.state_dict())
+    copy.tree, copy.confidence_threshold = head.tree, head.confidence_threshold
+    return copy.eval()
+
+
+def hidden_of(base: BaseModel, head: DraftHead, text: Text) -> HiddenStates:
+    """[1, n, ...] what decoding would have seen, in one pass of the base."""
+    return base.hidden_states(as_batch(text).to(base.device), head.spec)
