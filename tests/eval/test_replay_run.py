@@ -110,7 +110,14 @@ def test_any_drafters_are_simulated_on_the_same_texts(
     answer = decode(base, None, [7, 8, 9], max_new_tokens=30, ignore_eos=True).tokens
     write_texts(tmp_path / "t.jsonl", [Text([7, 8, 9, *answer], 3)] * 2)
     drafters = "drafters=[prompt_lookup@4,suffix_memory@4,relay:head@1+prompt_lookup@3,head+prompt_lookup@2]"
-    call("replay", f"head={head}", f"texts={tmp_path / 't.jsonl'}", drafters, f"plot={tmp_path / 'bars.png'}")
+    call(
+        "replay",
+        f"head={head}",
+        "chain=[1]",
+        f"texts={tmp_path / 't.jsonl'}",
+        drafters,
+        f"plot={tmp_path / 'bars.png'}",
+    )
     said = capsys.readouterr().out
     found = {
         name: float(re.search(rf"{re.escape(name)}\D+\d+\D+([\d.]+)", said)[1]) for name in drafters[10:-1].split(",")
