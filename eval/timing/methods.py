@@ -134,9 +134,9 @@ def _generated(base: BaseModel, config: EvalConfig, **speculation: Any) -> Metho
 
 def _baseline(base: BaseModel, head: Drafter, head_config: DraftConfig, spec: str, config: EvalConfig) -> Method:
     if (found := _transformers_method(spec)) is None:
-        return _decoded(
-            base, *build_drafter(parse_drafter(spec), base, head, head_config, config.combine_nodes), config
-        )
+        own = own_head(head)
+        own_config = head_config if own is head else config.draft_config(own)
+        return _decoded(base, *build_drafter(parse_drafter(spec), base, own, own_config, config.combine_nodes), config)
     kind, detail = found
     if kind == "hf_prompt_lookup":
         return _generated(base, config, prompt_lookup_num_tokens=int(detail or 3))
