@@ -23,6 +23,8 @@ SETTINGS = {
     "replay": ["head=x"],
     "sweep": ["heads=[x]"],
     "certify": [],
+    "adapt": ["head=x"],
+    "study": [],
     "export": ["head=x", "to=medusa", "out=y"],
     "import": ["from=x", "base=b", "out=y"],
     "push": ["head=x", "repo=me/x"],

@@ -1,5 +1,6 @@
 """``drafthead replay head=DIR``: simulated acceptance of any draft length and tree, from the base's own answers."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,18 +208,24 @@ def table(found: Sequence[Row], config: ReplayConfig) -> Table:
 
 @styled
 def draw(found: Sequence[Row], path: Path) -> None:
-    """A bar for every row, with its interval."""
-    figure, axes = new_axes(height=0.8 + 0.32 * len(found))
+    """A bar for every row with its interval, under its name: names of drafters are long."""
+    figure, axes = new_axes(height=0.8 + 0.5 * len(found))
     for place, row in enumerate(reversed(found)):
         low, high = row.simulated.interval or (row.simulated.mean_accepted_length,) * 2
         mean = row.simulated.mean_accepted_length
-        axes.barh(place, mean, color=ACCENT if row.speedup is None else SOFT, height=0.7)
+        axes.barh(place, mean, color=ACCENT if row.speedup is None else SOFT, height=0.35)
         axes.plot([low, high], [place, place], color=INK, linewidth=1)
         axes.text(high + 0.02, place, f"{mean:.2f}", va="center", fontsize=8)
-    axes.set_yticks(range(len(found)), [f"{row.name} ({row.nodes})" for row in reversed(found)], fontsize=8)
+        axes.text(1.01, place + 0.22, f"{short_name(row.name)}, {row.nodes} nodes", va="bottom", fontsize=8)
+    axes.set_yticks([])
     axes.set_xlim(1, None)
-    axes.set_xlabel("mean accepted length, simulated (nodes)")
+    axes.set_xlabel("mean accepted length, simulated")
     save_png(figure, path)
+
+
+def short_name(spec: str) -> str:
+    """A drafter's expression with head folders by the name of their run."""
+    return re.sub(r"head:(?:[^+@()]*/)?([^/+@()]+)/head\b", r"head:\1", spec)
 
 
 if __name__ == "__main__":
