@@ -4,6 +4,7 @@ from pathlib import Path
 
 from drafthead.commands.settings import command
 from drafthead.data.utils.display import Display
+from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json_lines, write_atomic
 from drafthead.eval.config import EvalRunConfig
 from drafthead.eval.evaluate import evaluate

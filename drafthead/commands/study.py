@@ -109,14 +109,15 @@ def main(config: StudyConfig) -> None:
 def equal_width(shape: ModelShape, reference: int, depth: int) -> int:
     """MLP channels, a multiple of 16, with which ``depth`` layers are as large as ``reference`` whole ones."""
     a_channel = 3 * shape.hidden_size
-    beside = shape.layer_parameters - a_channel * shape.mlp_widths[0]
+    inner = next(outputs for name, _, outputs in shape.linears if name == "gate_proj")
+    beside = shape.layer_parameters - a_channel * inner
     width = (reference * shape.layer_parameters / depth - beside) / a_channel
     if width < 16:
         raise UserError(
             f"{depth} layers without an MLP are as large as {reference} of the base already; raise reference, or lower "
             "depths"
         )
-    return round(width / 16) * 16
+    return 16 * round(width / 16)
 
 
 def train(config: StudyConfig, depth: int, width: int, folder: Path) -> None:

@@ -23,6 +23,7 @@ from drafthead.models.drafters.nested import Nested
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.drafters.relay import Relay
 from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.token_tree import TokenTree
 
 METHOD_FORMS = f"{FORMS}, hf_prompt_lookup[:TOKENS], hf_assisted:NAME"
 

@@ -91,8 +91,8 @@ class BudgetCache(KVCache):
         layers, heads, kept = places.shape
         width = source.keys.shape[-1]
         index = places[:, None, :, :, None].expand(-1, -1, -1, -1, width)
-        self.keys = source.keys.new_empty(layers, 1, heads, kept + room, width)
-        self.values = torch.empty_like(self.keys)
+        keys = source.keys.new_empty(layers, 1, heads, kept + room, width)
+        self._over_memory((keys, torch.empty_like(keys)), source.places)
         self.keys[:, :, :, :kept] = source.keys.gather(3, index)
         self.values[:, :, :, :kept] = source.values.gather(3, index)
         self.length, self.pending, self._start, self._end = kept, 0, 0, 0
@@ -162,6 +162,11 @@ class BudgetDrafter(Drafter[BudgetState], UsesTargetCache):
         for name, value in (("budget", budget), ("num_tokens", num_tokens), ("refresh", refresh)):
             if value < 1:
                 raise UserError(f"a budget cache needs {name} of at least 1, got {value}")
+        if base.cache_shape.by_layer is not None or base.windows is not None:
+            raise UserError(
+                f"a budget cache needs layers that are alike and see the whole text; {base.name} has others: choose "
+                "another drafter"
+            )
         self.policy = Policy.parse(policy)
         if budget < max(2, 2 * self.policy.size):
             raise UserError(f"a budget of {budget} positions is too small for {policy}; give at least twice its size")
@@ -263,7 +268,7 @@ class BudgetDrafter(Drafter[BudgetState], UsesTargetCache):
         queries = None
         if self.policy.name == "retrieval" and count > self.budget:
             with captured_queries() as queries:
-                self.base.forward(last_token[:, None], KVCache.view(source.keys, source.values, count))
+                self.base.forward(last_token[:, None], KVCache.view(source.stacks, source.places, count))
         places = self.policy.places(self.budget, source.keys[:, 0, :, :count], queries)
         room = self.refresh + self.depth + self.draft_config.nodes
         kept.cache, kept.text, kept.selected_at = BudgetCache(source, places, count, room), text, count

@@ -70,12 +70,12 @@ def grouped_sdpa(
         raise UserError(
             f"the attention of {kind} uses {(unknown or [what])[0]!r}, which is not known here; choose another base"
         )
+    if _captured is not None:
+        _captured.append(query)
     if s_aux is not None or softcap is not None:
         return _explicit(query, key, value, attention_mask, dropout, scaling, s_aux, softcap).transpose(1, 2), None
     if (lengths := getattr(attention_mask, _LENGTHS, None)) is not None and key.shape[2] == query.shape[2]:
         return _per_document(module, query, key, value, lengths, dropout, scaling), None
-    if _captured is not None:
-        _captured.append(query)
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.device.type != "cpu":
         # CUDA's fused kernels take grouped heads only without a mask; the copy is cheaper than their fallback.
