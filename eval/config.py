@@ -86,6 +86,9 @@ class EvalConfig(DrafterConfig):
     confidence_threshold: float | None = None
     """Nothing is drafted after a draft with less confidence (Kangaroo's threshold); 0: never stop; null: the head's own
     threshold, where drafts are top-k in a static tree."""
+    prefix_threshold: float = 0.0
+    """Nothing is drafted below a node whose path the head's own confidences, multiplied, put under this (DSpark); for
+    sampled children too. 0: never stop. Needs ``head.confidence``."""
     length: str = "constant"
     """``constant``, or ``heuristic``: two drafts more after a step that accepted all, one less after any other."""
     sampler: Sampler = field(default_factory=Sampler)
@@ -152,6 +155,7 @@ class EvalConfig(DrafterConfig):
                 draft_sampling=draft_sampling,
                 sampler=Sampler(temperature=self.draft_temperature),
                 confidence_threshold=confidence_threshold,
+                prefix_threshold=self.prefix_threshold,
                 adaptive=AdaptiveLength(start=min(5, tree.depth)) if self.length == "heuristic" else None,
             )
         except ValueError as error:

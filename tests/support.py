@@ -124,6 +124,9 @@ EAGLE3_VARIANTS = {
     "shared lm_head": {"own_lm_head": False},
     "later norms": {"norm_before_fc": True, "norm_output": True},
     "final state": {"layers": [], "intermediate_size": 40},
+    "eagle 3.1": {"fc_norm": True, "norm_output": True},
+    "qwen3 layer": {"qk_norm": True, "norm_before_residual": True},
+    "parallel": {"parallel": True, "num_layers": 2, "qk_norm": True, "fc_norm": True},
 }
 
 

@@ -77,8 +77,13 @@ def _one_of(value: str, allowed: Iterable[str]) -> tuple[bool, str]:
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """AdamW and its schedule, one per phase."""
+    """The optimiser and its schedule, one per phase."""
 
+    name: str = "adamw"
+    """``adamw``, or ``muon``: torch's Muon for the matrices of layers, AdamW for the rest (vectors, tables, projections
+    to the vocabulary). Its updates have the size of AdamW's, so one learning rate serves both."""
+    momentum: float = 0.95
+    """Muon's."""
     lr: float = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -103,6 +108,8 @@ class OptimConfig:
         _require(
             self,
             "optim.",
+            name=_one_of(self.name, ("adamw", "muon")),
+            momentum=(0 <= self.momentum < 1, "in [0, 1)"),
             lr=(0 < self.lr < 1, "in (0, 1)"),
             betas=(betas, "two numbers in [0, 1)"),
             weight_decay=_at_least(self.weight_decay, 0),
@@ -339,8 +346,8 @@ class CheckpointConfig:
     every_steps: int = 200
     keep: int = 2
     """Newest checkpoints; the one with the largest held-out mean accepted length is kept besides."""
-    final: str = "last"
-    """Which weights the run ends with: the ``last``, or the ``best`` by held-out mean accepted length."""
+    final: str = "best"
+    """Which weights the run ends with: the ``best`` by held-out mean accepted length, or the ``last``."""
 
     def __post_init__(self) -> None:
         _require(
@@ -369,6 +376,12 @@ class RunConfig:
     """Resume from the newest checkpoint of the run folder; false starts the run over (corpora are kept)."""
     base: BaseConfig = field(default_factory=BaseConfig)
     head: dict[str, Any] = field(default_factory=dict)
+    init_from: str | None = None
+    """Train on from this head (a folder, also of an imported head, or a Hub repository) instead of an untrained one.
+    Settings and draft vocabulary are its own; ``head`` must name its type."""
+    init_data: str | None = None
+    """With ``init_from``: ``data.folder`` of the corpus that the head was trained on. Acceptance on its held-out
+    answers is measured before and after, as on those of the new one: narrow data make a head forget."""
     data: DataConfig = field(default_factory=DataConfig)
     phases: dict[str, PhaseConfig] = field(default_factory=dict)
     """In order. Named, so that one value can be overridden: ``phases.distill.steps=500``."""
@@ -445,6 +458,8 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     """Everything about a run that can be checked without its model and data."""
     run = parse(cfg, RunConfig)
     _check_base_training(run)
+    _check_optimizers(run)
+    _check_init_from(run)
     _check_stream(run)
     if "num_hidden_layers" in run.base.shape:
         run.head_config().check_layers(run.base.shape["num_hidden_layers"])
@@ -464,6 +479,26 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     if context is not None and longest > context:
         raise UserError(f"rows of {longest} tokens exceed the base's context of {context}; lower phases.*.seq_len")
     return run
+
+
+def _check_optimizers(run: RunConfig) -> None:
+    """Refuse Muon where no process has whole matrices."""
+    for name, phase in run.phases.items():
+        if phase.optim.name == "muon" and run.shard.mode != "none":
+            raise UserError(
+                f"phases.{name}.optim.name=muon needs whole matrices, and shard.mode={run.shard.mode} splits them; use "
+                "shard=none, or adamw"
+            )
+
+
+def _check_init_from(run: RunConfig) -> None:
+    """Refuse a start that would not be one."""
+    if run.init_data is not None and run.init_from is None:
+        raise UserError("init_data is measured with init_from, which is not set; name a head, or leave it out")
+    if run.init_from is not None and run.trains_base:
+        raise UserError(
+            "init_from starts heads on the original base, and a phase has train_base; leave one of them out"
+        )
 
 
 def _check_base_training(run: RunConfig) -> None:
@@ -524,6 +559,15 @@ def preflight(run: RunConfig) -> None:
     for phase in run.phases.values():
         if phase.boost.head:
             read_head_config(resolve_folder(phase.boost.head))
+    if run.init_from is not None:
+        found = read_head_config(resolve_folder(run.init_from))["head_type"]
+        if found != run.head_config().head_type:
+            raise UserError(
+                f"init_from={run.init_from} holds a head of type {found}, and this run trains a "
+                f"{run.head_config().head_type}; choose a recipe or head={found}"
+            )
+    if run.init_data is not None and not (Path(run.init_data) / "generations").is_dir():
+        raise UserError(f"init_data={run.init_data} has no folder generations; name the data.folder of an earlier run")
     answers, text = run.data.generations, run.data.text
     if answers.server.url is not None and not (Path(run.data.folder) / "generations" / COMPLETE).exists():
         from drafthead.data.answers.server import check_server

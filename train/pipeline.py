@@ -16,6 +16,7 @@ from accelerate.utils import set_seed
 
 from drafthead.data.answers.backend import RankGroup
 from drafthead.data.answers.draft_vocab import coverage
+from drafthead.data.answers.store import GenerationStore
 from drafthead.data.text.packing import collate
 from drafthead.data.utils.config import update_names
 from drafthead.data.utils.errors import UserError
@@ -31,15 +32,16 @@ from drafthead.eval.report.side_by_side import side_by_side
 from drafthead.eval.report.tables import console_lines, console_table
 from drafthead.eval.trees.calibrate import answer_ranks, calibrate, load_calibration, save_calibration
 from drafthead.eval.trees.cost_model import measure_costs
-from drafthead.eval.trees.simulate import Ranks
+from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, simulate_acceptance
 from drafthead.eval.trees.texts import Text, text_ranks
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import ADAPTER
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.trains_base import TrainsBase
+from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import RunConfig, preflight
-from drafthead.train.corpora.corpora import Corpora
+from drafthead.train.corpora.corpora import Corpora, is_held_out
 from drafthead.train.distributed.launcher import Launch, launched, rank_group
 from drafthead.train.outlook import Outlook
 from drafthead.train.publish.card import write_card
@@ -58,8 +60,11 @@ from drafthead.train.trainer.trainer import Trainer
 
 SETTINGS = "training-settings.json"
 QUALITY = "quality.json"
+CONTINUED = "init_from.json"
+MOST_TEXTS = 64
+"""Held-out answers that a head which is trained on is measured on, at most."""
 RESULTS = {
-    "train": ("checkpoints", "head", "metrics.jsonl"),
+    "train": ("checkpoints", "head", "metrics.jsonl", CONTINUED),
     "quality": (QUALITY,),
     "tree": ("calibration.json",),
     "evaluate": ("eval.json", "eval-log-*.jsonl"),
@@ -120,8 +125,12 @@ class Workspace:
         return development_answers(self.base, run.eval, run.tree_prompts) if wanted else None
 
     def new_head(self) -> DraftHead:
-        """The untrained head, with adapters of its base if the run trains it."""
+        """The head to train: untrained, with adapters of its base if the run trains it; or that of ``init_from``."""
         config, base = self.run.head_config(), self.corpora.base
+        if self.run.init_from is not None:
+            head = DraftHead.from_pretrained(self.run.init_from, base)
+            head.tree = None
+            return head
         size = config.draft_vocab_size
         d2t = None if size is None or size >= base.vocab_size else self.corpora.draft_vocabulary(size)
         head = config.build(base, d2t)
@@ -178,6 +187,8 @@ def train(work: Workspace) -> None:
         )
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     work.display.line(f"   head: {type(head).__name__}, {head.depth} draft positions, {trained:,} trained parameters")
+    if run.init_from is not None and launch.is_main:
+        _measure_continued(work, head.eval(), "before")
     Trainer(run, head, work.corpora, work.folder, launch, tracker).train()
     del head
     launch.accelerator.wait_for_everyone()
@@ -189,6 +200,34 @@ def train(work: Workspace) -> None:
         work.corpora.base = BaseModel.load(run.base, work.corpora.base.device)
     save_training_plots(read_json_lines(work.folder / "metrics.jsonl"), work.folder / "plots")
     _save_trained_head(work)
+    if run.init_from is not None:
+        _measure_continued(work, work.load_head(), "after")
+
+
+def _measure_continued(work: Workspace, head: DraftHead, when: str) -> None:
+    """Mean accepted length of greedy chains on held-out answers, of the new data and of the old; kept in the folder."""
+    path, run = work.folder / CONTINUED, work.run
+    found = read_json(path) if path.exists() else {}
+    if when not in found or when == "after":
+        folders = {"new": Path(run.data.folder), **({"old": Path(run.init_data)} if run.init_data else {})}
+        with undisturbed_rng(), work.display.stage(f"acceptance {when} training on: {', '.join(folders)} data"):
+            found[when] = {name: _held_out_length(head, folder) for name, folder in folders.items()}
+        write_json(path, found)
+    if when == "after":
+        for name, length in found[when].items():
+            work.display.line(
+                f"   {name} data, held out: mean accepted length {found['before'][name]:.2f} before, {length:.2f} after"
+            )
+
+
+def _held_out_length(head: DraftHead, folder: Path) -> float:
+    """Simulated mean accepted length with a chain over all positions, on the held-out answers of a corpus."""
+    answers = GenerationStore(folder / "generations").read(with_hidden_states=False)
+    texts = [Text(g.input_ids.tolist(), g.boundary) for g in answers if is_held_out(g.prompt_number)][:MOST_TEXTS]
+    if not texts:
+        raise UserError(f"{folder} has no held-out answers to measure acceptance on; name a larger corpus")
+    probs = [accept_probs_of_ranks(ranks, 1) for ranks in text_ranks(head, texts)]
+    return simulate_acceptance(probs, TokenTree.chain(head.depth)).mean_accepted_length
 
 
 def _save_trained_head(work: Workspace) -> None:
@@ -369,9 +408,19 @@ def check_settings(path: Path, wanted: dict[str, Any]) -> None:
 
 def training_settings(run: RunConfig) -> dict[str, Any]:
     """What may not change between a run's start and its continuation, by dotted key."""
-    kept = {k: v for k, v in asdict(run).items() if k in ("seed", "base", "head", "data", "phases")}
+    kept = {k: v for k, v in asdict(run).items() if k in ("seed", "base", "head", "init_from", "data", "phases")}
     del kept["data"]["folder"], kept["data"]["generations"]["batch_size"], kept["data"]["generations"]["server"]
     del kept["base"]["kernels"]
+    if kept["head"].get("head_type") == "eagle3" and kept["head"].get("num_layers") == 1:
+        del kept["head"]["num_layers"]
+    for phase in kept["phases"].values():
+        for group, name, default in (
+            ("optim", "name", "adamw"),
+            ("optim", "momentum", 0.95),
+            ("loss", "confidence", 1.0),
+        ):
+            if phase[group][name] == default:
+                del phase[group][name]  # nor these
     for source in (*kept["data"]["text"]["sources"], *kept["data"]["generations"]["sources"]):
         if source["turns"] == 1:
             del source["turns"]  # which runs of earlier versions do not have

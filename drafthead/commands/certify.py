@@ -21,7 +21,8 @@ usage: drafthead certify [key=value ...]
 Each row runs the decoder's own drafting and verification on a small random target and drafter, once for every outcome
 of every random draw. A row is exact when the total variation between the committed tokens and the target's own
 distribution is below 1e-9, lossy when its rule says that it is, refused when it cannot be built because it would bias
-the output. Anything else FAILED, and the exit code is 1.
+the output, biased when it is a published way to draft that must be found to be so. Anything else FAILED, and the exit
+code is 1.
 
   drafthead certify                       one line per rule, draft sampling and shape: the worst of all samplers
   drafthead certify each=true             a line per sampler
@@ -85,7 +86,7 @@ def table(rows: Sequence[Row]) -> Table:
         shown.add_column(heading, justify="right")
     shown.add_column("result", no_wrap=True)
     for row in rows:
-        style = {"FAILED": "[bold red]", "lossy": "[yellow]"}.get(row.result, "[default]")
+        style = {"FAILED": "[bold red]", "lossy": "[yellow]", "biased": "[yellow]"}.get(row.result, "[default]")
         enumerated = row.total_variation is not None
         shown.add_row(
             *(row.rule, row.draft_sampling, row.sampler, row.shape),
@@ -105,7 +106,7 @@ def summary(rows: Sequence[Row]) -> str:
     """One line: how many rows have which result."""
     counts = Counter(row.result for row in rows)
     outcomes = sum(row.outcomes for row in rows)
-    results = ", ".join(f"{counts[v]} {v}" for v in ("exact", "lossy", "refused", "FAILED") if counts[v])
+    results = ", ".join(f"{counts[v]} {v}" for v in ("exact", "lossy", "biased", "refused", "FAILED") if counts[v])
     return f"{len(rows)} rows, {outcomes:,} outcomes: {results}"
 
 

@@ -12,9 +12,10 @@ import torch
 from drafthead.eval.lossless.tabular_lm import CombinedTableDraft, Draft, RelayTableDraft, TableDraft, TabularLM
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree, Proposal
+from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import combine
-from drafthead.models.token_tree import TokenTree
+from drafthead.models.token_tree import TokenTree, TreeShape
 
 EXACT, BLOCK = AcceptanceRule(), AcceptanceRule(name="block")
 LOSSY = (AcceptanceRule(name="typical"), AcceptanceRule(name="lenient", lenience=0.7))
@@ -52,6 +53,7 @@ class Part:
     top_k: bool = False
     """Top-k drafting, whatever the other drafters do."""
     confidence_threshold: float = 0.0
+    prefix_threshold: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,11 @@ class Shape:
         """Drafting of this shape from tables near ``target``; ``sampler`` is the drafters'."""
         drafts: list[TableDraft] = []
         for number, part in enumerate(self.parts):
-            draft_config = DraftConfig(tree=part.tree, confidence_threshold=part.confidence_threshold)
+            draft_config = DraftConfig(
+                tree=part.tree,
+                confidence_threshold=part.confidence_threshold,
+                prefix_threshold=part.prefix_threshold,
+            )
             if sampler is not None and not part.top_k:
                 draft_config = replace(draft_config, draft_sampling=draft_sampling, sampler=sampler)
             table = target.near(seed + number, DRAFT_SPREAD)
@@ -89,6 +95,7 @@ CHAIN_1, CHAIN_2, CHAIN_3 = (Part(tree=TokenTree.chain(k)) for k in (1, 2, 3))
 TREE_21, TREE_22, TREE_312 = (Part(tree=TokenTree.expansion(widths)) for widths in ([2, 1], [2, 2], [3, 1, 2]))
 UNBALANCED = Part(tree=TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)]))
 CHAINS = (Shape("chain 1", 8, (CHAIN_1,)), Shape("chain 2", 8, (CHAIN_2,)), Shape("chain 3", 7, (CHAIN_3,)))
+STOPPING = Shape("chain 3, stops by its prefix below 0.5", 6, (replace(CHAIN_3, prefix_threshold=0.5),))
 SHAPES = (
     *CHAINS,
     Shape("<3>", 8, (Part(tree=TokenTree.expansion([3])),)),
@@ -100,6 +107,13 @@ SHAPES = (
     Shape("<3,1,2>, a distribution per level", 4, (replace(TREE_312, shared=True),)),
     Shape("<2,2>, drafts 3 of the ids", 5, (replace(TREE_22, draft_vocabulary=3),)),
     Shape("chain 3, stops below 0.4", 6, (replace(CHAIN_3, confidence_threshold=0.4),), (TOP_K,)),
+    STOPPING,
+    Shape("<2,2>, stops by its prefix below 0.6", 4, (replace(TREE_22, prefix_threshold=0.6),)),
+    Shape(
+        "<3,1,2>, a distribution per level, stops by its prefix below 0.4",
+        3,
+        (replace(TREE_312, shared=True, prefix_threshold=0.4),),
+    ),
     Shape("dynamic, 7 nodes", 6, (Part(tree=DynamicTree(nodes=7, width=2, depth=3)),), (TOP_K,)),
     Shape("chain 1 + chain 1", 8, (CHAIN_1, CHAIN_1)),
     Shape("chain 2 + chain 2", 4, (CHAIN_2, CHAIN_2)),
@@ -146,7 +160,7 @@ def cases() -> Iterator[Case]:
         for kind in shape.kinds:
             yield from _with_samplers(EXACT, kind, shape)
             yield replace(_case(EXACT, kind, shape, Sampler()), greedy=True)
-    for shape in CHAINS:
+    for shape in (*CHAINS, STOPPING):
         for kind in (TOP_K, WITH):  # one child is drawn alike with and without replacement
             yield from _with_samplers(BLOCK, kind, shape)
     for rule, shape, kind in product(LOSSY, (CHAINS[0], CHAINS[2], SHAPES[4]), EVERY):
@@ -213,8 +227,85 @@ def refusals() -> tuple[Refusal, ...]:
             "<2,2>",
             lambda: DraftConfig(tree=tree, draft_sampling=WITH, sampler=greedy),
         ),
+        Refusal(
+            "exact",
+            "sampled",
+            "chain 1, drops a draft by its own probability",
+            lambda: DraftConfig(tree=TokenTree.chain(1), draft_sampling=WITH, confidence_threshold=0.2),
+        ),
         Refusal("exact", "sampled", "dynamic", lambda: DraftConfig(tree=dynamic, draft_sampling=WITH)),
         Refusal("exact", "with and without replacement", "chain 1 + chain 1", _two_kinds),
         Refusal("block", "sampled", "<2,2>", lambda: BLOCK.check(WITH, tree)),
         Refusal("block", "top k", "dynamic", lambda: BLOCK.check(TOP_K, dynamic)),
+    )
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """A published way to draft less that looks at what it drops: how far it moves the distribution."""
+
+    draft_sampling: str
+    shape: str
+    target: TabularLM
+    draft: Draft
+    depth: int
+    expected: float
+    """Total variation, by hand."""
+
+
+def _table(*rows: tuple[float, float]) -> TabularLM:
+    """Over two tokens: the probabilities after the root, and after each token."""
+    return TabularLM(torch.tensor(rows, dtype=torch.float64).log())
+
+
+def _shortened(table: TabularLM, depth: int, length: Callable[[Proposal], torch.Tensor]) -> Draft:
+    """Sampled chains, of which the first ``length`` ([B]) drafts are verified."""
+    draft_config = DraftConfig(tree=TokenTree.chain(depth), draft_sampling=WITH, sampler=RAW)
+
+    def draft(last_token: torch.Tensor, rng: RandomSource) -> Proposal:
+        proposal = TableDraft(table, draft_config)(last_token, rng)
+        parents = proposal.shape.parents.expand(len(last_token), -1)
+        kept = torch.arange(depth + 1) <= length(proposal)[:, None]
+        return replace(proposal, shape=TreeShape.from_parents(torch.where(kept, parents, -1), width=1))
+
+    return draft
+
+
+def _by_own_probability(proposal: Proposal) -> torch.Tensor:
+    """Drop the draft where its own probability is under 0.2."""
+    assert proposal.probs is not None
+    return (proposal.probs[:, 0].gather(1, proposal.tokens[:, 1:2])[:, 0] >= 0.2).long()
+
+
+def _by_search(proposal: Proposal) -> torch.Tensor:
+    """The number of drafts with the most expected tokens a second, by confidences 0.6, then 0.9 after token 0 and 0.1
+    after token 1, where a pass over one or two drafts takes 1.7 times as long as over none (another request's drafts
+    fill the batch): a search over all lengths, which looks at the sampled token."""
+    second = torch.where(proposal.tokens[:, 1] == 0, 0.6 * 0.9, 0.6 * 0.1)
+    rates = torch.stack([torch.ones_like(second), torch.full_like(second, 1.6 / 1.7), (1.6 + second) / 1.7], 1)
+    return rates.argmax(1)
+
+
+def counterexamples() -> tuple[Counterexample, ...]:
+    """What certify must find biased: if it did not, its other rows would prove nothing."""
+    even, uneven = (0.5, 0.5), (0.7, 0.3)
+    return (
+        # (0.55, 0.45) instead of (0.5, 0.5)
+        Counterexample(
+            "drops a draft by its own probability",
+            "chain 1",
+            _table(even, even, even),
+            _shortened(_table((0.9, 0.1), even, even), 1, _by_own_probability),
+            1,
+            0.05,
+        ),
+        # (0.85, 0.15) instead of (0.7, 0.3): DSpark, appendix A
+        Counterexample(
+            "drafts pruned for a batch, by a search after sampling",
+            "chain 2",
+            _table(uneven, *[even] * 6),
+            _shortened(_table(*[even] * 7), 2, _by_search),
+            2,
+            0.15,
+        ),
     )

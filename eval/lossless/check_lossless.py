@@ -3,7 +3,8 @@
 Each row runs the decoder's own drafting and verification on a small random target and drafter, once for every outcome
 of the random choices (``enumerate.py``). What a step commits, completed by the target to one token more than the tree
 is deep, must have the target's own distribution: the total variation between the two is rounding, below 1e-9. A lossy
-rule is reported with its distance, and what would be biased must be refused.
+rule is reported with its distance, what would be biased must be refused, and published ways to draft that are biased
+must be found to be so, by as much as they are by hand.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from drafthead.data.utils.errors import UserError
-from drafthead.eval.lossless.cases import RAW, Case, Refusal, cases, refusals
+from drafthead.eval.lossless.cases import EXACT, RAW, Case, Counterexample, Refusal, cases, counterexamples, refusals
 from drafthead.eval.lossless.enumerate import committed, total_variation
 from drafthead.eval.lossless.tabular_lm import TableDraft, TabularLM
 from drafthead.models.decoding.acceptance import AcceptanceRule
@@ -34,7 +35,7 @@ class Row:
     sampler: str
     shape: str
     result: str
-    """``exact``, ``lossy``, ``refused`` or ``FAILED``."""
+    """``exact``, ``lossy``, ``biased`` (a counterexample), ``refused`` or ``FAILED``."""
     vocabulary: int = 0
     """0 where nothing is enumerated."""
     outcomes: int = 0
@@ -88,6 +89,19 @@ def check_refusal(refusal: Refusal) -> Row:
     return Row(**labels(refusal), result="refused" if reason else "FAILED", reason=reason)
 
 
+def check_counterexample(case: Counterexample) -> Row:
+    """Enumerate what must be found biased, by as much as is known."""
+    found = committed(case.draft, case.target, RAW, EXACT, case.depth)
+    distance = total_variation(found, case.target.probs(RAW))
+    return Row(
+        **labels(case),
+        vocabulary=case.target.vocabulary,
+        outcomes=found.outcomes,
+        total_variation=distance,
+        result="biased" if abs(distance - case.expected) < EXACT_BELOW else "FAILED",
+    )
+
+
 def check_lossless(only: str = "", progress: Callable[[int, int], None] | None = None) -> list[Row]:
     """All rows, or those in whose rule, draft sampling, sampler or shape the words ``only`` occur.
 
@@ -95,20 +109,30 @@ def check_lossless(only: str = "", progress: Callable[[int, int], None] | None =
         only: as in a row, such as ``block`` or ``chain 2 + chain 2``.
         progress: called with the rows done and their number.
     """
-    every: list[Case | Refusal] = [*cases(), *refusals()]
+    every: list[Case | Refusal | Counterexample] = [*cases(), *refusals(), *counterexamples()]
     chosen = [(n, case) for n, case in enumerate(every) if any(only in label for label in labels(case).values())]
     if not chosen:
         raise UserError(f"no row of the certificate has {only!r}; run drafthead certify to see them all")
     rows = []
     for done, (number, case) in enumerate(chosen, start=1):
-        rows.append(check_case(case, seed=10 * number) if isinstance(case, Case) else check_refusal(case))
+        if isinstance(case, Case):
+            rows.append(check_case(case, seed=10 * number))
+        else:
+            rows.append(check_refusal(case) if isinstance(case, Refusal) else check_counterexample(case))
         if progress:
             progress(done, len(chosen))
     return rows
 
 
-def labels(case: Case | Refusal) -> dict[str, Any]:
+def labels(case: Case | Refusal | Counterexample) -> dict[str, Any]:
     """What a row is about."""
+    if isinstance(case, Counterexample):
+        return {
+            "rule": "exact",
+            "draft_sampling": case.draft_sampling,
+            "sampler": settings_label(RAW, "temperature"),
+            "shape": case.shape,
+        }
     if isinstance(case, Refusal):
         return {"rule": case.rule, "draft_sampling": case.draft_sampling, "sampler": "any", "shape": case.shape}
     sampler = settings_label(case.sampler, "temperature")

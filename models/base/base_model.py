@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.data.text.chat import Message, prompt_ids
+from drafthead.data.text.chat import Message, prompt_ids, user_turn
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base import adapter
 from drafthead.models.base.check import Expected, check, logit_scale, measured_sizes
@@ -177,6 +177,16 @@ class BaseModel:
         configured = self.model.generation_config.eos_token_id
         ids = configured if isinstance(configured, list) else [configured]
         return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
+
+    @property
+    def unused_token(self) -> int:
+        """An id that no text has: an embedding without a token, or a special token that no turn of a chat has."""
+        tokenizer = self.tokenizer
+        if tokenizer is None or len(tokenizer) < self.vocab_size:
+            return 0 if tokenizer is None else len(tokenizer)
+        spoken = {*self.eos_ids, *self.prompt_ids(user_turn("")), tokenizer.pad_token_id, tokenizer.bos_token_id}
+        special = [*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder]
+        return max((i for i in special if i not in spoken and i < self.vocab_size), default=self.vocab_size - 1)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Ids of ``messages`` and of the start of the answer, by the chat template and its settings."""

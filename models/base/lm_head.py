@@ -14,14 +14,34 @@ class LMHead:
     """[V, D], frozen."""
     scale: float = 1.0
     softcap: float | None = None
+    low_rank: Tensor | None = None
+    """[V, r] trained, or None. It reads the last r columns of the input, the frozen ``weight`` those before."""
+
+    @property
+    def trained(self) -> Tensor:
+        """The part of the weights that may be trained."""
+        return self.weight if self.low_rank is None else self.low_rank
 
     def rows(self, ids: Tensor) -> "LMHead":
         """The head over the draft vocabulary ``ids`` ([W] int64)."""
         return LMHead(weight=self.weight[ids].contiguous(), scale=self.scale, softcap=self.softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V]."""
-        return self.scale_and_cap(hidden @ self.weight.t())
+        """[..., D] -> [..., V]; [..., D + r] with a ``low_rank`` part."""
+        return self.scale_and_cap(self.product(hidden))
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """The same before it is scaled."""
+        if self.low_rank is None:
+            return hidden @ self.weight.t()
+        width = self.weight.shape[1]
+        return hidden[..., :width] @ self.weight.t() + hidden[..., width:] @ self.low_rank.t()
+
+    def input_gradient(self, gradient: Tensor) -> Tensor:
+        """The gradient [n, D] by the input of ``product``, of the one by what it gives, [n, V]."""
+        if self.low_rank is None:
+            return gradient @ self.weight
+        return torch.cat([gradient @ self.weight, gradient @ self.low_rank], -1)
 
     def scale_and_cap(self, product: Tensor) -> Tensor:
         """The logits of a product ``h @ weight.T``."""

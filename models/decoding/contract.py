@@ -133,12 +133,20 @@ class DraftConfig:
     confidence_threshold: float = 0.0
     """Kangaroo's threshold (2404.18911): a draft with less confidence is verified, but nothing is drafted after it.
     For static trees with top-k candidates."""
+    prefix_threshold: float = 0.0
+    """A node gets children only while the product of the drafter's own confidences along its path, its own included,
+    is at least this (DSpark). A confidence reads the node's prefix and never the drafts that it is about, so the output
+    stays exact with sampled candidates too. For static trees of drafters that ``says_confidence``."""
     adaptive: AdaptiveLength | None = None
     """Truncate the tree to a length that follows what was accepted (one row only); None: always the whole tree."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.confidence_threshold < 1:
             raise ValueError(f"confidence_threshold must be in [0, 1), got {self.confidence_threshold}")
+        if not 0 <= self.prefix_threshold < 1:
+            raise ValueError(f"prefix_threshold must be in [0, 1), got {self.prefix_threshold}")
+        if self.prefix_threshold > 0 and isinstance(self.tree, DynamicTree):
+            raise ValueError("prefix_threshold is for static trees; leave one of them out")
         if isinstance(self.tree, DynamicTree) and self.draft_sampling is not DraftSampling.TOP_K:
             # Keeping the best of sampled nodes looks at the samples, which biases the output.
             raise ValueError("a dynamic tree ranks nodes by their score: its draft_sampling must be top_k")
@@ -214,6 +222,11 @@ class Drafter(ABC, Generic[StateT]):
     @abstractmethod
     def depth(self) -> int:
         """The most drafts on a path."""
+
+    @property
+    def says_confidence(self) -> bool:
+        """Whether it says how likely a node's children are accepted (``ConfidentPass``)."""
+        return False
 
     @property
     def vocab_size(self) -> int | None:

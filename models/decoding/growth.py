@@ -89,30 +89,21 @@ def tree_levels(tree: TokenTree, device: torch.device, sampled: bool) -> tuple[T
     return tuple(levels)
 
 
-def active_nodes(tree: TokenTree, tokens: Tensor, active: Tensor) -> Proposal:
-    """The nodes of a static tree that are ``active`` ([B, N] bool) in some row; in other rows they are padding."""
-    tokens, active = tokens[:, : len(tree)], active[:, : len(tree)]
-    if bool(active.all()):
-        return Proposal(tokens=tokens, shape=tree.shape_on(tokens.device), draft_sampling=DraftSampling.TOP_K)
+def kept_nodes(tree: TokenTree, active: Tensor, sampled: bool = False) -> tuple[Tensor, TreeShape]:
+    """The nodes of a static tree that are ``active`` ([B, N] bool) in some row, [n] int64, and their trees.
+
+    In other rows they are padding. ``sampled``: nodes keep as many places for children as the tree has.
+    """
+    device, shape = active.device, tree.shape_on(active.device)
     kept = active.any(0).nonzero()[:, 0]
-    place = torch.zeros(len(tree), dtype=torch.int64, device=tokens.device)
-    place[kept] = torch.arange(len(kept), device=tokens.device)
-    parents = place[torch.tensor((0, *tree.parents[1:]), device=tokens.device)[kept]]
+    if bool(active.all()):
+        return kept, shape
+    place = torch.zeros(len(tree), dtype=torch.int64, device=device)
+    place[kept] = torch.arange(len(kept), device=device)
+    parents = place[torch.tensor((0, *tree.parents[1:]), device=device)[kept]]
     parents = torch.where(active[:, kept], parents, -1)
     parents[:, 0] = -1
-    shape = TreeShape.from_parents(parents)
-    return Proposal(tokens=tokens[:, kept], shape=shape, draft_sampling=DraftSampling.TOP_K)
-
-
-def drop_missing(tree: TokenTree, tokens: Tensor) -> TreeShape:
-    """The shape without samples that do not exist, and without what would follow them."""
-    shape = tree.shape_on(tokens.device)
-    missing = tokens < 0
-    if not missing.any():
-        return shape
-    parents = torch.tensor([tree.parents], device=tokens.device)
-    dropped = (shape.ancestors & missing[:, None, :]).any(-1)
-    return TreeShape.from_parents(torch.where(dropped, -1, parents), width=shape.children.shape[2])
+    return kept, TreeShape.from_parents(parents, width=shape.children.shape[2] if sampled else None)
 
 
 class DraftPass(Protocol):
@@ -133,6 +124,17 @@ class DraftPass(Protocol):
             [B, F, W], or [B, 1, W] when all nodes of the level have the same distribution: then its candidates are
             found once and shared. Sharing samples between parents is exact, since a walk passes one of them only and
             arrives there by what happened on the levels above.
+        """
+        ...
+
+
+class ConfidentPass(DraftPass, Protocol):
+    """A pass that says how likely drafts are accepted."""
+
+    def confidence(self) -> Tensor:
+        """[B, F] (or [B, 1]): P(a child is accepted) of the nodes whose logits were given last.
+
+        It may depend on these nodes and on what stands before them, and on nothing after.
         """
         ...
 
@@ -188,7 +190,7 @@ class StepwiseDrafter(Drafter[StateT]):
             if isinstance(tree, DynamicTree):
                 proposal = grow_dynamic(draft_pass, last_token, tree, self.d2t)
             elif draft_config.draft_sampling is DraftSampling.TOP_K:
-                proposal = grow_ranked(draft_pass, last_token, tree, self.d2t, draft_config.confidence_threshold)
+                proposal = grow_ranked(draft_pass, last_token, draft_config, self.d2t)
             elif rng is None:
                 raise ValueError("sampled candidates need a random source")
             else:
@@ -210,41 +212,68 @@ def _logits_after(draft_pass: DraftPass, frontier: Frontier | None) -> Tensor:
     return draft_pass.root() if frontier is None else draft_pass.step(*frontier)
 
 
-def grow_ranked(
-    draft_pass: DraftPass, last_token: Tensor, tree: TokenTree, d2t: Tensor, confidence_threshold: float = 0.0
-) -> Proposal:
+class _PrefixStop:
+    """Which nodes still get children, by the product of confidences along their paths (DSpark)."""
+
+    def __init__(self, draft_pass: DraftPass, rows: int, threshold: float, device: torch.device) -> None:
+        self._pass, self._threshold = draft_pass, threshold
+        self._reached = torch.ones(rows, 1, device=device)  # of the frontier's parents, at the frontier's places
+
+    def expandable(self) -> Tensor:
+        """[B, F] bool for the frontier whose logits were given last."""
+        if self._threshold == 0:
+            return torch.ones_like(self._reached, dtype=torch.bool)
+        self._reached = self._reached * self._pass.confidence()  # type: ignore[attr-defined]
+        return self._reached >= self._threshold
+
+    def descend(self, level: TreeLevel) -> None:
+        """Go to the next frontier."""
+        self._reached = self._reached[:, level.above]
+
+
+def grow_ranked(draft_pass: DraftPass, last_token: Tensor, draft_config: DraftConfig, d2t: Tensor) -> Proposal:
     """A static tree: every node takes its parent's candidate of the node's rank.
 
-    With ``confidence_threshold``, a node whose probability is lower is kept, but gets no children; drafting ends when
-    no node of any row has children. Then the trees of the rows differ.
+    With ``confidence_threshold``, a node whose probability is lower is kept, but gets no children; with
+    ``prefix_threshold``, a node gets none where the drafter is not confident of its path. Drafting ends when no node of
+    any row has children. Then the trees of the rows differ.
     """
+    tree, threshold = draft_config.tree, draft_config.confidence_threshold
+    assert isinstance(tree, TokenTree)
     rows, device = last_token.shape[0], last_token.device
     tokens = last_token.new_zeros(rows, len(tree))
     tokens[:, 0] = last_token
+    stop = _PrefixStop(draft_pass, rows, draft_config.prefix_threshold, device)
+    stops = threshold > 0 or draft_config.prefix_threshold > 0
     expandable = torch.ones(rows, 1, dtype=torch.bool, device=device)  # of the frontier
     active = torch.zeros(tokens.shape, dtype=torch.bool, device=device)
     active[:, 0] = True
-    depth = 0
     frontier: Frontier | None = None
     for level in tree_levels(tree, device, sampled=False):
-        depth += 1
         logits = _logits_after(draft_pass, frontier).float()
+        if draft_config.prefix_threshold > 0 and not (expandable := expandable & stop.expandable()).any():
+            break
         width = min(level.width, logits.shape[-1])
         values, candidates = logits.topk(width, dim=-1)
         ranks = level.ranks.clamp(max=width - 1)
         parents = level.parents.clamp(max=logits.shape[1] - 1)
         drafted = d2t[candidates[:, parents, ranks]]
         tokens[:, level.nodes] = drafted
-        if confidence_threshold > 0:
-            confidence = (values - logits.logsumexp(-1, keepdim=True))[:, parents, ranks].exp()
+        if stops:
             active[:, level.nodes] = expandable[:, level.parents]
-            expandable = (expandable[:, level.parents] & (confidence >= confidence_threshold))[:, level.inner]
+            expandable = expandable[:, level.parents]
+            if threshold > 0:
+                confidence = (values - logits.logsumexp(-1, keepdim=True))[:, parents, ranks].exp()
+                expandable = expandable & (confidence >= threshold)
+            expandable = expandable[:, level.inner]
             if not expandable.any():
                 break
+            stop.descend(level)
         frontier = drafted[:, level.inner], level.above.expand(rows, -1)
-    if confidence_threshold == 0:
+    if not stops:
         return Proposal(tokens=tokens, shape=tree.shape_on(device), draft_sampling=DraftSampling.TOP_K)
-    return active_nodes(tree.truncate(depth), tokens, active)
+    kept, shape = kept_nodes(tree, active)
+    return Proposal(tokens=tokens[:, kept], shape=shape, draft_sampling=DraftSampling.TOP_K)
 
 
 def grow_sampled(
@@ -258,40 +287,59 @@ def grow_sampled(
     """A static tree whose nodes' children are samples of the drafter's warped distribution, which goes with them.
 
     Every parent's distribution is one row of ``probs``, in the order of the parents. A sample that does not exist
-    (the distribution has fewer tokens than children are wanted) becomes padding.
+    (the distribution has fewer tokens than children are wanted) becomes padding, and so do, with ``prefix_threshold``,
+    the children of nodes that get none: whether they do was known before they were drawn.
     """
     tree = draft_config.tree
     assert isinstance(tree, TokenTree)
     rows, device = last_token.shape[0], last_token.device
     tokens = last_token.new_zeros(rows, len(tree))
     tokens[:, 0] = last_token
+    stop = _PrefixStop(draft_pass, rows, draft_config.prefix_threshold, device)
+    expandable = torch.ones(rows, 1, dtype=torch.bool, device=device)
+    active = torch.zeros(tokens.shape, dtype=torch.bool, device=device)
+    active[:, 0] = True
     probs: list[Tensor] = []
     frontier: Frontier | None = None
     prob_index = torch.zeros(len(tree), dtype=torch.int64, device=device)
     parents_of_level, count = torch.zeros(1, dtype=torch.int64, device=device), 0
     for level in tree_levels(tree, device, sampled=True):
         logits = _logits_after(draft_pass, frontier)
+        if draft_config.prefix_threshold > 0 and not (expandable := expandable & stop.expandable()).any():
+            break
         dist = draft_config.sampler.probs(logits.flatten(0, 1)).view(logits.shape)
-        drawn = draw_candidates(dist, level.width, draft_config.draft_sampling, rng)
         width = dist.shape[1]  # 1 where all parents share one
+        wanted = dist
+        if draft_config.prefix_threshold > 0:  # a parent that gets no children draws none
+            drawing = expandable if width == expandable.shape[1] else expandable.any(1, keepdim=True)
+            wanted = torch.where(drawing[..., None], dist, 0.0)
+        drawn = draw_candidates(wanted, level.width, draft_config.draft_sampling, rng)
         chosen = drawn[:, level.parents.clamp(max=width - 1), level.ranks]
         chosen = torch.where(chosen >= 0, d2t[chosen.clamp(min=0)], -1)
         tokens[:, level.nodes] = chosen
+        active[:, level.nodes] = active[:, parents_of_level][:, level.parents] & expandable[:, level.parents]
+        if draft_config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT:
+            active[:, level.nodes] &= chosen >= 0
         prob_index[parents_of_level] = count if width == 1 else torch.arange(count, count + width, device=device)
         count += width
         # Always, also where draft ids are the target's own: to find that out would wait for the device.
         probs.append(dist.new_zeros(rows, width, vocabulary).index_copy_(2, d2t, dist))
         frontier = chosen[:, level.inner].clamp(min=0), level.above.expand(rows, -1)
         parents_of_level = level.nodes[level.inner]
-    shape = tree.shape_on(device)
-    if draft_config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT:
-        shape = drop_missing(tree, tokens)
+        expandable = expandable[:, level.above]
+        stop.descend(level)
+    may_miss = draft_config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT or draft_config.prefix_threshold > 0
+    kept, shape = torch.arange(len(tree), device=device), tree.shape_on(device)
+    if may_miss:
+        kept, shape = kept_nodes(tree, active, sampled=True)
+    if not probs:
+        return Proposal(tokens=tokens[:, kept], shape=shape, draft_sampling=DraftSampling.TOP_K)
     return Proposal(
-        tokens=tokens.clamp(min=0),
+        tokens=tokens[:, kept].clamp(min=0),
         shape=shape,
         draft_sampling=draft_config.draft_sampling,
         probs=torch.cat(probs, 1),
-        prob_index=prob_index[None, :, None].expand(1, -1, shape.children.shape[2]),
+        prob_index=prob_index[kept][None, :, None].expand(1, -1, shape.children.shape[2]),
     )
 
 

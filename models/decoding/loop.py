@@ -359,6 +359,11 @@ def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftC
         )
     if drafter.base_fingerprint is not None and drafter.base_fingerprint != base.fingerprint:
         raise UserError(f"the draft head was loaded for another base than {base.name}; attach it to this one")
+    if draft_config.prefix_threshold > 0 and not drafter.says_confidence:
+        raise UserError(
+            f"prefix_threshold={draft_config.prefix_threshold:g} needs a drafter that says how likely its drafts are "
+            "accepted, such as a dspark head with head.confidence=true; leave it out"
+        )
     if isinstance(draft_config.tree, TokenTree) and draft_config.depth > drafter.depth:
         raise UserError(
             f"the tree is {draft_config.depth} deep, but the drafter drafts {drafter.depth} positions; choose a "

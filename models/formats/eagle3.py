@@ -63,10 +63,16 @@ class Eagle3Format(Format):
         Engine("TensorRT-LLM", "reads it (its source); the layers are set on its side: eagle3_layers_to_capture"),
         Engine("TGI", "no"),
     )
-    optional = {"norm_output": "norm_output", "num_tokens": "num_draft_tokens", "ttt_steps": "ttt_steps"}
+    optional = {
+        "norm_output": "norm_output",
+        "fc_norm": "fc_norm",
+        "norm_before_residual": "norm_before_residual",
+        "num_tokens": "num_draft_tokens",
+        "ttt_steps": "ttt_steps",
+    }
     sizes = {"target_hidden_size": "hidden_size", "vocab_size": "vocab_size"}
     other_keys = LAYER_KEYS | {
-        *("architectures", "hidden_size", "intermediate_size", "draft_vocab_size", "norm_before_residual", "fc_norm"),
+        *("architectures", "hidden_size", "intermediate_size", "draft_vocab_size"),
         *("eagle_config", "layers", "norm_before_fc", LAYER_IDS),
     }
     ignored_tensors = frozenset({EMBEDDING})
@@ -92,7 +98,6 @@ class Eagle3Format(Format):
             "intermediate_size": head.midlayer.mlp.gate_proj.out_features,
             "draft_vocab_size": len(head.d2t),
             "target_hidden_size": head.base.hidden_size,
-            "norm_before_residual": False,
             "norm_before_fc": head.config.norm_before_fc,  # where llama.cpp's converter and speculators files have it
             LAYER_IDS: list(head.spec.layers),
             "num_aux_hidden_states": len(head.spec.layers),
@@ -109,6 +114,11 @@ class Eagle3Format(Format):
             # Engines join the states in the order of the layers, and count the last one's before or after the norm.
             what = f"it reads the layers {layers}, and engines join them in ascending order, of 1 to {count - 1}"
             found.append(Unsupported(what, "head.layers=null"))
+        if head.config.qk_norm:
+            what = "it norms queries and keys, and the layer of this format is Llama's, which does not"
+            found.append(Unsupported(what, "head.qk_norm=false"))
+        if head.config.parallel:
+            found.append(Unsupported("it drafts all positions in one pass", "head.parallel=false head.num_layers=1"))
         if head.lm_head is None and head.target_lm_head.softcap is not None:
             what = f"{head.base.name} caps its logits, and the format does not cap those of the base's output head"
             found.append(Unsupported(what, "head.own_lm_head=true"))
@@ -122,6 +132,11 @@ class Eagle3Format(Format):
             found["llama.cpp"] = _ignores("llama.cpp", "norm_output", "the state before the norm is fed on")
         if head.config.norm_before_fc:
             found["SGLang"] = _ignores("SGLang", "norm_before_fc", "input_norm.weight is skipped")
+        if head.config.fc_norm:
+            found["SGLang"] = replace(SGLANG, support="reads fc_norm in versions of 2026 (its source; not run)")
+            found["llama.cpp"] = _ignores("llama.cpp", "fc_norm", "the states are not normed")
+        if head.config.norm_before_residual:
+            found["SGLang"] = _ignores("SGLang", "norm_before_residual", "the residual is the state before the norm")
         if len(head.spec.layers) != 3:
             found["llama.cpp"] = Engine("llama.cpp", "no: it reads exactly 3 layers")
         return tuple(found.values())
@@ -150,9 +165,6 @@ class Eagle3Format(Format):
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         config, default = checkpoint.config, Eagle3Config()
-        for key in ("norm_before_residual", "fc_norm"):
-            if config.get(key):
-                raise UserError(f"{checkpoint.source} sets {key}, and heads here have no such norm; they cannot run it")
         found = super().settings(checkpoint)
         found.setdefault("ttt_steps", min(default.ttt_steps, found.get("num_draft_tokens", default.num_draft_tokens)))
         ids = self.vocabulary(checkpoint)

@@ -68,6 +68,8 @@ class GgufFormat(Eagle3Format):
         if head.config.norm_output:
             what = "its steps read the normed output, and llama.cpp feeds the state before the norm on, without a word"
             found.append(Unsupported(what, "head.norm_output=false"))
+        if head.config.fc_norm:
+            found.append(Unsupported("it norms every layer's state, and llama.cpp does not", "head.fc_norm=false"))
         if len(head.spec.layers) != 3:
             what = f"it reads {len(head.spec.layers)} layers, and llama.cpp reads exactly 3"
             found.append(Unsupported(what, "head.layers=null"))
@@ -93,7 +95,7 @@ class GgufFormat(Eagle3Format):
         writer.add_array("eagle3.target_layers", config[LAYER_IDS])
         writer.add_uint32("eagle3.target_hidden_size", config["target_hidden_size"])
         writer.add_bool("eagle3.norm_before_fc", config["norm_before_fc"])
-        writer.add_bool("eagle3.norm_before_residual", False)
+        writer.add_bool("eagle3.norm_before_residual", config["norm_before_residual"])
         for key, name in OWN_KEYS.items():
             writer.add_uint32(key, config[name])
         writer.add_tokenizer_model("no_vocab")  # the target's is used

@@ -40,7 +40,7 @@ class SpeculatorsFormat(Eagle3Format):
     def config(self, head: Eagle3Head) -> dict[str, Any]:
         found = super().config(head)
         own = ["architectures", "draft_vocab_size", "target_hidden_size", "norm_before_residual"]
-        own += ["norm_before_fc", "norm_output", "num_tokens", "ttt_steps", LAYER_IDS]
+        own += ["norm_before_fc", "fc_norm", "norm_output", "num_tokens", "ttt_steps", LAYER_IDS]
         layer = {key: value for key, value in found.items() if key not in own and key != "eagle_config"}
         return {
             **{key: found[key] for key in own},

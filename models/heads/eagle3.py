@@ -10,40 +10,53 @@ head starts as about the base's next-token head instead of at random, attention 
 distribution to imitate is that of every target, also where the base's likeliest token cannot be drafted. Trees are
 those of any head; EAGLE-2's (2406.16858) are ``DynamicTree``.
 
+``parallel`` is P-EAGLE (2602.01469): deeper positions read a learnt state and a mask token instead of the layer's own
+output, so all of them are one pass of as many layers as one likes. All places and depths are trained, where the paper
+samples depths.
+
 Shape legend: B batch, T time, S places that are drafted from, F frontier nodes, K draft positions, n targets, D width,
 W draft vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drafthead.data.batch import NO_DOCUMENT, HiddenStates, HiddenStatesSpec, TrainBatch
+from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
-from drafthead.models.heads.common.attention_layer import HeadAttention, HeadMLP, HeadRMSNorm
+from drafthead.models.decoding.growth import DraftPass
+from drafthead.models.heads.common.attention_layer import (
+    HeadAttention,
+    HeadDecoderLayer,
+    HeadMLP,
+    HeadRMSNorm,
+    attend_block,
+)
 from drafthead.models.heads.common.contract import DraftHeadConfig
 from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.heads.common.multi_position import MultiPositionHead
-from drafthead.models.heads.common.targets import DraftTargets
+from drafthead.models.heads.common.targets import DraftTargets, drafting_places, has_next
 from drafthead.models.kernels.attention import document_mask
 
 
 class EagleLayer(nn.Module):
     """Attention over [norm(embedding); norm(feature)], MLP, both added to the feature; names as in checkpoints."""
 
-    def __init__(self, base: BaseModel, inner: int | None) -> None:
-        """For ``base``, with an MLP of width ``inner`` or the base's."""
+    def __init__(self, base: BaseModel, inner: int | None, qk_norm: bool, norm_before_residual: bool) -> None:
+        """For ``base``, with an MLP of width ``inner`` or the base's; what it adds to may be the normed feature."""
         super().__init__()
-        self.self_attn = HeadAttention(base, 2 * base.hidden_size)
+        self.norm_before_residual = norm_before_residual
+        self.self_attn = HeadAttention(base, 2 * base.hidden_size, qk_norm)
         self.mlp = HeadMLP(base, inner)
         self.input_layernorm = HeadRMSNorm(base)
         self.hidden_norm = HeadRMSNorm(base)
@@ -98,10 +111,12 @@ class EagleLayer(nn.Module):
             feature = between(found[-1])
             query, key, value = self.step_states(embedded(step, places), feature, positions[rows, places] + step)
             own.append((key, value))
-            keys, values = (torch.stack(part) for part in zip(*own, strict=True))
+            keys, values = (torch.stack(part, 3) for part in zip(*own, strict=True))
             # Without recomputing its scores every step would keep a matrix of S times T for each head.
-            out: Tensor = checkpoint(attend_own, query, text_key, text_value, seen, keys, values, use_reentrant=False)
-            attended = self.self_attn.o_proj(out.transpose(1, 2).flatten(2))
+            out: Tensor = checkpoint(
+                attend_block, query[:, :, :, None], text_key, text_value, seen, keys, values, use_reentrant=False
+            )
+            attended = self.self_attn.join(out[:, :, :, 0])
             found.append(self.add_mlp(feature, attended))
         return found
 
@@ -111,54 +126,9 @@ class EagleLayer(nn.Module):
 
     def add_mlp(self, feature: Tensor, attended: Tensor) -> Tensor:
         """What the layer puts out, of its feature and what attention adds to it: [B, S, D]."""
-        hidden = feature + attended
+        hidden = (self.hidden_norm(feature) if self.norm_before_residual else feature) + attended
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
-
-
-def attend_own(
-    query: Tensor, text_key: Tensor, text_value: Tensor, mask: Tensor, keys: Tensor, values: Tensor
-) -> Tensor:
-    """Attention to the text, and of every query to the drafted positions of its own place: [B, H, S, E].
-
-    Args:
-        query: [B, H, S, E].
-        text_key: [B, G, T, E].
-        text_value: [B, G, T, E].
-        mask: [B, 1, S, T] additive, of the text.
-        keys: [i, B, G, S, E]; query s sees the i keys at s.
-        values: [i, B, G, S, E].
-    """
-    groups, time = text_key.shape[1:3]
-    rows, heads, count, width = query.shape
-    query = query.reshape(rows, groups, -1, width) * width**-0.5  # [B, G, R * S, E]
-    grouped = (rows, groups, heads // groups, count)
-    to_text = (query @ text_key.transpose(2, 3)).view(*grouped, time) + mask[:, :, None]
-    to_own = torch.einsum("bgrse,ibgse->bgrsi", query.view(*grouped, width), keys)
-    weights = torch.cat([to_text, to_own], -1).float().softmax(-1).to(query.dtype)
-    out = (weights[..., :time].flatten(2, 3) @ text_value).view(*grouped, width)
-    out += torch.einsum("bgrsi,ibgse->bgrse", weights[..., time:], values)
-    return out.flatten(1, 2)
-
-
-def followed(documents: Tensor) -> Tensor:
-    """[B, T] bool: another token of the same document follows."""
-    found = torch.zeros_like(documents, dtype=torch.bool)
-    found[:, :-1] = (documents[:, :-1] == documents[:, 1:]) & (documents[:, :-1] != NO_DOCUMENT)
-    return found
-
-
-def drafting_places(draft_targets: DraftTargets, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Where any position drafts from: [B, S] places in the rows, and for every flat place its flat place in there."""
-    rows, time = ids.shape
-    used = torch.zeros(rows * time, dtype=torch.bool, device=ids.device)
-    used[draft_targets.source_idx[draft_targets.valid]] = True
-    used = used.view(rows, time)
-    most = int(used.sum(1).max())
-    places = used.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
-    slots = torch.zeros_like(used, dtype=torch.int64)
-    slots.scatter_(1, places, torch.arange(rows * most, device=ids.device).view(rows, most))
-    return places, slots.flatten()
 
 
 @dataclass(kw_only=True)
@@ -178,11 +148,33 @@ class Eagle3Config(DraftHeadConfig):
     """Inner width of the MLP; null: the base's."""
     norm_before_fc: bool = False
     """Norm the concatenated states before they are projected, as later checkpoints do."""
+    fc_norm: bool = False
+    """Norm each layer's states before they are concatenated (EAGLE-3.1, 2605.09992)."""
+    norm_before_residual: bool = False
+    """The layer adds to the normed feature instead of the feature, as some checkpoints do."""
+    qk_norm: bool = False
+    """Norm every attention head's queries and keys before they are rotated, as Qwen3's layers do."""
     norm_output: bool = False
     """A step reads the layer's output after the final norm, as later checkpoints do; published: before it."""
 
+    parallel: bool = False
+    """P-EAGLE: all positions in one pass; ``ttt_steps`` of them are trained."""
+    num_layers: int = 1
+    """Decoder layers; more than one needs ``parallel``."""
+    mask_token: int | None = None
+    """Of ``parallel``: id whose embedding deeper positions read; null: one that no text has, chosen from the base's
+    tokenizer."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("head.fc_norm and head.norm_before_fc exclude each other; leave one of them out")
+        if self.parallel and self.norm_output:
+            raise ValueError(
+                "head.parallel has no next step to read what head.norm_output norms; leave one of them out"
+            )
+        if not 1 <= self.num_layers <= 16 or (self.num_layers > 1 and not self.parallel):
+            raise ValueError(f"head.num_layers must be in [1, 16], and 1 without head.parallel, got {self.num_layers}")
         if not 1 <= self.ttt_steps <= self.num_draft_tokens:
             raise ValueError(
                 f"head.ttt_steps must be in [1, head.num_draft_tokens={self.num_draft_tokens}], got {self.ttt_steps}"
@@ -220,6 +212,8 @@ class Eagle3Head(MultiPositionHead):
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, base: BaseModel, d2t: Tensor | None) -> None:
+        if config.parallel and config.mask_token is None:
+            config = replace(config, mask_token=base.unused_token)
         super().__init__(config, base, d2t)
         width = base.hidden_size
         layers = published_layers(base.num_layers) if config.layers is None else tuple(config.layers)
@@ -227,8 +221,17 @@ class Eagle3Head(MultiPositionHead):
         self.spec = HiddenStatesSpec(layers=layers)
         sources = max(1, len(layers))
         self.input_norm = HeadRMSNorm(base, sources * width) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(HeadRMSNorm(base) for _ in range(sources)) if config.fc_norm else None
         self.fc = nn.Linear(sources * width, width, bias=False, device=base.device)
-        self.midlayer = EagleLayer(base, config.intermediate_size)
+        self.midlayer = EagleLayer(base, config.intermediate_size, config.qk_norm, config.norm_before_residual)
+        self.layers = nn.ModuleDict(
+            {
+                str(n): HeadDecoderLayer(base, config.intermediate_size, config.qk_norm, layer_idx=n)
+                for n in range(1, config.num_layers)
+            }
+        )
+        if config.parallel:
+            self.mask_hidden = nn.Parameter(torch.randn(1, 1, sources * width, device=base.device))
         self.norm = HeadRMSNorm(base)
         self.lm_head: nn.Linear | None = None
         if config.own_lm_head:
@@ -254,34 +257,65 @@ class Eagle3Head(MultiPositionHead):
         self.norm.weight.copy_(scale.square().mean().sqrt() if deepest is None else scale)
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        return [(self.midlayer, "step_states"), (self.midlayer, "add_mlp")]
+        upper = [(layer, method) for layer in self.layers.values() for method in ("states", "add_mlp")]
+        return [(self.midlayer, "step_states"), (self.midlayer, "add_mlp"), *upper]
 
     def num_calls(self, name: str) -> int:
-        return self.config.ttt_steps if name.startswith("midlayer.") else 1
+        return self.config.ttt_steps if name.startswith(("midlayer.", "layers.")) else 1
 
     def output_head(self, k: int) -> LMHead:
         return self.target_lm_head if self.lm_head is None else LMHead(weight=self.lm_head.weight)
 
     def _read(self, base_hidden: HiddenStates) -> Tensor:
         """[..., sources * D] the base's states that make the feature."""
-        return (base_hidden.final if base_hidden.layers is None else base_hidden.layers).to(self.fc.weight.dtype)
+        return (base_hidden.final if base_hidden.layers is None else base_hidden.layers).to(self._dtype)
 
     def fuse(self, read: Tensor) -> Tensor:
         """[..., sources * D] -> [..., D] features."""
-        feature: Tensor = self.fc(read if self.input_norm is None else self.input_norm(read))
+        if self.input_norm is not None:
+            read = self.input_norm(read)
+        if self.fc_norm is not None:
+            parts = read.chunk(len(self.fc_norm), -1)
+            read = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        feature: Tensor = self.fc(read)
         return feature
+
+    def masked(self, count: int) -> Tensor:
+        """The pairs that positions after the first read with ``parallel``: [count, 2 D], all alike."""
+        token = torch.tensor(self.config.mask_token, device=self.base.device)
+        feature = self.fuse(self.mask_hidden[0, 0])
+        return torch.cat([self.embed(token), feature], -1).expand(count, -1)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The base's embeddings, frozen: [...] -> [..., D]."""
-        return F.embedding(tokens, self.base.embedding).to(self.fc.weight.dtype)
+        return F.embedding(tokens, self.base.embedding).to(self._dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of what layers read: packed ones have no weight of their own and read float32."""
+        weight = getattr(self.fc, "weight", None)
+        return torch.float32 if weight is None else weight.dtype
+
+    def project(self, normed: Tensor) -> Tensor:
+        """Draft logits for inference: [..., D] -> [..., W]."""
+        logits: Tensor = self._shared.logits(normed) if self.lm_head is None else self.lm_head(normed)
+        return logits
 
     # Drafting ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def init_state(self, batch: int) -> EagleState:
         weight, width = self.fc.weight, self.base.hidden_size
-        shape = self.midlayer.self_attn.cache_shape(weight.dtype, weight.device)
-        cache = LayerKVCache(self.inference().midlayer, shape)
+        shape = self.midlayer.self_attn.cache_shape(weight.dtype, weight.device, self.config.num_layers)
+        first, *upper = self.inference().midlayer, *self.inference().layers.values()
+
+        def layers(pairs: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
+            x: Tensor = first(pairs, positions, mask, cache)
+            for layer in upper:
+                x = layer(x, positions, mask, cache)
+            return x
+
+        cache = LayerKVCache(layers, shape)
         text = PendingInputs.none(cache, batch, weight.new_empty(2 * width))
         return EagleState(text=text, feature=weight.new_full((batch, width), torch.nan))
 
@@ -300,9 +334,15 @@ class Eagle3Head(MultiPositionHead):
         return EagleState(text=text, feature=last_valid(fused, counts), started=True)
 
     @torch.inference_mode()
-    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "_EagleDraftPass":
+    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
         assert isinstance(state, EagleState)
-        return _EagleDraftPass(self, state, last_token)
+        if not self.config.parallel:
+            return _EagleDraftPass(self, state, last_token)
+        root = torch.cat([self.embed(last_token), state.feature], -1)[:, None]
+        head = self.inference()
+        masked = head.masked(draft_config.depth - 1).expand(len(last_token), -1, -1)
+        out = state.text.cache.prefill_block(state.text, torch.cat([root, masked], 1))
+        return _ParallelDraftPass(head.project(head.norm(out)))
 
     # Training ------------------------------------------------------------------------------------------------
 
@@ -312,7 +352,7 @@ class Eagle3Head(MultiPositionHead):
             return self.fc.weight.new_zeros(steps, 0, self.base.hidden_size)
         read = self._read(base_hidden)
         # Where no token of the document follows there is no pair, and the states may be NaN.
-        read = torch.where(followed(batch.document_ids)[..., None], read, 0.0)
+        read = torch.where(has_next(batch.document_ids)[..., None], read, 0.0)
         feature = self.fuse(read)
         places, slots = drafting_places(draft_targets, batch.input_ids)
         row_starts = torch.arange(len(places), device=places.device)[:, None] * time
@@ -322,13 +362,58 @@ class Eagle3Head(MultiPositionHead):
             return self.embed(flat[(row_starts + at + 1 + step).clamp(max=len(flat) - 1)])
 
         mask = document_mask(batch.document_ids, feature.dtype)
+        if self.config.parallel:
+            everywhere = torch.arange(time, device=places.device).expand(len(places), -1)
+            found = self._at_once(feature, embedded(0, everywhere), batch.position_ids, mask, places, steps)
+            return self._normed(found, slots, draft_targets)
         found = self.midlayer.unroll(feature, embedded, batch.position_ids, mask, places, steps, self._feature)
+        return self._normed(found, slots, draft_targets)
+
+    def _normed(self, found: list[Tensor], slots: Tensor, draft_targets: DraftTargets) -> Tensor:
+        """[K, n, D] of the outputs [B, S, D] of every position at all places."""
         return torch.stack(
             [
                 self.norm(out.flatten(0, 1)[slots[sources]])
                 for out, sources in zip(found, draft_targets.source_idx, strict=True)
             ]
         )
+
+    def _at_once(
+        self, feature: Tensor, embedded: Tensor, positions: Tensor, mask: Tensor, places: Tensor, steps: int
+    ) -> list[Tensor]:
+        """P-EAGLE's pass: the outputs [B, S, D] of ``steps`` positions at ``places``; arguments as of ``unroll``.
+
+        Position 0 is causal attention over the text. Position i stands i later, and sees the text up to its place and
+        the positions of its own place up to itself.
+        """
+        rows = torch.arange(len(places), device=places.device)[:, None]
+        count, block = steps - 1, (-1, steps - 1)
+        own = self.masked(count).expand(*places.shape, -1, -1).flatten(1, 2)  # [B, S P, 2 D]
+        own_token, own_feature = own.chunk(2, -1)
+        later = positions[rows, places][..., None] + torch.arange(1, steps, device=places.device)
+        order = torch.ones(count, count, dtype=torch.bool, device=places.device).tril_()
+        seen = mask[:, 0][rows, places][:, None]
+        text, drafted = feature, own_feature
+        layers: list[EagleLayer | HeadDecoderLayer] = [self.midlayer]
+        layers += [cast(HeadDecoderLayer, layer) for layer in self.layers.values()]
+
+        def states(layer: nn.Module, tokens: Tensor, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            assert isinstance(layer, EagleLayer | HeadDecoderLayer)
+            return layer.step_states(tokens, x, at) if isinstance(layer, EagleLayer) else layer.states(x, at)
+
+        for layer in layers:
+            query, key, value = states(layer, embedded, text, positions)
+            text = layer.add_mlp(text, layer.self_attn.output(query, key, value, mask))
+            if not count:
+                continue
+            parts = states(layer, own_token, drafted, later.flatten(1))
+            query, own_key, own_value = (torch.unflatten(part, 2, block) for part in parts)
+            out: Tensor = checkpoint(
+                attend_block, query, key, value, seen, own_key, own_value, order, use_reentrant=False
+            )
+            drafted = layer.add_mlp(drafted, layer.self_attn.join(out.flatten(2, 3)))
+        first = text[rows, places]
+        return [first, *(torch.unflatten(drafted, 1, block).unbind(2) if count else ())]
 
     def _feature(self, out: Tensor) -> Tensor:
         """What the next step reads of a step's output."""
@@ -364,5 +449,18 @@ class _EagleDraftPass:
         head = self._head.inference()
         normed: Tensor = head.norm(out)
         self._above = normed if head.config.norm_output else out
-        logits: Tensor = head._shared.logits(normed) if head.lm_head is None else head.lm_head(normed)
-        return logits
+        return head.project(normed)
+
+
+class _ParallelDraftPass:
+    """All nodes of a level have the distribution of that level, [B, K, W]."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits, self._level = logits, 0
+
+    def root(self) -> Tensor:
+        return self._logits[:, :1]
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        self._level += 1
+        return self._logits[:, self._level, None]

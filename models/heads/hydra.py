@@ -25,7 +25,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.contract import DraftConfig, DraftState
-from drafthead.models.heads.common.attention_layer import HeadAttention, HeadMLP, HeadRMSNorm
+from drafthead.models.heads.common.attention_layer import HeadDecoderLayer, HeadRMSNorm
 from drafthead.models.heads.common.contract import DraftHeadConfig
 from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
@@ -102,7 +102,7 @@ class HydraBlocks(nn.ModuleList):
         return F.dropout(x, self._dropout, self.training)
 
 
-class PrefixLayer(nn.Module):
+class PrefixLayer(HeadDecoderLayer):
     """A decoder layer and a final norm over the base's hidden states; names of its weights as in Llama checkpoints.
 
     What it adds starts at zero, and its final norm's scale is that of the base's states, so it begins as the identity
@@ -111,14 +111,8 @@ class PrefixLayer(nn.Module):
     """
 
     def __init__(self, base: BaseModel) -> None:
-        super().__init__()
-        self.input_layernorm = HeadRMSNorm(base)
-        self.self_attn = HeadAttention(base)
-        self.post_attention_layernorm = HeadRMSNorm(base)
-        self.mlp = HeadMLP(base)
+        super().__init__(base)
         self.norm = HeadRMSNorm(base)
-        nn.init.zeros_(self.self_attn.o_proj.weight)
-        nn.init.zeros_(self.mlp.down_proj.weight)
         with torch.no_grad():
             states = base.model.model.norm(torch.ones_like(base.embedding[:1])).float()
             self.norm.weight.fill_(states.square().mean().sqrt())
@@ -126,9 +120,8 @@ class PrefixLayer(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache | None = None
     ) -> Tensor:
-        """[B, T, D] -> [B, T, D], with ``positions``, ``mask`` and ``cache`` as ``HeadAttention`` has them."""
-        x = x + self.self_attn(self.input_layernorm(x), positions, mask, cache)
-        return cast(Tensor, self.norm(x + self.mlp(self.post_attention_layernorm(x))))
+        """As ``HeadDecoderLayer``, normed."""
+        return cast(Tensor, self.norm(super().forward(x, positions, mask, cache)))
 
 
 @dataclass

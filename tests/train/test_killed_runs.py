@@ -88,7 +88,7 @@ def test_killed_twenty_times_at_random(runs: Any, whole: Path, tmp_path: Path) -
     assert wanted <= set(+stages), f"seed {seed} (another: DRAFTHEAD_TEST_SEED=N): killed in {dict(stages)}"
 
 
-def test_the_best_weights_are_kept_and_taken_on_request(runs: Any, whole: Path, tmp_path: Path) -> None:
+def test_the_best_weights_are_kept_and_taken(runs: Any, whole: Path, tmp_path: Path) -> None:
     """The measured phases of ``whole`` peak before their end, or this test tests nothing."""
     best = load_best(whole / "run" / "checkpoints")
     assert best is not None and best.state.global_step < 20 and best.state.score is not None
@@ -99,7 +99,7 @@ def test_the_best_weights_are_kept_and_taken_on_request(runs: Any, whole: Path, 
         if "held_out_mean_accepted_length" in row
     }
     assert best.state.score == max(measured.values()) == measured[best.state.global_step]
-    assert f"are in {best.path}; checkpoint.final=best takes them" in runs.said(whole)
-    assert runs.one(tmp_path, "checkpoint.final=best") == 0
-    assert "the weights are the best ones" in runs.said(tmp_path)
-    assert runs.bits(tmp_path) == {name: tensor.numpy().tobytes() for name, tensor in best.head.items()}
+    assert "the weights are the best ones" in runs.said(whole)
+    assert runs.bits(whole) == {name: tensor.numpy().tobytes() for name, tensor in best.head.items()}
+    assert runs.one(tmp_path, "checkpoint.final=last") == 0
+    assert "checkpoint.final=best takes them" in runs.said(tmp_path) and runs.bits(tmp_path) != runs.bits(whole)

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent.parent / "recipes"
 RECIPES = sorted(path.stem for path in (ROOT / "recipe").glob("*.yaml"))
 FAST = (
     "draft_lm_smollm2",
+    "dspark_qwen3_8b",
     "eagle3_llama3",
     "hydra_llama3",
     "hydra_pp_vicuna_7b",
@@ -28,7 +29,8 @@ FAST = (
     "mlp_speculator_granite_20b_code",
 )
 """Every head and every architecture of a base once: they run in the fast tests, and all recipes in the slow ones."""
-NAMED = """llama3: medusa medusa2 hydra hydra_pp mlp_speculator kangaroo eagle3
+NAMED = """llama3: medusa medusa2 hydra hydra_pp mlp_speculator kangaroo eagle3 dspark
+    smollm2 qwen3_8b: dspark
     llama2_13b granite_7b codellama_13b granite_20b_code: mlp_speculator
     vicuna_7b vicuna_13b: medusa medusa2 hydra_pp kangaroo"""
 

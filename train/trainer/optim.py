@@ -1,11 +1,14 @@
-"""AdamW, and the learning rate of every step and parameter as a pure function."""
+"""AdamW and Muon, and the learning rate of every step and parameter as a pure function."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
+from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.heads.common.contract import DraftHead
@@ -38,8 +41,9 @@ def build_optimizer(
     parameters: Iterable[nn.Parameter],
     config: OptimConfig,
     lr_mult: Callable[[nn.Parameter], float] = lambda parameter: 1.0,
-) -> AdamW:
-    """AdamW over the trainable ``parameters``; matrices decay, vectors do not.
+    matrices: Collection[nn.Parameter] = (),
+) -> Optimizer:
+    """AdamW over the trainable ``parameters``, and Muon over ``matrices``; matrices decay, vectors do not.
 
     Before every step the loop sets a group's ``lr`` to ``lr_at(...)`` times the group's ``lr_mult``. The state takes
     8 bytes per parameter in float32. Groups come in the order of their factors, matrices first, and parameters in the
@@ -49,20 +53,26 @@ def build_optimizer(
         parameters: those that do not require a gradient are left out.
         config: AdamW's settings.
         lr_mult: what a parameter's learning rate is multiplied by, > 0.
+        matrices: those of the parameters that Muon updates.
 
     Raises:
         UserError: nothing is trainable.
         ValueError: a factor that is not positive and finite.
     """
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    orthogonal: dict[float, list[nn.Parameter]] = {}
+    chosen = {id(matrix) for matrix in matrices}
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
         factor = lr_mult(parameter)
         if not 0 < factor < math.inf:
             raise ValueError(f"lr_mult must be > 0 and finite, got {factor} for a {tuple(parameter.shape)} parameter")
-        groups.setdefault((factor, parameter.ndim < 2), []).append(parameter)
-    if not groups:
+        if id(parameter) in chosen:
+            orthogonal.setdefault(factor, []).append(parameter)
+        else:
+            groups.setdefault((factor, parameter.ndim < 2), []).append(parameter)
+    if not groups and not orthogonal:
         raise UserError("the head has no trainable parameter; unfreeze a part of it in the recipe's head group")
     settings = [
         {"params": group, "weight_decay": 0.0 if vectors else config.weight_decay, "lr_mult": factor}
@@ -70,11 +80,50 @@ def build_optimizer(
     ]
     # No operation on lists takes sharded and whole parameters in one.
     mixed = any(len({isinstance(p, DTensor) for p in group}) > 1 for group in groups.values())
-    return AdamW(settings, lr=config.lr, betas=(config.betas[0], config.betas[1]), foreach=False if mixed else None)
+    betas = (config.betas[0], config.betas[1])
+    parts: list[Optimizer] = []
+    if orthogonal:
+        muon = [
+            {"params": group, "weight_decay": config.weight_decay, "lr_mult": factor}
+            for factor, group in sorted(orthogonal.items())
+        ]
+        # Scaled to the size of AdamW's updates (2502.16982).
+        parts.append(torch.optim.Muon(muon, lr=config.lr, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
+    if settings:
+        parts.append(AdamW(settings, lr=config.lr, betas=betas, foreach=False if mixed else None))
+    return parts[0] if len(parts) == 1 else JoinedOptimizer(parts)
 
 
-def head_optimizer(head: DraftHead, config: OptimConfig) -> AdamW:
+class JoinedOptimizer(Optimizer):
+    """Several optimisers as one: groups and state in one list and one dictionary, saved and loaded together."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self._parts = list(parts)
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step of each; ``closure`` must be None."""
+        assert closure is None
+        groups = iter(self.param_groups)
+        for part in self._parts:  # loading a state has put other objects in the place of these
+            part.state, part.param_groups = self.state, list(islice(groups, len(part.param_groups)))
+            part.step()
+
+
+def muon_matrices(head: DraftHead) -> list[nn.Parameter]:
+    """Weights of the head's linear layers, without projections to the vocabulary."""
+    projections = {id(head.output_head(k).trained) for k in range(head.depth)}
+    return [
+        cast(nn.Parameter, module.weight)
+        for module in head.modules()
+        if isinstance(module, nn.Linear) and id(module.weight) not in projections and min(module.weight.shape) > 1
+    ]
+
+
+def head_optimizer(head: DraftHead, config: OptimConfig) -> Optimizer:
     """The optimiser of a head, and of its base's adapters while they are trained."""
+    matrices = muon_matrices(head) if config.name == "muon" else []
     if isinstance(head, TrainsBase):
-        return build_optimizer(head.parameters(), config, head.lr_mult)
-    return build_optimizer(head.parameters(), config)
+        return build_optimizer(head.parameters(), config, head.lr_mult, matrices)
+    return build_optimizer(head.parameters(), config, matrices=matrices)

@@ -55,13 +55,23 @@ class LayerKVCache(NodeCache):
 
     def prefill_with(self, text: "PendingInputs", root: Tensor) -> Tensor:
         """Read what ``text`` has not read yet and, as a draft node, the root ([B, I]) after it; [B, D] at the root."""
+        return self.prefill_block(text, root[:, None])[:, 0]
+
+    def prefill_block(self, text: "PendingInputs", block: Tensor) -> Tensor:
+        """The same with a chain of draft nodes, [B, P, I] -> [B, P, D]. The next call drops them."""
+        rows, size = torch.arange(len(block), device=block.device)[:, None], block.shape[1]
+        offsets = torch.arange(size, device=block.device).expand(len(block), -1)
         if self.text is text:
-            return self._read_after(text.lengths + text.counts, root[:, None], torch.ones_like(text.counts))
-        rows = torch.arange(len(root), device=root.device)
-        inputs = torch.cat([text.unread, torch.zeros_like(root)[:, None]], 1)
-        inputs[rows, text.counts] = root
+            start, inputs = text.lengths + text.counts, block
+        else:
+            start, offsets = text.lengths, text.counts[:, None] + offsets
+            inputs = torch.cat([text.unread, torch.zeros_like(block)], 1)
+            inputs[rows, offsets] = block
+        self._reserve(len(inputs), int(start.max()) + inputs.shape[1])
+        self.cache.crop(start)
+        self._drop_nodes(len(inputs))
         self.text, self._last_out = text, None
-        return self._read_after(text.lengths, inputs, text.counts + 1)
+        return self._run(inputs, self.cache, offsets[:, -1] + 1, None)[rows, offsets]
 
     def extend(self, inputs: Tensor, parents: Tensor) -> Tensor:
         root = torch.zeros(1, 1, dtype=torch.int64, device=inputs.device)

@@ -38,10 +38,15 @@ class DraftLMHeads(InferenceWeights):
 
     def logits(self, hidden: Tensor, k: int = 0) -> Tensor:
         """Draft logits of position k (0-based), for inference: [..., D] -> [..., W]."""
+        return self._target_lm_head.scale_and_cap(self.product(hidden, k))
+
+    def product(self, hidden: Tensor, k: int = 0) -> Tensor:
+        """The same before they are scaled."""
         place, weight = self._place(k), self.head(k).weight
         if place not in self._packed:
             self._packed[place] = inference_linear(weight, dtype=self._draft_dtype)
-        return self._target_lm_head.scale_and_cap(self._packed[place](hidden.to(weight.dtype)))
+        found: Tensor = self._packed[place](hidden.to(weight.dtype))
+        return found
 
     def all_logits(self, hidden: Tensor) -> Tensor:
         """Draft logits of the first K positions at once, for inference: [B, K, D] -> [B, K, W]."""

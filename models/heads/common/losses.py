@@ -28,6 +28,9 @@ STATS = ("accept", "ce", "count", "overlap", "known")
 """Sums per draft position: top-1 hits, cross-entropies of in-vocabulary targets, targets, min(p, q) (nan in training,
 where it would cost two passes over the logits for a metric), and in-vocabulary targets."""
 TERMS = ("ce", "kl", "reverse_kl", "jsd", "tv", "lk", "lk_adaptive")
+DPACE = "dpace"
+DPACE_FLOOR = 0.5
+"""alpha of D-PACE: the least that a position's probability counts, so that later ones weigh from the start."""
 
 
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
@@ -55,19 +58,23 @@ class LossConfig:
     lk_adaptive: float = 0.0
     """Weight of s KL + (1 - s) TV with s = exp(-3 alpha) held constant (2602.23881). s is that of each target; the
     authors' code takes the batch's mean alpha."""
-    decay: float = 0.8
-    """Weight w_k of draft position k is ``decay ** k``, k from 1 (Medusa, 2401.10774)."""
+    confidence: float = 1.0
+    """Weight of the cross-entropy of a confidence head (DSpark) against alpha; for heads that have one."""
+    decay: float | int | str = 0.8
+    """Weight w_k of draft position k is ``decay ** k``, k from 1 (Medusa, 2401.10774). ``dpace`` (D-PACE): what the
+    position adds to the accepted length of a draft from each place, by the head's own probabilities of the true
+    tokens, so that the positions that decide weigh most."""
     depth_weights: list[float] | None = None
     """The weights w_k themselves, one per draft position; null takes ``decay``."""
 
     def __post_init__(self) -> None:
-        for key in TERMS:
+        for key in (*TERMS, "confidence"):
             if not 0 <= getattr(self, key) < math.inf:
                 raise ValueError(f"loss.{key} must be >= 0, got {getattr(self, key)}")
         if not any(getattr(self, key) for key in TERMS):
             raise ValueError(f"loss.{', loss.'.join(TERMS)} are all 0: nothing would be trained; set one of them")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"loss.decay must be in (0, 1], got {self.decay}")
+        if self.decay != DPACE and (isinstance(self.decay, str) or not 0 < self.decay <= 1):
+            raise ValueError(f"loss.decay must be in (0, 1], or {DPACE}, got {self.decay!r}")
         weights = self.depth_weights
         if weights is not None and not (any(weights) and all(0 <= w < math.inf for w in weights)):
             raise ValueError(f"loss.depth_weights must be >= 0 and not all 0, or null, got {list(weights)}")
@@ -85,7 +92,8 @@ class LossConfig:
     def weights_of(self, depth: int) -> list[float]:
         """The weight of each of ``depth`` draft positions; a UserError if ``depth_weights`` has another number."""
         if self.depth_weights is None:
-            return [self.decay**k for k in range(1, depth + 1)]
+            # D-PACE's weights stand in their place; they differ from target to target.
+            return [1.0 if isinstance(self.decay, str) else self.decay**k for k in range(1, depth + 1)]
         if len(self.depth_weights) != depth:
             raise UserError(
                 f"loss.depth_weights has {len(self.depth_weights)} weights, but the head is trained at {depth} draft "
@@ -120,21 +128,21 @@ class LossChunk:
     so a row needs one factor for each. autograd would make about twice as many [c, W] matrices.
     """
 
-    def __init__(
-        self, head: LMHead, product: Tensor, ids: Tensor, valid: Tensor, weights: Tensor | None = None
-    ) -> None:
-        """``weights`` [c] of the targets count in the loss and its gradient, not in the statistics."""
+    def __init__(self, head: LMHead, product: Tensor, ids: Tensor, valid: Tensor) -> None:
         self.head = head
         self.logits = _wide(head.scale_and_cap(product))
         self.valid = valid.to(self.logits.dtype)
         self.ids = ids.clamp(min=0)[:, None]
         self.known = (valid & (ids >= 0)).to(self.logits.dtype)
-        self.weights = torch.ones_like(self.valid) if weights is None else weights.to(self.logits.dtype)
         self.true = self.logits.gather(1, self.ids)[:, 0]
         self.largest = self.logits.amax(-1)
         self.exponentials = (self.logits - self.largest[:, None]).exp_()
         self.sums = self.exponentials.sum(-1)
         self.lse = self.largest + self.sums.log()
+
+    def weigh(self, factors: Tensor) -> None:
+        """Multiply each target's terms by ``factors`` [c]; for the loss, after the ``stats``."""
+        self.valid, self.known = self.valid * factors, self.known * factors
 
     def stats(self, target: TargetDistribution | None) -> Tensor:
         """The ``STATS`` of the chunk, [len(STATS)] float32."""
@@ -146,25 +154,34 @@ class LossChunk:
         ce = (self.lse - self.true) * self.known
         return torch.stack([hits.sum(), ce.sum(), self.valid.sum(), overlap, self.known.sum()])
 
-    def loss_and_gradient(self, target: TargetDistribution | None, config: LossConfig) -> tuple[Tensor, Tensor]:
-        """Summed loss without the position's weight, and its gradient by the product ([c, W], the logits' dtype)."""
-        valid = self.valid * self.weights
-        on_target = config.ce * self.known * self.weights
+    def loss_and_gradient(
+        self, target: TargetDistribution | None, config: LossConfig, confidence: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Summed loss without the position's weight, and its gradient by the product ([c, W], the logits' dtype).
+
+        ``confidence`` [c]: logits of alpha, which add their cross-entropy; the third result is the gradient by them.
+        """
+        on_target = config.ce * self.known
         loss = (on_target * (self.lse - self.true)).sum()
-        on_q, on_p = on_target, config.kl * valid
+        on_q, on_p = on_target, config.kl * self.valid
         mode_seeking: Tensor | None = None
         if (config.reverse_kl > 0 or config.jsd > 0) and target is not None:
-            more, mode_seeking = self._mode_seeking(target, valid, config)
+            more, mode_seeking = self._mode_seeking(target, config)
             loss = loss + more
         short: Tensor | None = None
-        if config.reads_alpha and target is not None:
+        by_confidence: Tensor | None = None
+        if (config.reads_alpha or confidence is not None) and target is not None:
             short, alpha = self._short_and_alpha(target)
+            if confidence is not None:
+                wide, factor = _wide(confidence), config.confidence * self.valid
+                loss = loss + (factor * (torch.nn.functional.softplus(wide) - wide * alpha)).sum()
+                by_confidence = factor * (wide.sigmoid() - alpha)
             share = torch.exp(-SHARPNESS * alpha)
-            variation = valid * (config.tv + config.lk_adaptive * (1 - share))
+            variation = self.valid * (config.tv + config.lk_adaptive * (1 - share))
             log_alpha = alpha.clamp(min=FLOOR).log()
-            loss = loss + (variation * (1 - alpha) - config.lk * valid * log_alpha).sum()
-            on_p = on_p + config.lk_adaptive * valid * share
-            on_short = variation + config.lk * valid / alpha.clamp(min=FLOOR)
+            loss = loss + (variation * (1 - alpha) - config.lk * self.valid * log_alpha).sum()
+            on_p = on_p + config.lk_adaptive * self.valid * share
+            on_short = variation + config.lk * self.valid / alpha.clamp(min=FLOOR)
             on_q = on_q + on_short * short.sum(-1)
             short.mul_(on_short[:, None])
         dist = target if config.kl > 0 or config.lk_adaptive > 0 else None
@@ -180,9 +197,9 @@ class LossChunk:
         if mode_seeking is not None:
             gradient.add_(mode_seeking)
         gradient.scatter_add_(1, self.ids, -on_target[:, None])
-        return loss, self._through_cap(gradient)
+        return loss, self._through_cap(gradient), by_confidence
 
-    def _mode_seeking(self, target: TargetDistribution, valid: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+    def _mode_seeking(self, target: TargetDistribution, config: LossConfig) -> tuple[Tensor, Tensor]:
         """Loss and gradient [c, W] of the reverse KL and the Jensen-Shannon divergence.
 
         For a divergence with the slope s_v by q_v the gradient by the logits is ``q (s - sum q s)``.
@@ -198,7 +215,7 @@ class LossChunk:
             value = value + half * _row_dot(q, log_q - log_mean)
             slope = slope + half * (log_q - log_mean)
         gradient = q * (slope - _row_dot(q, slope)[:, None])
-        return (valid * value).sum(), gradient * valid[:, None]
+        return (self.valid * value).sum(), gradient * self.valid[:, None]
 
     def _short_and_alpha(self, target: TargetDistribution) -> tuple[Tensor, Tensor]:
         """``q [q < p]`` ([c, W]) and alpha ([c]). Leaves q in place of the exponentials, to keep one matrix fewer."""
@@ -235,6 +252,8 @@ class Targets:
     """[K, n] bool: head k is trained on (and measured at) this target."""
     weights: Tensor | None = None
     """[K, n] float: of each prediction in the loss; None: all 1."""
+    source_idx: Tensor | None = None
+    """[K, n] int64 the place that head k predicts each target from; for D-PACE."""
     target_hidden: Tensor | None
     """[n, D] the base's ``h`` one position before each target; None when nothing but ``ce`` is wanted."""
     target_lm_head: LMHead | None
@@ -253,7 +272,12 @@ def chunk_rows(vocabulary: int, device: str) -> int:
 
 
 def heads_loss(
-    hidden: Tensor, heads: Sequence[LMHead], targets: Targets, config: LossConfig, rows: int | None = None
+    hidden: Tensor,
+    heads: Sequence[LMHead],
+    targets: Targets,
+    config: LossConfig,
+    rows: int | None = None,
+    confidence: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``sum_k w_k loss_k`` over n target positions, in chunks, with gradients for ``hidden`` and the weights.
 
@@ -266,19 +290,54 @@ def heads_loss(
         targets: what to predict.
         config: loss weights.
         rows: positions per chunk; by default such that a chunk's logits take ``CHUNK_BYTES``.
+        confidence: [K, n] logits of how likely each draft is accepted, of heads that say it.
 
     Returns:
         Scalar loss sum (float32, or float64 for a float64 head), and the ``STATS`` of each position,
         [K, len(STATS)] float32.
     """
-    if config.needs_target_probs and (targets.target_lm_head is None or targets.target_hidden is None):
+    confidence = confidence if config.confidence else None
+    if (config.needs_target_probs or confidence is not None) and (
+        targets.target_lm_head is None or targets.target_hidden is None
+    ):
         raise ValueError("the loss compares with the base's distribution, but the targets name none")
     rows = rows or chunk_rows(heads[0].weight.shape[0], hidden.device.type)
-    weights = [h.weight if torch.is_grad_enabled() else h.weight.detach() for h in heads]
+    weights = [h.trained if torch.is_grad_enabled() else h.trained.detach() for h in heads]
     result: tuple[Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, heads, targets, config, rows, *weights
+        hidden, confidence, heads, targets, config, rows, *weights
     )
     return result
+
+
+@torch.no_grad()
+def _true_probs(hidden: Tensor, heads: Sequence[LMHead], targets: Targets, rows: int) -> Tensor:
+    """[K, n] every head's probability of each target, 0 outside the draft vocabulary: one more product a chunk."""
+    found = torch.zeros(targets.valid.shape, device=hidden.device)
+    for start in range(0, hidden.shape[1], rows):
+        part = slice(start, start + rows)
+        for k, head in enumerate(heads):
+            read = hidden[k, part].to(head.trained.dtype)
+            chunk = LossChunk(head, head.product(read), targets.ids[part], targets.valid[k, part])
+            found[k, part] = (chunk.true - chunk.lse).exp() * chunk.known
+    return found
+
+
+def dpace_weights(probs: Tensor, targets: Targets) -> Tensor:
+    """D-PACE's weights [K, n] of the targets, of the heads' probabilities of them, [K, n].
+
+    With q_i at least half: w_j = sum over m from j to K of q_1 .. q_m, over the positions that a place predicts,
+    divided by K.
+    """
+    assert targets.source_idx is not None
+    depth, source = len(probs), targets.source_idx
+    floored = (1 - DPACE_FLOOR) * probs + DPACE_FLOOR
+    table = probs.new_zeros(depth, int(source.max()) + 1 if source.numel() else 0)
+    for k in range(depth):  # a place predicts one target at a position
+        valid = targets.valid[k]
+        table[k, source[k, valid]] = floored[k, valid]
+    reached = table.cumprod(0)
+    weights = reached.flip(0).cumsum(0).flip(0) / depth
+    return weights.gather(1, source)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -288,6 +347,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
+        confidence: Tensor | None,
         heads: Sequence[LMHead],
         targets: Targets,
         config: LossConfig,
@@ -299,38 +359,51 @@ class _ChunkedLoss(torch.autograd.Function):
         # Sums over many chunks: in bfloat16 the later ones would be lost beside the earlier ones.
         wide = torch.promote_types(weights[0].dtype, torch.float32)
         grad_weights = [torch.zeros_like(w, dtype=wide) if w.requires_grad else None for w in weights]
+        grad_confidence = torch.zeros_like(confidence) if confidence is not None and confidence.requires_grad else None
         training = grad_hidden is not None or any(g is not None for g in grad_weights)
         factors = config.weights_of(depth)
+        paced = None
+        if config.decay == DPACE and training:
+            paced = dpace_weights(_true_probs(hidden, heads, targets, rows), targets)
         total = hidden.new_zeros((), dtype=wide)
         stats = hidden.new_zeros((depth, len(STATS)), dtype=torch.float32)
         for start in range(0, n, rows):
             part = slice(start, min(n, start + rows))
-            target = targets.distribution(part) if config.needs_target_probs or not training else None
+            compared = config.needs_target_probs or confidence is not None or not training
+            target = targets.distribution(part) if compared else None
             for k in range(depth):
                 h = hidden[k, part].to(weights[k].dtype)
-                own = None if targets.weights is None else targets.weights[k, part]
-                chunk = LossChunk(heads[k], h @ weights[k].t(), targets.ids[part], targets.valid[k, part], own)
+                valid = targets.valid[k, part]
+                chunk = LossChunk(heads[k], heads[k].product(h), targets.ids[part], valid)
                 stats[k] += chunk.stats(None if training else target)
-                loss, gradient = chunk.loss_and_gradient(target, config)
+                if targets.weights is not None:
+                    chunk.weigh(targets.weights[k, part])
+                if paced is not None:
+                    chunk.weigh(paced[k, part])
+                said = None if confidence is None else confidence[k, part]
+                loss, gradient, by_confidence = chunk.loss_and_gradient(target, config, said)
                 total += factors[k] * loss
                 if training:
                     gradient = (factors[k] * gradient).to(h.dtype)
                     if grad_hidden is not None:
-                        grad_hidden[k, part] = (gradient @ weights[k]).to(grad_hidden.dtype)
+                        grad_hidden[k, part] = heads[k].input_gradient(gradient).to(grad_hidden.dtype)
+                    if grad_confidence is not None and by_confidence is not None:
+                        grad_confidence[k, part] = (factors[k] * by_confidence).to(grad_confidence.dtype)
                     if (grad_weight := grad_weights[k]) is not None:
+                        read = h[:, -grad_weight.shape[1] :]
                         if h.dtype == wide:
-                            grad_weight.addmm_(gradient.t(), h)
+                            grad_weight.addmm_(gradient.t(), read)
                         else:
-                            grad_weight += gradient.t() @ h
-        ctx.grads = grad_hidden, grad_weights
+                            grad_weight += gradient.t() @ read
+        ctx.grads = grad_hidden, grad_confidence, grad_weights
         ctx.mark_non_differentiable(stats)
         return total, stats
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> Any:
-        grad_hidden, grad_weights = ctx.grads
-        scaled = [None if g is None else g.mul_(grad_total) for g in (grad_hidden, *grad_weights)]
-        return scaled[0], None, None, None, None, *scaled[1:]
+        grad_hidden, grad_confidence, grad_weights = ctx.grads
+        scaled = [None if g is None else g.mul_(grad_total) for g in (grad_hidden, grad_confidence, *grad_weights)]
+        return scaled[0], scaled[1], None, None, None, None, *scaled[2:]
 
 
 _METRICS = (("loss", "ce", "known"), ("accept", "accept", "count"), ("overlap", "overlap", "count"))

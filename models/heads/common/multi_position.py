@@ -33,14 +33,24 @@ class MultiPositionHead(DraftHead):
         Any finite values where ``draft_targets.valid`` is false.
         """
 
+    def confidence_logits(self, hidden: Tensor) -> Tensor | None:
+        """[K, n] logits of how likely every draft is accepted, of ``position_hidden``; None where it is not said."""
+        return None
+
+    def trained_targets(self, draft_targets: DraftTargets) -> DraftTargets:
+        """The targets that a training step reads; by default all."""
+        return draft_targets
+
     def loss(self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig) -> LossOutput:
         weights = config.weights_of(self.config.trained_positions)
         depth = len(weights) if torch.is_grad_enabled() else self.depth  # deeper ones are only measured
-        config = replace(config, depth_weights=weights + [0.0] * (depth - len(weights)))
-        draft_targets = DraftTargets.of(batch, depth)
+        decay = config.decay if config.depth_weights is None else 1.0  # given weights stand for themselves
+        config = replace(config, depth_weights=weights + [0.0] * (depth - len(weights)), decay=decay)
+        draft_targets = self.trained_targets(DraftTargets.of(batch, depth))
         targets = draft_targets.loss_targets(batch, base_hidden, self.t2d, self.target_lm_head)
         hidden = self.position_hidden(batch, base_hidden, draft_targets)
-        loss_sum, stats = heads_loss(hidden, [self.output_head(k) for k in range(depth)], targets, config)
+        heads = [self.output_head(k) for k in range(depth)]
+        loss_sum, stats = heads_loss(hidden, heads, targets, config, confidence=self.confidence_logits(hidden))
         return loss_output(loss_sum, stats, training=torch.is_grad_enabled())
 
     @torch.no_grad()

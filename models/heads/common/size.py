@@ -50,10 +50,10 @@ def head_size(config: "DraftHeadConfig", settings: PreTrainedConfig) -> HeadSize
     d2t = None if config.draft_vocab_size is None else torch.arange(draft_vocab)
     with torch.device("meta"):
         head = config.build(base, d2t)
-    weights = [head.output_head(k).weight for k in range(head.depth)]
+    weights = [head.output_head(k).trained for k in range(head.depth)]
     projections = {id(weight): weight.numel() for weight in weights if weight.requires_grad}
     kept = {
-        name: head.num_calls(name) * _values(module)
+        name: head.num_calls(name) * _values(module, head, name)
         for name, module in head.named_modules()
         if isinstance(getattr(module, "weight", None), nn.Parameter) and id(module.weight) not in projections
     }
@@ -76,9 +76,13 @@ def head_size(config: "DraftHeadConfig", settings: PreTrainedConfig) -> HeadSize
     )
 
 
-def _values(module: nn.Module) -> int:
-    """What one call of a module with a weight keeps for a token."""
+def _values(module: nn.Module, head: nn.Module, name: str) -> int:
+    """What one call of the head's module of that name, which has a weight, keeps for a token."""
     if isinstance(module, nn.Linear):
         return module.in_features + module.out_features
+    if name.endswith(("q_norm", "k_norm")):  # every attention head calls it, and what it puts out is rotated
+        projection = head.get_submodule(name.removesuffix("norm") + "proj")
+        assert isinstance(projection, nn.Linear)
+        return 2 * projection.out_features
     shape: torch.Size = module.weight.shape  # type: ignore[assignment]
     return shape[-1]

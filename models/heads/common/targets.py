@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import HiddenStates, TrainBatch
+from drafthead.data.batch import NO_DOCUMENT, HiddenStates, TrainBatch
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.common.losses import Targets, chunk_rows
 
@@ -57,6 +57,21 @@ class DraftTargets:
             weights=None if weights is None else weights[:, target_idx],
         )
 
+    def subset(self, places: int) -> "DraftTargets":
+        """What is predicted from at most ``places`` places, drawn at random."""
+        used = torch.unique(self.source_idx[self.valid])
+        if len(used) <= places:
+            return self
+        kept = used[torch.randperm(len(used), device=used.device)[:places]]
+        valid = self.valid & torch.isin(self.source_idx, kept)
+        some = valid.any(0)
+        return DraftTargets(
+            target_idx=self.target_idx[some],
+            valid=valid[:, some],
+            source_idx=self.source_idx[:, some],
+            weights=None if self.weights is None else self.weights[:, some],
+        )
+
     def at_sources(self, values: Tensor) -> Tensor:
         """Values [B, T, D] where each position starts: [K, n, D].
 
@@ -78,6 +93,7 @@ class DraftTargets:
             ids=t2d[batch.input_ids.flatten()[self.target_idx]],
             valid=self.valid,
             weights=self.weights,
+            source_idx=self.source_idx,
             target_hidden=base_hidden.final.flatten(0, 1)[self.target_idx - 1],
             target_lm_head=target_lm_head,
         )
@@ -109,3 +125,23 @@ def rank_of(hidden: Tensor, head: LMHead, wanted: Tensor, top: int) -> Tensor:
         true = logits.gather(1, wanted[part].clamp(min=0)[:, None])
         found.append((logits > true).sum(-1).clamp(max=top))
     return torch.where(wanted >= 0, torch.cat(found), top)
+
+
+def has_next(documents: Tensor) -> Tensor:
+    """[B, T] bool: another token of the same document follows."""
+    found = torch.zeros_like(documents, dtype=torch.bool)
+    found[:, :-1] = (documents[:, :-1] == documents[:, 1:]) & (documents[:, :-1] != NO_DOCUMENT)
+    return found
+
+
+def drafting_places(draft_targets: DraftTargets, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Where any position drafts from: [B, S] places in the rows, and for every flat place its flat place in there."""
+    rows, time = ids.shape
+    used = torch.zeros(rows * time, dtype=torch.bool, device=ids.device)
+    used[draft_targets.source_idx[draft_targets.valid]] = True
+    used = used.view(rows, time)
+    most = int(used.sum(1).max())
+    places = used.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
+    slots = torch.zeros_like(used, dtype=torch.int64)
+    slots.scatter_(1, places, torch.arange(rows * most, device=ids.device).view(rows, most))
+    return places, slots.flatten()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drafthead.commands import certify as command
 from drafthead.eval.lossless import check_lossless as certify
-from drafthead.eval.lossless.cases import cases
+from drafthead.eval.lossless.cases import cases, counterexamples
 from drafthead.eval.lossless.enumerate import committed, total_variation
 from drafthead.eval.lossless.tabular_lm import CombinedTableDraft, Draft, TableDraft, TabularLM
 from drafthead.models.decoding import acceptance as verify
@@ -187,8 +187,22 @@ def test_total_variation_orders_the_lossy_rules() -> None:
 
 def test_biased_constructions_are_refused() -> None:
     rows = certify.check_lossless(only="any")
-    assert {row.result for row in rows} == {"refused"} and len(rows) == 6
+    assert {row.result for row in rows} == {"refused"} and len(rows) == 7
     assert all(len(row.reason) > 30 for row in rows)
+
+
+def test_published_ways_to_draft_less_are_found_biased() -> None:
+    """By as much as by hand; an enumeration that saw another bias, or none, would fail."""
+    first, second = counterexamples()
+    found = [certify.check_counterexample(case) for case in (first, second)]
+    assert [(row.result, round(row.total_variation or 0, 9)) for row in found] == [("biased", 0.05), ("biased", 0.15)]
+    assert certify.check_counterexample(replace(first, draft=second.draft)).result == "FAILED"
+    in_order = certify.check_lossless(only="stops by its prefix")
+    assert {row.result for row in in_order} == {"exact"} and {row.draft_sampling for row in in_order} == {
+        "top k",
+        "with replacement",
+        "without replacement",
+    }
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -202,7 +216,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert "13 samplers" in shown and "FAILED" not in shown
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert {row["result"] for row in rows} == {"exact", "lossy", "refused"}
+    assert {row["result"] for row in rows} == {"exact", "lossy", "biased", "refused"}
     assert f"{len(rows)} rows" in shown
     run(monkeypatch, "only=top_p 0.9", "each=true")
     assert "temperature 0.8, top_k 4" in capsys.readouterr().out

@@ -135,30 +135,36 @@ def eagle_engine(folder: Path, base: BaseModel) -> Tensor:
         config["eagle_config"]["eagle_aux_hidden_state_layer_ids"],
     )
     assert inner == [i - 1 for i in outer] and config["num_aux_hidden_states"] == len(outer)  # SGLang adds one
-    aux = torch.cat([states(base)[i][0] for i in outer], -1)
+    taps = [states(base)[i][0] for i in outer]
+    if config["fc_norm"]:
+        taps = [layer.norm(tap, f"fc_norm.{n}") for n, tap in enumerate(taps)]
+    aux = torch.cat(taps, -1)
     assert config["norm_before_fc"] == config["eagle_config"]["norm_before_fc"]
     if config["eagle_config"]["norm_before_fc"]:
         aux = layer.norm(aux, "input_norm")
     base_hidden = F.linear(aux, layer.get("fc.weight"))
     targets = torch.arange(config["draft_vocab_size"]) + layer.get("d2t")
     assert torch.equal(layer.get("t2d").nonzero()[:, 0], targets)
-    return eagle_chain(layer, base, base_hidden, targets, config["norm_output"])
+    return eagle_chain(layer, base, base_hidden, targets, config)
 
 
-def eagle_chain(layer: "PlainLayer", base: BaseModel, base_hidden: Tensor, targets: Tensor, normed_on: bool) -> Tensor:
+def eagle_chain(
+    layer: "PlainLayer", base: BaseModel, base_hidden: Tensor, targets: Tensor, config: dict[str, Any]
+) -> Tensor:
     """[K, V] from the features of the text [T, D]; ``targets`` [W] are the ids that can be drafted."""
     tokens, logits = [*IDS[1:], DRAFTED[0]], []
     for step in range(3):
         embedded = base.embedding[torch.tensor(tokens)]
         both = [layer.norm(embedded, "midlayer.input_layernorm"), layer.norm(base_hidden, "midlayer.hidden_norm")]
-        hidden = base_hidden + layer.attention(torch.cat(both, -1), "midlayer.self_attn.")
+        residual = both[1] if config["norm_before_residual"] else base_hidden
+        hidden = residual + layer.attention(torch.cat(both, -1), "midlayer.self_attn.")
         hidden = hidden + layer.mlp(layer.norm(hidden, "midlayer.post_attention_layernorm"), "midlayer.mlp.")
         normed = layer.norm(hidden, "norm")
         drafted = F.linear(normed[-1], layer.get("lm_head.weight"))
         logits.append(torch.full((base.vocab_size,), -torch.inf).index_copy(0, targets, drafted))
         if step < 2:
             tokens.append(DRAFTED[step + 1])
-            base_hidden = torch.cat([base_hidden, (normed if normed_on else hidden)[-1:]])
+            base_hidden = torch.cat([base_hidden, (normed if config["norm_output"] else hidden)[-1:]])
     assert not layer.unread, f"nobody reads {sorted(layer.unread)}"
     return torch.stack(logits)
 
@@ -199,10 +205,11 @@ def llamacpp_engine(folder: Path, base: BaseModel) -> Tensor:
     config = {name: keys[f"eagle3.{key}"] for name, key in sizes.items()}
     layer = PlainLayer(tensors, config, keys["eagle3.rope.freq_base"], pairs=True)
     aux = torch.cat([states(base)[i][0] for i in keys["eagle3.target_layers"]], -1)
+    settings = {"norm_output": False, "norm_before_residual": keys["eagle3.norm_before_residual"]}
     if keys["eagle3.norm_before_fc"]:
         aux = layer.norm(aux, "input_norm")
     base_hidden = F.linear(aux, layer.get("fc.weight"))
-    return eagle_chain(layer, base, base_hidden, layer.get("d2t"), normed_on=False)
+    return eagle_chain(layer, base, base_hidden, layer.get("d2t"), settings)
 
 
 @torch.inference_mode()
@@ -214,8 +221,8 @@ def speculators_engine(folder: Path, base: BaseModel) -> Tensor:
     assert methods["verifier"]["name_or_path"] == base.name
     layer = config["transformer_layer_config"]
     assert layer["model_type"] == "llama" and layer["num_aux_hidden_states"] == 3
-    assert config["norm_before_residual"] is False  # its default is true
-    copied = ("draft_vocab_size", "norm_before_fc", "norm_output", LAYER_IDS)
+    assert isinstance(config["norm_before_residual"], bool)  # its default is true
+    copied = ("draft_vocab_size", "norm_before_fc", "norm_output", "norm_before_residual", "fc_norm", LAYER_IDS)
     rest = {"architectures": ["LlamaForCausalLMEagle3"]} | {key: config[key] for key in copied}
     inner = {"use_aux_hidden_state": True, "norm_before_fc": config["norm_before_fc"]}
     inner[LAYER_IDS] = [i - 1 for i in config[LAYER_IDS]]
@@ -300,8 +307,12 @@ CASES = (
     [
         (form, engine, lambda base, a=arguments, s=settings: eagle(base, *a, **THREE, **s))
         for form, engine, cases in (
-            (GGUF, llamacpp_engine, ({}, {"norm_before_fc": True}, {"own_lm_head": False})),
-            (SPECULATORS, speculators_engine, ({}, {"norm_before_fc": True}, {"norm_output": True})),
+            (
+                GGUF,
+                llamacpp_engine,
+                ({}, {"norm_before_fc": True}, {"own_lm_head": False}, {"norm_before_residual": True}),
+            ),
+            (SPECULATORS, speculators_engine, ({}, {"norm_before_fc": True}, {"norm_output": True, "fc_norm": True})),
         )
         for arguments in ((D2T,), ())
         for settings in cases
@@ -309,7 +320,14 @@ CASES = (
     + [
         (EAGLE, eagle_engine, lambda base, a=arguments, s=settings: eagle(base, *a, **s))
         for arguments in ((D2T,), ())
-        for settings in ({}, {"norm_before_fc": True}, {"norm_output": True}, {"own_lm_head": False})
+        for settings in (
+            {},
+            {"norm_before_fc": True},
+            {"norm_output": True},
+            {"own_lm_head": False},
+            {"fc_norm": True, "norm_output": True},
+            {"norm_before_residual": True},
+        )
     ]
     + [
         (HYDRA, hydra_engine, lambda base, s=settings: hydra(base, **s))
@@ -444,8 +462,7 @@ def test_eagle3_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
 
 REFUSED = {
     "eagle3": [
-        ({"norm_before_residual": True}, "sets norm_before_residual"),
-        ({"fc_norm": True}, "sets fc_norm"),
+        ({"fc_norm": True}, r"missing \[fc_norm.0.weight"),
         ({"attention_bias": True}, "has a layer with attention_bias True"),
         ({"draft_vocab_size": 60}, "says draft_vocab_size 60, but lm_head.weight has 50 rows"),
         ({"intermediate_size": 65}, "says intermediate_size 65, but midlayer.mlp.gate_proj.weight has 64 rows"),

@@ -24,6 +24,8 @@ def reference(head: Eagle3Head, base: BaseModel, ids: list[int], steps: int) -> 
         found = (weights[f"midlayer.self_attn.{name}.weight"] @ x).split(size)
         if position is None:
             return list(found)
+        if head.config.qk_norm:
+            found = [rms(part, f"midlayer.self_attn.{name[0]}_norm") for part in found]
         angle = position / settings.rope_parameters["rope_theta"] ** (torch.arange(size // 2) / (size // 2))
         turns = torch.polar(torch.ones(size // 2), angle)
         halves = [torch.complex(h[: size // 2], h[size // 2 :]) * turns for h in found]
@@ -33,6 +35,8 @@ def reference(head: Eagle3Head, base: BaseModel, ids: list[int], steps: int) -> 
         embedding = base.embedding[token]
         return torch.cat([rms(embedding, "midlayer.input_layernorm"), rms(feature, "midlayer.hidden_norm")])
 
+    if head.config.fc_norm:
+        read = [torch.stack([rms(x, f"fc_norm.{n}") for x in layer]) for n, layer in enumerate(read)]
     base_hidden = [torch.cat([layer[t] for layer in read]) for t in range(len(ids))]
     if head.config.norm_before_fc:
         base_hidden = [rms(f, "input_norm") for f in base_hidden]
@@ -52,7 +56,8 @@ def reference(head: Eagle3Head, base: BaseModel, ids: list[int], steps: int) -> 
                 group = number * len(seen[0][0]) // (settings.num_attention_heads)
                 scores = torch.stack([key[group] @ query for key, _ in seen]) / size**0.5
                 attended.append(sum(p * v[group] for p, (_, v) in zip(scores.softmax(0), seen, strict=True)))
-            hidden = feature + weights["midlayer.self_attn.o_proj.weight"] @ torch.cat(attended)
+            residual = rms(feature, "midlayer.hidden_norm") if head.config.norm_before_residual else feature
+            hidden = residual + weights["midlayer.self_attn.o_proj.weight"] @ torch.cat(attended)
             normed = rms(hidden, "midlayer.post_attention_layernorm")
             out = hidden + mlp["down"] @ (F.silu(mlp["gate"] @ normed) * (mlp["up"] @ normed))
             normed = rms(out, "norm")
@@ -61,6 +66,50 @@ def reference(head: Eagle3Head, base: BaseModel, ids: list[int], steps: int) -> 
             )
             feature = normed if head.config.norm_output else out
     return logits
+
+
+def parallel_reference(head: Eagle3Head, base: BaseModel, ids: list[int], steps: int) -> dict[tuple[int, int], Tensor]:
+    """P-EAGLE's logits from its definition: all elements (place a, depth d) at once, under one mask."""
+    weights, settings, size = head.state_dict(), base.model.config, head.midlayer.self_attn.head_dim
+    states = base.model.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
+    elements = [(a, d) for a in range(len(ids) - 1) for d in range(steps)]
+
+    def rms(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + settings.rms_norm_eps).sqrt() * weights[f"{name}.weight"]
+
+    def fuse(parts: list[Tensor]) -> Tensor:
+        return weights["fc.weight"] @ torch.cat([rms(part, f"fc_norm.{n}") for n, part in enumerate(parts)])
+
+    masked = fuse(list(weights["mask_hidden"][0, 0].chunk(3)))
+    real = [fuse([states[n][0, a] for n in head.spec.layers]) for a in range(len(ids))]
+    x = torch.stack([masked if d else real[a] for a, d in elements])
+    tokens = torch.stack([base.embedding[head.config.mask_token if d else ids[a + 1]] for a, d in elements])
+    seen = torch.tensor([[(e == 0 and b <= a) or (b == a and e <= d) for b, e in elements] for a, d in elements])
+    angles = torch.tensor([a + d for a, d in elements])[:, None] / settings.rope_parameters["rope_theta"] ** (
+        torch.arange(size // 2) / (size // 2)
+    )
+    turns = torch.polar(torch.ones(angles.shape), angles)[:, None]
+    for n in range(head.config.num_layers):
+        name = f"layers.{n}" if n else "midlayer"
+        normed = rms(x, f"{name}.input_layernorm" if n else f"{name}.hidden_norm")
+        normed = normed if n else torch.cat([rms(tokens, f"{name}.input_layernorm"), normed], -1)
+        parts = {
+            p: (normed @ weights[f"{name}.self_attn.{p}_proj.weight"].t()).unflatten(-1, (-1, size)) for p in "qkv"
+        }
+        for p in "qk":
+            halves = rms(parts[p], f"{name}.self_attn.{p}_norm").chunk(2, -1)
+            turned = torch.complex(*(half.contiguous() for half in halves)) * turns
+            parts[p] = torch.cat([turned.real, turned.imag], -1)
+        groups = parts["q"].shape[1] // parts["k"].shape[1]
+        key, value = (parts[p].repeat_interleave(groups, 1) for p in "kv")
+        scores = torch.einsum("qhe,khe->hqk", parts["q"], key) / size**0.5
+        out = torch.einsum("hqk,khe->qhe", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+        x = x + out.flatten(1) @ weights[f"{name}.self_attn.o_proj.weight"].t()
+        y = rms(x, f"{name}.post_attention_layernorm")
+        gate, up, down = (weights[f"{name}.mlp.{p}_proj.weight"].t() for p in ("gate", "up", "down"))
+        x = x + (F.silu(y @ gate) * (y @ up)) @ down
+    logits = rms(x, "norm") @ weights["lm_head.weight"].t()
+    return {(d + 1, a): logits[n] for n, (a, d) in enumerate(elements)}
 
 
 def test_published_layers_are_hidden_states(tiny_base: TinyBase) -> None:
@@ -86,7 +135,8 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, architecture: str
     """The whole training-time test on copied weights."""
     base = tiny_base(architecture)
     head = eagle3_head(base, torch.arange(0, 300, 2), **EAGLE3_VARIANTS[variant])
-    assert_parity(head, lambda ids, _: reference(head, base, ids, 4), rel=1e-4)
+    find = parallel_reference if head.config.parallel else reference
+    assert_parity(head, lambda ids, _: find(head, base, ids, 4), rel=1e-4)
 
 
 def test_fewer_steps_are_trained_than_drafted(tiny_base: TinyBase) -> None:

@@ -19,6 +19,7 @@ from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.common.multi_position import RecurrentHead
 from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.heads.draft_lm import DraftLMConfig
+from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
@@ -59,6 +60,14 @@ MULTI_POSITION: dict[str, DraftHeadConfig] = {
         own_lm_head=False,
     ),
     "eagle3_final": Eagle3Config(num_draft_tokens=3, ttt_steps=3, layers=[]),
+    "eagle31": Eagle3Config(
+        num_draft_tokens=3, ttt_steps=3, fc_norm=True, qk_norm=True, norm_output=True, norm_before_residual=True
+    ),
+    "peagle": Eagle3Config(num_draft_tokens=3, ttt_steps=3, parallel=True, num_layers=2, fc_norm=True),
+    "dspark": DSparkConfig(num_draft_tokens=3, markov_rank=8),
+    "dspark_causal": DSparkConfig(num_draft_tokens=3, causal=True, tied_markov=False, markov_rank=4, confidence=False),
+    "dspark_state": DSparkConfig(num_draft_tokens=3, num_layers=1, copy_layers=False, reads_state=True),
+    "dflash": DSparkConfig(num_draft_tokens=3, markov_rank=0, anchor_predicts=False, layers=[1, 3]),
 }
 HEADS = MULTI_POSITION | {
     "kangaroo": KangarooConfig(num_draft_tokens=3, exit_layer=2, confidence_threshold=0.0),
@@ -97,7 +106,7 @@ def test_size_is_the_built_head(grouping: str, kind: str, vocabulary: int | None
     config = replace(HEADS[kind], draft_vocab_size=vocabulary)
     head, size = config.build(base, vocabulary and torch.arange(vocabulary)), config.size(base.model.config)
     assert size.parameters == size.trainable == sum(p.numel() for p in head.parameters() if p.requires_grad)
-    own = {id(p): p.numel() for p in (head.output_head(k).weight for k in range(3)) if p.requires_grad}
+    own = {id(p): p.numel() for p in (head.output_head(k).trained for k in range(3)) if p.requires_grad}
     assert size.projections == sum(own.values())
     assert (size.positions, size.draft_vocab_size) == (3, len(head.d2t))
     assert size.feature_layers == len(head.spec.layers)
@@ -282,7 +291,7 @@ def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, kind:
     d2t = torch.tensor(sorted({t for text in plain for t in text} | set(range(0, 300, 2))))
     # One text is left out: drafts must be rejected too.
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, plain, strict=True)][:2]
-    head = fitted(HEADS[kind].build(base, d2t), rows_of(texts), 15, lr=5e-3 if "eagle3" in kind else 0.02)
+    head = fitted(HEADS[kind].build(base, d2t), rows_of(texts), 15, lr=5e-3 if "eagle" in kind else 0.02)
     for name in PLANS if architecture == "llama" else ["chain", "tree"]:
         draft_config = PLANS[name]
         both = decode_batch(base, head, PROMPTS, max_new_tokens=16, draft_config=draft_config, ignore_eos=True)
@@ -385,14 +394,14 @@ def test_training_renews_what_drafting_packed(tiny_base: TinyBase, kind: str) ->
     assert head.inference() is packed and head.to("cpu").inference() is not packed
 
 
-@pytest.mark.parametrize("kind", ["hydra_pp", "mlp", "lstm", "medusa", "eagle3", "draft_lm"])
+@pytest.mark.parametrize("kind", ["hydra_pp", "mlp", "lstm", "medusa", "eagle3", "draft_lm", "dspark"])
 def test_sampled_text_is_distributed_as_without_a_head(kind: str) -> None:
     """Trees of nodes sampled without replacement, in a batch of two prompts: chi-square over all answers."""
     base, sampler, length = small_base(), Sampler(temperature=1.0, top_k=3), 3
     prompts = [[9, 10, 11, 12, 13, 14, 15], [250]]
     answers = {tuple(prompt): probs_of_answers(base, prompt, sampler, length) for prompt in prompts}
     texts = [[*prompt, *answer] for prompt, found in answers.items() for answer in found]
-    config = replace(HEADS[kind], num_layers=1) if kind == "draft_lm" else HEADS[kind]
+    config = replace(HEADS[kind], num_layers=1) if kind in ("draft_lm", "dspark") else HEADS[kind]
     head = fitted(config.build(base), rows_of(texts), 12)
     draft_config = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     assert_distributed(base, head, prompts, 150, length, draft_config=draft_config, sampler=sampler)
@@ -446,7 +455,7 @@ def test_heads_learn_a_base_that_counts(tiny_base: TinyBase, kind: str) -> None:
     width = (1 + len(head.spec.layers)) * base.hidden_size
     directions = torch.randn(base.vocab_size, width, generator=torch.Generator().manual_seed(0))
     base_hidden = HiddenStates.split(directions[batch.input_ids], base.hidden_size)
-    head = fitted(head, batch, 150, lr=0.01 if "eagle3" in kind else 0.02, base_hidden=base_hidden)
+    head = fitted(head, batch, 150, lr=0.01 if "eagle" in kind else 0.02, base_hidden=base_hidden)
     ratios = head.loss(batch, base_hidden, LossConfig()).ratios()
     assert [ratios[f"accept_{k}"].value for k in (1, 2, 3)] == [1.0, 1.0, 1.0]
     text = torch.arange(20, 31)[None]

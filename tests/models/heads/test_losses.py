@@ -168,7 +168,7 @@ def term(q_logits: Tensor, p_logits: Tensor, config: LossConfig) -> tuple[float,
     """Value, gradient and alpha of one target."""
     dist = TargetDistribution.of(LMHead(weight=torch.eye(5)), p_logits)
     chunk = LossChunk(LMHead(weight=torch.eye(5)), q_logits, torch.tensor([-1]), torch.tensor([True]))
-    loss, gradient = chunk.loss_and_gradient(dist, config)
+    loss, gradient, _ = chunk.loss_and_gradient(dist, config)
     alpha = torch.minimum(q_logits.softmax(-1), p_logits.softmax(-1)).sum()
     return float(loss), gradient, float(alpha)
 

@@ -1,6 +1,7 @@
 """Learning rates are checked at the steps that matter, and against IBM's own formulas at every step."""
 
 import math
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -9,9 +10,14 @@ from torch import nn
 
 from drafthead.data.batch import LossOutput
 from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.train.config import OptimConfig
-from drafthead.train.trainer.optim import build_optimizer, lr_at
+from drafthead.train.distributed.sharding import full_state_dict, load_optimizer
+from drafthead.train.trainer.optim import build_optimizer, head_optimizer, lr_at
 from drafthead.train.trainer.step import train_step
 
 
@@ -179,3 +185,58 @@ def test_a_step_takes_the_factor_into_account() -> None:
 def test_a_value_out_of_its_limits_says_so(key: str, value: object, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         OptimConfig(**{key: value})
+
+
+# Muon --------------------------------------------------------------------------------------------------------
+
+
+def muon_head() -> DraftHead:
+    shape = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
+    base = BaseModel.load(BaseConfig(random=True, shape={**shape, "vocab_size": 300}, tokenizer="builtin:tiny"))
+    return DSparkConfig(num_draft_tokens=2, markov_rank=4).build(base)
+
+
+def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest() -> None:
+    """One step of each, by hand: Muon's is orthogonal, of the size of AdamW's."""
+    head = muon_head()
+    optimizer = head_optimizer(head, OptimConfig(name="muon", weight_decay=0.0))
+    matrices = {name for name, p in head.named_parameters() if any(p is q for q in optimizer.param_groups[0]["params"])}
+    projections = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    layers = {f"layers.{n}.self_attn.{p}.weight" for n in (0, 1) for p in projections if p[1:2] == "_"}
+    assert layers <= matrices and {"fc.weight", "markov_in.weight"} <= matrices
+    assert "markov_out.weight" not in matrices and not any("norm" in name for name in matrices)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(head.parameters()))
+    generator = torch.Generator().manual_seed(0)
+    before = {name: p.detach().clone() for name, p in head.named_parameters()}
+    for parameter in head.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    optimizer.step()
+    change = (head.get_parameter("fc.weight") - before["fc.weight"]).detach()
+    values = torch.linalg.svdvals(change) / (0.01 * 0.2 * max(change.shape) ** 0.5)
+    assert 0.6 < float(values.min()) and float(values.max()) < 1.3  # Newton and Schulz stop early
+    vector = (head.get_parameter("norm.weight") - before["norm.weight"]).detach()
+    torch.testing.assert_close(vector.abs(), torch.full_like(vector, 0.01), rtol=1e-3, atol=0)
+
+
+def test_muon_resumes_where_it_was() -> None:
+    """State saved by names and loaded into another optimiser: the next steps are the same."""
+    heads = [muon_head(), muon_head()]
+    heads[1].load_state_dict(heads[0].state_dict())
+    optimizers = [head_optimizer(head, OptimConfig(name="muon")) for head in heads]
+
+    def step(n: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in heads[n].parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizers[n].step()
+
+    step(0, 1)
+    weights, state = full_state_dict(heads[0], optimizers[0])
+    heads[1].load_state_dict(weights)
+    load_optimizer(heads[1], optimizers[1], deepcopy(state))  # which shares memory with the first one's
+    for n in (0, 1):
+        step(n, 2)
+    for name, parameter in heads[0].named_parameters():
+        assert torch.equal(parameter, heads[1].get_parameter(name)), name

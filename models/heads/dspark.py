@@ -1,0 +1,431 @@
+"""DSpark (DeepSeek's DeepSpec, 2026): a few layers draft a whole block in one pass, and a Markov head corrects it.
+
+The block is the embedding of ``x_{t+1}``, the anchor, and of mask tokens after it, at the positions that follow. Every
+layer attends to the block and to keys and values of the base's hidden states up to t, which are fused once for all
+layers and kept between steps. So drafting is one pass over K rows whatever the depth. Slot k alone cannot know what
+was drafted before it: the Markov head adds ``W2 W1[x_{t+k}]`` to its logits, a product of rank r, which gives every
+node of a tree a distribution of its own. A confidence head reads the same and says how likely the draft is accepted.
+
+The family: ``markov_rank: 0`` is DFlash, ``causal`` is JetSpec's block, and ``anchor_predicts: false`` leaves the
+anchor's own slot unused, as both of them do. Names of weights as in DeepSpec's checkpoints, but for the Markov head.
+
+Differences from the reference code: layers may start as the base's last ones and the Markov table as a projection of
+the base's embedding (``tied_markov``), because random starts lose on small data (``docs/log.md``); all places are
+trained unless ``places`` bounds them; the head may draft over some of the base's rows; ``reads_state`` is ours.
+
+Shape legend: B batch, T time, S places that are drafted from, P slots of a block, F frontier nodes, K draft positions,
+N layers, n targets, D width, r Markov rank, W draft vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.lm_head import LMHead
+from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
+from drafthead.models.heads.common.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer, attend_block
+from drafthead.models.heads.common.contract import DraftHeadConfig
+from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
+from drafthead.models.heads.common.lm_heads import DraftLMHeads
+from drafthead.models.heads.common.multi_position import MultiPositionHead
+from drafthead.models.heads.common.targets import DraftTargets, drafting_places, has_next
+from drafthead.models.kernels.attention import document_mask
+from drafthead.models.kernels.fused import FusedRMSNorm, fresh_copy, rotate
+from drafthead.models.kernels.linear import joined_linear
+
+
+@dataclass(kw_only=True)
+class DSparkConfig(DraftHeadConfig):
+    """Settings of :class:`DSparkHead`."""
+
+    num_draft_tokens: int = 7
+    num_layers: int = 2
+    layers: list[int] | None = None
+    """Whose outputs (1 is the first layer) make the context; null: as published, as many as the head has layers,
+    spread from the second to the third last."""
+    markov_rank: int = 64
+    """Rank of the correction by the token before; 0: none, as in DFlash (DeepSpec: 256)."""
+    tied_markov: bool = True
+    """True: the Markov table is a projection of the base's embedding, [D, r]. False: a table [V, r] of its own."""
+    causal: bool = False
+    """A slot sees the slots before it only, as in JetSpec."""
+    anchor_predicts: bool = True
+    """The anchor's slot drafts the first token. False: its slot drafts nothing, as in DFlash and JetSpec."""
+    confidence: bool = True
+    """Train a confidence head, which ``eval.prefix_threshold`` reads."""
+    mask_token: int | None = None
+    """Id whose embedding fills the block, one that no text has; null: chosen from the base's tokenizer."""
+    copy_layers: bool = True
+    """Start as the base's last layers. False: at random, but adding nothing."""
+    reads_state: bool = False
+    """Slots begin as the base's last state, and the untrained head as its next-token head (ours; no format has it)."""
+    intermediate_size: int | None = None
+    """Inner width of the MLPs; null: the base's."""
+    places: int | None = None
+    """Most places a row that a training step drafts from, drawn at random; null: all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.num_layers <= 16:
+            raise ValueError(f"head.num_layers must be in [1, 16], got {self.num_layers}")
+        if self.layers is not None and not self.layers:
+            raise ValueError("head.layers must name at least one layer, or be null")
+        if not 0 <= self.markov_rank <= 1024:
+            raise ValueError(f"head.markov_rank must be in [0, 1024], got {self.markov_rank}")
+        for key in ("intermediate_size", "places"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"head.{key} must be at least 1 or null, got {value}")
+        if self.copy_layers and (self.reads_state or self.intermediate_size is not None):
+            other = "reads_state" if self.reads_state else "intermediate_size"
+            raise ValueError(f"head.copy_layers excludes head.{other}; set head.copy_layers=false")
+
+    def check_layers(self, num_layers: int) -> None:
+        if self.layers is not None and not all(0 <= layer <= num_layers for layer in self.layers):
+            raise UserError(f"head.layers must be in [0, {num_layers}], got {list(self.layers)}")
+        if self.copy_layers and self.num_layers > num_layers:
+            raise UserError(
+                f"head.num_layers={self.num_layers} cannot start as the last layers of a base of {num_layers}; set "
+                "head.copy_layers=false"
+            )
+
+    @property
+    def slots(self) -> int:
+        """Rows P of a block."""
+        return self.num_draft_tokens + (not self.anchor_predicts)
+
+    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DSparkHead":
+        return DSparkHead(self, base, d2t)
+
+
+@dataclass
+class BlockState(DraftState):
+    """What the layers have read of the context, and what is still to be read."""
+
+    text: PendingInputs
+    """Fused hidden states of the base."""
+    hidden: Tensor
+    """[B, D] the base's last state; NaN before there is one."""
+
+
+class DSparkHead(MultiPositionHead):
+    """N Qwen3-like layers over a block, the base's output head, a Markov head and a confidence head."""
+
+    config: DSparkConfig
+
+    def __init__(self, config: DSparkConfig, base: BaseModel, d2t: Tensor | None) -> None:
+        config.check_layers(base.num_layers)
+        if config.mask_token is None:
+            config = replace(config, mask_token=base.unused_token)
+        super().__init__(config, base, d2t)
+        width, count, rank = base.hidden_size, config.num_layers, config.markov_rank
+        layers = spread_layers(base.num_layers, count) if config.layers is None else tuple(config.layers)
+        self.spec = HiddenStatesSpec(layers=layers)
+        self.fc = nn.Linear(len(layers) * width, width, bias=False, device=base.device)
+        self.hidden_norm = HeadRMSNorm(base)
+        self.layers = nn.ModuleList(
+            HeadDecoderLayer(base, config.intermediate_size, qk_norm=True, layer_idx=n) for n in range(count)
+        )
+        self.norm = HeadRMSNorm(base)
+        self.slot_state: nn.Linear | None = None
+        if config.reads_state:
+            self.slot_state = nn.Linear(width, width, bias=False, device=base.device)
+            self.slot_offset = nn.Parameter(torch.zeros(config.slots, width, device=base.device))
+        self.markov_out: nn.Linear | None = None
+        if rank:
+            self.markov_in = (
+                nn.Linear(width, rank, bias=False, device=base.device)
+                if config.tied_markov
+                else nn.Embedding(base.vocab_size, rank, device=base.device)
+            )
+            self.markov_out = nn.Linear(rank, len(self.d2t), bias=False, device=base.device)
+        self.confidence: nn.Linear | None = None
+        if config.confidence:
+            self.confidence = nn.Linear(width + rank, 1, device=base.device)
+        self._start(layers.index(max(layers)))
+        self._shared = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype)
+        self._context_reader: Layer | None = None
+
+    @torch.no_grad()
+    def _start(self, deepest: int) -> None:
+        """Begin with the base's last layers over its deepest state that is read, or as its next-token head."""
+        base, width = self.base, self.base.hidden_size
+        self.fc.weight.zero_()
+        self.fc.weight[:, deepest * width : (deepest + 1) * width] = torch.eye(width)
+        scale = base.model.model.norm(torch.ones_like(self.target_lm_head.weight[0])).float()
+        self.norm.weight.copy_(scale)
+        if self.config.copy_layers:
+            stock = list(base.model.model.layers)[-self.config.num_layers :]
+            for layer, source in zip(self.decoder_layers, stock, strict=True):
+                copy_layer(fresh_copy(source, base.model.config, 0), layer)
+            self.hidden_norm.weight.copy_(self.decoder_layers[0].input_layernorm.weight)
+        if self.slot_state is not None:
+            self.slot_state.weight.zero_()
+            self.norm.weight.fill_(scale.square().mean().sqrt())  # the state has been normed once already
+        if self.markov_out is not None:
+            self.markov_out.weight.zero_()
+            nn.init.normal_(self.markov_in.weight, std=width**-0.5 if self.config.tied_markov else 0.02)
+        if self.confidence is not None:
+            self.confidence.weight.zero_()
+            self.confidence.bias.zero_()
+
+    @property
+    def decoder_layers(self) -> list[HeadDecoderLayer]:
+        """The layers, in order."""
+        return [cast(HeadDecoderLayer, layer) for layer in self.layers]
+
+    def invalidate(self) -> None:
+        super().invalidate()
+        self._context_reader = None
+
+    def checkpointable(self) -> list[tuple[nn.Module, str]]:
+        return [(layer, method) for layer in self.layers for method in ("states", "add_mlp")]
+
+    def num_calls(self, name: str) -> int:
+        if not name.startswith("layers."):
+            return self.config.num_draft_tokens if name in ("norm", "markov_in") else 1
+        keys_or_values = name.rpartition(".")[2] in ("k_proj", "v_proj", "k_norm")  # the context has them too
+        return self.config.slots + keys_or_values
+
+    def output_head(self, k: int) -> LMHead:
+        low_rank = None if self.markov_out is None else self.markov_out.weight
+        return replace(self.target_lm_head, low_rank=low_rank)
+
+    def confidence_logits(self, hidden: Tensor) -> Tensor | None:
+        # Detached: what is easy to be sure of must not decide what is drafted.
+        return None if self.confidence is None else self.confidence(hidden.detach())[..., 0]
+
+    def trained_targets(self, draft_targets: DraftTargets) -> DraftTargets:
+        places = self.config.places
+        return draft_targets.subset(places) if self.training and places else draft_targets
+
+    def fuse(self, read: Tensor) -> Tensor:
+        """The base's states of ``spec``, [..., n D] -> context [..., D]."""
+        context: Tensor = self.hidden_norm(self.fc(read.to(self._computes_in)))
+        return context
+
+    @property
+    def _computes_in(self) -> torch.dtype:
+        """The dtype of what layers read: packed ones have no weight of their own and read float32."""
+        weight = getattr(self.fc, "weight", None)
+        return torch.float32 if weight is None else weight.dtype
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The base's embeddings, frozen: [...] -> [..., D]."""
+        return F.embedding(tokens, self.base.embedding).to(self._computes_in)
+
+    def block(self, anchors: Tensor, hidden: Tensor) -> Tensor:
+        """What the first layer reads at the slots: [...] anchors and [..., D] states of the base -> [..., P, D]."""
+        assert self.config.mask_token is not None
+        tokens = torch.full((*anchors.shape, self.config.slots), self.config.mask_token, device=anchors.device)
+        tokens[..., 0] = anchors
+        embedded = self.embed(tokens)
+        if self.slot_state is None:
+            return embedded
+        read: Tensor = self.slot_state(F.rms_norm(embedded, embedded.shape[-1:]))
+        return hidden[..., None, :].to(read.dtype) + read + self.slot_offset
+
+    def markov(self, tokens: Tensor) -> Tensor:
+        """What the Markov head reads of the token before a draft: [...] -> [..., r]."""
+        if not self.config.tied_markov:
+            found: Tensor = self.markov_in(tokens)
+            return found
+        embedded = self.embed(tokens)
+        projected: Tensor = self.markov_in(F.rms_norm(embedded, embedded.shape[-1:]))
+        return projected
+
+    @property
+    def says_confidence(self) -> bool:
+        return self.confidence is not None
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that drafts the first token."""
+        return int(not self.config.anchor_predicts)
+
+    def seen_slots(self, device: torch.device) -> Tensor:
+        """[P, P] bool: which slots of its block a slot sees."""
+        seen = torch.ones(self.config.slots, self.config.slots, dtype=torch.bool, device=device)
+        return seen.tril_() if self.config.causal else seen
+
+    # Drafting ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def init_state(self, batch: int) -> BlockState:
+        weight = self.fc.weight
+        if self._context_reader is None:
+            self._context_reader = context_reader(self.decoder_layers, self.config.inference_dtype)
+        shape = self.decoder_layers[0].self_attn.cache_shape(weight.dtype, weight.device, len(self.layers))
+        cache = BlockCache(self._context_reader, shape)
+        text = PendingInputs.none(cache, batch, weight)
+        text = replace(text, unread=text.unread[..., : self.base.hidden_size])
+        return BlockState(text=text, hidden=weight.new_full((batch, self.base.hidden_size), torch.nan))
+
+    @torch.inference_mode()
+    def update(
+        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
+    ) -> BlockState:
+        assert isinstance(state, BlockState) and base_hidden is not None and base_hidden.layers is not None
+        context = self.inference().fuse(base_hidden.layers)
+        return BlockState(text=state.text.append(context, counts), hidden=last_valid(base_hidden.final, counts))
+
+    @torch.inference_mode()
+    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "BlockDraftPass":
+        assert isinstance(state, BlockState) and isinstance(state.text.cache, BlockCache)
+        head = self.inference()
+        slots = head.block(last_token, state.hidden)
+        seen = self.seen_slots(slots.device)
+        out = state.text.cache.read_block(state.text, slots, seen[None], list(head.layers))
+        wanted = slice(self.first_slot, self.first_slot + draft_config.depth)
+        return BlockDraftPass(head, head.norm(out[:, wanted]), last_token)
+
+    # Training ------------------------------------------------------------------------------------------------
+
+    def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        depth, width = len(draft_targets.valid), self.base.hidden_size
+        if len(draft_targets.target_idx) == 0:
+            return self.fc.weight.new_zeros(depth, 0, width + self.config.markov_rank)
+        assert base_hidden.layers is not None
+        # Where no token of the document follows nothing is drafted, and the states may be NaN.
+        read = torch.where(has_next(batch.document_ids)[..., None], base_hidden.layers, 0.0)
+        context = self.fuse(read)
+        places, slot_of_place = drafting_places(draft_targets, batch.input_ids)
+        rows = torch.arange(len(places), device=places.device)[:, None]
+        following = (places + 1).clamp(max=batch.input_ids.shape[1] - 1)
+        final = base_hidden.final[rows, places].nan_to_num()
+        x = self.block(batch.input_ids[rows, following], final).flatten(1, 2)
+        offsets = torch.arange(1, self.config.slots + 1, device=places.device)
+        positions = (batch.position_ids[rows, places][..., None] + offsets).flatten(1, 2)
+        seen = document_mask(batch.document_ids, context.dtype)[:, 0][rows, places][:, None]
+        own = self.seen_slots(places.device)
+        block = (-1, self.config.slots)
+        for layer in self.decoder_layers:
+            text_key, text_value = layer.self_attn.keys_values(context, batch.position_ids)
+            query, key, value = (torch.unflatten(part, 2, block) for part in layer.states(x, positions))
+            # Without recomputing its scores every layer would keep a matrix of S P times T for each head.
+            out: Tensor = checkpoint(
+                attend_block, query, text_key, text_value, seen, key, value, own, use_reentrant=False
+            )
+            x = layer.add_mlp(x, layer.self_attn.join(out.flatten(2, 3)))
+        x = torch.unflatten(x, 1, block)
+        found = []
+        for k in range(depth):
+            at_slot = x[:, :, self.first_slot + k].flatten(0, 1)
+            hidden = self.norm(at_slot[slot_of_place[draft_targets.source_idx[k]]])
+            if self.markov_out is not None:
+                before = draft_targets.tokens(batch.input_ids, k + 1)[k]
+                hidden = torch.cat([hidden, self.markov(before)], -1)
+            found.append(hidden)
+        return torch.stack(found)
+
+
+class BlockCache(LayerKVCache):
+    """Keys and values of the context for all layers; a block reads them and leaves nothing behind."""
+
+    def read_block(self, text: PendingInputs, x: Tensor, seen: Tensor, layers: list[Layer]) -> Tensor:
+        """Run ``layers`` over a block after ``text``: [B, P, D] -> [B, P, D]; ``seen`` [1, P, P] bool."""
+        self.prefill(text)
+        rows, count = x.shape[:2]
+        self._reserve(rows, int((text.lengths + text.counts).max()) + count)
+        cache = self.cache
+        positions = cache.positions(torch.arange(count, device=x.device)[None]).expand(rows, -1)
+        cache.reserve(count)
+        mask = cache.mask(seen, x.dtype)
+        for layer in layers:
+            x = layer(x, positions, mask, cache)
+        cache.crop()
+        return x
+
+
+def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) -> Layer:
+    """Writes the keys and values that ``layers`` have of a context: one product for all of them.
+
+    They depend on the context alone, not on the layers below.
+    """
+    attentions = [layer.self_attn for layer in layers]
+    product = joined_linear([linear for a in attentions for linear in (a.k_proj, a.v_proj)], dtype)
+    norms = [FusedRMSNorm(a.k_norm) for a in attentions]
+    head_dim = attentions[0].head_dim
+
+    def read(context: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
+        turns = attentions[0].rotation(context, positions)
+        states = product(context).unflatten(-1, (2 * len(layers), -1, head_dim))
+        for n, norm in enumerate(norms):
+            key = rotate(norm(states[:, :, 2 * n]), *turns)
+            cache.update(key.transpose(1, 2), states[:, :, 2 * n + 1].transpose(1, 2), n)
+        return context
+
+    return read
+
+
+class BlockDraftPass:
+    """All positions are drafted; a level adds what the tokens before it say."""
+
+    def __init__(self, head: DSparkHead, hidden: Tensor, last_token: Tensor) -> None:
+        """For an inference copy of a head, with ``hidden`` [B, K, D] after the final norm."""
+        self._head, self._hidden, self._last = head, hidden, last_token
+        self._products = head._shared.product(hidden)
+        self._level = -1
+        self._read = hidden[:, :0]  # [B, F, D + r] of the nodes expanded last
+
+    def root(self) -> Tensor:
+        """As ``DraftPass.root``: [B, 1, W]."""
+        return self.step(self._last[:, None], torch.zeros_like(self._last[:, None]))
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """As ``DraftPass.step``: [B, F, W], or [B, 1, W] without a Markov head."""
+        head = self._head
+        self._level += 1
+        product, self._read = self._products[:, self._level, None], self._hidden[:, self._level, None]
+        if head.markov_out is not None:
+            before = head.markov(tokens)
+            product = product + head.markov_out(before)
+            self._read = torch.cat([self._read.expand(-1, tokens.shape[1], -1), before], -1)
+        return head.target_lm_head.scale_and_cap(product)
+
+    def confidence(self) -> Tensor:
+        """As ``ConfidentPass.confidence``: [B, F], or [B, 1] without a Markov head."""
+        assert self._head.confidence is not None
+        found: Tensor = self._head.confidence(self._read)[..., 0].sigmoid()
+        return found
+
+
+def spread_layers(layers: int, count: int) -> tuple[int, ...]:
+    """The taps of all published heads: L // 2, or ``count`` outputs spread from layer 1 to L - 3, counted from 0."""
+    if count == 1:
+        return (layers // 2 + 1,)
+    return tuple(max(1, round(1 + n * (layers - 4) / (count - 1)) + 1) for n in range(count))
+
+
+@torch.no_grad()
+def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
+    """Give ``layer`` the weights of a base's decoder layer, float32; biases have no place in it.
+
+    Norms of queries and keys that the base lacks begin with the size that these have on average.
+    """
+    attention = layer.self_attn
+    for norm, own in (
+        (stock.input_layernorm, layer.input_layernorm),
+        (stock.post_attention_layernorm, layer.post_attention_layernorm),
+    ):
+        own.weight.copy_(norm.weight + 1 if isinstance(norm, GemmaRMSNorm) else norm.weight)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        getattr(attention, name).weight.copy_(getattr(stock.self_attn, name).weight)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(layer.mlp, name).weight.copy_(getattr(stock.mlp, name).weight)
+    for name in ("q", "k"):
+        own = getattr(attention, f"{name}_norm")
+        if hasattr(stock.self_attn, f"{name}_norm"):
+            own.weight.copy_(getattr(stock.self_attn, f"{name}_norm").weight)
+        else:
+            rows = getattr(attention, f"{name}_proj").weight * layer.input_layernorm.weight
+            own.weight.fill_(rows.square().sum(1).mean().sqrt())

@@ -1,0 +1,284 @@
+"""DSpark's training against an independent reference; what its block sees; how it starts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafthead.data.batch import HiddenStates
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree
+from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.heads.common.targets import DraftTargets
+from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, spread_layers
+from drafthead.models.token_tree import TokenTree
+from support import TinyBase, assert_parity, random_ids, randomised, row_of, rows_of
+
+VARIANTS = {
+    "dspark": {},
+    "table of its own": {"tied_markov": False},
+    "dflash": {"markov_rank": 0, "anchor_predicts": False, "confidence": False},
+    "jetspec": {"causal": True, "anchor_predicts": False, "markov_rank": 0},
+    "reads the state": {"copy_layers": False, "reads_state": True, "layers": [2], "intermediate_size": None},
+    "one layer": {"num_layers": 1, "copy_layers": False, "intermediate_size": 40},
+}
+
+
+def new_head(base: BaseModel, d2t: Tensor | None = None, **settings: object) -> DSparkHead:
+    config = DSparkConfig(**{"num_draft_tokens": 4, "markov_rank": 8, **settings})  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    return randomised(config.build(base, d2t), 0.03).eval()
+
+
+def reference(head: DSparkHead, base: BaseModel, ids: list[int]) -> dict[tuple[int, int], Tensor]:
+    """Logits of draft k at place t of one document: slot by slot, attention head by attention head."""
+    weights, config, settings = head.state_dict(), head.config, base.model.config
+    size, count = head.layers[0].self_attn.head_dim, config.num_draft_tokens
+    states = base.model.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
+
+    def rms(x: Tensor, scale: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + settings.rms_norm_eps).sqrt() * scale
+
+    def unit(x: Tensor) -> Tensor:
+        return x / (x.square().mean() + torch.finfo(torch.float32).eps).sqrt()
+
+    def split(x: Tensor, layer: int, name: str, position: int | None) -> list[Tensor]:
+        found = (weights[f"layers.{layer}.self_attn.{name}_proj.weight"] @ x).split(size)
+        if position is None:
+            return list(found)
+        found = [rms(part, weights[f"layers.{layer}.self_attn.{name}_norm.weight"]) for part in found]
+        angle = position / settings.rope_parameters["rope_theta"] ** (torch.arange(size // 2) / (size // 2))
+        turns = torch.polar(torch.ones(size // 2), angle)
+        halves = [torch.complex(h[: size // 2], h[size // 2 :]) * turns for h in found]
+        return [torch.cat([h.real, h.imag]) for h in halves]
+
+    context = [
+        rms(
+            weights["fc.weight"] @ torch.cat([states[n][0, t] for n in head.spec.layers]), weights["hidden_norm.weight"]
+        )
+        for t in range(len(ids))
+    ]
+    logits = {}
+    first = int(not config.anchor_predicts)
+    for t in range(len(ids) - 2):
+        x = [base.embedding[ids[t + 1]]] + [base.embedding[config.mask_token]] * (count - 1 + first)
+        if config.reads_state:
+            last = base.model.model(torch.tensor([ids[: t + 1]]), use_cache=False).last_hidden_state[0, t]
+            x = [
+                last + weights["slot_state.weight"] @ unit(e) + o
+                for e, o in zip(x, weights["slot_offset"], strict=True)
+            ]
+        for n in range(config.num_layers):
+            name = f"layers.{n}"
+            normed = [rms(slot, weights[f"{name}.input_layernorm.weight"]) for slot in x]
+            keys = [(split(c, n, "k", s), split(c, n, "v", None)) for s, c in enumerate(context[: t + 1])]
+            own = [(split(a, n, "k", t + 1 + i), split(a, n, "v", None)) for i, a in enumerate(normed)]
+            out = []
+            for i, slot in enumerate(normed):
+                seen = keys + (own[: i + 1] if config.causal else own)
+                heads = []
+                for number, query in enumerate(split(slot, n, "q", t + 1 + i)):
+                    group = number * len(seen[0][0]) // settings.num_attention_heads
+                    scores = torch.stack([key[group] @ query for key, _ in seen]) / size**0.5
+                    heads.append(sum(p * v[group] for p, (_, v) in zip(scores.softmax(0), seen, strict=True)))
+                hidden = x[i] + weights[f"{name}.self_attn.o_proj.weight"] @ torch.cat(heads)
+                y = rms(hidden, weights[f"{name}.post_attention_layernorm.weight"])
+                mlp = {p: weights[f"{name}.mlp.{p}_proj.weight"] for p in ("gate", "up", "down")}
+                out.append(hidden + mlp["down"] @ (F.silu(mlp["gate"] @ y) * (mlp["up"] @ y)))
+            x = out
+        for k in range(1, count + 1):
+            logits[k, t] = head.target_lm_head.weight @ rms(x[k - 1 + first], weights["norm.weight"])
+            if config.markov_rank and t + k < len(ids):
+                before = ids[t + k]
+                table = weights["markov_in.weight"]
+                read = table @ unit(base.embedding[before]) if config.tied_markov else table[before]
+                logits[k, t] = logits[k, t] + weights["markov_out.weight"] @ read
+    return logits
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parity_with_a_few_line_reference(tiny_base: TinyBase, variant: str) -> None:
+    base = tiny_base("qwen2" if variant == "dspark" else "llama")
+    head = new_head(base, torch.arange(0, 300, 2), **{**VARIANTS[variant], "confidence": False})
+    assert_parity(head, lambda ids, _: reference(head, base, ids), rel=1e-4)
+
+
+def test_confidence_learns_alpha(tiny_base: TinyBase) -> None:
+    """Its loss is the cross-entropy against sum_v min(p, q), and it leaves everything else as it is."""
+    base, batch = tiny_base(), row_of([random_ids(20)])
+    head = new_head(base, confidence=True)
+    base_hidden = base.hidden_states(batch, head.spec)
+    gradients = []
+    for weight in (0.0, 2.0):
+        head.zero_grad()
+        out = head.loss(batch, base_hidden, LossConfig(ce=0.0, kl=1.0, decay=0.5, confidence=weight))
+        torch.autograd.backward(out.loss_sum)
+        gradients.append({n: p.grad for n, p in head.named_parameters() if p.grad is not None})
+        if weight == 0.0:
+            without = out.loss_sum.item()
+    assert {n for n in gradients[1] if "confidence" in n} == {"confidence.weight", "confidence.bias"}
+    torch.testing.assert_close(*({n: g for n, g in found.items() if "confidence" not in n} for found in gradients))
+    targets = DraftTargets.of(batch, 4)
+    with torch.no_grad():
+        hidden = head.position_hidden(batch, base_hidden, targets)
+        p = base.lm_head.logits(base_hidden.final[0])[targets.target_idx - 1].softmax(-1)
+        wanted = 0.0
+        for k in range(4):
+            alpha = torch.minimum(p, head.output_head(k).logits(hidden[k]).softmax(-1)).sum(-1)
+            said = head.confidence_logits(hidden)[k].sigmoid()  # type: ignore[index]
+            entropy = F.binary_cross_entropy(said, alpha, reduction="none")
+            wanted += 2.0 * 0.5 ** (k + 1) * float((entropy * targets.valid[k]).sum())
+    assert out.loss_sum.item() - without == pytest.approx(wanted, rel=1e-4)
+
+
+def test_only_the_markov_columns_of_the_projection_are_trained(tiny_base: TinyBase) -> None:
+    """By finite differences: the gradient of the low-rank part and of what the projection reads."""
+    base, batch = tiny_base(), row_of([random_ids(12)])
+    head = new_head(base).double()
+    head.target_lm_head = replace(head.target_lm_head, weight=head.target_lm_head.weight.double())
+    base_hidden = base.hidden_states(batch, head.spec).map(lambda part: part.double())
+    loss = LossConfig(ce=0.3, kl=0.5, tv=0.2, confidence=0.0)
+    torch.autograd.backward(head.loss(batch, base_hidden, loss).loss_sum)
+    for name in ("markov_out.weight", "markov_in.weight", "norm.weight", "fc.weight"):
+        parameter = head.get_parameter(name)
+        place, step = (3, 1)[: parameter.ndim], 1e-5
+        with torch.no_grad():
+            values = []
+            for sign in (1, -1):
+                parameter[place] += sign * step
+                values.append(head.loss(batch, base_hidden, loss).loss_sum.item())
+                parameter[place] -= sign * step
+        assert parameter.grad is not None
+        assert float(parameter.grad[place]) == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-4, abs=1e-7)
+
+
+def test_a_few_places_are_trained(tiny_base: TinyBase) -> None:
+    base, batch = tiny_base(), row_of([random_ids(30), random_ids(20, 1)])
+    head = new_head(base, places=6)
+    base_hidden = base.hidden_states(batch, head.spec)
+    assert int(head.loss(batch, base_hidden, LossConfig()).tokens) == 30 + 20 - 4
+    torch.manual_seed(0)
+    drawn = [int(head.train().loss(batch, base_hidden, LossConfig()).tokens) for _ in range(4)]
+    assert drawn == [6] * 4
+
+
+def test_taps_and_mask_token() -> None:
+    """DeepSpec's formula, in our count (1 is the first layer's output)."""
+    assert spread_layers(36, 5) == (2, 10, 18, 26, 34) and spread_layers(30, 1) == (16,)
+
+
+def test_the_mask_token_is_spoken_by_nobody(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    assert base.unused_token == len(base.tokenizer) < base.vocab_size
+    assert new_head(base).config.mask_token == len(base.tokenizer)
+    assert new_head(base, mask_token=7).config.mask_token == 7
+
+
+def test_layers_start_as_the_bases_last(tiny_base: TinyBase) -> None:
+    """The context's values are those that the base's own layer has; norms that it lacks begin at its size."""
+    base, batch = tiny_base("llama"), row_of([random_ids(12)], padding=0)
+    head = DSparkConfig(num_draft_tokens=3, num_layers=1, layers=[2]).build(base)
+    stock, (attention,) = base.stock().model.layers[-1], [layer.self_attn for layer in head.layers]
+    hidden = base.hidden_states(batch, head.spec)
+    _, values = attention.keys_values(head.fuse(hidden.layers), batch.position_ids)  # type: ignore[arg-type]
+    wanted = stock.self_attn.v_proj(stock.input_layernorm(hidden.layers))
+    torch.testing.assert_close(values.transpose(1, 2).flatten(2), wanted)
+    keys, _ = attention.keys_values(head.fuse(hidden.layers), batch.position_ids)  # type: ignore[arg-type]
+    wanted = stock.self_attn.k_proj(stock.input_layernorm(hidden.layers))
+    assert float((keys.norm() / wanted.norm()).detach()) == pytest.approx(1.0, abs=0.2)
+
+
+def test_a_head_that_reads_the_state_starts_as_the_next_token_head(tiny_base: TinyBase) -> None:
+    base, batch = tiny_base(), row_of([random_ids(12)], padding=0)
+    head = DSparkConfig(num_draft_tokens=3, copy_layers=False, reads_state=True).build(base).eval()
+    hidden = base.hidden_states(batch, head.spec)
+    targets = DraftTargets.of(batch, 3)
+    found = head.output_head(0).logits(head.position_hidden(batch, hidden, targets)[2, 4:])
+    wanted = base.lm_head.logits(hidden.final[0, targets.source_idx[2, 4:]])
+    assert float(F.cosine_similarity(found, wanted).min()) > 0.98
+
+
+def test_paths_have_distributions_of_their_own(tiny_base: TinyBase) -> None:
+    """With a Markov head every parent has one; without, a level shares one. All kinds of trees are drafted."""
+    base = tiny_base()
+    text = random_ids(10)
+    hidden: HiddenStates = base.forward(torch.tensor([text]), base.new_cache(64), spec=new_head(base).spec)
+    for rank, width in ((8, 2), (0, 1)):
+        head = new_head(base, markov_rank=rank)
+        state = head.update(head.init_state(1), torch.tensor([text]), hidden)
+        draft_pass = head.start(state, torch.tensor([3]), DraftConfig(tree=TokenTree.chain(2)))
+        draft_pass.root()
+        found = draft_pass.step(torch.tensor([[4, 5]]), torch.zeros(1, 2, dtype=torch.int64))
+        assert found.shape == (1, width, 300) and (width == 1 or not torch.allclose(found[0, 0], found[0, 1]))
+        dynamic = head.draft(state, torch.tensor([3]), DraftConfig(tree=DynamicTree(nodes=9, width=3, depth=4)))
+        assert dynamic.tokens.shape == (1, 9)
+        assert DraftSampling.TOP_K is dynamic.draft_sampling
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"num_layers": 0}, r"head.num_layers must be in \[1, 16\]"),
+        ({"layers": []}, "head.layers must name at least one layer"),
+        ({"markov_rank": -1}, "head.markov_rank must be in"),
+        ({"places": 0}, "head.places must be at least 1 or null"),
+        ({"reads_state": True}, "head.copy_layers excludes head.reads_state"),
+        ({"intermediate_size": 8}, "head.copy_layers excludes head.intermediate_size"),
+    ],
+)
+def test_limits(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        DSparkConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_rows_of_several_texts(tiny_base: TinyBase) -> None:
+    """A row's loss does not depend on the rows beside it."""
+    base = tiny_base()
+    head, texts = new_head(base), [random_ids(20), random_ids(9, 1)]
+    both = rows_of(texts)
+    alone = [rows_of([text]) for text in texts]
+    losses = [head.loss(b, base.hidden_states(b, head.spec), LossConfig()).loss_sum.item() for b in (both, *alone)]
+    assert losses[0] == pytest.approx(losses[1] + losses[2], rel=1e-5)
+
+
+def test_dpace_weighs_by_how_far_drafts_get(tiny_base: TinyBase) -> None:
+    """Of every place, explicitly: w_j is the mean over m of q_1 .. q_m for m >= j, with each q_i at least a half."""
+    base, documents = tiny_base(), [random_ids(9), random_ids(6, 1)]
+    head, batch = new_head(base, torch.arange(0, 300, 2), confidence=False), row_of(documents, trained_from=3)
+    base_hidden = base.hidden_states(batch, head.spec)
+    total, unweighted = 0.0, 0.0
+    for ids in documents:
+        logits = reference(head, base, ids)
+        for t in range(len(ids) - 2):
+            floored, losses = [], []
+            for k in range(1, 5):
+                target = t + 1 + k
+                if not 3 <= target < len(ids):
+                    floored.append(0.0)  # nothing is trained there, and nothing is reached behind it
+                    losses.append(0.0)
+                    continue
+                known = ids[target] % 2 == 0
+                loss = F.cross_entropy(logits[k, t], torch.tensor(ids[target] // 2)).item() if known else 0.0
+                floored.append(0.5 + 0.5 * (torch.tensor(-loss).exp().item() if known else 0.0))
+                losses.append(loss)
+            for j in range(4):
+                reached = [torch.tensor(floored[: m + 1]).prod().item() for m in range(j, 4)]
+                total += losses[j] * sum(reached) / 4
+                unweighted += losses[j]
+    out = head.loss(batch, base_hidden, LossConfig(decay="dpace"))
+    assert float(out.loss_sum.detach()) == pytest.approx(total, rel=1e-4)
+    assert total < 0.7 * unweighted
+    head.zero_grad()
+    torch.autograd.backward(out.loss_sum)
+    wanted = head.loss(batch, base_hidden, LossConfig(depth_weights=[1.0] * 4))
+    assert float(wanted.loss_sum.detach()) == pytest.approx(unweighted, rel=1e-4)
+    assert torch.equal(out.sums, wanted.sums), "metrics are not weighted"
+
+
+def test_decay_is_a_number_or_dpace() -> None:
+    for decay in (0.0, 1.5, "fast"):
+        with pytest.raises(ValueError, match=r"loss.decay must be in \(0, 1\], or dpace"):
+            LossConfig(decay=decay)
+    assert LossConfig(decay=1).weights_of(2) == [1, 1]
