@@ -24,6 +24,7 @@ COMMANDS = {
         "drafthead.commands.import_head",
         "a published head as a head folder, attached to the base it drafts for",
     ),
+    "engines": ("drafthead.commands.engines", "install serving engines that an evaluation measures (engines=[...])"),
     "push": ("drafthead.commands.push", "upload a head with its card, tree and evaluation to the Hugging Face Hub"),
 }
 """Command -> its module and a line of help."""

@@ -12,7 +12,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.data.utils.floats import finite
 from drafthead.eval.config import EvalConfig
-from drafthead.eval.engines.served import PLAIN, serve
+from drafthead.eval.engines.served import PLAIN, ServedEngines, serve
 from drafthead.eval.lossless.check_lossless import rule_total_variation
 from drafthead.eval.lossless.equality import Equality, compare_outputs, logit_margin, recompute_tokens
 from drafthead.eval.metrics.served import compare_engines
@@ -93,10 +93,7 @@ def evaluate(
         equalities = _equalities(base, drafter, decode_config, timed, set(served.methods), config.engine.tie)
     evaluation = summarise(timed.prompts, timed.results, equalities, info) | _settings(config, draft_config, timed)
     if served.facts:
-        plain = {n: _against_plain(base, timed, n, config) for n in served.facts if n + PLAIN in timed.results}
-        evaluation["engines"] = finite(
-            compare_engines(served, timed.results, equalities, plain, config.engine.tolerance)
-        )
+        evaluation["engines"] = finite(served_as_trained(base, served, timed, equalities, config))
     if costs is not None and (predicted := predict(base, drafter, draft_config, config, costs, development)):
         evaluation["predicted"] = predicted
     if calibration is not None:
@@ -217,16 +214,27 @@ def _equalities(
     }
 
 
-def _against_plain(base: BaseModel, timed: TimedResults, engine: str, config: EvalConfig) -> list[Equality]:
-    """Per turn, how an engine's speculative answer compares with its own plain one."""
-    pairs = zip(timed.ids, timed.results[engine + PLAIN], timed.results[engine], strict=True)
-    return [
-        compare_outputs(
-            plain.tokens,
-            found.tokens,
-            partial(logit_margin, base, ids, plain.tokens, found.tokens),
-            dtype=base.dtype,
-            tie=config.engine.tie,
-        )
-        for ids, plain, found in pairs
-    ]
+def served_as_trained(
+    base: BaseModel,
+    served: ServedEngines,
+    timed: TimedResults,
+    equalities: dict[str, list[Equality]],
+    config: EvalConfig,
+) -> dict[str, Any]:
+    """Per engine what it did beside our own chain, and where it falls short: "engines" of ``eval.json``."""
+
+    def against_plain(engine: str) -> list[Equality]:
+        pairs = zip(timed.ids, timed.results[engine + PLAIN], timed.results[engine], strict=True)
+        return [
+            compare_outputs(
+                plain.tokens,
+                found.tokens,
+                partial(logit_margin, base, ids, plain.tokens, found.tokens),
+                dtype=base.dtype,
+                tie=config.engine.tie,
+            )
+            for ids, plain, found in pairs
+        ]
+
+    plain = {engine: against_plain(engine) for engine in served.facts if engine + PLAIN in timed.results}
+    return compare_engines(served, timed.results, equalities, plain, config.engine.tolerance)

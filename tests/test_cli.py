@@ -28,6 +28,7 @@ SETTINGS = {
     "export": ["head=x", "to=medusa", "out=y"],
     "import": ["from=x", "base=b", "out=y"],
     "push": ["head=x", "repo=me/x"],
+    "engines": [],
 }
 
 
@@ -44,7 +45,7 @@ def test_every_command_explains_and_prints_its_settings(command: str, capsys: py
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_a_misspelt_setting_is_one_line_with_near_matches(command: str) -> None:
     known = dict.fromkeys(("train", "sweep", "data"), "seed")
-    known |= {"certify": "each", "import": "revision", "push": "private"}
+    known |= {"certify": "each", "import": "revision", "push": "private", "engines": "folder"}
     key = known.get(command, "base")
     with pytest.raises(SystemExit, match=rf"^error: .*'{key}x'.*; did you mean {key}") as stop:
         call(command, *SETTINGS[command], f"{key}x=1")

@@ -92,7 +92,7 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
                 for plain in (False, True):
                     if (server := start.server(plain)) is None:
                         continue
-                    method = name + PLAIN * plain
+                    method, server.drafts = name + PLAIN * plain, 0 if plain else found.drafts
                     log(f"{server.name} answers {'without' if plain else 'with'} the head at {server.url}")
                     found.methods[method] = partial(_answer, server, config.max_new_tokens)
                     version = server.installed or server.version()

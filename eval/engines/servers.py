@@ -64,6 +64,8 @@ class EngineServer(ABC):
     name: ClassVar[str]
     installed = ""
     """The version of the package that was started; empty: a server that runs already, see :meth:`version`."""
+    drafts = 0
+    """The length of its chain; 0: it decodes plainly."""
 
     def __init__(
         self, url: str, eos_ids: frozenset[int], timeout_s: float, process: EngineProcess | None = None
@@ -176,7 +178,7 @@ class VllmServer(EngineServer):
         return EngineAnswer(
             tokens=self._complete(tokens, choice.get("finish_reason") == "stop", choice.get("stop_reason")),
             steps=steps,
-            accepted=_by_position(found, f"{prefix}accepted_tokens_per_pos"),
+            accepted=_by_position(found, f"{prefix}accepted_tokens_per_pos", self.drafts),
             drafted=round(found.get(f"{prefix}draft_tokens", 0)),
             prefill_s=min(found.get("vllm:time_to_first_token_seconds_sum", 0.0), total_s),
             total_s=total_s,
@@ -204,7 +206,7 @@ class LlamaCppServer(EngineServer):
         return EngineAnswer(
             tokens=self._complete(found["tokens"], found.get("stop_type") in ("eos", "word")),
             steps=round(counted.get(f"{prefix}drafts", 0)),
-            accepted=_by_position(counted, f"{prefix}accepted_tokens_per_pos"),
+            accepted=_by_position(counted, f"{prefix}accepted_tokens_per_pos", self.drafts),
             drafted=round(counted.get(f"{prefix}draft_tokens", 0)),
             prefill_s=found["timings"]["prompt_ms"] / 1e3,
             total_s=total_s,
@@ -238,6 +240,6 @@ class SglangServer(EngineServer):
 SERVERS: dict[str, type[EngineServer]] = {"vllm": VllmServer, "llamacpp": LlamaCppServer, "sglang": SglangServer}
 
 
-def _by_position(counters: dict[str, float], name: str) -> list[int]:
-    found = {int(key[len(name) + 1 : -1]): round(n) for key, n in counters.items() if key.startswith(f"{name}[")}
-    return [found.get(position, 0) for position in range(max(found, default=-1) + 1)]
+def _by_position(counters: dict[str, float], name: str, drafts: int) -> list[int]:
+    """Counts of the positions; one that never accepted has none."""
+    return [round(counters.get(f"{name}[{position}]", 0)) for position in range(drafts)]

@@ -29,7 +29,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING = "embed_tokens.weight"
 VLLM = Engine(
     "vLLM",
-    "0.32.0 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)",
+    "0.32.0 serves it, accepting what drafthead's engine accepts (run on a CPU, 21 November 2026)",
     current=True,
     serve="vllm serve {base} --speculative-config "
     """'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {drafts}}}'""",
@@ -44,7 +44,7 @@ SGLANG = Engine(
 )
 LLAMACPP_CONVERTER = Engine(
     "llama.cpp",
-    "its converter reads the folder (build 11434, run 22 November 2026); to=gguf writes the file directly",
+    "its converter reads the folder (build 11434, run 21 November 2026); to=gguf writes the file directly",
     current=True,
     serve="python convert_hf_to_gguf.py {folder} --target-model-dir {base} --outfile head.gguf",
 )

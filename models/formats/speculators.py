@@ -28,7 +28,7 @@ class SpeculatorsFormat(Eagle3Format):
     engines = (
         Engine(
             "vLLM",
-            "0.32.0 serves the folder by itself, with the base that it names (run on a CPU, 22 November 2026)",
+            "0.32.0 reads the folder by itself, with the base that it names (its source; not run)",
             current=True,
             serve="vllm serve {folder}",
         ),

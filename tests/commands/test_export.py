@@ -157,6 +157,8 @@ def test_the_check_names_every_failure(tiny_base: TinyBase) -> None:
     ("command", "arguments", "says"),
     [
         ("export", ["head=x", "to=onnx", "out=y"], "unknown format 'onnx'"),
+        ("export", ["head=x", "to=eagle3", "out=y", "base_gguf=f16"], "base_gguf goes with to=gguf, got to=eagle3"),
+        ("export", ["head=x", "to=medusa", "out=y", "vocabulary=all"], "vocabulary must be own or full"),
         ("export", ["head=x", "to=medusa"], "out"),
         ("export", ["head=x", "to=medusa", "out=y", "dtype=int8"], "dtype must be one of"),
         ("export", ["head=x", "to=medusa", "out=y", "max_new_tokens=1"], "max_new_tokens must be at least 8"),

@@ -62,6 +62,7 @@ def write_card(
         definitions=DEFINITIONS,
         formats=export_rows,
         is_loaded=is_loaded,
+        obstacles=obstacles(export_rows),
         quality=None if quality is None else quality_markdown(quality),
         facts=facts(run, head, answers),
         phases=[phase_row(name, phase, processes) for name, phase in run.phases.items()],
@@ -177,6 +178,12 @@ def formats(head: DraftHead) -> tuple[list[tuple[str, str, str]], bool]:
             rows.append((f"`{found.name}`", engines, f"no: {reasons}" if reasons else "yes"))
             is_loaded = is_loaded or (bool(current) and not reasons)
     return rows, is_loaded
+
+
+def obstacles(rows: list[tuple[str, str, str]]) -> str:
+    """Why the engines that load heads of this kind do not load this one: a sentence, or nothing."""
+    found = [f"to={name.strip('`')}: {fits.removeprefix('no: ')}" for name, engines, fits in rows if engines != "none"]
+    return f"What stands in the way of {'. '.join(found)}. " if found else ""
 
 
 def facts(run: RunConfig, head: DraftHead, answers: GenerationStats) -> list[tuple[str, str]]:

@@ -18,18 +18,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafthead.data.batch import HiddenStates
+from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.formats import FORMATS, recognise
 from drafthead.models.formats.contract import Format
 from drafthead.models.formats.eagle3 import LAYER_IDS
-from drafthead.models.formats.gguf_files import rope_factors
+from drafthead.models.formats.gguf_files import read_gguf, rope_factors, write_base
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.hydra import HydraConfig
@@ -525,6 +527,34 @@ def test_a_gguf_head_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> No
     again = GGUF.load(tmp_path, deep_base())
     assert torch.equal(again.fc.weight, head.fc.weight.to(dtype).float()) and torch.equal(again.d2t, head.d2t)
     assert torch.equal(again.norm.weight, head.norm.weight), "llama.cpp wants norms in float32"
+
+
+def test_a_base_as_gguf_is_the_base(tmp_path: Path) -> None:
+    """Names, rotated pairs and the tokenizer; a tokenizer or a type that is not known is refused by name."""
+    with pytest.raises(UserError, match="how the tokenizer splits words is not known to be one of llama.cpp's ways"):
+        write_base(deep_base(), tmp_path / "base.gguf", "f32", "tiny")
+    tokenizer = tiny_tokenizer()
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    parts = [pre_tokenizers.Digits(individual_digits=True), words]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    base = BaseModel.wrap(deep_base().stock(), tokenizer)
+    with pytest.raises(UserError, match="base_gguf must be one of f32, .*got 'q4_k'; llama.cpp's llama-quantize"):
+        write_base(base, tmp_path / "base.gguf", "q4_k", "tiny")
+    weights = base.stock().state_dict()
+    for kind in ("f32", "q8_0"):
+        write_base(base, tmp_path / "base.gguf", kind, "tiny")
+        keys, tensors = read_gguf(tmp_path / "base.gguf")
+        query = weights["model.layers.4.self_attn.q_proj.weight"]
+        order = [head * 8 + half * 4 + i for head in range(4) for i in range(4) for half in (0, 1)]
+        limit = 0.0 if kind == "f32" else float(query.abs().max()) / 100
+        assert torch.allclose(tensors["blk.4.attn_q.weight"], query[order], atol=limit, rtol=0)
+        embedding = weights["model.embed_tokens.weight"]
+        assert torch.allclose(tensors["token_embd.weight"], embedding, atol=limit * 2, rtol=0)
+        assert torch.equal(tensors["output_norm.weight"], weights["model.norm.weight"])
+    assert keys["general.architecture"] == "llama" and keys["llama.block_count"] == 6
+    assert keys["tokenizer.ggml.pre"] == "smollm" and len(keys["tokenizer.ggml.tokens"]) == 300
+    assert keys["tokenizer.ggml.tokens"][257] == "<|im_start|>" and keys["tokenizer.ggml.token_type"][257] == 3
+    assert keys["tokenizer.ggml.eos_token_id"] == base.tokenizer.eos_token_id
 
 
 def test_llama3s_rotary_scaling_is_a_tensor() -> None:

@@ -1,0 +1,291 @@
+"""Engines as methods of an evaluation: a server that speaks vLLM's protocol and serves our exports, and its faults."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafthead.data.utils.errors import UserError
+from drafthead.eval.config import EvalConfig
+from drafthead.eval.engines.process import EngineError, EngineProcess
+from drafthead.eval.engines.served import serve
+from drafthead.eval.engines.servers import EngineAnswer, LlamaCppServer
+from drafthead.eval.evaluate import evaluate, served_as_trained
+from drafthead.eval.lossless.equality import Equality
+from drafthead.eval.metrics.served import engine_failures, engine_lines
+from drafthead.eval.prompts.prompt import EvalPrompt
+from drafthead.eval.report.tables import console_lines, markdown_table
+from drafthead.eval.timing.interleaved import run_interleaved
+from drafthead.eval.timing.methods import engine_methods
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import DraftConfig
+from drafthead.models.decoding.loop import decode
+from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.token_tree import TokenTree
+from support import TinyBase, fitted, rows_of
+
+NEW = 24
+PROMPTS = ["why is the sky blue", "tell me a story", "what is two plus two", "name a river"]
+
+
+@cache
+def trained(base: BaseModel) -> Eagle3Head:
+    """A head that drafts the base's own answers well, over every id but the last."""
+    texts = []
+    for prompt in PROMPTS:
+        ids = base.prompt_ids([{"role": "user", "content": prompt}])
+        texts.append(ids + decode(base, None, ids, max_new_tokens=NEW).tokens)
+    config = Eagle3Config(num_draft_tokens=3, ttt_steps=3, layers=[1, 2], draft_vocab_size=290)
+    return fitted(config.build(base, torch.arange(5, 295)), rows_of(texts), 40, lr=5e-3)
+
+
+class FakeVllm:
+    """vLLM's endpoints, answered by our engine with ``head``; None: plainly."""
+
+    def __init__(self, base: BaseModel, head: Eagle3Head | None, wrong_token: bool = False) -> None:
+        self.counts = {"drafts": 0, "draft_tokens": 0, "accepted": [0, 0, 0], "generated": 0}
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply(outer.page(self.path))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                assert body["temperature"] == 0 and body["return_token_ids"]
+                plan = DraftConfig(tree=TokenTree.chain(3))
+                found = decode(base, head, body["prompt"], max_new_tokens=body["max_tokens"], draft_config=plan)
+                for step in found.steps if head is not None else []:
+                    if step.depth:
+                        outer.counts["drafts"] += 1
+                        for position in range(step.accepted):
+                            outer.counts["accepted"][position] += 1
+                outer.counts["generated"] += len(found.tokens)
+                tokens = [*found.tokens[:-1], 7] if wrong_token and head is not None else found.tokens
+                stop = tokens[-1] in base.eos_ids
+                choice = {"token_ids": tokens, "finish_reason": "stop" if stop else "length", "text": ""}
+                self.reply(json.dumps({"choices": [choice]}))
+
+            def reply(self, text: str) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def page(self, path: str) -> str:
+        if path == "/metrics":
+            rows = [f'vllm:generation_tokens_total{{engine="0"}} {self.counts["generated"]}.0']
+            rows.append(f'vllm:spec_decode_num_drafts_total{{engine="0"}} {self.counts["drafts"]}.0')
+            name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+            rows += [f'{name}{{position="{n}"}} {v}.0' for n, v in enumerate(self.counts["accepted"])]
+            return "# HELP\n" + "\n".join(rows) + "\n"
+        return json.dumps({"version": "9.9.9", "data": [{"id": "served"}]})
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def fake_vllm() -> Iterator[Callable[..., FakeVllm]]:
+    made: list[FakeVllm] = []
+
+    def make(*arguments: Any, **options: Any) -> FakeVllm:
+        made.append(FakeVllm(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.close()
+
+
+def served(base: BaseModel, folder: Path, *, spec: FakeVllm, plain: FakeVllm | None) -> dict[str, Any]:
+    suite = folder / "suite.jsonl"
+    suite.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    config = EvalConfig(suite=str(suite), max_new_tokens=NEW, stock_baseline=False, engines=["vllm"])
+    config.engine.vllm.url, config.engine.vllm.plain_url = spec.url, "" if plain is None else plain.url
+    return evaluate(base, trained(base), config, folder, lambda *_: None)
+
+
+def test_an_engine_that_drafts_as_we_do_passes(
+    tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., FakeVllm]
+) -> None:
+    base = tiny_base()
+    found = served(base, tmp_path, spec=fake_vllm(base, trained(base)), plain=fake_vllm(base, None))
+    row = found["engines"]["vllm"]
+    assert not engine_failures(found)
+    assert row["version"] == "9.9.9" and row["drafts"] == 3 and row["prompts"] == 4 and row["format"] == "eagle3"
+    ours, theirs = row["acceptance"]["ours"], row["acceptance"]["engine"]
+    assert theirs["accepted"] == ours["accepted"] and theirs["steps"] == ours["steps"] and ours["accepted"][0] > 5
+    assert theirs["mean_accepted_length"] == pytest.approx(ours["mean_accepted_length"])
+    assert row["texts"]["same"] == row["texts"]["same_as_ours"] == 4
+    assert row["texts"]["compared_with"] == "its plain ones" and row["tokens_per_second"]["plain"] > 0
+    assert {"vllm", "vllm_plain", "chain:3"} <= set(found["overall"]["methods"])
+    (line,) = engine_lines(found)
+    assert line.startswith("served by vLLM 9.9.9 (eagle3, chain of 3): ") and "near-ties: 0" in line
+    assert line in console_lines(found) and line in markdown_table(found)
+    assert "served by vLLM 9.9.9" in (tmp_path / "report.html").read_text()
+    assert json.loads((tmp_path / "eval.json").read_text())["engines"]["vllm"]["failures"] == []
+
+
+def compared(
+    base: BaseModel, folder: Path, spec: FakeVllm, plain: FakeVllm | None, head: Eagle3Head | None = None
+) -> dict[str, Any]:
+    """The engine's row of an evaluation, without the rest of one."""
+    config = EvalConfig(max_new_tokens=NEW, engines=["vllm"])
+    config.engine.vllm.url, config.engine.vllm.plain_url = spec.url, "" if plain is None else plain.url
+    prompts = [EvalPrompt("chat", n, [{"role": "user", "content": text}]) for n, text in enumerate(PROMPTS)]
+    with serve(base, head or trained(base), config, folder, lambda line: None) as found:
+        methods = {name: method.answer for name, method in engine_methods(base, found, config).items()}
+        methods["autoregressive"] = lambda ids: decode(base, None, ids, max_new_tokens=NEW)
+        built = lambda prompt, answers: base.prompt_ids(prompt.messages)  # noqa: E731
+        timed = run_interleaved(prompts, built, methods, None, 0, lambda *_: None)
+    pairs = zip(timed.results["vllm"], timed.results["autoregressive"], strict=True)
+    equalities = {"vllm": [Equality(same=one.tokens == other.tokens) for one, other in pairs]}
+    row: dict[str, Any] = served_as_trained(base, found, timed, equalities, config)["vllm"]
+    return row
+
+
+FAULTS: dict[str, Callable[[Eagle3Head], None]] = {
+    "layers off by one": lambda head: setattr(head, "spec", type(head.spec)(layers=(0, 1))),
+    "offsets for ids": lambda head: head.d2t.sub_(torch.arange(len(head.d2t))),
+    "a norm left out": lambda head: head.midlayer.hidden_norm.weight.data.fill_(1.0),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_head_that_an_engine_reads_wrongly_is_caught_by_its_acceptance_alone(
+    tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., FakeVllm], fault: str
+) -> None:
+    """The engine's texts stay right, as they do in real ones."""
+    base = tiny_base()
+    good, head = (trained(base).config.build(base, trained(base).d2t.clone()) for _ in range(2))
+    for one in (good, head):
+        one.load_state_dict(trained(base).state_dict())
+        one.eval()
+        if fault == "a norm left out":  # whose weights say something
+            one.midlayer.hidden_norm.weight.data.copy_(torch.linspace(0.5, 2.0, base.hidden_size))
+    FAULTS[fault](head)
+    row = compared(base, tmp_path, fake_vllm(base, head), fake_vllm(base, None), good)
+    assert row["texts"]["same"] == row["texts"]["same_as_ours"] == 4
+    assert any("tokens a step, our engine" in failure for failure in row["failures"])
+    assert any("accepts draft 1 in" in failure for failure in row["failures"])
+
+
+def test_other_texts_are_a_failure(tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., FakeVllm]) -> None:
+    base = tiny_base()
+    row = compared(base, tmp_path, fake_vllm(base, trained(base), wrong_token=True), None)
+    assert row["failures"] == ["4 of 4 texts of vLLM differ from our autoregressive ones, beyond near-ties"]
+    assert "plain not measured" in engine_lines({"engines": {"vllm": row}})[0]
+
+
+def test_counts_become_steps() -> None:
+    found = EngineAnswer(tokens=list(range(12)), steps=4, accepted=[3, 2, 0], prefill_s=1.0, total_s=3.0).result()
+    drafted = [step for step in found.steps if step.depth]
+    assert [step.accepted for step in drafted] == [2, 2, 1, 0] and all(step.depth == 3 for step in drafted)
+    assert sum(step.committed for step in found.steps) == 11 and len(found.steps) == 6, "two steps drafted nothing"
+    assert sum(step.total_s for step in found.steps) == pytest.approx(2.0)
+    steps = EngineAnswer(tokens=list(range(12)), steps=4).result().steps
+    assert sum(step.committed for step in steps) == 11 and len(steps) == 4
+
+
+def gone(group: int, within_s: float = 10.0) -> bool:
+    """Whether no process of the group is left; the system may take a moment to bury those that were killed."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def stub(folder: Path, script: str) -> str:
+    """An interpreter that ignores what it is asked to run."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_an_engine_that_is_absent_dies_or_hangs_is_one_line_and_leaves_no_process(tmp_path: Path) -> None:
+    absent = EngineProcess("llama.cpp", sys.executable, ["vllm", "1"], {"PYTHONPATH": ""})
+    with pytest.raises(EngineError, match="llama.cpp is absent: no vllm is installed for"):
+        absent.report("version", time.monotonic() + 20)
+    absent.close()
+    dying = EngineProcess("vLLM", stub(tmp_path, "echo 'ValueError: no such model' >&2; kill -6 $$"), [], {})
+    with pytest.raises(EngineError, match=r"^vLLM died \(signal 6, SIGABRT\): ValueError: no such model$"):
+        dying.report("version", time.monotonic() + 20)
+    dying.close()
+    silent = EngineProcess("vLLM", stub(tmp_path, "sleep 60"), [], {})
+    with pytest.raises(EngineError, match="did not start in time"):
+        silent.report("version", time.monotonic() + 0.3)
+    silent.close()
+    assert gone(silent._process.pid)
+    with pytest.raises(EngineError, match="cannot be started with /no/python"):
+        EngineProcess("vLLM", "/no/python", [], {})
+
+
+def test_an_engine_does_not_outlive_a_killed_evaluation(tmp_path: Path) -> None:
+    """The runner ends its group when standard input ends, which no signal to us can prevent."""
+    (tmp_path / "xllamacpp.py").write_text("import time\ntime.sleep(600)\n")
+    (tmp_path / "xllamacpp-1.dist-info").mkdir()
+    (tmp_path / "xllamacpp-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: xllamacpp\nVersion: 1\n")
+    script = (
+        "import sys, time; from drafthead.eval.engines.process import EngineProcess\n"
+        f"p = EngineProcess('x', sys.executable, ['llamacpp', '{{}}'], {{'PYTHONPATH': {str(tmp_path)!r}}})\n"
+        "assert p.report('version', time.monotonic() + 30) == '1'\n"
+        "print(p._process.pid, flush=True); time.sleep(600)"
+    )
+    ours = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert ours.stdout is not None
+    group = int(ours.stdout.readline())
+    assert not gone(group, within_s=0.1)
+    ours.send_signal(signal.SIGKILL)
+    ours.wait()
+    assert gone(group)
+
+
+def test_a_server_that_is_not_there_and_one_that_hangs() -> None:
+    assert not LlamaCppServer("http://127.0.0.1:9", frozenset(), 1.0).is_ready()
+    with pytest.raises(EngineError, match=r"llama.cpp at http://127.0.0.1:9 does not answer"):
+        LlamaCppServer("http://127.0.0.1:9", frozenset(), 1.0).version()
+    quiet = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # listens, and nobody accepts
+    with pytest.raises(EngineError, match=r"gave no answer within 0.2 s \(engine.answer_timeout_s\)"):
+        LlamaCppServer(f"http://127.0.0.1:{quiet.server_address[1]}", frozenset(), 0.2).version()
+    quiet.server_close()
+
+
+def test_what_no_engine_serves_is_said_before_anything_starts(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = tiny_base()
+    config = EvalConfig(suite="smoke", engines=["vllm"])
+    head = MedusaConfig(num_draft_tokens=2, reads_last_token=True).build(base)
+    with pytest.raises(UserError, match="vllm cannot serve this head: its heads read the last token's embedding"):
+        evaluate(base, head, config, tmp_path, lambda *_: None)
+    config.engines = ["llamacpp"]
+    with pytest.raises(UserError, match="llamacpp serves no MedusaHead; it is given gguf"):
+        evaluate(base, head, config, tmp_path, lambda *_: None)
+    config.engines, config.engine.vllm.python = ["vllm"], "/no/python"
+    with pytest.raises(UserError, match="vLLM is absent: there is no /no/python; `drafthead engines install=vllm`"):
+        evaluate(base, trained(base), config, tmp_path, lambda *_: None)
+    with pytest.raises(ValueError, match="eval.engines must be of vllm, llamacpp, sglang"):
+        EvalConfig(engines=["tgi"])
