@@ -51,13 +51,13 @@ def greedy_answer(base: BaseModel, ids: list[int], count: int) -> tuple[list[int
 
 def accepted(base: BaseModel, ids: list[int], answer: list[int], whole: KVCache, drafter: BudgetDrafter) -> int:
     """How many of the answer's tokens after the first are what ``drafter`` drafts next."""
-    state = drafter.attach(drafter.init_state(1), KVCache.view(whole.keys, whole.values, len(ids)))
+    state = drafter.attach(drafter.init_state(1), KVCache.view(whole.stacks, whole.places, len(ids)))
     found, read = 0, torch.tensor([ids], device=base.device)
     for place, (token, following) in enumerate(zip(answer, answer[1:], strict=False)):
         state = drafter.update(state, read, None)
         read = torch.tensor([[token]], device=base.device)
         # The pass that chooses positions writes the last token's states, which are those of the answer anyway.
-        state = BudgetState(**{**vars(state), "target": KVCache.view(whole.keys, whole.values, len(ids) + place)})
+        state = BudgetState(**{**vars(state), "target": KVCache.view(whole.stacks, whole.places, len(ids) + place)})
         found += int(drafter.draft(state, read[0], ONE).tokens[0, 1]) == following
     return found
 

@@ -123,7 +123,8 @@ def read_cache(folder: Path) -> Any:
 
 def read_rows(folder: Path) -> Any:
     rows = open_packed(folder)
-    return tensors(vars(collate(rows, list(range(len(rows)))))), list(rows["pieces"])
+    batch = vars(collate(rows, list(range(len(rows)))))
+    return tensors({k: v for k, v in batch.items() if v is not None}), list(rows["pieces"])
 
 
 def make_adapter(folder: Path) -> None:
@@ -158,7 +159,7 @@ def read_stream(folder: Path) -> Any:
     stream = StreamedRows(texts, tiny_tokenizer(), 32, seed=0, shards=1, micro_batch_size=1, folder=folder, workers=1)
     found = stream.batch([2 * WINDOW])
     stream._workers.shutdown()  # it writes positions
-    return tensors(vars(found))
+    return tensors({k: v for k, v in vars(found).items() if v is not None})
 
 
 def read_prompts(folder: Path) -> Any:

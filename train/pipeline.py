@@ -418,6 +418,7 @@ def training_settings(run: RunConfig) -> dict[str, Any]:
             ("optim", "name", "adamw"),
             ("optim", "momentum", 0.95),
             ("loss", "confidence", 1.0),
+            ("boost", "floor", 0.1),
         ):
             if phase[group][name] == default:
                 del phase[group][name]  # nor these

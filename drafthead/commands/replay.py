@@ -86,7 +86,7 @@ class ReplayConfig:
             raise ValueError(f"nodes must be at least 2, the root and one draft, got {self.nodes}")
         if self.rule not in ("exact", "block"):
             raise ValueError(f"rule must be exact or block, got {self.rule!r}")
-        if self.drafters and DraftSampling(self.draft_sampling) is not DraftSampling.TOP_K:
+        if DraftSampling(self.draft_sampling) is not DraftSampling.TOP_K and self.drafters:
             raise ValueError("drafters are simulated with draft_sampling=top_k only; leave one of the two out")
         for spec in self.drafters:
             parse_drafter(spec)

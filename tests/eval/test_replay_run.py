@@ -102,9 +102,10 @@ def test_a_head_with_a_threshold_has_a_row_of_its_own(
 
 
 def test_any_drafters_are_simulated_on_the_same_texts(
-    tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A repeated answer is in a suffix memory the second time; the others know nothing of it."""
+    monkeypatch.setenv("COLUMNS", "200")
     base = tiny_base()
     head = small_head(base, tmp_path / "head")
     answer = decode(base, None, [7, 8, 9], max_new_tokens=30, ignore_eos=True).tokens

@@ -68,7 +68,7 @@ def check_card(card: ModelCard, evaluation: dict[str, Any], head: DraftHead, fol
         speedup, accepted = speedup_of(group), group["mean_accepted_length"]
         assert found["speedup", name].metric_value == round(speedup, 3)
         assert found["mean_accepted_length", name].metric_value == round(accepted, 3)
-        (row,) = (line for line in card.content.splitlines() if line.startswith(f"| {name} | {speedup:.2f}x |"))
+        row = next(line for line in card.content.splitlines() if line.startswith(f"| {name} | {speedup:.2f}x |"))
         assert row.split(" | ")[3] == f"{accepted:.2f}"
     assert "CPU cores" in found["speedup", "overall"].metric_args["hardware"]
     for line in (

@@ -63,10 +63,10 @@ def test_seeds_inside_are_those_of_row_and_step(tiny_base: TinyBase) -> None:
     found = [
         seed
         for position in (3, 4)
-        for seed in nested._seeds(last, PerRowRng([1, 2], [position] * 2, DRAFT, torch.device("cpu")))
+        for seed in nested.inner_seeds(last, PerRowRng([1, 2], [position] * 2, DRAFT, torch.device("cpu")))
     ]
     assert len(set(found)) == 4 and min(found) > 2**40
-    assert nested._seeds(last[:1], PerRowRng([2], [4], DRAFT, torch.device("cpu"))) == found[3:]
+    assert nested.inner_seeds(last[:1], PerRowRng([2], [4], DRAFT, torch.device("cpu"))) == found[3:]
 
 
 DRAFTERS: dict[str, tuple[Callable[[BaseModel, BaseModel], Drafter], DraftConfig]] = {
