@@ -153,7 +153,7 @@ def test_the_hubs_cache_links_to_its_blobs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"head_type": "os.system"}, "head_type must be one of draft_lm, eagle3, .*, got 'os.system'"),
+        ({"head_type": "os.system"}, "head_type must be one of draft_lm, .*, got 'os.system'"),
         ({"head_type": "drafthead.models.heads.medusa.torch.nn.Linear"}, "head_type must be one of"),
         ({"head_type": "common"}, "head_type must be one of"),
         ({"head_type": "drafthead.models.heads.common.contract.DraftHeadConfig"}, "head_type must be one of"),
