@@ -127,7 +127,9 @@ def predict(
     if config.split != "reporting" or not config.rule.lossless or sampler != Sampler(temperature=sampler.temperature):
         return None
     texts = texts or development_answers(base, config, PREDICTED_ON)
-    tau = simulate_texts(base, drafter, texts, draft_config, sampler, config.rule).mean_accepted_length
+    # One by one, as they are decoded: a combined drafter shares its nodes out anew in every batch.
+    simulated = simulate_texts(base, drafter, texts, draft_config, sampler, config.rule, in_order=True)
+    tau = simulated.mean_accepted_length
     length = mean(len(text.ids) - text.boundary for text in texts)
     speedup = costs.answer_speedup(tau, draft_config.nodes, draft_config.depth, length)
     return {"mean_accepted_length": tau, "speedup": speedup}

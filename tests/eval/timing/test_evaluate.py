@@ -96,20 +96,26 @@ def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: Tiny
     assert "stock transformers was not timed (stock_baseline=false)" in console_lines(without)[0]
 
 
-def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: TinyBase) -> None:
+@pytest.mark.parametrize("others", [[], ["prompt_lookup:4"]], ids=["head", "combined"])
+def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: TinyBase, others: list[str]) -> None:
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=2).build(base)
-    config = replace(CONFIG, split="reporting", max_new_tokens=24)
+    config = replace(CONFIG, split="reporting", max_new_tokens=24, combine=others)
     costs = CostModel(verify={1: 0.01, 8: 0.01}, draft=0.0, overhead=0.0, context=16)
-    found = predict(base, head, config.draft_config(head), config, costs)
+    drafter, draft_config = build_drafter(
+        parse_drafter(config.together), base, head, config.draft_config(head), config.combine_nodes
+    )
+    found = predict(base, drafter, draft_config, config, costs)
     prompts = load_suite("builtin", split="development")
     steps = [
         step
         for prompt in prompts
-        for step in decode(base, head, conversation_ids(base.tokenizer, prompt), max_new_tokens=24).steps
+        for step in decode(
+            base, drafter, conversation_ids(base.tokenizer, prompt), max_new_tokens=24, draft_config=draft_config
+        ).steps
     ]
     assert found is not None
     tau = sum(step.committed for step in steps) / len(steps)
     assert found["mean_accepted_length"] == pytest.approx(tau, rel=0.02)  # the last step of an answer is cut otherwise
     assert found["speedup"] == pytest.approx(found["mean_accepted_length"]), "every pass costs the same"
-    assert predict(base, head, config.draft_config(head), replace(config, split="all"), costs) is None
+    assert predict(base, drafter, draft_config, replace(config, split="all"), costs) is None
