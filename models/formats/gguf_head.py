@@ -48,7 +48,7 @@ DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 OWN_KEYS = {"drafthead.num_draft_tokens": "num_tokens", "drafthead.ttt_steps": "ttt_steps"}
 LLAMACPP = Engine(
     "llama.cpp",
-    "build 11549 served an earlier export, accepting what drafthead's engine accepts (run on a CPU, 21 November 2026)",
+    "build 11549 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)",
     current=True,
     serve="llama-server -m {folder}/base.gguf -md {folder}/head.gguf --spec-type draft-eagle3 "
     "--spec-draft-n-max {drafts}",
