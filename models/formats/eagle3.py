@@ -29,7 +29,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING = "embed_tokens.weight"
 VLLM = Engine(
     "vLLM",
-    "0.32.0 served an earlier export, accepting what drafthead's engine accepts (run on a CPU, 21 November 2026)",
+    "0.32.0 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)",
     current=True,
     serve="vllm serve {base} --speculative-config "
     """'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {drafts}}}'""",
