@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drafthead.eval.config import EvalConfig
-from drafthead.eval.evaluate import evaluate, predict
+from drafthead.eval.evaluate import development_answers, evaluate, predict
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.tables import console_lines
@@ -21,7 +21,7 @@ from drafthead.models.drafters.draft_model import early_exit
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
-from support import TinyBase
+from support import TinyBase, leaning
 
 CONFIG = EvalConfig(suite="builtin", limit=2, max_new_tokens=4)
 
@@ -99,8 +99,9 @@ def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: Tiny
 @pytest.mark.parametrize("others", [[], ["prompt_lookup:4"]], ids=["head", "combined"])
 def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: TinyBase, others: list[str]) -> None:
     base = tiny_base()
-    head = MedusaConfig(num_draft_tokens=2).build(base)
     config = replace(CONFIG, split="reporting", max_new_tokens=24, combine=others)
+    texts = development_answers(base, config, 6)
+    head = leaning(MedusaConfig(num_draft_tokens=2).build(base), texts, 30.0, every=1)
     costs = CostModel(verify={1: 0.01, 8: 0.01}, draft=0.0, overhead=0.0, context=16)
     drafter, draft_config = build_drafter(
         parse_drafter(config.together), base, head, config.draft_config(head), config.combine_nodes
