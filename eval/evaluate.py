@@ -14,14 +14,20 @@ from drafthead.data.utils.floats import finite
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.served import PLAIN, ServedEngines, serve
 from drafthead.eval.lossless.check_lossless import rule_total_variation
-from drafthead.eval.lossless.equality import Equality, compare_outputs, logit_margin, recompute_tokens
+from drafthead.eval.lossless.equality import (
+    Equality,
+    compare_outputs,
+    draw_margin,
+    logit_margin,
+    recompute_tokens,
+)
 from drafthead.eval.metrics.served import compare_engines
 from drafthead.eval.metrics.summary import RunInfo, method_names, summarise
 from drafthead.eval.prompts.prompt import EvalPrompt, conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.report import write_report
 from drafthead.eval.timing.interleaved import TimedResults, run_interleaved
-from drafthead.eval.timing.methods import engine_methods, methods
+from drafthead.eval.timing.methods import TRANSFORMERS, engine_methods, methods, prompt_seed
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.trees.calibrate import Calibration
 from drafthead.eval.trees.cost_model import CostModel
@@ -89,8 +95,8 @@ def evaluate(
         dtype=base.dtype,
     )
     equalities = {}
-    if config.sampler.greedy:
-        equalities = _equalities(base, drafter, decode_config, timed, set(served.methods), config.engine.tie)
+    if config.sampler.greedy or decode_config.same_text:
+        equalities = _equalities(base, drafter, decode_config, timed, set(served.methods), config)
     evaluation = summarise(timed.prompts, timed.results, equalities, info) | _settings(config, draft_config, timed)
     if served.facts:
         evaluation["engines"] = finite(served_as_trained(base, served, timed, equalities, config))
@@ -198,21 +204,36 @@ def _retokenised(base: BaseModel, tokens: list[int]) -> int:
 
 
 def _equalities(
-    base: BaseModel, drafter: Drafter, config: DecodeConfig, timed: TimedResults, engines: set[str], engine_tie: float
+    base: BaseModel,
+    drafter: Drafter,
+    decode_config: DecodeConfig,
+    timed: TimedResults,
+    engines: set[str],
+    config: EvalConfig,
 ) -> dict[str, list[Equality]]:
-    """Per method and turn, how its answer compares with our autoregressive one; what a tie is of ``engines``."""
+    """Per method and turn, how its answer compares with our autoregressive one; what a tie is of ``engines``.
+
+    A sampled answer is compared where our loop gave it: transformers draws other random numbers.
+    """
+    greedy = config.sampler.greedy
 
     def compare(name: str, number: int, result: DecodeResult) -> Equality:
         ids, expected = timed.ids[number], timed.results["autoregressive"][number].tokens
         margin = partial(logit_margin, base, ids, expected, result.tokens)
+        if not greedy:
+            seed = prompt_seed(config, ids)
+            margin = partial(draw_margin, base, config.sampler, seed, ids, expected, result.tokens)
         # Of a baseline only the target's own view is known.
-        recompute = partial(recompute_tokens, base, drafter, config, ids, result) if name == "speculative" else None
-        tie = engine_tie if name in engines else None
+        recompute = None
+        if name == "speculative" and greedy:
+            recompute = partial(recompute_tokens, base, drafter, decode_config, ids, result)
+        tie = config.engine.tie if name in engines else None
         return compare_outputs(expected, result.tokens, margin, recompute, base.dtype, tie)
 
     return {
         name: [compare(name, number, result) for number, result in enumerate(timed.results[name])]
         for name in method_names(timed.results)
+        if greedy or not name.startswith(TRANSFORMERS)
     }
 
 

@@ -212,7 +212,7 @@ class _Likeliest:
     def bernoulli(self, p: torch.Tensor, q: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
         return active
 
-    def categorical(self, probs: torch.Tensor) -> torch.Tensor:
+    def categorical(self, probs: torch.Tensor, offset: int | None = None) -> torch.Tensor:
         return probs.argmax(-1)
 
 

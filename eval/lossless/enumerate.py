@@ -44,7 +44,7 @@ class EnumeratedRng:
         prob = torch.where(p > 0, p / q.clamp(min=torch.finfo(torch.float64).tiny), 0.0).clamp(max=1.0)
         return active & (self._choose(torch.stack([1 - prob, prob], -1), active) == 1)
 
-    def categorical(self, probs: Tensor) -> Tensor:
+    def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
         """As ``RandomSource.categorical``, [B, C, V] -> [B, C] int64: a choice of V per sample."""
         drawn = []
         for dist in probs.unbind(1):
@@ -86,8 +86,13 @@ class Verification:
         """The script's choice."""
         return self._script.bernoulli(p, q, active)
 
-    def categorical(self, probs: Tensor) -> Tensor:
-        """Keeps the distribution of the bonus, [B, 1, V], and returns its likeliest token, [B, 1] int64."""
+    def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
+        """Keeps the distribution of the bonus, [B, 1, V], and returns its likeliest token, [B, 1] int64.
+
+        With an ``offset`` it is no bonus yet, but a draw that decides where the walk goes: the script's choice.
+        """
+        if offset is not None:
+            return self._script.categorical(probs)
         self.bonus = probs[:, 0] / probs[:, 0].sum(-1, keepdim=True)
         return probs.argmax(-1)
 

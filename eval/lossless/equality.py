@@ -14,7 +14,8 @@ import torch
 
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import Drafter
-from drafthead.models.decoding.random_source import VERIFY, PerRowRng
+from drafthead.models.decoding.random_source import VERIFY, PerRowRng, sampling_point
+from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeConfig, DecodeState
 from drafthead.models.decoding.step_log import DecodeResult
 
@@ -38,6 +39,23 @@ def logit_margin(base: BaseModel, ids: list[int], expected: list[int], other: li
         return float("inf")
     logits = fresh_logits(base, ids + expected[:position])
     return abs(float(logits[expected[position]] - logits[other[position]]))
+
+
+@torch.inference_mode()
+def draw_margin(
+    base: BaseModel, sampler: Sampler, seed: int, ids: list[int], expected: list[int], other: list[int], position: int
+) -> float:
+    """How far the two sampled tokens at ``position`` are from being one draw: the larger distance, in cumulative
+    probability, of the number that was drawn there from what chooses each of them.
+    """
+    before = ids + expected[:position]
+    probs = sampler.probs(fresh_logits(base, before)[None], torch.tensor([before], device=base.device))[0].double()
+    ends = (probs / probs.sum()).cumsum(0)
+    point = sampling_point(seed, position)
+    return max(
+        max(point - float(ends[token]), float(ends[token] - probs[token]) - point, 0.0)
+        for token in (expected[position], other[position])
+    )
 
 
 @torch.inference_mode()
@@ -85,7 +103,7 @@ class Equality:
     tokens: tuple[int, int] | None = None
     """The expected and the answer's token there; None when one answer ended before the other."""
     margin: float | None = None
-    """Distance of the target's logits of the two tokens."""
+    """Distance of the target's logits of the two tokens; of sampled ones in cumulative probability."""
     near_tie: bool = False
     """The margin is below the type's tolerance: rounding, not a wrong rule, explains the difference."""
     diagnosis: Diagnosis | None = None
@@ -109,7 +127,7 @@ def compare_outputs(
     dtype: torch.dtype = torch.float32,
     tie: float | None = None,
 ) -> Equality:
-    """Compare an answer with that of greedy autoregressive decoding (``expected``), and explain the first difference.
+    """Compare an answer with that of autoregressive decoding (``expected``), and explain the first difference.
 
     ===========================  ===================  ==========================================================
     fresh_token                  cached_token         diagnosis

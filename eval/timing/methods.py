@@ -25,6 +25,8 @@ from drafthead.models.drafters.relay import Relay
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.token_tree import TokenTree
 
+TRANSFORMERS = "hf_"
+"""Methods that transformers runs begin with it."""
 METHOD_FORMS = f"{FORMS}, hf_prompt_lookup[:TOKENS], hf_assisted:NAME"
 
 
@@ -103,7 +105,7 @@ def own_head(drafter: Drafter) -> Drafter:
     return drafter
 
 
-def _seed(config: EvalConfig, ids: list[int]) -> int:
+def prompt_seed(config: EvalConfig, ids: list[int]) -> int:
     """Random numbers of a prompt's own: the bootstrap needs independent prompts."""
     digest = hashlib.sha256(repr((config.seed, ids)).encode()).digest()
     return int.from_bytes(digest[:7], "big")
@@ -121,7 +123,7 @@ def _decoded(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig
             draft_config=draft_config,
             sampler=config.sampler,
             rule=config.rule,
-            seed=_seed(config, ids),
+            seed=prompt_seed(config, ids),
         )
 
     return Method(answer, "" if drafter is None or draft_config is None else made_of(base, drafter, draft_config))
@@ -130,7 +132,7 @@ def _decoded(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig
 def _generated(base: BaseModel, config: EvalConfig, **speculation: Any) -> Method:
     """transformers' own ``generate``, speculative with ``speculation``."""
     new, sampler = config.max_new_tokens, config.sampler
-    return Method(lambda ids: transformers_generate(base, ids, new, sampler, _seed(config, ids), **speculation))
+    return Method(lambda ids: transformers_generate(base, ids, new, sampler, prompt_seed(config, ids), **speculation))
 
 
 def _baseline(base: BaseModel, head: Drafter, head_config: DraftConfig, spec: str, config: EvalConfig) -> Method:

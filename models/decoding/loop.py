@@ -156,9 +156,9 @@ class DecodeLoop:
             self._record(rows, output, positions, counts, started)
 
     def _max_depth(self, rows: list[Row]) -> int:
-        """Maximum draft depth: stay within the context and, if greedy, within ``max_new_tokens``."""
+        """Maximum draft depth: stay within the context and, where the text cannot change, ``max_new_tokens``."""
         depth = self.base.max_context - max(len(row.prompt) + len(row.answer) for row in rows)
-        if self.config.greedy:
+        if self.config.same_text:
             depth = min(depth, self.max_new_tokens - min(len(row.answer) for row in rows) - 1)
         if self.config.draft_config.adaptive is not None:
             depth = min(depth, rows[0].draft_length)

@@ -23,8 +23,11 @@ class RandomSource(Protocol):
         """True with probability min(1, p / q); p, q [B] float, active [B] bool. [B] bool, false where inactive."""
         ...
 
-    def categorical(self, probs: Tensor) -> Tensor:
-        """One sample of each of [B, C, V] distributions, which need not be normalised: [B, C] int64. Of zeros any."""
+    def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
+        """One sample of each of [B, C, V] distributions, which need not be normalised: [B, C] int64. Of zeros any.
+
+        ``offset``: sample as a step does that begins so many tokens later.
+        """
         ...
 
 
@@ -40,35 +43,40 @@ class PerRowRng:
         self._seeds, self._device = seeds, device
         self._counters = [4 * position + 2 * stream for position in positions]
         # Decisions and samples have generators of their own: a sample must not depend on how many decisions preceded.
-        self._generators: dict[int, list[np.random.Generator]] = {}
+        self._generators: dict[tuple[int, int], list[np.random.Generator]] = {}
         self._decisions = torch.zeros(len(seeds), 0, dtype=torch.float64, device=device)
         self._used = torch.zeros(len(seeds), dtype=torch.int64, device=device)
         self._calls = 0
 
-    def _uniform(self, part: int, count: int) -> Tensor:
-        if part not in self._generators:
+    def _uniform(self, part: int, count: int, offset: int) -> Tensor:
+        if (part, offset) not in self._generators:
             pairs = zip(self._seeds, self._counters, strict=True)
-            self._generators[part] = [_generator(seed, counter + part) for seed, counter in pairs]
-        return torch.from_numpy(np.stack([g.random(count) for g in self._generators[part]])).to(self._device)
+            self._generators[part, offset] = [_generator(seed, counter + 4 * offset + part) for seed, counter in pairs]
+        return torch.from_numpy(np.stack([g.random(count) for g in self._generators[part, offset]])).to(self._device)
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
         """``u * q < p`` with the row's next u in [0, 1): never a division, and p = 0 is never accepted."""
         if self._calls >= self._decisions.shape[1]:  # some row may have used up its numbers
-            self._decisions = torch.cat([self._decisions, self._uniform(0, _BLOCK)], 1)
+            self._decisions = torch.cat([self._decisions, self._uniform(0, _BLOCK, 0)], 1)
         u = self._decisions.gather(1, self._used[:, None])[:, 0]
         self._used = self._used + active
         self._calls += 1
         return active & (u * q < p)
 
-    def categorical(self, probs: Tensor) -> Tensor:
+    def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
         """Inverse of the cumulative distribution, in float64; a token of probability 0 is never drawn."""
         _, count, vocabulary = probs.shape
-        points = self._uniform(1, count)
+        points = self._uniform(1, count, offset or 0)
         cumulative = probs.double().cumsum(-1)
         # u is at most 1 - 2**-53, so the product is below the total, and the token found has a probability.
         drawn: Tensor = torch.searchsorted(cumulative, points[..., None] * cumulative[..., -1:], right=True)[..., 0]
         # Without any mass the last token comes: what is drawn must still be a token.
         return drawn.clamp(max=vocabulary - 1)
+
+
+def sampling_point(seed: int, position: int) -> float:
+    """The number in [0, 1) that chooses an answer's token ``position`` from the cumulative distribution."""
+    return float(_generator(seed, 4 * position + 2 * VERIFY + 1).random())
 
 
 def _generator(seed: int, use: int) -> np.random.Generator:

@@ -46,6 +46,11 @@ class DecodeConfig:
         """The target's argmax decides, without any probs."""
         return self.sampler.plain_greedy and self.rule.name == "exact" and not self.return_probs
 
+    @property
+    def same_text(self) -> bool:
+        """Whether a seed gives plain decoding's text, whatever is drafted: the target draws every token."""
+        return self.rule.name == "exact" and self.draft_config.draft_sampling is DraftSampling.TOP_K
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:

@@ -6,7 +6,18 @@ import math
 import pytest
 import torch
 
-from drafthead.eval.lossless.equality import TOLERANCE, Diagnosis, Equality, compare_outputs, equality_rate
+from drafthead.eval.lossless.equality import (
+    TOLERANCE,
+    Diagnosis,
+    Equality,
+    compare_outputs,
+    draw_margin,
+    equality_rate,
+    fresh_logits,
+)
+from drafthead.models.decoding.random_source import sampling_point
+from drafthead.models.decoding.sampling import Sampler
+from support import small_base
 
 EXPECTED, SPECULATIVE, OTHER = 2, 5, 9
 
@@ -59,6 +70,15 @@ def test_nothing_costly_is_computed_without_need() -> None:
     assert ended == Equality(same=False, position=2, diagnosis=Diagnosis.STOP)
     assert compare_outputs([1], [2], lambda _: 1e-6, never).near_tie  # type: ignore[arg-type]
     assert compare_outputs([1], [2], lambda _: 1.5).diagnosis is Diagnosis.UNKNOWN
+
+
+def test_two_sampled_tokens_tie_where_the_drawn_number_lies_between_them() -> None:
+    base, sampler, ids, seed = small_base(), Sampler(temperature=1.0), [5, 6, 7], 3
+    ends = sampler.probs(fresh_logits(base, ids)[None])[0].double().cumsum(0)
+    drawn = int((ends <= sampling_point(seed, 0) * ends[-1]).sum())
+    assert draw_margin(base, sampler, seed, ids, [drawn], [drawn], 0) == 0
+    apart = [draw_margin(base, sampler, seed, ids, [drawn], [drawn + step], 0) for step in (1, 2, 3)]
+    assert apart == sorted(apart) and apart[0] == pytest.approx(float(ends[drawn]) - sampling_point(seed, 0), abs=1e-6)
 
 
 def test_the_rate_counts_diagnoses() -> None:

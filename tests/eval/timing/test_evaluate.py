@@ -17,6 +17,7 @@ from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import Drafter
 from drafthead.models.decoding.loop import decode
+from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.draft_model import early_exit
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.kangaroo import KangarooConfig
@@ -48,6 +49,17 @@ def test_a_baseline_that_was_trained_again_is_timed_again(tiny_base: TinyBase, t
     assert resumed(tmp_path, head, base, *baselines) == [0, 2]
     assert resumed(tmp_path, head, base, *baselines) == [2, 2]
     assert resumed(tmp_path, head, base) == [2, 2], "the others are known without it"
+
+
+@pytest.mark.parametrize("draft_sampling", ["top_k", "with_replacement"])
+def test_sampled_answers_are_compared_where_a_seed_gives_the_same_text(
+    draft_sampling: str, tiny_base: TinyBase, tmp_path: Path
+) -> None:
+    base = tiny_base()
+    head = MedusaConfig(num_draft_tokens=2).build(base)
+    config = replace(CONFIG, sampler=Sampler(temperature=0.7), draft_sampling=draft_sampling)
+    found = evaluate(base, head, config, tmp_path, lambda *_: None)["overall"].get("identical_outputs")
+    assert (found and (found["same"], found["of"])) == ((2, 2) if draft_sampling == "top_k" else None)
 
 
 @pytest.mark.parametrize("change", ["threshold", "layers"])

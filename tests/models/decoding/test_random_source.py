@@ -54,7 +54,7 @@ def test_nothing_accepts_the_impossible_or_rejects_the_certain(p: float, q: floa
 def test_a_number_of_zero_does_not_accept_probability_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """The generator may return 0 exactly: ``u * q <= p`` would then accept a token that the target never emits."""
     source = rng([0, 0])
-    monkeypatch.setattr(source, "_uniform", lambda part, count: torch.zeros(2, count, dtype=torch.float64))
+    monkeypatch.setattr(source, "_uniform", lambda part, count, offset: torch.zeros(2, count, dtype=torch.float64))
     everywhere = torch.tensor([True, True])
     assert source.bernoulli(torch.tensor([0.0, 1e-30]), torch.tensor([0.5, 0.5]), everywhere).tolist() == [False, True]
     assert source.categorical(torch.tensor([[[0.0, 0.3, 0.7]], [[0.0, 0.0, 1.0]]]))[:, 0].tolist() == [1, 2]
@@ -63,7 +63,7 @@ def test_a_number_of_zero_does_not_accept_probability_zero(monkeypatch: pytest.M
 def test_the_largest_number_draws_the_last_possible_token(monkeypatch: pytest.MonkeyPatch) -> None:
     source = rng([0])
     largest = torch.nextafter(torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
-    monkeypatch.setattr(source, "_uniform", lambda part, count: largest[None].expand(1, count))
+    monkeypatch.setattr(source, "_uniform", lambda part, count, offset: largest[None].expand(1, count))
     probs = torch.tensor([[[0.1, 0.2, 0.3, 0.0]]]) / 3
     assert source.categorical(probs).item() == 2
 

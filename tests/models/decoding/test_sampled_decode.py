@@ -101,6 +101,17 @@ def test_a_seed_decides_the_text_whatever_the_batch(kind: str) -> None:
     assert len({tuple(text) for text in others}) == 4, "seeds that differ"
 
 
+@pytest.mark.parametrize("sampler", [SAMPLER, Sampler(temperature=0.7)], ids=["top k", "all"])
+def test_likeliest_drafts_leave_a_seeds_text_as_it_is(sampler: Sampler) -> None:
+    """The target draws every token, with plain decoding's random number for it."""
+    rows, seeds = [0, 1, 2, 3], [3, 1, 2**40, -7]
+    drafted = answers("deterministic", rows, seeds, 16, sampler)
+    plain = decode_batch(small_base(), None, PROMPTS, max_new_tokens=16, sampler=sampler, seeds=seeds, ignore_eos=True)
+    assert [result.tokens for result in drafted] == [result.tokens for result in plain]
+    assert any(step.accepted for result in drafted for step in result.steps), "nothing was drafted well"
+    assert texts("with replacement", rows, seeds, sampler) != [result.tokens for result in plain]
+
+
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "with a head"])
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
 def test_greedy_with_a_repetition_penalty_equals_generate(penalty: float, drafted: bool) -> None:
