@@ -171,6 +171,11 @@ class DraftConfig:
         """Most nodes of a tree, root included."""
         return len(self.tree) if isinstance(self.tree, TokenTree) else self.tree.nodes
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node has two children."""
+        return isinstance(self.tree, TokenTree) and self.depth == self.nodes - 1
+
     def at_most(self, depth: int) -> "DraftConfig":
         """The same, no deeper than ``depth``."""
         if depth >= self.depth:

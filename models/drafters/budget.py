@@ -23,16 +23,14 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, Proposal
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftState, Proposal
 from drafthead.models.decoding.draft_cache import DraftCache, TokenBuffer, common_prefix
 from drafthead.models.decoding.growth import UsesTargetCache, root_only
 from drafthead.models.decoding.loop import check_drafter, default_draft_config
 from drafthead.models.decoding.random_source import RandomSource
-from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step import DecodeConfig, DecodeState
-from drafthead.models.drafters.nested import decoded_chain, inner_seeds
+from drafthead.models.decoding.step import DecodeState
+from drafthead.models.drafters.nested import decoded_chain, inner_config, inner_seeds
 from drafthead.models.kernels.attention import captured_queries
-from drafthead.models.token_tree import TokenTree
 
 POLICIES = "recent, sinks:TOKENS, retrieval:CHUNK"
 EXACT = AcceptanceRule()
@@ -219,20 +217,12 @@ class BudgetDrafter(Drafter[BudgetState], UsesTargetCache):
     def draft(
         self, state: BudgetState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
-        if not isinstance(draft_config.tree, TokenTree) or draft_config.depth != draft_config.nodes - 1:
+        if not draft_config.is_chain:
             raise UserError("a budget cache drafts chains; use tree=chain, or combine it with a drafter of trees")
         depth = min(draft_config.depth, self.depth, self.base.max_context - state.text.longest - 1)
         if depth < 1:
             return root_only(last_token)
-        sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
-        if sampled and rng is None:
-            raise ValueError("sampled candidates need a random source")
-        config = DecodeConfig(
-            draft_config=self.draft_config,
-            sampler=draft_config.sampler if sampled else Sampler(),
-            rule=EXACT,
-            return_probs=sampled,
-        )
+        config = inner_config(self.draft_config, EXACT, draft_config, rng)
         cache = self._selected(state, last_token)
         committed = cache.length
         decoding = DecodeState.over(self.base, self.drafter, config, cache, state.inner, last_token)

@@ -9,29 +9,19 @@ Shape legend: B rows, N nodes (root included), S candidates at a node, M nodes o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import HiddenStates, HiddenStatesSpec
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, DynamicTree, Proposal
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal
 from drafthead.models.decoding.random_source import RandomSource
+from drafthead.models.drafters.several import SeveralDrafters, SeveralStates
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
 
 
-@dataclass
-class CombinedState(DraftState):
-    """The drafters' states, in their order."""
-
-    parts: tuple[DraftState, ...]
-
-    def select(self, rows: list[int]) -> "CombinedState":
-        return CombinedState(parts=tuple(part.select(rows) for part in self.parts))
-
-
-class CombinedDrafter(Drafter[CombinedState]):
+class CombinedDrafter(SeveralDrafters):
     """Drafts the union of what ``drafters`` draft, each a tree of its own.
 
     Draft sampling, sampler, threshold and depth of a ``DraftConfig`` hold for all drafters; of a dynamic tree's nodes
@@ -54,61 +44,22 @@ class CombinedDrafter(Drafter[CombinedState]):
             trees: one each; by default a drafter's own tree, or a chain over all its positions.
             nodes: most nodes of the union, root included, as far as the first drafter's tree can give way; None: all.
         """
-        if len(drafters) < 2:
-            raise UserError(f"a combined drafter needs at least two drafters, got {len(drafters)}")
-        self.drafters = tuple(drafters)
+        super().__init__(drafters, "a combined drafter")
         self.trees = tuple(trees) if trees else tuple(d.tree or TokenTree.chain(d.depth) for d in drafters)
         if len(self.trees) != len(self.drafters):
             raise UserError(f"{len(self.drafters)} combined drafters need as many trees, got {len(self.trees)}")
         if nodes is not None and nodes < 2:
             raise UserError(f"a combined tree needs at least 2 nodes (the root and one draft), got {nodes}")
-        if len({d.base_fingerprint for d in self.drafters if d.base_fingerprint is not None}) > 1:
-            raise UserError("the combined drafters were loaded for different bases; attach them to one")
         self.nodes = nodes
         self.tree = union(self.trees)
-        self.spec = HiddenStatesSpec(layers=tuple(dict.fromkeys(n for d in self.drafters for n in d.spec.layers)))
-        self.reads_base = any(drafter.reads_base for drafter in self.drafters)
 
     @property
     def depth(self) -> int:
         return max(drafter.depth for drafter in self.drafters)
 
-    @property
-    def vocab_size(self) -> int | None:
-        return max((d.vocab_size for d in self.drafters if d.vocab_size is not None), default=None)
-
-    @property
-    def base_fingerprint(self) -> str | None:
-        return next((d.base_fingerprint for d in self.drafters if d.base_fingerprint is not None), None)
-
-    def remember(self, tokens: list[int]) -> None:
-        for drafter in self.drafters:
-            drafter.remember(tokens)
-
-    def init_state(self, batch: int) -> CombinedState:
-        return CombinedState(parts=tuple(drafter.init_state(batch) for drafter in self.drafters))
-
-    def update(
-        self, state: CombinedState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> CombinedState:
-        pairs = zip(self.drafters, state.parts, strict=True)
-        return CombinedState(
-            parts=tuple(
-                drafter.update(part, tokens, self._own(drafter, base_hidden), counts) for drafter, part in pairs
-            )
-        )
-
-    def _own(self, drafter: Drafter, base_hidden: HiddenStates | None) -> HiddenStates | None:
-        """The layers that ``drafter`` reads, of those that all of them read."""
-        if base_hidden is None:
-            return None
-        places = [self.spec.layers.index(number) for number in drafter.spec.layers]
-        layers = torch.cat([base_hidden.layer(place) for place in places], -1) if places else None
-        return HiddenStates(final=base_hidden.final, layers=layers)
-
     @torch.inference_mode()
     def draft(
-        self, state: CombinedState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+        self, state: SeveralStates, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
         (head, own, part), *others = zip(self.drafters, self._draft_configs(draft_config), state.parts, strict=True)
         found = [d.draft(its, last_token, wanted.at_most(d.depth), rng) for d, wanted, its in others]

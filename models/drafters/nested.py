@@ -109,24 +109,27 @@ class Nested(Drafter["NestedState"]):
     def draft(
         self, state: "NestedState", last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
-        if not isinstance(draft_config.tree, TokenTree) or draft_config.depth != draft_config.nodes - 1:
+        if not draft_config.is_chain:
             raise UserError("nested drafting drafts chains; use tree=chain, or combine it with a drafter of trees")
         text = state.text.append(last_token.clamp(max=self.model.vocab_size - 1)[:, None])
         depth = min(draft_config.depth, self.depth, self.model.max_context - text.longest)
         if depth < 1:
             return root_only(last_token)
-        sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
-        if sampled and rng is None:
-            raise ValueError("sampled candidates need a random source")
-        config = DecodeConfig(
-            draft_config=self.draft_config,
-            sampler=draft_config.sampler if sampled else Sampler(),
-            rule=self.rule,
-            return_probs=sampled,
-        )
+        config = inner_config(self.draft_config, self.rule, draft_config, rng)
         state.inner.bring_to(text, config)
         tokens, probs = state.inner.decode(depth, inner_seeds(last_token, rng))
         return decoded_chain(last_token, tokens, probs, draft_config.draft_sampling, self._vocabulary)
+
+
+def inner_config(
+    inner: DraftConfig, rule: AcceptanceRule, outer: DraftConfig, rng: RandomSource | None
+) -> DecodeConfig:
+    """How the model in between decodes: greedily for top-k candidates, else with the sampler that ``outer`` names."""
+    sampled = outer.draft_sampling is not DraftSampling.TOP_K
+    if sampled and rng is None:
+        raise ValueError("sampled candidates need a random source")
+    sampler = outer.sampler if sampled else Sampler()
+    return DecodeConfig(draft_config=inner, sampler=sampler, rule=rule, return_probs=sampled)
 
 
 def decoded_chain(

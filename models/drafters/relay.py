@@ -9,30 +9,20 @@ Shape legend: B rows, N nodes, Q distributions, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, Proposal
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import RandomSource
+from drafthead.models.drafters.several import SeveralDrafters, SeveralStates
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 
-@dataclass
-class RelayState(DraftState):
-    """The drafters' states after the committed text, in their order."""
-
-    parts: tuple[DraftState, ...]
-
-    def select(self, rows: list[int]) -> "RelayState":
-        return RelayState(parts=tuple(part.select(rows) for part in self.parts))
-
-
-class Relay(Drafter[RelayState]):
+class Relay(SeveralDrafters):
     """Chains whose positions are shared out to ``drafters``, ``lengths`` of them to each.
 
     A drafter that stops early or finds nothing leaves its place to the next one, row by row. Draft sampling, sampler
@@ -46,11 +36,9 @@ class Relay(Drafter[RelayState]):
             drafters: the first may be any; later ones read tokens alone, since drafts have no hidden states.
             lengths: most drafts of each.
         """
-        if len(drafters) < 2 or len(lengths) != len(drafters):
-            raise UserError(
-                f"a relay needs at least two drafters and a length for each, got {len(drafters)} drafters and "
-                f"{len(lengths)} lengths"
-            )
+        super().__init__(drafters, "a relay")
+        if len(lengths) != len(drafters):
+            raise UserError(f"{len(drafters)} drafters of a relay need as many lengths, got {len(lengths)}")
         for place, (drafter, length) in enumerate(zip(drafters, lengths, strict=True)):
             name = type(drafter).__name__
             if not 1 <= length <= drafter.depth:
@@ -60,43 +48,19 @@ class Relay(Drafter[RelayState]):
                     f"{name} reads the base's hidden states, which drafts do not have: in a relay it can only be the "
                     "first; let prompt lookup, a model or an early exit follow"
                 )
-        if len({d.base_fingerprint for d in drafters if d.base_fingerprint is not None}) > 1:
-            raise UserError("the drafters of the relay were loaded for different bases; attach them to one")
-        self.drafters, self.lengths = tuple(drafters), tuple(lengths)
+        self.lengths = tuple(lengths)
         self.tree = TokenTree.chain(sum(lengths))
-        self.spec, self.reads_base = drafters[0].spec, drafters[0].reads_base
         self.confidence_threshold = drafters[0].confidence_threshold
 
     @property
     def depth(self) -> int:
         return sum(self.lengths)
 
-    @property
-    def vocab_size(self) -> int | None:
-        return max((d.vocab_size for d in self.drafters if d.vocab_size is not None), default=None)
-
-    @property
-    def base_fingerprint(self) -> str | None:
-        return next((d.base_fingerprint for d in self.drafters if d.base_fingerprint is not None), None)
-
-    def remember(self, tokens: list[int]) -> None:
-        for drafter in self.drafters:
-            drafter.remember(tokens)
-
-    def init_state(self, batch: int) -> RelayState:
-        return RelayState(parts=tuple(drafter.init_state(batch) for drafter in self.drafters))
-
-    def update(
-        self, state: RelayState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> RelayState:
-        pairs = zip(self.drafters, state.parts, strict=True)
-        return RelayState(parts=tuple(drafter.update(part, tokens, base_hidden, counts) for drafter, part in pairs))
-
     @torch.inference_mode()
     def draft(
-        self, state: RelayState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+        self, state: SeveralStates, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
-        if not isinstance(draft_config.tree, TokenTree) or draft_config.depth != draft_config.nodes - 1:
+        if not draft_config.is_chain:
             raise UserError(
                 "a relay drafts chains; use tree=head or tree=chain:K, or combine it with drafters of trees"
             )

@@ -1,0 +1,68 @@
+"""What drafters made of drafters share: one state for each part, one base, answers remembered by all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafthead.data.batch import HiddenStates, HiddenStatesSpec
+from drafthead.data.utils.errors import UserError
+from drafthead.models.decoding.contract import Drafter, DraftState
+
+
+@dataclass
+class SeveralStates(DraftState):
+    """The drafters' states after the committed text, in their order."""
+
+    parts: tuple[DraftState, ...]
+
+    def select(self, rows: list[int]) -> "SeveralStates":
+        return SeveralStates(parts=tuple(part.select(rows) for part in self.parts))
+
+
+class SeveralDrafters(Drafter[SeveralStates]):
+    """Drafters that read the same text; a subclass says what they draft together."""
+
+    def __init__(self, drafters: Sequence[Drafter], kind: str) -> None:
+        """``kind`` is what messages call it."""
+        if len(drafters) < 2:
+            raise UserError(f"{kind} needs at least two drafters, got {len(drafters)}")
+        if len({d.base_fingerprint for d in drafters if d.base_fingerprint is not None}) > 1:
+            raise UserError(f"the drafters of {kind} were loaded for different bases; attach them to one")
+        self.drafters = tuple(drafters)
+        self.spec = HiddenStatesSpec(layers=tuple(dict.fromkeys(n for d in drafters for n in d.spec.layers)))
+        self.reads_base = any(drafter.reads_base for drafter in drafters)
+
+    @property
+    def vocab_size(self) -> int | None:
+        return max((d.vocab_size for d in self.drafters if d.vocab_size is not None), default=None)
+
+    @property
+    def base_fingerprint(self) -> str | None:
+        return next((d.base_fingerprint for d in self.drafters if d.base_fingerprint is not None), None)
+
+    def remember(self, tokens: list[int]) -> None:
+        for drafter in self.drafters:
+            drafter.remember(tokens)
+
+    def init_state(self, batch: int) -> SeveralStates:
+        return SeveralStates(parts=tuple(drafter.init_state(batch) for drafter in self.drafters))
+
+    def update(
+        self, state: SeveralStates, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
+    ) -> SeveralStates:
+        pairs = zip(self.drafters, state.parts, strict=True)
+        return SeveralStates(
+            parts=tuple(
+                drafter.update(part, tokens, self._own(drafter, base_hidden), counts) for drafter, part in pairs
+            )
+        )
+
+    def _own(self, drafter: Drafter, base_hidden: HiddenStates | None) -> HiddenStates | None:
+        """The layers that ``drafter`` reads, of those that all of them read."""
+        if base_hidden is None or drafter.spec == self.spec:
+            return base_hidden
+        places = [self.spec.layers.index(number) for number in drafter.spec.layers]
+        layers = torch.cat([base_hidden.layer(place) for place in places], -1) if places else None
+        return HiddenStates(final=base_hidden.final, layers=layers)
