@@ -3,6 +3,7 @@
 What decoding computes anyway comes with an answer: the base's final hidden state of every token it read.
 """
 
+import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -117,10 +118,14 @@ class BuiltInBackend:
     def shards(
         self, prompts: Sequence[Prompt], done: Collection[int], group: RankGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Generation]]]:
-        """This process's blocks, dealt in turn; prompts of like length together, for a batch attends to its longest."""
+        """This process's blocks, dealt in turn; prompts of like length together, for a batch attends to its longest.
+
+        The blocks come in random order: so the time left is known early, and a part of the corpus is like all of it.
+        """
         size = BATCHES_PER_BLOCK * self.batch_size
         prompts = sorted(prompts, key=lambda prompt: -len(prompt[1]))
         blocks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        random.Random(self.sampler.seed).shuffle(blocks)
         missing = [[prompt for prompt in block if prompt[0] not in done] for block in blocks]
         for place, block in group.share(list(enumerate(block for block in missing if block))):
             answers = []

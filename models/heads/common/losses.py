@@ -301,6 +301,7 @@ def heads_loss(
         targets.target_lm_head is None or targets.target_hidden is None
     ):
         raise ValueError("the loss compares with the base's distribution, but the targets name none")
+    heads = [head.at_most(hidden.dtype) for head in heads]
     rows = rows or chunk_rows(heads[0].weight.shape[0], hidden.device.type)
     weights = [h.trained if torch.is_grad_enabled() else h.trained.detach() for h in heads]
     result: tuple[Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]

@@ -22,6 +22,7 @@ from drafthead.models.base.config import BaseConfig
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.draft_lm import DraftLMConfig
+from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
@@ -61,6 +62,7 @@ class Case:
 KANGAROO = KangarooConfig(num_draft_tokens=2, exit_layer=1)
 DRAFT_LM = DraftLMConfig(num_draft_tokens=2, num_layers=1)
 MLP = MLPSpeculatorConfig(num_draft_tokens=2, inner_dim=24)
+DSPARK = DSparkConfig(num_draft_tokens=3, num_layers=1, markov_rank=4)
 FULL, HEAD = ShardConfig(mode="full"), ShardConfig(mode="head")
 RECOMPUTED = ShardConfig(mode="full", checkpointing=True)
 BF16 = ShardConfig(precision="bfloat16")
@@ -95,6 +97,9 @@ CASES = {
     "medusa2 bf16": Case(MEDUSA2, replace(BF16, mode="full"), train_base=True),
     "hydra++ bf16": Case(HYDRA_PP, replace(BF16, mode="head", checkpointing=True)),
     "eagle3 bf16": Case(EAGLE3, replace(BF16, mode="full")),
+    "eagle3 shared bf16": Case(Eagle3Config(num_draft_tokens=3, ttt_steps=3, own_lm_head=False), BF16),
+    "dspark full": Case(DSPARK, FULL),
+    "dspark bf16": Case(DSPARK, BF16),
     "kangaroo bf16": Case(KANGAROO, BF16),
     "draft lm bf16": Case(DRAFT_LM, BF16),
     "mlp bf16": Case(MLP, replace(BF16, mode="head")),
