@@ -38,7 +38,7 @@ from drafthead.data.utils.files import read_json, read_json_lines, write_atomic,
 from drafthead.eval.metrics.summary import METHOD, speedup_of
 from drafthead.train.config import PhaseConfig
 
-HEADS = ("medusa", "hydra", "hydra_pp", "mlp_speculator", "kangaroo", "eagle3", "draft_lm", "medusa2")
+HEADS = ("medusa", "hydra", "hydra_pp", "mlp_speculator", "kangaroo", "eagle3", "dspark", "draft_lm", "medusa2")
 PARTS = ("train", "eval", "table")
 KINDS = ("text", "generations", "joint")
 """Phases that share a part of the budget: on text, on answers, and those that train the base, too."""
@@ -65,8 +65,8 @@ COLUMNS = {
 DEFINITIONS = (
     "Minutes and tokens: of training. Top-1: share of held-out answers' tokens that the first draft hits. Chain and "
     "largest tree: mean accepted length on held-out answers, simulated. Tree: nodes of the tree chosen for this "
-    "machine, which is the one measured. Tau: mean accepted length, with the bonus token. Speedup: over the faster "
-    "baseline of the same interleaved run; the interval is a bootstrap over prompts."
+    "machine, which is the one measured. Tau: mean accepted length, with the bonus token. Speedup: over the fastest "
+    "autoregressive decoder of the same interleaved run; the interval is a bootstrap over prompts."
 )
 
 
@@ -83,6 +83,7 @@ def parse_arguments(given: list[str] | None) -> Namespace:
     add("--suite", default="spec_bench_like", metavar="NAME", help="prompts, as in `drafthead eval`")
     add("--limit", type=int, default=36, metavar="N", help="of them so many, over all tasks")
     add("--max-new-tokens", type=int, default=96, metavar="N", help="of an answer")
+    add("--temperature", type=float, default=0.0, metavar="T", help="of the part eval; default 0, greedy")
     add("--markdown", type=Path, metavar="FILE", help="write the table here")
     add("overrides", nargs="*", metavar="key=value", help="settings of all recipes, as for `drafthead train`")
     arguments = options.parse_intermixed_args(given)
@@ -195,9 +196,10 @@ def groups_of(arguments: Namespace) -> dict[str, list[str]]:
 def measure(names: Sequence[str], folder: Path, arguments: Namespace) -> None:
     """All of one base in an interleaved `drafthead eval`, which resumes by itself."""
     first, *others = (arguments.out / name / "head" for name in names)
-    baselines = [f"head:{path}" for path in others] + list(LOOKUPS if folder.name == "eval-shared" else ())
+    baselines = [f"head:{path}" for path in others] + list(LOOKUPS if folder.name.startswith("eval-shared") else ())
     settings = [f"head={first}", f"baselines=[{','.join(baselines)}]", f"suite={arguments.suite}"]
     settings += [f"limit={arguments.limit}", f"max_new_tokens={arguments.max_new_tokens}", f"out={folder}"]
+    settings += ["split=reporting", f"sampler.temperature={arguments.temperature:g}"]
     if subprocess.run([*COMMAND, "eval", *settings], check=False).returncode:
         raise UserError(f"measuring {', '.join(names)} failed; what it printed says why")
 
@@ -265,7 +267,8 @@ def main(given: list[str] | None = None) -> int:
     groups = groups_of(arguments)
     results: dict[str, Any] = {"heads": {}, "baselines": {}}
     for group, names in groups.items():
-        folder = arguments.out / f"eval-{group}"
+        sampled = f"-T{arguments.temperature:g}" if arguments.temperature else ""
+        folder = arguments.out / f"eval-{group}{sampled}"
         if "eval" in arguments.only:
             measure(names, folder, arguments)
         if not (folder / "eval.json").exists():

@@ -41,6 +41,7 @@ EMBEDDED_ANSWERS = "embedded:smollm2"
 """Answers of the embedded base that come with the package."""
 HIDDEN_STATES = ("computed", "cached")
 SHARD_MODES = ("none", "head", "full")
+AUTO = "auto"
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HISTORY = 16
 """Losses before the median is used: until then only steps that are not finite are skipped."""
@@ -153,7 +154,8 @@ class ShardConfig:
     hybrid: bool = False
     """Shard within every node, and replicate over nodes: less traffic between them, more memory."""
     precision: str = "float32"
-    """What the head computes in: ``float32``, or ``bfloat16`` with weights and sums of gradients in float32."""
+    """What the head computes in: ``float32``, or ``bfloat16`` with weights and sums of gradients in float32; ``auto``
+    is bfloat16 on a CPU that was measured, at load, to multiply faster in it."""
     checkpointing: bool = False
     """Compute the activations of heads that attend again in the backward pass instead of keeping them."""
     offload_base: bool = False
@@ -164,7 +166,7 @@ class ShardConfig:
             self,
             "shard.",
             mode=_one_of(self.mode, SHARD_MODES),
-            precision=_one_of(self.precision, PRECISIONS),
+            precision=_one_of(self.precision, [*PRECISIONS, AUTO]),
             hybrid=(not self.hybrid or self.mode != "none", "false unless shard.mode is head or full"),
             offload_base=(not self.offload_base or self.mode == "full", "false unless shard.mode is full"),
         )

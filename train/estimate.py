@@ -17,7 +17,7 @@ from drafthead.models.base.shape import FLOAT32, ModelShape
 from drafthead.models.heads.common.losses import chunk_rows
 from drafthead.models.heads.common.size import HeadSize
 from drafthead.models.heads.common.trains_base import TrainsBaseConfig
-from drafthead.train.config import PRECISIONS, SHARD_MODES, DataConfig, PhaseConfig, RunConfig, ShardConfig
+from drafthead.train.config import AUTO, PRECISIONS, SHARD_MODES, DataConfig, PhaseConfig, RunConfig, ShardConfig
 from drafthead.train.distributed.launcher import with_launcher_settings
 
 GATHERED_LAYERS = 2
@@ -130,7 +130,7 @@ class Estimate:
         - head activations: ``c`` bytes a value, without those that checkpointing computes again.
         """
         head, shape, found = self.head, self.shape, dict(memory)
-        compute_bytes = PRECISIONS[self.shard.precision].itemsize
+        compute_bytes = PRECISIONS["float32" if self.shard.precision == AUTO else self.shard.precision].itemsize
         kept = head.activations_per_token - (head.recomputable_per_token if self.shard.checkpointing else 0)
         found["head activations"] = phase.micro_batch_size * phase.seq_len * kept * compute_bytes
         shards = 1 if mode == "none" else self.shards

@@ -73,7 +73,7 @@ class Outlook:
             answer = prompt + generations.sampler.max_new_tokens
             corpus = (generations.prompts + generations.self_prompted) * answer
         kept = phase.corpus == "generations" and generations.keep_hidden_states and not generations.copied
-        read = 0 if kept else corpus if phase.cached else tokens
+        read = 0 if kept else min(corpus, tokens) if phase.cached else tokens
         return f"{phase.steps:,} steps on {phase.corpus}, {int(tokens):,} tokens", seconds + read * self.cache_s
 
     def _tree(self) -> tuple[str, float]:

@@ -69,7 +69,8 @@ def measured_with(head: DraftHead) -> str:
     """Hash of the head's weights, its base and this machine: what times and accuracies were measured with."""
     base = head.base
     machine = (str(base.device), base.prepacked, hardware(), versions())
-    copies = [] if head.config.inference_dtype is None else [head.config.inference_dtype]
+    drafts_in = head.config.inference_dtype(base)
+    copies = [] if drafts_in is None else [drafts_in]
     made_by = (VERSION, base.identity(), str(base.dtype), *machine, *copies)
     digest = hashlib.sha256(repr(made_by).encode())
     for name, tensor in sorted(head.state_dict().items()):

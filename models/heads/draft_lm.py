@@ -106,8 +106,8 @@ class DraftLM(AutoregressiveHead):
             self._inference_trunk = self._trunk
             if self.base.prepacked:
                 layers = deepcopy(self.layers).requires_grad_(False)
-                fuse_modules(layers, self.config.inference_dtype)
-                prepack_linears(layers, self.config.inference_dtype)
+                fuse_modules(layers, self.config.inference_dtype(self.base))
+                prepack_linears(layers, self.config.inference_dtype(self.base))
                 self._inference_trunk = with_layers(self.base, layers, self.norm, torch.float32, self._sources)
         return self._inference_trunk
 

@@ -152,7 +152,7 @@ class DSparkHead(MultiPositionHead):
         if config.confidence:
             self.confidence = nn.Linear(width + rank, 1, device=base.device)
         self._start(layers.index(max(layers)))
-        self._shared = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype)
+        self._shared = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype(base))
         self._context_reader: Layer | None = None
 
     @torch.no_grad()
@@ -263,7 +263,7 @@ class DSparkHead(MultiPositionHead):
     def init_state(self, batch: int) -> BlockState:
         weight = self.fc.weight
         if self._context_reader is None:
-            self._context_reader = context_reader(self.decoder_layers, self.config.inference_dtype)
+            self._context_reader = context_reader(self.decoder_layers, self.config.inference_dtype(self.base))
         shape = self.decoder_layers[0].self_attn.cache_shape(weight.dtype, weight.device, len(self.layers))
         cache = BlockCache(self._context_reader, shape)
         text = PendingInputs.none(cache, batch, weight)

@@ -240,7 +240,7 @@ class Eagle3Head(MultiPositionHead):
             # Scaled here and not capped: checkpoints have no place for either.
             self.lm_head.weight = nn.Parameter(rows * self.target_lm_head.scale)
         self._start_as_base(layers.index(max(layers)) if layers else None)
-        self._shared = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype)
+        self._shared = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype(base))
 
     @torch.no_grad()
     def _start_as_base(self, deepest: int | None) -> None:

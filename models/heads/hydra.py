@@ -148,7 +148,7 @@ class HydraHead(RecurrentHead):
             # The bias is one more column, whose input is 1.
             first = replace(first, weight=F.pad(first.weight, (0, 1)))
         self.projections = DraftLMHeads(
-            first, config.num_draft_tokens if config.own_lm_head else 0, config.inference_dtype
+            first, config.num_draft_tokens if config.own_lm_head else 0, config.inference_dtype(base)
         )
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:

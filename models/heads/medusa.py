@@ -97,7 +97,7 @@ class MedusaHead(LastStateHead):
             for _ in range(config.num_draft_tokens)
         ).to(base.device)
         self.projections = DraftLMHeads(
-            self.target_lm_head, config.num_draft_tokens if config.own_lm_head else 0, config.inference_dtype
+            self.target_lm_head, config.num_draft_tokens if config.own_lm_head else 0, config.inference_dtype(base)
         )
         self._stacks: list[tuple[Tensor, Tensor]] | None = None
 

@@ -212,11 +212,11 @@ class MLPSpeculatorHead(RecurrentHead):
         if config.own_lm_head:
             # Of a width of its own, so there is nothing to copy from the base.
             blank = torch.zeros(1, 1, device=base.device).expand(len(self.d2t), width)
-            self.projections = DraftLMHeads(LMHead(weight=blank), stages, config.inference_dtype)
+            self.projections = DraftLMHeads(LMHead(weight=blank), stages, config.inference_dtype(base))
             for weight in self.projections.weights:
                 nn.init.normal_(weight, 0, min(width, len(self.d2t) if config.cell == "lstm" else width) ** -0.5)
         else:
-            self.projections = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype)
+            self.projections = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype(base))
 
     def num_calls(self, name: str) -> int:
         return self.depth if self.config.tie_weights else 1

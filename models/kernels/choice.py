@@ -1,6 +1,6 @@
-"""Which kernel multiplies one, two, four and eight rows fastest on this CPU, and whether bfloat16 reads faster.
+"""Which kernel multiplies one, two, four and eight rows fastest on this CPU, and whether bfloat16 is faster.
 
-Both are measured at load and kept for later loads.
+All is measured at load and kept for later loads.
 """
 
 import hashlib
@@ -30,9 +30,10 @@ WORTH_MEASURING = 2**23
 REPEATS = 5
 MARGIN = 0.97
 """Another kernel than the default must be faster by this factor: what is within noise should not change."""
-READ_ROWS = 256
-READ_MARGIN = 0.8
-"""bfloat16 products must take at most this share of float32's time: they round hidden states by about a percent."""
+READ_ROWS, DRAFT_ROWS = 256, 4
+"""Rows of products that may be in bfloat16: hidden states to train on, and drafting."""
+BFLOAT16_MARGIN = 0.8
+"""bfloat16 products must take at most this share of float32's time: they round by about a percent."""
 Pass = Callable[[int], object]
 """A pass of the base over so many rows."""
 
@@ -54,22 +55,32 @@ def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: obje
         with exclusive(path.parent):
             found = _kept(path)
             if found is None:
-                found = _measure(table, run), _reads_faster_in_bfloat16(module)
+                found = _found(table, module, run)
                 kernels = {str(n): kernel.value for n, kernel in found[0].items()}
-                write_checksummed_json(path, {**kernels, "bfloat16_reads": found[1]})
+                write_checksummed_json(path, {**kernels, "bfloat16_reads": found[1], "bfloat16_drafts": found[2]})
     except OSError:  # nowhere to keep it
-        found = _measure(table, run), _reads_faster_in_bfloat16(module)
-    table.by_rows, table.bfloat16_reads = found
+        found = _found(table, module, run)
+    table.by_rows, table.bfloat16_reads, table.bfloat16_drafts = found
     if Kernel.PLAIN not in table.by_rows.values():
         for layer in module.modules():
             if isinstance(layer, PrepackedLinear):
                 layer.drop_plain()
 
 
-def _kept(path: Path) -> tuple[dict[int, Kernel], bool] | None:
+Found = tuple[dict[int, Kernel], bool, bool]
+"""A kernel for each number of rows; whether bfloat16 is faster for reading, and for drafting."""
+
+
+def _found(table: KernelTable, module: nn.Module, run: Pass) -> Found:
+    by_rows = _measure(table, run)
+    return by_rows, _faster_in_bfloat16(module, READ_ROWS), _faster_in_bfloat16(module, DRAFT_ROWS)
+
+
+def _kept(path: Path) -> Found | None:
     try:
         found = read_checksummed_json(path)
-        return {n: Kernel(found[str(n)]) for n in MEASURED_ROWS}, bool(found["bfloat16_reads"])
+        kernels = {n: Kernel(found[str(n)]) for n in MEASURED_ROWS}
+        return kernels, bool(found["bfloat16_reads"]), bool(found["bfloat16_drafts"])
     except (OSError, UserError, KeyError, ValueError, TypeError):
         return None  # measured again
 
@@ -97,7 +108,7 @@ def _measure(table: KernelTable, run: Pass) -> dict[int, Kernel]:
     return {rows: fastest(rows) for rows in MEASURED_ROWS}
 
 
-def _reads_faster_in_bfloat16(module: nn.Module) -> bool:
+def _faster_in_bfloat16(module: nn.Module, rows: int) -> bool:
     layer = max(
         (layer for layer in module.modules() if isinstance(layer, PrepackedLinear)),
         key=lambda layer: min(layer.in_features, layer.out_features),
@@ -106,11 +117,11 @@ def _reads_faster_in_bfloat16(module: nn.Module) -> bool:
     if layer is None or not packs_bfloat16():
         return False
     times: dict[bool, list[float]] = {False: [], True: []}
-    x, rounded = torch.randn(READ_ROWS, layer.in_features), layer.inference(torch.bfloat16)
+    x, rounded = torch.randn(rows, layer.in_features), layer.inference(torch.bfloat16)
     with torch.inference_mode():
         for _ in range(4 * REPEATS):
             for in_bfloat16, kernel in ((False, layer), (True, rounded)):
                 started = perf_counter()
                 kernel(x)
                 times[in_bfloat16].append(perf_counter() - started)
-    return median(times[True]) < READ_MARGIN * median(times[False])
+    return median(times[True]) < BFLOAT16_MARGIN * median(times[False])

@@ -70,10 +70,13 @@ class KernelTable:
         self.by_rows: dict[int, Kernel] = {n: Kernel.PADDED if n <= 2 else Kernel.PACKED for n in MEASURED_ROWS}
         self.bfloat16_reads = False
         """Whether hidden states to train on, which need not be exact, are computed by bfloat16 products."""
+        self.bfloat16_drafts = False
+        """Whether heads draft with bfloat16 copies of their weights (``head.draft_dtype=auto``)."""
 
     def __str__(self) -> str:
         reads = "; hidden states to train on by bfloat16 products" if self.bfloat16_reads else ""
-        return ", ".join(f"{n} {kernel.value}" for n, kernel in self.by_rows.items()) + reads
+        drafts = "; bfloat16 copies of heads to draft with" if self.bfloat16_drafts else ""
+        return ", ".join(f"{n} {kernel.value}" for n, kernel in self.by_rows.items()) + reads + drafts
 
     def kernel(self, rows: int) -> Kernel:
         """The kernel for so many rows; above the measured numbers the packed one."""

@@ -158,9 +158,14 @@ class Corpora:
     # Hidden states ----------------------------------------------------------------------------------------
 
     def cached_hidden_states(
-        self, rows: datasets.Dataset, name: str, spec: HiddenStatesSpec, prompts: list[int] | None
+        self,
+        rows: datasets.Dataset,
+        name: str,
+        spec: HiddenStatesSpec,
+        prompts: list[int] | None,
+        only: set[int] | None = None,
     ) -> HiddenStateCache:
-        """The base's hidden states of every row, on disk; taken from generation where it kept them.
+        """The base's hidden states of every row, or of ``only`` those, on disk; from generation where it kept them.
 
         ``prompts`` are, for answers, the prompt number of each packed document.
         """
@@ -173,9 +178,10 @@ class Corpora:
         dtype = "bfloat16" if self.base.dtype == torch.bfloat16 else "float16"
         folder = self.folder / "features" / f"{name}-{_digest_json(manifest)}"
         cache = HiddenStateCache.create(folder, len(rows), seq_len, width, dtype, manifest)
-        missing = cache.missing_rows()
+        missing = [row for row in cache.missing_rows() if only is None or row in only]
         if not missing:
             return cache
+        wanted = len(rows) if only is None else len(only)
         label = f"hidden states of {name}"
         generations = self.config.generations
         kept = prompts is not None and generations.keep_hidden_states and not generations.copied
@@ -184,14 +190,14 @@ class Corpora:
         if kept and spec.layers:
             reader = first_layers(reader, max(spec.layers))
         for done, row in enumerate(missing):
-            self.progress(label, len(rows) - len(missing) + done, len(rows))
+            self.progress(label, wanted - len(missing) + done, wanted)
             parts = [] if final is None else [final(row, seq_len, self.base.hidden_size)]
             if final is None or spec.layers:
                 found = reader.hidden_states(collate(rows, [row]), spec)
-                wanted = (found.final if final is None else None, found.layers)
-                parts += [part.cpu() for part in wanted if part is not None]
+                read = (found.final if final is None else None, found.layers)
+                parts += [part.cpu() for part in read if part is not None]
             cache.write([row], torch.cat([part.float() for part in parts], -1))
-        self.progress(label, len(rows), len(rows))
+        self.progress(label, wanted, wanted)
         return cache
 
     def _kept_hidden_states(self, rows: datasets.Dataset, prompts: list[int]) -> Callable[[int, int, int], Tensor]:

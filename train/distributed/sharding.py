@@ -38,11 +38,12 @@ from torch.utils.checkpoint import checkpoint
 
 from drafthead.data.batch import LossOutput
 from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.layers import drop_views
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.trains_base import TrainsBase
-from drafthead.train.config import PRECISIONS, ShardConfig
+from drafthead.train.config import AUTO, PRECISIONS, ShardConfig
 
 
 def _checkpointed(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -52,6 +53,10 @@ def _checkpointed(method: Callable[..., Any], *arguments: Any, **named: Any) -> 
     return checkpoint(method, *arguments, use_reentrant=False, **named)
 
 
+_WRAPS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether this torch can wrap a head."""
+
+
 class Sharding:
     """Shards one run's base and head over the processes. Every method is collective."""
 
@@ -59,7 +64,8 @@ class Sharding:
         """For weights on ``device``."""
         self.config, self.device = config, device
         self._own_group = False
-        if self.wraps_head and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        asked = config.mode != "none" or config.precision == "bfloat16"
+        if asked and not _WRAPS:
             raise UserError(
                 f"shard.mode={config.mode} with shard.precision={config.precision} needs torch 2.13 or newer, this is "
                 f"{torch.__version__}; update torch, or use shard.mode=none with shard.precision=float32"
@@ -70,10 +76,12 @@ class Sharding:
         """Whether the base's layers are sharded: then no process can run the base alone."""
         return self.config.mode == "full"
 
-    @property
-    def wraps_head(self) -> bool:
-        """Whether the head is under ``fully_shard``: also for its float32 weights beside a bfloat16 computation."""
-        return self.config.mode != "none" or self.config.precision != "float32"
+    def precision(self, base: BaseModel) -> torch.dtype:
+        """What the head computes in; for ``auto`` what was measured to multiply faster on this CPU."""
+        if self.config.precision != AUTO:
+            return PRECISIONS[self.config.precision]
+        faster = base.kernels is not None and base.kernels.bfloat16_reads
+        return torch.bfloat16 if faster and _WRAPS else torch.float32
 
     def base_config(self, config: BaseConfig) -> BaseConfig:
         """The base's settings for training: packed weights are no parameters, so there are none where they shard."""
@@ -87,7 +95,9 @@ class Sharding:
         if self.config.checkpointing:
             for owner, method in head.checkpointable():
                 setattr(owner, method, partial(_checkpointed, getattr(owner, method)))
-        if not self.wraps_head:
+        precision = self.precision(head.base)
+        # Also for float32 weights beside a bfloat16 computation.
+        if self.config.mode == "none" and precision == torch.float32:
             return
         if not dist.is_initialized():  # a process on its own is a mesh of one
             backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -101,7 +111,7 @@ class Sharding:
             for decoder in decoders:
                 self._shard_layers(decoder, mesh, set(head.parameters()))
             drop_views(head.base)
-        _shard_head(head, mesh, PRECISIONS[self.config.precision], frozen)
+        _shard_head(head, mesh, precision, frozen)
 
     def reshard(self, head: DraftHead) -> None:
         """After forward passes without a backward: free the weights that they gathered."""

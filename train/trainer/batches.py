@@ -36,7 +36,7 @@ class PhaseData:
         self.rows, self.base, self.spec, self.cache = rows, base, spec, cache
         self.waited_s = 0.0
         """Seconds that ``stream`` has waited for the thread that reads."""
-        self._orders: dict[tuple[int, int], np.ndarray] = {}
+        self._order = RowOrder(0 if isinstance(rows, StreamedRows) else len(rows))
 
     def __len__(self) -> int:
         return len(self.rows)  # type: ignore[arg-type]  # a stream has no end
@@ -80,11 +80,23 @@ class PhaseData:
         """Row numbers ``first`` to ``first + count`` of the endless stream of reshuffled epochs."""
         if isinstance(self.rows, StreamedRows):  # shuffled by itself
             return list(range(first, first + count))
+        return self._order.numbers(seed, first, count)
+
+
+class RowOrder:
+    """The endless stream of reshuffled epochs over ``rows`` rows: any part of it, by the seed alone."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
+
+    def numbers(self, seed: int, first: int, count: int) -> list[int]:
+        """Row numbers ``first`` to ``first + count`` of the stream."""
         found = []
         for index in range(first, first + count):
-            epoch, place = divmod(index, len(self.rows))
+            epoch, place = divmod(index, self._rows)
             if (seed, epoch) not in self._orders:
-                self._orders = {(seed, epoch): np.random.default_rng([seed, epoch]).permutation(len(self.rows))}
+                self._orders = {(seed, epoch): np.random.default_rng([seed, epoch]).permutation(self._rows)}
             found.append(int(self._orders[(seed, epoch)][place]))
         return found
 
@@ -109,8 +121,13 @@ def split_rows(numbers: list[int], micro_batch_size: int, processes: int, rank: 
     return [part.tolist() for part in np.array_split(np.asarray(numbers), parts)[rank::processes]]
 
 
-def open_phase(corpora: Corpora, name: str, phase: PhaseConfig, spec: HiddenStatesSpec) -> PhaseData:
-    """Rows of a phase's corpus, with cached hidden states where the phase asks for them."""
+def open_phase(
+    corpora: Corpora, name: str, phase: PhaseConfig, spec: HiddenStatesSpec, seed: int = 0, wanted: int | None = None
+) -> PhaseData:
+    """Rows of a phase's corpus, with cached hidden states where the phase asks for them.
+
+    Only the first ``wanted`` rows of the stream of ``seed`` are read by the base; by default all.
+    """
     if phase.corpus == "text" and corpora.config.text.stream:
         return PhaseData(corpora.text_stream(phase.seq_len, phase.micro_batch_size), corpora.base, spec, None)
     if phase.corpus == "text":
@@ -119,7 +136,8 @@ def open_phase(corpora: Corpora, name: str, phase: PhaseConfig, spec: HiddenStat
             rows = rows.select(range(len(rows) - _rows_left_out(rows)))
     else:
         rows, prompts = corpora.generation_rows(phase.seq_len, held_out=False)
-    cache = corpora.cached_hidden_states(rows, name, spec, prompts) if phase.cached else None
+    only = None if wanted is None or wanted >= len(rows) else set(RowOrder(len(rows)).numbers(seed, 0, wanted))
+    cache = corpora.cached_hidden_states(rows, name, spec, prompts, only) if phase.cached else None
     return PhaseData(rows, corpora.base, spec, cache)
 
 

@@ -83,13 +83,13 @@ class Trainer:
         if self.sharding.shards_base:
             with self.launch.main_process_first(self.run.per_node_data):
                 for name in names:
-                    open_phase(self.corpora, name, self.run.phases[name], self.head.spec)
+                    self._open(name)
                 open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached=True)
         self.sharding.shard(self.head)
 
     def _train_phase(self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer) -> None:
         with undisturbed_rng(), self.launch.main_process_first(self.run.per_node_data):
-            data = open_phase(self.corpora, name, phase, self.head.spec)
+            data = self._open(name)
             cached = phase.cached or self.sharding.shards_base
             held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached)
         if self.run.per_node_data and not isinstance(data.rows, StreamedRows):  # streams of all nodes have one source
@@ -152,13 +152,23 @@ class Trainer:
         self.checkpoints.score = None
         return result
 
+    def _open(self, name: str) -> PhaseData:
+        """A phase's rows; the base reads those that its steps will take."""
+        phase = self.run.phases[name]
+        wanted = phase.steps * self._rows_per_step(phase)
+        seed = self._row_seed(list(self.run.phases).index(name))
+        return open_phase(self.corpora, name, phase, self.head.spec, seed, wanted)
+
+    def _row_seed(self, phase: int) -> int:
+        return self.run.seed * 1000 + phase
+
     def _rows_per_step(self, phase: PhaseConfig) -> int:
         return self.checkpoints.initial_world_size * phase.grad_accum_steps * phase.micro_batch_size
 
     def _rows(self, data: PhaseData, phase: PhaseConfig) -> Iterator[list[int]]:
         """This process's rows of every micro-batch that is left of the phase."""
         progress = self.checkpoints.progress
-        rows, seed = self._rows_per_step(phase), self.run.seed * 1000 + progress.phase
+        rows, seed = self._rows_per_step(phase), self._row_seed(progress.phase)
         for step in range(progress.step, phase.steps):
             numbers = data.numbers(seed, step * rows, rows)
             yield from split_rows(numbers, phase.micro_batch_size, self.processes.count, self.processes.rank)

@@ -39,7 +39,7 @@ class AutoregressiveHead(DraftHead):
 
     def __init__(self, config: AutoregressiveConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
-        self.projection = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype)
+        self.projection = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype(base))
 
     def output_head(self, k: int) -> LMHead:
         return self.target_lm_head

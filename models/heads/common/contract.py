@@ -58,17 +58,18 @@ class DraftHeadConfig(ABC):
     """Draft positions K: the most drafts on a path."""
     draft_vocab_size: int | None = None
     """Ids the head can draft: the most frequent ones of the generated corpus; None drafts over the whole vocabulary."""
-    draft_dtype: str | None = None
+    draft_dtype: str | None = "auto"
     """``bfloat16``: draft with copies of the weights in it, which are read in half the time. Verification does not see
-    them, so exact rules stay exact; drafts near a tie may differ. null: as trained, in float32."""
+    them, so exact rules stay exact; drafts near a tie may differ. ``auto``: where that was measured to be faster when
+    the base was loaded. null: as trained, in float32."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_draft_tokens <= 16:
             raise ValueError(f"head.num_draft_tokens must be in [1, 16], got {self.num_draft_tokens}")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
             raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
-        if self.draft_dtype not in (None, "bfloat16"):
-            raise ValueError(f"head.draft_dtype must be bfloat16 or null, got {self.draft_dtype!r}")
+        if self.draft_dtype not in (None, "auto", "bfloat16"):
+            raise ValueError(f"head.draft_dtype must be auto, bfloat16 or null, got {self.draft_dtype!r}")
 
     @property
     def head_type(self) -> str:
@@ -80,10 +81,10 @@ class DraftHeadConfig(ABC):
         """Draft positions K."""
         return self.num_draft_tokens
 
-    @property
-    def inference_dtype(self) -> torch.dtype | None:
-        """Of the weights that it drafts with; None: as they are."""
-        return torch.bfloat16 if self.draft_dtype else None
+    def inference_dtype(self, base: BaseModel) -> torch.dtype | None:
+        """Of the weights that it drafts with beside ``base``; None: as they are."""
+        faster = base.kernels is not None and base.kernels.bfloat16_drafts
+        return torch.bfloat16 if self.draft_dtype == "bfloat16" or (self.draft_dtype == "auto" and faster) else None
 
     @property
     def trained_positions(self) -> int:
@@ -158,7 +159,7 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
     def inference(self) -> Self:
         """The head with packed copies of its weights, to draft with; made anew after training."""
         if self._inference is None:
-            self._inference = (inference_copy(self, self.config.inference_dtype),)
+            self._inference = (inference_copy(self, self.config.inference_dtype(self.base)),)
         return self._inference[0]
 
     def invalidate(self) -> None:

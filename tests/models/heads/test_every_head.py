@@ -26,7 +26,7 @@ from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.medusa2 import Medusa2Config
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
-from drafthead.models.kernels.linear import PlainLinear, inference_linear
+from drafthead.models.kernels.linear import KernelTable, PlainLinear, inference_linear
 from drafthead.models.token_tree import TokenTree
 from support import (
     TinyBase,
@@ -140,7 +140,7 @@ def test_activations_are_an_upper_estimate_of_what_autograd_keeps(tiny_base: Tin
     [
         *((kind, {"num_draft_tokens": 0}, r"head.num_draft_tokens must be in \[1, \d+\], got 0") for kind in HEADS),
         *((kind, {"draft_vocab_size": 3}, "head.draft_vocab_size must be at least 16") for kind in HEADS),
-        ("medusa", {"draft_dtype": "float16"}, "draft_dtype must be bfloat16 or null, got 'float16'"),
+        ("medusa", {"draft_dtype": "float16"}, "draft_dtype must be auto, bfloat16 or null, got 'float16'"),
         ("medusa", {"num_layers": 99}, r"head.num_layers must be in \[1, 8\], got 99"),
         ("hydra", {"num_layers": 9}, r"head.num_layers must be in \[1, 8\], got 9"),
         ("hydra", {"dropout": 1.0}, r"head.dropout must be in \[0, 1\), got 1.0"),
@@ -318,7 +318,19 @@ def test_bfloat16_drafts_are_rounded_and_nothing_else(tiny_base: TinyBase, tmp_p
     rounded.save_pretrained(tmp_path)
     loaded = DraftHead.from_pretrained(tmp_path, base)
     assert decode(base, loaded, PROMPTS[0], max_new_tokens=20, draft_config=PLANS["tree"]).tokens == plain
-    assert loaded.config.inference_dtype == torch.bfloat16
+    assert loaded.config.inference_dtype(base) == torch.bfloat16
+
+
+def test_copies_to_draft_with_are_made_where_that_was_measured_to_be_faster(
+    tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, config = tiny_base(), HEADS["medusa"]
+    assert config.draft_dtype == "auto" and config.inference_dtype(base) is None
+    monkeypatch.setattr(base, "kernels", table := KernelTable())
+    assert config.inference_dtype(base) is None
+    table.bfloat16_drafts = True
+    assert config.inference_dtype(base) == torch.bfloat16
+    assert replace(config, draft_dtype=None).inference_dtype(base) is None
 
 
 @torch.inference_mode()

@@ -15,10 +15,10 @@ from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding import corpus as batched_generation
-from drafthead.train.config import DataConfig, GenerationsConfig, TextConfig
+from drafthead.train.config import DataConfig, GenerationsConfig, PhaseConfig, TextConfig
 from drafthead.train.corpora import corpora
 from drafthead.train.corpora.corpora import Corpora, is_held_out
-from drafthead.train.trainer.batches import open_held_out
+from drafthead.train.trainer.batches import open_held_out, open_phase
 from support import TinyBase
 
 
@@ -94,6 +94,18 @@ def test_kept_hidden_states_are_those_of_the_base(tiny_base: TinyBase, tmp_path:
     read = ~np.isnan(a)
     assert read.mean() > 0.5
     np.testing.assert_allclose(a[read], b[read], rtol=0.02, atol=0.02)
+
+
+def test_a_short_phase_has_the_base_read_its_own_rows_only(tiny_base: TinyBase, tmp_path: Path) -> None:
+    made, _ = make(tiny_base(), tmp_path)
+    phase = PhaseConfig(corpus="text", seq_len=64, hidden_states="cached")
+    data = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, wanted=4)
+    assert data.cache is not None
+    numbers = data.numbers(5, 0, 4)
+    assert sorted(set(range(len(data))) - set(data.cache.missing_rows())) == sorted(numbers)
+    data.load(numbers)
+    longer = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, wanted=10**6)
+    assert longer.cache is not None and not longer.cache.missing_rows()
 
 
 def test_held_out_features_are_kept_where_that_is_asked_for(tiny_base: TinyBase, tmp_path: Path) -> None:

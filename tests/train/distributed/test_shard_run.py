@@ -10,8 +10,11 @@ from safetensors.torch import load_file
 
 from drafthead.data.utils.files import read_json_lines
 from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.kernels.linear import KernelTable
 from drafthead.train import pipeline
-from support import composed, forget_after, losses_of, run_together
+from drafthead.train.config import ShardConfig
+from drafthead.train.distributed.sharding import Sharding
+from support import TinyBase, composed, forget_after, losses_of, run_together
 
 ROOT = Path(__file__).parents[3]
 SHORT = (
@@ -76,6 +79,16 @@ def test_bfloat16_is_a_way_to_compute_and_float32_is_what_is_saved(tmp_path: Pat
     for row in read_json_lines(run / "metrics.jsonl"):
         assert "loss" not in row or 0 <= row["data_wait"] < 1
     load_base_and_head(run / "head")
+
+
+def test_automatic_precision_is_what_was_measured(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharding, base = Sharding(ShardConfig(precision="auto"), torch.device("cpu")), tiny_base()
+    assert base.kernels is None and sharding.precision(base) == torch.float32, "too small to be measured"
+    monkeypatch.setattr(base, "kernels", table := KernelTable())
+    assert sharding.precision(base) == torch.float32
+    table.bfloat16_reads = True
+    assert sharding.precision(base) == torch.bfloat16
+    assert Sharding(ShardConfig(), torch.device("cpu")).precision(base) == torch.float32
 
 
 @pytest.mark.gpu
