@@ -37,7 +37,6 @@ WHOLLY_READ = ("jsonl", "text")
 """Kinds of sources that are read to their end before a run starts, so that a broken line is found then; streamed ones
 may be large and are not."""
 CORPORA = ("text", "generations")
-EMBEDDED_ANSWERS = "embedded:smollm2"
 """Answers of the embedded base that come with the package."""
 HIDDEN_STATES = ("computed", "cached")
 SHARD_MODES = ("none", "head", "full")
@@ -233,8 +232,8 @@ class GenerationsConfig:
     """Longer prompts are left out."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     precomputed: str | None = None
-    """Answers made before, used instead of generating: ``embedded:smollm2``, or the folder ``generations`` of another
-    corpus. As many are taken as prompts are wanted, after the base has repeated some."""
+    """Answers made before, used instead of generating: ``embedded:smollm2``, ``embedded:smollm2_large``, or the folder
+    ``generations`` of another corpus. As many are taken as prompts are wanted, after the base has repeated some."""
     fresh: bool = False
     """Make the answers anew, whatever ``precomputed`` says."""
     batch_size: int = 64

@@ -51,9 +51,9 @@ class Outlook:
 
     def _corpora(self) -> tuple[str, float]:
         config = self.run.data.generations
-        answers = config.prompts + config.self_prompted
         if config.copied:
-            return f"{answers:,} answers made before ({config.precomputed}), compared with the base", 5.0
+            return f"answers made before ({config.precomputed}), compared with the base", 5.0
+        answers = config.prompts + config.self_prompted
         if config.server.url is not None:
             return f"{answers:,} answers by {config.server.url}", float("nan")
         steps = answers * config.sampler.max_new_tokens / min(config.batch_size, answers) / self.devices

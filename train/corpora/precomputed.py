@@ -11,10 +11,13 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import exclusive, file_digest, read_manifest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import greedy_match_rate
-from drafthead.train.config import EMBEDDED_ANSWERS, GenerationsConfig
+from drafthead.train.config import GenerationsConfig
 from drafthead.train.corpora.answers import TURN_STRIDE, Log
 
-FOLDERS = {EMBEDDED_ANSWERS: Path(__file__).parents[2] / "data" / "embedded" / "smollm2_answers"}
+FOLDERS = {
+    f"embedded:{name}": Path(__file__).parents[2] / "data" / "embedded" / f"{name}_answers"
+    for name in ("smollm2", "smollm2_large")
+}
 COMPARED = 4
 """Answers that the base must repeat."""
 MIN_MATCH_RATE = 0.98
