@@ -340,13 +340,18 @@ def test_precomputed_answers_of_other_weights_are_refused(base: BaseModel, tmp_p
         precomputed(base, tmp_path / "wrong", tmp_path / "copy")
 
 
-def test_the_answers_in_the_package_fit_their_recipe(tmp_path: Path) -> None:
-    run, _ = composed(tmp_path, "recipe=medusa_smollm2")
+@pytest.mark.parametrize(
+    ("data", "answers", "tokens", "turns"), [("smollm2", 938, 93_708, 3), ("smollm2_large", 4186, 410_933, 1)]
+)
+def test_the_answers_in_the_package_fit_their_recipe(
+    data: str, answers: int, tokens: int, turns: int, tmp_path: Path
+) -> None:
+    run, _ = composed(tmp_path, "recipe=medusa_smollm2", f"data={data}")
     config = run.data.generations
     folder = FOLDERS[config.precomputed or ""]
     store, made_by = GenerationStore(folder), read_manifest(folder)
     assert made_by["sampler"] == asdict(config.sampler) and made_by["exclude_suites"] == config.exclude_suites
     assert (made_by["prompts"], made_by["self_prompted"]) == (config.prompts, config.self_prompted)
-    assert store.stats.rows == 938 and store.stats.tokens == 93_708
+    assert store.stats.rows == answers and store.stats.tokens == tokens
     assert max(len(g.input_ids) for g in store.read()) <= 512
-    assert {len({g.prompt_number // TURN_STRIDE for g in store.read()})} == {3}, "three turns"
+    assert len({g.prompt_number // TURN_STRIDE for g in store.read()}) == turns
