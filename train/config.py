@@ -402,6 +402,8 @@ class RunConfig:
     """Optimiser steps between two measurements of acceptance on held-out answers."""
     tree_search: str = "greedy"
     """How the tree is chosen: ``greedy`` (joint counts of whole paths) or ``sequoia`` (its dynamic program)."""
+    tree_batches: list[int] = field(default_factory=list)
+    """Rows side by side for which trees of their own are chosen, too: ``[2, 4, 8]``."""
     tree_prompts: int = 36
     """Prompts of the development half of ``eval.suite`` that the base answers to choose the tree by, where
     ``eval.split`` is ``reporting``; otherwise, or with 0, held-out answers of training choose it."""
@@ -433,6 +435,7 @@ class RunConfig:
             tree_search=_one_of(self.tree_search, METHODS),
             push=(self.push or self.stages != ["push"], "true for stages=[push]"),
             tree_prompts=_at_least(self.tree_prompts, 0),
+            tree_batches=(all(rows > 1 for rows in self.tree_batches), "numbers of rows, each above 1"),
             log_every=_at_least(self.log_every, 1),
             validate_every=_at_least(self.validate_every, 1),
         )

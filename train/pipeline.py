@@ -277,8 +277,17 @@ def tree(work: Workspace) -> None:
             costs = measure_costs(head.base, head)
             found = costs, calibrate(_tree_answers(work, head), costs, run.tree_search)
             save_calibration(path, head, *found)
+            head.batch_trees = {}
         calibration = found[1]
         head.tree = calibration.tree
+        for rows in run.tree_batches:
+            if rows not in head.batch_trees:
+                costs = measure_costs(head.base, head, rows=rows)
+                chosen = calibrate(_tree_answers(work, head), costs, run.tree_search)
+                pays = chosen.expected_speedup > 1
+                head.batch_trees = {**head.batch_trees, rows: chosen.tree if pays else TokenTree.chain(0)}
+                expected = f"{len(chosen.tree)} nodes, expect speedup {chosen.expected_speedup:.2f}"
+                display.line(f"   batches of {rows}: {expected if pays else 'no drafts, they would not pay'}")
         head.save_pretrained(work.head_folder)
         display.line(
             f"   {len(calibration.tree)} nodes: expect a mean accepted length of {calibration.expected_tokens:.2f}, "

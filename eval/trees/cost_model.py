@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from drafthead.models.base.base_model import BaseModel, PartialForward
-from drafthead.models.cache.kv_cache import KVCache
 from drafthead.models.decoding.contract import DraftConfig, Drafter
-from drafthead.models.decoding.growth import EarlyExit, StepwiseDrafter, UsesTargetCache
-from drafthead.models.decoding.loop import decode
+from drafthead.models.decoding.growth import EarlyExit, StepwiseDrafter
+from drafthead.models.decoding.loop import EXACT, GREEDY, decode_batch
+from drafthead.models.decoding.step import DecodeConfig, DecodeState
 from drafthead.models.token_tree import TokenTree
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -86,9 +86,16 @@ class CostModel:
 
 @torch.inference_mode()
 def measure_costs(
-    base: BaseModel, drafter: Drafter, context: int = 200, repeats: int = 9, sizes: Sequence[int] = SIZES
+    base: BaseModel,
+    drafter: Drafter,
+    context: int = 200,
+    repeats: int = 9,
+    sizes: Sequence[int] = SIZES,
+    rows: int = 1,
 ) -> CostModel:
     """Time every part of a step on random tokens after ``context`` tokens (timing does not depend on the ids).
+
+    Of a batch of ``rows`` all with trees of one size: v(n, b), and c and o of the whole batch.
 
     Repeats are interleaved, and a smaller tree is never dearer than a larger one: what the medians say against that is
     noise, which isotonic regression averages out.
@@ -99,20 +106,19 @@ def measure_costs(
     context = min(context, base.max_context // 2)
     sizes = [n for n in sizes if n <= context]
     ids = torch.randint(0, base.vocab_size, (1, context), generator=generator).to(base.device)
-    cache = base.new_cache(context + max(sizes) + 1)
-    state = drafter.init_state(1)
-    if isinstance(drafter, UsesTargetCache):
-        state = drafter.attach(state, cache)
-    state = drafter.update(state, ids, base.forward(ids, cache, spec=drafter.spec))
     # Depth by depth only for drafters that grow trees level by level; a combined or nested drafter drafts its own tree.
     depths = range(1, min(drafter.depth, DEEPEST) + 1) if isinstance(drafter, StepwiseDrafter) else ()
     plans = {d: DraftConfig(tree=TokenTree.chain(d)) for d in depths}
     tree = TokenTree.from_paths([(r,) for r in range(4)] + [(0,) * d for d in depths]) if depths else drafter.tree
     whole = DraftConfig(tree=tree or TokenTree.chain(drafter.depth))
+    decode_config = DecodeConfig(draft_config=whole, sampler=GREEDY, rule=EXACT)
+    decoding = DecodeState(base, drafter, decode_config, rows, context + max(sizes) + 1)
+    decoding.read_prompts([ids[0].tolist()] * rows, first=ids[0, -1:].expand(rows))
+    drafted = partial(drafter.draft, decoding.state, decoding.last_token)
     parts: dict[tuple[str, int], Callable[[], object]] = {
-        **{("verify", n): partial(_verify, base, ids[:, :n], cache, drafter) for n in sizes},
-        **{("draft", d): partial(drafter.draft, state, ids[:, -1], config) for d, config in plans.items()},
-        ("tree", 0): partial(drafter.draft, state, ids[:, -1], whole),
+        **{("verify", n): partial(_verify, ids[:, :n].expand(rows, -1), decoding) for n in sizes},
+        **{("draft", d): partial(drafted, config) for d, config in plans.items()},
+        ("tree", 0): partial(drafted, whole),
         ("prefill", 0): partial(_prefill, base, ids),
     }
     times: dict[tuple[str, int], list[float]] = {part: [] for part in parts}
@@ -122,7 +128,8 @@ def measure_costs(
             if repeat >= 2:
                 times[part].append(seconds)
     new = min(24, base.max_context - context)
-    result = decode(base, drafter, ids[0].tolist(), max_new_tokens=new, draft_config=whole, ignore_eos=True)
+    prompts = [ids[0].tolist()] * rows
+    result = decode_batch(base, drafter, prompts, max_new_tokens=new, draft_config=whole, ignore_eos=True)[0]
     return CostModel(
         verify=dict(zip(sizes, _increasing([median(times["verify", n]) for n in sizes]), strict=True)),
         draft=median(times["tree", 0]),
@@ -148,15 +155,16 @@ def _prefill(base: BaseModel, ids: torch.Tensor) -> torch.Tensor:
     return base.logits(base.forward(ids, base.new_cache(ids.shape[1])).final[:, -1])
 
 
-def _verify(base: BaseModel, ids: torch.Tensor, cache: KVCache, drafter: Drafter) -> torch.Tensor:
+def _verify(ids: torch.Tensor, decoding: DecodeState) -> torch.Tensor:
+    base, drafter, cache = decoding.base, decoding.drafter, decoding.cache
     # A star: every drafted token a child of the root. Cost depends on the number of nodes, not on the shape.
     tree = TokenTree.from_paths([(r,) for r in range(ids.shape[1] - 1)])
     partial_forward = None
     if isinstance(drafter, EarlyExit):
-        states = torch.zeros(1, ids.shape[1], base.hidden_size, dtype=base.dtype, device=base.device)
+        states = torch.zeros(*ids.shape, base.hidden_size, dtype=base.dtype, device=base.device)
         partial_forward = PartialForward(layers=drafter.early_exit_layers, hidden=states)
     shape = tree.shape_on(base.device)
-    tokens: torch.Tensor = base.verify_logits(ids, shape, cache, drafter.spec, partial_forward)[1].argmax(-1)
+    tokens: torch.Tensor = base.verify_logits(ids, shape, cache, decoding.spec, partial_forward)[1].argmax(-1)
     cache.crop()
     return tokens
 

@@ -4,8 +4,10 @@ Shape legend: B rows, T tokens, D base width.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, Generic, Self
 
 import torch
@@ -215,6 +217,9 @@ class Drafter(ABC, Generic[StateT]):
 
     tree: TokenTree | None = None
     """The tree to draft by default, calibrated for it; None: a chain over all its positions."""
+    batch_trees: Mapping[int, TokenTree] = MappingProxyType({})
+    """Trees by rows side by side, where they were chosen: in a batch a node costs more to verify. A batch drafts the
+    tree of the most rows that it has; below all of them ``tree``."""
     spec: HiddenStatesSpec = HiddenStatesSpec()
     """Hidden states of the base that it reads besides the final one."""
     confidence_threshold: float = 0.0
@@ -222,6 +227,11 @@ class Drafter(ABC, Generic[StateT]):
     reads_base: bool = False
     """Whether ``update`` needs the base's hidden states, so that it cannot continue drafts that the base has not read.
     """
+
+    def tree_of(self, rows: int) -> TokenTree | None:
+        """The tree to draft by default for a batch of so many rows."""
+        fitting = [n for n in self.batch_trees if n <= rows]
+        return self.batch_trees[max(fitting)] if fitting else self.tree
 
     @property
     @abstractmethod

@@ -30,12 +30,12 @@ GREEDY = Sampler()
 EXACT = AcceptanceRule()
 
 
-def default_draft_config(drafter: Drafter | None) -> DraftConfig:
-    """The drafter's calibrated tree, else a chain over all its positions; without a drafter only the root."""
+def default_draft_config(drafter: Drafter | None, rows: int = 1) -> DraftConfig:
+    """The drafter's tree for so many rows, else a chain over all its positions; without a drafter only the root."""
     if drafter is None:
         return ROOT_ONLY
     return DraftConfig(
-        tree=drafter.tree or TokenTree.chain(drafter.depth), confidence_threshold=drafter.confidence_threshold
+        tree=drafter.tree_of(rows) or TokenTree.chain(drafter.depth), confidence_threshold=drafter.confidence_threshold
     )
 
 
@@ -269,7 +269,7 @@ def decode_batch(
     but near the end of the base's or a draft model's context, where the longest row bounds all drafts. Times of a step
     and of the prefill are those of the whole batch; ``total_s`` ends when the row does.
     """
-    draft_config = draft_config or default_draft_config(drafter)
+    draft_config = draft_config or default_draft_config(drafter, len(prompts))
     if drafter is not None and isinstance(draft_config.tree, DynamicTree):
         draft_config = draft_config.at_most(drafter.depth)
     seeds = list(seeds) if seeds is not None else list(range(len(prompts)))

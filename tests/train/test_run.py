@@ -12,7 +12,13 @@ from drafthead.data.batch import LossOutput
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json
 from drafthead.eval.timing import methods
+from drafthead.eval.trees.cost_model import CostModel
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.loop import decode_batch
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.heads.medusa import MedusaHead
+from drafthead.models.token_tree import TokenTree
 from drafthead.train import pipeline
 from drafthead.train.config import RunConfig, preflight
 from drafthead.train.outlook import Outlook
@@ -159,6 +165,27 @@ def test_a_second_start_measures_nothing_again(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(AssertionError, match="measured again"):
             train(tmp_path, "resume=false")
     assert not any(path.exists() for path in (*kept, stale))
+
+
+def test_batches_have_trees_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of eight, where a node costs what eight cost, drafts nothing; its choice is saved with the head."""
+    asked: list[int] = []
+
+    def measured(base: BaseModel, head: DraftHead, rows: int = 1) -> CostModel:
+        asked.append(rows)
+        verify = {n: 1.0 + (n - 1) * {1: 0.01, 2: 0.2, 8: 5.0}[rows] for n in (1, 2, 4, 8, 64)}
+        return CostModel(verify=verify, draft=0.0, overhead=0.0, context=200)
+
+    monkeypatch.setattr(pipeline, "measure_costs", measured)
+    base, head = load_base_and_head(train(tmp_path, "tree_batches=[2,8]") / "head")
+    assert asked == [1, 2, 8]
+    one, two, eight = (head.tree_of(rows) for rows in (1, 2, 8))
+    assert one is not None and two is not None and len(one) > len(two) and eight == TokenTree.chain(0)
+    assert head.tree_of(7) == two and head.tree_of(16) == eight
+    found = decode_batch(base, head, [[5, 6, 7]] * 8, max_new_tokens=4, ignore_eos=True)
+    assert {step.proposed for result in found for step in result.steps} == {0}
+    train(tmp_path, "tree_batches=[2,8]")
+    assert asked == [1, 2, 8], "nothing is measured twice"
 
 
 def test_resume_false_keeps_what_no_run_made(tmp_path: Path) -> None:

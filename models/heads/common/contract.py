@@ -9,6 +9,7 @@ Shape legend: B batch, T time, N tree nodes, D base width, V target vocabulary, 
 import json
 import pkgutil
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -35,6 +36,7 @@ from drafthead.models.heads.common.files import (
     check_base,
     check_settings,
     draft_ids,
+    read_batch_trees,
     read_head_config,
     read_threshold,
     read_tree,
@@ -120,6 +122,7 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         self.base_identity = base.identity()
         self.tree: TokenTree | None = None
         """The tree calibrated for it; None until evaluation has chosen one."""
+        self.batch_trees: Mapping[int, TokenTree] = {}
         self.progress = 0.0
         """Part of the phase that is done after the current step, in (0, 1]; the trainer sets it."""
         self._inference: tuple[Self] | None = None  # in a tuple, it is no part of this module
@@ -213,8 +216,10 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
             atomic_rename(tmp_path, folder / "model.safetensors")
             write_json(folder / "config.json", config)
         if self.tree is not None:
-            choices = [list(path) for path in self.tree.paths[1:]]
-            write_json(folder / "tree.json", {"choices": choices, "confidence_threshold": self.confidence_threshold})
+            found: dict[str, Any] = {"choices": _choices(self.tree), "confidence_threshold": self.confidence_threshold}
+            if self.batch_trees:
+                found["batches"] = {str(rows): _choices(tree) for rows, tree in self.batch_trees.items()}
+            write_json(folder / "tree.json", found)
 
     def _copy_base(self, folder: Path) -> dict[str, Any]:
         """Copy the base's adapter, if any, into the head's folder; returns the base's identity as seen from there."""
@@ -249,10 +254,15 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
             )
         if safe_join(folder, "tree.json").exists():
             head.tree = read_tree(folder / "tree.json", head.depth)
+            head.batch_trees = read_batch_trees(folder / "tree.json", head.depth)
             head.confidence_threshold = read_threshold(folder / "tree.json", head.confidence_threshold)
         if not isinstance(head, cls):
             raise UserError(f"{folder} holds a {type(head).__name__}, not a {cls.__name__}")
         return head.eval()
+
+
+def _choices(tree: TokenTree) -> list[list[int]]:
+    return [list(path) for path in tree.paths[1:]]
 
 
 def head_types() -> list[str]:

@@ -78,7 +78,19 @@ def check_settings(folder: Path, config: "DraftHeadConfig", weights: dict[str, T
 
 def read_tree(path: Path, depth: int) -> TokenTree:
     """The tree in a ``tree.json``."""
+    return _tree(path, read_json(safe_join(path.parent, path.name)), depth)
+
+
+def read_batch_trees(path: Path, depth: int) -> dict[int, TokenTree]:
+    """The trees by rows of a batch in a ``tree.json``; most have none."""
     content = read_json(safe_join(path.parent, path.name))
+    found = content.get("batches", {}) if isinstance(content, dict) else {}
+    if not isinstance(found, dict) or not all(rows.isdecimal() and int(rows) > 1 for rows in found):
+        raise UserError(f"{path} is no tree.json: batches must map numbers of rows above 1 to trees; choose them anew")
+    return {int(rows): _tree(path, {"choices": choices}, depth) for rows, choices in found.items()}
+
+
+def _tree(path: Path, content: Any, depth: int) -> TokenTree:
     try:
         choices = content["choices"]
         if not all(isinstance(c, list) and all(type(rank) is int and rank < MAX_RANKS for rank in c) for c in choices):

@@ -141,7 +141,7 @@ def test_a_larger_tree_never_costs_less(head: MedusaHead, monkeypatch: pytest.Mo
     clock = {1: 3.0, 2: 1.0, 4: 2.0, 8: 6.0}
 
     def timed(base: Any, work: Any) -> float:
-        return clock[work.args[1].shape[1]] if work.func is cost_model._verify else 1.0
+        return clock[work.args[0].shape[1]] if work.func is cost_model._verify else 1.0
 
     monkeypatch.setattr(cost_model, "_timed", timed)
     costs = measure_costs(head.base, head, context=16, repeats=1, sizes=tuple(clock))
