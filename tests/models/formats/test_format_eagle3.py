@@ -1,0 +1,203 @@
+"""EAGLE-3's published layouts, of its authors and of speculators, against plain loaders that read the folder alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.formats import FORMATS
+from drafthead.models.formats.eagle3 import LAYER_IDS
+from plain_heads import (
+    PlainLayer,
+    check_refused,
+    check_round_trip,
+    deep_base,
+    eagle,
+    eagle_chain,
+    logits_of,
+    rewrite,
+    states,
+)
+from support import TinyBase
+
+EAGLE, SPECULATORS = FORMATS["eagle3"], FORMATS["speculators"]
+D2T = torch.arange(1, 300, 3)
+
+
+@torch.inference_mode()
+def eagle_engine(folder: Path, base: BaseModel) -> Tensor:
+    """[K, V]; an id that cannot be drafted has -inf."""
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 1
+    assert config["tie_word_embeddings"] is False and config["eagle_config"]["use_aux_hidden_state"] is True
+    layer = PlainLayer(load_file(folder / "model.safetensors"), config, config["rope_theta"])
+    outer, inner = (
+        config["eagle_aux_hidden_state_layer_ids"],
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"],
+    )
+    assert inner == [i - 1 for i in outer] and config["num_aux_hidden_states"] == len(outer)  # SGLang adds one
+    taps = [states(base)[i][0] for i in outer]
+    if config["fc_norm"]:
+        taps = [layer.norm(tap, f"fc_norm.{n}") for n, tap in enumerate(taps)]
+    aux = torch.cat(taps, -1)
+    assert config["norm_before_fc"] == config["eagle_config"]["norm_before_fc"]
+    if config["eagle_config"]["norm_before_fc"]:
+        aux = layer.norm(aux, "input_norm")
+    base_hidden = F.linear(aux, layer.get("fc.weight"))
+    targets = torch.arange(config["draft_vocab_size"]) + layer.get("d2t")
+    assert torch.equal(layer.get("t2d").nonzero()[:, 0], targets)
+    return eagle_chain(layer, base, base_hidden, targets, config)
+
+
+@torch.inference_mode()
+def speculators_engine(folder: Path, base: BaseModel) -> Tensor:
+    """As vLLM does: the layer's keys, then what its updater copies from the top level, then to=eagle3's loader."""
+    config = json.loads((folder / "config.json").read_text())
+    methods = config["speculators_config"]
+    assert methods["proposal_methods"][0]["speculative_tokens"] == 2
+    assert methods["verifier"]["name_or_path"] == base.name
+    layer = config["transformer_layer_config"]
+    assert layer["model_type"] == "llama" and layer["num_aux_hidden_states"] == 3
+    assert isinstance(config["norm_before_residual"], bool)  # its default is true
+    copied = ("draft_vocab_size", "norm_before_fc", "norm_output", "norm_before_residual", "fc_norm", LAYER_IDS)
+    rest = {"architectures": ["LlamaForCausalLMEagle3"]} | {key: config[key] for key in copied}
+    inner = {"use_aux_hidden_state": True, "norm_before_fc": config["norm_before_fc"]}
+    inner[LAYER_IDS] = [i - 1 for i in config[LAYER_IDS]]
+    twin = folder / "twin"
+    twin.mkdir()
+    (twin / "model.safetensors").symlink_to(folder / "model.safetensors")
+    (twin / "config.json").write_text(json.dumps({**layer, **rest, "eagle_config": inner}))
+    return eagle_engine(twin, base)
+
+
+@pytest.mark.parametrize("d2t", [D2T, None], ids=["reduced", "whole"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"norm_before_fc": True},
+        {"norm_output": True},
+        {"own_lm_head": False},
+        {"fc_norm": True, "norm_output": True},
+        {"norm_before_residual": True},
+    ],
+)
+def test_engine_and_round_trip_give_the_heads_logits(
+    tmp_path: Path, settings: dict[str, Any], d2t: Tensor | None
+) -> None:
+    check_round_trip(EAGLE, eagle_engine, eagle(deep_base(), d2t, **settings), tmp_path)
+
+
+@pytest.mark.parametrize("d2t", [D2T, None], ids=["reduced", "whole"])
+@pytest.mark.parametrize("settings", [{}, {"norm_before_fc": True}, {"norm_output": True, "fc_norm": True}])
+def test_speculators_engine_and_round_trip_give_the_heads_logits(
+    tmp_path: Path, settings: dict[str, Any], d2t: Tensor | None
+) -> None:
+    check_round_trip(SPECULATORS, speculators_engine, eagle(deep_base(), d2t, layers=[2, 3, 5], **settings), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "engines"),
+    [
+        ({}, ["vLLM", "SGLang", "llama.cpp"]),
+        ({"norm_before_fc": True}, ["vLLM", "llama.cpp"]),
+        ({"norm_output": True}, ["vLLM", "SGLang"]),
+        ({"layers": [2, 3]}, ["vLLM", "SGLang"]),
+    ],
+)
+def test_no_engine_is_promised_that_ignores_a_setting(settings: dict[str, Any], engines: list[str]) -> None:
+    head = eagle(deep_base(), **{"layers": [2, 3, 5], **settings})
+    assert EAGLE.loaded_by(head) == engines
+    said = {engine.name: engine.command("user/base", "out/eagle3", 3) for engine in EAGLE.engines_for(head)}
+    assert '"model": "out/eagle3", "num_speculative_tokens": 3' in said["vLLM"] and "TGI" in said
+    assert ("--speculative-num-draft-tokens 4" in said["SGLang"]) is ("SGLang" in engines)
+    assert bool(said["llama.cpp"]) is ("llama.cpp" in engines) and not said["TGI"]
+
+
+@pytest.mark.parametrize("layers", [[], [0, 1, 2], [3, 2, 1], [2, 2, 3], [2, 3, 6]])
+def test_layers_that_engines_would_join_otherwise_are_refused(tmp_path: Path, layers: list[int]) -> None:
+    with pytest.raises(UserError, match=r"engines join them in ascending order, of 1 to 5 \(head.layers=null\)"):
+        EAGLE.export(eagle(deep_base(), layers=layers), tmp_path)
+
+
+OUTER, INNER = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({**OUTER, "eagle_config": {}}, [1, 2, 4]),
+        ({LAYER_IDS: None, "eagle_config": INNER}, [2, 3, 5]),
+        ({LAYER_IDS: None, "eagle_config": None}, None),
+        ({**OUTER, "eagle_config": INNER, "layers": [2, 3, 4]}, [2, 3, 4]),
+    ],
+)
+def test_layer_ids_are_read_by_their_place(tmp_path: Path, config: dict[str, Any], layers: list[int] | None) -> None:
+    """At the top level as they are, in eagle_config one more: the usual triple less one is another triple there."""
+    EAGLE.export(eagle(deep_base(), layers=[2, 3, 5]), tmp_path)
+    rewrite(tmp_path, **config)
+    found = EAGLE.load(tmp_path, deep_base())
+    assert list(found.spec.layers) == (layers or [2, 3, 3])
+
+
+def test_layer_ids_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    EAGLE.export(eagle(deep_base(), layers=[2, 3, 5]), tmp_path)
+    rewrite(tmp_path, **OUTER, eagle_config=INNER)
+    with pytest.raises(
+        UserError, match=r"the layers \[1, 2, 4\], and \[1, 2, 4\] in eagle_config, which is \[2, 3, 5\]"
+    ):
+        EAGLE.load(tmp_path, deep_base())
+    rewrite(tmp_path, eagle_aux_hidden_state_layer_ids="2", eagle_config={})
+    with pytest.raises(UserError, match="has eagle_aux_hidden_state_layer_ids '2', expected a list of whole numbers"):
+        EAGLE.load(tmp_path, deep_base())
+
+
+def test_eagle3_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """Prefixes, layers.0, an embedding of the target, no t2d, no keys of ours, SGLang's layer ids."""
+    base = tiny_base()
+    head = eagle(base, torch.arange(0, 300, 4))
+    EAGLE.export(head, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["t2d"]
+    theirs = {
+        name if name in ("lm_head.weight", "d2t") else "model." + name.replace("midlayer.", "layers.0."): value
+        for name, value in tensors.items()
+    }
+    theirs["model.embed_tokens.weight"] = base.embedding.detach().clone()
+    theirs["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    gone = dict.fromkeys(("num_tokens", "ttt_steps", "target_hidden_size", "norm_output", "head_dim"))
+    ids = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in head.spec.layers]}
+    gone["eagle_aux_hidden_state_layer_ids"] = None
+    rewrite(tmp_path, theirs, architectures=["Eagle3LlamaForCausalLM"], eagle_config=ids, **gone)
+    again = EAGLE.load(tmp_path, base)
+    assert again.depth == 7 and torch.equal(logits_of(base, again), logits_of(base, head))
+    theirs["model.embed_tokens.weight"] += 1
+    rewrite(tmp_path, theirs)
+    with pytest.raises(UserError, match="has an embedding that is not random-llama's"):
+        EAGLE.load(tmp_path, base)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"fc_norm": True}, r"missing \[fc_norm.0.weight"),
+        ({"attention_bias": True}, "has a layer with attention_bias True"),
+        ({"draft_vocab_size": 60}, "says draft_vocab_size 60, but lm_head.weight has 50 rows"),
+        ({"intermediate_size": 65}, "says intermediate_size 65, but midlayer.mlp.gate_proj.weight has 64 rows"),
+        ({"target_hidden_size": 64}, "made for a base with hidden_size 64"),
+        ({"vocab_size": 301}, "made for a base with vocab_size 301"),
+        ({"layers": [0, 1, 2]}, r"fc.weight is \(32, 64\), not \(32, 96\)"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "has a layer with rope_scaling"),
+    ],
+)
+def test_a_config_that_would_draft_wrongly_is_refused(
+    tiny_base: TinyBase, tmp_path: Path, config: dict[str, Any], says: str
+) -> None:
+    check_refused(EAGLE, eagle(tiny_base(), torch.arange(50)), tmp_path, config, says)

@@ -1,0 +1,145 @@
+"""GGUF as llama.cpp reads it: the drafter, the base, rotary scaling."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.formats import FORMATS
+from drafthead.models.formats.gguf_files import read_gguf, rope_factors, write_base
+from plain_heads import PlainLayer, check_round_trip, deep_base, eagle, eagle_chain, states
+
+GGUF = FORMATS["gguf"]
+D2T = torch.arange(1, 300, 3)
+THREE = {"layers": [2, 3, 5]}
+
+
+LLAMACPP_NAMES = {
+    "blk.0.attn_norm_2": "midlayer.hidden_norm",
+    "blk.0.attn_norm": "midlayer.input_layernorm",
+    "blk.0.ffn_norm": "midlayer.post_attention_layernorm",
+    "blk.0.attn_output": "midlayer.self_attn.o_proj",
+    "blk.0.attn_": "midlayer.self_attn.",
+    "blk.0.ffn_": "midlayer.mlp.",
+    "enc.output_norm": "input_norm",
+    "output_norm": "norm",
+    "output.": "lm_head.",
+}
+
+
+@torch.inference_mode()
+def llamacpp_engine(folder: Path, base: BaseModel) -> Tensor:
+    """``head.gguf`` as llama.cpp's eagle3 graph reads it: pairs are rotated, d2t holds int64 target ids."""
+    reader = gguf.GGUFReader(folder / "head.gguf")
+    keys = {name: field.contents() for name, field in reader.fields.items()}
+    assert keys["general.architecture"] == "eagle3" and keys["tokenizer.ggml.model"] == "no_vocab"
+    assert len(keys["eagle3.target_layers"]) == 3 and keys["eagle3.block_count"] == 1
+    tensors = {}
+    for found in reader.tensors:
+        name = found.name
+        for theirs, ours in LLAMACPP_NAMES.items():
+            if name.startswith(theirs):
+                name = name.replace(theirs, ours)
+                break
+        for part in ("q", "k", "v", "gate", "up", "down"):
+            name = name.replace(f"attn.{part}.", f"attn.{part}_proj.").replace(f"mlp.{part}.", f"mlp.{part}_proj.")
+        tensors[name] = torch.from_numpy(np.array(found.data))
+    assert tensors["d2t"].dtype == torch.int64
+    sizes = {"head_dim": "attention.key_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon"}
+    sizes |= {"num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv"}
+    config = {name: keys[f"eagle3.{key}"] for name, key in sizes.items()}
+    layer = PlainLayer(tensors, config, keys["eagle3.rope.freq_base"], pairs=True)
+    aux = torch.cat([states(base)[i][0] for i in keys["eagle3.target_layers"]], -1)
+    settings = {"norm_output": False, "norm_before_residual": keys["eagle3.norm_before_residual"]}
+    if keys["eagle3.norm_before_fc"]:
+        aux = layer.norm(aux, "input_norm")
+    base_hidden = F.linear(aux, layer.get("fc.weight"))
+    return eagle_chain(layer, base, base_hidden, layer.get("d2t"), settings)
+
+
+@pytest.mark.parametrize("d2t", [D2T, None], ids=["reduced", "whole"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"norm_before_fc": True}, {"own_lm_head": False}, {"norm_before_residual": True}]
+)
+def test_engine_and_round_trip_give_the_heads_logits(
+    tmp_path: Path, settings: dict[str, Any], d2t: Tensor | None
+) -> None:
+    check_round_trip(GGUF, llamacpp_engine, eagle(deep_base(), d2t, **THREE, **settings), tmp_path)
+
+
+def test_what_llamacpp_would_ignore_or_die_of_is_refused(tmp_path: Path) -> None:
+    for settings, says in (
+        ({**THREE, "norm_output": True}, r"the state before the norm on, without a word \(head.norm_output=false"),
+        ({"layers": [2, 3]}, r"reads 2 layers, and llama.cpp reads exactly 3 \(head.layers=null"),
+    ):
+        with pytest.raises(UserError, match=says):
+            GGUF.export(eagle(deep_base(), **settings), tmp_path)
+    with pytest.raises(UserError, match="graph of gemma does not keep what goes into a layer, and aborts"):
+        GGUF.export(eagle(deep_base("gemma"), **THREE), tmp_path)
+    with pytest.raises(UserError, match="has no head.gguf"):
+        GGUF.load(tmp_path, deep_base())
+    (tmp_path / "head.gguf").write_bytes(b"GGUF no more")
+    with pytest.raises(UserError, match="is no GGUF file that can be read"):
+        GGUF.load(tmp_path, deep_base())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_gguf_head_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
+    head = eagle(deep_base(), D2T, **THREE, norm_before_fc=True)
+    GGUF.export(head, tmp_path, dtype)
+    again = GGUF.load(tmp_path, deep_base())
+    assert torch.equal(again.fc.weight, head.fc.weight.to(dtype).float()) and torch.equal(again.d2t, head.d2t)
+    assert torch.equal(again.norm.weight, head.norm.weight), "llama.cpp wants norms in float32"
+
+
+def test_a_base_as_gguf_is_the_base(tmp_path: Path) -> None:
+    """Names, rotated pairs and the tokenizer; a tokenizer or a type that is not known is refused by name."""
+    with pytest.raises(UserError, match="how the tokenizer splits words is not known to be one of llama.cpp's ways"):
+        write_base(deep_base(), tmp_path / "base.gguf", "f32", "tiny")
+    tokenizer = tiny_tokenizer()
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    parts = [pre_tokenizers.Digits(individual_digits=True), words]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    base = BaseModel.wrap(deep_base().stock(), tokenizer)
+    with pytest.raises(UserError, match="base_gguf must be one of f32, .*got 'q4_k'; llama.cpp's llama-quantize"):
+        write_base(base, tmp_path / "base.gguf", "q4_k", "tiny")
+    weights = base.stock().state_dict()
+    for kind in ("f32", "q8_0"):
+        write_base(base, tmp_path / "base.gguf", kind, "tiny")
+        keys, tensors = read_gguf(tmp_path / "base.gguf")
+        query = weights["model.layers.4.self_attn.q_proj.weight"]
+        order = [head * 8 + half * 4 + i for head in range(4) for i in range(4) for half in (0, 1)]
+        limit = 0.0 if kind == "f32" else float(query.abs().max()) / 100
+        assert torch.allclose(tensors["blk.4.attn_q.weight"], query[order], atol=limit, rtol=0)
+        embedding = weights["model.embed_tokens.weight"]
+        assert torch.allclose(tensors["token_embd.weight"], embedding, atol=limit * 2, rtol=0)
+        assert torch.equal(tensors["output_norm.weight"], weights["model.norm.weight"])
+    assert keys["general.architecture"] == "llama" and keys["llama.block_count"] == 6
+    assert keys["tokenizer.ggml.pre"] == "smollm" and len(keys["tokenizer.ggml.tokens"]) == 300
+    assert keys["tokenizer.ggml.tokens"][257] == "<|im_start|>" and keys["tokenizer.ggml.token_type"][257] == 3
+    assert keys["tokenizer.ggml.eos_token_id"] == base.tokenizer.eos_token_id
+
+
+def test_llama3s_rotary_scaling_is_a_tensor() -> None:
+    """The frequencies that transformers scales, against those that llama.cpp divides by the factors."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 8192, "rope_theta": 5e5}
+    config = LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=scaling)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    factors = rope_factors({"rope_scaling": scaling, "rope_theta": 5e5, "head_dim": 128})
+    plain = 5e5 ** (-torch.arange(0, 128, 2) / 128)
+    assert torch.allclose(plain / factors, scaled, rtol=1e-4)
+    assert float(factors.max()) == 8 and float(factors.min()) == 1
+    with pytest.raises(UserError, match="scaling of type yarn is not written as GGUF"):
+        rope_factors({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1e4, "head_dim": 8})
