@@ -42,7 +42,7 @@ class LMHead:
             return hidden @ self.weight.t()
         width = self.weight.shape[1]
         frozen = hidden[..., :width].to(self.weight.dtype) @ self.weight.t()
-        return frozen + hidden[..., width:] @ self.low_rank.t()
+        return frozen + hidden[..., width:].to(self.low_rank.dtype) @ self.low_rank.t()
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient [n, D] by the input of ``product``, of the one by what it gives, [n, V]."""

@@ -71,7 +71,7 @@ class DSparkConfig(DraftHeadConfig):
     intermediate_size: int | None = None
     """Inner width of the MLPs; null: the base's."""
     places: int | None = None
-    """Most places a row that a training step drafts from, drawn at random; null: all."""
+    """Most places of a micro-batch that are drafted from in training, drawn at random; null: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
