@@ -1,6 +1,6 @@
 """How many positions of its cache a base needs to draft for itself (TriForce): acceptance against the budget.
 
-    python benchmarks/budget.py --prompts 4 --plot FILE.png      long_context prompts of 1,000 to 6,000 tokens
+    python benchmarks/budget.py --plot FILE.png           questions about one of many passages, 2,000 to 6,000 tokens
     python benchmarks/budget.py --budgets 64,256,1024 --policies recent,sinks:4,retrieval:8,retrieval:1/1
 
 A policy is one of ``recent``, ``sinks:TOKENS`` and ``retrieval:CHUNK``; ``/N`` chooses the positions anew every N
@@ -26,6 +26,7 @@ from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.plots import new_axes, save_png, styled
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.shape import ModelShape
 from drafthead.models.cache.kv_cache import KVCache
 from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.drafters.budget import BudgetDrafter, BudgetState, Policy
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every policy at every budget."""
     options = parser(__doc__)
     options.add_argument("--base", default="embedded:smollm2")
-    options.add_argument("--suite", default="long_context")
+    options.add_argument("--suite", default="long_questions")
     options.add_argument("--prompts", type=int, default=6)
     options.add_argument("--tokens", type=int, default=48, help="of every answer")
     options.add_argument("--budgets", default="64,128,256,512,1024,2048")
@@ -122,7 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 counts[key] = counts.get(key, 0) + accepted(base, ids, answer, whole, drafter)
         console.print(f"   prompt {number}: {len(ids)} tokens, {len(answer)} answered")
     mean_length = sum(lengths) // max(1, len(lengths))
-    weights = sum(p.numel() * p.element_size() for p in base.model.parameters())
+    # Packed layers hold their weights out of sight of ``parameters``.
+    weights = ModelShape.from_config(base.model.config).base_parameters * base.embedding.element_size()
     rows = [
         {
             "policy": text,

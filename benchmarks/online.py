@@ -5,9 +5,9 @@
     python benchmarks/online.py --head DIR --first code,arithmetic --second summarising
 
 Nothing is decoded: the answers come with the package, and acceptance on a finished greedy answer is simulated exactly.
-Every answer is scored before the head learns from it. Half of each topic's answers are kept out of the stream: the head
-first learns the first topic's, and a copy of it the second topic's (the line to reach). Then the stream is read by that
-head frozen, learning from rejected positions, learning from all positions, and by the copy.
+Every answer is scored before the head learns from it. At least a third of each topic's answers are kept out of the
+stream: the head first learns the first topic's, and a copy of it the second topic's (the line to reach). Then that head
+reads the stream frozen, learning from rejected positions, and learning from all positions; and so does the copy.
 """
 
 import re
@@ -24,6 +24,7 @@ from rich.console import Console
 from drafthead.data.answers.store import GenerationStore
 from drafthead.data.batch import HiddenStates
 from drafthead.data.embedded.tasks import TASKS
+from drafthead.data.embedded.training_sets import content_hash
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.eval.report.plots import ACCENT, INK, MUTED, SOFT, WARM, new_axes, save_png, styled
@@ -47,17 +48,21 @@ Curve = list[tuple[float, int]]
 
 
 def answers_of(head: DraftHead, folder: str, topics: Sequence[str]) -> list[Text]:
-    """The answers of a corpus whose first turn is a prompt of ``topics``, in the corpus's order."""
+    """The answers of a corpus whose first turn is a prompt of ``topics``, in an order that depends on that turn alone.
+
+    A corpus is in the order in which it was generated, by length. The turns of a conversation stay together, so that
+    what is kept out of the stream is not quoted in it.
+    """
     wanted = {conversation[0].strip() for topic in topics for conversation in islice(TASKS[topic](), READ)}
     found = []
     for answer in GenerationStore(FOLDERS.get(folder, Path(folder))).read(with_hidden_states=False):
         ids = answer.input_ids.tolist()
         turn = TURN.search(head.base.tokenizer.decode(ids[: answer.boundary]))
         if turn and turn[1].strip() in wanted and len(ids) - answer.boundary > 2:
-            found.append(Text(ids, answer.boundary))
+            found.append((content_hash(turn[1]), answer.prompt_number, Text(ids, answer.boundary)))
     if len(found) < 4:
         raise UserError(f"{folder} has {len(found)} answers to {', '.join(topics)}; name other topics")
-    return found
+    return [text for _, _, text in sorted(found)]
 
 
 def read_all(head: DraftHead, texts: Sequence[Text], console: Console, what: str) -> Stream:
@@ -129,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--first", default="follow_ups", help="tasks of the first topic")
     options.add_argument("--second", default="code,arithmetic", help="tasks of the second")
     options.add_argument("--limit", type=int, default=600, help="most answers of each topic in the stream")
+    options.add_argument("--outside", type=int, default=300, help="most answers of each topic outside it")
     options.add_argument("--interval", type=int, default=8)
     options.add_argument("--steps", type=int, default=1, help="optimiser steps of an update")
     options.add_argument("--lr", type=float, default=3e-4)
@@ -136,17 +142,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--epochs", type=int, default=2, help="of the answers outside the stream")
     options.add_argument("--plot", type=Path, metavar="FILE.png")
     args: Namespace = options.parse_args(arguments)
-    at_least(args, 1, "limit", "interval", "steps", "epochs")
+    at_least(args, 1, "limit", "outside", "interval", "steps", "epochs")
     console = Console()
     _, head = load_base_and_head(args.head)
     topics = [listed(name, getattr(args, name), tuple(TASKS)) for name in ("first", "second")]
     streams, outside = [], []
     for topic in topics:
         texts = answers_of(head, args.answers, topic)
-        half = min(args.limit, len(texts) // 2)
-        console.print(f"{', '.join(topic)}: {len(texts)} answers, {half} of them in the stream")
-        streams.append(read_all(head, texts[-half:], console, "stream"))
-        outside.append(read_all(head, texts[:-half][: args.limit], console, "outside the stream"))
+        count = min(args.limit, 2 * len(texts) // 3)
+        console.print(f"{', '.join(topic)}: {len(texts)} answers, {count} of them in the stream")
+        streams.append(read_all(head, texts[-count:], console, "stream"))
+        outside.append(read_all(head, texts[:-count][: args.outside], console, "outside the stream"))
     taught(head, outside[0], args.epochs, args.lr)
     oracle = frozen_copy(head)
     taught(oracle, outside[1], args.epochs, args.lr)

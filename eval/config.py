@@ -67,8 +67,8 @@ class EvalConfig(DrafterConfig):
     """Prompts, lengths, trees, the distribution of the output and how drafts are accepted."""
 
     suite: str = "smoke"
-    """``smoke``, ``mt_bench``, ``mt_bench_turns``, ``spec_bench_like``, ``long_context``, ``code``, ``builtin``, a path
-    to a JSONL file of prompts, or ``hf:NAME[:SPLIT[:COLUMN]]``."""
+    """``smoke``, ``mt_bench``, ``mt_bench_turns``, ``spec_bench_like``, ``long_context``, ``long_questions``, ``code``,
+    ``builtin``, a path to a JSONL file of prompts, or ``hf:NAME[:SPLIT[:COLUMN]]``."""
     tasks: list[str] = field(default_factory=list)
     """Only these tasks of the suite; empty: all."""
     split: str = "all"

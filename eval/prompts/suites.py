@@ -35,9 +35,9 @@ def load_suite(
     Args:
         name: "spec_bench_like" (480 prompts, six tasks: ``embedded.eval_sets``), "code" (HumanEval, 164), "mt_bench"
             (80 first turns, task = category), "mt_bench_turns" (the same with both turns), "long_context" (passages of
-            1,000 to 6,000 tokens), "smoke" (12 of mt_bench, over all 8 categories), "builtin" (6 written prompts, needs
-            no package), the path of a .jsonl file (``files.read_jsonl``), or "hf:NAME[:SPLIT[:COLUMN]]"
-            (``files.read_dataset``).
+            1,000 to 6,000 tokens), "long_questions" (a question about one of many passages, 2,000 to 6,000 tokens),
+            "smoke" (12 of mt_bench, over all 8 categories), "builtin" (6 written prompts, needs no package), the path
+            of a .jsonl file (``files.read_jsonl``), or "hf:NAME[:SPLIT[:COLUMN]]" (``files.read_dataset``).
         limit: keep this many, spread evenly over the tasks; None keeps all.
         seed: which prompts of a task a ``limit`` keeps.
         tasks: keep these tasks only; None or none keeps all.
@@ -91,6 +91,7 @@ _SUITES: dict[str, Callable[[], list[EvalPrompt]]] = {
     "mt_bench_turns": lambda: _prompts(eval_sets.mt_bench()),
     "spec_bench_like": lambda: _prompts(eval_sets.spec_bench_like()),
     "long_context": lambda: _prompts(eval_sets.long_context()),
+    "long_questions": lambda: _prompts(eval_sets.long_questions()),
     "code": lambda: _prompts(eval_sets.human_eval()),
     "builtin": lambda: _prompts([EvalItem(task, (text,)) for task, text in BUILTIN]),
 }

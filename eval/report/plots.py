@@ -6,6 +6,7 @@ Figures have no backend and leave matplotlib's global state alone; they are read
 import base64
 import io
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ContextDecorator
 from pathlib import Path
@@ -31,6 +32,8 @@ MAX_BINS = 8
 SPEED_LABEL = "speed, autoregressive decoding = 1"
 TRAINING = {"training_loss": "loss_", "training_acceptance": "accept_"}
 """Figures of a run's training by file name, and the prefix of the metric that each shows."""
+LONGEST_LABEL = 20
+"""Characters of a name beside a bar; longer ones stand above it."""
 SpeedupRow = tuple[str, float, float | None, float | None]
 """Name, speedup, and its interval where there is one."""
 
@@ -99,13 +102,24 @@ def save_training_plots(rows: Sequence[dict[str, Any]], folder: Path) -> None:
             save_png(figure, folder / f"{name}.png")
 
 
+def short_name(spec: str) -> str:
+    """A drafter's expression, with head folders by the name of their run and corpora by their last folder."""
+    spec = re.sub(r"head:(?:[^+@()]*/)?([^/+@()]+)/head\b", r"head:\1", spec)
+    return re.sub(r"max_gram:(?:[^+@()]*/)?([^/+@()]+)", r"max_gram:\1", spec)
+
+
 @styled
 def speedup(rows: Sequence[SpeedupRow]) -> Figure:
     """Speedup with its interval, best first; the last row is the total."""
     ordered = [*sorted(rows[:-1], key=lambda row: -row[1]), rows[-1]]
     names, values, _, _ = zip(*ordered, strict=True)
-    figure, axes = new_axes(height=0.9 + 0.33 * len(ordered))
-    axes.barh(names, values, height=0.66, color=[*[SOFT] * (len(ordered) - 1), ACCENT])
+    names, places = tuple(map(short_name, names)), range(len(ordered))
+    beside = max(map(len, names)) <= LONGEST_LABEL
+    figure, axes = new_axes(height=0.9 + (0.33 if beside else 0.5) * len(ordered))
+    axes.barh(places, values, height=0.66 if beside else 0.4, color=[*[SOFT] * (len(ordered) - 1), ACCENT])
+    axes.set_yticks(places if beside else [], names if beside else [])
+    for y, name in enumerate(() if beside else names):  # drafters put together: their names take a bar's width
+        _label(axes, name, (0, y - 0.27), (3, 0), va="bottom")
     for y, (_, value, low, high) in enumerate(ordered):
         if low is not None and high is not None:
             axes.plot([low, high], [y, y], color=INK, linewidth=1.4)
@@ -113,6 +127,8 @@ def speedup(rows: Sequence[SpeedupRow]) -> Figure:
     axes.axvline(1, color=WARM, linestyle="--", linewidth=1.4)
     right = max(1.0, *(high or value for _, value, _, high in ordered))
     axes.set(xlabel=SPEED_LABEL, xlim=(0, right * 1.14))
+    if not beside:
+        axes.set_ylim(-0.9, len(ordered) - 0.6)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     return figure

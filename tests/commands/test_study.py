@@ -51,3 +51,8 @@ def test_the_command(
     assert (tmp_path / "study.png").stat().st_size > 5000 and "fastest: depth" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="one width per depth"):
         call("study", "depths=[1,2]", "widths=[16]")
+
+
+def test_settings_of_the_training_runs_are_typed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    call("study", "train=[phases.distill.steps=600, head.dropout=0.1]", "--cfg", "job")
+    assert "train:\n- phases.distill.steps=600\n- head.dropout=0.1\n" in capsys.readouterr().out

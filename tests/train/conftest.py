@@ -49,9 +49,17 @@ class Runs:
 
     def all(self, folder: Path, *overrides: str, **job: Any) -> list[int]:
         """Train in ``folder``; returns every process's exit code, negative for a signal that killed it."""
-        folder.mkdir(exist_ok=True)
         places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
-        job = {"overrides": [*OPTIONS, *places, *overrides], "log": str(folder / "log"), **job}
+        return self._done(folder, {"overrides": [*OPTIONS, *places, *overrides], **job})
+
+    def command(self, folder: Path, *arguments: str, **job: Any) -> int:
+        """``drafthead`` with these arguments, which logs in ``folder``; the exit code, negative for a signal."""
+        (code,) = self._done(folder, {"command": arguments, **job})
+        return code
+
+    def _done(self, folder: Path, job: dict[str, Any]) -> list[int]:
+        folder.mkdir(exist_ok=True)
+        job = {"log": str(folder / "log"), **job}
         assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.write(json.dumps(job) + "\n")
         self._server.stdin.flush()

@@ -3,7 +3,8 @@
 Started by tests as ``python forked_runs.py``; reads one job a line and answers it with a line ``{"codes": [...],
 "seconds": ...}``, an exit code per process. A job has::
 
-    overrides    of the recipe
+    overrides    of the recipe, or
+    command      arguments of ``drafthead``, for another command than train
     log          file for all output, rank 1's in FILE.1 and so on
     processes    how many (default 1)
     environment  variables that the processes have besides
@@ -28,12 +29,13 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from drafthead import cli
 from drafthead.data.answers import store as generations
 from drafthead.data.utils import files
 from drafthead.data.utils.config import say
 from drafthead.data.utils.errors import UserError
 from drafthead.models.decoding import corpus as batched_generation
-from drafthead.train import pipeline
+from drafthead.train import online, pipeline
 from drafthead.train.config import parse_run
 from drafthead.train.distributed import signals
 from drafthead.train.tracking import tracker as tracking
@@ -51,6 +53,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     "save features": (generations, "save_file"),
     "rename shard": (generations, "atomic_rename"),
     "step": (loop, "train_step"),
+    "update": (online, "train_step"),
     "validate": (loop, "evaluate_loss"),
     "track": (tracking, "_numbers"),
 }
@@ -93,6 +96,10 @@ def work(job: dict[str, Any], rank: int) -> None:
     os.environ.update(job.get("environment", {}))
     code: object = 0
     try:
+        if "command" in job:
+            sys.argv = ["drafthead", *job["command"]]
+            cli.main()
+            os._exit(0)
         with signals.install_handlers(say):
             with initialize_config_module("drafthead.recipes", version_base="1.3"):
                 cfg = compose("train", overrides=job["overrides"])

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
@@ -114,6 +115,16 @@ def test_spec_bench_like_leaves_out_what_training_reads(monkeypatch: pytest.Monk
     assert len(used) == 80 and all(map(training_sets.held_out, used))
 
 
+def test_long_questions_ask_about_one_of_many_held_out_passages() -> None:
+    prompts = suites.load_suite("long_questions")
+    assert len(prompts) == 48 and suites.load_suite("long_questions") == prompts
+    for prompt in prompts:
+        *texts, ask = prompt.messages[0]["content"].split("\n\n")
+        assert len(texts) > 20 and len(set(texts)) == len(texts) and all(map(training_sets.held_out, texts))
+        number = re.fullmatch(r'According to the passage "boolq": is it (\d+)\? .*', ask)
+        assert number and f"boolq -- Passage number {number[1]} of boolq." in texts
+
+
 @pytest.mark.parametrize("limit", [7, 8, 20, 80, 500])
 def test_limit_spreads_evenly_and_deterministically(limit: int) -> None:
     prompts = suites.load_suite("mt_bench", limit=limit, seed=3)
@@ -136,7 +147,7 @@ def test_tasks_are_chosen_before_the_limit_and_keep_their_numbers() -> None:
 
 
 def test_bad_requests_say_what_to_do() -> None:
-    every = "smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, code, builtin"
+    every = "smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, long_questions, code, builtin"
     with pytest.raises(UserError, match=f"unknown suite 'mtbench'; choose one of {every}, the path of a .jsonl"):
         suites.load_suite("mtbench")
     with pytest.raises(UserError, match="suite.limit must be at least 1, got 0"):
