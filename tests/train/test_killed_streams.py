@@ -28,8 +28,7 @@ def settings(tiny_base: TinyBase, tmp_path: Path) -> list[str]:
     head.save_pretrained(tmp_path / "head")
     return [
         f"head={tmp_path / 'head'}",
-        "suite=mt_bench",
-        "limit=8",
+        "suite=builtin",
         "interval=1",
         "max_new_tokens=12",
         "optim.lr=0.01",
