@@ -78,9 +78,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         label = policy + (" (oracle)" if policy == "retrieval:1/1" else "")
         axes.plot([row["budget"] for row in own], [row["acceptance"] for row in own], marker="o", label=label)
     axes.set_xscale("log", base=2)
+    budgets = list(dict.fromkeys(row["budget"] for row in rows))
+    axes.set_xticks(budgets, budgets)
     axes.set_xlabel("positions kept")
     axes.set_ylabel("acceptance of the next draft")
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     save_png(figure, path)
 
 

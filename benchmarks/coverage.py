@@ -82,9 +82,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         widths, shares = [row["width"] for row in own], [row["coverage"] for row in own]
         axes.plot(widths, shares, marker="o", label=short_name(name))
     axes.set_xscale("log", base=2)
+    widths = list(dict.fromkeys(row["width"] for row in rows))
+    axes.set_xticks(widths, widths)
     axes.set_xlabel("candidates for the next token")
     axes.set_ylabel("covered")
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
     save_png(figure, path)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from common import at_least, described, entry_point, listed, parser
 from rich.console import Console
 
-from drafthead.data.answers.store import GenerationStore
+from drafthead.data.answers.store import open_answers
 from drafthead.data.batch import HiddenStates
 from drafthead.data.embedded.tasks import TASKS
 from drafthead.data.embedded.training_sets import content_hash
@@ -34,7 +34,7 @@ from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import OptimConfig
 from drafthead.train.corpora.precomputed import FOLDERS
-from drafthead.train.online import OnlineConfig, OnlineLearner, frozen_copy, hidden_of, replayed
+from drafthead.train.online import Lesson, OnlineConfig, OnlineLearner, frozen_copy, hidden_of, replayed
 
 ANSWERS = "embedded:smollm2"
 TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
@@ -50,12 +50,12 @@ Curve = list[tuple[float, int]]
 def answers_of(head: DraftHead, folder: str, topics: Sequence[str]) -> list[Text]:
     """The answers of a corpus whose first turn is a prompt of ``topics``, in an order that depends on that turn alone.
 
-    A corpus is in the order in which it was generated, by length. The turns of a conversation stay together, so that
-    what is kept out of the stream is not quoted in it.
+    A corpus has all first turns before all second ones. The turns of a conversation stay together here, so that what is
+    kept out of the stream is not quoted in it.
     """
     wanted = {conversation[0].strip() for topic in topics for conversation in islice(TASKS[topic](), READ)}
     found = []
-    for answer in GenerationStore(FOLDERS.get(folder, Path(folder))).read(with_hidden_states=False):
+    for answer in open_answers(FOLDERS.get(folder, Path(folder))).read(with_hidden_states=False):
         ids = answer.input_ids.tolist()
         turn = TURN.search(head.base.tokenizer.decode(ids[: answer.boundary]))
         if turn and turn[1].strip() in wanted and len(ids) - answer.boundary > 2:
@@ -81,7 +81,7 @@ def taught(head: DraftHead, stream: Stream, epochs: int, lr: float) -> None:
     learner = OnlineLearner(head, config)
     for _ in range(epochs):
         for text, hidden in stream:
-            learner.learn(replayed(head, tree_of(head), text, hidden)[1])
+            learner.learn(Lesson(text=text, hidden=hidden, rejected=[]))
 
 
 def tree_of(head: DraftHead) -> TokenTree:
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the stream four times."""
     options = parser(__doc__)
     options.add_argument("--head", required=True, help="head folder")
-    options.add_argument("--answers", default=ANSWERS, help="folder generations of a corpus, or embedded:smollm2")
+    options.add_argument("--answers", default=ANSWERS, help="folder of a corpus, or embedded:smollm2")
     options.add_argument("--first", default="follow_ups", help="tasks of the first topic")
     options.add_argument("--second", default="code,arithmetic", help="tasks of the second")
     options.add_argument("--limit", type=int, default=600, help="most answers of each topic in the stream")

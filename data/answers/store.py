@@ -71,6 +71,12 @@ class GenerationStats:
     """Answers that the base ended itself."""
 
 
+def open_answers(folder: Path) -> "GenerationStore":
+    """The answers of a corpus: its folder, or the folder ``generations`` in it."""
+    inner = folder / "generations"
+    return GenerationStore(inner if inner.is_dir() else folder)
+
+
 class _Entry(NamedTuple):
     shard: int
     row: int

@@ -41,7 +41,8 @@ usage: drafthead replay head=DIR [key=value ...]
   head=DIR              head folder (outputs/NAME/head), Hub repository (user/name), or a drafter (prompt_lookup:3)
   base=NAME             base model; by default the one that the head was trained for
   suite=smoke           prompts that the base answers; limit=N takes fewer, max_new_tokens=128 is an answer's length
-  texts=FILE            answers to replay instead: a .jsonl file that save=FILE wrote
+  texts=FILE            answers to replay instead: a .jsonl file that save=FILE wrote, or a corpus of the base's answers
+                        (outputs/corpora/NAME); limit=N takes the first
   save=FILE             write the base's answers there
   temperature=0         of the target; 0 is greedy
   nodes=[6,16,64]       tree sizes, root included
@@ -106,7 +107,7 @@ class Row:
 @command("replay", ReplayConfig, USAGE.format(kinds=", ".join(kind.value for kind in DraftSampling)))
 def main(config: ReplayConfig) -> None:
     """Print the table."""
-    texts = read_texts(Path(config.texts)) if config.texts else []
+    texts = read_texts(Path(config.texts), config.limit) if config.texts else []
     save = Path(config.save) if config.save else None
     if save:
         check_writable(save)

@@ -7,6 +7,7 @@ V vocabulary, D width.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from drafthead.data.answers.config import SamplerConfig
+from drafthead.data.answers.store import open_answers
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder
@@ -106,8 +108,11 @@ def check_writable(path: Path) -> None:
     make_folder(path.parent, "save")
 
 
-def read_texts(path: Path) -> list[Text]:
-    """What ``write_texts`` wrote."""
+def read_texts(path: Path, limit: int | None = None) -> list[Text]:
+    """What ``write_texts`` wrote, or the answers of a corpus (its folder); the first ``limit``."""
+    if path.is_dir():
+        answers = open_answers(path).read(with_hidden_states=False)
+        return [Text(a.input_ids.tolist(), a.boundary) for a in islice(answers, limit)]
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -127,7 +132,7 @@ def read_texts(path: Path) -> list[Text]:
         texts.append(text)
     if not texts:
         raise UserError(f"{path} is empty; give the file that save=FILE wrote")
-    return texts
+    return texts[:limit]
 
 
 def positions(

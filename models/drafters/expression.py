@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from drafthead.data.answers.store import GenerationStore
+from drafthead.data.answers.store import open_answers
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
@@ -235,8 +235,7 @@ def _single(expression: Expression, base: BaseModel) -> Drafter:
 
 def _bigrams(folder: str, base: BaseModel) -> Tensor:
     """The bigram table of a corpus of answers: a run's corpus folder, or its folder ``generations``."""
-    inner = Path(folder) / "generations"
-    answers = GenerationStore(inner if inner.is_dir() else Path(folder)).read(with_hidden_states=False)
+    answers = open_answers(Path(folder)).read(with_hidden_states=False)
     return bigram_table((a.input_ids[a.boundary - 1 :].tolist() for a in answers), base.vocab_size)
 
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from drafthead.commands.replay import own_row, rows
+from drafthead.data.answers.store import Generation, GenerationStore
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.simulate import accept_probs_of_ranks
-from drafthead.eval.trees.texts import Text, base_answers, write_texts
+from drafthead.eval.trees.texts import Text, base_answers, read_texts, write_texts
 from drafthead.models.decoding.contract import DraftSampling
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
@@ -126,3 +127,10 @@ def test_any_drafters_are_simulated_on_the_same_texts(
     assert found["relay:head@1+prompt_lookup@3"] >= 1 and (tmp_path / "bars.png").stat().st_size > 5000
     with pytest.raises(SystemExit, match="simulated with draft_sampling=top_k only"):
         call("replay", f"head={head}", "drafters=[prompt_lookup]", "draft_sampling=with_replacement")
+
+
+def test_a_corpus_is_replayed(tmp_path: Path) -> None:
+    store = GenerationStore(tmp_path / "corpus" / "generations", {"made": "here"})
+    store.append_shard([Generation(n, np.array([1, 2, 3 + n], np.int32), 2, True) for n in (1, 0)])
+    assert read_texts(tmp_path / "corpus") == [Text([1, 2, 3], 2), Text([1, 2, 4], 2)]
+    assert read_texts(tmp_path / "corpus" / "generations", 1) == [Text([1, 2, 3], 2)]
