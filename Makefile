@@ -8,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow check coverage hooks demo clean
+.PHONY: help setup test test-slow test-engines check coverage hooks demo clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -27,10 +27,14 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(READY) ## the fast tests
-	$(PYTEST) -m "not slow and not gpu" -n 2
+	$(PYTEST) -m "not slow and not gpu and not engines" -n 2
 
 test-slow: $(READY) ## the tests that take longer or need the embedded model
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu and not engines"
+
+test-engines: $(READY) ## serve a head by a real llama.cpp, installed on first use
+	$(BIN)/drafthead engines install=llamacpp
+	$(PYTEST) -m engines
 
 check: $(READY) ## lint, format, types, fast tests: what must be green before a commit
 	$(BIN)/ruff check .
@@ -39,7 +43,7 @@ check: $(READY) ## lint, format, types, fast tests: what must be green before a 
 	$(MAKE) test
 
 coverage: $(READY) ## the fast tests, and which lines of the source they reach
-	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -m "not slow and not gpu" && $(BIN)/coverage report --skip-covered
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -m "not slow and not gpu and not engines" && $(BIN)/coverage report --skip-covered
 
 hooks: $(READY) ## lint, format and types before every commit (pre-commit)
 	$(BIN)/pre-commit install

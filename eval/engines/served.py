@@ -1,7 +1,8 @@
 """A head in serving engines: exported as each one reads it, served, and answering as a method of an evaluation.
 
 Every engine is there twice, with the head (``vllm``) and without (``vllm_plain``), and our own engine drafts the same
-chain with the exported head read back (``chain:3``), which is what acceptance is compared with.
+chain with the head itself (``chain:3``), which is what acceptance is compared with: not with the export read back,
+where a fault of writing and reading alike would be in both.
 """
 
 import hashlib
@@ -59,7 +60,7 @@ class ServedEngines:
     chain: str = ""
     """The name of our own chain."""
     head: DraftHead | None = None
-    """That it drafts with: the exported head, read back."""
+    """That it drafts with."""
     drafts: int = 0
     methods: dict[str, Callable[[list[int]], DecodeResult]] = field(default_factory=dict)
     marks: dict[str, str] = field(default_factory=dict)
@@ -87,12 +88,12 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
             for name, target in formats.items():
                 published = folder / "served" / target.name
                 fitted = export(head, target, published)
-                found.head = found.head or target.load(published, base)
-                start = _Start(stack, name, settings, base, published, METHODS.get(target.name, ""), found.drafts)
+                found.head = found.head or fitted
+                start = EngineStart(stack, name, settings, base, published, METHODS.get(target.name, ""), found.drafts)
                 for plain in (False, True):
                     if (server := start.server(plain)) is None:
                         continue
-                    method, server.drafts = name + PLAIN * plain, 0 if plain else found.drafts
+                    method = name + PLAIN * plain
                     log(f"{server.name} answers {'without' if plain else 'with'} the head at {server.url}")
                     found.methods[method] = partial(_answer, server, config.max_new_tokens)
                     version = server.installed or server.version()
@@ -155,7 +156,7 @@ def _hash(head: DraftHead) -> str:
 
 
 @dataclass
-class _Start:
+class EngineStart:
     """How one engine is started, with the head and without."""
 
     stack: ExitStack
@@ -187,9 +188,11 @@ class _Start:
                 raise EngineError(
                     f"no {kind.name} server answers at {url}; start it, or correct engine.{self.name}.url"
                 )
+            found.drafts = 0 if plain else self.drafts
             return found
         process, url = self._vllm(plain) if self.name == "vllm" else self._llamacpp(plain)
         found = kind(url, self.base.eos_ids, timeout, process)
+        found.drafts = 0 if plain else self.drafts
         process.wait_until(found.is_ready, self._deadline)
         found.installed = process.version
         return found
@@ -201,7 +204,7 @@ class _Start:
                 f"vLLM is absent: there is no {python}; `drafthead engines install=vllm` makes it ({VLLM_SIZE}), or "
                 "name an interpreter that has vLLM with engine.vllm.python=PATH, or a server with engine.vllm.url="
             )
-        port, folder = _free_port(), base_folder(self.base)
+        port, folder = free_port(), base_folder(self.base)
         dtype = str(self.base.dtype).removeprefix("torch.")
         arguments = ["vllm", str(port), "--model", folder, "--dtype", dtype, "--enforce-eager", "--max-num-seqs", "1"]
         arguments += ["--max-model-len", str(self._context), "--no-enable-prefix-caching", "--seed", "0"]
@@ -241,7 +244,8 @@ class _Start:
         return process
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens at now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -212,6 +212,11 @@ class LlamaCppServer(EngineServer):
             total_s=total_s,
         )
 
+    def read(self, ids: Sequence[int]) -> tuple[int, float]:
+        """Read what of ``ids`` is not cached yet, and answer nothing: number of tokens and seconds of their pass."""
+        found = self._send("/completion", {"prompt": list(ids), "n_predict": 0, "cache_prompt": True})["timings"]
+        return int(found["prompt_n"]), found["prompt_ms"] / 1e3
+
 
 class SglangServer(EngineServer):
     """SGLang: ``/generate`` with token ids. It counts verifications of an answer, not what each position accepted.

@@ -44,7 +44,7 @@ SGLANG = Engine(
 )
 LLAMACPP_CONVERTER = Engine(
     "llama.cpp",
-    "its converter reads the folder (build 11434, run 21 November 2026); to=gguf writes the file directly",
+    "its converter reads the folder (build 11434, run 22 November 2026); to=gguf writes the same tensors directly",
     current=True,
     serve="python convert_hf_to_gguf.py {folder} --target-model-dir {base} --outfile head.gguf",
 )

@@ -5,6 +5,7 @@ bases need that converter, which the message names.
 """
 
 import json
+import logging
 import math
 import tempfile
 from collections.abc import Iterator
@@ -55,6 +56,7 @@ class GgufFile:
 
     def __init__(self, path: Path, architecture: str, name: str, kind: str) -> None:
         """``kind``: of the matrices, one of ``KINDS``; vectors stay in float32."""
+        logging.getLogger("gguf").setLevel(logging.WARNING)  # at INFO it has a line for every file and key
         self._kind = gguf.GGMLQuantizationType[KINDS[kind][0]]
         self.writer = gguf.GGUFWriter(path, architecture)
         self.writer.add_type("model")

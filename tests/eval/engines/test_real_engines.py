@@ -1,0 +1,127 @@
+"""Heads served by llama.cpp itself on the real base (``make test-engines``); each fault is planted."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from drafthead.eval.config import EvalConfig
+from drafthead.eval.engines import served
+from drafthead.eval.evaluate import evaluate
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.loop import decode
+from drafthead.models.formats.contract import Format
+from drafthead.models.formats.gguf_head import FILE
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.loading import load_base
+from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from support import fitted, rows_of
+
+pytestmark = pytest.mark.engines
+NEW = 40
+PROMPTS = ["Why is the sky blue?", "Name three rivers in Africa.", "Write a short poem about snow.", "What is 12 + 30?"]
+
+
+@cache
+def base() -> BaseModel:
+    return load_base("embedded:smollm2")
+
+
+@cache
+def answers() -> list[list[int]]:
+    """The prompts with the base's own answers."""
+    found = []
+    for prompt in PROMPTS:
+        ids = base().prompt_ids([{"role": "user", "content": prompt}])
+        found.append(ids + decode(base(), None, ids, max_new_tokens=NEW).tokens)
+    return found
+
+
+@cache
+def draft_ids() -> torch.Tensor:
+    """1,024 ids, the answers' among them."""
+    own = sorted({token for text in answers() for token in text})
+    others = [token for token in range(40, 4096) if token not in set(own)]
+    return torch.tensor(sorted(own + others[: 1024 - len(own)]))
+
+
+@cache
+def eagle() -> Eagle3Head:
+    """Drafts the prompts' answers well, from three layers."""
+    config = Eagle3Config(num_draft_tokens=3, ttt_steps=3, own_lm_head=False, draft_vocab_size=1024)
+    return fitted(config.build(base(), draft_ids()), rows_of(answers()), 60, lr=2e-3)
+
+
+def row(folder: Path, head: DraftHead) -> dict[str, Any]:
+    """What an evaluation says of llama.cpp."""
+    if find_spec("xllamacpp") is None:
+        pytest.skip("no xllamacpp here; make test-engines installs it")
+    suite = folder / "suite.jsonl"
+    suite.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    config = EvalConfig(suite=str(suite), max_new_tokens=NEW, stock_baseline=False, engines=["llamacpp"])
+    config.engine.start_timeout_s = config.engine.answer_timeout_s = 900.0  # two cores may be busy
+    found: dict[str, Any] = evaluate(base(), head, config, folder, lambda *_: None)["engines"]["llamacpp"]
+    assert found["acceptance"]["ours"]["accepted"][0] > 30, "our own chain accepts too little to tell"
+    assert found["texts"]["same_as_ours"] + found["texts"]["near_ties_with_ours"] == len(PROMPTS)
+    return found
+
+
+def test_a_head_is_served_as_it_was_trained(tmp_path: Path) -> None:
+    found = row(tmp_path, eagle())
+    assert found["failures"] == []
+    assert found["texts"]["compared_with"] == "its plain ones" and found["tokens_per_second"]["plain"] > 0
+
+
+# Faults ---------------------------------------------------------------------------------------------------------------
+
+
+def gguf_layers(folder: Path) -> None:
+    with in_place(folder / FILE) as reader:
+        field = reader.fields["eagle3.target_layers"]
+        for part in field.data:
+            field.parts[part] += 1
+
+
+def gguf_offsets(folder: Path) -> None:
+    with in_place(folder / FILE) as reader:
+        (found,) = (tensor for tensor in reader.tensors if tensor.name == "d2t")
+        found.data[:] -= range(len(found.data))
+
+
+def gguf_norm(folder: Path) -> None:
+    with in_place(folder / FILE) as reader:
+        (found,) = (tensor for tensor in reader.tensors if tensor.name == "output_norm.weight")
+        found.data[:] = 1.0
+
+
+@contextmanager
+def in_place(path: Path) -> Iterator[Any]:
+    reader = gguf.GGUFReader(path, "r+")
+    yield reader
+    reader.data.flush()
+
+
+FAULTS = {"layers off by one": gguf_layers, "offsets for ids": gguf_offsets, "no final norm": gguf_norm}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_export_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Silent in the engine: its texts stay right."""
+    exported = served.export
+
+    def faulty(head: DraftHead, target: Format, folder: Path) -> DraftHead:
+        written = exported(head, target, folder)
+        FAULTS[fault](folder)
+        return written
+
+    monkeypatch.setattr(served, "export", faulty)
+    found = row(tmp_path, eagle())
+    assert found["texts"]["same"] + found["texts"]["near_ties"] == len(PROMPTS)
+    assert any("tokens a step, our engine" in failure for failure in found["failures"]), found
