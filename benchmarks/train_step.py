@@ -142,6 +142,7 @@ class Bench:
             yield list(islice(numbers, self.phase.micro_batch_size))
 
     def step(self, batches: Iterator[tuple[TrainBatch, HiddenStates]], clock: Clock | None = None) -> StepResult:
+        """One optimizer step over the next micro-batches; ``clock`` is told when each part of it ends."""
         return train_step(
             self.head,
             self.optimizer,

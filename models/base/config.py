@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from drafthead.data.embedded.packages import smollm2_folder
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.errors import UserError
+from drafthead.models.base.gguf_config import gguf_config
 from drafthead.models.base.text_model import INNER_NAMES, build, is_composite, text_class, text_config
 from drafthead.models.base.windows import FULL, SIZES
 from drafthead.models.kernels import attention
@@ -114,9 +115,15 @@ class BaseConfig:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"base.shape.model_type {model_type!r} is not known to transformers: {error}") from None
         try:
-            return AutoConfig.from_pretrained(self.name, **self.hub_options())
+            return self.stored_config(self.name)
         except LOAD_ERRORS as error:
             raise UserError(could_not_load(self.name, error)) from None
+
+    def stored_config(self, folder: str) -> PreTrainedConfig:
+        """The transformers config of the checkpoint in ``folder`` (or of that hub id)."""
+        if self.gguf_file:
+            return gguf_config(folder, self.gguf_file, **self.hub_options())
+        return AutoConfig.from_pretrained(folder, **self.hub_options())
 
     def load_tokenizer(self, folder: str) -> PreTrainedTokenizerBase:
         """The tokenizer to use with the weights in ``folder`` (or of that hub id)."""
@@ -204,8 +211,8 @@ def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
 
 def check_architecture(config: PreTrainedConfig, max_context: int | None) -> None:
     """Refuse what cannot verify a token tree over a key/value cache: recurrent state and the like."""
-    config = text_config(config)
     kind = config.model_type
+    config = text_config(config)
     kinds = set(getattr(config, "layer_types", None) or ())
     unknown = sorted(kinds - {FULL, *SIZES} - FEED_FORWARD)
     recurrent = [t for t in unknown if any(part in t for part in RECURRENT)]
@@ -220,6 +227,11 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
         )
     if unknown:
         raise UserError(f"{kind} models have layers of type {unknown}, which are not known here; see docs/bases.md")
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise UserError(
+            f"{kind} reads a prompt in both directions (use_bidirectional_attention): its tokens would change with the "
+            "drafts after them; choose a base with causal attention"
+        )
     limit = context_limit(config)
     if limit is not None and max_context is not None and max_context > limit.positions:
         raise UserError(
@@ -278,16 +290,15 @@ def _stored(
     try:
         tokenizer = config.load_tokenizer(folder)
         loader: Any = AutoModelForCausalLM
-        kind = config.name
-        if not config.gguf_file:
-            settings = AutoConfig.from_pretrained(folder, **config.hub_options())
-            check_architecture(settings, config.max_context)
-            if is_composite(settings):
-                progress(f"{config.name} is a {settings.model_type}: only its text model is loaded, text in, text out")
-                loader = text_class(settings)
-                options |= {"config": text_config(settings), "key_mapping": INNER_NAMES}
-            kind = settings.model_type
-        with own_attention_code(kind), _quiet(loader is not AutoModelForCausalLM):
+        settings = config.stored_config(folder)
+        check_architecture(settings, config.max_context)
+        if is_composite(settings):
+            progress(f"{config.name} is a {settings.model_type}: only its text model is loaded, text in, text out")
+            loader = text_class(settings)
+            options |= {"config": text_config(settings), "key_mapping": INNER_NAMES}
+        elif config.gguf_file:
+            options["config"] = settings
+        with own_attention_code(settings.model_type), _quiet(loader is not AutoModelForCausalLM):
             model, found = loader.from_pretrained(folder, output_loading_info=True, **options)
     except torch.OutOfMemoryError:
         raise  # the files are not to blame

@@ -6,7 +6,6 @@ bases need that converter, which the message names.
 
 import json
 import logging
-import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import require_space
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.gguf_config import llama3_factors
 from drafthead.models.base.layers import attention_sizes
 
 KINDS = {
@@ -132,13 +132,7 @@ def rope_factors(config: dict[str, Any]) -> Tensor | None:
         return None
     if (kind := scaling.get("rope_type")) != "llama3":
         raise UserError(f"a rotary scaling of type {kind} is not written as GGUF here; use {CONVERTER}")
-    base, size = config["rope_theta"], config["head_dim"]
-    wavelengths = 2 * math.pi * base ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    old, factor = scaling["original_max_position_embeddings"], scaling["factor"]
-    smooth = ((old / wavelengths - low) / (high - low)).clamp(0, 1)
-    factors: Tensor = 1 / ((1 - smooth) / factor + smooth)
-    return factors.float()
+    return llama3_factors(scaling, config["rope_theta"], config["head_dim"])
 
 
 # A base ---------------------------------------------------------------------------------------------------------------

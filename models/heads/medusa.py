@@ -65,6 +65,7 @@ class ResBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        """[..., D] for ``x`` [..., D]; a conditioned block needs ``condition`` [..., D]."""
         return x + F.silu(self.linear(x if condition is None else torch.cat([x, condition], -1)))
 
 
@@ -80,6 +81,7 @@ class Blocks(nn.ModuleList):
         return [cast(ResBlock, self[place]) for place in self._order]
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        """[..., D] after all blocks; the first one alone is given ``condition``."""
         for i, block in enumerate(self.in_order()):
             x = block(x, condition if i == 0 else None)
         return x

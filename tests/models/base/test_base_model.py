@@ -96,6 +96,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": 
         ),
         ("llama4_text", {"floor_scale": 80}, "scaled by the place in a pass.*base.max_context=79"),
         ("gpt_bigcode", {"n_positions": 90}, "learned positions ends at 90"),
+        ("paligemma", {}, r"paligemma reads a prompt in both directions \(use_bidirectional_attention\)"),
     ],
 )
 def test_refused_architectures(model_type: str, settings: dict[str, Any], says: str) -> None:

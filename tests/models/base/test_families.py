@@ -172,11 +172,25 @@ def test_scaled_queries_are_those_of_positions_and_not_of_places_in_a_row(script
         base.hidden_states(row_of([random_ids(40)]), HiddenStatesSpec())
 
 
-def test_a_quantised_folder_without_its_package_is_one_line(tmp_path: Path, script: Script) -> None:
+QUANTISED: list[dict[str, Any]] = [
+    {"quant_method": "gptq", "bits": 4},
+    {"quant_method": "awq", "bits": 4, "group_size": 32},
+    {"quant_method": "compressed-tensors", "config_groups": {}},
+    {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}},
+    {"quant_method": "hqq", "quant_config": {}},
+    {"quant_method": "quanto", "weights": "int8"},
+]
+
+
+@pytest.mark.parametrize("quantisation", QUANTISED, ids=lambda q: q["quant_method"])
+def test_a_quantised_folder_without_its_package_is_one_line(
+    quantisation: dict[str, Any], tmp_path: Path, script: Script
+) -> None:
     bases = script("bases")
     bases.stored(bases.SHAPES["llama"], tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    config["quantization_config"] = quantisation
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="needs a package that is not installed here: .* Install it, or name") as found:
         BaseModel.load(BaseConfig(name=str(tmp_path), tokenizer="builtin:tiny"))

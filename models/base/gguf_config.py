@@ -1,0 +1,94 @@
+"""The config of a base in a GGUF file: what the file says and transformers does not read is put right, or refused.
+
+llama.cpp writes the scaling of rotary embeddings as a tensor or as keys, and sizes that differ from a family's first
+checkpoint as keys of their own. transformers takes the rest of its config's defaults: the base would load, and compute
+something else than the file's own engine.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGUFReader
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import cached_file
+
+from drafthead.data.utils.errors import UserError
+
+SAME = {
+    "attention.sliding_window": "sliding_window",
+    "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+"""Keys of a file and what configs call them."""
+WIDE_GEMMA = {"gemma2": 46, "gemma3_text": 62}
+"""Layers of the checkpoint of 27B, whose queries are scaled by another size: llama.cpp's rule, no file says it."""
+FACTORS = "rope_freqs.weight"
+"""What llama.cpp divides the rotary frequencies by."""
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ELSEWHERE = "name the checkpoint that it was made of instead, with base.name and no base.gguf_file"
+
+
+def gguf_config(name: str, gguf_file: str, **options: Any) -> PreTrainedConfig:
+    """The config of the base in ``gguf_file`` of ``name``, a folder or a Hub id."""
+    config = AutoConfig.from_pretrained(name, gguf_file=gguf_file, **options)
+    place = cached_file(name, gguf_file, revision=options.get("revision"))
+    reader = GGUFReader(Path(str(place)))
+    fields, tensors = reader.fields, {found.name: found for found in reader.tensors}
+    architecture = fields["general.architecture"].contents()
+    said = {n.removeprefix(f"{architecture}."): f.contents() for n, f in fields.items() if n.startswith(architecture)}
+    changes = _sizes(gguf_file, config, said)
+    scaling = said.get("rope.scaling.type", "none")
+    if scaling != "none" and config.model_type != "gpt_oss":
+        raise UserError(f"{gguf_file} scales its rotary embedding ({scaling}), which is not read here; {ELSEWHERE}")
+    if left := [tensor for tensor in tensors if tensor.startswith("rope_factors_")]:
+        raise UserError(f"{gguf_file} holds {left[0]}, which is not read here; {ELSEWHERE}")
+    if FACTORS in tensors:
+        changes["rope_parameters"] = _llama3(gguf_file, config, torch.from_numpy(tensors[FACTORS].data.copy()))
+    return type(config)(**{**config.to_dict(), **changes}) if changes else config
+
+
+def _sizes(gguf_file: str, config: PreTrainedConfig, said: dict[str, Any]) -> dict[str, Any]:
+    """Sizes that differ from what the config has; ``said`` is the keys of the file without its architecture."""
+    changes: dict[str, Any] = {}
+    for key, field in SAME.items():
+        now = getattr(config, field, None)
+        if field == "head_dim":
+            now = now or config.hidden_size // config.num_attention_heads
+        if said.get(key) in (None, now):
+            continue
+        if field == "head_dim" and hasattr(config, "global_head_dim"):
+            continue  # transformers reads the key as that
+        if not hasattr(config, field):
+            raise UserError(f"{gguf_file} has {key}={said[key]}, which {config.model_type} does not read; {ELSEWHERE}")
+        changes[field] = said[key]
+    if config.model_type in WIDE_GEMMA:
+        wide = config.num_hidden_layers == WIDE_GEMMA[config.model_type]
+        size = config.hidden_size // config.num_attention_heads if wide else changes.get("head_dim", config.head_dim)
+        changes["query_pre_attn_scalar"] = size
+    return changes
+
+
+def _llama3(gguf_file: str, config: PreTrainedConfig, factors: Tensor) -> dict[str, Any]:
+    """The scaling of Llama 3 whose factors these are: its original context is found by trying."""
+    theta = config.rope_parameters["rope_theta"]
+    for original in (8192, 4096, 2048, 16384, 32768):
+        rope = LLAMA3 | {"factor": float(factors.max()), "original_max_position_embeddings": original}
+        found = llama3_factors(rope, theta, 2 * len(factors))
+        if torch.allclose(found, factors.flatten(), rtol=1e-4):
+            return rope | {"rope_theta": theta}
+    raise UserError(f"{gguf_file} has rotary factors that are not a scaling of Llama 3's; {ELSEWHERE}")
+
+
+def llama3_factors(scaling: dict[str, Any], theta: float, size: int) -> Tensor:
+    """[E / 2] float32: what a scaling of Llama 3's divides the rotary frequencies of ``size`` E by."""
+    wavelengths = 2 * math.pi * theta ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    old, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    smooth = ((old / wavelengths - low) / (high - low)).clamp(0, 1)
+    factors: Tensor = 1 / ((1 - smooth) / factor + smooth)
+    return factors.float()

@@ -1,0 +1,146 @@
+"""Bases from GGUF files of several families: they compute what the model did that the file was made of, or say why not.
+
+Files are written here as llama.cpp's converter does: its names, its keys, its changes of weights.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.decoding.loop import decode
+from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.formats.gguf_files import GgufFile, to_pairs
+from support import TINY, random_ids
+
+WIDE = {k: v for k, v in TINY.items() if k != "model_type"}
+WIDE |= {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "initializer_range": 0.2}
+ROPE3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE3 |= {"original_max_position_embeddings": 8192, "rope_theta": 5e5}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+GEMMA = {"num_hidden_layers": 6, "sliding_window": 32, "query_pre_attn_scalar": 16, "pad_token_id": 0}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama3": ("llama", {"rope_parameters": ROPE3}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3moe": ("qwen3_moe", EXPERTS),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma3": ("gemma3_text", GEMMA),
+    "phi3": ("phi3", {"sliding_window": 32, "vocab_size": 32064}),  # holds the default padding, which no file says
+}
+
+
+def stock(name: str) -> Any:
+    model_type, settings = FAMILIES[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**WIDE, **settings})).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight.add_(0.1 * torch.randn(weight.shape))
+    return model
+
+
+def write(
+    model: Any, path: Path, architecture: str, kind: str = "f32", factors: Tensor | None = None, **keys: Any
+) -> None:
+    config = model.config
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    sizes = config.to_dict() | {"rope_theta": rope["rope_theta"]}
+    sizes["rope_scaling"] = rope if rope["rope_type"] == "llama3" else None
+    file = GgufFile(path, architecture, "tiny", kind)
+    file.add_sizes(sizes)
+    if getattr(config, "num_experts", None):
+        file.writer.add_expert_count(config.num_experts)
+        file.writer.add_expert_used_count(config.num_experts_per_tok)
+        file.writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if getattr(config, "sliding_window", None):
+        file.writer.add_sliding_window(config.sliding_window)
+    for key, value in keys.items():
+        getattr(file.writer, f"add_{key}")(value)
+    names = gguf.get_tensor_name_map(
+        next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture), config.num_hidden_layers
+    )
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for theirs, part in converted(name, weight, architecture, config):
+            found = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+            assert found is not None, theirs
+            file.add(found if found.endswith((".weight", ".bias")) else f"{found}.weight", part)
+    if factors is not None:
+        file.add("rope_freqs.weight", factors)
+    file.close()
+
+
+def converted(name: str, weight: Tensor, architecture: str, config: Any) -> list[tuple[str, Tensor]]:
+    """What llama.cpp's converter changes."""
+    if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+        weight = to_pairs(weight, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
+    if architecture.startswith("gemma") and "norm" in name:
+        weight = weight + 1
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = weight.chunk(2, 1)
+        return [(name.replace("gate_up", "gate"), gate), (name.replace("gate_up", "up"), up)]
+    return [(name, weight)]
+
+
+def loaded(folder: Path, **settings: Any) -> BaseModel:
+    return BaseModel.load(BaseConfig(name=str(folder), gguf_file="tiny.gguf", tokenizer="builtin:tiny", **settings))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_file_computes_what_its_model_did(name: str, tmp_path: Path) -> None:
+    """Across the edge of a window, with sizes, experts and a rotary scaling that are not the family's defaults."""
+    model, prompt = stock(name), random_ids(60)
+    write(model, tmp_path / "tiny.gguf", name if name != "llama3" else "llama")
+    base = loaded(tmp_path)
+    with torch.inference_mode():
+        wanted = model(input_ids=torch.tensor([prompt]), use_cache=False).logits
+    found = base.logits(base.forward(torch.tensor([prompt]), base.new_cache(80)).final)
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-4
+    texts = [
+        decode(base, drafter, prompt, max_new_tokens=12, ignore_eos=True).tokens
+        for drafter in (None, PromptLookup(4, 1, matches=3))
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"sliding_window": 32}, "tiny.gguf has attention.sliding_window=32, which llama does not read; name the"),
+        ({"rope_scaling_type": gguf.RopeScalingType.YARN}, r"scales its rotary embedding \(yarn\), which is not read"),
+    ],
+)
+def test_what_would_be_left_out_is_refused(keys: dict[str, Any], says: str, tmp_path: Path) -> None:
+    write(stock("llama"), tmp_path / "tiny.gguf", "llama", **keys)
+    with pytest.raises(UserError, match=says):
+        loaded(tmp_path)
+
+
+def test_rotary_factors_that_are_not_llama3s_are_refused(tmp_path: Path) -> None:
+    write(stock("llama"), tmp_path / "tiny.gguf", "llama", factors=torch.linspace(1, 3, 8))
+    with pytest.raises(UserError, match="rotary factors that are not a scaling of Llama 3's"):
+        loaded(tmp_path)
+
+
+def test_a_base_of_8_bits_decodes_its_own_text(tmp_path: Path) -> None:
+    """Its text is that of the dequantised weights, whatever drafts; training reads the same ones."""
+    write(stock("qwen3"), tmp_path / "tiny.gguf", "qwen3", "q8_0")
+    base, prompt = loaded(tmp_path), random_ids(40)
+    plain = decode(base, None, prompt, max_new_tokens=24, ignore_eos=True).tokens
+    assert decode(base, PromptLookup(4, 1, matches=3), prompt, max_new_tokens=24, ignore_eos=True).tokens == plain
+    text = torch.tensor([prompt + plain])
+    with torch.inference_mode():
+        wanted = base.stock()(input_ids=text, use_cache=False).logits
+    assert wanted[0, len(prompt) - 1 : -1].argmax(-1).tolist() == plain
