@@ -404,6 +404,7 @@ def check_settings(path: Path, wanted: dict[str, Any]) -> None:
     if not isinstance(found, dict):
         raise UserError(f"{path} holds a {type(found).__name__}, expected an object; restore it, or use resume=false")
     found = update_names(found)
+    found.pop("head.draft_dtype", None)  # earlier versions kept it
     # A key that the earlier version did not have yet is equal where it is unset now.
     changed = sorted(k for k in {*found, *wanted} if (found.get(k) or None) != (wanted.get(k) or None))
     trained = any((folder / "checkpoints").glob("step-*")) or (folder / "head").exists()
@@ -419,7 +420,7 @@ def training_settings(run: RunConfig) -> dict[str, Any]:
     """What may not change between a run's start and its continuation, by dotted key."""
     kept = {k: v for k, v in asdict(run).items() if k in ("seed", "base", "head", "init_from", "data", "phases")}
     del kept["data"]["folder"], kept["data"]["generations"]["batch_size"], kept["data"]["generations"]["server"]
-    del kept["base"]["kernels"]
+    del kept["base"]["kernels"], kept["head"]["draft_dtype"]
     if kept["head"].get("head_type") == "eagle3" and kept["head"].get("num_layers") == 1:
         del kept["head"]["num_layers"]
     for phase in kept["phases"].values():

@@ -53,8 +53,9 @@ def _checkpointed(method: Callable[..., Any], *arguments: Any, **named: Any) -> 
     return checkpoint(method, *arguments, use_reentrant=False, **named)
 
 
-_WRAPS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Whether this torch can wrap a head."""
+def _wraps_heads() -> bool:
+    """Whether this torch can."""
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 class Sharding:
@@ -65,7 +66,7 @@ class Sharding:
         self.config, self.device = config, device
         self._own_group = False
         asked = config.mode != "none" or config.precision == "bfloat16"
-        if asked and not _WRAPS:
+        if asked and not _wraps_heads():
             raise UserError(
                 f"shard.mode={config.mode} with shard.precision={config.precision} needs torch 2.13 or newer, this is "
                 f"{torch.__version__}; update torch, or use shard.mode=none with shard.precision=float32"
@@ -81,7 +82,7 @@ class Sharding:
         if self.config.precision != AUTO:
             return PRECISIONS[self.config.precision]
         faster = base.kernels is not None and base.kernels.bfloat16_reads
-        return torch.bfloat16 if faster and _WRAPS else torch.float32
+        return torch.bfloat16 if faster and _wraps_heads() else torch.float32
 
     def base_config(self, config: BaseConfig) -> BaseConfig:
         """The base's settings for training: packed weights are no parameters, so there are none where they shard."""
