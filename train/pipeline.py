@@ -420,7 +420,8 @@ def training_settings(run: RunConfig) -> dict[str, Any]:
     """What may not change between a run's start and its continuation, by dotted key."""
     kept = {k: v for k, v in asdict(run).items() if k in ("seed", "base", "head", "init_from", "data", "phases")}
     del kept["data"]["folder"], kept["data"]["generations"]["batch_size"], kept["data"]["generations"]["server"]
-    del kept["base"]["kernels"], kept["head"]["draft_dtype"]
+    del kept["base"]["kernels"]
+    kept["head"].pop("draft_dtype", None)
     if kept["head"].get("head_type") == "eagle3" and kept["head"].get("num_layers") == 1:
         del kept["head"]["num_layers"]
     for phase in kept["phases"].values():
