@@ -137,8 +137,10 @@ def predict(
     simulated = simulate_texts(base, drafter, texts, draft_config, sampler, config.rule, in_order=True)
     tau = simulated.mean_accepted_length
     length = mean(len(text.ids) - text.boundary for text in texts)
-    speedup = costs.answer_speedup(tau, draft_config.nodes, draft_config.depth, length)
-    return {"mean_accepted_length": tau, "speedup": speedup}
+    prompt = mean(text.boundary for text in texts)
+    nodes = simulated.nodes or draft_config.nodes
+    speedup = costs.answer_speedup(tau, nodes, draft_config.depth, length, prompt)
+    return {"mean_accepted_length": tau, "speedup": speedup, "nodes": nodes}
 
 
 def development_answers(base: BaseModel, config: EvalConfig, limit: int) -> list[Text]:

@@ -312,6 +312,9 @@ class PhaseConfig:
     """Micro-batches an optimiser step."""
     steps: int = 100
     """Optimiser steps; the corpus is reshuffled and repeated as needed."""
+    max_tokens: int | None = None
+    """Train on a random part of the corpus that has about so many trained tokens (a larger part holds a smaller one);
+    None: on all of it."""
     hidden_states: str = "computed"
     """``cached``: the base's hidden states are computed once per row and kept on disk, those of the held-out answers
     too. ``computed``: anew each time."""
@@ -337,6 +340,7 @@ class PhaseConfig:
             micro_batch_size=_at_least(self.micro_batch_size, 1),
             grad_accum_steps=_at_least(self.grad_accum_steps, 1),
             steps=_at_least(self.steps, 1),
+            max_tokens=_at_least(self.max_tokens if self.max_tokens is not None else 1, 1),
         )
 
 
@@ -546,6 +550,10 @@ def _check_stream(run: RunConfig) -> None:
     if run.trains_base:
         raise UserError("data.text.stream keeps no text for quality_limits of a trained base; leave it out")
     for name, phase in run.phases.items():
+        if phase.corpus == "text" and phase.max_tokens is not None:
+            raise UserError(
+                f"phases.{name}.max_tokens takes a part of rows on disk, and data.text.stream keeps none; leave one out"
+            )
         if phase.corpus == "text" and phase.cached:
             raise UserError(
                 f"phases.{name}.hidden_states=cached keeps hidden states of text that data.text.stream reads once; set "

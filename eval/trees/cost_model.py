@@ -67,12 +67,13 @@ class CostModel:
         """Expected speedup over autoregressive decoding of steps that commit ``tokens`` with such a tree."""
         return tokens * self.step(1, 0) / self.step(nodes, depth)
 
-    def answer_speedup(self, tokens: float, nodes: float, depth: int, length: float) -> float:
-        """The same of whole answers of ``length`` tokens, whose prompts no draft makes faster to read."""
+    def answer_speedup(self, tokens: float, nodes: float, depth: int, length: float, prompt: float) -> float:
+        """The same of whole answers of ``length`` tokens to prompts of ``prompt``, which no draft reads faster."""
         autoregressive, speculative = (
             length * seconds for seconds in (self.step(1, 0), self.step(nodes, depth) / tokens)
         )
-        return (self.prefill + autoregressive) / (self.prefill + speculative)
+        prefill = self.prefill * prompt / self.context
+        return (prefill + autoregressive) / (prefill + speculative)
 
     def to_json(self) -> dict[str, object]:
         """Plain values, for ``eval.json`` and ``from_json``."""

@@ -157,6 +157,9 @@ class SimulatedAcceptance:
     """Expected number of steps over all answers."""
     tokens: int
     """Tokens that these steps commit: what truncates an answer truncates its last step."""
+    nodes: float | None = None
+    """Mean nodes of a step's tree, root included, where drafts were made and not only simulated: some drafters find
+    fewer than their tree has room for."""
 
 
 def simulate_acceptance(answers: Sequence[AcceptProbs], tree: TokenTree, seed: int = 0) -> SimulatedAcceptance:
@@ -164,10 +167,13 @@ def simulate_acceptance(answers: Sequence[AcceptProbs], tree: TokenTree, seed: i
     return simulate_steps([accepted_length_probs(a, tree) for a in answers], seed)
 
 
-def simulate_steps(answers: Sequence[LengthProbs], seed: int = 0) -> SimulatedAcceptance:
-    """The same from how far every step gets."""
+def simulate_steps(
+    answers: Sequence[LengthProbs], seed: int = 0, sizes: Sequence[Floats] | None = None
+) -> SimulatedAcceptance:
+    """The same from how far every step gets and, per answer, [T] ``sizes`` of its tree."""
+    started = start_probs(answers)
     # The steps that are expected are as many as positions are expected to start one.
-    rows = np.array([[len(a), start.sum()] for a, start in zip(answers, start_probs(answers), strict=True) if len(a)])
+    rows = np.array([[len(a), start.sum()] for a, start in zip(answers, started, strict=True) if len(a)])
     tokens, steps = rows.reshape(-1, 2).sum(0).tolist()
     low, high = bootstrap_interval(rows, lambda totals: totals[:, 0] / totals[:, 1], seed)
     return SimulatedAcceptance(
@@ -175,4 +181,5 @@ def simulate_steps(answers: Sequence[LengthProbs], seed: int = 0) -> SimulatedAc
         interval=None if np.isnan(low) else (low, high),
         steps=steps,
         tokens=int(tokens),
+        nodes=float(np.average(np.concatenate(sizes), weights=np.concatenate(started))) if sizes and steps else None,
     )

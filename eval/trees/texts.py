@@ -26,6 +26,7 @@ from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.trees.calibrate import answer_ranks
 from drafthead.eval.trees.simulate import (
     AcceptProbs,
+    Floats,
     LengthProbs,
     Ranks,
     SimulatedAcceptance,
@@ -274,7 +275,8 @@ def simulate_texts(
     rule.check(draft_config.draft_sampling, draft_config.tree)
     _require_lossless(rule)
     if draft_config.draft_sampling is DraftSampling.TOP_K:
-        return simulate_steps(_drafted_length_probs(base, drafter, texts, draft_config, sampler, in_order), seed)
+        answers, sizes = _drafted_length_probs(base, drafter, texts, draft_config, sampler, in_order)
+        return simulate_steps(answers, seed, sizes)
     tree = draft_config.tree
     assert isinstance(tree, TokenTree)  # sampled drafts have no other
     config = AcceptProbsConfig(
@@ -380,25 +382,28 @@ def _drafted_length_probs(
     draft_config: DraftConfig,
     sampler: Sampler,
     in_order: bool = False,
-) -> list[LengthProbs]:
-    """Per text with a step [T, D+1]: how many top-k drafts agree with the text.
+) -> tuple[list[LengthProbs], list[Floats]]:
+    """Per text with a step [T, D+1] how many top-k drafts agree with the text, and [T] nodes of the tree.
 
     They are accepted exactly when the target's own sample is among them, and the text is that sample.
     """
-    found, likelihood = [], LikelihoodCheck(sampler)
+    found, sizes, likelihood = [], [], LikelihoodCheck(sampler)
     for batch in _batches(texts, 1 if in_order else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)):
         accepted = [np.zeros(text.positions, dtype=np.int64) for text in batch]
+        nodes = [np.ones(text.positions) for text in batch]
         base_hidden = read_hidden_states(base, drafter, batch)
         likelihood.read(base, batch, base_hidden)
         for rows, state, last, t in positions(drafter, batch, base_hidden, base.device):
-            counts = _matching_drafts(drafter.draft(state, last, draft_config), [batch[row] for row in rows], t)
+            proposal = drafter.draft(state, last, draft_config)
+            counts = _matching_drafts(proposal, [batch[row] for row in rows], t)
             for row, count in zip(rows, counts.tolist(), strict=True):
-                accepted[row][t] = count
+                accepted[row][t], nodes[row][t] = count, len(proposal.shape)
+        sizes += nodes
         found += [np.eye(int(a.max()) + 1)[a] for a in accepted]
         for text in batch if in_order else ():
             drafter.remember(text.ids)
     likelihood.check()
-    return found
+    return found, sizes
 
 
 def _matching_drafts(proposal: Proposal, texts: list[Text], t: int) -> Tensor:

@@ -32,11 +32,13 @@ class PhaseData:
         base: BaseModel,
         spec: HiddenStatesSpec,
         cache: HiddenStateCache | None,
+        part: np.ndarray | None = None,
     ) -> None:
+        """``part`` are the rows that steps take; by default all."""
         self.rows, self.base, self.spec, self.cache = rows, base, spec, cache
         self.waited_s = 0.0
         """Seconds that ``stream`` has waited for the thread that reads."""
-        self._order = RowOrder(0 if isinstance(rows, StreamedRows) else len(rows))
+        self._order = RowOrder(0 if isinstance(rows, StreamedRows) else len(rows) if part is None else part)
 
     def __len__(self) -> int:
         return len(self.rows)  # type: ignore[arg-type]  # a stream has no end
@@ -84,21 +86,28 @@ class PhaseData:
 
 
 class RowOrder:
-    """The endless stream of reshuffled epochs over ``rows`` rows: any part of it, by the seed alone."""
+    """The endless stream of reshuffled epochs over ``rows``, numbers or how many: any part of it, by the seed alone."""
 
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
+    def __init__(self, rows: int | np.ndarray) -> None:
+        self._rows = np.arange(rows) if isinstance(rows, int) else rows
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def numbers(self, seed: int, first: int, count: int) -> list[int]:
         """Row numbers ``first`` to ``first + count`` of the stream."""
         found = []
         for index in range(first, first + count):
-            epoch, place = divmod(index, self._rows)
+            epoch, place = divmod(index, len(self._rows))
             if (seed, epoch) not in self._orders:
                 self._orders = {(seed, epoch): np.random.default_rng([seed, epoch]).permutation(self._rows)}
             found.append(int(self._orders[(seed, epoch)][place]))
         return found
+
+
+def random_part(rows: datasets.Dataset, tokens: int) -> np.ndarray:
+    """Numbers of random rows with about ``tokens`` trained tokens; those of a smaller part are among a larger one's."""
+    trained = np.array([int(collate(rows, [row]).loss_mask.sum()) for row in range(len(rows))])
+    order = np.random.default_rng(0).permutation(len(rows))
+    return order[: 1 + np.searchsorted(np.cumsum(trained[order]), tokens)]
 
 
 def num_micro_batches(rows: int, micro_batch_size: int, processes: int) -> int:
@@ -136,9 +145,11 @@ def open_phase(
             rows = rows.select(range(len(rows) - _rows_left_out(rows)))
     else:
         rows, prompts = corpora.generation_rows(phase.seq_len, held_out=False)
-    only = None if wanted is None or wanted >= len(rows) else set(RowOrder(len(rows)).numbers(seed, 0, wanted))
+    part = np.arange(len(rows)) if phase.max_tokens is None else random_part(rows, phase.max_tokens)
+    order = RowOrder(part)
+    only = set(order.numbers(seed, 0, len(part) if wanted is None else min(wanted, len(part))))
     cache = corpora.cached_hidden_states(rows, name, spec, prompts, only) if phase.cached else None
-    return PhaseData(rows, corpora.base, spec, cache)
+    return PhaseData(rows, corpora.base, spec, cache, part)
 
 
 def open_held_out(

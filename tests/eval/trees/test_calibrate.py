@@ -151,4 +151,5 @@ def test_a_larger_tree_never_costs_less(head: MedusaHead, monkeypatch: pytest.Mo
 def test_prompts_are_read_at_no_gain() -> None:
     costs = CostModel(verify={1: 0.01, 8: 0.01}, draft=0.0, overhead=0.0, context=200, prefill=0.5)
     assert costs.speedup(2.0, 4, 3) == pytest.approx(2.0)
-    assert costs.answer_speedup(2.0, 4, 3, length=50) == pytest.approx((0.5 + 0.5) / (0.5 + 0.25))
+    assert costs.answer_speedup(2.0, 4, 3, length=50, prompt=200) == pytest.approx((0.5 + 0.5) / (0.5 + 0.25))
+    assert costs.answer_speedup(2.0, 4, 3, length=50, prompt=100) == pytest.approx((0.25 + 0.5) / (0.25 + 0.25))

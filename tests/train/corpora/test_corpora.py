@@ -108,6 +108,24 @@ def test_a_short_phase_has_the_base_read_its_own_rows_only(tiny_base: TinyBase, 
     assert longer.cache is not None and not longer.cache.missing_rows()
 
 
+def test_a_phase_may_train_on_a_random_part_and_a_larger_part_holds_it(tiny_base: TinyBase, tmp_path: Path) -> None:
+    made, _ = make(tiny_base(), tmp_path)
+
+    def taken(max_tokens: int | None) -> set[int]:
+        phase = PhaseConfig(corpus="text", seq_len=64, hidden_states="cached", max_tokens=max_tokens)
+        data = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, wanted=10**6)
+        numbers = data.numbers(5, 0, 3 * len(data))
+        assert max_tokens is None or data.cache is not None
+        assert max_tokens is None or not set(numbers) & set(data.cache.missing_rows())  # type: ignore[union-attr]
+        return set(numbers)
+
+    small, large = taken(3 * 64 - 8), taken(5 * 64 - 8)
+    assert (len(small), len(large)) == (3, 5) and small < large
+    assert small != {0, 1, 2}
+    everything = taken(None)
+    assert len(everything) > 5 and taken(10**9) == everything
+
+
 def test_held_out_features_are_kept_where_that_is_asked_for(tiny_base: TinyBase, tmp_path: Path) -> None:
     made, _ = make(tiny_base(), tmp_path)
     computed = open_held_out(made, 512, HiddenStatesSpec(layers=(1,)), cached=False)
