@@ -13,6 +13,7 @@ with the same folder through stock transformers at its own default attention, re
   decode   12 greedy tokens after prompts of 7, 24 and 60: plain, by prompt lookup, by a Medusa head with random
            weights, and by an oracle whose tree of 8 nodes has the true path between wrong ones; also in a batch. Equal
            means equal to stock argmax without a cache and to stock ``generate``.
+  count    the parameters that ``mode=estimate`` counts without weights are those of the model.
   heads    kangaroo, eagle3 and hydra_pp with random weights: they decode the same text, and compute a loss.
 
 Tiny random models show wrong layouts and masks, not numerics at scale.
@@ -37,6 +38,7 @@ from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
+from drafthead.models.base.shape import ModelShape
 from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.draft_cache import TokenBuffer
 from drafthead.models.decoding.loop import decode, decode_batch
@@ -245,6 +247,12 @@ class Comparison:
         wrong += [f"batch after {len(p)}" for p, t, r in zip(self.prompts, texts, batch, strict=True) if r.tokens != t]
         return wrong
 
+    def wrong_counts(self) -> list[str]:
+        """Whether ``mode=estimate``, which builds no weights, counts other parameters than the text model has."""
+        counted = ModelShape.from_config(self.base.model.config).base_parameters
+        held = sum(parameter.numel() for parameter in self.base.stock().parameters())
+        return [] if counted == held else [f"{counted} parameters estimated of {held}"]
+
     def heads(self) -> dict[str, str]:
         """Why a head does not work, by head; empty where it does."""
         prompt, found = self.prompts[-1], {}
@@ -333,7 +341,7 @@ def compare(found: Outcome, comparison: "Comparison", heads: bool) -> None:
         found.loads, found.context = True, comparison.base.max_context
         found.errors = comparison.logit_errors()
         found.wrong = [way for way, error in found.errors.items() if error >= TOLERANCE]
-        found.wrong += comparison.wrong_texts()
+        found.wrong += comparison.wrong_texts() + comparison.wrong_counts()
         if heads:
             found.heads = comparison.heads()
     except Exception as error:

@@ -24,7 +24,14 @@ from drafthead.data.embedded.packages import smollm2_folder
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.gguf_config import gguf_config
-from drafthead.models.base.text_model import INNER_NAMES, build, is_composite, text_class, text_config
+from drafthead.models.base.text_model import (
+    INNER_NAMES,
+    build,
+    is_composite,
+    read_weights_alike,
+    text_class,
+    text_config,
+)
 from drafthead.models.base.windows import FULL, SIZES
 from drafthead.models.kernels import attention
 
@@ -232,6 +239,12 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
             f"{kind} reads a prompt in both directions (use_bidirectional_attention): its tokens would change with the "
             "drafts after them; choose a base with causal attention"
         )
+    quantised = getattr(config, "quantization_config", None) or {}
+    if (quantised if isinstance(quantised, dict) else vars(quantised)).get("load_in_8bit"):
+        raise UserError(
+            f"bitsandbytes' 8 bits (LLM.int8, {kind}) round a token by what the others in its pass are: drafts would "
+            "change the text; take 4 bits, or torchao's int8"
+        )
     limit = context_limit(config)
     if limit is not None and max_context is not None and max_context > limit.positions:
         raise UserError(
@@ -295,6 +308,7 @@ def _stored(
         if is_composite(settings):
             progress(f"{config.name} is a {settings.model_type}: only its text model is loaded, text in, text out")
             loader = text_class(settings)
+            read_weights_alike(settings)
             options |= {"config": text_config(settings), "key_mapping": INNER_NAMES}
         elif config.gguf_file:
             options["config"] = settings

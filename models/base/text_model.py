@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from drafthead.data.utils.errors import UserError
@@ -72,6 +73,16 @@ def text_class(config: PreTrainedConfig) -> Any:
     if not hasattr(decoder, "get_input_embeddings") or getattr(inner, "is_encoder_decoder", False):
         raise UserError(f"{inner.model_type} has no text decoder that can be used alone; choose another base")
     return type(f"{family.__name__}Text", (TextModel, family, GenerationMixin), {"config_class": type(inner)})
+
+
+def read_weights_alike(config: PreTrainedConfig) -> None:
+    """Have the text model of a composite ``config`` loaded with the composite's rules for its weights.
+
+    transformers joins the weights of experts by such rules, and looks them up by the name of the family.
+    """
+    inner, rules = text_config(config).model_type, get_checkpoint_conversion_mapping(config.model_type)
+    if rules and get_checkpoint_conversion_mapping(inner) is None:
+        register_checkpoint_conversion_mapping(inner, rules)
 
 
 def build(config: PreTrainedConfig, **options: Any) -> Any:

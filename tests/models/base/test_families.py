@@ -176,7 +176,7 @@ QUANTISED: list[dict[str, Any]] = [
     {"quant_method": "gptq", "bits": 4},
     {"quant_method": "awq", "bits": 4, "group_size": 32},
     {"quant_method": "compressed-tensors", "config_groups": {}},
-    {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    {"quant_method": "bitsandbytes", "load_in_4bit": True},
     {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}},
     {"quant_method": "hqq", "quant_config": {}},
     {"quant_method": "quanto", "weights": "int8"},
@@ -195,6 +195,16 @@ def test_a_quantised_folder_without_its_package_is_one_line(
     with pytest.raises(UserError, match="needs a package that is not installed here: .* Install it, or name") as found:
         BaseModel.load(BaseConfig(name=str(tmp_path), tokenizer="builtin:tiny"))
     assert "\n" not in str(found.value)
+
+
+def test_weights_that_round_a_token_by_the_others_in_its_pass_are_refused(tmp_path: Path, script: Script) -> None:
+    bases = script("bases")
+    bases.stored(bases.SHAPES["llama"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="LLM.int8, llama"):
+        BaseModel.load(BaseConfig(name=str(tmp_path), tokenizer="builtin:tiny"))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_oss", "gemma4_e2b"])
