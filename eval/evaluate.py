@@ -230,7 +230,7 @@ def _equalities(
         if name == "speculative" and greedy:
             recompute = partial(recompute_tokens, base, drafter, decode_config, ids, result)
         tie = config.engine.tie if name in engines else None
-        return compare_outputs(expected, result.tokens, margin, recompute, base.dtype, tie)
+        return compare_outputs(expected, result.tokens, margin, recompute, base.rounds_to, tie)
 
     return {
         name: [compare(name, number, result) for number, result in enumerate(timed.results[name])]
@@ -255,7 +255,7 @@ def served_as_trained(
                 plain.tokens,
                 found.tokens,
                 partial(logit_margin, base, ids, plain.tokens, found.tokens),
-                dtype=base.dtype,
+                dtype=base.rounds_to,
                 tie=config.engine.tie,
             )
             for ids, plain, found in pairs

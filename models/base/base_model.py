@@ -75,6 +75,8 @@ class BaseModel:
         if lm_head is None or lm_head.bias is not None:
             raise UserError(f"{settings.model_type} has no bias-free output head; draft heads are initialised from one")
         self.dtype, self.device = lm_head.weight.dtype, lm_head.weight.device
+        self.rounds_to = torch.bfloat16 if getattr(model, "is_quantized", False) else self.dtype
+        """What products are rounded to: with quantised weights 16 bits, whatever the rest is in."""
         counted = self.device.type == "meta"  # a base without weights, to know the sizes of a head on it
         self.fingerprint = "" if counted else adapter.fingerprint(model)
         kv_heads, head_dim = attention_sizes(settings)

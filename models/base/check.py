@@ -240,15 +240,13 @@ def relative_error(base: "BaseModel", found: Tensor, wanted: Tensor) -> float:
     There rounding may send a token to another expert, which changes it by as much as a fault would change all of them.
     """
     differences = (found.float() - wanted.float()).abs().amax(-1).flatten()
-    difference = differences.max() if base.dtype in TOLERANCE else differences.median()
+    difference = differences.max() if base.rounds_to in TOLERANCE else differences.median()
     return float(difference / wanted.abs().max().clamp(min=1e-9))
 
 
 def tolerance(base: "BaseModel") -> float:
-    """Largest relative error that is rounding; quantised weights are multiplied in 16 bits, whatever the rest is in."""
-    if getattr(base.model, "is_quantized", False):
-        return HALF_TOLERANCE
-    return TOLERANCE.get(base.dtype, HALF_TOLERANCE)
+    """Largest relative error that is rounding."""
+    return TOLERANCE.get(base.rounds_to, HALF_TOLERANCE)
 
 
 def has_passed(base: "BaseModel", what: str) -> bool:

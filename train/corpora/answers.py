@@ -145,7 +145,7 @@ class AnswerGenerator:
 
     def _answer(self, prompts: list[Prompt], store: GenerationStore) -> None:
         """This process's part of what is missing."""
-        done, total = len(store.done), len(prompts)
+        done, total = sum(number in store.done for number, _ in prompts), len(prompts)
         label = "generating answers" + (f" (process 1 of {self.group.size})" if self.group.size > 1 else "")
 
         def on_done() -> None:
