@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder, write_json
 from drafthead.data.utils.machine import hardware, versions
-from drafthead.eval.report.plots import ACCENT, GRID, INK, new_axes, save_png, styled
+from drafthead.eval.report.plots import GRID, INK, new_axes, save_png, styled
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance
 from drafthead.eval.trees.texts import Text, base_answers, text_ranks
@@ -178,12 +179,10 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     speeds = [[chain_speed(rows[0], a, d) / rows[0]["autoregressive"] for d in delays] for a in chances]
     lines = axes.contour(1e3 * delays, chances, speeds, levels=10, colors=GRID, linewidths=1.2)
     axes.clabel(lines, fmt="%.2fx", fontsize=7, colors=INK)
-    for row in rows:
-        axes.plot(1e3 * row["draft_s"], row["acceptance"], marker="o", color=ACCENT)
-        label = f"{row['name']}\n{row['measured'] / row['autoregressive']:.2f}x measured"
-        axes.annotate(
-            label, (1e3 * row["draft_s"], row["acceptance"]), xytext=(5, 5), textcoords="offset points", fontsize=7
-        )
+    for row, marker in zip(rows, cycle("os^Dv<>P"), strict=False):
+        label = f"{row['name']}: {row['measured'] / row['autoregressive']:.2f}x measured"
+        axes.plot(1e3 * row["draft_s"], row["acceptance"], marker=marker, linestyle="", label=label)
+    axes.legend(fontsize=7, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
     axes.set_xlabel("ms a draft token (lines: predicted speedup)")
     axes.set_ylabel("acceptance of the first draft")
     save_png(figure, path)
