@@ -60,7 +60,7 @@ def train(args: Namespace, name: str, tokens: int, steps: int) -> None:
     settings = [f"recipe={name}_smollm2", f"out={folder}", "stages=[corpora,train]"]
     settings += [f"data.folder={args.out / 'corpora'}"] + ([] if tiny else ["data=smollm2_large"])
     settings += [f"phases.distill.max_tokens={tokens}", f"phases.distill.steps={steps}"]
-    settings += [f"validate_every={steps}", f"log_every={max(1, steps // 20)}", *args.overrides]
+    settings += [f"validate_every={max(1, steps // 4)}", f"log_every={max(1, steps // 20)}", *args.overrides]
     if subprocess.run([*COMMAND, "train", *settings], check=False).returncode:
         raise UserError(f"training {name} on {tokens} tokens failed; what it printed says why")
 
