@@ -185,8 +185,8 @@ def drafted_logits(head: DraftHead, ids: list[int], base_hidden: HiddenStates, d
     """[K, W] after ``ids`` and the committed first of ``drafts``, and then after the others of a given chain."""
     state = head.update(head.init_state(1), torch.tensor([ids]), base_hidden)
     draft_pass = head.start(state, torch.tensor(drafts[:1]), DraftConfig(tree=TokenTree.chain(len(drafts))))
-    logits = [draft_pass.root()[0, 0]]
-    for token in drafts[1:]:
+    logits = []
+    for token in drafts:
         tokens = torch.tensor([[token]])
         logits.append(draft_pass.step(tokens, torch.zeros_like(tokens))[0, 0])
     return torch.stack(logits)

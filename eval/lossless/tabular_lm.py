@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree, Proposal
-from drafthead.models.decoding.growth import grow_dynamic, grow_ranked, grow_sampled, root_only
+from drafthead.models.decoding.contract import DraftConfig, Proposal
+from drafthead.models.decoding.growth import grow, root_only
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import combine
@@ -80,13 +80,12 @@ class _ByPrefix:
     """Every node has a distribution of its own, as of a model that has read the path."""
 
     def __init__(self, table: TabularLM, prefixes: Tensor) -> None:
-        self._table, self._prefixes = table, prefixes[:, None]
-
-    def root(self) -> Tensor:
-        return self._table.logits[self._prefixes]
+        self._table, self._root, self._prefixes = table, True, prefixes[:, None]
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        self._prefixes = self._table.after(self._prefixes.gather(1, parents), tokens)
+        if not self._root:  # which ends its prefix
+            self._prefixes = self._table.after(self._prefixes.gather(1, parents), tokens)
+        self._root = False
         return self._table.logits[self._prefixes]
 
     def confidence(self) -> Tensor:
@@ -97,14 +96,11 @@ class _ByLevel:
     """All nodes of a level share a distribution and its samples, as of Medusa's heads."""
 
     def __init__(self, table: TabularLM, prefixes: Tensor) -> None:
-        self._table, self._rows, self._level = table, len(prefixes), 0
-
-    def root(self) -> Tensor:
-        return self._table.logits[self._level].expand(self._rows, 1, -1)
+        self._table, self._rows, self._level = table, len(prefixes), -1
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         self._level += 1
-        return self.root()
+        return self._table.logits[self._level].expand(self._rows, 1, -1)
 
     def confidence(self) -> Tensor:
         return any_confidence(torch.full((self._rows, 1), self._level))
@@ -124,17 +120,13 @@ class TableDraft:
     def __call__(self, last_token: Tensor, rng: RandomSource, prefixes: Tensor | None = None) -> Proposal:
         """Draft after ``last_token`` ([B]), which ends ``prefixes`` ([B]; None: the empty one)."""
         prefixes = torch.zeros_like(last_token) if prefixes is None else prefixes
-        vocabulary, draft_config = self.table.vocabulary, self.draft_config
+        vocabulary = self.table.vocabulary
         ids = torch.arange(vocabulary)
         if self.draft_vocabulary is not None:
             ids = vocabulary - 1 - ids[: self.draft_vocabulary]
         table = TabularLM(self.table.logits[:, ids], vocabulary)
         draft_pass = (_ByLevel if self.shared else _ByPrefix)(table, prefixes)
-        if isinstance(draft_config.tree, DynamicTree):
-            return grow_dynamic(draft_pass, last_token, draft_config.tree, ids)
-        if draft_config.draft_sampling is DraftSampling.TOP_K:
-            return grow_ranked(draft_pass, last_token, draft_config, ids)
-        return grow_sampled(draft_pass, last_token, draft_config, ids, vocabulary, rng)
+        return grow(draft_pass, last_token, self.draft_config, ids, vocabulary, rng)
 
 
 @dataclass(frozen=True)

@@ -337,12 +337,12 @@ def forced_logits(
 ) -> list[Tensor]:
     """Per draft position the drafter's logits [B, W] after the text's own tokens."""
     draft_pass = drafter.start(state, last, DraftConfig(tree=TokenTree.chain(depth)))
-    logits = [draft_pass.root()[:, 0].float()]
-    for k in range(1, depth):
+    logits, tokens = [], last[:, None]
+    for k in range(1, depth + 1):
+        logits.append(draft_pass.step(tokens, torch.zeros_like(tokens))[:, 0].float())
         # After a text's end its last token stands in: nothing reads what follows.
         ids = [text.ids[min(text.boundary + t + k, len(text.ids) - 1)] for text in texts]
         tokens = torch.tensor(ids, device=last.device)[:, None]
-        logits.append(draft_pass.step(tokens, torch.zeros_like(tokens))[:, 0].float())
     return logits
 
 

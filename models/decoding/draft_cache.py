@@ -10,7 +10,7 @@ Shape legend: B rows, T tokens, F frontier nodes, P pending nodes, W vocabulary.
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -248,9 +248,9 @@ class PendingTokens(DraftState):
     text: TokenBuffer
     cache: DraftCache
 
-    def append(self, tokens: Tensor, counts: Tensor | None) -> "PendingTokens":
+    def append(self, tokens: Tensor, counts: Tensor | None) -> Self:
         """The state with more committed tokens."""
-        state = PendingTokens(text=self.text.append(tokens, counts), cache=self.cache)
+        state = replace(self, text=self.text.append(tokens, counts))
         if self.text.longest == 0:
             # Reading the prompt belongs to the prefill, and not to the first step.
             state.cache.prefill(state.text)
@@ -266,12 +266,10 @@ class CachedDraftPass:
         """``text`` ends with the root; ``logits`` turns hidden states [B, F, D] into draft logits [B, F, W]."""
         self._cache, self._logits = cache, logits
         tree = draft_config.tree
-        self._hidden = cache.prefill(text, len(tree) if isinstance(tree, TokenTree) else tree.width * tree.depth)
-
-    def root(self) -> Tensor:
-        """As ``DraftPass.root``: [B, 1, W]."""
-        return self._logits(self._hidden[:, None])
+        room = len(tree) if isinstance(tree, TokenTree) else tree.width * tree.depth
+        self._root: Tensor | None = cache.prefill(text, room)[:, None]
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """As ``DraftPass.step``: [B, F] int64 each -> [B, F, W]."""
-        return self._logits(self._cache.extend(tokens, parents))
+        root, self._root = self._root, None
+        return self._logits(self._cache.extend(tokens, parents) if root is None else root)

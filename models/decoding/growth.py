@@ -109,16 +109,12 @@ def kept_nodes(tree: TokenTree, active: Tensor, sampled: bool = False) -> tuple[
 class DraftPass(Protocol):
     """One step's drafting in progress: gives logits for ever deeper nodes."""
 
-    def root(self) -> Tensor:
-        """Draft logits after the root, [B, 1, W]."""
-        ...
-
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Draft logits after the nodes of the next level.
+        """Draft logits after the nodes of the next level; the first one is the root alone.
 
         Args:
             tokens: [B, F] int64 target ids of the nodes to expand.
-            parents: [B, F] int64, each node's parent as its place in the frontier before.
+            parents: [B, F] int64, each node's parent as its place in the frontier before; the root's is 0.
 
         Returns:
             [B, F, W], or [B, 1, W] when all nodes of the level have the same distribution: then its candidates are
@@ -170,7 +166,7 @@ class StepwiseDrafter(Drafter[StateT]):
 
     @property
     @abstractmethod
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """Size V of the target's vocabulary, over which probs are given."""
 
     @abstractmethod
@@ -180,21 +176,13 @@ class StepwiseDrafter(Drafter[StateT]):
     def draft(
         self, state: StateT, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
-        tree = draft_config.tree
-        if tree.depth > self.depth:
-            raise ValueError(f"the tree is {tree.depth} deep, but the head drafts {self.depth} positions")
-        if tree.depth == 0:
+        if draft_config.depth > self.depth:
+            raise ValueError(f"the tree is {draft_config.depth} deep, but the head drafts {self.depth} positions")
+        if draft_config.depth == 0:
             return root_only(last_token)
         with torch.inference_mode():
             draft_pass = self.start(state, last_token, draft_config)
-            if isinstance(tree, DynamicTree):
-                proposal = grow_dynamic(draft_pass, last_token, tree, self.d2t)
-            elif draft_config.draft_sampling is DraftSampling.TOP_K:
-                proposal = grow_ranked(draft_pass, last_token, draft_config, self.d2t)
-            elif rng is None:
-                raise ValueError("sampled candidates need a random source")
-            else:
-                proposal = grow_sampled(draft_pass, last_token, draft_config, self.d2t, self.vocabulary, rng)
+            proposal = grow(draft_pass, last_token, draft_config, self.d2t, self.vocab_size, rng)
             return self.finish(draft_pass, proposal) if isinstance(self, EarlyExit) else proposal
 
 
@@ -204,142 +192,99 @@ def root_only(last_token: Tensor) -> Proposal:
     return Proposal(tokens=last_token[:, None], shape=shape, draft_sampling=DraftSampling.TOP_K)
 
 
-Frontier = tuple[Tensor, Tensor]
-"""Nodes that are expanded next: their target ids [B, F], and their parents' places in the frontier before [B, F]."""
-
-
-def _logits_after(draft_pass: DraftPass, frontier: Frontier | None) -> Tensor:
-    return draft_pass.root() if frontier is None else draft_pass.step(*frontier)
-
-
-class _PrefixStop:
-    """Which nodes still get children, by the product of confidences along their paths (DSpark)."""
-
-    def __init__(self, draft_pass: DraftPass, rows: int, threshold: float, device: torch.device) -> None:
-        self._pass, self._threshold = draft_pass, threshold
-        self._reached = torch.ones(rows, 1, device=device)  # of the frontier's parents, at the frontier's places
-
-    def expandable(self) -> Tensor:
-        """[B, F] bool for the frontier whose logits were given last."""
-        if self._threshold == 0:
-            return torch.ones_like(self._reached, dtype=torch.bool)
-        self._reached = self._reached * self._pass.confidence()  # type: ignore[attr-defined]
-        return self._reached >= self._threshold
-
-    def descend(self, level: TreeLevel) -> None:
-        """Go to the next frontier."""
-        self._reached = self._reached[:, level.above]
-
-
-def grow_ranked(draft_pass: DraftPass, last_token: Tensor, draft_config: DraftConfig, d2t: Tensor) -> Proposal:
-    """A static tree: every node takes its parent's candidate of the node's rank.
-
-    With ``confidence_threshold``, a node whose probability is lower is kept, but gets no children; with
-    ``prefix_threshold``, a node gets none where the drafter is not confident of its path. Drafting ends when no node of
-    any row has children. Then the trees of the rows differ.
-    """
-    tree, threshold = draft_config.tree, draft_config.confidence_threshold
-    assert isinstance(tree, TokenTree)
-    rows, device = last_token.shape[0], last_token.device
-    tokens = last_token.new_zeros(rows, len(tree))
-    tokens[:, 0] = last_token
-    stop = _PrefixStop(draft_pass, rows, draft_config.prefix_threshold, device)
-    stops = threshold > 0 or draft_config.prefix_threshold > 0
-    expandable = torch.ones(rows, 1, dtype=torch.bool, device=device)  # of the frontier
-    active = torch.zeros(tokens.shape, dtype=torch.bool, device=device)
-    active[:, 0] = True
-    frontier: Frontier | None = None
-    for level in tree_levels(tree, device, sampled=False):
-        logits = _logits_after(draft_pass, frontier).float()
-        if draft_config.prefix_threshold > 0 and not (expandable := expandable & stop.expandable()).any():
-            break
-        width = min(level.width, logits.shape[-1])
-        values, candidates = logits.topk(width, dim=-1)
-        ranks = level.ranks.clamp(max=width - 1)
-        parents = level.parents.clamp(max=logits.shape[1] - 1)
-        drafted = d2t[candidates[:, parents, ranks]]
-        tokens[:, level.nodes] = drafted
-        if stops:
-            active[:, level.nodes] = expandable[:, level.parents]
-            expandable = expandable[:, level.parents]
-            if threshold > 0:
-                confidence = (values - logits.logsumexp(-1, keepdim=True))[:, parents, ranks].exp()
-                expandable = expandable & (confidence >= threshold)
-            expandable = expandable[:, level.inner]
-            if not expandable.any():
-                break
-            stop.descend(level)
-        frontier = drafted[:, level.inner], level.above.expand(rows, -1)
-    if not stops:
-        return Proposal(tokens=tokens, shape=tree.shape_on(device), draft_sampling=DraftSampling.TOP_K)
-    kept, shape = kept_nodes(tree, active)
-    return Proposal(tokens=tokens[:, kept], shape=shape, draft_sampling=DraftSampling.TOP_K)
-
-
-def grow_sampled(
+def grow(
     draft_pass: DraftPass,
     last_token: Tensor,
     draft_config: DraftConfig,
     d2t: Tensor,
     vocabulary: int,
-    rng: RandomSource,
+    rng: RandomSource | None,
 ) -> Proposal:
-    """A static tree whose nodes' children are samples of the drafter's warped distribution, which goes with them.
+    """The tree that ``draft_config`` asks for; ``vocabulary`` is V, and ``rng`` is for sampled candidates."""
+    if isinstance(draft_config.tree, DynamicTree):
+        return grow_dynamic(draft_pass, last_token, draft_config.tree, d2t)
+    return grow_static(draft_pass, last_token, draft_config.tree, draft_config, d2t, vocabulary, rng)
 
-    Every parent's distribution is one row of ``probs``, in the order of the parents. A sample that does not exist
-    (the distribution has fewer tokens than children are wanted) becomes padding, and so do, with ``prefix_threshold``,
-    the children of nodes that get none: whether they do was known before they were drawn.
+
+def grow_static(
+    draft_pass: DraftPass,
+    last_token: Tensor,
+    tree: TokenTree,
+    draft_config: DraftConfig,
+    d2t: Tensor,
+    vocabulary: int,
+    rng: RandomSource | None,
+) -> Proposal:
+    """A static tree: a node takes its parent's candidate of the node's rank, or one of the parent's samples.
+
+    Samples are of the drafter's warped distribution, which goes with them: every parent's is one row of ``probs``, in
+    the order of the parents. One that does not exist (the distribution has fewer tokens than children are wanted)
+    becomes padding. With ``confidence_threshold``, a node whose probability is lower is kept, but gets no children;
+    with ``prefix_threshold``, a node gets none where the drafter is not confident of its path: whether it does is known
+    before they are drawn. Drafting ends when no node of any row has children. Then the trees of the rows differ.
     """
-    tree = draft_config.tree
-    assert isinstance(tree, TokenTree)
-    rows, device = last_token.shape[0], last_token.device
+    kind, device, rows = draft_config.draft_sampling, last_token.device, len(last_token)
+    threshold, prefix = draft_config.confidence_threshold, draft_config.prefix_threshold
+    cuts = threshold > 0 or prefix > 0 or kind is DraftSampling.WITHOUT_REPLACEMENT
     tokens = last_token.new_zeros(rows, len(tree))
     tokens[:, 0] = last_token
-    stop = _PrefixStop(draft_pass, rows, draft_config.prefix_threshold, device)
-    expandable = torch.ones(rows, 1, dtype=torch.bool, device=device)
     active = torch.zeros(tokens.shape, dtype=torch.bool, device=device)
     active[:, 0] = True
+    expandable = active[:, :1]  # of the frontier, whose nodes these are:
+    places = torch.zeros(1, dtype=torch.int64, device=device)
+    reached = torch.ones(rows, 1, device=device)  # products of the confidences along the frontier's paths
     probs: list[Tensor] = []
-    frontier: Frontier | None = None
     prob_index = torch.zeros(len(tree), dtype=torch.int64, device=device)
-    parents_of_level, count = torch.zeros(1, dtype=torch.int64, device=device), 0
-    for level in tree_levels(tree, device, sampled=True):
-        logits = _logits_after(draft_pass, frontier)
-        if draft_config.prefix_threshold > 0 and not (expandable := expandable & stop.expandable()).any():
-            break
-        dist = draft_config.sampler.probs(logits.flatten(0, 1)).view(logits.shape)
-        width = dist.shape[1]  # 1 where all parents share one
-        wanted = dist
-        if draft_config.prefix_threshold > 0:  # a parent that gets no children draws none
-            drawing = expandable if width == expandable.shape[1] else expandable.any(1, keepdim=True)
-            wanted = torch.where(drawing[..., None], dist, 0.0)
-        drawn = draw_candidates(wanted, level.width, draft_config.draft_sampling, rng)
-        chosen = drawn[:, level.parents.clamp(max=width - 1), level.ranks]
-        chosen = torch.where(chosen >= 0, d2t[chosen.clamp(min=0)], -1)
-        tokens[:, level.nodes] = chosen
-        active[:, level.nodes] = active[:, parents_of_level][:, level.parents] & expandable[:, level.parents]
-        if draft_config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT:
-            active[:, level.nodes] &= chosen >= 0
-        prob_index[parents_of_level] = count if width == 1 else torch.arange(count, count + width, device=device)
-        count += width
-        # Always, also where draft ids are the target's own: to find that out would wait for the device.
-        probs.append(dist.new_zeros(rows, width, vocabulary).index_copy_(2, d2t, dist))
-        frontier = chosen[:, level.inner].clamp(min=0), level.above.expand(rows, -1)
-        parents_of_level = level.nodes[level.inner]
-        expandable = expandable[:, level.above]
-        stop.descend(level)
-    may_miss = draft_config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT or draft_config.prefix_threshold > 0
-    kept, shape = torch.arange(len(tree), device=device), tree.shape_on(device)
-    if may_miss:
-        kept, shape = kept_nodes(tree, active, sampled=True)
-    if not probs:
-        return Proposal(tokens=tokens[:, kept], shape=shape, draft_sampling=DraftSampling.TOP_K)
+    frontier = last_token[:, None], torch.zeros_like(last_token[:, None])
+    for level in tree_levels(tree, device, sampled=kind is not DraftSampling.TOP_K):
+        logits = draft_pass.step(*frontier)
+        if prefix > 0:
+            reached = reached * draft_pass.confidence()  # type: ignore[attr-defined]
+            if not (expandable := expandable & (reached >= prefix)).any():
+                break
+        width = logits.shape[1]  # 1 where all parents share one distribution
+        parents, ranks = level.parents.clamp(max=width - 1), level.ranks
+        exists: Tensor | None = None
+        if kind is DraftSampling.TOP_K:
+            logits = logits.float()
+            values, candidates = logits.topk(min(level.width, logits.shape[-1]), dim=-1)
+            ranks = ranks.clamp(max=values.shape[-1] - 1)
+        elif rng is None:
+            raise ValueError("sampled candidates need a random source")
+        else:
+            wanted = dist = draft_config.sampler.probs(logits.flatten(0, 1)).view(logits.shape)
+            if prefix > 0:  # a parent that gets no children draws none
+                drawing = expandable if width == expandable.shape[1] else expandable.any(1, keepdim=True)
+                wanted = torch.where(drawing[..., None], dist, 0.0)
+            candidates = draw_candidates(wanted, level.width, kind, rng)
+            exists = candidates[:, parents, ranks] != MISSING
+            candidates = candidates.clamp(min=0)
+            count = sum(part.shape[1] for part in probs)
+            prob_index[places] = torch.arange(count, count + width, device=device)
+            # Always, also where draft ids are the target's own: to find that out would wait for the device.
+            probs.append(dist.new_zeros(rows, width, vocabulary).index_copy_(2, d2t, dist))
+        drafted = d2t[candidates[:, parents, ranks]]
+        tokens[:, level.nodes] = drafted
+        if cuts:
+            found = expandable[:, level.parents]
+            found = found if exists is None else found & exists
+            active[:, level.nodes] = found
+            if threshold > 0:
+                found = found & ((values - logits.logsumexp(-1, keepdim=True))[:, parents, ranks].exp() >= threshold)
+            expandable, reached = found[:, level.inner], reached[:, level.above]
+            if threshold > 0 and not expandable.any():
+                break
+        frontier, places = (drafted[:, level.inner], level.above.expand(rows, -1)), level.nodes[level.inner]
+    shape = tree.shape_on(device)
+    if cuts:
+        kept, shape = kept_nodes(tree, active, sampled=bool(probs))
+        tokens, prob_index = tokens[:, kept], prob_index[kept]
     return Proposal(
-        tokens=tokens[:, kept].clamp(min=0),
+        tokens=tokens,
         shape=shape,
-        draft_sampling=draft_config.draft_sampling,
-        probs=torch.cat(probs, 1),
-        prob_index=prob_index[kept][None, :, None].expand(1, -1, shape.children.shape[2]),
+        draft_sampling=kind if probs else DraftSampling.TOP_K,
+        probs=torch.cat(probs, 1) if probs else None,
+        prob_index=prob_index[None, :, None].expand(1, -1, shape.children.shape[2]) if probs else None,
     )
 
 
@@ -351,14 +296,13 @@ def grow_dynamic(draft_pass: DraftPass, last_token: Tensor, tree: DynamicTree, d
     """
     rows, device = last_token.shape[0], last_token.device
     scores: list[Tensor] = []
-    tokens: list[Tensor] = []
-    parents: list[Tensor] = []
+    tokens, parents = [last_token[:, None]], [torch.full_like(last_token[:, None], -1)]
     frontier_score = torch.zeros(rows, 1, dtype=torch.float64, device=device)
-    frontier_node = torch.zeros(rows, 1, dtype=torch.int64, device=device)
-    frontier: Frontier | None = None
+    frontier_node = torch.zeros_like(tokens[0])
+    frontier = tokens[0], frontier_node
     count = 1
     for _ in range(tree.depth):
-        logits = _logits_after(draft_pass, frontier).float()
+        logits = draft_pass.step(*frontier).float()
         width = min(tree.width, logits.shape[-1])
         values, candidates = logits.topk(width, dim=-1)
         # A certain child must still score below its parent, or the best nodes would be no tree.
@@ -370,15 +314,13 @@ def grow_dynamic(draft_pass: DraftPass, last_token: Tensor, tree: DynamicTree, d
         frontier = tokens[-1].gather(1, best), best // width
         frontier_node = count + best
         count += scores[-1].shape[1]
-    best = torch.cat(scores, 1).topk(min(tree.nodes - 1, count - 1), dim=1).indices
-    kept = best.sort(1).values + 1  # parents come first
+    best = torch.cat(scores, 1).topk(min(tree.nodes - 1, count - 1), dim=1).indices + 1
+    kept = torch.nn.functional.pad(best.sort(1).values, (1, 0))  # the root, and parents before their children
     place = torch.zeros(rows, count, dtype=torch.int64, device=device)
-    place.scatter_(1, kept, torch.arange(1, kept.shape[1] + 1, device=device).expand(rows, -1))
-    root = last_token.new_zeros(rows, 1)
-    above_all = torch.cat([root, *parents], 1)
-    new_parents = place.gather(1, above_all.gather(1, kept))
+    place.scatter_(1, kept, torch.arange(kept.shape[1], device=device).expand(rows, -1))
+    above = torch.cat(parents, 1).gather(1, kept)
     return Proposal(
-        tokens=torch.cat([last_token[:, None], torch.cat(tokens, 1).gather(1, kept - 1)], 1),
-        shape=TreeShape.from_parents(torch.cat([root - 1, new_parents], 1)),
+        tokens=torch.cat(tokens, 1).gather(1, kept),
+        shape=TreeShape.from_parents(torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))),
         draft_sampling=DraftSampling.TOP_K,
     )

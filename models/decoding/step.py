@@ -71,18 +71,6 @@ class StepOutput:
     verify_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """An earlier state of the same rows. What their caches hold up to there stays as it is."""
-
-    lengths: Tensor
-    """[B] int64 positions in the base's cache."""
-    state: Any
-    last_token: Tensor
-    context: Tensor | None
-    context_lengths: Tensor
-
-
 class DecodeState:
     """Rows being decoded: the base's cache, the drafter's state, and each row's last token, not yet read."""
 
@@ -108,11 +96,11 @@ class DecodeState:
         base: BaseModel,
         drafter: Drafter | None,
         config: DecodeConfig,
-        cache: KVCache,
+        cache: KVCache | RaggedCache,
         state: Any,
         last_token: Tensor,
     ) -> "DecodeState":
-        """One row over a cache that is there already, which holds everything before ``last_token`` ([1])."""
+        """Rows over a cache that is there already, which holds everything before ``last_token`` ([B])."""
         found = cls.__new__(cls)
         found.base, found.drafter, found.config, found.cache = base, drafter, config, cache
         found._attaches, found.spec, found.state, found.last_token = None, HiddenStatesSpec(), state, last_token
@@ -251,33 +239,6 @@ class DecodeState:
             first = torch.where(eos.any(1), eos.int().argmax(1) + 1, tokens.shape[1])
             counts = torch.minimum(counts, first)
         return counts
-
-    def advance(self, tokens: Tensor, counts: Tensor) -> None:
-        """Read tokens that were committed elsewhere: ``last_token`` and all but the last one of each row.
-
-        ``tokens`` [B, T] int64 continue the rows after ``last_token``; of each the first ``counts``, at least 1, count.
-        """
-        path = torch.cat([self.last_token[:, None], tokens[:, :-1]], 1)
-        self._update_drafter(path, self.base.forward(path, self.cache, counts, self.spec), counts)
-        self._remember(tokens, counts)
-        self.last_token = tokens.gather(1, counts[:, None] - 1)[:, 0]
-
-    def snapshot(self) -> Snapshot:
-        """The rows as they are, to come back to."""
-        return Snapshot(
-            lengths=self.cache.positions(torch.zeros(1, 1, dtype=torch.int64, device=self.base.device))[:, 0],
-            state=self.state,
-            last_token=self.last_token,
-            context=None if self._context is None else self._context.clone(),
-            context_lengths=self._context_lengths,
-        )
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Return to a snapshot; later ones are void."""
-        self.cache.crop(snapshot.lengths)
-        self.state, self.last_token = snapshot.state, snapshot.last_token
-        self._context = None if snapshot.context is None else snapshot.context.clone()
-        self._context_lengths = snapshot.context_lengths
 
     def _attached(self, state: Any) -> Any:
         """The drafter's state, over this cache where the drafter reads or writes it."""

@@ -12,28 +12,22 @@ over the whole cache; after a rejection inside, the residual is sampled (there t
 Shape legend: L layers, H heads of keys and values, E head width, S kept positions, n positions in the cache.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftState, Proposal
-from drafthead.models.decoding.draft_cache import DraftCache, TokenBuffer, common_prefix
-from drafthead.models.decoding.growth import UsesTargetCache, root_only
-from drafthead.models.decoding.loop import check_drafter, default_draft_config
-from drafthead.models.decoding.random_source import RandomSource
-from drafthead.models.decoding.step import DecodeState
-from drafthead.models.drafters.nested import decoded_chain, inner_config, inner_seeds
+from drafthead.models.decoding.contract import DraftConfig, Drafter
+from drafthead.models.decoding.draft_cache import TokenBuffer, common_prefix
+from drafthead.models.decoding.growth import UsesTargetCache
+from drafthead.models.drafters.nested import Nested, NestedState
 from drafthead.models.kernels.attention import captured_queries
 
 POLICIES = "recent, sinks:TOKENS, retrieval:CHUNK"
-EXACT = AcceptanceRule()
 
 
 @dataclass(frozen=True)
@@ -118,21 +112,21 @@ class Selection:
 
 
 @dataclass
-class BudgetState(DraftState):
+class BudgetState(NestedState):
     """Committed tokens, the target's cache of them, and the inner drafter's state."""
 
-    text: TokenBuffer
-    target: KVCache | None
-    """None: not attached to a decoding; ``own`` reads the text then."""
-    own: DraftCache
-    selection: Selection
-    inner: Any
+    target: KVCache | None = None
+    """None: not attached to a decoding; a cache of its own reads the text then."""
+    selection: Selection = field(default_factory=Selection)
+
+    def append(self, tokens: Tensor, counts: Tensor | None) -> Self:
+        return replace(self, text=self.text.append(tokens, counts))  # read when positions are selected
 
     def select(self, rows: list[int]) -> "BudgetState":
         return self  # there is one row
 
 
-class BudgetDrafter(Drafter[BudgetState], UsesTargetCache):
+class BudgetDrafter(Nested, UsesTargetCache):
     """Chains that the target itself drafts over a budget of its cache, one prompt at a time."""
 
     def __init__(
@@ -157,109 +151,55 @@ class BudgetDrafter(Drafter[BudgetState], UsesTargetCache):
             drafter: drafts for the decoding over the budget; None: token by token.
             draft_config: what it drafts; by default its own tree, or a chain over its positions.
         """
-        for name, value in (("budget", budget), ("num_tokens", num_tokens), ("refresh", refresh)):
-            if value < 1:
-                raise UserError(f"a budget cache needs {name} of at least 1, got {value}")
+        super().__init__(base, drafter, num_tokens=num_tokens, draft_config=draft_config)
         if base.cache_shape.by_layer is not None or base.windows is not None:
             raise UserError(
                 f"a budget cache needs layers that are alike and see the whole text; {base.name} has others: choose "
                 "another drafter"
             )
-        self.policy = Policy.parse(policy)
+        self.policy, self.budget, self.refresh = Policy.parse(policy), budget, refresh
         if budget < max(2, 2 * self.policy.size):
             raise UserError(f"a budget of {budget} positions is too small for {policy}; give at least twice its size")
-        if drafter is not None and drafter.reads_base:
-            raise UserError(
-                f"{type(drafter).__name__} reads hidden states over the whole cache; it cannot draft inside"
-            )
-        self.base, self.budget, self.refresh, self.drafter = base, budget, refresh, drafter
-        self.draft_config = draft_config or default_draft_config(drafter)
-        self._depth = num_tokens
-        check_drafter(base, drafter, self.draft_config, EXACT)
-
-    @property
-    def depth(self) -> int:
-        return self._depth
-
-    @property
-    def vocab_size(self) -> int:
-        return self.base.vocab_size
+        if refresh < 1:
+            raise UserError(f"a budget cache needs refresh of at least 1, got {refresh}")
 
     @property
     def base_fingerprint(self) -> str:
-        return self.base.fingerprint
+        return self.model.fingerprint
 
     def extra_cache_slots(self, draft_config: DraftConfig) -> int:
         return 1  # the pass that chooses positions writes the last token's states behind the committed ones
 
     def attach(self, state: BudgetState, cache: KVCache | RaggedCache) -> BudgetState:
-        if isinstance(cache, RaggedCache):
-            raise UserError(f"a budget cache drafts for one prompt at a time, got {cache.rows}; decode one by one")
+        assert isinstance(cache, KVCache)
         return replace(state, target=cache)
-
-    def remember(self, tokens: list[int]) -> None:
-        if self.drafter is not None:
-            self.drafter.remember(tokens)
 
     def init_state(self, batch: int) -> BudgetState:
         if batch != 1:
             raise UserError(f"a budget cache drafts for one prompt at a time, got {batch}; decode one by one")
-        inner = None if self.drafter is None else self.drafter.init_state(1)
-        return BudgetState(TokenBuffer.none(1), None, DraftCache(self.base), Selection(), inner)
+        return BudgetState(**vars(super().init_state(batch)))
 
-    def update(
-        self, state: BudgetState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> BudgetState:
-        inner = None if self.drafter is None else self.drafter.update(state.inner, tokens, None, counts)
-        return replace(state, text=state.text.append(tokens, counts), inner=inner)
-
-    @torch.inference_mode()
-    def draft(
-        self, state: BudgetState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
-    ) -> Proposal:
-        if not draft_config.is_chain:
-            raise UserError("a budget cache drafts chains; use tree=chain, or combine it with a drafter of trees")
-        depth = min(draft_config.depth, self.depth, self.base.max_context - state.text.longest - 1)
-        if depth < 1:
-            return root_only(last_token)
-        config = inner_config(self.draft_config, EXACT, draft_config, rng)
-        cache = self._selected(state, last_token)
-        committed = cache.length
-        decoding = DecodeState.over(self.base, self.drafter, config, cache, state.inner, last_token)
-        seeds = inner_seeds(last_token, rng)
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        while (known := sum(part.shape[1] for part in tokens)) < depth:
-            output = decoding.step(seeds, [state.text.longest + known], depth - known - 1)
-            count = int(output.counts)
-            tokens.append(output.tokens[:, :count])
-            if output.acceptance.probs is not None:
-                probs.append(output.acceptance.probs[:, :count])
-        cache.crop(committed)
-        found = torch.cat(probs, 1) if probs else None
-        return decoded_chain(last_token, torch.cat(tokens, 1), found, draft_config.draft_sampling, self.base.vocab_size)
-
-    def _selected(self, state: BudgetState, last_token: Tensor) -> BudgetCache:
+    def read(self, state: NestedState, root: Tensor) -> BudgetCache:
         """The budget's cache, brought to the committed text."""
-        text, kept = state.text, state.selection
-        if state.target is not None:
-            source = state.target
-        else:
-            state.own.prefill(text, 1)
-            assert isinstance(state.own.cache, KVCache)
-            source = state.own.cache
+        assert isinstance(state, BudgetState)
+        text, kept, source = state.text, state.selection, state.target
+        if source is None:
+            state.cache.prefill(text, 1)
+            assert isinstance(state.cache.cache, KVCache)
+            source = state.cache.cache
         count = text.longest
         if kept.cache is not None and kept.text is not None:
             follows = int(common_prefix(kept.text, text)) == kept.text.longest
             if follows and count - kept.selected_at < self.refresh:
+                kept.cache.crop(kept.text.longest - kept.cache.left_out)
                 kept.cache.append(source, kept.text.longest, count)
                 kept.text = text
                 return kept.cache
         queries = None
         if self.policy.name == "retrieval" and count > self.budget:
             with captured_queries() as queries:
-                self.base.forward(last_token[:, None], KVCache.view(source.stacks, source.places, count))
+                self.model.forward(root[:, None], KVCache.view(source.stacks, source.places, count))
         places = self.policy.places(self.budget, source.keys[:, 0, :, :count], queries)
-        room = self.refresh + self.depth + self.draft_config.nodes
-        kept.cache, kept.text, kept.selected_at = BudgetCache(source, places, count, room), text, count
+        kept.cache = BudgetCache(source, places, count, self.refresh + self.room)
+        kept.text, kept.selected_at = text, count
         return kept.cache

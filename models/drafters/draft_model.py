@@ -14,16 +14,16 @@ from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
-from drafthead.models.decoding.contract import DraftConfig, Proposal
+from drafthead.models.decoding.contract import DraftConfig, Drafter, Proposal, StateT
 from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingTokens, TokenBuffer
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.random_source import RandomSource
 
 
-class ModelDrafter(StepwiseDrafter[PendingTokens]):
-    """A smaller model with the target's tokenizer."""
+class LMDrafter(Drafter[StateT]):
+    """A drafter whose drafts are those of a causal LM with the target's tokenizer."""
 
-    def __init__(self, model: BaseModel, target: BaseModel | None = None, *, num_tokens: int = 5) -> None:
+    def __init__(self, model: BaseModel, target: BaseModel | None, num_tokens: int) -> None:
         """Draft with ``model``.
 
         Args:
@@ -34,28 +34,35 @@ class ModelDrafter(StepwiseDrafter[PendingTokens]):
         """
         if num_tokens < 1:
             raise UserError(f"a draft model needs num_tokens of at least 1, got {num_tokens}")
-        self.model = model
-        self._vocabulary = target.vocab_size if target is not None else model.vocab_size
+        self.model, self._depth = model, num_tokens
+        self._vocabulary = (target or model).vocab_size
         if model.vocab_size > self._vocabulary:
             raise UserError(
                 f"the draft model {model.name} has {model.vocab_size} ids but the target has {self._vocabulary}; use "
                 "one with the target's tokenizer"
             )
-        self.d2t = torch.arange(model.vocab_size, device=model.device)
-        self._depth = num_tokens
 
     @property
     def depth(self) -> int:
         return self._depth
 
     @property
-    def vocabulary(self) -> int:
-        return self._vocabulary
-
-    @property
     def vocab_size(self) -> int:
         # Without a target, its probs are as wide as its own vocabulary, and so must be the target's.
         return self._vocabulary
+
+    def known(self, tokens: Tensor) -> Tensor:
+        """Ids that only the target has become the draft model's last one: it has to read something in their place."""
+        return tokens if self._vocabulary == self.model.vocab_size else tokens.clamp(max=self.model.vocab_size - 1)
+
+
+class ModelDrafter(LMDrafter[PendingTokens], StepwiseDrafter[PendingTokens]):
+    """A smaller model with the target's tokenizer."""
+
+    def __init__(self, model: BaseModel, target: BaseModel | None = None, *, num_tokens: int = 5) -> None:
+        """As ``LMDrafter``."""
+        super().__init__(model, target, num_tokens)
+        self.d2t = torch.arange(model.vocab_size, device=model.device)
 
     def init_state(self, batch: int) -> PendingTokens:
         return PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self.model))
@@ -63,7 +70,7 @@ class ModelDrafter(StepwiseDrafter[PendingTokens]):
     def update(
         self, state: PendingTokens, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> PendingTokens:
-        return state.append(self._known(tokens), counts)
+        return state.append(self.known(tokens), counts)
 
     def draft(
         self, state: PendingTokens, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
@@ -72,12 +79,8 @@ class ModelDrafter(StepwiseDrafter[PendingTokens]):
         return super().draft(state, last_token, draft_config.at_most(max(0, room)), rng)
 
     def start(self, state: PendingTokens, last_token: Tensor, draft_config: DraftConfig) -> CachedDraftPass:
-        text = state.text.append(self._known(last_token[:, None]))
+        text = state.text.append(self.known(last_token[:, None]))
         return CachedDraftPass(state.cache, text, draft_config, self.model.logits)
-
-    def _known(self, tokens: Tensor) -> Tensor:
-        """Ids that only the target has become the draft model's last one: it has to read something in their place."""
-        return tokens if self._vocabulary == self.model.vocab_size else tokens.clamp(max=self.model.vocab_size - 1)
 
 
 def early_exit(base: BaseModel, layers: int, *, num_tokens: int = 5) -> ModelDrafter:

@@ -286,7 +286,7 @@ class DSparkHead(MultiPositionHead):
         seen = self.seen_slots(slots.device)
         out = state.text.cache.read_block(state.text, slots, seen[None], list(head.layers))
         wanted = slice(self.first_slot, self.first_slot + draft_config.depth)
-        return BlockDraftPass(head, head.norm(out[:, wanted]), last_token)
+        return BlockDraftPass(head, head.norm(out[:, wanted]))
 
     # Training ------------------------------------------------------------------------------------------------
 
@@ -370,16 +370,12 @@ def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) ->
 class BlockDraftPass:
     """All positions are drafted; a level adds what the tokens before it say."""
 
-    def __init__(self, head: DSparkHead, hidden: Tensor, last_token: Tensor) -> None:
+    def __init__(self, head: DSparkHead, hidden: Tensor) -> None:
         """For an inference copy of a head, with ``hidden`` [B, K, D] after the final norm."""
-        self._head, self._hidden, self._last = head, hidden, last_token
+        self._head, self._hidden = head, hidden
         self._products = head._shared.product(hidden)
         self._level = -1
         self._read = hidden[:, :0]  # [B, F, D + r] of the nodes expanded last
-
-    def root(self) -> Tensor:
-        """As ``DraftPass.root``: [B, 1, W]."""
-        return self.step(self._last[:, None], torch.zeros_like(self._last[:, None]))
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """As ``DraftPass.step``: [B, F, W], or [B, 1, W] without a Markov head."""

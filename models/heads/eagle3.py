@@ -44,7 +44,7 @@ from drafthead.models.heads.common.attention_layer import (
 from drafthead.models.heads.common.contract import DraftHeadConfig
 from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
-from drafthead.models.heads.common.multi_position import MultiPositionHead
+from drafthead.models.heads.common.multi_position import LevelDraftPass, MultiPositionHead
 from drafthead.models.heads.common.targets import DraftTargets, drafting_places, has_next
 from drafthead.models.kernels.attention import document_mask
 
@@ -337,12 +337,12 @@ class Eagle3Head(MultiPositionHead):
     def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
         assert isinstance(state, EagleState)
         if not self.config.parallel:
-            return _EagleDraftPass(self, state, last_token)
+            return _EagleDraftPass(self, state)
         root = torch.cat([self.embed(last_token), state.feature], -1)[:, None]
         head = self.inference()
         masked = head.masked(draft_config.depth - 1).expand(len(last_token), -1, -1)
         out = state.text.cache.prefill_block(state.text, torch.cat([root, masked], 1))
-        return _ParallelDraftPass(head.project(head.norm(out)))
+        return LevelDraftPass(head.project(head.norm(out)))
 
     # Training ------------------------------------------------------------------------------------------------
 
@@ -432,35 +432,15 @@ def published_layers(count: int) -> tuple[int, int, int]:
 class _EagleDraftPass:
     """Every level reads its parents' outputs as features."""
 
-    def __init__(self, head: Eagle3Head, state: EagleState, last_token: Tensor) -> None:
-        self._head, self._state, self._last = head, state, last_token
-        self._above = torch.empty(0)  # [B, F, D] features of the frontier
-
-    def root(self) -> Tensor:
-        pair = torch.cat([self._head.embed(self._last), self._state.feature], -1)
-        return self._logits(self._state.text.cache.prefill_with(self._state.text, pair)[:, None])
+    def __init__(self, head: Eagle3Head, state: EagleState) -> None:
+        self._head, self._read = head, state.text.reader()
+        self._above = state.feature[:, None]  # [B, F, D] features of the frontier
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         rows = torch.arange(len(parents), device=parents.device)[:, None]
         pairs = torch.cat([self._head.embed(tokens), self._above[rows, parents]], -1)
-        return self._logits(self._state.text.cache.extend(pairs, parents))
-
-    def _logits(self, out: Tensor) -> Tensor:
+        out = self._read(pairs, parents)
         head = self._head.inference()
         normed: Tensor = head.norm(out)
         self._above = normed if head.config.norm_output else out
         return head.project(normed)
-
-
-class _ParallelDraftPass:
-    """All nodes of a level have the distribution of that level, [B, K, W]."""
-
-    def __init__(self, logits: Tensor) -> None:
-        self._logits, self._level = logits, 0
-
-    def root(self) -> Tensor:
-        return self._logits[:, :1]
-
-    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        self._level += 1
-        return self._logits[:, self._level, None]

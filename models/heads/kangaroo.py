@@ -37,23 +37,19 @@ UNREAD = -1
 class ExitStatePass:
     """One step's nodes in the first layers of the target: a ``DraftPass`` of exit states instead of logits."""
 
-    def __init__(self, first: BaseModel, cache: KVCache | RaggedCache, last_token: Tensor) -> None:
+    def __init__(self, first: BaseModel, cache: KVCache | RaggedCache) -> None:
         """Start after what is committed in the target's ``cache``; ``first`` is the target cut to its first layers."""
-        self._model, self._cache, self._last_token = first, cache.first_layers(first.num_layers), last_token
+        self._model, self._cache = first, cache.first_layers(first.num_layers)
         self._tokens: list[Tensor] = []
         self._parents: list[Tensor] = []
         self._hidden: list[Tensor] = []
         self._nodes: PendingNodes | None = None
         self._level = 0  # node where the level before starts
 
-    def root(self) -> Tensor:
-        """The root's exit state, [B, 1, D]."""
-        return self._read(self._last_token[:, None], None)
-
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Read one more level ([B, F]); ``parents`` are places on the level before. Exit states [B, F, D]."""
         level, self._level = self._level, sum(t.shape[1] for t in self._tokens)
-        return self._read(tokens, parents + level)
+        return self._read(tokens, parents + level if self._tokens else None)
 
     def _read(self, tokens: Tensor, above: Tensor | None) -> Tensor:
         rows, new = tokens.shape
@@ -225,7 +221,7 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
         shallow: DraftPass
         if state.own is None:
             assert state.target is not None
-            shallow = ExitStatePass(self._first, state.target, last_token)
+            shallow = ExitStatePass(self._first, state.target)
         else:
             text = state.own.text.append(last_token[:, None])
             shallow = CachedDraftPass(state.own.cache, text, draft_config, lambda hidden: hidden)
@@ -264,10 +260,7 @@ class _KangarooDraftPass:
     """Every level: the shallow layers, the adapter over their exit states, the output head."""
 
     def __init__(self, shallow: DraftPass, text: PendingInputs, logits: Callable[[Tensor], Tensor]) -> None:
-        self.shallow, self._text, self._logits = shallow, text, logits
-
-    def root(self) -> Tensor:
-        return self._logits(self._text.cache.prefill_with(self._text, self.shallow.root()[:, 0])[:, None])
+        self.shallow, self._read, self._logits = shallow, text.reader(), logits
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self._logits(self._text.cache.extend(self.shallow.step(tokens, parents), parents))
+        return self._logits(self._read(self.shallow.step(tokens, parents), parents))

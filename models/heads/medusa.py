@@ -13,7 +13,6 @@ head does (2402.05109); the heads stay independent of each other, so drafting st
 Shape legend: B batch, T time, K heads, n targets, D width, W draft vocabulary.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -27,7 +26,7 @@ from drafthead.models.base.lm_head import LMHead
 from drafthead.models.decoding.contract import DraftConfig, DraftState
 from drafthead.models.heads.common.contract import DraftHeadConfig
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
-from drafthead.models.heads.common.multi_position import HeadState, LastStateHead
+from drafthead.models.heads.common.multi_position import HeadState, LastStateHead, LevelDraftPass
 from drafthead.models.heads.common.targets import DraftTargets
 
 
@@ -120,13 +119,13 @@ class MedusaHead(LastStateHead):
         embedded = F.embedding(last_token, self.base.embedding).to(self.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:])
 
-    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "_MedusaDraftPass":
+    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> LevelDraftPass:
         assert isinstance(state, HeadState)
-        if self._static is None:
-            return _MedusaDraftPass(self.draft_logits(state.hidden, last_token, draft_config.depth))
         depth = draft_config.depth
+        if self._static is None:
+            return LevelDraftPass(self.draft_logits(state.hidden, last_token, depth))
         (logits,) = self._static(depth, lambda h, x: (self.draft_logits(h, x, depth),), state.hidden, last_token)
-        return _MedusaDraftPass(logits)
+        return LevelDraftPass(logits)
 
     @torch.inference_mode()
     def draft_logits(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
@@ -157,16 +156,3 @@ class MedusaHead(LastStateHead):
         return torch.stack(
             [blocks(read[k], None if condition is None else condition[k]) for k, blocks in enumerate(self.blocks)]
         )
-
-
-class _MedusaDraftPass:
-    """Independent heads: all nodes of a level have the distribution of that level's head."""
-
-    def __init__(self, logits: Tensor) -> None:
-        self._levels: Iterator[Tensor] = iter(logits.split(1, 1))  # type: ignore[no-untyped-call]
-
-    def root(self) -> Tensor:
-        return next(self._levels)
-
-    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return next(self._levels)

@@ -143,10 +143,6 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         return self.config.depth
 
     @property
-    def vocabulary(self) -> int:
-        return self.base.vocab_size
-
-    @property
     def base_fingerprint(self) -> str:
         return self.base.fingerprint
 

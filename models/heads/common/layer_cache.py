@@ -7,7 +7,9 @@ values do not, and are shared by successive states: what drafting has read of th
 Shape legend: B rows, P unread positions, F frontier nodes, I input width, D width.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -53,12 +55,8 @@ class LayerKVCache(NodeCache):
             self._drop_nodes(len(text.counts))
         return self._last_out
 
-    def prefill_with(self, text: "PendingInputs", root: Tensor) -> Tensor:
-        """Read what ``text`` has not read yet and, as a draft node, the root ([B, I]) after it; [B, D] at the root."""
-        return self.prefill_block(text, root[:, None])[:, 0]
-
     def prefill_block(self, text: "PendingInputs", block: Tensor) -> Tensor:
-        """The same with a chain of draft nodes, [B, P, I] -> [B, P, D]. The next call drops them."""
+        """The same with a chain of draft nodes after it, [B, P, I] -> [B, P, D]. The next call drops them."""
         rows, size = torch.arange(len(block), device=block.device)[:, None], block.shape[1]
         offsets = torch.arange(size, device=block.device).expand(len(block), -1)
         if self.text is text:
@@ -104,6 +102,16 @@ class PendingInputs(DraftState):
         """Nothing yet; inputs will be as wide as ``like`` ([..., I]), of its dtype and on its device."""
         zero = torch.zeros(rows, dtype=torch.int64, device=like.device)
         return cls(cache=cache, lengths=zero, unread=like.new_zeros(rows, 0, like.shape[-1]), counts=zero)
+
+    def reader(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Reads one step's nodes level by level, as ``NodeCache.extend``; the root with the text that is unread."""
+        levels = count()
+
+        def read(inputs: Tensor, parents: Tensor) -> Tensor:
+            first = next(levels) == 0
+            return self.cache.prefill_block(self, inputs) if first else self.cache.extend(inputs, parents)
+
+        return read
 
     def append(self, inputs: Tensor, counts: Tensor | None) -> "PendingInputs":
         """With the inputs of more positions ([B, P, I]); those unread so far are read, if drafting has not done so."""

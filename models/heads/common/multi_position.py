@@ -7,7 +7,7 @@ Shape legend: B batch, T time, K draft positions, F frontier nodes, n targets, D
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -97,6 +97,18 @@ States = tuple[Tensor, ...]
 """What a node hands on to its children: tensors [..., width], [B, F, width] while drafting."""
 
 
+class LevelDraftPass:
+    """All nodes of a level have the distribution of that level."""
+
+    def __init__(self, logits: Tensor) -> None:
+        """``logits`` [B, K, W] of all levels."""
+        self._levels: Iterator[Tensor] = iter(logits.split(1, 1))  # type: ignore[no-untyped-call]
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """As ``DraftPass.step``: [B, F] int64 each -> [B, 1, W]."""
+        return next(self._levels)
+
+
 class RecurrentHead(LastStateHead):
     """A head that says how a state begins, and what one more token makes of it."""
 
@@ -116,7 +128,7 @@ class RecurrentHead(LastStateHead):
 
     def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "RecurrentDraftPass":
         assert isinstance(state, HeadState)
-        return RecurrentDraftPass(self.advance, self.first_states(state.hidden[:, None].to(self.dtype)), last_token)
+        return RecurrentDraftPass(self.advance, self.first_states(state.hidden[:, None].to(self.dtype)))
 
     def advance(self, k: int, tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
         """Logits and states of position k, from its parents' ``states`` [B, P, ...]; ``parents`` [B, F] index P."""
@@ -133,15 +145,10 @@ class RecurrentHead(LastStateHead):
 class RecurrentDraftPass:
     """Drafting in progress: the states of the level that was read last."""
 
-    def __init__(self, advance: Callable[..., States], states: States, last_token: Tensor) -> None:
-        """``states`` [B, 1, ...] are those before ``last_token`` ([B]) is read."""
-        self._advance, self._states, self._last = advance, states, last_token
+    def __init__(self, advance: Callable[..., States], states: States) -> None:
+        """``states`` [B, 1, ...] are those before the root is read."""
+        self._advance, self._states = advance, states
         self._position = 0
-
-    def root(self) -> Tensor:
-        """As ``DraftPass.root``: [B, 1, W]."""
-        tokens = self._last[:, None]
-        return self.step(tokens, torch.zeros_like(tokens))
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """As ``DraftPass.step``: [B, F] int64 each -> [B, F, W]."""

@@ -152,7 +152,7 @@ class ShadowState(DraftState):
 class Shadow(StepwiseDrafter):
     """The base itself with its logits shifted: often right, and its distributions depend on the whole drafted path."""
 
-    depth, vocab_size, vocabulary = 3, 300, 300
+    depth, vocab_size = 3, 300
 
     def __init__(self, base: BaseModel) -> None:
         self.base, self.d2t = base, torch.arange(300)
@@ -170,23 +170,20 @@ class Shadow(StepwiseDrafter):
 
     def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "ShadowExpansion":
         assert isinstance(state, ShadowState)
-        return ShadowExpansion(self, [[[*row, int(token)]] for row, token in zip(state.read, last_token, strict=True)])
+        return ShadowExpansion(self, [[list(row)] for row in state.read])
 
 
 class ShadowExpansion:
     def __init__(self, drafter: Shadow, paths: list[list[list[int]]]) -> None:
         self.drafter, self.paths = drafter, paths
 
-    def root(self) -> Tensor:
-        logits = [self.drafter.base.model(torch.tensor(nodes)).logits[:, -1] for nodes in self.paths]
-        return torch.stack(logits) + self.drafter.shift
-
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         self.paths = [
             [[*nodes[parent], token] for token, parent in zip(row, above, strict=True)]
             for nodes, row, above in zip(self.paths, tokens.tolist(), parents.tolist(), strict=True)
         ]
-        return self.root()
+        logits = [self.drafter.base.model(torch.tensor(nodes)).logits[:, -1] for nodes in self.paths]
+        return torch.stack(logits) + self.drafter.shift
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampli
 from drafthead.models.decoding.loop import decode, decode_batch, default_draft_config
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.drafters import nested
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.nested import Nested
@@ -132,8 +131,7 @@ def test_states_stay_as_they_were(tiny_base: TinyBase, name: str, rows: int) -> 
 def test_a_long_answer_outgrows_the_memory(
     tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, make: Callable[..., Drafter]
 ) -> None:
-    for module in (draft_cache, nested):
-        monkeypatch.setattr(module, "INITIAL_CAPACITY", 8)
+    monkeypatch.setattr(draft_cache, "INITIAL_CAPACITY", 8)
     base, prompts = tiny_base(), PROMPTS[:2]
     drafter = make(base, num_tokens=7)
     plain = [decode(base, None, p, max_new_tokens=97, ignore_eos=True).tokens for p in prompts]

@@ -209,7 +209,7 @@ def test_paths_have_distributions_of_their_own(tiny_base: TinyBase) -> None:
         head = new_head(base, markov_rank=rank)
         state = head.update(head.init_state(1), torch.tensor([text]), hidden)
         draft_pass = head.start(state, torch.tensor([3]), DraftConfig(tree=TokenTree.chain(2)))
-        draft_pass.root()
+        draft_pass.step(torch.tensor([[3]]), torch.tensor([[0]]))
         found = draft_pass.step(torch.tensor([[4, 5]]), torch.zeros(1, 2, dtype=torch.int64))
         assert found.shape == (1, width, 300) and (width == 1 or not torch.allclose(found[0, 0], found[0, 1]))
         dynamic = head.draft(state, torch.tensor([3]), DraftConfig(tree=DynamicTree(nodes=9, width=3, depth=4)))

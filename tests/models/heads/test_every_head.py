@@ -239,7 +239,7 @@ def follow(head: DraftHead, state: DraftState, texts: list[list[int]], wanted: l
         return torch.tensor([text[start + ahead] for text, start in zip(texts, starts.tolist(), strict=True)])
 
     draft_pass = head.start(state, tokens(0), DraftConfig(tree=TokenTree.chain(head.depth)))
-    found = draft_pass.root()[:, 0]
+    found = draft_pass.step(tokens(0)[:, None], torch.zeros_like(tokens(0))[:, None])[:, 0]
     for k in range(head.depth):
         steps = torch.stack([w[k, start - 1] for w, start in zip(wanted, starts.tolist(), strict=True)])
         torch.testing.assert_close(found, steps, rtol=1e-3, atol=1e-3)
@@ -339,8 +339,8 @@ def first_logits(head: DraftHead, ids: list[int] | None = None) -> Tensor:
     base, tokens = head.base, torch.tensor([ids or random_ids(7)])
     base_hidden = base.forward(tokens, base.new_cache(64), spec=head.spec)
     draft_pass = head.start(head.update(head.init_state(1), tokens, base_hidden), tokens[:, -1], PLANS["chain"])
-    first = draft_pass.root()
-    return torch.cat([first, draft_pass.step(torch.tensor([[5]]), torch.tensor([[0]]))], 1)
+    chain = (tokens[:, -1:], torch.tensor([[5]]))
+    return torch.cat([draft_pass.step(token, torch.tensor([[0]])) for token in chain], 1)
 
 
 @pytest.mark.parametrize("packs", [True, False])
