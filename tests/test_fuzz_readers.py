@@ -41,9 +41,10 @@ from drafthead.eval.timing.result_log import ResultLog
 from drafthead.eval.trees.texts import read_texts
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
+from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.files import read_threshold, read_tree
+from drafthead.models.heads.common.files import read_trees
 from drafthead.models.token_tree import TokenTree
 from drafthead.train import pipeline
 from drafthead.train.config import GenerationsConfig
@@ -230,7 +231,7 @@ READERS = {
     "manifest": Reader(lambda folder: write_manifest(folder, MADE_BY), read_manifest, exact=False),
     "tree": Reader(
         written("tree.json", '{"choices": [[0], [0, 0], [1]], "confidence_threshold": 0.25}'),
-        lambda folder: (read_tree(folder / "tree.json", 3), read_threshold(folder / "tree.json", 0.0)),
+        lambda folder: read_trees(folder, PromptLookup(3)),
         exact=False,
     ),
     "adapter": Reader(make_adapter, read_adapter, exact=False),

@@ -10,7 +10,7 @@ from omegaconf import MISSING
 
 from drafthead.commands.settings import command
 from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.data.utils.files import make_folder, read_json_lines, write_atomic
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite, suite_label
@@ -58,8 +58,7 @@ class AdaptConfig(OnlineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_new_tokens < 2:
-            raise ValueError(f"max_new_tokens must be at least 2, got {self.max_new_tokens}")
+        check_limits(self, max_new_tokens="[2, inf)")
 
 
 @command("adapt", AdaptConfig, USAGE)
@@ -161,7 +160,3 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, interval: int) -> None:
     axes.set_ylabel("mean accepted length")
     axes.legend(fontsize=8, frameon=False)
     save_png(figure, path)
-
-
-if __name__ == "__main__":
-    main()

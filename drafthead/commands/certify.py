@@ -108,7 +108,3 @@ def summary(rows: Sequence[Row]) -> str:
     outcomes = sum(row.outcomes for row in rows)
     results = ", ".join(f"{counts[v]} {v}" for v in ("exact", "lossy", "biased", "refused", "FAILED") if counts[v])
     return f"{len(rows)} rows, {outcomes:,} outcomes: {results}"
-
-
-if __name__ == "__main__":
-    main()

@@ -84,7 +84,3 @@ def _run(arguments: list[str], what: str) -> None:
     if done.returncode:
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         raise UserError(f"{what} failed: {' | '.join(lines[-2:]) or 'no output'}")
-
-
-if __name__ == "__main__":
-    main()

@@ -104,7 +104,3 @@ def _load(config: EvalRunConfig) -> tuple[BaseModel, Drafter, DraftConfig]:
     base, own, _ = load_base_and_drafter(config.head, config.base)
     together = parse_drafter(config.together)
     return base, *build_drafter(together, base, own, config.draft_config(own), config.combine_nodes)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from drafthead.commands.settings import command, new_folder
 from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.data.utils.files import write_json
 from drafthead.eval.lossless.export_check import ExportCheck, check_export, training_estimate
 from drafthead.eval.prompts.suites import load_suite
@@ -25,6 +25,7 @@ from drafthead.models.formats.gguf_files import check_base, write_base
 from drafthead.models.formats.gguf_head import BASE_FILE, GgufFormat
 from drafthead.models.formats.medusa import can_widen, over_full_vocabulary
 from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.common.files import write_trees
 from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.heads.medusa import MedusaHead
 
@@ -66,16 +67,10 @@ class ExportConfig:
     estimate_tolerance: float = 0.2
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {list(DTYPES)}, got {self.dtype!r}")
-        if self.vocabulary not in ("own", "full"):
-            raise ValueError(f"vocabulary must be own or full, got {self.vocabulary!r}")
+        check_limits(self, dtype=DTYPES, vocabulary=("own", "full"))
+        check_limits(self, max_new_tokens="[8, inf)", estimate_tolerance="(0, 1]")
         if self.base_gguf is not None and self.to != GgufFormat.name:
             raise ValueError(f"base_gguf goes with to=gguf, got to={self.to}")
-        if self.max_new_tokens < 8:
-            raise ValueError(f"max_new_tokens must be at least 8, got {self.max_new_tokens}")
-        if not 0 < self.estimate_tolerance <= 1:
-            raise ValueError(f"estimate_tolerance must be in (0, 1], got {self.estimate_tolerance}")
 
 
 @command("export", ExportConfig, USAGE.format(formats=", ".join(FORMATS)))
@@ -96,9 +91,7 @@ def main(config: ExportConfig) -> None:
         dtype = next(head.parameters()).dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         with display.stage(f"write {target.title}"):
             target.export(head, folder, dtype, config.base_name)
-            if head.tree is not None:  # engines ignore it; an import takes it
-                tree = {"choices": [list(path) for path in head.tree.paths[1:]]}
-                write_json(folder / "tree.json", {**tree, "confidence_threshold": head.confidence_threshold})
+            write_trees(folder, head)  # engines ignore it; an import takes it
         with display.stage("check: read back and compare"):
             length = min(config.max_new_tokens, base.max_context // 2)
             texts = texts or base_answers(
@@ -147,7 +140,3 @@ def _table(target: Format, head: DraftHead, check: ExportCheck) -> Table:
     table = Table(*cells)
     table.add_row(*cells.values())
     return table
-
-
-if __name__ == "__main__":
-    main()

@@ -104,7 +104,3 @@ def _printer(base: BaseModel, console: Console) -> Callable[[list[int]], None]:
             shown = len(text)
 
     return show
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,7 @@ from drafthead.models.base.config import BaseConfig
 from drafthead.models.formats import FORMATS, format_named, recognise
 from drafthead.models.formats.checkpoint import CONFIG, contents
 from drafthead.models.formats.contract import BASE_NAME, published_name
-from drafthead.models.heads.common.files import read_threshold, read_tree, resolve_folder
+from drafthead.models.heads.common.files import read_trees, resolve_folder
 from drafthead.models.heads.common.loading import default_device
 
 USAGE = """\
@@ -65,9 +65,7 @@ def main(config: ImportConfig) -> None:
             base = BaseModel.load(config.base, default_device(), display.line)
         with display.stage(f"{found.title} from {config.source}"):
             head = found.attach(checkpoint, base)
-            if (folder / "tree.json").exists():
-                head.tree = read_tree(folder / "tree.json", head.depth)
-                head.confidence_threshold = read_threshold(folder / "tree.json", head.confidence_threshold)
+            read_trees(folder, head)
             head.save_pretrained(tmp_path)
     for note in checkpoint.notes:
         display.line(f"   note: {note}")
@@ -104,7 +102,3 @@ def _published_config(folder: Path) -> dict[str, Any]:
             f"it with `drafthead export head={folder} to=FORMAT out=DIR`"
         )
     return content if isinstance(content, dict) else {}
-
-
-if __name__ == "__main__":
-    main()

@@ -60,7 +60,3 @@ def _check_head(folder: Path) -> None:
             pass
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder / 'model.safetensors'} cannot be read ({error}); copy the head again") from None
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from drafthead.commands.settings import command
 from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.eval.report.plots import ACCENT, INK, SOFT, new_axes, save_png, short_name, styled
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.eval.trees.search import cross_fitted
@@ -80,12 +80,7 @@ class ReplayConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.chain or min(self.chain) < 1:
-            raise ValueError(f"chain must have lengths of at least 1, got {self.chain}")
-        if not self.nodes or min(self.nodes) < 2:
-            raise ValueError(f"nodes must be at least 2, the root and one draft, got {self.nodes}")
-        if self.rule not in ("exact", "block"):
-            raise ValueError(f"rule must be exact or block, got {self.rule!r}")
+        check_limits(self, chain="[1, inf)", nodes="[2, inf)", rule=("exact", "block"))
         if DraftSampling(self.draft_sampling) is not DraftSampling.TOP_K and self.drafters:
             raise ValueError("drafters are simulated with draft_sampling=top_k only; leave one of the two out")
         for spec in self.drafters:
@@ -221,7 +216,3 @@ def draw(found: Sequence[Row], path: Path) -> None:
     axes.set_xlim(1, None)
     axes.set_xlabel("mean accepted length, simulated")
     save_png(figure, path)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from drafthead.commands.settings import command
 from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.data.utils.files import make_folder, write_json
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.report.plots import GRID, INK, new_axes, save_png, styled
@@ -68,12 +68,9 @@ class StudyConfig:
     out: str = "outputs/study"
 
     def __post_init__(self) -> None:
-        if not self.depths or min(self.depths) < 1:
-            raise ValueError(f"depths must be at least 1, got {self.depths}")
+        check_limits(self, depths="[1, inf)", reference="[1, inf)", limit="[1, inf)", max_new_tokens="[2, inf)")
         if self.widths and len(self.widths) != len(self.depths):
             raise ValueError(f"widths needs one width per depth, got {len(self.widths)} for {len(self.depths)} depths")
-        if self.reference < 1 or self.limit < 1 or self.max_new_tokens < 2:
-            raise ValueError("reference and limit must be at least 1, max_new_tokens at least 2")
 
 
 @command("study", StudyConfig, USAGE)
@@ -203,7 +200,3 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['measured']:.1f}",
         )
     return shown
-
-
-if __name__ == "__main__":
-    main()

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from drafthead.commands.settings import command
 from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.data.utils.files import write_json
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.metrics.acceptance import mean_accepted_length, mean_of, steps_of
@@ -72,10 +72,7 @@ class SweepConfig:
             raise ValueError("heads is empty; give head folders, heads=[outputs/NAME/head]")
         if bad := [t for t in self.thresholds if not 0 <= t < 1]:
             raise ValueError(f"thresholds must be in [0, 1), got {bad}")
-        if not self.drafts or min(self.drafts) < 0:
-            raise ValueError(f"drafts must be at least 0, got {self.drafts}")
-        if self.max_new_tokens < 2:
-            raise ValueError(f"max_new_tokens must be at least 2, got {self.max_new_tokens}")
+        check_limits(self, drafts="[0, inf)", max_new_tokens="[2, inf)")
 
 
 @dataclass(frozen=True)

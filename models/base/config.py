@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from drafthead.data.embedded.packages import smollm2_folder
 from drafthead.data.embedded.tiny import tiny_tokenizer
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.gguf_config import gguf_config
 from drafthead.models.base.text_model import (
     INNER_NAMES,
@@ -93,11 +93,7 @@ class BaseConfig:
     and heads of the original base do not fit it."""
 
     def __post_init__(self) -> None:
-        for key, known in (("dtype", DTYPES), ("graphs", GRAPHS), ("kernels", KERNELS)):
-            if getattr(self, key) not in known:
-                raise ValueError(f"base.{key} must be one of {list(known)}, got {getattr(self, key)!r}")
-        if self.max_context is not None and self.max_context < 16:
-            raise ValueError(f"base.max_context must be at least 16, got {self.max_context}")
+        check_limits(self, "base.", dtype=DTYPES, graphs=GRAPHS, kernels=KERNELS, max_context="[16, inf)")
         if self.random and not self.shape:
             raise ValueError("base.random needs base.shape (model_type and sizes); choose a base group that has one")
 

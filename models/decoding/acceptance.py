@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.decoding.contract import Acceptance, DraftSampling, DynamicTree, Proposal
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import NO_CHILD, TokenTree
@@ -43,11 +43,8 @@ class AcceptanceRule:
     """Of lenient acceptance, in (0, 1]: accept with probability p / (lenience q); 1 is exact."""
 
     def __post_init__(self) -> None:
-        if self.name not in ("exact", "block", "typical", "lenient"):
-            raise ValueError(f"rule.name must be exact, block, typical or lenient, got {self.name!r}")
-        for key in ("epsilon", "delta", "lenience"):
-            if not 0 < getattr(self, key) <= 1:
-                raise ValueError(f"rule.{key} must be in (0, 1], got {getattr(self, key)}")
+        check_limits(self, "rule.", name=("exact", "block", "typical", "lenient"))
+        check_limits(self, "rule.", epsilon="(0, 1]", delta="(0, 1]", lenience="(0, 1]")
 
     @property
     def lossless(self) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec
+from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import PartialForward
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
@@ -87,11 +88,7 @@ class DynamicTree:
     """Drafts on the longest path; the drafter's own depth bounds it too."""
 
     def __post_init__(self) -> None:
-        if self.nodes < 2 or self.width < 1 or self.depth < 1:
-            raise ValueError(
-                f"a dynamic tree needs nodes >= 2, width >= 1 and depth >= 1, got {self.nodes}, {self.width} and "
-                f"{self.depth}"
-            )
+        check_limits(self, "a dynamic tree's ", nodes="[2, inf)", width="[1, inf)", depth="[1, inf)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +107,7 @@ class AdaptiveLength:
     """Fewer after any other."""
 
     def __post_init__(self) -> None:
-        if self.start < 1 or self.grow < 0 or self.shrink < 0:
-            raise ValueError(
-                f"an adaptive length needs start >= 1, grow >= 0 and shrink >= 0, got {self.start}, {self.grow} and "
-                f"{self.shrink}"
-            )
+        check_limits(self, "an adaptive length's ", start="[1, inf)", grow="[0, inf)", shrink="[0, inf)")
 
     def next(self, length: int, drafted: int, accepted: int) -> int:
         """Levels to draft after a step that drafted ``drafted`` and accepted ``accepted``; at least 1."""

@@ -19,6 +19,8 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from drafthead.data.utils.errors import check_limits
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
@@ -40,18 +42,8 @@ class Sampler:
     """Divide positive and multiply negative logits of tokens that occurred; 1 changes nothing."""
 
     def __post_init__(self) -> None:
-        limits = (
-            ("temperature", 0 <= self.temperature < float("inf"), "at least 0 and finite"),
-            ("top_k", self.top_k >= 0, "at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("typical_p", 0 < self.typical_p <= 1, "in (0, 1]"),
-            ("eta", 0 <= self.eta < 1, "in [0, 1)"),
-            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0 and finite"),
-        )
-        for name, allowed, wanted in limits:
-            if not allowed:
-                raise ValueError(f"sampler.{name} must be {wanted}, got {getattr(self, name)}")
+        check_limits(self, "sampler.", temperature="[0, inf)", top_k="[0, inf)", repetition_penalty="(0, inf)")
+        check_limits(self, "sampler.", top_p="(0, 1]", min_p="[0, 1]", typical_p="(0, 1]", eta="[0, 1)")
 
     @property
     def greedy(self) -> bool:

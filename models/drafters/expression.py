@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from drafthead.data.answers.store import open_answers
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling
@@ -88,10 +88,7 @@ class DrafterConfig:
         chosen = [key for key in ("combine", "relay", "nested") if getattr(self, key)]
         if len(chosen) > 1:
             raise UserError(f"{' and '.join(chosen)} are both set; put the drafters together in head= itself: {FORMS}")
-        if self.combine_nodes is not None and self.combine_nodes < 2:
-            raise ValueError(
-                f"eval.combine_nodes must be at least 2 (the root and one draft) or null, got {self.combine_nodes}"
-            )
+        check_limits(self, "eval.", combine_nodes="[2, inf)")
 
     @property
     def together(self) -> str:

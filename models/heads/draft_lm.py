@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, TrainBatch
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
 from drafthead.models.decoding.contract import DraftConfig, DraftState
@@ -41,10 +41,7 @@ class DraftLMConfig(AutoregressiveConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.num_layers <= 16:
-            raise ValueError(f"head.num_layers must be in [1, 16], got {self.num_layers}")
-        if self.intermediate_size is not None and self.intermediate_size < 16:
-            raise ValueError(f"head.intermediate_size must be at least 16 or null, got {self.intermediate_size}")
+        check_limits(self, "head.", num_layers="[1, 16]", intermediate_size="[16, inf)")
         if self.from_layers is not None and len(self.from_layers) != self.num_layers:
             raise ValueError(
                 f"head.from_layers must name {self.num_layers} layers (head.num_layers), got {self.from_layers}"

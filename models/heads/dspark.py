@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
@@ -40,7 +40,7 @@ from drafthead.models.heads.common.multi_position import MultiPositionHead
 from drafthead.models.heads.common.targets import DraftTargets, drafting_places, has_next
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import FusedRMSNorm, fresh_copy, rotate
-from drafthead.models.kernels.linear import joined_linear
+from drafthead.models.kernels.linear import joined_linear, reads_in
 
 
 @dataclass(kw_only=True)
@@ -75,16 +75,10 @@ class DSparkConfig(DraftHeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.num_layers <= 16:
-            raise ValueError(f"head.num_layers must be in [1, 16], got {self.num_layers}")
+        check_limits(self, "head.", num_layers="[1, 16]", markov_rank="[0, 1024]")
+        check_limits(self, "head.", intermediate_size="[1, inf)", places="[1, inf)")
         if self.layers is not None and not self.layers:
             raise ValueError("head.layers must name at least one layer, or be null")
-        if not 0 <= self.markov_rank <= 1024:
-            raise ValueError(f"head.markov_rank must be in [0, 1024], got {self.markov_rank}")
-        for key in ("intermediate_size", "places"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"head.{key} must be at least 1 or null, got {value}")
         if self.copy_layers and (self.reads_state or self.intermediate_size is not None):
             other = "reads_state" if self.reads_state else "intermediate_size"
             raise ValueError(f"head.copy_layers excludes head.{other}; set head.copy_layers=false")
@@ -210,18 +204,12 @@ class DSparkHead(MultiPositionHead):
 
     def fuse(self, read: Tensor) -> Tensor:
         """The base's states of ``spec``, [..., n D] -> context [..., D]."""
-        context: Tensor = self.hidden_norm(self.fc(read.to(self._computes_in)))
+        context: Tensor = self.hidden_norm(self.fc(read.to(reads_in(self.fc))))
         return context
-
-    @property
-    def _computes_in(self) -> torch.dtype:
-        """The dtype of what layers read: packed ones have no weight of their own and read float32."""
-        weight = getattr(self.fc, "weight", None)
-        return torch.float32 if weight is None else weight.dtype
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The base's embeddings, frozen: [...] -> [..., D]."""
-        return F.embedding(tokens, self.base.embedding).to(self._computes_in)
+        return F.embedding(tokens, self.base.embedding).to(reads_in(self.fc))
 
     def block(self, anchors: Tensor, hidden: Tensor) -> Tensor:
         """What the first layer reads at the slots: [...] anchors and [..., D] states of the base -> [..., P, D]."""

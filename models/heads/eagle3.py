@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
@@ -47,6 +47,7 @@ from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.heads.common.multi_position import LevelDraftPass, MultiPositionHead
 from drafthead.models.heads.common.targets import DraftTargets, drafting_places, has_next
 from drafthead.models.kernels.attention import document_mask
+from drafthead.models.kernels.linear import reads_in
 
 
 class EagleLayer(nn.Module):
@@ -179,8 +180,7 @@ class Eagle3Config(DraftHeadConfig):
             raise ValueError(
                 f"head.ttt_steps must be in [1, head.num_draft_tokens={self.num_draft_tokens}], got {self.ttt_steps}"
             )
-        if self.intermediate_size is not None and self.intermediate_size < 1:
-            raise ValueError(f"head.intermediate_size must be at least 1 or null, got {self.intermediate_size}")
+        check_limits(self, "head.", intermediate_size="[1, inf)")
 
     @property
     def trained_positions(self) -> int:
@@ -268,7 +268,7 @@ class Eagle3Head(MultiPositionHead):
 
     def _read(self, base_hidden: HiddenStates) -> Tensor:
         """[..., sources * D] the base's states that make the feature."""
-        return (base_hidden.final if base_hidden.layers is None else base_hidden.layers).to(self._dtype)
+        return (base_hidden.final if base_hidden.layers is None else base_hidden.layers).to(reads_in(self.fc))
 
     def fuse(self, read: Tensor) -> Tensor:
         """[..., sources * D] -> [..., D] features."""
@@ -288,13 +288,7 @@ class Eagle3Head(MultiPositionHead):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The base's embeddings, frozen: [...] -> [..., D]."""
-        return F.embedding(tokens, self.base.embedding).to(self._dtype)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """Of what layers read: packed ones have no weight of their own and read float32."""
-        weight = getattr(self.fc, "weight", None)
-        return torch.float32 if weight is None else weight.dtype
+        return F.embedding(tokens, self.base.embedding).to(reads_in(self.fc))
 
     def project(self, normed: Tensor) -> Tensor:
         """Draft logits for inference: [..., D] -> [..., W]."""

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, TrainBatch
+from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
@@ -57,10 +58,7 @@ class HydraConfig(DraftHeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.num_layers <= 8:
-            raise ValueError(f"head.num_layers must be in [1, 8], got {self.num_layers}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"head.dropout must be in [0, 1), got {self.dropout}")
+        check_limits(self, "head.", num_layers="[1, 8]", dropout="[0, 1)")
         if self.projection_bias and not self.own_lm_head:
             raise ValueError("head.projection_bias needs head.own_lm_head: true; the base's projection has none")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.base.check import has_passed, note_passed, relative_error, tolerance
 from drafthead.models.base.layers import first_layers
@@ -147,10 +147,7 @@ class KangarooConfig(AutoregressiveConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.exit_layer < 1:
-            raise ValueError(f"head.exit_layer must be at least 1, got {self.exit_layer}")
-        if not 0 <= self.confidence_threshold < 1:
-            raise ValueError(f"head.confidence_threshold must be in [0, 1), got {self.confidence_threshold}")
+        check_limits(self, "head.", exit_layer="[1, inf)", confidence_threshold="[0, 1)")
 
     def check_layers(self, num_layers: int) -> None:
         if self.exit_layer >= num_layers:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, TrainBatch
+from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.decoding.contract import DraftConfig, DraftState
@@ -47,8 +48,7 @@ class MedusaConfig(DraftHeadConfig):
         super().__post_init__()
         if self.tie_blocks and self.reads_last_token:
             raise ValueError("head.tie_blocks and head.reads_last_token exclude each other: the first block is wider")
-        if not 1 <= self.num_layers <= 8:
-            raise ValueError(f"head.num_layers must be in [1, 8], got {self.num_layers}")
+        check_limits(self, "head.", num_layers="[1, 8]")
 
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "MedusaHead":
         return MedusaHead(self, base, d2t)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import ADAPTER
 from drafthead.models.base.lora import LM_HEAD, LoraBase, LoraSettings
@@ -84,19 +84,11 @@ class Medusa2Config(MedusaConfig, TrainsBaseConfig):
             raise ValueError(
                 "head.lora_lm_head=true needs head.own_lm_head=true: shared projections are the output head as it was"
             )
-        limits = (
-            ("lora_rank", 1 <= self.lora_rank <= 1024, "in [1, 1024]"),
-            ("lora_alpha", self.lora_alpha > 0, "above 0"),
-            ("lora_dropout", 0 <= self.lora_dropout < 1, "in [0, 1)"),
-            ("lora_targets", len(self.lora_targets) > 0, "at least one layer's name"),
-            ("base_loss", self.base_loss in BASE_LOSSES, f"one of {list(BASE_LOSSES)}"),
-            ("heads_weight", self.heads_weight >= 0, ">= 0"),
-            ("heads_schedule", self.heads_schedule in HEAD_SCHEDULES, f"one of {list(HEAD_SCHEDULES)}"),
-            ("heads_lr_mult", self.heads_lr_mult > 0, "above 0"),
-        )
-        for key, holds, limit in limits:
-            if not holds:
-                raise ValueError(f"head.{key} must be {limit}, got {getattr(self, key)!r}")
+        if not self.lora_targets:
+            raise ValueError("head.lora_targets must be at least one layer's name, got none")
+        check_limits(self, "head.", lora_rank="[1, 1024]", lora_alpha="(0, inf)", lora_dropout="[0, 1)")
+        check_limits(self, "head.", base_loss=tuple(BASE_LOSSES), heads_schedule=tuple(HEAD_SCHEDULES))
+        check_limits(self, "head.", heads_weight="[0, inf)", heads_lr_mult="(0, inf)")
 
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "Medusa2Head":
         return Medusa2Head(self, base, d2t)

@@ -22,12 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, TrainBatch
+from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.common.contract import DraftHeadConfig
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.heads.common.multi_position import RecurrentHead, States
 from drafthead.models.heads.common.targets import DraftTargets
+from drafthead.models.kernels.linear import reads_in
 
 NORM_EPS = 1e-6
 GATES = ("forget", "input", "output", "cell")
@@ -61,14 +63,10 @@ class BaseEmbedding(nn.Module):
         self.linear = nn.Linear(table.shape[1], width, bias=False)
         self._table = (table,)  # the base's: in a tuple, it is no part of this module
 
-    def _dtype(self) -> torch.dtype:
-        # A packed layer has no weight to ask; it is float32.
-        return self.linear.weight.dtype if isinstance(self.linear, nn.Linear) else torch.float32
-
     def forward(self, tokens: Tensor) -> Tensor:
         """[...] int64 -> [..., E]."""
         embedded = F.normalize(F.embedding(tokens, self._table[0]), dim=-1)
-        return cast(Tensor, self.linear(embedded.to(self._dtype())))
+        return cast(Tensor, self.linear(embedded.to(reads_in(self.linear))))
 
 
 def embedding_weight(positions: int, width: int) -> float:
@@ -168,12 +166,7 @@ class MLPSpeculatorConfig(DraftHeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.num_draft_tokens <= 8:
-            raise ValueError(f"head.num_draft_tokens must be in [1, 8], got {self.num_draft_tokens}")
-        if self.inner_dim < 0:
-            raise ValueError(f"head.inner_dim must be positive, or 0 for the base's width, got {self.inner_dim}")
-        if self.cell not in ("rnn", "lstm"):
-            raise ValueError(f"head.cell must be rnn or lstm, got {self.cell!r}")
+        check_limits(self, "head.", num_draft_tokens="[1, 8]", inner_dim="[0, inf)", cell=("rnn", "lstm"))
         if self.cell == "lstm" and not self.tie_weights:
             raise ValueError("head.cell: lstm needs head.tie_weights: true; its positions share their weights")
         if self.tie_lstm_embs and self.cell != "lstm":

@@ -207,6 +207,11 @@ def packs_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def reads_in(layer: nn.Module) -> torch.dtype:
+    """The dtype to give a linear layer or its inference form, which has no weight of its own and takes float32."""
+    return layer.weight.dtype if isinstance(layer, nn.Linear) else torch.float32
+
+
 def joined_linear(
     linears: list[nn.Linear], dtype: torch.dtype | None = None, table: KernelTable | None = None
 ) -> nn.Module:

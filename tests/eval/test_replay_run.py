@@ -56,7 +56,7 @@ def test_a_broken_file_of_texts_is_named(tmp_path: Path, line: str | None, messa
         ("save=/proc/nope/x.jsonl", "choose another folder"),
         ("save=FOLDER", "is a folder; name a file in it"),
         ("nodes=[1,5]", "nodes must be at least 2"),
-        ("chain=[0]", "chain must have lengths of at least 1"),
+        ("chain=[0]", "chain must be at least 1"),
         ("rule=typical", "rule must be exact or block"),
         ("draft_sampling=x", "'x' is not a valid DraftSampling"),
     ],

@@ -24,8 +24,8 @@ from transformers import PreTrainedConfig
 
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.data.utils.config import schema
-from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import atomic_rename, disk_errors, file_digest, safe_join, write_json
+from drafthead.data.utils.errors import UserError, check_limits, one_line
+from drafthead.data.utils.files import atomic_rename, disk_errors, file_digest, write_json
 from drafthead.models.base import adapter
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import ADAPTER
@@ -36,12 +36,11 @@ from drafthead.models.heads.common.files import (
     check_base,
     check_settings,
     draft_ids,
-    read_batch_trees,
     read_head_config,
-    read_threshold,
-    read_tree,
+    read_trees,
     read_weights,
     resolve_folder,
+    write_trees,
 )
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.common.size import HeadSize, head_size
@@ -66,12 +65,8 @@ class DraftHeadConfig(ABC):
     the base was loaded. null: as trained, in float32."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_draft_tokens <= 16:
-            raise ValueError(f"head.num_draft_tokens must be in [1, 16], got {self.num_draft_tokens}")
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 16:
-            raise ValueError(f"head.draft_vocab_size must be at least 16 or null, got {self.draft_vocab_size}")
-        if self.draft_dtype not in (None, "auto", "bfloat16"):
-            raise ValueError(f"head.draft_dtype must be auto, bfloat16 or null, got {self.draft_dtype!r}")
+        check_limits(self, "head.", num_draft_tokens="[1, 16]", draft_vocab_size="[16, inf)")
+        check_limits(self, "head.", draft_dtype=("auto", "bfloat16"))
 
     @property
     def head_type(self) -> str:
@@ -211,11 +206,7 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
             config["weights_sha256"] = file_digest(tmp_path)
             atomic_rename(tmp_path, folder / "model.safetensors")
             write_json(folder / "config.json", config)
-        if self.tree is not None:
-            found: dict[str, Any] = {"choices": _choices(self.tree), "confidence_threshold": self.confidence_threshold}
-            if self.batch_trees:
-                found["batches"] = {str(rows): _choices(tree) for rows, tree in self.batch_trees.items()}
-            write_json(folder / "tree.json", found)
+        write_trees(folder, self)
 
     def _copy_base(self, folder: Path) -> dict[str, Any]:
         """Copy the base's adapter, if any, into the head's folder; returns the base's identity as seen from there."""
@@ -248,17 +239,10 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
             raise UserError(
                 f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}"
             )
-        if safe_join(folder, "tree.json").exists():
-            head.tree = read_tree(folder / "tree.json", head.depth)
-            head.batch_trees = read_batch_trees(folder / "tree.json", head.depth)
-            head.confidence_threshold = read_threshold(folder / "tree.json", head.confidence_threshold)
+        read_trees(folder, head)
         if not isinstance(head, cls):
             raise UserError(f"{folder} holds a {type(head).__name__}, not a {cls.__name__}")
         return head.eval()
-
-
-def _choices(tree: TokenTree) -> list[list[int]]:
-    return [list(path) for path in tree.paths[1:]]
 
 
 def head_types() -> list[str]:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from drafthead.data.utils.config import update_names
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import file_digest, read_json, safe_join
+from drafthead.data.utils.files import file_digest, read_json, safe_join, write_json
 from drafthead.data.utils.hub import fetch, refuse_pickles
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import Drafter
 from drafthead.models.token_tree import TokenTree
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ FORMAT = 2
 """Format 1 names the head by the path of a class (``head``), format 2 by its type (``head_type``)."""
 EXTRA_PARAMETERS = 10_000_000
 """Parameters that a head may have besides twice those in its file: what it takes from the base, and no bomb."""
+TREES = "tree.json"
 MAX_NODES, MAX_RANKS = 4096, 1 << 16
 """Of a tree that is read: more nodes than a pass could verify, more candidates than a head could draft."""
 
@@ -76,18 +78,38 @@ def check_settings(folder: Path, config: "DraftHeadConfig", weights: dict[str, T
         )
 
 
+def write_trees(folder: Path, drafter: Drafter) -> None:
+    """``tree.json``: the drafter's trees, if it has any, and its threshold."""
+    if drafter.tree is None:
+        return
+    found: dict[str, Any] = {"choices": drafter.tree.paths[1:], "confidence_threshold": drafter.confidence_threshold}
+    if drafter.batch_trees:
+        found["batches"] = {str(rows): tree.paths[1:] for rows, tree in drafter.batch_trees.items()}
+    write_json(folder / TREES, found)
+
+
+def read_trees(folder: Path, drafter: Drafter) -> None:
+    """Give ``drafter`` the trees and the threshold of a folder's ``tree.json``, where there is one."""
+    path = safe_join(folder, TREES)
+    if not path.exists():
+        return
+    content = update_names(read_json(path))
+    drafter.tree = _tree(path, content, drafter.depth)
+    batches = content.get("batches", {})
+    if not isinstance(batches, dict) or not all(rows.isdecimal() and int(rows) > 1 for rows in batches):
+        raise UserError(f"{path} is no tree.json: batches must map numbers of rows above 1 to trees; choose them anew")
+    drafter.batch_trees = {int(n): _tree(path, {"choices": c}, drafter.depth) for n, c in batches.items()}
+    threshold = content.get("confidence_threshold", drafter.confidence_threshold)
+    if not isinstance(threshold, int | float) or not 0 <= threshold < 1:
+        raise UserError(
+            f"{path} has confidence_threshold={threshold!r}, which must be in [0, 1); correct it or choose a tree anew"
+        )
+    drafter.confidence_threshold = float(threshold)
+
+
 def read_tree(path: Path, depth: int) -> TokenTree:
     """The tree in a ``tree.json``."""
     return _tree(path, read_json(safe_join(path.parent, path.name)), depth)
-
-
-def read_batch_trees(path: Path, depth: int) -> dict[int, TokenTree]:
-    """The trees by rows of a batch in a ``tree.json``; most have none."""
-    content = read_json(safe_join(path.parent, path.name))
-    found = content.get("batches", {}) if isinstance(content, dict) else {}
-    if not isinstance(found, dict) or not all(rows.isdecimal() and int(rows) > 1 for rows in found):
-        raise UserError(f"{path} is no tree.json: batches must map numbers of rows above 1 to trees; choose them anew")
-    return {int(rows): _tree(path, {"choices": choices}, depth) for rows, choices in found.items()}
 
 
 def _tree(path: Path, content: Any, depth: int) -> TokenTree:
@@ -105,17 +127,6 @@ def _tree(path: Path, content: Any, depth: int) -> TokenTree:
             f"the tree in {path} is {tree.depth} deep, but the head drafts {depth} positions; give a shallower one"
         )
     return tree
-
-
-def read_threshold(path: Path, default: float) -> float:
-    """The confidence threshold in a ``tree.json``, ``default`` where it has none."""
-    content = update_names(read_json(safe_join(path.parent, path.name)))
-    found = content.get("confidence_threshold", default) if isinstance(content, dict) else content
-    if not isinstance(found, int | float) or not 0 <= found < 1:
-        raise UserError(
-            f"{path} has confidence_threshold={found!r}, which must be in [0, 1); correct it or choose a tree anew"
-        )
-    return float(found)
 
 
 def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import LossOutput
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.lm_head import LMHead
 
 SHARPNESS = 3.0
@@ -68,9 +68,7 @@ class LossConfig:
     """The weights w_k themselves, one per draft position; null takes ``decay``."""
 
     def __post_init__(self) -> None:
-        for key in (*TERMS, "confidence"):
-            if not 0 <= getattr(self, key) < math.inf:
-                raise ValueError(f"loss.{key} must be >= 0, got {getattr(self, key)}")
+        check_limits(self, "loss.", **dict.fromkeys((*TERMS, "confidence"), "[0, inf)"))
         if not any(getattr(self, key) for key in TERMS):
             raise ValueError(f"loss.{', loss.'.join(TERMS)} are all 0: nothing would be trained; set one of them")
         if self.decay != DPACE and (isinstance(self.decay, str) or not 0 < self.decay <= 1):

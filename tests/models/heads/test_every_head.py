@@ -147,7 +147,7 @@ def test_activations_are_an_upper_estimate_of_what_autograd_keeps(tiny_base: Tin
         ("hydra", {"own_lm_head": False}, "head.projection_bias needs head.own_lm_head: true"),
         ("eagle3", {"ttt_steps": 8}, r"head.ttt_steps must be in \[1, head.num_draft_tokens=3\]"),
         ("mlp", {"num_draft_tokens": 9}, r"head.num_draft_tokens must be in \[1, 8\], got 9"),
-        ("mlp", {"inner_dim": -1}, "head.inner_dim must be positive, or 0"),
+        ("mlp", {"inner_dim": -1}, "head.inner_dim must be at least 0, got"),
         ("mlp", {"cell": "gru"}, "head.cell must be rnn or lstm, got 'gru'"),
         ("mlp", {"cell": "lstm"}, "head.cell: lstm needs head.tie_weights: true"),
         ("mlp", {"tie_lstm_embs": True}, "head.tie_lstm_embs is for head.cell: lstm"),
