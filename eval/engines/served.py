@@ -113,8 +113,8 @@ def format_for(engine: str, head: DraftHead) -> Format:
     fitting = [FORMATS[name] for name in READS[engine] if isinstance(head, FORMATS[name].head)]
     if not fitting:
         raise UserError(f"{engine} serves no {type(head).__name__}; it is given {' or '.join(READS[engine])}")
-    if reasons := fitting[0].unsupported(fitting[0].fitted(head)):
-        listed = "; ".join(f"{one.found} ({one.instead})" for one in reasons)
+    if reasons := list(fitting[0].unsupported(fitting[0].fitted(head))):
+        listed = "; ".join(f"{what} ({instead})" for what, instead in reasons)
         raise UserError(f"{engine} cannot serve this head: {listed}")
     return fitting[0]
 

@@ -9,8 +9,10 @@ E head width, L layers.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -106,6 +108,13 @@ class _Stacks:
         """Positions that fit in a row."""
         return self.stacks[0].shape[3]
 
+    def resize(self, capacity: int) -> Self:
+        """A copy of another, larger capacity."""
+        larger = copy(self)
+        more = (0, 0, 0, capacity - self.capacity)
+        larger._over_memory(tuple(torch.nn.functional.pad(stack, more) for stack in self.stacks), self.places)
+        return larger
+
     def _first_layers(self, count: int) -> tuple[tuple[Tensor, ...], tuple[Place | None, ...]]:
         """Views of the stacks as far as these layers use them, and the layers' places."""
         places = self.places[:count]
@@ -197,17 +206,6 @@ class KVCache(_Stacks):
         """The first ``count`` layers as a cache of its own after the same committed positions; shares memory."""
         return KVCache.view(*self._first_layers(count), self.length)
 
-    def resize(self, shape: CacheShape, capacity: int) -> "KVCache":
-        """A copy of another capacity."""
-        copy = KVCache(shape, capacity)
-        self._copy_into(copy)
-        return copy
-
-    def _copy_into(self, copy: "KVCache") -> None:
-        for stack, source in zip(copy.stacks, self.stacks, strict=True):
-            stack[:, :, :, : self.capacity] = source
-        copy.length, copy.pending = self.length, self.pending
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed positions (transformers' name)."""
         return self.length
@@ -266,27 +264,19 @@ class RaggedCache(_Stacks):
 
     def select(self, rows: list[int]) -> "RaggedCache":
         """A copy with these rows only, nothing pending."""
-        return self._over(tuple(stack[:, rows] for stack in self.stacks), self.places, self.lengths[rows])
+        chosen = self._over(tuple(stack[:, rows] for stack in self.stacks), self.places)
+        chosen.lengths = self.lengths[rows]
+        return chosen
 
     def first_layers(self, count: int) -> "RaggedCache":
         """As ``KVCache.first_layers``."""
-        return self._over(*self._first_layers(count), self.lengths)
+        return self._over(*self._first_layers(count))
 
-    @staticmethod
-    def _over(stacks: tuple[Tensor, ...], places: tuple[Place | None, ...], lengths: Tensor) -> "RaggedCache":
-        cache = RaggedCache.__new__(RaggedCache)
-        cache._over_memory(stacks, places)
-        cache.lengths = lengths
-        cache.pending, cache._reach, cache._written = 0, 0, torch.empty(0)
-        return cache
-
-    def resize(self, shape: CacheShape, capacity: int) -> "RaggedCache":
-        """A copy of another capacity."""
-        copy = RaggedCache(shape, self.rows, capacity)
-        for stack, source in zip(copy.stacks, self.stacks, strict=True):
-            stack[:, :, :, : self.capacity] = source
-        copy.lengths, copy.pending = self.lengths, self.pending
-        return copy
+    def _over(self, stacks: tuple[Tensor, ...], places: tuple[Place | None, ...]) -> "RaggedCache":
+        other = copy(self)
+        other._over_memory(stacks, places)
+        other.crop()
+        return other
 
     def reserve(self, new: int) -> None:
         """Begin a pass over ``new`` tokens a row, which follow those pending."""

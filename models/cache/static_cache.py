@@ -257,11 +257,13 @@ class StaticKVCache(KVCache):
         self.pending = len(path)
         self.commit(counts)
 
-    def resize(self, shape: CacheShape, capacity: int) -> "StaticKVCache":
-        """A copy of another capacity."""
-        copy = self._model.cache(capacity)
-        self._copy_into(copy)
-        return copy
+    def resize(self, capacity: int) -> "StaticKVCache":
+        """A copy of another, larger capacity."""
+        larger = self._model.cache(capacity)
+        for stack, source in zip(larger.stacks, self.stacks, strict=True):
+            stack[:, :, :, : self.capacity] = source
+        larger.length, larger.pending = self.length, self.pending
+        return larger
 
 
 @lru_cache(maxsize=MAX_STATIC_NODES)

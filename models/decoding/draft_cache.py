@@ -150,7 +150,7 @@ class NodeCache:
             self._cache = self._new_row(capacity) if rows == 1 else RaggedCache(self._shape, rows, capacity)
             self._drop_nodes(rows)
         elif needed > self._cache.capacity:
-            self._cache = self._cache.resize(self._shape, max(needed + INITIAL_CAPACITY, 2 * self._cache.capacity))
+            self._cache = self._cache.resize(max(needed + INITIAL_CAPACITY, 2 * self._cache.capacity))
 
     def _read_chain(self, inputs: Tensor, start: Tensor, counts: Tensor) -> Tensor:
         """Inputs [B, T, ...], of which ``counts`` count, after the ``start`` read positions; [B, D] after the last."""

@@ -32,19 +32,19 @@ FORMS = (
     "prompt_lookup[:TOKENS], suffix_memory[:TOKENS[:MEMORY]], max_gram[:CORPUS], early_exit:LAYERS[:TOKENS], "
     "model:NAME[:TOKENS], budget:POSITIONS[:POLICY], head:FOLDER, A+B, relay:A@2+B@4, nested:A@6+B"
 )
-COUNTS = {
-    "prompt_lookup": (0, 1),
-    "suffix_memory": (0, 2),
-    "early_exit": (1, 2),
-    "model": (0, 1),
-    "max_gram": (0, 0),
-    "budget": (1, 1),
+KINDS = {
+    "prompt_lookup": (0, 1, 3),
+    "suffix_memory": (0, 2, 4),
+    "max_gram": (0, 0, 10),
+    "early_exit": (1, 2, 3),
+    "model": (0, 1, 5),
+    "budget": (1, 1, 6),
+    "head": (0, 0, 0),
 }
-"""Kinds of drafters without a head, and how many numbers each takes."""
+"""Kinds of drafters: the fewest and the most numbers that each takes, and its tokens where none are given."""
 NAMED = {"model": True, "head": False, "max_gram": False}
 """Kinds that take a name; whether they need one."""
 TOGETHER = ("relay", "nested")
-DEFAULT_TOKENS = {"prompt_lookup": 3, "suffix_memory": 4, "max_gram": 10, "early_exit": 3, "model": 5, "budget": 6}
 DEFAULT_MEMORY = 16384
 DEFAULT_POLICY = "retrieval:8"
 
@@ -113,6 +113,8 @@ def parse_drafter(text: str) -> Expression:
         parts = [rest, *parts[1:]]
         if len(parts) < 2:
             raise UserError(f"{text!r} has one part; a {kind} needs two or more, {kind}:A@4+B@4")
+        if kind == "nested" and len(parts) > 2:  # the second is a model in between, too
+            parts = [parts[0], f"(nested:{'+'.join(parts[1:])})"]
         return Expression(text, kind, parts=tuple(map(_part, parts)))
     if len(parts) > 1:
         return Expression(text, "combine", parts=tuple(map(_part, parts)))
@@ -151,9 +153,8 @@ def _part(text: str) -> Expression:
     if kind == "budget":
         name, details = ":".join(details[1:]) or DEFAULT_POLICY, details[:1]
         Policy.parse(name)
-    fewest, most = COUNTS.get(kind, (0, 0))
-    known = kind in COUNTS or kind == "head"
-    fits = known and fewest <= len(details) <= most and (bool(name) or not NAMED.get(kind, False))
+    fewest, most, _ = KINDS.get(kind, (1, 0, 0))
+    fits = fewest <= len(details) <= most and (bool(name) or not NAMED.get(kind, False))
     if not fits or not all(detail.isdigit() and int(detail) > 0 for detail in details):
         raise _unknown(text)
     return Expression(text, kind, name, tuple(map(int, details)), tokens)
@@ -165,7 +166,7 @@ def _unknown(text: str) -> UserError:
 
 def is_drafter(spec: str) -> bool:
     """Whether ``spec`` is an expression of this grammar rather than the name of a head's folder or repository."""
-    return "+" in spec or spec.startswith("(") or re.split("[:@]", spec)[0] in (*COUNTS, *TOGETHER, "head")
+    return "+" in spec or spec.startswith("(") or re.split("[:@]", spec)[0] in (*KINDS, *TOGETHER)
 
 
 def build_drafter(
@@ -186,9 +187,7 @@ def build_drafter(
             tree was sized for this machine, and a union that outgrows it pays for every node: on 36 Spec-Bench-like
             answers, six nodes shared by a head and prompt lookup had the same mean accepted length as the nine of both.
     """
-    parts = [
-        build_drafter(part, base, head, head_config, nodes) for part in expression.parts if expression.kind != "nested"
-    ]
+    parts = [build_drafter(part, base, head, head_config, nodes) for part in expression.parts]
     if expression.kind == "combine":
         if any(not isinstance(config.tree, TokenTree) for _, config in parts):
             raise UserError("only a static tree of the head can be combined; set tree=head, chain:K or expansion:1-1-3")
@@ -199,24 +198,25 @@ def build_drafter(
     elif expression.kind == "relay":
         found = Relay([drafter for drafter, _ in parts], [config.depth for _, config in parts])
         config = replace(parts[0][1], tree=TokenTree.chain(found.depth))
-    elif expression.kind == "nested":
-        found, config = _nested(expression, base, head, head_config, nodes)
     elif expression.kind == "head" and not expression.name:
         if head is None or head_config is None:
             raise UserError(f"there is no head for {expression.text!r}; name its folder, head:outputs/NAME/head")
         found, config = head, head_config
     else:
-        found = _single(expression, base)
-        config = _sampled_alike(default_draft_config(found), head_config)
+        found = _nested(expression, base, *parts) if parts else _single(expression, base)
+        config = default_draft_config(found)
+        if head_config is not None and head_config.draft_sampling is not DraftSampling.TOP_K:
+            kind, sampler = head_config.draft_sampling, head_config.sampler
+            config = replace(config, draft_sampling=kind, sampler=sampler, confidence_threshold=0.0)
     return found, config if expression.tokens is None else config.at_most(expression.tokens)
 
 
 def _single(expression: Expression, base: BaseModel) -> Drafter:
     numbers, kind = expression.numbers, expression.kind
+    place = 1 if kind in ("early_exit", "budget") else 0
+    tokens = expression.tokens or (numbers[place] if len(numbers) > place else KINDS[kind][2])
     if kind == "head":
         return DraftHead.from_pretrained(expression.name, base)
-    place = 1 if kind in ("early_exit", "budget") else 0
-    tokens = expression.tokens or (numbers[place] if len(numbers) > place else DEFAULT_TOKENS[kind])
     if kind == "prompt_lookup":
         return PromptLookup(tokens)
     if kind == "suffix_memory":
@@ -230,50 +230,27 @@ def _single(expression: Expression, base: BaseModel) -> Drafter:
     return ModelDrafter(BaseModel.load(BaseConfig(name=expression.name), base.device), base, num_tokens=tokens)
 
 
+def _nested(
+    expression: Expression, base: BaseModel, first: tuple[Drafter, DraftConfig], second: tuple[Drafter, DraftConfig]
+) -> Drafter:
+    """The decoding of the first part, which the second one speeds up."""
+    (between, _), (inner, config), part = first, second, expression.parts[0]
+    if isinstance(between, BudgetDrafter):
+        return BudgetDrafter(
+            base, between.budget, part.name, num_tokens=between.depth, drafter=inner, draft_config=config
+        )
+    if not isinstance(between, ModelDrafter):
+        raise UserError(
+            f"in {expression.text!r} {part.text!r} is no model in between; give early_exit:LAYERS, budget:POSITIONS or "
+            "model:NAME"
+        )
+    return Nested(between.model, inner, num_tokens=between.depth, draft_config=config, target=base)
+
+
 def _bigrams(folder: str, base: BaseModel) -> Tensor:
     """The bigram table of a corpus of answers: a run's corpus folder, or its folder ``generations``."""
     answers = open_answers(Path(folder)).read(with_hidden_states=False)
     return bigram_table((a.input_ids[a.boundary - 1 :].tolist() for a in answers), base.vocab_size)
-
-
-def _nested(
-    expression: Expression, base: BaseModel, head: Drafter | None, head_config: DraftConfig | None, nodes: int | None
-) -> tuple[Drafter, DraftConfig]:
-    """Every part but the last is a model that the next one speeds up; a third part drafts for the second."""
-    first, *rest = expression.parts
-    if len(rest) == 1:
-        inner, inner_config = build_drafter(rest[0], base, head, None if head_config is None else head_config, nodes)
-    else:
-        inner, inner_config = _nested(replace(expression, parts=tuple(rest)), base, head, head_config, nodes)
-    if inner.reads_base:
-        raise UserError(
-            f"in {expression.text!r} {type(inner).__name__} reads the base's hidden states, so it cannot draft for a "
-            "model in between; let prompt lookup, a model or an early exit do it"
-        )
-    if first.kind == "budget":
-        tokens = first.tokens or DEFAULT_TOKENS["budget"]
-        over = BudgetDrafter(
-            base, first.numbers[0], first.name, num_tokens=tokens, drafter=inner, draft_config=inner_config
-        )
-        return over, _sampled_alike(default_draft_config(over), head_config)
-    if first.kind not in ("early_exit", "model"):
-        raise UserError(
-            f"in {expression.text!r} {first.text!r} is no model in between; give early_exit:LAYERS, "
-            "budget:POSITIONS or model:NAME"
-        )
-    between = _single(first, base)
-    assert isinstance(between, ModelDrafter)
-    found = Nested(between.model, inner, num_tokens=between.depth, draft_config=inner_config, target=base)
-    return found, _sampled_alike(default_draft_config(found), head_config)
-
-
-def _sampled_alike(config: DraftConfig, head_config: DraftConfig | None) -> DraftConfig:
-    """The others may draft as the head does."""
-    if head_config is None or head_config.draft_sampling is DraftSampling.TOP_K:
-        return config
-    return replace(
-        config, draft_sampling=head_config.draft_sampling, sampler=head_config.sampler, confidence_threshold=0.0
-    )
 
 
 def load_base_and_drafter(spec: str, config: BaseConfig) -> tuple[BaseModel, Drafter, DraftConfig]:

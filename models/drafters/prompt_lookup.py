@@ -44,7 +44,6 @@ class PromptLookup(Drafter[TokenBuffer]):
         num_tokens: int = 10,
         max_ngram: int | None = 3,
         matches: int = 1,
-        newest: bool = True,
         memory: int = 0,
         bigrams: Tensor | None = None,
     ) -> None:
@@ -53,8 +52,7 @@ class PromptLookup(Drafter[TokenBuffer]):
         Args:
             num_tokens: most drafts of a continuation.
             max_ngram: longest suffix to look for; shorter ones follow, down to one token (transformers: 2). None: any.
-            matches: continuations to draft, the longest matches first.
-            newest: among matches of one length prefer the last to the first. transformers takes the first.
+            matches: continuations to draft, the longest matches first, then the last (transformers: the first).
             memory: tokens of finished answers (with their prompts) to search too, the oldest dropped first.
             bigrams: [V] int64, the likeliest token after each, -1 where none is known (``bigram_table``).
         """
@@ -66,7 +64,7 @@ class PromptLookup(Drafter[TokenBuffer]):
         self.memory, self.bigrams = memory, bigrams
         self._answers: deque[list[int]] = deque()
         self._remembered = torch.zeros(1, 0, dtype=torch.int64)
-        self.max_ngram, self.matches, self.newest = max_ngram, matches, newest
+        self.max_ngram, self.matches = max_ngram, matches
         self._depth = num_tokens
         self.tree = TokenTree.from_paths(
             [(rank, *(0,) * below) for rank in range(matches) for below in range(num_tokens)]
@@ -161,8 +159,7 @@ class PromptLookup(Drafter[TokenBuffer]):
             if self.max_ngram is None and not (running & earlier).any():
                 break
         length.masked_fill_(~earlier, 0)
-        score = length * width + (place if self.newest else width - 1 - place)
-        best = score.topk(min(self.matches, width), 1).indices
+        best = (length * width + place).topk(min(self.matches, width), 1).indices
         return best, length.gather(1, best)
 
 

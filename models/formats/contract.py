@@ -7,7 +7,7 @@ know, so a misnamed one would stay at its initial value without a word.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,14 +26,8 @@ BASE_NAME = "base_model_name_or_path"
 """Config key by which engines find the base. All formats carry it; engines that do not know it ignore it."""
 
 
-@dataclass(frozen=True)
-class Unsupported:
-    """Something that a head does and a format cannot say."""
-
-    found: str
-    """``it reads ...``: with the head as the subject."""
-    instead: str
-    """Settings that avoid it."""
+Unsupported = Iterator[tuple[str, str]]
+"""What a head does that a format cannot say (``it reads ...``), each with the settings of a head without it."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +102,9 @@ class Format(ABC):
         """Without the known defects of published files, named as drafthead writes them; notes say what was changed."""
         return checkpoint
 
-    def unsupported(self, head: Any) -> list[Unsupported]:
+    def unsupported(self, head: Any) -> Unsupported:
         """Everything that the head does and the format cannot say."""
-        return []
+        yield from ()
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Any) -> None:  # noqa: B027
         """Refuse a checkpoint that, beside this base, would be another head than the one built from its config."""
@@ -149,7 +143,7 @@ class Format(ABC):
             self._refuse_class(head)
         found = [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]
         if found:
-            listed = "; ".join(f"{one.found} ({one.instead})" for one in found)
+            listed = "; ".join(f"{what} ({instead})" for what, instead in found)
             raise UserError(f"the format {self.name} cannot hold this head: {listed}")
         kind = str(dtype or next(head.parameters()).dtype).removeprefix("torch.")
         config = self.config(head) | {"torch_dtype": kind, BASE_NAME: base_name or published_name(head.base)}
@@ -217,32 +211,28 @@ class Format(ABC):
     def _refuse_class(self, head: DraftHead) -> None:
         from drafthead.models.formats import FORMATS
 
-        kind, own = type(head).__name__, _an(self.head.__name__)
         fitting = " or ".join(f"to={found.name}" for found in FORMATS.values() if isinstance(head, found.head))
-        if fitting:
-            raise UserError(f"the format {self.name} holds {own}; {_an(kind)} is exported {fitting}")
-        raise UserError(f"no published format holds {_an(kind)}, {self.name} holds {own}; use the head folder itself")
+        raise UserError(
+            f"the format {self.name} holds heads of the class {self.head.__name__}, this is a {type(head).__name__}: "
+            + (f"export it {fitting}" if fitting else "no published format holds it; use the head folder itself")
+        )
 
 
-def unsupported_adapter(head: DraftHead) -> list[Unsupported]:
+def unsupported_adapter(head: DraftHead) -> Unsupported:
     """A base with an adapter merged into it: its name, by which engines download it, would find another one."""
-    adapter = head.base.config.adapter
-    if adapter is None:
-        return []
-    instead = "publish the base as a whole model, which head.save_merged=true writes, and name it: base_name=user/repo"
-    what = f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load"
-    return [Unsupported(what, instead)]
+    if (adapter := head.base.config.adapter) is not None:
+        instead = "publish the base as a whole model, which head.save_merged=true writes, and name it: base_name=user/x"
+        yield f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load", instead
 
 
-def unsupported_vocabulary(head: DraftHead, instead: str = "") -> list[Unsupported]:
-    """A draft vocabulary where the format has none; ``instead``: ``to=...`` of another format that has one.
+def unsupported_vocabulary(head: DraftHead, instead: str = "") -> Unsupported:
+    """A draft vocabulary where the format has none; ``instead``: ``or to=...`` of another format that has one.
 
     Rows for the other ids would need values that nobody trained.
     """
-    if len(head.d2t) == head.base.vocab_size:
-        return []
-    what = f"it drafts over {len(head.d2t)} of {head.base.vocab_size} ids, and the format has no draft vocabulary"
-    return [Unsupported(what, " or ".join(filter(None, ["head.draft_vocab_size=null", instead])))]
+    if (ids := len(head.d2t)) != head.base.vocab_size:
+        what = f"it drafts over {ids} of {head.base.vocab_size} ids, and the format has no draft vocabulary"
+        yield what, f"head.draft_vocab_size=null{instead}"
 
 
 def is_the_bases(tensor: Tensor, own: Tensor) -> bool:
@@ -257,8 +247,3 @@ def published_name(base: BaseModel) -> str:
 
 def _some(names: list[str]) -> str:
     return f"[{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}]"
-
-
-def _an(name: str) -> str:
-    """A class's name with its article; MLP is spelt out."""
-    return f"{'an' if name[0] in 'AEIOU' or name.startswith('MLP') else 'a'} {name}"

@@ -108,21 +108,20 @@ class Eagle3Format(Format):
             },
         }
 
-    def unsupported(self, head: Eagle3Head) -> list[Unsupported]:
-        found, layers, count = [], list(head.spec.layers), head.base.num_layers
+    def unsupported(self, head: Eagle3Head) -> Unsupported:
+        layers, count = list(head.spec.layers), head.base.num_layers
         if not layers or sorted(set(layers)) != layers or layers[0] < 1 or layers[-1] >= count:
             # Engines join the states in the order of the layers, and count the last one's before or after the norm.
             what = f"it reads the layers {layers}, and engines join them in ascending order, of 1 to {count - 1}"
-            found.append(Unsupported(what, "head.layers=null"))
+            yield what, "head.layers=null"
         if head.config.qk_norm:
             what = "it norms queries and keys, and the layer of this format is Llama's, which does not"
-            found.append(Unsupported(what, "head.qk_norm=false"))
+            yield what, "head.qk_norm=false"
         if head.config.parallel:
-            found.append(Unsupported("it drafts all positions in one pass", "head.parallel=false head.num_layers=1"))
+            yield "it drafts all positions in one pass", "head.parallel=false head.num_layers=1"
         if head.lm_head is None and head.target_lm_head.softcap is not None:
             what = f"{head.base.name} caps its logits, and the format does not cap those of the base's output head"
-            found.append(Unsupported(what, "head.own_lm_head=true"))
-        return found
+            yield what, "head.own_lm_head=true"
 
     def engines_for(self, head: Eagle3Head) -> tuple[Engine, ...]:
         # An engine that ignores a key loads the head and drafts badly, without a word.

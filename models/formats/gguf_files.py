@@ -34,6 +34,21 @@ KINDS = {
 """Name -> type of the matrices and of the file, as ``gguf`` calls them. No Python library quantises to Q4_K."""
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
 """transformers' model type -> llama.cpp's architecture, of the bases that are written here."""
+SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "rope.dimension_count": "head_dim",
+    "rope.freq_base": "rope_theta",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
+"""Keys of a file, after its architecture -> of a Llama config."""
 CONVERTER = "python convert_hf_to_gguf.py FOLDER --outfile base.gguf (llama.cpp's own)"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -66,18 +81,9 @@ class GgufFile:
 
     def add_sizes(self, config: dict[str, Any]) -> None:
         """The sizes, epsilon and rotation of a Llama config, of a base or of a head's own layer."""
-        writer = self.writer
-        writer.add_block_count(config["num_hidden_layers"])
-        writer.add_context_length(config["max_position_embeddings"])
-        writer.add_embedding_length(config["hidden_size"])
-        writer.add_feed_forward_length(config["intermediate_size"])
-        writer.add_head_count(config["num_attention_heads"])
-        writer.add_head_count_kv(config["num_key_value_heads"])
-        for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
-            add(config["head_dim"])
-        writer.add_rope_freq_base(config["rope_theta"])
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-        writer.add_vocab_size(config["vocab_size"])
+        for key, name in SIZES.items():
+            add = self.writer.add_float32 if name in ("rope_theta", "rms_norm_eps") else self.writer.add_uint32
+            add(f"{self.writer.arch}.{key}", config[name])
         if (factors := rope_factors(config)) is not None:
             self.add("rope_freqs.weight", factors)
 

@@ -21,7 +21,7 @@ from drafthead.data.utils.files import require_space
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.contract import BASE_NAME, Engine, Unsupported
 from drafthead.models.formats.eagle3 import LAYER_IDS, Eagle3Format
-from drafthead.models.formats.gguf_files import GgufFile, read_gguf, to_halves, to_pairs
+from drafthead.models.formats.gguf_files import SIZES, GgufFile, read_gguf, to_halves, to_pairs
 from drafthead.models.heads.eagle3 import Eagle3Head
 
 FILE = "head.gguf"
@@ -63,20 +63,18 @@ class GgufFormat(Eagle3Format):
     weights_file = FILE
     engines = (LLAMACPP, Engine("vLLM", "no, it reads to=eagle3"), Engine("SGLang", "no, it reads to=eagle3"))
 
-    def unsupported(self, head: Eagle3Head) -> list[Unsupported]:
-        found = super().unsupported(head)
+    def unsupported(self, head: Eagle3Head) -> Unsupported:
+        yield from super().unsupported(head)
         if head.config.norm_output:
             what = "its steps read the normed output, and llama.cpp feeds the state before the norm on, without a word"
-            found.append(Unsupported(what, "head.norm_output=false"))
+            yield what, "head.norm_output=false"
         if head.config.fc_norm:
-            found.append(Unsupported("it norms every layer's state, and llama.cpp does not", "head.fc_norm=false"))
+            yield "it norms every layer's state, and llama.cpp does not", "head.fc_norm=false"
         if len(head.spec.layers) != 3:
-            what = f"it reads {len(head.spec.layers)} layers, and llama.cpp reads exactly 3"
-            found.append(Unsupported(what, "head.layers=null"))
+            yield f"it reads {len(head.spec.layers)} layers, and llama.cpp reads exactly 3", "head.layers=null"
         if (kind := head.base.model.config.model_type) not in RECORDED:
             what = f"llama.cpp's graph of {kind} does not keep what goes into a layer, and aborts"
-            found.append(Unsupported(what, f"another base: one of type {', '.join(RECORDED)}"))
-        return found
+            yield what, f"another base: one of type {', '.join(RECORDED)}"
 
     def engines_for(self, head: Eagle3Head) -> tuple[Engine, ...]:
         return self.engines
@@ -112,22 +110,11 @@ class GgufFormat(Eagle3Format):
         own = {name: found[theirs] for name, theirs in NAMES.items() if theirs in found}
         own["d2t"] = found["d2t"] - torch.arange(len(found["d2t"]))
         get = {name.removeprefix("eagle3."): value for name, value in keys.items()}
-        layers = list(get["target_layers"])
         config: dict[str, Any] = {
-            "num_hidden_layers": get["block_count"],
-            "hidden_size": get["embedding_length"],
-            "intermediate_size": get["feed_forward_length"],
-            "num_attention_heads": get["attention.head_count"],
-            "num_key_value_heads": get["attention.head_count_kv"],
-            "head_dim": get["attention.key_length"],
-            "rms_norm_eps": get["attention.layer_norm_rms_epsilon"],
-            "rope_theta": get["rope.freq_base"],
-            "vocab_size": get["vocab_size"],
+            **{name: get[key] for key, name in SIZES.items()},
+            **{key: get[key] for key in ("target_hidden_size", "norm_before_fc", "norm_before_residual")},
             "draft_vocab_size": len(own["d2t"]),
-            "target_hidden_size": get["target_hidden_size"],
-            "norm_before_fc": get["norm_before_fc"],
-            "norm_before_residual": get["norm_before_residual"],
-            LAYER_IDS: layers,
+            LAYER_IDS: list(get["target_layers"]),
             **{name: keys[key] for key, name in OWN_KEYS.items() if key in keys},
         }
         tensors = {name: _rotated(name, tensor, config, to_halves) for name, tensor in own.items()}

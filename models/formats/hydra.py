@@ -44,15 +44,13 @@ class HydraFormat(Format):
     sizes = {}
     other_keys = frozenset({"hydra_head_arch", "grounded_heads"})
 
-    def unsupported(self, head: HydraHead) -> list[Unsupported]:
-        found = unsupported_vocabulary(head)
+    def unsupported(self, head: HydraHead) -> Unsupported:
+        yield from unsupported_vocabulary(head)
         if head.config.unit_embeddings:
-            what = "it reads embeddings of unit length, and the format reads them as they are"
-            found.append(Unsupported(what, "head.unit_embeddings=false"))
+            yield "it reads embeddings of unit length, the format as they are", "head.unit_embeddings=false"
         if head.target_lm_head.scale != 1.0 or head.target_lm_head.softcap is not None:
             what = f"{head.base.name} scales or caps its logits, and the format does not"
-            found.append(Unsupported(what, "another base; no setting avoids it"))
-        return found
+            yield what, "another base; no setting avoids it"
 
     def tensors(self, head: HydraHead) -> dict[str, Tensor]:
         prefixed, width = head.config.prefix_layer, head.base.hidden_size

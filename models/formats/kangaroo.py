@@ -30,7 +30,7 @@ class KangarooFormat(Format):
     optional = {"num_tokens": "num_draft_tokens", "threshold": "confidence_threshold"}
     other_keys = LAYER_KEYS
 
-    def unsupported(self, head: KangarooHead) -> list[Unsupported]:
+    def unsupported(self, head: KangarooHead) -> Unsupported:
         return unsupported_vocabulary(head)
 
     def tensors(self, head: KangarooHead) -> dict[str, Tensor]:

@@ -54,8 +54,10 @@ class MedusaFormat(Format):
     sizes: ClassVar[Mapping[str, str]] = {}
     block_name, output_name = "{k}.{j}.linear", "{k}.{layers}.weight"
 
-    def unsupported(self, head: MedusaHead) -> list[Unsupported]:
-        return unsupported_last_token(head) + unsupported_vocabulary(head, "to=vllm_medusa") + _scaled_logits(head)
+    def unsupported(self, head: MedusaHead) -> Unsupported:
+        yield from unsupported_last_token(head)
+        yield from unsupported_vocabulary(head, " or to=vllm_medusa")
+        yield from _scaled_logits(head)
 
     def tensors(self, head: MedusaHead) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -102,8 +104,8 @@ class MedusaFormat(Format):
         return {**found, "own_lm_head": own, "tie_blocks": tied(checkpoint.tensors, blocks)}
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: MedusaHead) -> None:
-        for one in _scaled_logits(head):
-            raise UserError(f"{checkpoint.source}: {one.found}; name the base that it was trained for")
+        for what, _ in _scaled_logits(head):
+            raise UserError(f"{checkpoint.source}: {what}; name the base that it was trained for")
 
 
 class TgiMedusaFormat(MedusaFormat):
@@ -121,13 +123,11 @@ class TgiMedusaFormat(MedusaFormat):
     )
     other_keys = frozenset({"architectures"})
 
-    def unsupported(self, head: MedusaHead) -> list[Unsupported]:
-        found = super().unsupported(head)
-        if not head.config.own_lm_head and head.config.num_layers != 1:
-            layers = head.config.num_layers
+    def unsupported(self, head: MedusaHead) -> Unsupported:
+        yield from super().unsupported(head)
+        if not head.config.own_lm_head and (layers := head.config.num_layers) != 1:
             what = f"it has {layers} blocks a head and the base's output head, with which TGI has exactly 1 block"
-            found.append(Unsupported(what, "head.own_lm_head=true or head.num_layers=1"))
-        return found
+            yield what, "head.own_lm_head=true or head.num_layers=1"
 
     def matches(self, config: dict[str, Any]) -> bool:
         return False
@@ -164,15 +164,13 @@ class VllmMedusaFormat(MedusaFormat):
     block_name, output_name = "blocks.{k}.layers.{j}", "lm_heads.{k}.weight"
     other_keys = frozenset({"model_type", "truncated_vocab_size", "medusa_fc_bias", "original_lm_head", "logit_scale"})
 
-    def unsupported(self, head: MedusaHead) -> list[Unsupported]:
-        found = unsupported_last_token(head)
+    def unsupported(self, head: MedusaHead) -> Unsupported:
+        yield from unsupported_last_token(head)
         if (ids := len(head.d2t)) != head.base.vocab_size:
             what = f"it drafts over {ids} of {head.base.vocab_size} ids, and vLLM {VLLM} does not load a token_map"
-            found.append(Unsupported(what, "vocabulary=full" if can_widen(head) else "head.draft_vocab_size=null"))
+            yield what, "vocabulary=full" if can_widen(head) else "head.draft_vocab_size=null"
         if head.target_lm_head.softcap is not None:
-            what = f"{head.base.name} caps its logits, and the format does not"
-            found.append(Unsupported(what, "another base; no setting avoids it"))
-        return found
+            yield f"{head.base.name} caps its logits, and the format does not", "another base; no setting avoids it"
 
     def fitted(self, head: MedusaHead) -> MedusaHead:
         """Over the full vocabulary, where the base's output head is used anyway."""
@@ -278,17 +276,15 @@ def _equal(tensors: Mapping[str, Tensor], one: str, other: str) -> bool:
     return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
 
-def unsupported_last_token(head: MedusaHead) -> list[Unsupported]:
+def unsupported_last_token(head: MedusaHead) -> Unsupported:
     """Heads that read more than the base's hidden state, which no Medusa format has."""
-    if not head.config.reads_last_token:
-        return []
-    what = "its heads read the last token's embedding, and those of the format do not"
-    return [Unsupported(what, "head.reads_last_token=false")]
+    if head.config.reads_last_token:
+        what = "its heads read the last token's embedding, and those of the format do not"
+        yield what, "head.reads_last_token=false"
 
 
-def _scaled_logits(head: MedusaHead) -> list[Unsupported]:
+def _scaled_logits(head: MedusaHead) -> Unsupported:
     base = head.target_lm_head
-    if not head.config.own_lm_head or (base.scale == 1.0 and base.softcap is None):
-        return []
-    what = f"{head.base.name} scales or caps its logits, and the format does not those of a head's own output layer"
-    return [Unsupported(what, "head.own_lm_head=false")]
+    if head.config.own_lm_head and (base.scale != 1.0 or base.softcap is not None):
+        what = f"{head.base.name} scales or caps its logits, and the format does not those of a head's own output layer"
+        yield what, "head.own_lm_head=false"

@@ -47,17 +47,14 @@ class MLPSpeculatorFormat(Format):
     sizes = {"emb_dim": "hidden_size", "vocab_size": "vocab_size"}
     other_keys = frozenset({"model_type", "architectures", "top_k_tokens_per_head"})
 
-    def unsupported(self, head: MLPSpeculatorHead) -> list[Unsupported]:
-        settings, found = head.config, []
-        if settings.cell != "rnn":
-            found.append(Unsupported("it has LSTM cells, and the format IBM's own", "head.cell=rnn"))
-        for own, what in (
-            ("own_embedding", "reads the base's embedding"),
-            ("own_lm_head", "uses the base's output head"),
-        ):
-            if not getattr(settings, own):
-                found.append(Unsupported(f"it {what}, and the format has one of its own", f"head.{own}=true"))
-        return found + unsupported_vocabulary(head)
+    def unsupported(self, head: MLPSpeculatorHead) -> Unsupported:
+        if head.config.cell != "rnn":
+            yield "it has LSTM cells, and the format IBM's own", "head.cell=rnn"
+        if not head.config.own_embedding:
+            yield "it reads the base's embedding, and the format has one of its own", "head.own_embedding=true"
+        if not head.config.own_lm_head:
+            yield "it uses the base's output head, and the format has one of its own", "head.own_lm_head=true"
+        yield from unsupported_vocabulary(head)
 
     def tensors(self, head: MLPSpeculatorHead) -> dict[str, Tensor]:
         cells = {f"{PREFIX}{name}": parameter for name, parameter in head.cells.named_parameters()}

@@ -173,7 +173,7 @@ def formats(head: DraftHead) -> tuple[list[tuple[str, str, str]], bool]:
     for found in FORMATS.values():
         if isinstance(head, found.head):
             current = [f"{engine.name} ({engine.support})" for engine in found.engines_for(head) if engine.current]
-            reasons = "; ".join(one.found for one in [*found.unsupported(head), *unsupported_adapter(head)])
+            reasons = "; ".join(what for what, _ in [*found.unsupported(head), *unsupported_adapter(head)])
             engines = "; ".join(current).replace("|", "\\|") or "none"
             rows.append((f"`{found.name}`", engines, f"no: {reasons}" if reasons else "yes"))
             is_loaded = is_loaded or (bool(current) and not reasons)

@@ -250,7 +250,7 @@ def test_a_cache_with_more_room_stays_static(bases: tuple[BaseModel, BaseModel])
     grown, wanted = base.new_cache(len(PROMPT)), base.new_cache(40)
     for cache in (grown, wanted):
         base.forward(tokens, cache)
-    grown = grown.resize(base.cache_shape, 40)
+    grown = grown.resize(40)
     assert isinstance(grown, StaticKVCache) and isinstance(wanted, StaticKVCache)
     assert grown.capacity == 40 and grown.length == len(PROMPT)
     torch.testing.assert_close(base.forward(tokens, grown).final, base.forward(tokens, wanted).final)

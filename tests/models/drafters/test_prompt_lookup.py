@@ -41,22 +41,22 @@ def paths(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
     return set(found.values()) - {()}
 
 
-def by_loop(text: list[int], num_tokens: int, max_ngram: int | None, newest: bool) -> tuple[int, ...]:
-    """transformers' search: longest n-gram first, first occurrence first."""
+def by_loop(text: list[int], num_tokens: int, max_ngram: int | None) -> tuple[int, ...]:
+    """The longest n-gram first, its last occurrence first."""
     for size in range(min(max_ngram or len(text), len(text) - 1), 0, -1):
         starts = [s for s in range(len(text) - size) if text[s : s + size] == text[-size:]]
         if starts:
-            start = (starts[-1] if newest else starts[0]) + size
+            start = starts[-1] + size
             return tuple(text[start : start + num_tokens])
     return ()
 
 
 @settings(max_examples=60, deadline=None)
-@given(texts=TEXTS, max_ngram=st.none() | st.integers(1, 4), newest=st.booleans())
-def test_equals_a_loop_over_the_text(texts: list[list[int]], max_ngram: int | None, newest: bool) -> None:
-    proposal = draft(PromptLookup(4, max_ngram, newest=newest), texts)
+@given(texts=TEXTS, max_ngram=st.none() | st.integers(1, 4))
+def test_equals_a_loop_over_the_text(texts: list[list[int]], max_ngram: int | None) -> None:
+    proposal = draft(PromptLookup(4, max_ngram), texts)
     for row, text in enumerate(texts):
-        chain = by_loop(text, 4, max_ngram, newest)
+        chain = by_loop(text, 4, max_ngram)
         assert paths(proposal, row) == {chain[: n + 1] for n in range(len(chain))}
 
 
@@ -70,8 +70,8 @@ def test_several_matches_share_their_prefix() -> None:
 def test_no_more_nodes_than_planned() -> None:
     """The cache has room for the plan's nodes only; the best match comes first."""
     text = [1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2]
-    proposal = draft(PromptLookup(2, 2, matches=2, newest=False), [text], DraftConfig(tree=TokenTree.chain(2)))
-    assert paths(proposal, 0) == {(3,), (3, 4)} and proposal.tokens.shape == (1, 3)
+    proposal = draft(PromptLookup(2, 2, matches=2), [text], DraftConfig(tree=TokenTree.chain(2)))
+    assert paths(proposal, 0) == {(3,), (3, 5)} and proposal.tokens.shape == (1, 3)
     assert draft(PromptLookup(), [[1, 2, 3]]).tokens.tolist() == [[3]]
 
 
@@ -98,7 +98,7 @@ def test_searches_the_latest_answers_too(
     before = [token for number, answer in enumerate(kept) for token in (*answer, 10 + number)]
     proposal = draft(drafter, texts)
     for row, text in enumerate(texts):
-        chain = by_loop([*before, *text], 4, max_ngram, newest=True)
+        chain = by_loop([*before, *text], 4, max_ngram)
         chain = tuple(chain[: next((n for n, token in enumerate(chain) if token >= 10), len(chain))])
         longer = {chain[: n + 1] for n in range(len(chain))}
         assert paths(proposal, row) == longer
