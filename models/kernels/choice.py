@@ -1,10 +1,10 @@
-"""Which kernel multiplies one, two, four and eight rows fastest on this CPU, and whether bfloat16 is faster.
+"""Which kernel multiplies one, two, four and eight rows fastest on this CPU, and whether fewer bits are faster.
 
 All is measured at load and kept for later loads.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -17,12 +17,14 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import exclusive, read_checksummed_json, write_checksummed_json
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.models.kernels.linear import (
+    DRAFT_DTYPES,
     MEASURED_ROWS,
     Kernel,
     KernelTable,
     PrepackedLinear,
     can_prepack,
     packs_bfloat16,
+    packs_int8,
 )
 
 WORTH_MEASURING = 2**23
@@ -32,8 +34,8 @@ MARGIN = 0.97
 """Another kernel than the default must be faster by this factor: what is within noise should not change."""
 READ_ROWS, DRAFT_ROWS = 256, 4
 """Rows of products that may be in bfloat16: hidden states to train on, and drafting."""
-BFLOAT16_MARGIN = 0.8
-"""bfloat16 products must take at most this share of float32's time: they round by about a percent."""
+ROUNDING_MARGIN = 0.8
+"""Products that round by about a percent must take at most this share of the time of the others."""
 Pass = Callable[[int], object]
 """A pass of the base over so many rows."""
 
@@ -57,30 +59,32 @@ def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: obje
             if found is None:
                 found = _found(table, module, run)
                 kernels = {str(n): kernel.value for n, kernel in found[0].items()}
-                write_checksummed_json(path, {**kernels, "bfloat16_reads": found[1], "bfloat16_drafts": found[2]})
+                drafts_in = next((name for name, dtype in DRAFT_DTYPES.items() if dtype == found[2]), None)
+                write_checksummed_json(path, {**kernels, "bfloat16_reads": found[1], "drafts_in": drafts_in})
     except OSError:  # nowhere to keep it
         found = _found(table, module, run)
-    table.by_rows, table.bfloat16_reads, table.bfloat16_drafts = found
+    table.by_rows, table.bfloat16_reads, table.drafts_in = found
     if Kernel.PLAIN not in table.by_rows.values():
         for layer in module.modules():
             if isinstance(layer, PrepackedLinear):
                 layer.drop_plain()
 
 
-Found = tuple[dict[int, Kernel], bool, bool]
-"""A kernel for each number of rows; whether bfloat16 is faster for reading, and for drafting."""
+Found = tuple[dict[int, Kernel], bool, torch.dtype | None]
+"""A kernel for each number of rows; whether bfloat16 is faster for reading; what to draft in, None for float32."""
 
 
 def _found(table: KernelTable, module: nn.Module, run: Pass) -> Found:
-    by_rows = _measure(table, run)
-    return by_rows, _faster_in_bfloat16(module, READ_ROWS), _faster_in_bfloat16(module, DRAFT_ROWS)
+    reads = _fastest(module, READ_ROWS, [torch.bfloat16]) == torch.bfloat16
+    return _measure(table, run), reads, _fastest(module, DRAFT_ROWS, DRAFT_DTYPES.values())
 
 
 def _kept(path: Path) -> Found | None:
     try:
         found = read_checksummed_json(path)
         kernels = {n: Kernel(found[str(n)]) for n in MEASURED_ROWS}
-        return kernels, bool(found["bfloat16_reads"]), bool(found["bfloat16_drafts"])
+        drafts_in = found["drafts_in"]
+        return kernels, bool(found["bfloat16_reads"]), None if drafts_in is None else DRAFT_DTYPES[drafts_in]
     except (OSError, UserError, KeyError, ValueError, TypeError):
         return None  # measured again
 
@@ -108,20 +112,27 @@ def _measure(table: KernelTable, run: Pass) -> dict[int, Kernel]:
     return {rows: fastest(rows) for rows in MEASURED_ROWS}
 
 
-def _faster_in_bfloat16(module: nn.Module, rows: int) -> bool:
+def _fastest(module: nn.Module, rows: int, dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """Which of ``dtypes``, in order, is faster than float32 and those before it; by the largest layer. None: none."""
     layer = max(
         (layer for layer in module.modules() if isinstance(layer, PrepackedLinear)),
         key=lambda layer: min(layer.in_features, layer.out_features),
         default=None,
     )
-    if layer is None or not packs_bfloat16():
-        return False
-    times: dict[bool, list[float]] = {False: [], True: []}
-    x, rounded = torch.randn(rows, layer.in_features), layer.inference(torch.bfloat16)
+    if layer is None:
+        return None
+    possible = {None: True, torch.bfloat16: packs_bfloat16(), torch.int8: packs_int8()}
+    kernels = {dtype: layer.inference(dtype) for dtype in (None, *dtypes) if possible[dtype]}
+    times: dict[torch.dtype | None, list[float]] = {dtype: [] for dtype in kernels}
+    x = torch.randn(rows, layer.in_features)
     with torch.inference_mode():
         for _ in range(4 * REPEATS):
-            for in_bfloat16, kernel in ((False, layer), (True, rounded)):
+            for dtype, kernel in kernels.items():
                 started = perf_counter()
                 kernel(x)
-                times[in_bfloat16].append(perf_counter() - started)
-    return median(times[True]) < BFLOAT16_MARGIN * median(times[False])
+                times[dtype].append(perf_counter() - started)
+    best: torch.dtype | None = None
+    for dtype, seconds in times.items():
+        if median(seconds) < ROUNDING_MARGIN * median(times[best]):
+            best = dtype
+    return best

@@ -9,6 +9,7 @@ base measures it at load (``choice.py``).
 import ctypes
 import mmap
 import sys
+import warnings
 from collections.abc import Callable
 from copy import copy
 from enum import StrEnum
@@ -46,6 +47,10 @@ HUGE_PAGE = 2**21
 """Bytes of a huge page."""
 MADV_COLLAPSE = 25
 """Linux 6.1's advice to gather pages into huge ones now; the mmap module does not name it."""
+INT8_ROWS = 16
+"""Most rows of a pass that are multiplied in 8 bits."""
+DRAFT_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
+"""What copies of a head's weights may be in, by name."""
 
 
 class Kernel(StrEnum):
@@ -70,12 +75,12 @@ class KernelTable:
         self.by_rows: dict[int, Kernel] = {n: Kernel.PADDED if n <= 2 else Kernel.PACKED for n in MEASURED_ROWS}
         self.bfloat16_reads = False
         """Whether hidden states to train on, which need not be exact, are computed by bfloat16 products."""
-        self.bfloat16_drafts = False
-        """Whether heads draft with bfloat16 copies of their weights (``head.draft_dtype=auto``)."""
+        self.drafts_in: torch.dtype | None = None
+        """Of the copies of their weights that heads draft with (``head.draft_dtype=auto``); None: no copies."""
 
     def __str__(self) -> str:
         reads = "; hidden states to train on by bfloat16 products" if self.bfloat16_reads else ""
-        drafts = "; bfloat16 copies of heads to draft with" if self.bfloat16_drafts else ""
+        drafts = f"; {str(self.drafts_in)[6:]} copies of heads to draft with" if self.drafts_in else ""
         return ", ".join(f"{n} {kernel.value}" for n, kernel in self.by_rows.items()) + reads + drafts
 
     def kernel(self, rows: int) -> Kernel:
@@ -138,12 +143,12 @@ class PrepackedLinear(nn.Module):
         missing = kernel is Kernel.PLAIN and self._weight is None
         return Kernel.PACKED if missing or (kernel is Kernel.PADDED and not self._pads) else kernel
 
-    def inference(self, dtype: torch.dtype | None) -> "PrepackedLinear":
+    def inference(self, dtype: torch.dtype | None) -> nn.Module:
         """The layer computed in ``dtype``."""
         if dtype in (None, self._dtype):
             return self
         weight = self._packed.to_dense() if self._weight is None else self._weight
-        return PrepackedLinear(weight, self._bias, dtype)
+        return inference_linear(weight, self._bias, dtype)
 
     def drop_plain(self) -> None:
         """Release the weight as it was loaded."""
@@ -177,6 +182,34 @@ def can_prepack(weight: Tensor) -> bool:
     )
 
 
+class Int8Linear(nn.Module):
+    """Inference-only CPU linear layer with weights in 8 bits, for drafts alone: it rounds by about a percent.
+
+    Weights have a scale for every output, inputs one for a pass. Rows of one pass may differ in size by orders of
+    magnitude where there are many of them (a prompt's first token), so more than ``INT8_ROWS`` are computed in 16 bits.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        scale = weight.detach().abs().amax(1).clamp(min=1e-12).double() / 127
+        with warnings.catch_warnings():  # torch says that this way to make 8 bits will be another one
+            warnings.simplefilter("ignore")
+            zeros = torch.zeros_like(scale, dtype=torch.int64)
+            rounded = torch.quantize_per_channel(weight.detach(), scale, zeros, 0, torch.qint8)
+            self._packed = torch.ops.quantized.linear_prepack(rounded, None if bias is None else bias.detach())
+        self._of_many = inference_linear(weight, bias, torch.bfloat16 if packs_bfloat16() else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out], in the dtype of ``x``."""
+        if x.numel() > INT8_ROWS * x.shape[-1]:
+            found: Tensor = self._of_many(x)
+            return found
+        # Inputs in 7 bits: sums of products of 8 bits overflow on CPUs without VNNI.
+        rows = x.float().reshape(-1, x.shape[-1])
+        product: Tensor = torch.ops.quantized.linear_dynamic(rows, self._packed, True)
+        return product.view(*x.shape[:-1], -1).to(x.dtype)
+
+
 class PlainLinear(nn.Module):
     """Inference-only ``F.linear``, computed in the dtype of its weight."""
 
@@ -194,8 +227,11 @@ def inference_linear(
 ) -> nn.Module:
     """A layer with this weight ([out, in]), packed for few rows where that is possible; it gets no gradient.
 
-    ``dtype``: to compute in; by default the weight's own. ``table``: which kernel for how many rows.
+    ``dtype``: to compute in; by default the weight's own, and in place of int8 where that is not possible. ``table``:
+    which kernel for how many rows.
     """
+    if dtype == torch.int8:
+        return Int8Linear(weight, bias) if can_prepack(weight) and packs_int8() else inference_linear(weight, bias)
     dtype = dtype or weight.dtype
     if can_prepack(weight) and (dtype == torch.float32 or packs_bfloat16()):
         return PrepackedLinear(weight, bias, dtype, table)
@@ -210,6 +246,11 @@ def packs_bfloat16() -> bool:
 def reads_in(layer: nn.Module) -> torch.dtype:
     """The dtype to give a linear layer or its inference form, which has no weight of its own and takes float32."""
     return layer.weight.dtype if isinstance(layer, nn.Linear) else torch.float32
+
+
+def packs_int8() -> bool:
+    """Whether this torch multiplies in 8 bits on this CPU."""
+    return hasattr(torch, "quantize_per_channel") and torch.backends.quantized.engine != "none"
 
 
 def joined_linear(

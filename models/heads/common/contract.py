@@ -45,7 +45,7 @@ from drafthead.models.heads.common.files import (
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.common.size import HeadSize, head_size
 from drafthead.models.heads.common.trains_base import TrainsBase
-from drafthead.models.kernels.linear import InferenceWeights, inference_copy
+from drafthead.models.kernels.linear import DRAFT_DTYPES, InferenceWeights, inference_copy
 from drafthead.models.token_tree import TokenTree
 
 PACKAGE = "drafthead.models.heads"
@@ -60,13 +60,13 @@ class DraftHeadConfig(ABC):
     draft_vocab_size: int | None = None
     """Ids the head can draft: the most frequent ones of the generated corpus; None drafts over the whole vocabulary."""
     draft_dtype: str | None = "auto"
-    """``bfloat16``: draft with copies of the weights in it, which are read in half the time. Verification does not see
-    them, so exact rules stay exact; drafts near a tie may differ. ``auto``: where that was measured to be faster when
-    the base was loaded. null: as trained, in float32."""
+    """``bfloat16`` or ``int8``: draft with copies of the weights in it, which are read in a half or a quarter of the
+    time. Verification does not see them, so exact rules stay exact; drafts near a tie may differ. ``auto``: what was
+    measured to be faster when the base was loaded. null: as trained, in float32."""
 
     def __post_init__(self) -> None:
         check_limits(self, "head.", num_draft_tokens="[1, 16]", draft_vocab_size="[16, inf)")
-        check_limits(self, "head.", draft_dtype=("auto", "bfloat16"))
+        check_limits(self, "head.", draft_dtype=("auto", *DRAFT_DTYPES))
 
     @property
     def head_type(self) -> str:
@@ -80,8 +80,9 @@ class DraftHeadConfig(ABC):
 
     def inference_dtype(self, base: BaseModel) -> torch.dtype | None:
         """Of the weights that it drafts with beside ``base``; None: as they are."""
-        faster = base.kernels is not None and base.kernels.bfloat16_drafts
-        return torch.bfloat16 if self.draft_dtype == "bfloat16" or (self.draft_dtype == "auto" and faster) else None
+        if self.draft_dtype == "auto":
+            return None if base.kernels is None else base.kernels.drafts_in
+        return None if self.draft_dtype is None else DRAFT_DTYPES[self.draft_dtype]
 
     @property
     def trained_positions(self) -> int:

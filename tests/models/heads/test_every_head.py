@@ -26,7 +26,7 @@ from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.medusa2 import Medusa2Config
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
-from drafthead.models.kernels.linear import KernelTable, PlainLinear, inference_linear
+from drafthead.models.kernels.linear import DRAFT_DTYPES, KernelTable, PlainLinear, inference_linear
 from drafthead.models.token_tree import TokenTree
 from support import (
     TinyBase,
@@ -140,7 +140,7 @@ def test_activations_are_an_upper_estimate_of_what_autograd_keeps(tiny_base: Tin
     [
         *((kind, {"num_draft_tokens": 0}, r"head.num_draft_tokens must be in \[1, \d+\], got 0") for kind in HEADS),
         *((kind, {"draft_vocab_size": 3}, "head.draft_vocab_size must be at least 16") for kind in HEADS),
-        ("medusa", {"draft_dtype": "float16"}, "draft_dtype must be auto, bfloat16 or null, got 'float16'"),
+        ("medusa", {"draft_dtype": "float16"}, "draft_dtype must be auto, bfloat16, int8 or null, got 'float16'"),
         ("medusa", {"num_layers": 99}, r"head.num_layers must be in \[1, 8\], got 99"),
         ("hydra", {"num_layers": 9}, r"head.num_layers must be in \[1, 8\], got 9"),
         ("hydra", {"dropout": 1.0}, r"head.dropout must be in \[0, 1\), got 1.0"),
@@ -303,22 +303,25 @@ def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, kind:
         assert [s.accepted for s in alone.steps][:-1] == [s.accepted for s in both[0].steps][:-1], name
 
 
+@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.02), ("int8", 0.1)])
 @every_head
-def test_bfloat16_drafts_are_rounded_and_nothing_else(tiny_base: TinyBase, tmp_path: Path, kind: str) -> None:
+def test_copies_to_draft_with_are_rounded_and_nothing_else(
+    tiny_base: TinyBase, tmp_path: Path, kind: str, dtype: str, error: float
+) -> None:
     """Other bits in the drafts, the same text, the weights as they were trained; and the setting is saved."""
     base = tiny_base()
     full = randomised(HEADS[kind].build(base)).eval()
-    rounded = replace(HEADS[kind], draft_dtype="bfloat16").build(base).eval()
+    rounded = replace(HEADS[kind], draft_dtype=dtype).build(base).eval()
     rounded.load_state_dict(full.state_dict())
     wanted, found = first_logits(full), first_logits(rounded)
     assert all(p.dtype == torch.float32 for p in rounded.parameters()) and found.dtype == torch.float32
     assert "medusa_last" == kind or not torch.equal(found, wanted)
-    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))
+    torch.testing.assert_close(found, wanted, rtol=error, atol=error * float(wanted.abs().max()))
     plain = decode(base, None, PROMPTS[0], max_new_tokens=20).tokens
     rounded.save_pretrained(tmp_path)
     loaded = DraftHead.from_pretrained(tmp_path, base)
     assert decode(base, loaded, PROMPTS[0], max_new_tokens=20, draft_config=PLANS["tree"]).tokens == plain
-    assert loaded.config.inference_dtype(base) == torch.bfloat16
+    assert loaded.config.inference_dtype(base) == DRAFT_DTYPES[dtype]
 
 
 def test_copies_to_draft_with_are_made_where_that_was_measured_to_be_faster(
@@ -328,8 +331,8 @@ def test_copies_to_draft_with_are_made_where_that_was_measured_to_be_faster(
     assert config.draft_dtype == "auto" and config.inference_dtype(base) is None
     monkeypatch.setattr(base, "kernels", table := KernelTable())
     assert config.inference_dtype(base) is None
-    table.bfloat16_drafts = True
-    assert config.inference_dtype(base) == torch.bfloat16
+    table.drafts_in = torch.int8
+    assert config.inference_dtype(base) == torch.int8
     assert replace(config, draft_dtype=None).inference_dtype(base) is None
 
 
