@@ -399,7 +399,7 @@ class RunConfig:
     loss_spikes: LossSpikeConfig = field(default_factory=LossSpikeConfig)
     """Which updates are skipped, and how many of them end the run."""
     heartbeat_timeout_s: float = 120.0
-    """Of several processes, one without a sign of life for this long counts as dead, and the others end."""
+    """Of several processes, one without a heartbeat for this long counts as dead, and the others end."""
     log_every: int = 20
     """Optimiser steps between two console lines."""
     validate_every: int = 200

@@ -32,7 +32,7 @@ drafthead adapt head=outputs/hydra_smollm2/head suite=my.jsonl interval=8 object
 
 Every interval answers the head takes an optimiser step on the positions where its drafts were rejected; the base's
 distribution there is known from decoding. The answers are the base's own: the rule is exact, and weights change between
-answers only. A stream that was killed goes on after its last update. out/head is the adapted head, out/answers.jsonl
+answers only. A stream that was killed resumes after its last update. out/head is the adapted head, out/answers.jsonl
 one line an answer, out/stream.png the mean accepted length along the stream, beside that of the head as it was (which
 is simulated on the same answers; greedy decoding only).
 """

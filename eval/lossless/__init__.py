@@ -1,1 +1,1 @@
-"""Is the output distribution the base's? The certificate, equality of answers, the check of an export."""
+"""Is the output distribution the base's? The enumeration of outcomes, equality of answers, the check of an export."""

@@ -112,7 +112,7 @@ def check_lossless(only: str = "", progress: Callable[[int, int], None] | None =
     every: list[Case | Refusal | Counterexample] = [*cases(), *refusals(), *counterexamples()]
     chosen = [(n, case) for n, case in enumerate(every) if any(only in label for label in labels(case).values())]
     if not chosen:
-        raise UserError(f"no row of the certificate has {only!r}; run drafthead certify to see them all")
+        raise UserError(f"no enumerated case has {only!r}; run drafthead certify to see them all")
     rows = []
     for done, (number, case) in enumerate(chosen, start=1):
         if isinstance(case, Case):

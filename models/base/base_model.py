@@ -249,7 +249,7 @@ class BaseModel:
         """One pass over the last N nodes of token trees after the committed prefixes; returns their hidden states.
 
         Nodes before those N have been read by earlier calls. All states stay pending in ``cache`` until
-        ``cache.keep`` or ``cache.roll_back``. With ``partial_forward`` the first layers are done.
+        ``cache.commit_path`` or ``cache.crop``. With ``partial_forward`` the first layers are done.
         """
         new = tokens_BN.shape[1]
         if (static := _static(cache, shape, new, spec, partial_forward)) is not None:

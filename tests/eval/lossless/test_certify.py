@@ -230,5 +230,5 @@ def test_command_fails_with_a_biased_rule(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_unknown_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match="error: no row of the certificate has 'nonsense'"):
+    with pytest.raises(SystemExit, match="error: no enumerated case has 'nonsense'"):
         run(monkeypatch, "only=nonsense")
