@@ -7,8 +7,8 @@ a draft model) the decoding over the budget is itself speculative: TriForce's hi
 
 Where we differ from the reference code: queries of a group are averaged, so grouped-query attention works; the latest
 chunk is always kept; the selection is renewed every ``refresh`` tokens instead of never, by a pass of the last token
-over the whole cache; after a rejection inside, the residual is sampled (there the middle tier's own probabilities, which
-is biased).
+over the whole cache; after a rejection inside, the residual is sampled (there the middle tier's own probabilities,
+which is biased).
 
 Shape legend: L layers, H heads of keys and values, E head width, S kept positions, n positions in the cache.
 """
