@@ -46,7 +46,6 @@ from drafthead.data.utils.files import write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
-from drafthead.models.heads.common.trains_base import TrainsBase
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.distributed.launcher import follow_launcher
 from drafthead.train.distributed.sharding import Sharding
@@ -128,7 +127,7 @@ class Bench:
         wanted = run.head_config().draft_vocab_size
         cut = wanted is not None and wanted < self.base.vocab_size
         self.head = run.head_config().build(self.base, torch.arange(wanted or 0) if cut else None)
-        if run.trains_base and isinstance(self.head, TrainsBase):
+        if run.trains_base:
             self.head.train_base(now=self.phase.train_base)
         cache = random_cache(folder, rows, self.head) if self.phase.hidden_states == "cached" else None
         self.data = PhaseData(rows, self.base, self.head.spec, cache)

@@ -192,11 +192,6 @@ class TreeShape:
     def __len__(self) -> int:
         return self.parents.shape[1]
 
-    @property
-    def trials(self) -> int:
-        """A bound on the trials that one walk from the root can make."""
-        return self.depth * self.children.shape[2]
-
     def to(self, device: torch.device) -> "TreeShape":
         """The same shape on ``device``."""
         if self.parents.device == device:

@@ -26,7 +26,6 @@ from drafthead.models.drafters.expression import parse_drafter
 from drafthead.models.heads.common.contract import DraftHeadConfig, parse_head
 from drafthead.models.heads.common.files import read_head_config, resolve_folder
 from drafthead.models.heads.common.losses import LossConfig
-from drafthead.models.heads.common.trains_base import TrainsBaseConfig
 
 STAGES = ("corpora", "train", "quality", "tree", "evaluate", "card", "push")
 """What a run does, in order; ``train/pipeline.py`` has a function of each name."""
@@ -520,7 +519,7 @@ def _check_base_training(run: RunConfig) -> None:
                 "quality_limits has limits, but no phase trains the base; set phases.*.train_base or leave them out"
             )
         return
-    if not isinstance(head, TrainsBaseConfig):
+    if head.lora() is None:
         raise UserError(
             f"phases.{tuning[0]}.train_base needs a head that trains its base, such as head=medusa2; "
             f"{type(head).__name__} cannot"

@@ -16,7 +16,6 @@ from drafthead.models.base.lora import LM_HEAD, LoraSettings
 from drafthead.models.base.shape import FLOAT32, ModelShape
 from drafthead.models.heads.common.losses import chunk_rows
 from drafthead.models.heads.common.size import HeadSize
-from drafthead.models.heads.common.trains_base import TrainsBaseConfig
 from drafthead.train.config import AUTO, PRECISIONS, SHARD_MODES, DataConfig, PhaseConfig, RunConfig, ShardConfig
 from drafthead.train.distributed.launcher import with_launcher_settings
 
@@ -203,7 +202,7 @@ def estimate_of(run: RunConfig, devices: int, per_node: int | None = None, devic
         head=head.size(config),
         phases=run.phases,
         data=run.data,
-        lora=head.lora() if run.trains_base and isinstance(head, TrainsBaseConfig) else None,
+        lora=head.lora() if run.trains_base else None,
         shard=run.shard,
         devices=devices,
         shards=(per_node or devices) if run.shard.hybrid else devices,

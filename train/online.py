@@ -37,7 +37,6 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.losses import LossConfig
-from drafthead.models.heads.common.trains_base import TrainsBase
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import OptimConfig
 from drafthead.train.trainer.checkpoint import TrainState, capture_rng, load_latest, restore_rng, save_checkpoint
@@ -229,7 +228,7 @@ class OnlineLearner:
     """A head, its optimiser, and the answers since the latest update."""
 
     def __init__(self, head: DraftHead, config: OnlineConfig) -> None:
-        if isinstance(head, TrainsBase):
+        if head.config.lora() is not None:
             raise UserError(f"{type(head).__name__} trained its base along; only heads on a frozen base learn online")
         self.head, self.config = head, config
         self.recorder = Recorder(head)

@@ -38,7 +38,6 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import ADAPTER
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.trains_base import TrainsBase
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import RunConfig, preflight
 from drafthead.train.corpora.corpora import Corpora, is_held_out
@@ -134,7 +133,7 @@ class Workspace:
         size = config.draft_vocab_size
         d2t = None if size is None or size >= base.vocab_size else self.corpora.draft_vocabulary(size)
         head = config.build(base, d2t)
-        if self.run.trains_base and isinstance(head, TrainsBase):
+        if self.run.trains_base:
             head.train_base(now=False)
         return head
 

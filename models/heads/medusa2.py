@@ -33,7 +33,6 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import ADAPTER
 from drafthead.models.base.lora import LM_HEAD, LoraBase, LoraSettings
 from drafthead.models.heads.common.losses import STATS, LossConfig, Targets, heads_loss
-from drafthead.models.heads.common.trains_base import TrainsBase, TrainsBaseConfig
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 
 CROSS_ENTROPY, SELF_DISTILLATION = "ce", "self_distillation"
@@ -53,7 +52,7 @@ MERGED = "merged"
 
 
 @dataclass(kw_only=True)
-class Medusa2Config(MedusaConfig, TrainsBaseConfig):
+class Medusa2Config(MedusaConfig):
     """Settings of :class:`Medusa2Head`."""
 
     lora_rank: int = 32
@@ -94,7 +93,6 @@ class Medusa2Config(MedusaConfig, TrainsBaseConfig):
         return Medusa2Head(self, base, d2t)
 
     def lora(self) -> LoraSettings:
-        """The adapters' settings."""
         return LoraSettings(
             rank=self.lora_rank,
             alpha=self.lora_alpha,
@@ -104,7 +102,7 @@ class Medusa2Config(MedusaConfig, TrainsBaseConfig):
         )
 
 
-class Medusa2Head(MedusaHead, TrainsBase):
+class Medusa2Head(MedusaHead):
     """Medusa heads whose base may be trained, too."""
 
     config: Medusa2Config
@@ -198,13 +196,13 @@ class Medusa2Head(MedusaHead, TrainsBase):
         )
 
     def saved_weights(self) -> dict[str, Tensor]:
-        """The heads alone: adapters are saved beside them by :meth:`save_base`."""
+        """The heads alone: adapters are saved beside them."""
         return {name: value for name, value in self.state_dict().items() if not name.startswith("adapter.")}
 
-    def save_base(self, folder: Path) -> dict[str, Any] | None:
+    def save_base(self, folder: Path) -> dict[str, Any]:
         """Write the adapter, and if requested the tuned base as a whole model."""
         if self._tuned is None:
-            return None
+            return super().save_base(folder)
         fingerprint = self._tuned.save(folder / ADAPTER)
         if self.config.save_merged:
             whole = replace(self.base.config, adapter=str(folder / ADAPTER), prepack=False)

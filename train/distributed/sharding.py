@@ -42,7 +42,6 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.layers import drop_views
 from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.trains_base import TrainsBase
 from drafthead.train.config import AUTO, PRECISIONS, ShardConfig
 
 
@@ -105,8 +104,7 @@ class Sharding:
             dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
             self._own_group = True
         mesh = self._mesh()
-        tuned = head.tuned_decoders() if isinstance(head, TrainsBase) else []
-        decoders = [head.base.model.model, *tuned]
+        decoders = [head.base.model.model, *head.tuned_decoders()]
         frozen = {parameter for decoder in decoders for parameter in decoder.parameters()}
         if self.shards_base:
             for decoder in decoders:

@@ -17,7 +17,6 @@ from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.calibrate import WIDTH
 from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.trains_base import TrainsBase
 from drafthead.models.token_tree import TokenTree
 
 Batch = tuple[TrainBatch, HiddenStates]
@@ -26,7 +25,7 @@ Batch = tuple[TrainBatch, HiddenStates]
 def load_first(name: str, head: DraftHead) -> DraftHead:
     """The first head, attached to the base of ``head``; it must read what the corpora of ``head`` hold."""
     first = DraftHead.from_pretrained(name, head.base)
-    if isinstance(first, TrainsBase):
+    if first.config.lora() is not None:
         raise UserError(f"boost.head={name} trained its base along; boost a head of the frozen base")
     if first.spec.layers not in ((), head.spec.layers):
         raise UserError(

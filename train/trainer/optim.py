@@ -12,7 +12,6 @@ from torch.optim import AdamW, Optimizer
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.trains_base import TrainsBase
 from drafthead.train.config import SCHEDULES, WARMUPS, OptimConfig
 
 
@@ -124,6 +123,4 @@ def muon_matrices(head: DraftHead) -> list[nn.Parameter]:
 def head_optimizer(head: DraftHead, config: OptimConfig) -> Optimizer:
     """The optimiser of a head, and of its base's adapters while they are trained."""
     matrices = muon_matrices(head) if config.name == "muon" else []
-    if isinstance(head, TrainsBase):
-        return build_optimizer(head.parameters(), config, head.lr_mult, matrices)
-    return build_optimizer(head.parameters(), config, matrices=matrices)
+    return build_optimizer(head.parameters(), config, head.lr_mult, matrices)

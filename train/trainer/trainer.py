@@ -15,7 +15,6 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.calibrate import WIDTH, answer_ranks
 from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.trains_base import TrainsBase
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.corpora.corpora import Corpora
@@ -67,7 +66,7 @@ class Trainer:
             phase = self.run.phases[name]
             resumed = checkpoint if progress.step else None
             with self.display.stage(f"phase {name}: {phase.steps} steps on {phase.corpus}"):
-                if self.run.trains_base and isinstance(self.head, TrainsBase):
+                if self.run.trains_base:
                     self.head.train_base(now=phase.train_base)
                 optimizer = head_optimizer(self.head, phase.optim)
                 losses = resumed.state.losses if resumed else ()

@@ -30,6 +30,7 @@ from drafthead.models.base import adapter
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import ADAPTER
 from drafthead.models.base.lm_head import LMHead
+from drafthead.models.base.lora import LoraSettings
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.heads.common.files import (
     FORMAT,
@@ -44,7 +45,6 @@ from drafthead.models.heads.common.files import (
 )
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.common.size import HeadSize, head_size
-from drafthead.models.heads.common.trains_base import TrainsBase
 from drafthead.models.kernels.linear import DRAFT_DTYPES, InferenceWeights, inference_copy
 from drafthead.models.token_tree import TokenTree
 
@@ -96,6 +96,10 @@ class DraftHeadConfig(ABC):
     def check_layers(self, num_layers: int) -> None:
         """Refuse settings that name a layer which a base of so many does not have (UserError)."""
         return
+
+    def lora(self) -> LoraSettings | None:
+        """The adapters through which it can train its base; None: it cannot."""
+        return None
 
     @abstractmethod
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":
@@ -185,20 +189,36 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         """Methods of modules, around attention, whose activations training may compute again instead of keeping."""
         return []
 
+    # Of heads that can train their base ------------------------------------------------------------------------
+
+    def train_base(self, now: bool) -> None:
+        """Make ready to train the base; ``now`` says whether the next phase does. The first call makes the adapters."""
+        raise NotImplementedError
+
+    def tuned_decoders(self) -> list[nn.Module]:
+        """Stacks of base layers with adapters, which training runs beside the frozen ones; none before they exist."""
+        return []
+
+    def lr_mult(self, parameter: nn.Parameter) -> float:
+        """What the phase's learning rate is multiplied by for a parameter."""
+        return 1.0
+
     # Saving and loading --------------------------------------------------------------------------------------
+
+    def saved_weights(self) -> dict[str, Tensor]:
+        """What ``model.safetensors`` holds: the head's weights without adapters of the base."""
+        return self.state_dict()
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json`` and ``model.safetensors`` (and ``tree.json`` once a tree is chosen)."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        weights, trained_base = self.state_dict(), None
-        if isinstance(self, TrainsBase):
-            weights, trained_base = self.saved_weights(), self.save_base(folder)
+        weights = self.saved_weights()
         config = {
             "format": FORMAT,
             "head_type": self.config.head_type,
             "settings": asdict(self.config),
-            "base": trained_base or self._copy_base(folder),
+            "base": self.save_base(folder),
             "draft_vocab": None if len(self.d2t) == len(self.t2d) else len(self.d2t),
         }
         with disk_errors("the head", folder):
@@ -209,8 +229,8 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
             write_json(folder / "config.json", config)
         write_trees(folder, self)
 
-    def _copy_base(self, folder: Path) -> dict[str, Any]:
-        """Copy the base's adapter, if any, into the head's folder; returns the base's identity as seen from there."""
+    def save_base(self, folder: Path) -> dict[str, Any]:
+        """Write the base's adapter, if any, into the head's folder; returns the base's identity as seen from there."""
         identity = self.base_identity
         if self.base.config.adapter is None:
             return identity

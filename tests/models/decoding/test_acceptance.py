@@ -229,17 +229,3 @@ def test_block_refuses_what_branches() -> None:
         with pytest.raises(UserError, match="block verification judges a chain as a whole"):
             rule.check(DET, tree)
         AcceptanceRule().check(DET, tree)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"name": "medusa"}, "rule.name must be exact, block, typical or lenient, got 'medusa'"),
-        ({"epsilon": 0.0}, r"rule.epsilon must be in \(0, 1\], got 0.0"),
-        ({"delta": 1.5}, r"rule.delta must be in \(0, 1\], got 1.5"),
-        ({"lenience": 2.0}, r"rule.lenience must be in \(0, 1\], got 2.0"),
-    ],
-)
-def test_limits(setting: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AcceptanceRule(**setting)  # type: ignore[arg-type]
