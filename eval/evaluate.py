@@ -66,7 +66,7 @@ def evaluate(
         The contents of ``eval.json``, and "resumed": how many of how many turns an earlier run had answered.
     """
     draft_config = draft_config or config.draft_config(drafter)
-    config.rule.check(draft_config.draft_sampling, draft_config.tree)
+    config.rule.check(draft_config)
     suite = load_suite(config.suite, config.limit, config.seed, config.tasks, config.split)
     with serve(base, drafter, config, folder, lambda line: progress(line, 0, 0)) as served:
         compared = methods(base, drafter, draft_config, config) | engine_methods(base, served, config)

@@ -41,10 +41,11 @@ class TokenTree:
         if len(set(self.paths)) != len(self.paths):
             raise ValueError("two nodes of the tree are the same path of ranks")
 
-    @classmethod
-    def chain(cls, depth: int) -> "TokenTree":
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def chain(depth: int) -> "TokenTree":
         """``depth`` drafts, one after the other."""
-        return cls(parents=tuple(range(-1, depth)), ranks=(0,) * (depth + 1))
+        return TokenTree(parents=tuple(range(-1, depth)), ranks=(0,) * (depth + 1))
 
     @classmethod
     def from_paths(cls, paths: "list[tuple[int, ...]]") -> "TokenTree":

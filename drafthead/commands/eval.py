@@ -69,7 +69,7 @@ def main(config: EvalRunConfig) -> None:
     display = Display()
     with display.stage(f"head {config.head}"):
         base, drafter, draft_config = _load(config)
-    config.rule.check(draft_config.draft_sampling, draft_config.tree)
+    config.rule.check(draft_config)
     default = Path(config.head).parent if Path(config.head).is_dir() else Path("outputs") / suite_label(config.head)
     folder = Path(config.out) if config.out else default / f"eval-{suite_label(config.suite)}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -273,7 +273,7 @@ def simulate_texts(
     drafter that remembers finished answers knows those before.
     """
     draft_config = draft_config.at_most(drafter.depth)
-    rule.check(draft_config.draft_sampling, draft_config.tree)
+    rule.check(draft_config)
     _require_lossless(rule)
     if draft_config.draft_sampling is DraftSampling.TOP_K:
         answers, sizes = _drafted_length_probs(base, drafter, texts, draft_config, sampler, in_order)

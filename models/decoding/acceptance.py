@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError, check_limits
-from drafthead.models.decoding.contract import Acceptance, DraftSampling, DynamicTree, Proposal
+from drafthead.models.decoding.contract import Acceptance, DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.random_source import RandomSource
-from drafthead.models.token_tree import NO_CHILD, TokenTree
+from drafthead.models.token_tree import NO_CHILD
 
 
 class Target(Protocol):
@@ -51,10 +51,9 @@ class AcceptanceRule:
         """Whether the output's distribution is the target's."""
         return self.name in ("exact", "block") or (self.name == "lenient" and self.lenience == 1)
 
-    def check(self, draft_sampling: DraftSampling, tree: TokenTree | DynamicTree) -> None:
+    def check(self, draft_config: DraftConfig) -> None:
         """Refuse block verification of a tree that branches."""
-        is_chain = isinstance(tree, TokenTree) and tree.depth == len(tree) - 1
-        if self.name == "block" and not is_chain:
+        if self.name == "block" and not draft_config.is_chain:
             raise UserError(
                 "block verification judges a chain as a whole and cannot judge a tree that branches; use "
                 "tree=chain, or rule.name=exact"

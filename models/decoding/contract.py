@@ -136,10 +136,7 @@ class DraftConfig:
     """Truncate the tree to a length that follows what was accepted (one row only); None: always the whole tree."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.confidence_threshold < 1:
-            raise ValueError(f"confidence_threshold must be in [0, 1), got {self.confidence_threshold}")
-        if not 0 <= self.prefix_threshold < 1:
-            raise ValueError(f"prefix_threshold must be in [0, 1), got {self.prefix_threshold}")
+        check_limits(self, confidence_threshold="[0, 1)", prefix_threshold="[0, 1)")
         if self.prefix_threshold > 0 and isinstance(self.tree, DynamicTree):
             raise ValueError("prefix_threshold is for static trees; leave one of them out")
         if isinstance(self.tree, DynamicTree) and self.draft_sampling is not DraftSampling.TOP_K:

@@ -369,4 +369,4 @@ def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftC
             f"the tree is {draft_config.depth} deep, but the drafter drafts {drafter.depth} positions; choose a "
             "shallower one"
         )
-    rule.check(draft_config.draft_sampling, draft_config.tree)
+    rule.check(draft_config)

@@ -14,7 +14,6 @@ Shape legend: B rows, T tokens, M matches, K draft positions, N nodes, V vocabul
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -114,7 +113,7 @@ class PromptLookup(Drafter[TokenBuffer]):
             count = min(int(valid.sum()), draft_config.nodes - 1)
             return Proposal(
                 tokens=torch.cat([last_token[:, None], found[:, 0, :count]], 1),
-                shape=_chain(count).shape_on(last_token.device),
+                shape=TokenTree.chain(count).shape_on(last_token.device),
                 draft_sampling=DraftSampling.TOP_K,
             )
         return _tree(last_token, found, valid, draft_config.nodes)
@@ -173,11 +172,6 @@ def bigram_table(answers: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
     for (token, following), _ in sorted(counts.items(), key=lambda item: (item[1], -item[0][1])):
         table[token] = following  # the most frequent one comes last
     return table
-
-
-@lru_cache(maxsize=64)
-def _chain(depth: int) -> TokenTree:
-    return TokenTree.chain(depth)
 
 
 def _tree(last_token: Tensor, found: Tensor, valid: Tensor, nodes: int) -> Proposal:

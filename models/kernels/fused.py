@@ -224,11 +224,8 @@ def copy_weights(source: nn.Module, stock: Any) -> None:
 def _fill(linears: list[Any], packed: nn.Module) -> None:
     """Split a packed layer's outputs over ``linears``, which it took the place of."""
     assert isinstance(packed, PrepackedLinear)
-    identity = torch.eye(packed.in_features)
     bias = torch.zeros(packed.out_features) if packed._bias is None else packed._bias
-    # The product with the identity is the weight, exactly, as long as no bias is added to it.
-    rows = packed._product(identity, packed._packed, None, "none", [], "").t()
-    start = 0
+    rows, start = packed._packed.to_dense(), 0
     for linear in linears:
         part = slice(start, start + linear.out_features)
         _copy(linear.weight, rows[part])

@@ -114,18 +114,14 @@ class HeadAttention(nn.Module):
         return lambda x, positions, mask, cache: fused(x, self.rotation(x, positions), mask, cache)[0]
 
 
-class HeadRMSNorm(nn.Module):
+class HeadRMSNorm(nn.RMSNorm):
     """Root-mean-square norm with a scale, the statistics in float32."""
+
+    eps: float
 
     def __init__(self, base: BaseModel, width: int | None = None) -> None:
         """With the base's epsilon, of its width unless ``width`` says otherwise."""
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width or base.hidden_size, device=base.device))
-        self.eps = norm_eps(base)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        super().__init__(width or base.hidden_size, norm_eps(base), device=base.device)
 
     def inference(self, dtype: torch.dtype | None = None) -> nn.Module:
         """The same in fewer operations; its weight keeps its dtype."""

@@ -224,8 +224,8 @@ def test_lenience_1_is_the_exact_rule() -> None:
 
 def test_block_refuses_what_branches() -> None:
     rule = AcceptanceRule(name="block")
-    rule.check(IID, TokenTree.chain(3))
+    rule.check(DraftConfig(tree=TokenTree.chain(3)))
     for tree in (TokenTree.expansion([2, 1]), DynamicTree(nodes=4, width=1)):
         with pytest.raises(UserError, match="block verification judges a chain as a whole"):
-            rule.check(DET, tree)
-        AcceptanceRule().check(DET, tree)
+            rule.check(DraftConfig(tree=tree))
+        AcceptanceRule().check(DraftConfig(tree=tree))
