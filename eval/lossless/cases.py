@@ -235,8 +235,8 @@ def refusals() -> tuple[Refusal, ...]:
         ),
         Refusal("exact", "sampled", "dynamic", lambda: DraftConfig(tree=dynamic, draft_sampling=WITH)),
         Refusal("exact", "with and without replacement", "chain 1 + chain 1", _two_kinds),
-        Refusal("block", "sampled", "<2,2>", lambda: BLOCK.check(WITH, tree)),
-        Refusal("block", "top k", "dynamic", lambda: BLOCK.check(TOP_K, dynamic)),
+        Refusal("block", "sampled", "<2,2>", lambda: BLOCK.check(DraftConfig(tree=tree, draft_sampling=WITH))),
+        Refusal("block", "top k", "dynamic", lambda: BLOCK.check(DraftConfig(tree=dynamic))),
     )
 
 

@@ -16,7 +16,6 @@ from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.draft_cache import DraftCache, PendingTokens, TokenBuffer
 from drafthead.models.decoding.growth import root_only
@@ -51,7 +50,6 @@ class Nested(LMDrafter[NestedState]):
         *,
         num_tokens: int = 8,
         draft_config: DraftConfig | None = None,
-        rule: AcceptanceRule = EXACT,
         target: BaseModel | None = None,
     ) -> None:
         """Nest the decoding of ``model``.
@@ -61,25 +59,19 @@ class Nested(LMDrafter[NestedState]):
             drafter: drafts for ``model``, from tokens alone; None: ``model`` decodes plainly.
             num_tokens: most drafts for the target, and the length of the default chain.
             draft_config: the inner decoding's; by default the inner drafter's own tree, or a chain over its positions.
-            rule: the inner decoding's; by default exact.
             target: the model to draft for. Needed only where its vocabulary is padded to more ids than ``model`` has.
         """
         super().__init__(model, target, num_tokens)
-        self.drafter, self.rule = drafter, rule
+        self.drafter = drafter
         self.draft_config = draft_config or default_draft_config(drafter)
         # A row commits up to a whole inner path a step, while the slowest one commits a token.
         self.room = num_tokens * (self.draft_config.depth + 1) + self.draft_config.nodes
-        if not rule.lossless:
-            raise UserError(
-                f"the inner rule {rule.name} is lossy: its tokens do not have the probs that they would be "
-                "verified with; use rule.name=exact inside"
-            )
         if drafter is not None and drafter.reads_base:
             raise UserError(
                 f"{type(drafter).__name__} reads the base's hidden states, so it cannot draft for a model in between; "
                 "let prompt lookup, a model or an early exit do it"
             )
-        check_drafter(model, drafter, self.draft_config, rule)
+        check_drafter(model, drafter, self.draft_config, EXACT)
 
     def remember(self, tokens: list[int]) -> None:
         if self.drafter is not None:
@@ -111,7 +103,7 @@ class Nested(LMDrafter[NestedState]):
         config = DecodeConfig(
             draft_config=self.draft_config,
             sampler=draft_config.sampler if sampled else Sampler(),
-            rule=self.rule,
+            rule=EXACT,
             return_probs=sampled,
         )
         root = self.known(last_token)

@@ -201,18 +201,15 @@ def head_rope(base: BaseModel) -> dict[str, Any]:
 class HeadDecoderLayer(nn.Module):
     """Attention and MLP, each of a norm of what it is added to; names of its weights as in Llama checkpoints."""
 
-    def __init__(
-        self, base: BaseModel, inner: int | None = None, qk_norm: bool = False, layer_idx: int = 0, zero: bool = True
-    ) -> None:
-        """With an MLP of width ``inner`` or the base's. ``zero``: it begins as the identity."""
+    def __init__(self, base: BaseModel, inner: int | None = None, qk_norm: bool = False, layer_idx: int = 0) -> None:
+        """With an MLP of width ``inner`` or the base's; it begins as the identity."""
         super().__init__()
         self.input_layernorm = HeadRMSNorm(base)
         self.self_attn = HeadAttention(base, qk_norm=qk_norm, layer_idx=layer_idx)
         self.post_attention_layernorm = HeadRMSNorm(base)
         self.mlp = HeadMLP(base, inner)
-        if zero:
-            nn.init.zeros_(self.self_attn.o_proj.weight)
-            nn.init.zeros_(self.mlp.down_proj.weight)
+        nn.init.zeros_(self.self_attn.o_proj.weight)
+        nn.init.zeros_(self.mlp.down_proj.weight)
 
     def forward(
         self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache | None = None

@@ -6,17 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.layers import attention_sizes
 from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.drafters.draft_model import early_exit
-from drafthead.models.heads.common.contract import DraftHeadConfig
-from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
-from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from drafthead.models.token_tree import TokenTree
@@ -32,7 +28,7 @@ HEADS = {
 
 
 def tiny(**settings: object) -> BaseModel:
-    # num_key_value_heads and intermediate_size as debug=tiny gives them: a GPT-BigCode has neither. None: left out.
+    # num_key_value_heads and intermediate_size as debug=tiny gives them: a GPT-BigCode has neither.
     shape = TINY | {"model_type": "gpt_bigcode", "head_dim": None, "bos_token_id": 0, "eos_token_id": 0}
     given = {key: value for key, value in {**shape, **settings}.items() if value is not None}
     config = BaseConfig(random=True, shape=given, tokenizer="builtin:tiny", dtype="float32")
@@ -86,14 +82,6 @@ def test_parts_of_the_stack(base: BaseModel) -> None:
         chain = TokenTree.chain(ids.shape[1] - 1).shape
         hidden = base.verify(ids, chain, base.new_cache(40), partial_forward=done).final
         torch.testing.assert_close(hidden, states[-1], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("config", [HydraConfig(prefix_layer=True), KangarooConfig(exit_layer=1), Eagle3Config()])
-def test_heads_with_rotary_attention_are_refused(config: DraftHeadConfig) -> None:
-    base = tiny(num_key_value_heads=None, intermediate_size=None)
-    assert not hasattr(base.model.config, "intermediate_size")
-    with pytest.raises(UserError, match="gpt_bigcode has no rotary embedding.*choose a head without attention"):
-        config.build(base)
 
 
 def test_the_names_are_in_no_register(base: BaseModel) -> None:
