@@ -66,9 +66,30 @@ LLAMA4 = {**EXPERTS, "intermediate_size_mlp": 96, "attention_chunk_size": 8192}
 LLAMA4_CHUNK = {**LLAMA4, "attention_chunk_size": 32}
 PHI3_LONG = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}
 
+PLAIN = (
+    "llama ministral3 qwen2 qwen3 gemma smollm3 glm glm4 stablelm nemotron olmo olmo2 helium seed_oss ernie4_5 apertus "
+    "arcee bitnet diffllama doge internlm3 jais2 nanochat iquestcoder gpt_neox phi persimmon biogpt"
+).split()
+RECURRENT = "bamba falcon_h1 falcon_mamba lfm2 mamba nemotron_h qwen3_5_text olmo_hybrid recurrent_gemma".split()
+OF_EXPERTS = (
+    "qwen2_moe qwen3_moe olmoe flex_olmo glm4_moe ernie4_5_moe hy_v3 laguna mellum minimax_m2 solar_open "
+    "deepseek_v4 jamba minimax qwen3_next"
+).split()
+LATENT_EXPERTS = "deepseek_v2 deepseek_v3 glm4_moe_lite axk1 kimi_linear".split()
+WITH_WINDOWS: dict[str, dict[str, Any]] = {
+    **{"olmo3": {}, "exaone4": {}, "gemma3_text": {"query_pre_attn_scalar": 16}},
+    **{"cohere2": {"logit_scale": 0.25}, "granite_swa": {"logits_scaling": 8.0}},
+}
+"""Layers with windows of 32 between ones without; as ``_full`` with windows that hold the whole context."""
+
 SHAPES: dict[str, dict[str, Any]] = {
+    **{name: shape(name) for name in (*PLAIN, *RECURRENT)},
+    **{name: shape(name, EXPERTS) for name in OF_EXPERTS},
+    **{name: shape(name, EXPERTS, LATENT) for name in LATENT_EXPERTS},
+    **{name: shape(name, MIXED, more) for name, more in WITH_WINDOWS.items()},
+    **{f"{name}_full": shape(name, MIXED, WIDE, more) for name, more in WITH_WINDOWS.items()},
+    **{f"{name}_window": shape(name, EXPERTS, MIXED) for name in ("mellum", "laguna", "exaone_moe")},
     # Llama and its relatives: one kind of layer
-    "llama": shape("llama"),
     "llama_bias": shape("llama", attention_bias=True, mlp_bias=True),
     "llama_tied": shape("llama", tie_word_embeddings=True),
     "llama_rope3": shape(
@@ -87,43 +108,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama_linear": shape("llama", rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
     "llama_dynamic": shape("llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}),
     "mistral_full": shape("mistral", sliding_window=None),
-    "ministral3": shape("ministral3"),
-    "qwen2": shape("qwen2"),
-    "qwen3": shape("qwen3"),
-    "gemma": shape("gemma"),
     "phi3": shape("phi3", sliding_window=None),
     "phi3_longrope": shape("phi3", PHI3_LONG, sliding_window=None),
     "phi4_mini": shape("phi3", sliding_window=None, partial_rotary_factor=0.75, head_dim=16),
-    "smollm3": shape("smollm3"),
     "starcoder2": shape("starcoder2", sliding_window=None),
     "granite": shape(
         "granite", logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.1
     ),
     "cohere": shape("cohere", logit_scale=0.0625),
     "cohere_scale1": shape("cohere", logit_scale=1.0),
-    "glm": shape("glm"),
-    "glm4": shape("glm4"),
-    "stablelm": shape("stablelm"),
-    "nemotron": shape("nemotron"),
-    "olmo": shape("olmo"),
-    "olmo2": shape("olmo2"),
-    "helium": shape("helium"),
-    "seed_oss": shape("seed_oss"),
-    "ernie4_5": shape("ernie4_5"),
     "hunyuan_dense": shape("hunyuan_v1_dense"),
-    "apertus": shape("apertus"),
-    "arcee": shape("arcee"),
-    "bitnet": shape("bitnet"),
     "cwm": shape("cwm", sliding_window=4096),
-    "diffllama": shape("diffllama"),
-    "doge": shape("doge"),
-    "internlm3": shape("internlm3"),
-    "jais2": shape("jais2"),
     "exaone4_1b": shape("exaone4", sliding_window=None, layer_types=[FULL] * 4),
     "hyperclovax": shape("hyperclovax", logits_scaling=0.125, embedding_multiplier=2.0),
     "minicpm3": shape("minicpm3", LATENT, dim_model_base=16, scale_emb=2, scale_depth=1.4),
-    "nanochat": shape("nanochat"),
-    "iquestcoder": shape("iquestcoder"),
     "gpt_bigcode": shape("gpt_bigcode", n_embd=64, n_head=4, n_layer=4, n_positions=512, multi_query=True),
     "gpt_bigcode_heads": shape("gpt_bigcode", n_embd=64, n_head=4, n_layer=4, n_positions=512, multi_query=False),
     "vaultgemma": shape("vaultgemma", MIXED, query_pre_attn_scalar=16),
@@ -138,15 +136,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "starcoder2_wide": shape("starcoder2", WIDE),
     "gemma2": shape("gemma2", MIXED, query_pre_attn_scalar=16),
     "gemma2_nosoftcap": shape("gemma2", MIXED, attn_logit_softcapping=None, final_logit_softcapping=None),
-    "gemma3_text": shape("gemma3_text", MIXED, query_pre_attn_scalar=16),
-    "gemma3_text_full": shape("gemma3_text", MIXED, WIDE, query_pre_attn_scalar=16),
     "gemma3n_text": shape("gemma3n_text", MIXED, num_kv_shared_layers=0, hidden_size_per_layer_input=8),
-    "olmo3": shape("olmo3", MIXED),
-    "olmo3_full": shape("olmo3", MIXED, WIDE),
-    "exaone4": shape("exaone4", MIXED),
-    "exaone4_full": shape("exaone4", MIXED, WIDE),
-    "cohere2": shape("cohere2", MIXED, logit_scale=0.25),
-    "cohere2_full": shape("cohere2", MIXED, WIDE, logit_scale=0.25),
     "cwm_window": shape("cwm", MIXED),
     "smollm3_window": shape("smollm3", MIXED, use_sliding_window=True),
     "mixtral_window": shape("mixtral", EXPERTS, sliding_window=32),
@@ -156,16 +146,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     # Sinks
     "gpt_oss": shape("gpt_oss", EXPERTS, MIXED),
     "gpt_oss_full": shape("gpt_oss", EXPERTS, MIXED, WIDE),
-    "granite_swa": shape("granite_swa", MIXED, logits_scaling=8.0),
-    "granite_swa_full": shape("granite_swa", MIXED, WIDE, logits_scaling=8.0),
     "granitemoe_swa": shape("granitemoe_swa", EXPERTS, MIXED, logits_scaling=8.0),
     # Mixtures of experts
     "mixtral": shape("mixtral", EXPERTS, sliding_window=None),
-    "qwen2_moe": shape("qwen2_moe", EXPERTS),
-    "qwen3_moe": shape("qwen3_moe", EXPERTS),
     "phimoe": shape("phimoe", EXPERTS, sliding_window=None),
-    "olmoe": shape("olmoe", EXPERTS),
-    "flex_olmo": shape("flex_olmo", EXPERTS),
     "granitemoe": shape("granitemoe", EXPERTS, logits_scaling=8.0),
     "granitemoeshared": shape("granitemoeshared", EXPERTS, logits_scaling=8.0, shared_intermediate_size=32),
     "granitemoehybrid_attention": shape(
@@ -176,34 +160,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         position_embedding_type="rope",
         shared_intermediate_size=32,
     ),
-    "glm4_moe": shape("glm4_moe", EXPERTS),
-    "ernie4_5_moe": shape("ernie4_5_moe", EXPERTS),
     "dots1": shape("dots1", EXPERTS, num_key_value_heads=4),
     "hunyuan_moe": shape("hunyuan_v1_moe", EXPERTS),
-    "hy_v3": shape("hy_v3", EXPERTS),
     "jetmoe": shape("jetmoe", EXPERTS, kv_channels=16),
-    "laguna": shape("laguna", EXPERTS),
-    "mellum": shape("mellum", EXPERTS),
     "afmoe": shape("afmoe", EXPERTS, WIDE, num_dense_layers=1),
     "afmoe_window": shape("afmoe", EXPERTS, MIXED, num_dense_layers=1),
-    "minimax_m2": shape("minimax_m2", EXPERTS),
     "minimax_m2_partial": shape("minimax_m2", EXPERTS, partial_rotary_factor=0.5),
-    "solar_open": shape("solar_open", EXPERTS),
     "exaone_moe": shape("exaone_moe", EXPERTS, MIXED, WIDE),
-    "exaone_moe_window": shape("exaone_moe", EXPERTS, MIXED),
     "cohere2_moe": shape("cohere2_moe", EXPERTS, MIXED, logit_scale=0.25),
-    "mellum_window": shape("mellum", EXPERTS, MIXED),
-    "laguna_window": shape("laguna", EXPERTS, MIXED),
     # Latent attention, layers of different widths
-    "deepseek_v2": shape("deepseek_v2", EXPERTS, LATENT),
-    "deepseek_v3": shape("deepseek_v3", EXPERTS, LATENT),
     "kimi_k2": shape("deepseek_v3", EXPERTS, LATENT, n_shared_experts=2, routed_scaling_factor=2.8),
-    "glm4_moe_lite": shape("glm4_moe_lite", EXPERTS, LATENT),
     "youtu": shape("youtu", LATENT),
     "longcat_flash": shape(
         "longcat_flash", EXPERTS, LATENT, num_layers=2, expert_ffn_hidden_size=32, ffn_hidden_size=96
     ),
-    "axk1": shape("axk1", EXPERTS, LATENT),
     "mimo_v2_flash": shape("mimo_v2_flash", EXPERTS, MIXED, v_head_dim=24, swa_head_dim=16, swa_v_head_dim=24),
     "gemma4": shape("gemma4_text", GEMMA4, ENDS_FULL),
     "gemma4_full": shape("gemma4_text", GEMMA4, ENDS_FULL, WIDE),
@@ -249,39 +219,21 @@ SHAPES: dict[str, dict[str, Any]] = {
     "paligemma": composite("paligemma", shape("gemma"), {"model_type": "siglip_vision_model", "projection_dim": 64}),
     # Not built like a Llama, or without a plain cache
     "gpt2": shape("gpt2", n_embd=64, n_head=4, n_layer=4, n_positions=512),
-    "gpt_neox": shape("gpt_neox"),
     "gptj": shape("gptj", n_embd=64, n_head=4, n_layer=4, n_positions=512, rotary_dim=8),
-    "phi": shape("phi"),
     "opt": shape("opt", ffn_dim=96, word_embed_proj_dim=64),
-    "persimmon": shape("persimmon"),
     "bloom": shape("bloom", n_head=4, n_layer=4),
     "mpt": shape("mpt", d_model=64, n_heads=4, n_layers=4, max_seq_len=512),
     "falcon": shape("falcon", without=("head_dim",)),
-    "biogpt": shape("biogpt"),
     "xglm": shape("xglm", d_model=64, attention_heads=4, num_layers=4, ffn_dim=96),
     "modernbert_decoder": shape("modernbert-decoder"),
     "deepseek_v32": shape("deepseek_v32", EXPERTS, LATENT, index_topk=16, index_head_dim=8, index_n_heads=2),
     "glm_moe_dsa": shape("glm_moe_dsa", EXPERTS, LATENT, index_topk=16, index_head_dim=8, index_n_heads=2),
-    "deepseek_v4": shape("deepseek_v4", EXPERTS),
     "minimax_attention": shape("minimax", EXPERTS, layer_types=[FULL] * 4),
     # Recurrent
-    "bamba": shape("bamba"),
-    "falcon_h1": shape("falcon_h1"),
-    "falcon_mamba": shape("falcon_mamba"),
     "granitemoehybrid": shape("granitemoehybrid", EXPERTS, layer_types=["mamba", "attention"] * 2),
-    "jamba": shape("jamba", EXPERTS),
-    "kimi_linear": shape("kimi_linear", EXPERTS, LATENT),
-    "lfm2": shape("lfm2"),
-    "mamba": shape("mamba"),
     "mamba2": shape("mamba2", num_heads=8, expand=2),
-    "minimax": shape("minimax", EXPERTS),
-    "nemotron_h": shape("nemotron_h"),
-    "qwen3_next": shape("qwen3_next", EXPERTS),
     "qwen3_5": composite("qwen3_5", shape("qwen3_5_text")),
-    "qwen3_5_text": shape("qwen3_5_text"),
     "qwen3_5_moe": composite("qwen3_5_moe", shape("qwen3_5_moe_text", EXPERTS)),
-    "olmo_hybrid": shape("olmo_hybrid"),
-    "recurrent_gemma": shape("recurrent_gemma"),
     "rwkv": shape("rwkv", attention_hidden_size=64),
     "xlstm": shape("xlstm", num_heads=4),
     "zaya": shape("zaya", EXPERTS, num_experts_per_tok=1),

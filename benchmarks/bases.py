@@ -28,14 +28,13 @@ from typing import Any
 
 import torch
 from base_shapes import AFTER, SHAPES, SIZES
-from common import described, entry_point, listed, parser
+from common import entry_point, listed, parser, save_record
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.shape import ModelShape
@@ -90,20 +89,6 @@ class Outcome:
     def passes(self) -> bool:
         """Everything was equal."""
         return self.loads and not self.raised and not self.wrong and max(self.errors.values(), default=1) < TOLERANCE
-
-    @property
-    def result(self) -> str:
-        """In a word or with the reason."""
-        if self.unbuilt:
-            return "not built here"
-        if self.refused:
-            return f"refused: {self.refused}"
-        return "exact" if self.passes else f"**wrong** {self.raised or ', '.join(self.wrong)}"
-
-    def working_heads(self) -> str:
-        """For a table."""
-        missing = [name for name, why in self.heads.items() if why]
-        return "" if not self.loads else f"all but {', '.join(missing)}" if missing else "all"
 
     def line(self, name: str) -> str:
         """For the console."""
@@ -214,14 +199,7 @@ class Comparison:
         )
 
         documents = [prompt[:6], prompt[6:20], prompt[20 : min(60, len(prompt))]]
-        places = [(n, p) for n, document in enumerate(documents) for p in range(len(document))]
-        row = TrainBatch(
-            input_ids=torch.tensor([sum(documents, [])]),
-            position_ids=torch.tensor([[p for _, p in places]]),
-            document_ids=torch.tensor([[n for n, _ in places]]),
-            loss_mask=torch.ones(1, len(places), dtype=torch.bool),
-        )
-        hidden = base.hidden_states(row, HiddenStatesSpec()).final
+        hidden = base.hidden_states(_packed(documents), HiddenStatesSpec()).final
         packed = torch.cat([self.wanted(document) for document in documents])
         found["packed"] = _error(base.logits(hidden)[0], packed)
         return found
@@ -268,7 +246,7 @@ class Comparison:
             except UserError as error:
                 found[name] = str(error)
             except Exception as error:
-                found[name] = f"RAISED {type(error).__name__}: {one_line(error)}"
+                found[name] = f"RAISED {_said(error)}"
         return found
 
     def _decoded(self, drafter: Any, prompt: list[int], draft_config: DraftConfig | None) -> list[int]:
@@ -290,19 +268,29 @@ class Comparison:
         return text[len(prompt) :]
 
 
+def _packed(documents: list[list[int]]) -> TrainBatch:
+    """One row of documents, all of it trained."""
+    ids = torch.tensor([sum(documents, [])])
+    return TrainBatch(
+        input_ids=ids,
+        position_ids=torch.cat([torch.arange(len(document)) for document in documents])[None],
+        document_ids=torch.tensor([[n for n, document in enumerate(documents) for _ in document]]),
+        loss_mask=torch.ones_like(ids, dtype=torch.bool),
+    )
+
+
 def _loss(head: DraftHead, prompt: list[int]) -> None:
     """One step's loss and gradients on two packed documents."""
     half = len(prompt) // 2
-    row = TrainBatch(
-        input_ids=torch.tensor([prompt]),
-        position_ids=torch.tensor([[*range(half), *range(len(prompt) - half)]]),
-        document_ids=torch.tensor([[0] * half + [1] * (len(prompt) - half)]),
-        loss_mask=torch.ones(1, len(prompt), dtype=torch.bool),
-    )
+    row = _packed([prompt[:half], prompt[half:]])
     out = head.train().loss(row, head.base.hidden_states(row, head.spec), LossConfig())
     torch.autograd.backward(out.loss_sum / out.tokens)
     if not bool(out.loss_sum.isfinite()):
         raise AssertionError("its loss is not finite")
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:
@@ -318,7 +306,7 @@ def outcome(shape: dict[str, Any], prompts: tuple[int, ...] = PROMPTS, heads: bo
             with torch.inference_mode():
                 stock(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
         except Exception as error:
-            found.unbuilt = f"{type(error).__name__}: {one_line(error)}"
+            found.unbuilt = _said(error)
             stock = None
         try:
             base = BaseModel.load(BaseConfig(name=folder, tokenizer="builtin:tiny", dtype="float32", kernels="packed"))
@@ -326,7 +314,7 @@ def outcome(shape: dict[str, Any], prompts: tuple[int, ...] = PROMPTS, heads: bo
             found.refused = str(error).replace(folder, "FOLDER")
             return found
         except Exception as error:
-            found.raised = f"{type(error).__name__}: {one_line(error)}"
+            found.raised = _said(error)
             return found
         if stock is None:
             return found
@@ -345,7 +333,7 @@ def compare(found: Outcome, comparison: "Comparison", heads: bool) -> None:
         if heads:
             found.heads = comparison.heads()
     except Exception as error:
-        found.raised = f"{type(error).__name__}: {one_line(error)}"
+        found.raised = _said(error)
 
 
 def real(name: str, heads: bool = True) -> Outcome:
@@ -378,9 +366,7 @@ def main() -> None:
     if options.write:
         before, _, rest = PAGE.read_text().partition(MARKS[0])
         PAGE.write_text(f"{before}{MARKS[0]}\n{tables(found)}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
-    if options.json is not None:
-        rows = {name: vars(o) | {"passes": o.passes} for name, o in found.items()}
-        write_json(options.json, described("bases", options) | {"bases": rows})
+    save_record(options, "bases", {"bases": {name: vars(o) | {"passes": o.passes} for name, o in found.items()}})
 
 
 def tables(found: dict[str, Outcome]) -> str:
@@ -394,20 +380,14 @@ def tables(found: dict[str, Outcome]) -> str:
     for name, o in sorted(found.items()):
         if o.loads:
             text = SHAPES[name].get("text_config", SHAPES[name])
-            windows = [
-                k
-                for k in ("sliding_window", "attention_chunk_size")
-                if text.get(k) and text[k] < SIZES["max_position_embeddings"]
-            ]
-            said = (
-                "yes"
-                if windows
-                else f"context bound to {o.context}"
-                if o.context < text["max_position_embeddings"]
-                else ""
-            )
-            wrong = "" if o.passes else f" {o.result}"
-            lines.append(f"| {name}{wrong} | `{o.family}` | {said} | {o.working_heads()} | {AFTER.get(name, '')} |")
+            whole = SIZES["max_position_embeddings"]
+            windows = [text.get(key) or whole for key in ("sliding_window", "attention_chunk_size")]
+            bound = f"context bound to {o.context}" if o.context < text["max_position_embeddings"] else ""
+            said = "yes" if min(windows) < whole else bound
+            missing = ", ".join(head for head, why in o.heads.items() if why)
+            heads = f"all but {missing}" if missing else "all"
+            wrong = "" if o.passes else f" **wrong** {o.raised or ', '.join(o.wrong)}"
+            lines.append(f"| {name}{wrong} | `{o.family}` | {said} | {heads} | {AFTER.get(name, '')} |")
     lines += ["", "| refused | message |", "|---|---|"]
     lines += [f"| {name} | {o.refused} |" for name, o in sorted(found.items()) if o.refused]
     unbuilt = [name for name, o in sorted(found.items()) if o.unbuilt]

@@ -15,13 +15,10 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import torch
-from common import at_least, described, entry_point, parser
+from common import at_least, entry_point, generated, parser, save_record
 from rich.table import Table
-from step_costs import load_stock
 
 from drafthead.data.utils.display import Display
-from drafthead.data.utils.files import write_json
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.trees.calibrate import calibrate
@@ -50,22 +47,6 @@ def chosen_tree(base: BaseModel, head: DraftHead, answers: list[Any], rows: int,
     }
 
 
-def generated(stock: BaseModel, prompts: list[list[int]], new: int) -> None:
-    """transformers' batched greedy ``generate``."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    stock.model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-
-
 def tokens_per_second(ways: dict[str, Answer], batches: list[list[list[int]]], new: int) -> dict[str, float]:
     """Medians over the batches, which every way answers in turn."""
     speeds: dict[str, list[float]] = {name: [] for name in ways}
@@ -89,7 +70,7 @@ def main(given: list[str] | None = None) -> int:
     arguments = options.parse_args(given)
     at_least(arguments, 1, "prompts", "max_new_tokens")
     base, head = load_base_and_head(arguments.head)
-    stock, new, display = load_stock(base), arguments.max_new_tokens, Display()
+    stock, new, display = base.stock(), arguments.max_new_tokens, Display()
     texts = base_answers(
         base, suite=arguments.suite, limit=arguments.prompts, max_new_tokens=new, temperature=0.0, split="development"
     )
@@ -125,8 +106,7 @@ def main(given: list[str] | None = None) -> int:
         one, four, expected, *others = (f"{value:.3g}" for value in cells)
         table.add_row(str(rows), one, four, str(nodes), expected, *others)
     display.console.print(table)
-    if arguments.json:
-        write_json(arguments.json, described("batches", arguments) | {"rows": found})
+    save_record(arguments, "batches", {"rows": found})
     return 0
 
 

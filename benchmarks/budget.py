@@ -13,18 +13,15 @@ and of the weights.
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from common import at_least, described, entry_point, parser
+from common import at_least, draw_lines, entry_point, parser, save_record
 from rich.console import Console
 from rich.table import Table
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import write_json
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite
-from drafthead.eval.report.plots import new_axes, save_png, styled
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.cache.kv_cache import KVCache
@@ -67,23 +64,6 @@ def bytes_a_step(base: BaseModel, positions: int) -> int:
     """Keys and values that a step reads."""
     shape = base.cache_shape
     return 2 * shape.layers * shape.heads * shape.head_dim * positions * base.embedding.element_size()
-
-
-@styled
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Acceptance over the budget, a line for every policy."""
-    figure, axes = new_axes(height=3.4)
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        own = [row for row in rows if row["policy"] == policy]
-        label = policy + (" (oracle)" if policy == "retrieval:1/1" else "")
-        axes.plot([row["budget"] for row in own], [row["acceptance"] for row in own], marker="o", label=label)
-    axes.set_xscale("log", base=2)
-    budgets = list(dict.fromkeys(row["budget"] for row in rows))
-    axes.set_xticks(budgets, budgets)
-    axes.set_xlabel("positions kept")
-    axes.set_ylabel("acceptance of the next draft")
-    axes.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    save_png(figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -147,10 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(
         f"the whole cache: {whole_mb:.0f} MB a step; weights: {weights / 1e6:.0f} MB, which every step reads too"
     )
-    if args.json:
-        write_json(args.json, described("budget", args) | {"rows": rows, "weights_bytes": weights, "prompts": lengths})
+    save_record(args, "budget", {"rows": rows, "weights_bytes": weights, "prompts": lengths})
     if args.plot:
-        draw(rows, args.plot)
+        draw_lines(rows, "policy", "budget", "acceptance", "positions kept", "acceptance of the next draft", args.plot)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""What the benchmarks share: recipes, comma lists, how a record begins, and how bad input ends a script."""
+"""What the benchmarks share: recipes, comma lists, records, a figure of lines, and how bad input ends a script."""
 
-import math
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -14,7 +14,9 @@ from rich.console import Console
 
 from drafthead.data.utils.config import update_overrides
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import write_json
 from drafthead.data.utils.machine import hardware, versions
+from drafthead.eval.report.plots import new_axes, save_png, short_name, styled
 from drafthead.train.config import RunConfig, parse_run
 
 BAD_INPUT = 2
@@ -66,6 +68,12 @@ def described(benchmark: str, arguments: Namespace) -> dict[str, Any]:
     }
 
 
+def save_record(arguments: Namespace, benchmark: str, found: dict[str, Any]) -> None:
+    """Write the record where ``--json`` says."""
+    if arguments.json:
+        write_json(arguments.json, described(benchmark, arguments) | found)
+
+
 def trained_steps(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:
     """The rows of metrics.jsonl that are means over training steps, with the number of these steps."""
     done = 0
@@ -75,9 +83,32 @@ def trained_steps(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, An
             done = row["total_step"]
 
 
-def finite(value: float) -> float | None:
-    """The value, or None for what JSON cannot hold."""
-    return value if math.isfinite(value) else None
+@torch.inference_mode()
+def generated(model: Any, prompts: Sequence[list[int]], new: int, eos: int | None = None) -> list[list[int]]:
+    """transformers' batched greedy ``generate``, padded on the left; without ``eos`` answers have ``new`` tokens."""
+    pad, width = eos or 0, max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    least = {"min_new_tokens": new} if eos is None else {}
+    ends = {"eos_token_id": eos, "pad_token_id": pad, **least}
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, **ends)
+    answers: list[list[int]] = out[:, width:].tolist()
+    return answers
+
+
+@styled
+def draw_lines(rows: Sequence[dict[str, Any]], line: str, x: str, y: str, xlabel: str, ylabel: str, path: Path) -> None:
+    """``y`` over ``x``, which grows by factors; a line for every value of ``line``."""
+    figure, axes = new_axes(height=3.4)
+    for name in dict.fromkeys(row[line] for row in rows):
+        own = [row for row in rows if row[line] == name]
+        axes.plot([row[x] for row in own], [row[y] for row in own], marker="o", label=short_name(name))
+    axes.set_xscale("log", base=2)
+    ticks = list(dict.fromkeys(row[x] for row in rows))
+    axes.set_xticks(ticks, ticks)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    save_png(figure, path)
 
 
 def entry_point(main: Callable[[], object]) -> None:

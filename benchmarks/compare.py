@@ -2,14 +2,12 @@
 
     python benchmarks/compare.py OLD.json NEW.json [--limit 5] [--only 'costs.verify.*']
 
-Reads what decode.py, generation.py, loss_memory.py and train_step.py write with --json, or any nested numbers. Which
-direction is better follows from the names on the way to a number, the innermost first (numbers as names are passed
-over), by how they end:
+Reads what the benchmarks write with --json, and of the eval.json of `drafthead eval` the overall numbers.
+Which direction is better follows from the names on the way to a number, the innermost first (numbers as names are
+passed over), by how they end:
 
-  lower is better    _s, _ms, seconds, bytes, verify, verify_ratio, draft, draft_by_depth, overhead, handling_growth,
-                     data_wait
-  higher is better   tokens_per_second, ratio_to_autoregressive, ratio_to_floor, mfu, mean_accepted_length,
-                     times_less, same
+  lower is better    _s, _ms, seconds, bytes, verify, verify_ratio, draft, draft_by_depth, overhead, data_wait
+  higher is better   tokens_per_second, speedup, ratio_to_floor, mfu, mean_accepted_length, times_less
 
 Other numbers (sizes, counts, intervals) are shown, but never called worse. A number that only one file has is listed.
 
@@ -32,12 +30,9 @@ from drafthead.data.utils.files import read_json
 
 LOWER = (
     *("_s", "_ms", "seconds", "bytes"),
-    *("verify", "verify_ratio", "draft", "draft_by_depth", "overhead", "handling_growth", "data_wait"),
+    *("verify", "verify_ratio", "draft", "draft_by_depth", "overhead", "data_wait"),
 )
-HIGHER = (
-    *("tokens_per_second", "ratio_to_autoregressive", "ratio_to_floor", "mfu", "mean_accepted_length"),
-    *("times_less", "same"),
-)
+HIGHER = ("tokens_per_second", "speedup", "ratio_to_floor", "mfu", "mean_accepted_length", "times_less")
 DESCRIPTION = ("benchmark", "date", "arguments", "hardware", "versions")
 """Entries of a record that say what was measured, and are no measurements."""
 DECISIVE = ("cpu", "cores", "torch_threads", "gpu")
@@ -121,7 +116,7 @@ def main(given: list[str] | None = None) -> int:
     options.add_argument("old", type=Path, help="record to compare with")
     options.add_argument("new", type=Path, help="record to judge")
     options.add_argument("--limit", type=float, default=5.0, metavar="PERCENT", help="tolerated change (default 5)")
-    options.add_argument("--only", default="*", metavar="GLOB", help="dotted names to compare, as 'baselines.*'")
+    options.add_argument("--only", default="*", metavar="GLOB", help="dotted names to compare, as 'costs.*'")
     options.add_argument("--force", action="store_true", help="compare although the hardware differs")
     arguments = options.parse_args(given)
     if not arguments.limit >= 0:
@@ -157,11 +152,11 @@ def main(given: list[str] | None = None) -> int:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A benchmark's JSON file."""
+    """A benchmark's JSON file, or what an evaluation says over all prompts."""
     record = read_json(path)
     if not isinstance(record, dict):
         raise UserError(f"{path} holds {type(record).__name__}, not a record; give a file that a benchmark wrote")
-    return record
+    return {"benchmark": "eval", **record["overall"]} if "overall" in record else record
 
 
 if __name__ == "__main__":

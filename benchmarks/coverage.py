@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import at_least, described, entry_point, parser
+from common import at_least, draw_lines, entry_point, parser, save_record
 from rich.console import Console
 from rich.table import Table
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import write_json
 from drafthead.data.utils.floats import bootstrap_interval
-from drafthead.eval.report.plots import new_axes, save_png, short_name, styled
+from drafthead.eval.report.plots import short_name
 from drafthead.eval.trees.texts import Text, base_answers, positions, read_hidden_states, read_texts
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig, Drafter
@@ -71,23 +70,6 @@ def covered(texts: Sequence[Text], parts: Sequence[Candidates], width: int) -> n
         )
         rows.append((hits, len(answer)))
     return np.array(rows, dtype=np.float64)
-
-
-@styled
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Coverage over the width, a line for every drafter."""
-    figure, axes = new_axes(height=3.4)
-    for name in dict.fromkeys(row["drafter"] for row in rows):
-        own = [row for row in rows if row["drafter"] == name]
-        widths, shares = [row["width"] for row in own], [row["coverage"] for row in own]
-        axes.plot(widths, shares, marker="o", label=short_name(name))
-    axes.set_xscale("log", base=2)
-    widths = list(dict.fromkeys(row["width"] for row in rows))
-    axes.set_xticks(widths, widths)
-    axes.set_xlabel("candidates for the next token")
-    axes.set_ylabel("covered")
-    axes.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
-    save_png(figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -138,10 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             *(f"{row['coverage']:.3f}" for row in rows if row["drafter"] == expression.text),
         )
     console.print(shown)
-    if args.json:
-        write_json(args.json, described("coverage", args) | {"rows": rows, "positions": total})
+    save_record(args, "coverage", {"rows": rows, "positions": total})
     if args.plot:
-        draw(rows, args.plot)
+        draw_lines(rows, "drafter", "width", "coverage", "candidates for the next token", "covered", args.plot)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,12 @@ times in turn, and the median is reported.
 from statistics import median
 from time import perf_counter
 
-import torch
-from common import described, entry_point, parser
+from common import entry_point, generated, parser, save_record
 from rich.console import Console
 from rich.table import Table
 
 from drafthead.data.answers.config import SamplerConfig
 from drafthead.data.text.sources import SourceConfig, load_prompts
-from drafthead.data.utils.files import write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import EMBEDDED
 from drafthead.models.decoding.corpus import generate_answers
@@ -33,23 +31,12 @@ def ours(base: BaseModel, prompts: list[list[int]], batch: int, max_new: int, ke
     return sum(len(a.input_ids) - a.boundary for a in answers)
 
 
-@torch.inference_mode()
 def transformers(base: BaseModel, prompts: list[list[int]], batch: int, max_new: int) -> int:
     """The same with ``generate``; padding after EOS is not counted."""
-    pad = min(base.eos_ids)
-    ordered = sorted(prompts, key=len)
-    tokens = 0
-    for start in range(0, len(ordered), batch):
-        part = ordered[start : start + batch]
-        width = max(map(len, part))
-        ids = torch.tensor([[pad] * (width - len(p)) + p for p in part], device=base.device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part], device=base.device)
-        out = base.model.generate(
-            ids, attention_mask=mask, max_new_tokens=max_new, do_sample=False, eos_token_id=pad, pad_token_id=pad
-        )
-        for answer in out[:, width:].tolist():
-            tokens += answer.index(pad) + 1 if pad in answer else len(answer)
-    return tokens
+    eos, ordered = min(base.eos_ids), sorted(prompts, key=len)
+    batches = [ordered[n : n + batch] for n in range(0, len(ordered), batch)]
+    answers = [answer for part in batches for answer in generated(base.model, part, max_new, eos)]
+    return sum(answer.index(eos) + 1 if eos in answer else len(answer) for answer in answers)
 
 
 def main(given: list[str] | None = None) -> None:
@@ -85,8 +72,7 @@ def main(given: list[str] | None = None) -> None:
         found[name] = {"tokens": count, "seconds": seconds, "tokens_per_second": count / seconds}
         table.add_row(name, f"{count / seconds:.0f}", str(count), f"{seconds:.1f}")
     Console().print(table)
-    if arguments.json:
-        write_json(arguments.json, described("generation", arguments) | {"results": found})
+    save_record(arguments, "generation", {"results": found})
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 from time import sleep
 from typing import Any
 
-from common import composed, described, entry_point, listed, parser, trained_steps
+from common import composed, entry_point, listed, parser, save_record, trained_steps
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
@@ -302,8 +302,7 @@ def show(results: dict[str, Any], arguments: Namespace) -> None:
         lines = [["head", *COLUMNS], ["---", *["---:"] * len(COLUMNS)], *rows]
         text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         write_atomic(arguments.markdown, f"{text}\n\n{DEFINITIONS}\n")
-    if arguments.json:
-        write_json(arguments.json, described("heads", arguments) | results)
+    save_record(arguments, "heads", results)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from common import described, entry_point, parser
+from common import entry_point, parser, save_record
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import write_json
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.common.losses import LossConfig, Targets, heads_loss
 
@@ -118,8 +117,7 @@ def main(given: list[str] | None = None) -> None:
         print(f"{form:8} {found[form]['bytes'] / 1e9:6.2f} GB above weights and inputs, {found[form]['seconds']:.1f} s")
     ratio = found["whole"]["bytes"] / found["chunked"]["bytes"]
     print(f"the chunked loss needs {ratio:.1f} times less (torch {torch.__version__}, {platform.machine()})")
-    if arguments.json:
-        write_json(arguments.json, described("loss_memory", arguments) | found | {"times_less": ratio})
+    save_record(arguments, "loss_memory", found | {"times_less": ratio})
 
 
 if __name__ == "__main__":

@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from common import at_least, composed, described, entry_point, listed, parser, trained_steps
+from common import at_least, composed, entry_point, listed, parser, save_record, trained_steps
 from rich.table import Table
 from torch import Tensor
 
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json_lines, write_json
+from drafthead.data.utils.files import read_json_lines
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.common.losses import TERMS
 from drafthead.train.config import RunConfig, preflight
@@ -136,9 +136,7 @@ def main(given: list[str] | None = None) -> None:
             display.line(f"   {tokens:.3f} mean accepted length, {seconds:.0f} s of training")
     results = {name: mean_result(entries) for name, entries in found.items()}
     display.console.print(results_table(results, title=f"{arguments.recipe}, {budget(run)}"))
-    if arguments.json:
-        write_json(arguments.json, described("losses", arguments) | {"budget": budget(run), "results": results})
-        display.line(f"record: {arguments.json}")
+    save_record(arguments, "losses", {"budget": budget(run), "results": results})
 
 
 def budget(run: RunConfig) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from common import at_least, described, entry_point, listed, parser
+from common import at_least, entry_point, listed, parser, save_record
 from rich.console import Console
 
 from drafthead.data.answers.store import open_answers
@@ -26,7 +26,6 @@ from drafthead.data.batch import HiddenStates
 from drafthead.data.embedded.tasks import TASKS
 from drafthead.data.embedded.training_sets import content_hash
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import write_json
 from drafthead.eval.report.plots import ACCENT, INK, MUTED, SOFT, WARM, new_axes, save_png, styled
 from drafthead.eval.trees.texts import Text
 from drafthead.models.heads.common.contract import DraftHead
@@ -184,10 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = rows[name]["second_half_of_second_topic"]
         rows[name]["recovered"] = (found - low) / (high - low) if high != low else None
         console.print(f"{name}: recovers {rows[name]['recovered']:.0%} of the distance {low:.2f} to {high:.2f}")
-    if args.json:
-        steps = {name: [step for step, _ in curve] for name, curve in curves.items()}
-        record = described("online", args) | {"rows": rows, "change": change, "steps": steps}
-        write_json(args.json, record | {"tokens": [text.positions for text, _ in stream]})
+    steps = {name: [step for step, _ in curve] for name, curve in curves.items()}
+    tokens = [text.positions for text, _ in stream]
+    save_record(args, "online", {"rows": rows, "change": change, "steps": steps, "tokens": tokens})
     if args.plot:
         draw(curves, change, args.plot)
 

@@ -17,11 +17,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import at_least, described, entry_point, listed, parser
+from common import at_least, entry_point, listed, parser, save_record
 from rich.console import Console
 from rich.table import Table
 
-from drafthead.data.utils.files import write_json
 from drafthead.eval.config import ENGINES, EngineConfig, EnginesConfig
 from drafthead.eval.engines.served import METHODS, EngineStart, export, format_for
 from drafthead.eval.engines.servers import EngineServer, LlamaCppServer
@@ -63,14 +62,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     base, head = load_base_and_head(given.head)
     texts = load_suite(given.suite, given.prompts, 0, split="reporting")
     prompts = [base.prompt_ids(prompt.messages) for prompt in texts]
-    record = {**described("served_steps", given), "bases": {}}
+    found: dict[str, Any] = {}
     for kind in kinds:
         settings = EnginesConfig(threads=given.threads)
         setattr(settings, engine, EngineConfig(python=given.python, base_type=kind))
-        record["bases"][kind] = measure(base, head, engine, settings, lengths, prompts, given.max_new_tokens)
-        Console().print(table(f"{engine}, {kind}", record["bases"][kind]))
-        if given.json:  # after every base: an interruption keeps those that are done
-            write_json(given.json, record)
+        found[kind] = measure(base, head, engine, settings, lengths, prompts, given.max_new_tokens)
+        Console().print(table(f"{engine}, {kind}", found[kind]))
+        save_record(given, "served_steps", {"bases": found})  # an interruption keeps those that are done
 
 
 def measure(

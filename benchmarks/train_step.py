@@ -13,13 +13,12 @@ random weights (no step is faster or slower for it); a base without a shape is l
   parts        seconds of a step in data (waiting for rows), base (features), head (loss, forward and backward) and
                optimiser (sum over processes, clipping, update), from other steps, with a stop after each part.
   MFU          of the device's bfloat16 peak, where that is known, by the products of base and head alone.
-  memory       the peak of the steps, of each part, and what `mode=estimate` says: allocated bytes on a GPU; on a CPU
+  memory       the peak of the steps, and what `mode=estimate` says: allocated bytes on a GPU; on a CPU
                how far resident memory rose above what the interpreter had.
 """
 
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -31,7 +30,7 @@ import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator
-from common import at_least, composed, described, entry_point, parser
+from common import at_least, composed, entry_point, parser, save_record
 from loss_memory import PeakMemory
 from rich.console import Console
 from rich.table import Table
@@ -42,7 +41,6 @@ from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import pack
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
@@ -63,24 +61,14 @@ ROWS = 32
 
 
 class Clock:
-    """Seconds and peak memory (bytes) between marks; waits for the device at each.
+    """Seconds between marks; waits for the device at each."""
 
-    Memory is what is allocated on a GPU; on a CPU what is resident above ``before``.
-    """
-
-    def __init__(self, base: BaseModel, before: int) -> None:
-        self.base, self.before, self.watch = base, before, PeakMemory()
-        self.on_gpu = base.device.type == "cuda"
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.peaks = dict.fromkeys(PARTS, 0)
+    def __init__(self, base: BaseModel) -> None:
+        self.base, self.seconds = base, dict.fromkeys(PARTS, 0.0)
 
     def start(self) -> None:
         """Begin after whatever went before."""
         self.base.synchronise()
-        if self.on_gpu:
-            torch.cuda.reset_peak_memory_stats(self.base.device)
-        else:
-            self.watch.peak = 0
         self._last = perf_counter()
 
     def mark(self, part: str, waited: float = 0.0) -> None:
@@ -88,9 +76,6 @@ class Clock:
         self.base.synchronise()
         self.seconds[part] += perf_counter() - self._last - waited
         self.seconds["data"] += waited
-        resident = max(self.watch.peak, PeakMemory.resident()) - self.before
-        peak = torch.cuda.max_memory_allocated(self.base.device) if self.on_gpu else resident
-        self.peaks[part] = max(self.peaks[part], peak)
         self.start()
 
 
@@ -177,10 +162,9 @@ class Bench:
                 yield batch
 
         batches = marked()
-        with nullcontext() if clock.on_gpu else clock.watch:
-            clock.start()
-            for _ in range(steps):
-                self.step(batches, clock)
+        clock.start()
+        for _ in range(steps):
+            self.step(batches, clock)
 
     def bare_forward(self, steps: int, warm: int) -> float:
         """Seconds of the base's pass over the rows of a step."""
@@ -229,8 +213,12 @@ def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, wa
         bench = Bench(run, phase, accelerator, sharding, Path(folder))
         step_s = bench.whole_steps(steps, warm)
         waited = bench.data.waited_s / steps
-        clock = Clock(bench.base, before)
-        bench.parted_steps(steps, clock)
+        clock = Clock(bench.base)
+        if on_gpu := accelerator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(accelerator.device)
+        with PeakMemory() as memory:
+            bench.parted_steps(steps, clock)
+        peak = torch.cuda.max_memory_allocated(accelerator.device) if on_gpu else memory.peak - before
         floor_s = bench.bare_forward(steps, warm)
         sharding.close()
     settings = run.phases[phase]
@@ -239,7 +227,6 @@ def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, wa
     devices, top = accelerator.num_processes, peak_operations(accelerator.device)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
     planned = estimate_of(run, devices, per_node, accelerator.device.type).total(phase)
-    peak = max(clock.peaks.values())
     return {
         "phase": phase,
         "processes": devices,
@@ -251,27 +238,21 @@ def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, wa
         "data_wait": waited / step_s,
         "parts_s": {part: clock.seconds[part] / steps for part in PARTS},
         "mfu": None if top is None else tokens / step_s * operations / top,
-        "memory": {
-            "peak_bytes": peak,
-            "part_bytes": {part: clock.peaks[part] for part in PARTS if part != "data"},
-            "planned": planned,
-            "peak_to_plan": peak / planned,
-        },
+        "memory": {"peak_bytes": peak, "planned": planned, "peak_to_plan": peak / planned},
     }
 
 
 def show(found: dict[str, Any]) -> Table:
     """The numbers for a person."""
     table = Table(title=f"a training step of phase {found['phase']}, per device of {found['processes']}")
-    for number, column in enumerate(("", "ms", "share", "peak")):
+    for number, column in enumerate(("", "ms", "share")):
         table.add_column(column, justify="right" if number else "left")
     whole = sum(found["parts_s"].values())
     for part, seconds in found["parts_s"].items():
-        held = found["memory"]["part_bytes"].get(part)
-        table.add_row(part, f"{1e3 * seconds:.1f}", f"{seconds / whole:.1%}", "" if held is None else size(held))
+        table.add_row(part, f"{1e3 * seconds:.1f}", f"{seconds / whole:.1%}")
     table.add_section()
-    table.add_row("step, whole", f"{1e3 * found['step_s']:.1f}", "", size(found["memory"]["peak_bytes"]))
-    table.add_row("bare forward of the base", f"{1e3 * found['floor']['forward_s']:.1f}", "", "")
+    table.add_row("step, whole", f"{1e3 * found['step_s']:.1f}")
+    table.add_row("bare forward of the base", f"{1e3 * found['floor']['forward_s']:.1f}")
     return table
 
 
@@ -306,8 +287,7 @@ def main(given: list[str] | None = None) -> None:
         f"the plan's {size(found['memory']['planned'])}",
         soft_wrap=True,
     )
-    if arguments.json:
-        write_json(arguments.json, described("train_step", arguments) | found)
+    save_record(arguments, "train_step", found)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,10 @@ class HiddenStates:
         """``change`` applied to both tensors."""
         return HiddenStates(final=change(self.final), layers=None if self.layers is None else change(self.layers))
 
+    def span(self, start: int, count: int) -> "HiddenStates":
+        """``count`` positions from ``start``."""
+        return self.map(lambda part: part[:, start : start + count])
+
     def layer(self, place: int) -> Tensor:
         """[B, T, D] of the spec's layer number ``place``."""
         assert self.layers is not None

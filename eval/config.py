@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, at_least, one_of, require
 from drafthead.data.utils.files import read_json
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.acceptance import AcceptanceRule
@@ -55,11 +55,13 @@ class EnginesConfig:
     answer_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        if self.drafts is not None and self.drafts < 1:
-            raise ValueError(f"engine.drafts must be at least 1 or null, got {self.drafts}")
-        for key in ("tolerance", "tie", "start_timeout_s", "answer_timeout_s"):
-            if getattr(self, key) <= 0:
-                raise ValueError(f"engine.{key} must be above 0, got {getattr(self, key)}")
+        positive = ("tolerance", "tie", "start_timeout_s", "answer_timeout_s")
+        require(
+            self,
+            "engine.",
+            drafts=(self.drafts is None or self.drafts >= 1, "at least 1 or null"),
+            **{key: (getattr(self, key) > 0, "above 0") for key in positive},
+        )
 
 
 @dataclass(kw_only=True)
@@ -113,23 +115,19 @@ class EvalConfig(DrafterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_new_tokens < 2:
-            raise ValueError(f"eval.max_new_tokens must be at least 2, got {self.max_new_tokens}")
-        if self.split not in SPLITS:
-            raise ValueError(f"eval.split must be one of {', '.join(SPLITS)}, got {self.split!r}")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"eval.limit must be >= 1 or null, got {self.limit}")
-        known = [kind.value for kind in DraftSampling]
-        if self.draft_sampling not in known:
-            raise ValueError(f"eval.draft_sampling must be one of {', '.join(known)}, got {self.draft_sampling!r}")
-        if self.length not in ("constant", "heuristic"):
-            raise ValueError(f"eval.length must be constant or heuristic, got {self.length!r}")
-        if unknown := [name for name in self.engines if name not in ENGINES]:
-            raise ValueError(f"eval.engines must be of {', '.join(ENGINES)}, got {unknown}")
+        require(
+            self,
+            "eval.",
+            max_new_tokens=at_least(self.max_new_tokens, 2),
+            split=one_of(self.split, SPLITS),
+            limit=(self.limit is None or self.limit >= 1, ">= 1 or null"),
+            draft_sampling=one_of(self.draft_sampling, [kind.value for kind in DraftSampling]),
+            draft_temperature=(self.draft_temperature > 0, "above 0"),
+            length=one_of(self.length, ("constant", "heuristic")),
+            engines=(set(self.engines) <= set(ENGINES), f"of {', '.join(ENGINES)}"),
+        )
         if self.engines and not (self.sampler.greedy and self.rule.lossless and not self.combine):
             raise ValueError("eval.engines compares greedy decoding with a head alone: leave sampler, rule and combine")
-        if self.draft_temperature <= 0:
-            raise ValueError(f"eval.draft_temperature must be above 0, got {self.draft_temperature}")
         if parse_tree(self.tree, depth=1) is None and self.tree != "head":
             read_json(Path(self.tree))
 

@@ -22,7 +22,7 @@ from drafthead.eval.lossless.equality import (
     recompute_tokens,
 )
 from drafthead.eval.metrics.served import compare_engines
-from drafthead.eval.metrics.summary import RunInfo, method_names, summarise
+from drafthead.eval.metrics.summary import method_names, summarise
 from drafthead.eval.prompts.prompt import EvalPrompt, conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.report import write_report
@@ -86,18 +86,12 @@ def evaluate(
         first = errors[0] if errors else "the suite is empty"
         raise UserError(f"none of {len(answers)} prompts could be answered; the first: {first}")
     decode_config = DecodeConfig(draft_config=draft_config, sampler=config.sampler, rule=config.rule)
-    info = RunInfo(
-        prompt_tokens=[len(ids) for ids in timed.ids],
-        turns=timed.turns,
-        retokenised=lambda tokens: _retokenised(base, tokens),
-        costs=costs,
-        order=calibration.order if calibration else None,
-        dtype=base.dtype,
-    )
     equalities = {}
     if config.sampler.greedy or decode_config.same_text:
         equalities = _equalities(base, drafter, decode_config, timed, set(served.methods), config)
-    evaluation = summarise(timed.prompts, timed.results, equalities, info) | _settings(config, draft_config, timed)
+    order = calibration.order if calibration else None
+    evaluation = summarise(timed, equalities, partial(_retokenised, base), base.dtype, costs, order)
+    evaluation |= _settings(config, draft_config, timed)
     if served.facts:
         evaluation["engines"] = finite(served_as_trained(base, served, timed, equalities, config))
     if costs is not None and (predicted := predict(base, drafter, draft_config, config, costs, development)):

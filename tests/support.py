@@ -23,6 +23,10 @@ from torch import Tensor
 
 from drafthead import cli
 from drafthead.data.batch import NO_DOCUMENT, HiddenStates, TrainBatch
+from drafthead.eval.lossless.equality import Equality
+from drafthead.eval.metrics.summary import summarise
+from drafthead.eval.prompts.prompt import EvalPrompt
+from drafthead.eval.timing.interleaved import TimedResults
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.contract import DraftConfig, Drafter
@@ -293,6 +297,18 @@ def token_trees(draw: st.DrawFn, largest: int = 14) -> TokenTree:
         parent = draw(st.sampled_from([(), *[p for p in paths if len(p) < 3]]))
         paths.append((*parent, draw(st.integers(0, 2))))
     return TokenTree.from_paths(paths)
+
+
+def summarised(
+    prompts: list[EvalPrompt],
+    results: dict[str, list[DecodeResult]],
+    equalities: dict[str, list[Equality]],
+    turns: list[int] | None = None,
+) -> dict[str, Any]:
+    """``summarise`` of an interleaved run."""
+    turns = turns or [0] * len(prompts)
+    timed = TimedResults(prompts=prompts, turns=turns, ids=[[1]] * len(prompts), results=results, order=[])
+    return summarise(timed, equalities, len, torch.float32)
 
 
 def step_record(accepted: int, committed: int | None = None, depth: int = 3, **changes: float) -> StepRecord:

@@ -14,7 +14,7 @@ from omegaconf import MISSING, DictConfig
 from drafthead.data.answers.config import SamplerConfig, ServerConfig
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, shares
 from drafthead.data.utils.config import parse, schema
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, at_least, one_of, require
 from drafthead.data.utils.hub import HubConfig, require_login
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.metrics.base_quality import QualityLimits
@@ -36,7 +36,6 @@ WHOLLY_READ = ("jsonl", "text")
 """Kinds of sources that are read to their end before a run starts, so that a broken line is found then; streamed ones
 may be large and are not."""
 CORPORA = ("text", "generations")
-"""Answers of the embedded base that come with the package."""
 HIDDEN_STATES = ("computed", "cached")
 SHARD_MODES = ("none", "head", "full")
 AUTO = "auto"
@@ -57,21 +56,6 @@ WARMUPS: dict[str, Callable[[float], float]] = {
 THROUGH_ACCELERATE = (
     "tensorboard", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio",
 )  # fmt: skip
-
-
-def _require(config: Any, group: str, **limits: tuple[bool, str]) -> None:
-    """Check ``field=(whether its limit holds, the limit in words)``; ``group`` is the key of ``config`` in a recipe."""
-    for key, (holds, limit) in limits.items():
-        if not holds:
-            raise ValueError(f"{group}{key} must be {limit}, got {getattr(config, key)!r}")
-
-
-def _at_least(value: float, least: float) -> tuple[bool, str]:
-    return value >= least, f"at least {least}"
-
-
-def _one_of(value: str, allowed: Iterable[str]) -> tuple[bool, str]:
-    return value in allowed, f"one of {list(allowed)}"
 
 
 @dataclass(kw_only=True)
@@ -104,19 +88,19 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        _require(
+        require(
             self,
             "optim.",
-            name=_one_of(self.name, ("adamw", "muon")),
+            name=one_of(self.name, ("adamw", "muon")),
             momentum=(0 <= self.momentum < 1, "in [0, 1)"),
             lr=(0 < self.lr < 1, "in (0, 1)"),
             betas=(betas, "two numbers in [0, 1)"),
-            weight_decay=_at_least(self.weight_decay, 0),
-            warmup_steps=_at_least(self.warmup_steps, 0),
-            schedule=_one_of(self.schedule, SCHEDULES),
-            decay_from=_one_of(self.decay_from, ("warmup", "start")),
+            weight_decay=at_least(self.weight_decay, 0),
+            warmup_steps=at_least(self.warmup_steps, 0),
+            schedule=one_of(self.schedule, SCHEDULES),
+            decay_from=one_of(self.decay_from, ("warmup", "start")),
             final_lr_ratio=(0 <= self.final_lr_ratio <= 1, "in [0, 1]"),
-            warmup=_one_of(self.warmup, WARMUPS),
+            warmup=one_of(self.warmup, WARMUPS),
             clip_norm=(self.clip_norm >= 0, ">= 0 (0 is off)"),
         )
 
@@ -134,11 +118,11 @@ class LossSpikeConfig:
     """Updates that may be skipped among them; one more ends the run, with the weights of the last good update."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self,
             "loss_spikes.",
             spike=(self.spike == 0 or 1 < self.spike < math.inf, "> 1, or 0 to skip nothing finite"),
-            window=_at_least(self.window, HISTORY),
+            window=at_least(self.window, HISTORY),
             limit=(0 <= self.limit < self.window, "in [0, loss_spikes.window)"),
         )
 
@@ -160,11 +144,11 @@ class ShardConfig:
     """The base's shards wait in host memory and come to the device layer by layer; needs ``mode: full``."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self,
             "shard.",
-            mode=_one_of(self.mode, SHARD_MODES),
-            precision=_one_of(self.precision, [*PRECISIONS, AUTO]),
+            mode=one_of(self.mode, SHARD_MODES),
+            precision=one_of(self.precision, [*PRECISIONS, AUTO]),
             hybrid=(not self.hybrid or self.mode != "none", "false unless shard.mode is head or full"),
             offload_base=(not self.offload_base or self.mode == "full", "false unless shard.mode is full"),
         )
@@ -187,7 +171,7 @@ class TrackerConfig:
 
     def __post_init__(self) -> None:
         kinds, modes = ("none", "wandb", *THROUGH_ACCELERATE), ("auto", "online", "offline", "disabled")
-        _require(self, "tracker.", kind=_one_of(self.kind, kinds), mode=_one_of(self.mode, modes))
+        require(self, "tracker.", kind=one_of(self.kind, kinds), mode=one_of(self.mode, modes))
 
 
 @dataclass(kw_only=True)
@@ -207,7 +191,7 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         limits = {"max_tokens": 64, "stream_shards": 1, "workers": 1}
-        _require(self, "data.text.", **{key: _at_least(getattr(self, key), least) for key, least in limits.items()})
+        require(self, "data.text.", **{key: at_least(getattr(self, key), least) for key, least in limits.items()})
 
     def manifest(self) -> dict[str, Any]:
         """What decides on the rows."""
@@ -244,13 +228,13 @@ class GenerationsConfig:
     A server gives none."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self,
             "data.generations.",
-            prompts=_at_least(self.prompts, 0),
-            self_prompted=_at_least(self.self_prompted, 0),
-            max_prompt_tokens=_at_least(self.max_prompt_tokens, 8),
-            batch_size=_at_least(self.batch_size, 1),
+            prompts=at_least(self.prompts, 0),
+            self_prompted=at_least(self.self_prompted, 0),
+            max_prompt_tokens=at_least(self.max_prompt_tokens, 8),
+            batch_size=at_least(self.batch_size, 1),
             keep_hidden_states=(
                 self.server.url is None or not self.keep_hidden_states,
                 "false with a server, which gives no hidden states; the distillation phase then computes them",
@@ -281,7 +265,7 @@ class DataConfig:
     generations: GenerationsConfig = field(default_factory=GenerationsConfig)
 
     def __post_init__(self) -> None:
-        _require(self, "data.", folder=(bool(self.folder.strip()), "the name of a folder"))
+        require(self, "data.", folder=(bool(self.folder.strip()), "the name of a folder"))
 
 
 @dataclass(kw_only=True)
@@ -294,7 +278,7 @@ class BoostConfig:
     """Weight of the targets that the first head's tree holds; those that it misses have 1."""
 
     def __post_init__(self) -> None:
-        _require(self, "phases.*.boost.", floor=(0 <= self.floor <= 1, "in [0, 1]"))
+        require(self, "phases.*.boost.", floor=(0 <= self.floor <= 1, "in [0, 1]"))
 
 
 @dataclass(kw_only=True)
@@ -330,16 +314,16 @@ class PhaseConfig:
         return self.hidden_states == "cached"
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self,
             "phases.*.",
-            corpus=_one_of(self.corpus, CORPORA),
-            hidden_states=_one_of(self.hidden_states, HIDDEN_STATES),
-            seq_len=_at_least(self.seq_len, 16),
-            micro_batch_size=_at_least(self.micro_batch_size, 1),
-            grad_accum_steps=_at_least(self.grad_accum_steps, 1),
-            steps=_at_least(self.steps, 1),
-            max_tokens=_at_least(self.max_tokens if self.max_tokens is not None else 1, 1),
+            corpus=one_of(self.corpus, CORPORA),
+            hidden_states=one_of(self.hidden_states, HIDDEN_STATES),
+            seq_len=at_least(self.seq_len, 16),
+            micro_batch_size=at_least(self.micro_batch_size, 1),
+            grad_accum_steps=at_least(self.grad_accum_steps, 1),
+            steps=at_least(self.steps, 1),
+            max_tokens=at_least(self.max_tokens if self.max_tokens is not None else 1, 1),
         )
 
 
@@ -354,12 +338,12 @@ class CheckpointConfig:
     """Which weights the run ends with: the ``best`` by held-out mean accepted length, or the ``last``."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self,
             "checkpoint.",
-            every_steps=_at_least(self.every_steps, 1),
-            keep=_at_least(self.keep, 1),
-            final=_one_of(self.final, ("last", "best")),
+            every_steps=at_least(self.every_steps, 1),
+            keep=at_least(self.keep, 1),
+            final=one_of(self.final, ("last", "best")),
         )
 
 
@@ -426,21 +410,21 @@ class RunConfig:
             raise ValueError("no phase trains on generations, which acceptance and the tree are measured on; add one")
         name = re.fullmatch(r"[A-Za-z0-9._-]+", self.name) is not None
         unknown = [stage for stage in self.stages if stage not in STAGES]
-        _require(
+        require(
             self,
             "",
             name=(name, "letters, digits, '.', '_' and '-' only"),
-            mode=_one_of(self.mode, RUN_MODES),
+            mode=one_of(self.mode, RUN_MODES),
             out=(bool(self.out.strip()), "the name of a folder"),
             stages=(bool(self.stages) and not unknown, f"a list of {', '.join(STAGES)}"),
-            seed=_at_least(self.seed, 0),
+            seed=at_least(self.seed, 0),
             heartbeat_timeout_s=(1 <= self.heartbeat_timeout_s < math.inf, "at least 1 and finite"),
-            tree_search=_one_of(self.tree_search, METHODS),
+            tree_search=one_of(self.tree_search, METHODS),
             push=(self.push or self.stages != ["push"], "true for stages=[push]"),
-            tree_prompts=_at_least(self.tree_prompts, 0),
+            tree_prompts=at_least(self.tree_prompts, 0),
             tree_batches=(all(rows > 1 for rows in self.tree_batches), "numbers of rows, each above 1"),
-            log_every=_at_least(self.log_every, 1),
-            validate_every=_at_least(self.validate_every, 1),
+            log_every=at_least(self.log_every, 1),
+            validate_every=at_least(self.validate_every, 1),
         )
 
     @property

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, TrainBatch
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, at_least, one_of, require
 from drafthead.data.utils.files import difference
 from drafthead.eval.trees.calibrate import WIDTH, answer_ranks
 from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, accepted_length_probs, start_probs
@@ -70,15 +70,17 @@ class OnlineConfig:
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=3e-4, schedule="constant"))
 
     def __post_init__(self) -> None:
-        for key in ("interval", "steps", "max_tokens"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
-        if self.positions not in ("rejected", "all"):
-            raise ValueError(f"positions must be rejected or all, got {self.positions!r}")
-        if self.objective not in OBJECTIVES:
-            raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
+        require(
+            self,
+            "",
+            interval=at_least(self.interval, 1),
+            steps=at_least(self.steps, 1),
+            max_tokens=at_least(self.max_tokens, 1),
+            positions=one_of(self.positions, ("rejected", "all")),
+            objective=one_of(self.objective, OBJECTIVES),
+        )
         if self.optim.schedule != "constant":
-            raise ValueError(f"optim.schedule must be constant: a stream has no end, got {self.optim.schedule!r}")
+            raise UserError(f"optim.schedule must be constant: a stream has no end, got {self.optim.schedule!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

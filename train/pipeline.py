@@ -24,12 +24,12 @@ from drafthead.data.utils.files import read_json, read_json_lines, write_json
 from drafthead.data.utils.hub import push as push_to_hub
 from drafthead.eval.evaluate import development_answers
 from drafthead.eval.evaluate import evaluate as evaluate_drafter
-from drafthead.eval.metrics.base_quality import check_quality, compare_bases, quality_table
+from drafthead.eval.metrics.base_quality import check_quality, compare_bases, quality_line
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.plots import save_training_plots
 from drafthead.eval.report.side_by_side import side_by_side
-from drafthead.eval.report.tables import console_lines, console_table
+from drafthead.eval.report.tables import console_lines, console_table, quality_table
 from drafthead.eval.trees.calibrate import answer_ranks, calibrate, load_calibration, save_calibration
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, simulate_acceptance
@@ -263,7 +263,8 @@ def quality(work: Workspace) -> None:
         result = check_quality(found, run.quality_limits)
         for folder in (work.folder, work.head_folder):
             write_json(folder / QUALITY, result)
-        work.display.console.print(quality_table(result))
+        work.display.console.print(quality_table(result).console())
+        work.display.line(quality_line(result))
 
 
 def tree(work: Workspace) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, at_least, require
 
 
 @dataclass(kw_only=True)
@@ -23,13 +23,15 @@ class SamplerConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"sampler.temperature must be >= 0 and finite, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"sampler.top_p must be in (0, 1], got {self.top_p}")
-        for key, least in (("top_k", 0), ("max_new_tokens", 1), ("seed", 0)):
-            if getattr(self, key) < least:
-                raise UserError(f"sampler.{key} must be >= {least}, got {getattr(self, key)}")
+        require(
+            self,
+            "sampler.",
+            temperature=(0 <= self.temperature < float("inf"), ">= 0 and finite"),
+            top_k=at_least(self.top_k, 0),
+            top_p=(0 < self.top_p <= 1, "in (0, 1]"),
+            max_new_tokens=at_least(self.max_new_tokens, 1),
+            seed=at_least(self.seed, 0),
+        )
 
 
 @dataclass(kw_only=True)
@@ -50,13 +52,14 @@ class ServerConfig:
     """Smallest share of the server's greedy tokens that the base must choose too: reveals another model."""
 
     def __post_init__(self) -> None:
-        for key in ("concurrency", "tries"):
-            if getattr(self, key) < 1:
-                raise UserError(f"server.{key} must be at least 1, got {getattr(self, key)}")
-        if not 0 < self.timeout < float("inf"):
-            raise UserError(f"server.timeout must be positive seconds, got {self.timeout}")
-        if not 0 <= self.min_greedy_match_rate <= 1:
-            raise UserError(f"server.min_greedy_match_rate must be in [0, 1], got {self.min_greedy_match_rate}")
+        require(
+            self,
+            "server.",
+            concurrency=at_least(self.concurrency, 1),
+            tries=at_least(self.tries, 1),
+            timeout=(0 < self.timeout < float("inf"), "positive seconds"),
+            min_greedy_match_rate=(0 <= self.min_greedy_match_rate <= 1, "in [0, 1]"),
+        )
         if self.url is not None:
             _check_url(self.url)
 

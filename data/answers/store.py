@@ -168,19 +168,19 @@ class GenerationStore:
 
     def read(self, with_hidden_states: bool = True) -> Iterator[Generation]:
         """All generations in the order of their prompt numbers; without hidden states these are None."""
-        for number, entry in sorted(self._entries.items()):
-            table = self._tables[entry.shard]
-            ids = table["input_ids"][entry.row].values.to_numpy()
-            hidden_states = self.hidden_states(number) if with_hidden_states else None
-            boundary, finished = table["boundary"][entry.row].as_py(), table["finished"][entry.row].as_py()
-            yield Generation(number, ids, boundary, finished, hidden_states)
+        for number in sorted(self._entries):
+            yield self._generation(number, with_hidden_states)
+
+    def _generation(self, number: int, with_hidden_states: bool) -> Generation:
+        entry = self._entries[number]
+        ids, boundary, finished = (self._tables[entry.shard][name][entry.row] for name in _ROW)
+        hidden_states = self.hidden_states(number) if with_hidden_states else None
+        return Generation(number, ids.values.to_numpy(), boundary.as_py(), finished.as_py(), hidden_states)
 
     def answer(self, prompt_number: int) -> npt.NDArray[np.int32]:
         """[n] ids of one answer."""
-        entry = self._entries[prompt_number]
-        table = self._tables[entry.shard]
-        ids: npt.NDArray[np.int32] = table["input_ids"][entry.row].values.to_numpy()
-        return ids[table["boundary"][entry.row].as_py() :]
+        found = self._generation(prompt_number, with_hidden_states=False)
+        return found.input_ids[found.boundary :]
 
     def hidden_states(self, prompt_number: int) -> npt.NDArray[np.float16] | None:
         """[n - 1, D] hidden states of one answer, read from disk; None when the store keeps none."""
@@ -194,8 +194,8 @@ class GenerationStore:
     def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
         """[V] how often each id occurs in the answers."""
         counts = np.zeros(vocab_size, dtype=np.int64)
-        for ids, start in self._answers():
-            found = np.bincount(ids[start:], minlength=vocab_size)
+        for answer in map(self.answer, self._entries):
+            found = np.bincount(answer, minlength=vocab_size)
             if len(found) > vocab_size:
                 raise UserError(f"{self.folder} has token id {len(found) - 1}, but the vocabulary has {vocab_size}")
             counts += found
@@ -204,15 +204,9 @@ class GenerationStore:
     @property
     def stats(self) -> GenerationStats:
         """Rows, answer tokens and finished answers on disk."""
-        tokens = sum(len(ids) - start for ids, start in self._answers())
-        finished = sum(sum(table["finished"].to_pylist()) for table in self._tables.values())
-        return GenerationStats(rows=len(self._entries), tokens=tokens, finished=finished)
-
-    def _answers(self) -> Iterator[tuple[npt.NDArray[np.int32], int]]:
-        for table in self._tables.values():
-            boundaries = table["boundary"].to_pylist()
-            for row, start in enumerate(boundaries):
-                yield table["input_ids"][row].values.to_numpy(), start
+        answers = list(self.read(with_hidden_states=False))
+        tokens = sum(len(answer.input_ids) - answer.boundary for answer in answers)
+        return GenerationStats(rows=len(answers), tokens=tokens, finished=sum(answer.finished for answer in answers))
 
     def _map_hidden_states(self, shard: int) -> Any:
         """A shard's hidden states, sliced from disk; the whole file must have the checksum kept with its answers."""
@@ -269,6 +263,7 @@ def as_documents(generations: Iterable[Generation]) -> Iterator[Document]:
 
 _WIDTH, _FEATURES, _DIGEST = b"features_width", b"features_sha256", b"sha256"
 """Metadata of a table: width and checksum of the hidden states, and the checksum of all that the table says."""
+_ROW = ("input_ids", "boundary", "finished")
 _COLUMNS = {
     "prompt_number": pa.int64(),
     "input_ids": pa.list_(pa.int32()),

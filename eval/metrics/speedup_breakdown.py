@@ -23,8 +23,6 @@ LONGEST_CHAIN = 64
 
 def expected_tokens(rate: float, drafts: int) -> float:
     """Leviathan (2211.17192): tokens that a step with a chain of k drafts commits, (1 - alpha^(k+1)) / (1 - alpha)."""
-    if not 0 <= rate <= 1 or drafts < 0:
-        raise ValueError(f"expected an acceptance rate in [0, 1] and 0 or more drafts, got {rate} and {drafts}")
     return drafts + 1.0 if rate == 1 else (1 - rate ** (drafts + 1)) / (1 - rate)
 
 
@@ -33,8 +31,6 @@ def expected_speedup(rate: float, draft_cost: float, drafts: int) -> float:
 
     ``draft_cost`` is c, a draft position's time in autoregressive steps; ``drafts`` is k, the paper's gamma.
     """
-    if not draft_cost >= 0 or math.isinf(draft_cost):
-        raise ValueError(f"a draft's cost in autoregressive steps must be >= 0, got {draft_cost}")
     return expected_tokens(rate, drafts) / (draft_cost * drafts + 1)
 
 

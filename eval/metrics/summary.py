@@ -14,7 +14,7 @@ from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.lossless.equality import Equality, equality_rate
 from drafthead.eval.metrics import acceptance, speed
 from drafthead.eval.metrics.speedup_breakdown import speedup_breakdown
-from drafthead.eval.prompts.prompt import EvalPrompt
+from drafthead.eval.timing.interleaved import TimedResults
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import TreeOrder
@@ -24,24 +24,6 @@ AUTOREGRESSIVE = ("transformers_stock", "transformers", "autoregressive")
 """Autoregressive decoding: transformers' ``generate`` over its stock modules and over ours, and our loop."""
 METHOD = "speculative"
 """The method that the headline is about, where it ran."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunInfo:
-    """What besides the results makes a summary richer; every part may be missing."""
-
-    prompt_tokens: Sequence[int] | None = None
-    """Of each result the length of what was read before its answer."""
-    turns: Sequence[int] | None = None
-    """Of each result its turn in the conversation, from 0; None: all first."""
-    retokenised: speed.Retokenised | None = None
-    """For the Spec-Bench-compatible numbers."""
-    costs: CostModel | None = None
-    """For the best draft on this machine."""
-    order: TreeOrder | None = None
-    """Calibrated nodes, for the best tree."""
-    dtype: torch.dtype = torch.float32
-    """That the target computed in: what counts as a tie."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +44,22 @@ class _Answers:
 
 
 def summarise(
-    prompts: Sequence[EvalPrompt],
-    results: Mapping[str, Sequence[DecodeResult]],
-    equalities: Mapping[str, Sequence[Equality]],
-    info: RunInfo | None = None,
+    timed: TimedResults,
+    equalities: dict[str, list[Equality]],
+    retokenised: speed.Retokenised,
+    dtype: torch.dtype,
+    costs: CostModel | None = None,
+    order: TreeOrder | None = None,
 ) -> dict[str, Any]:
-    """Everything that ``eval.json`` says of the answers, from the results of ``run_interleaved``.
+    """Everything that ``eval.json`` says of the answers.
 
-    There must be one of ``AUTOREGRESSIVE`` and one other name, a method; equalities of methods may be missing.
+    Args:
+        timed: results of one of ``AUTOREGRESSIVE`` and of one other name, a method, at least.
+        equalities: per method and turn; those of methods may be missing.
+        retokenised: for the Spec-Bench-compatible numbers.
+        dtype: that the target computed in: what counts as a tie.
+        costs: for the best draft on this machine.
+        order: calibrated nodes, for the best tree.
 
     Returns:
         "tasks": per task, and "overall": the headline method's numbers, and under "methods" each method's;
@@ -77,18 +67,12 @@ def summarise(
         metric there is; "by_position", "by_context", "by_entropy": the headline's acceptance in bins;
         "speedup_breakdown": its speedup over each baseline, term by term; "equality": its rate and the target's type.
     """
-    info = info or RunInfo()
+    prompts, results = timed.prompts, timed.results
     methods, baselines = method_names(results), [name for name in AUTOREGRESSIVE if name in results]
-    if not methods or not baselines:
-        raise ValueError(f"a summary needs one of {AUTOREGRESSIVE} and a method, got results of {list(results)}")
     headline = methods[0]
-    turns = info.turns or [0] * len(prompts)
-    every = _Answers(
-        [(prompt.task, prompt.number) for prompt in prompts],
-        [{"prompt": p.number} | ({"turn": t} if p.turns > 1 else {}) for p, t in zip(prompts, turns, strict=True)],
-        {name: list(rows) for name, rows in results.items()},
-        {name: list(rows) for name, rows in equalities.items()},
-    )
+    pairs = zip(prompts, timed.turns, strict=True)
+    places = [{"prompt": prompt.number} | ({"turn": turn} if prompt.turns > 1 else {}) for prompt, turn in pairs]
+    every = _Answers([(prompt.task, prompt.number) for prompt in prompts], places, results, equalities)
     failed = {n: row for n, row in enumerate(results[headline]) if isinstance(row, FailedDecode)}
     kept = [n for n in range(len(prompts)) if n not in failed]
     answers, machine = every.choose(kept), {"hardware": hardware(), "versions": versions()}
@@ -96,26 +80,21 @@ def summarise(
         task: every.choose([n for n in kept if prompts[n].task == task])
         for task in dict.fromkeys(prompt.task for prompt in prompts)
     }
-    overall = _group(answers, info)
-    runs = answers.results
+    overall, runs = _group(answers, retokenised), answers.results
     fastest = runs[fastest_autoregressive(overall)[0]]
-    breakdowns = {name: speedup_breakdown(runs[name], runs[headline], info.costs, info.order) for name in baselines}
+    breakdowns = {name: speedup_breakdown(runs[name], runs[headline], costs, order) for name in baselines}
     plain: dict[str, Any] = finite(
         {
             "headline": headline,
-            "tasks": {task: _group(group, info) | machine for task, group in tasks.items()},
+            "tasks": {task: _group(group, retokenised) | machine for task, group in tasks.items()},
             "overall": overall | machine,
             "failed": [every.places[n] | {"task": prompts[n].task, "message": row.error} for n, row in failed.items()],
-            "metrics": {
-                name: speed.measure(fastest, runs[name], info.retokenised, answers.questions) for name in methods
-            },
+            "metrics": {name: speed.measure(fastest, runs[name], retokenised, answers.questions) for name in methods},
             "by_position": acceptance.by_position(runs[headline]),
-            "by_context": acceptance.by_context(runs[headline], [info.prompt_tokens[n] for n in kept])
-            if info.prompt_tokens
-            else [],
+            "by_context": acceptance.by_context(runs[headline], [len(timed.ids[n]) for n in kept]),
             "by_entropy": acceptance.by_entropy(runs[headline]),
             "speedup_breakdown": {name: found and found.to_json() for name, found in breakdowns.items()},
-            "equality": equality_rate(answers.equalities.get(headline, []), info.dtype),
+            "equality": equality_rate(answers.equalities.get(headline, []), dtype),
         }
     )
     return plain
@@ -141,20 +120,19 @@ def speedup_of(group: dict[str, Any], method: str | None = None) -> float | None
     return value
 
 
-def _group(answers: _Answers, info: RunInfo) -> dict[str, Any]:
+def _group(answers: _Answers, retokenised: speed.Retokenised) -> dict[str, Any]:
     """The numbers of these answers: the headline's, and each method's."""
     runs = {name: answers.results[name] for name in AUTOREGRESSIVE if name in answers.results}
     speeds = {name: finite(speed.tokens_per_second(run).value) for name, run in runs.items()}
     shared: dict[str, Any] = {"autoregressive_tokens_per_second": speeds}
     fastest, _ = fastest_autoregressive(shared)
-    methods = {name: _numbers(answers, name, fastest, info) for name in method_names(answers.results)}
+    methods = {name: _numbers(answers, name, fastest, retokenised) for name in method_names(answers.results)}
     return shared | next(iter(methods.values())) | {"methods": methods}
 
 
-def _numbers(answers: _Answers, name: str, fastest: str, info: RunInfo) -> dict[str, Any]:
+def _numbers(answers: _Answers, name: str, fastest: str, retokenised: speed.Retokenised) -> dict[str, Any]:
     method, results, questions = answers.results[name], answers.results, answers.questions
     speedups = {n: speed.speedup_interval(results[n], method, questions) for n in AUTOREGRESSIVE if n in results}
-    compatible = info.retokenised and speed.spec_bench(results[fastest], method, info.retokenised, questions)
     numbers = {
         "mean_accepted_length": acceptance.mean_accepted_length(method).value,
         "acceptance_per_depth": [ratio.value for ratio in acceptance.acceptance_per_depth(method)],
@@ -163,7 +141,7 @@ def _numbers(answers: _Answers, name: str, fastest: str, info: RunInfo) -> dict[
         "decode_tokens_per_second": speed.decode_tokens_per_second(method).value,
         # The fastest baseline is the honest denominator.
         "speedup": {f"vs_{n}": found[0] for n, found in speedups.items()} | {"interval_95": speedups[fastest][1:]},
-        "spec_bench": compatible and vars(compatible),
+        "spec_bench": vars(speed.spec_bench(results[fastest], method, retokenised, questions)),
     }
     if name in answers.equalities:
         numbers["identical_outputs"] = _identical(answers.places, answers.equalities[name])

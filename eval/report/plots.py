@@ -50,11 +50,11 @@ def draw_figures(
     if tasks := _with_speedup((name, speedup_of(group), group) for name, group in groups):
         yield "speedup", speedup(tasks)
     # The headline's method comes last: the bar in full colour.
-    by_method = list(overall.get("methods", {}).items())[::-1]
+    by_method = list(overall["methods"].items())[::-1]
     methods = _with_speedup((name, speedup_of(overall, name), numbers) for name, numbers in by_method)
     if len(methods) > 1:
         yield "methods", speedup(methods)
-    if explained := evaluation.get("speedup_breakdown", {}).get(fastest_autoregressive(overall)[0]):
+    if explained := evaluation["speedup_breakdown"][fastest_autoregressive(overall)[0]]:
         yield "waterfall", waterfall(explained)
     if latency:
         yield "cost", cost(latency, None if tree is None else len(tree), overall["mean_accepted_length"])
@@ -62,11 +62,11 @@ def draw_figures(
         yield "acceptance", acceptance(overall["acceptance_per_depth"])
     if overall["mean_accepted_length"] is not None:
         yield "ctar", ctar(overall["ctar"])
-    if positions := evaluation.get("by_position"):
+    if positions := evaluation["by_position"]:
         yield "by_position", bins(_merge_bins(positions), "answer tokens before the step", "{:.0f}")
-    if len(contexts := evaluation.get("by_context", [])) > 1:
+    if len(contexts := evaluation["by_context"]) > 1:
         yield "by_context", bins(contexts, "tokens before the step, the prompt's included", "{:.0f}")
-    if entropies := evaluation.get("by_entropy"):
+    if entropies := evaluation["by_entropy"]:
         yield "by_entropy", bins(entropies, "entropy in nats", "{:.1f}")
     for name, prefix in TRAINING.items():
         if (figure := training(training_log or [], prefix)) is not None:

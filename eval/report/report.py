@@ -41,7 +41,7 @@ def write_report(
 
     Args:
         folder: the run folder.
-        evaluation: what ``summary.summarise`` returned, with "rule" and "sampler" where known.
+        evaluation: the contents of ``eval.json``.
         latency: (n, seconds) of verifying n tokens in one forward; None leaves the cost plot out.
         tree: the tree that was decoded with.
         training_log: rows of ``metrics.jsonl`` with "phase", "step", "loss_1", "accept_1", ...
@@ -67,7 +67,7 @@ def write_report(
     html = environment.get_template("report.html.jinja").render(
         title=title,
         machine=machine_line(overall),
-        rule=rule_line(evaluation),
+        rule=sentence(rule_line(evaluation)),
         overall=overall,
         speedup=speedup_of(overall),
         interval=interval(overall),
@@ -81,7 +81,7 @@ def write_report(
         method_definitions=METHOD_DEFINITIONS,
         exceptions=exceptions(evaluation),
         engines=engine_lines(evaluation),
-        explained=evaluation.get("speedup_breakdown", {}).get(autoregressive),
+        explained=evaluation["speedup_breakdown"][autoregressive],
         figures=figures,
         versions=overall["hardware"] | overall["versions"],
     )
@@ -100,8 +100,7 @@ def machine_line(overall: dict[str, Any]) -> str:
 
 def exceptions(evaluation: dict[str, Any]) -> list[str]:
     """Every answer that is not autoregressive decoding's, and every prompt without one; faults first."""
-    overall = evaluation["overall"]
-    methods = overall.get("methods") or {"": overall}
+    methods = evaluation["overall"]["methods"]
     found: dict[str, list[str]] = {"different": [], "near_ties": []}
     for method, numbers in methods.items():
         for kind, lines in found.items():

@@ -1,6 +1,6 @@
 """An evaluation as tables and lines of text: the same for a terminal, for Markdown, for the HTML page and for wandb."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,25 +91,25 @@ def method_table(evaluation: dict[str, Any]) -> ResultTable:
             name,
             _with_remark(number(speedup_of(overall, name), "{:.2f}x"), lossy(evaluation, name)),
             interval(numbers),
-            number((numbers["spec_bench"] or {}).get("speedup"), "{:.2f}x"),
+            number(numbers["spec_bench"]["speedup"], "{:.2f}x"),
             number(numbers["mean_accepted_length"]),
             number(numbers["tokens_per_second"], "{:.1f}"),
             number(numbers["decode_tokens_per_second"], "{:.1f}"),
             identical(numbers),
         )
-        for name, numbers in overall.get("methods", {}).items()
+        for name, numbers in overall["methods"].items()
     ]
     _, fastest = fastest_autoregressive(overall)
     for name, speed in overall["autoregressive_tokens_per_second"].items():
         ratio = None if speed is None or not fastest else speed / fastest
         cells = (number(ratio, "{:.2f}x"), "–", "–", "1.00", number(speed, "{:.1f}"), "–", "–")
-        rows.append((f"autoregressive ({BASELINE_NAMES.get(name, name)})", *cells))
+        rows.append((f"autoregressive ({BASELINE_NAMES[name]})", *cells))
     return ResultTable("Methods, over all prompts", columns, rows, has_total=False)
 
 
 def speedup_table(evaluation: dict[str, Any]) -> ResultTable:
     """The speedup of every method by task, then over all."""
-    methods = tuple(evaluation["overall"].get("methods", {}))
+    methods = tuple(evaluation["overall"]["methods"])
     rows = [
         (name, *(number(speedup_of(group, method), "{:.2f}x") for method in methods))
         for name, group in _groups(evaluation)
@@ -118,36 +118,48 @@ def speedup_table(evaluation: dict[str, Any]) -> ResultTable:
 
 
 def result_tables(evaluation: dict[str, Any]) -> list[ResultTable]:
-    """The tables that say something here: those by method where there are methods, and where there are several."""
-    count = len(evaluation["overall"].get("methods", {}))
-    tables = (task_table, method_table, speedup_table)[: 1 + (count > 0) + (count > 1)]
+    """By task, by method, and by both where there are several methods."""
+    tables = (task_table, method_table, speedup_table)[: 2 + (len(evaluation["overall"]["methods"]) > 1)]
     return [table(evaluation) for table in tables]
+
+
+def quality_table(quality: dict[str, Any]) -> ResultTable:
+    """``quality.json``: a tuned base beside the original one."""
+    columns = ("on", "tokens", "perplexity before", "after", "ratio", "same top-1", "KL")
+    rows = [
+        (
+            kind,
+            f"{row['tokens']:,}",
+            f"{row['original_perplexity']:.3f}",
+            f"{row['tuned_perplexity']:.3f}",
+            f"{row['perplexity_ratio']:.4f}",
+            f"{100 * row['greedy_match_rate']:.2f} %",
+            f"{row['kl']:.4f}",
+        )
+        for kind, row in quality["held_out"].items()
+    ]
+    return ResultTable("the tuned base beside the original one, on held-out tokens", columns, rows, has_total=False)
 
 
 def markdown_table(evaluation: dict[str, Any]) -> str:
     """The results for a model card: tables, the rule, and the prompts without an answer."""
     parts = [f"{table.title}:\n\n{table.markdown()}" for table in result_tables(evaluation)]
-    if line := rule_line(evaluation):
-        parts.append(f"{sentence(line)}\n")
-    if served := engine_lines(evaluation):
-        parts.append("".join(f"- {line.strip()}\n" for line in served))
-    if lost := failures(evaluation):
-        parts.append("".join(f"- {line}\n" for line in lost))
-    return "\n".join(parts)
+    parts.append(f"{sentence(rule_line(evaluation))}\n")
+    for lines in (engine_lines(evaluation), failures(evaluation)):
+        parts.append("".join(f"- {line.strip()}\n" for line in lines))
+    return "\n".join(filter(None, parts))
 
 
 def console_table(evaluation: dict[str, Any]) -> RenderableType:
     """The results per task, and per method where several ran."""
-    several = len(evaluation["overall"].get("methods", {})) > 1
-    tables = [task_table(evaluation), method_table(evaluation)][: 1 + several]
-    return Group(*(table.console() for table in tables))
+    return Group(*(table.console() for table in result_tables(evaluation)[:-1]))
 
 
 def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]] | None = None) -> list[str]:
     """What the tables have no room for: speeds, acceptance by draft position, accuracy of the heads, equality."""
     overall = evaluation["overall"]
     speeds = [
-        f"{number(speed, '{:.1f}')} ({BASELINE_NAMES.get(name, name)})"
+        f"{number(speed, '{:.1f}')} ({BASELINE_NAMES[name]})"
         for name, speed in sorted(overall["autoregressive_tokens_per_second"].items())
     ]
     lines = [
@@ -169,10 +181,7 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
         lines.append(f"top-1 accuracy by draft position on held-out answers, given the right tokens before: {shown}")
     if outputs := overall.get("identical_outputs"):
         lines.append(f"outputs identical: {identical(overall)}, near-ties: {len(outputs['near_ties'])}")
-    if line := rule_line(evaluation):
-        lines.append(line)
-    lines += engine_lines(evaluation)
-    lines += failures(evaluation)
+    lines += [rule_line(evaluation), *engine_lines(evaluation), *failures(evaluation)]
     resumed, turns = evaluation.get("resumed", (0, 0))
     if resumed:
         lines.append(f"{resumed} of {turns} answers were timed by an earlier run (resume=false times all again)")
@@ -203,38 +212,32 @@ def identical(numbers: dict[str, Any]) -> str:
 
 def lossy(evaluation: dict[str, Any], method: str | None = None) -> str | None:
     """The warning beside every speedup of a lossy rule, which only the headline's method uses; else None."""
-    rule = evaluation.get("rule")
-    if not rule or rule["lossless"] or method not in (None, evaluation.get("headline")):
+    rule = evaluation["rule"]
+    if rule["lossless"] or method not in (None, evaluation["headline"]):
         return None
-    distance = rule.get("total_variation")
-    return "lossy" if distance is None else f"lossy, TV {distance:.3g}"
+    return f"lossy, TV {rule['total_variation']:.3g}"
 
 
-def rule_line(evaluation: dict[str, Any]) -> str | None:
-    """Rule, sampler and tree of the headline method in words; None where the evaluation does not say."""
-    parts = []
-    if rule := evaluation.get("rule"):
-        distance = rule.get("total_variation")
-        away = "" if distance is None else f": total variation {distance:.2g} on synthetic distributions, see certify"
-        parts.append(f"rule: {rule['name']}, " + ("lossless" if rule["lossless"] else f"lossy{away}"))
-    if sampler := evaluation.get("sampler"):
-        # Settings that change nothing are not named.
-        used = {key: value for key, value in sampler.items() if key == "temperature" or value not in (None, 0, 1)}
-        parts.append("sampler: " + ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in used.items()))
-    if tree := evaluation.get("tree", {}).get("spec"):
-        sampling = evaluation["draft_sampling"]
-        parts.append(f"tree: {tree}, {evaluation['tree']['nodes']} nodes, draft sampling {sampling}")
-    return "; ".join(parts) or None
+def rule_line(evaluation: dict[str, Any]) -> str:
+    """Rule, sampler and tree of the headline method in words."""
+    rule, tree = evaluation["rule"], evaluation["tree"]
+    kept = "lossless"
+    if not rule["lossless"]:
+        kept = f"lossy: total variation {rule['total_variation']:.2g} on synthetic distributions, see certify"
+    # Settings that change nothing are not named.
+    used = {k: v for k, v in evaluation["sampler"].items() if k == "temperature" or v not in (None, 0, 1)}
+    sampler = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in used.items())
+    drafted = f"{tree['spec']}, {tree['nodes']} nodes, draft sampling {evaluation['draft_sampling']}"
+    return f"rule: {rule['name']}, {kept}; sampler: {sampler}; tree: {drafted}"
 
 
 def failures(evaluation: dict[str, Any]) -> list[str]:
     """A line for every prompt without an answer."""
-    return [f"failed: prompt {f['prompt']} ({f['task']}): {f['message']}" for f in evaluation.get("failed", [])]
+    return [f"failed: prompt {f['prompt']} ({f['task']}): {f['message']}" for f in evaluation["failed"]]
 
 
-def _groups(evaluation: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield from evaluation["tasks"].items()
-    yield "overall", evaluation["overall"]
+def _groups(evaluation: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [*evaluation["tasks"].items(), ("overall", evaluation["overall"])]
 
 
 def _with_remark(cell: str, remark: str | None) -> str:

@@ -40,14 +40,13 @@ def run_interleaved(
     log: Path | None,
     seed: int,
     on_progress: Callable[[int, int], None],
-    reference: str = "autoregressive",
     made_of: Mapping[str, str] | None = None,
 ) -> TimedResults:
     """Decode every turn with every decoder, one after the other, so that a drift of the machine hits all alike.
 
     Prompts run in a random order, decoders in a random order within each turn. Every decoder answers the first
-    prompt once, untimed, before anything is measured. Later turns of a conversation follow the answer of ``reference``
-    to the earlier ones, whichever decoder is timed: all of them read the same context.
+    prompt once, untimed, before anything is measured. Later turns of a conversation follow the answer of
+    "autoregressive" to the earlier ones, whichever decoder is timed: all of them read the same context.
 
     ``log`` (JSONL) gets every finished (turn, decoder) at once. A turn that it holds of all decoders is not
     decoded again; any other is, by all of them, so that times that are compared come from one process. It knows
@@ -73,7 +72,7 @@ def run_interleaved(
                     failure = failed(error)
             row = rounds.answer(prompt, turn, ids, failure)
             answered[place, turn] = ids, row
-            answer = row[reference]
+            answer = row["autoregressive"]
             answers.append(answer.tokens)
             if isinstance(answer, FailedDecode):
                 failure = failed(f"the turn before it failed: {answer.error}")

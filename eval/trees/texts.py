@@ -18,7 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from drafthead.data.answers.config import SamplerConfig
 from drafthead.data.answers.store import open_answers
-from drafthead.data.batch import HiddenStates, TrainBatch
+from drafthead.data.batch import HiddenStates, TrainBatch, pad_rows
+from drafthead.data.text.readers import json_object, read_lines
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder
 from drafthead.eval.prompts.prompt import conversation_ids
@@ -115,22 +116,16 @@ def read_texts(path: Path, limit: int | None = None) -> list[Text]:
     if path.is_dir():
         answers = open_answers(path).read(with_hidden_states=False)
         return [Text(a.input_ids.tolist(), a.boundary) for a in islice(answers, limit)]
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}); give the file that save=FILE wrote") from None
     texts = []
-    for number, line in enumerate(lines, start=1):
+    for line, content in read_lines(path):
         try:
-            row = json.loads(line)
+            row = json_object(content)
             text = Text([int(i) for i in row["ids"]], int(row["boundary"]))
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
-            raise UserError(f'{path} line {number} is no text; it needs {{"ids": [...], "boundary": n}}') from None
-        if not 1 <= text.boundary < len(text.ids):
-            raise UserError(
-                f"{path} line {number} has its boundary at {text.boundary}, outside its {len(text.ids)} ids; it is the "
-                "index of the first answer token"
-            )
+            if not 1 <= text.boundary < len(text.ids):
+                raise ValueError("the boundary is the index of the first answer token")
+        except (KeyError, TypeError, ValueError, OverflowError):
+            expected = '{"ids": [...], "boundary": n} with n in [1, number of ids)'
+            raise UserError(f"{path} {line} is no text; it needs {expected}") from None
         texts.append(text)
     if not texts:
         raise UserError(f"{path} is empty; give the file that save=FILE wrote")
@@ -143,7 +138,7 @@ def positions(
     """The drafter's state and last token wherever a step may start: rows that are not finished, and the position."""
     prompts = pad_sequence([torch.tensor(text.ids[: text.boundary], device=device) for text in texts], batch_first=True)
     counts = torch.tensor([text.boundary for text in texts], device=device)
-    read = _stack([_slice(f, 0, text.boundary) for f, text in zip(base_hidden, texts, strict=True)])
+    read = pad_rows([hidden.span(0, text.boundary) for hidden, text in zip(base_hidden, texts, strict=True)])
     state = drafter.update(drafter.init_state(len(texts)), prompts, read, counts)
     rows = list(range(len(texts)))
     for t in range(max(text.positions for text in texts)):
@@ -152,7 +147,7 @@ def positions(
             rows, state = [rows[i] for i in kept], state.select(kept)
         last = torch.tensor([texts[row].ids[texts[row].boundary + t] for row in rows], device=device)
         yield rows, state, last, t
-        now = _stack([_slice(base_hidden[row], texts[row].boundary + t, 1) for row in rows])
+        now = pad_rows([base_hidden[row].span(texts[row].boundary + t, 1) for row in rows])
         state = drafter.update(state, last[:, None], now)
 
 
@@ -176,20 +171,6 @@ def text_ranks(head: DraftHead, texts: Sequence[Text]) -> list[Ranks]:
         batch = as_batch(text).to(head.base.device)
         found += answer_ranks(head, batch, head.base.hidden_states(batch, head.spec))
     return found
-
-
-def _slice(base_hidden: HiddenStates, start: int, count: int) -> HiddenStates:
-    layers, part = base_hidden.layers, slice(start, start + count)
-    return HiddenStates(final=base_hidden.final[:, part], layers=None if layers is None else layers[:, part])
-
-
-def _stack(parts: list[HiddenStates]) -> HiddenStates:
-    """Hidden states [1, T, ...] of several rows as one [B, longest T, ...], zeros after a row's end."""
-    layers = [p.layers[0] for p in parts if p.layers is not None]
-    return HiddenStates(
-        final=pad_sequence([p.final[0] for p in parts], batch_first=True),
-        layers=pad_sequence(layers, batch_first=True) if layers else None,
-    )
 
 
 def _target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sampler: Sampler) -> Tensor:

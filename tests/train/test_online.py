@@ -165,7 +165,7 @@ def test_a_stream_that_was_stopped_goes_on(tiny_base: TinyBase, tmp_path: Path) 
     ("settings", "says"),
     [
         ({"interval": 0}, "interval must be at least 1, got 0"),
-        ({"positions": "some"}, "positions must be rejected or all"),
+        ({"positions": "some"}, "positions must be one of rejected, all"),
         ({"objective": "mse"}, "objective must be one of ce, kl"),
         ({"optim": OptimConfig()}, "a stream has no end"),
     ],

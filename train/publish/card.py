@@ -10,11 +10,11 @@ from drafthead.data.answers.store import GenerationStats
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.files import write_atomic, write_json
 from drafthead.data.utils.hub import REPOSITORY
-from drafthead.eval.metrics.base_quality import quality_markdown
+from drafthead.eval.metrics.base_quality import quality_line
 from drafthead.eval.metrics.summary import speedup_of
 from drafthead.eval.prompts.suites import suite_label
 from drafthead.eval.report.report import machine_line
-from drafthead.eval.report.tables import DEFINITIONS, lossy, markdown_table
+from drafthead.eval.report.tables import DEFINITIONS, lossy, markdown_table, quality_table, sentence
 from drafthead.models.base.config import EMBEDDED, BaseConfig
 from drafthead.models.formats import FORMATS
 from drafthead.models.formats.contract import published_name, unsupported_adapter
@@ -63,7 +63,7 @@ def write_card(
         formats=export_rows,
         is_loaded=is_loaded,
         obstacles=obstacles(export_rows),
-        quality=None if quality is None else quality_markdown(quality),
+        quality=None if quality is None else f"{quality_table(quality).markdown()}\n{sentence(quality_line(quality))}",
         facts=facts(run, head, answers),
         phases=[phase_row(name, phase, processes) for name, phase in run.phases.items()],
         loss_figure=LOSS_FIGURE if curve.exists() else None,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from drafthead.data.utils.files import read_json_lines, write_atomic
+from drafthead.data.utils.floats import finite
 
 Row = Mapping[str, Any]
 
@@ -28,7 +29,7 @@ class MetricsLog:
         """Append a row; it survives a kill of this process from here on."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
-            file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+            file.write(json.dumps(finite(row), allow_nan=False) + "\n")
 
     def truncate(self, total_step: int) -> None:
         """Keep rows up to ``total_step``, so that a resumed run logs no step twice; a torn last line goes too."""
@@ -75,14 +76,6 @@ def peak_memory() -> int:
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _duration(seconds: float) -> str:

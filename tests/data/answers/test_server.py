@@ -341,10 +341,10 @@ def test_text_prompts_leave_out_the_token_that_servers_add() -> None:
         ({"min_greedy_match_rate": 1.5}, r"server.min_greedy_match_rate must be in \[0, 1\], got 1.5"),
         ({"temperature": -1.0}, "sampler.temperature must be >= 0 and finite, got -1.0"),
         ({"temperature": float("nan")}, "sampler.temperature .* got nan"),
-        ({"top_k": -1}, "sampler.top_k must be >= 0, got -1"),
+        ({"top_k": -1}, "sampler.top_k must be at least 0, got -1"),
         ({"top_p": 0.0}, r"sampler.top_p must be in \(0, 1\], got 0.0"),
-        ({"max_new_tokens": 0}, "sampler.max_new_tokens must be >= 1, got 0"),
-        ({"seed": -1}, "sampler.seed must be >= 0, got -1"),
+        ({"max_new_tokens": 0}, "sampler.max_new_tokens must be at least 1, got 0"),
+        ({"seed": -1}, "sampler.seed must be at least 0, got -1"),
     ],
 )
 def test_limits(settings: dict[str, Any], says: str) -> None:

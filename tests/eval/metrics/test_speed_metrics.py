@@ -47,8 +47,6 @@ def test_every_metric_is_plain_json() -> None:
     found = measure(BASELINE, METHOD, len)
     assert all(value is not None for value in found.values()) and len(found) == 25
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    without = measure(BASELINE, METHOD)
-    assert {n for n, v in without.items() if v is None} == {"spec_bench_speedup", "spec_bench_tokens_per_second"}
     nothing = measure([], [], len)
     json.dumps(nothing, allow_nan=False)
     assert nothing["mean_accepted_length"] is None and nothing["ctar"] == []

@@ -1,7 +1,6 @@
 """The closed form against the paper's numbers, the breakdown of a speedup against what it is made of."""
 
 import json
-import math
 
 import pytest
 from hypothesis import given
@@ -39,11 +38,6 @@ def test_closed_form() -> None:
     assert expected_tokens(0.0, 5) == 1
     assert expected_speedup(0.5, 0.1, 2) == pytest.approx(1.75 / 1.2)
     assert (optimal_lookahead(1.0, 0.1), optimal_lookahead(0.05, 0.2)) == (64, 1)
-    for rate, drafts in ((-0.1, 3), (1.1, 3), (math.nan, 3), (0.5, -1)):
-        with pytest.raises(ValueError, match=r"expected an acceptance rate in \[0, 1\] and 0 or more drafts"):
-            expected_tokens(rate, drafts)
-    with pytest.raises(ValueError, match="cost in autoregressive steps must be >= 0, got -1"):
-        expected_speedup(0.5, -1, 2)
 
 
 @given(st.floats(0.01, 0.99), st.floats(0.0, 1.5))

@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from drafthead.eval.lossless.equality import Diagnosis, Equality
-from drafthead.eval.metrics.summary import RunInfo, summarise
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.report import plots, report, tables
 from drafthead.eval.report.side_by_side import coloured, side_by_side
@@ -20,7 +19,7 @@ from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, step_record
+from support import TinyBase, step_record, summarised
 
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 LATENCY = [(1, 0.05), (4, 0.06), (16, 0.09)]
@@ -34,23 +33,39 @@ LOG: list[dict[str, Any]] = [
 
 def group(speedup: float | None, same: int = 3) -> dict[str, Any]:
     interval = [None, None] if speedup is None else [speedup - 0.1, speedup + 0.1]
-    return {
+    own = {
         "mean_accepted_length": speedup and 1.8,
         "acceptance_per_depth": [0.5, 0.4, None] if speedup else [],
         "ctar": {str(w): speedup and 0.5 / w for w in range(1, 7)},
         "tokens_per_second": speedup and 10 * speedup,
-        "autoregressive_tokens_per_second": {"transformers": speedup and 8.0, "autoregressive": speedup and 10.0},
         "speedup": {"vs_transformers": speedup and 1.25 * speedup, "vs_autoregressive": speedup}
         | {"interval_95": interval},
+        "decode_tokens_per_second": None,
+        "spec_bench": {"speedup": None},
         "identical_outputs": {"same": same, "of": 3, "near_ties": [], "different": []},
+    }
+    return own | {
+        "autoregressive_tokens_per_second": {"transformers": speedup and 8.0, "autoregressive": speedup and 10.0},
+        "methods": {"speculative": own},
         "hardware": {"cpu": "Some <CPU>", "cores": 2, "torch_threads": 2, "ram_gb": 8.0, "gpu": None},
         "versions": {"drafthead": "0.1.0", "torch": "2.13.0"},
     }
 
 
+SETTINGS: dict[str, Any] = {
+    "headline": "speculative",
+    "rule": {"name": "exact", "lossless": True},
+    "sampler": {"temperature": 1.0, "top_k": 0, "top_p": 0.9, "eta": 0.0},
+    "tree": {"spec": "head", "nodes": 5},
+    "draft_sampling": "top_k",
+}
+
+
 def evaluation() -> dict[str, Any]:
     tasks = {"math": group(1.5), "<b>|odd": group(0.9), "failed": group(None, same=0)}
-    return {"tasks": tasks, "overall": group(1.4), "failed": []}
+    empty: dict[str, Any] = {key: [] for key in ("failed", "by_position", "by_context", "by_entropy")}
+    breakdown = {"transformers": None, "autoregressive": None}
+    return SETTINGS | empty | {"tasks": tasks, "overall": group(1.4), "speedup_breakdown": breakdown}
 
 
 def page_of(folder: Path, found: dict[str, Any]) -> str:
@@ -130,7 +145,7 @@ def on_console(found: dict[str, Any]) -> str:
 
 
 def test_nothing_measured_draws_nothing() -> None:
-    nothing = {"tasks": {}, "overall": group(None, same=0), "failed": []}
+    nothing = evaluation() | {"tasks": {}, "overall": group(None, same=0)}
     assert list(plots.draw_figures(nothing, None, None, [])) == []
     assert list(plots.draw_figures(nothing, None, TokenTree.chain(0), [{"phase": "a", "step": 1, "lr": 0.1}])) == []
 
@@ -182,15 +197,12 @@ def compared() -> dict[str, Any]:
         "prompt_lookup": [answer(1, 0.011, 2)] * 3,
     }
     fault = Equality(False, 12, (5, 91), 1.7, False, Diagnosis.CACHE)
-    found = summarise(
+    found = summarised(
         [EvalPrompt("math", n, []) for n in range(3)],
         results,
         {"speculative": [Equality(True)] * 3, "prompt_lookup": [Equality(True), fault, Equality(True)]},
-        RunInfo(retokenised=len),
     )
-    found["rule"] = {"name": "typical", "lossless": False, "total_variation": 0.3127}
-    found["sampler"] = {"temperature": 1.0, "top_k": 0, "top_p": 0.9, "eta": 0.0}
-    return found
+    return SETTINGS | found | {"rule": {"name": "typical", "lossless": False, "total_variation": 0.3127}}
 
 
 def test_several_methods_and_the_explained_speedup(compared: dict[str, Any], tmp_path: Path) -> None:
@@ -208,16 +220,16 @@ def test_several_methods_and_the_explained_speedup(compared: dict[str, Any], tmp
 def test_a_lossy_rule_stands_beside_every_speedup_of_its_method(compared: dict[str, Any], tmp_path: Path) -> None:
     page = page_of(tmp_path, compared)
     assert "Rule: typical, lossy: total variation 0.31 on synthetic distributions" in page
-    assert "sampler: temperature 1, top-p 0.9." in page, "what changes nothing is not named"
+    assert "sampler: temperature 1, top-p 0.9; tree: head, 5 nodes" in page, "what changes nothing is not named"
     assert page.count("<small>lossy, TV 0.313</small>") == 3  # the task, overall, the method
     assert "<b>1.46x</b>" in page and ">lossy, TV 0.313; " in page
     markdown = tables.markdown_table(compared)
     assert markdown.count("1.46x (lossy, TV 0.313)") == 3
     assert "| prompt_lookup | 0.92x | 0.92–0.92 |" in markdown
-    lossless = compared | {"rule": {"name": "greedy", "lossless": True, "total_variation": 0.0}}
+    lossless = compared | {"rule": {"name": "exact", "lossless": True}}
     page = page_of(tmp_path, lossless)
     assert "lossy" not in page
-    assert tables.rule_line(lossless) == "rule: greedy, lossless; sampler: temperature 1, top-p 0.9"
+    assert tables.rule_line(lossless).startswith("rule: exact, lossless; sampler: temperature 1, top-p 0.9; ")
 
 
 def test_console_tables_fit_80_columns(compared: dict[str, Any]) -> None:

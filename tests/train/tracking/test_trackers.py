@@ -134,7 +134,7 @@ def test_accelerate_knows_every_kind() -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("kind", "wanbd"), ("mode", "on")])
 def test_an_unknown_choice_lists_what_there_is(key: str, value: str) -> None:
-    with pytest.raises(ValueError, match=rf"tracker.{key} must be one of \[.*\], got '{value}'"):
+    with pytest.raises(ValueError, match=rf"tracker.{key} must be one of .*, got '{value}'"):
         TrackerConfig(**{key: value})
 
 

@@ -175,10 +175,10 @@ def test_a_step_takes_the_factor_into_account() -> None:
         ("betas", (0.9,), "optim.betas must be two numbers"),
         ("weight_decay", -0.1, "optim.weight_decay must be at least 0, got -0.1"),
         ("warmup_steps", -1, "optim.warmup_steps must be at least 0, got -1"),
-        ("schedule", "cosin", r"optim.schedule must be one of \['cosine', 'linear', 'constant'\], got 'cosin'"),
-        ("decay_from", "end", r"optim.decay_from must be one of \['warmup', 'start'\], got 'end'"),
+        ("schedule", "cosin", r"optim.schedule must be one of cosine, linear, constant, got 'cosin'"),
+        ("decay_from", "end", r"optim.decay_from must be one of warmup, start, got 'end'"),
         ("final_lr_ratio", 1.5, r"optim.final_lr_ratio must be in \[0, 1\], got 1.5"),
-        ("warmup", "fast", r"optim.warmup must be one of \['linear', 'parabolic'\], got 'fast'"),
+        ("warmup", "fast", r"optim.warmup must be one of linear, parabolic, got 'fast'"),
         ("clip_norm", -1.0, "optim.clip_norm must be >= 0 .*, got -1.0"),
     ],
 )
