@@ -311,6 +311,47 @@ def summarised(
     return summarise(timed, equalities, len, torch.float32)
 
 
+def task_results(speedup: float | None, same: int = 3) -> dict[str, Any]:
+    """The numbers of a task in ``eval.json``, of one method; None: nothing was measured."""
+    own = {
+        "mean_accepted_length": speedup and 1.8,
+        "acceptance_per_depth": [0.5, 0.4, None] if speedup else [],
+        "ctar": {str(w): speedup and 0.5 / w for w in range(1, 7)},
+        "tokens_per_second": speedup and 10 * speedup,
+        "decode_tokens_per_second": None,
+        "spec_bench": {"speedup": None},
+        "speedup": {
+            "vs_transformers": speedup and 1.25 * speedup,
+            "vs_autoregressive": speedup,
+            "interval_95": [None, None] if speedup is None else [speedup - 0.1, speedup + 0.1],
+        },
+        "identical_outputs": {"same": same, "of": 3, "near_ties": [], "different": []},
+    }
+    return own | {
+        "autoregressive_tokens_per_second": {"transformers": speedup and 8.0, "autoregressive": speedup and 10.0},
+        "methods": {"speculative": own},
+        "hardware": {"cpu": "Some <CPU>", "cores": 2, "torch_threads": 2, "ram_gb": 8.0, "gpu": None},
+        "versions": {"drafthead": "0.2.0", "torch": "2.13.0"},
+    }
+
+
+def evaluation_of(overall: dict[str, Any], **tasks: dict[str, Any]) -> dict[str, Any]:
+    """``eval.json``."""
+    empty: dict[str, Any] = {key: [] for key in ("failed", "by_position", "by_context", "by_entropy")}
+    return empty | {
+        "headline": "speculative",
+        "suite": "/home/me/mine.jsonl",
+        "max_new_tokens": 24,
+        "rule": {"name": "exact", "lossless": True},
+        "sampler": {"temperature": 1.0, "top_k": 0, "top_p": 0.9, "eta": 0.0},
+        "tree": {"spec": "/home/me/tree.json", "nodes": 5},
+        "draft_sampling": "top_k",
+        "speedup_breakdown": {"transformers": None, "autoregressive": None},
+        "tasks": tasks,
+        "overall": overall,
+    }
+
+
 def step_record(accepted: int, committed: int | None = None, depth: int = 3, **changes: float) -> StepRecord:
     """A step of one second with a chain of ``depth`` drafts; ``changes`` are other fields."""
     total_s = changes.get("total_s", 1.0)

@@ -145,15 +145,12 @@ class Recorder(Drafter[RecorderState]):
         return self.head.base_fingerprint
 
     def init_state(self, batch: int) -> RecorderState:
-        if batch != 1:
-            raise UserError(f"a head that learns online answers one prompt at a time, got {batch}")
         return RecorderState(inner=self.head.init_state(1))
 
     def update(
         self, state: RecorderState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> RecorderState:
-        if base_hidden is None:
-            raise UserError("a head that learns online needs the base's hidden states; it cannot continue drafts")
+        assert base_hidden is not None
         count = tokens.shape[1] if counts is None else int(counts)
         inner = self.head.update(state.inner, tokens, base_hidden, counts)
         failed = None

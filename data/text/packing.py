@@ -70,8 +70,6 @@ def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path 
         row a list of [number of the document, start in it, length, offset in the row]. Padding has document
         id ``NO_DOCUMENT`` and is not trained.
     """
-    if seq_len < 2 * MIN_PIECE:
-        raise UserError(f"row length must be >= {2 * MIN_PIECE}, got {seq_len}")
     rows = split_rows(documents, seq_len) if split else _whole_rows(documents, seq_len)
     if folder is None:
         sink = pa.BufferOutputStream()

@@ -297,8 +297,6 @@ def _load(
     key: Callable[[T], str],
     seed: int,
 ) -> list[T]:
-    if not sources:
-        raise UserError("no data source is given; list at least one")
     unique: dict[str, T] = {}
     parts: Sequence[float | None] = shares(sources) or [None] * len(sources)
     for source, share in zip(sources, parts, strict=True):

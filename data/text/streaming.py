@@ -106,8 +106,6 @@ class Mixture:
     """
 
     def __init__(self, sources: Sequence[SourceConfig], shard: int, shards: int) -> None:
-        if not sources:
-            raise UserError("no data source is given; list at least one")
         self._shares = shares(sources) or [1 / len(sources)] * len(sources)
         self._streams = [SourceStream(source, shard, shards) for source in sources]
         self._given = [0] * len(sources)

@@ -76,7 +76,9 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
     if not config.engines:
         yield found
         return
-    head = _require_head(drafter)
+    if not isinstance(drafter, DraftHead):
+        raise UserError("engines=[...] serves a head: name one with head=FOLDER, without combine=")
+    head = drafter
     settings = config.engine
     found.drafts = settings.drafts or min(head.config.trained_positions, head.depth)
     if found.drafts > head.depth:
@@ -95,7 +97,7 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
                         continue
                     method = name + PLAIN * plain
                     log(f"{server.name} answers {'without' if plain else 'with'} the head at {server.url}")
-                    found.methods[method] = partial(_answer, server, config.max_new_tokens)
+                    found.methods[method] = partial(server.answer, max_new_tokens=config.max_new_tokens)
                     version = server.installed or server.version()
                     fact = {"engine": server.name, "version": version, "format": target.name}
                     found.facts.setdefault(name, fact)
@@ -135,16 +137,6 @@ def environment() -> Path:
 def base_folder(base: BaseModel) -> str:
     """The base as an engine loads it: a folder, or its name on the Hub."""
     return str(smollm2_folder()) if base.name == EMBEDDED else base.config.name
-
-
-def _require_head(drafter: Drafter) -> DraftHead:
-    if not isinstance(drafter, DraftHead):
-        raise UserError("engines=[...] serves a head: name one with head=FOLDER, without combine=")
-    return drafter
-
-
-def _answer(server: EngineServer, max_new_tokens: int, ids: list[int]) -> DecodeResult:
-    return server.answer(ids, max_new_tokens)
 
 
 def _hash(head: DraftHead) -> str:

@@ -54,10 +54,7 @@ def conversation_ids(
     answer; under lossless greedy decoding the two are equal.) As there, an answer enters as text, without special
     tokens and outer spacing, and is rendered with the rest of the conversation.
     """
-    turn = len(answers)
-    where = prompt.where(turn)
-    if not turn < prompt.turns:
-        raise ValueError(f"{where}: {turn} answers leave no turn to answer")
+    where = prompt.where(len(answers))
     if prompt.input_ids is not None:
         if not prompt.input_ids:
             raise UserError(f"{where} is empty; give it at least one token id, or leave it out")

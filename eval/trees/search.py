@@ -132,10 +132,6 @@ class SequoiaTrees:
 
     def tree(self, nodes: int, depth: int) -> TokenTree:
         """The best tree of ``nodes`` nodes, root included, and at most ``depth`` drafts on a path."""
-        if not (0 <= depth < len(self.expected) and 1 <= nodes < self.expected.shape[1]) or np.isneginf(
-            self.expected[depth, nodes]
-        ):
-            raise ValueError(f"there is no tree of {nodes} nodes and at most {depth} drafts on a path here")
         paths: list[tuple[int, ...]] = []
         pending: list[tuple[tuple[int, ...], int]] = [((), nodes)]
         while pending:

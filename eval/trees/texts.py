@@ -255,7 +255,6 @@ def simulate_texts(
     """
     draft_config = draft_config.at_most(drafter.depth)
     rule.check(draft_config)
-    _require_lossless(rule)
     if draft_config.draft_sampling is DraftSampling.TOP_K:
         answers, sizes = _drafted_length_probs(base, drafter, texts, draft_config, sampler, in_order)
         return simulate_steps(answers, seed, sizes)
@@ -280,9 +279,6 @@ def text_accept_probs(
 
     For sampled siblings give trees through ``trials_in_order``. ``MAX_VALUES`` bounds the memory.
     """
-    _require_lossless(config.rule)
-    if config.rule.name == "block" and config.width > 1:
-        raise UserError("block verification is for chains; set width to 1, or simulate trees with the exact rule")
     if not isinstance(drafter, StepwiseDrafter):
         raise UserError(
             f"{type(drafter).__name__} has no distributions of its own, so the acceptance of whole families of "
@@ -409,11 +405,3 @@ def _batches(texts: Sequence[Text], size: int) -> Iterator[list[Text]]:
     size = max(1, size)
     for start in range(0, len(with_steps), size):
         yield with_steps[start : start + size]
-
-
-def _require_lossless(rule: AcceptanceRule) -> None:
-    if not rule.lossless:
-        raise UserError(
-            f"the rule {rule.name!r} cannot be simulated: it is lossy, so the text depends on what was drafted; decode "
-            "instead, or simulate the exact rule"
-        )

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from drafthead.data.embedded.tiny import tiny_tokenizer
-from drafthead.data.text.chat import Document, prompt_ids, user_turn
+from drafthead.data.text.chat import prompt_ids, user_turn
 from drafthead.data.utils.errors import UserError
 
 TINY = tiny_tokenizer()
@@ -30,11 +29,6 @@ def test_bad_templates(template: str | None, says: str) -> None:
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=says):
         prompt_ids(tokenizer, user_turn("a"))
-
-
-def test_document_checks_its_shape() -> None:
-    with pytest.raises(ValueError, match="one equal length"):
-        Document(np.zeros(3, np.int32), np.zeros(2, np.bool_))
 
 
 def test_tiny_tokenizer_survives_saving(tmp_path: Any) -> None:

@@ -97,8 +97,6 @@ def test_empty_or_absent(tmp_path: Path) -> None:
         load_documents([SourceConfig(kind="builtin", name="stdlib_tiny"), source], 0)
     with pytest.raises(UserError, match="matches no file"):
         load_documents([SourceConfig(kind="jsonl", name=str(tmp_path / "none*"))], 0)
-    with pytest.raises(UserError, match="no data source is given"):
-        load_prompts([], 0, None)
 
 
 def test_loading_drops_copies_and_shuffles(tmp_path: Path) -> None:

@@ -129,8 +129,6 @@ def test_a_limit_is_of_the_source_not_of_a_shard(tmp_path: Path) -> None:
 def test_bad_streams(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no text for shard 3 of 3; lower data.text.stream_shards"):
         take(SourceStream(local(tmp_path / "x.jsonl", 2), 2, 3), 1)
-    with pytest.raises(UserError, match="no data source is given"):
-        Mixture([], 0, 1)
     with pytest.raises(UserError, match=r"row 0 has no column 'body'; present: text"):
         take(SourceStream(hub(tmp_path / "a", 1, column="body"), 0, 1), 1)
     with pytest.raises(UserError, match=r"names a path where nothing is"):

@@ -25,8 +25,6 @@ def test_each_turn_follows_the_answers_before_it() -> None:
     third = second + "<|im_end|>\n<|im_start|>user\nC<|im_end|>\n<|im_start|>assistant\n"
     assert asked(TWO, "one", "") == third, "an answer may be nothing"
     assert len(TWO.messages) == 2, "the prompt is left as it was"
-    with pytest.raises(ValueError, match="no turn to answer"):
-        asked(TWO, "", "", "")
 
 
 def test_ids_are_taken_as_they_are() -> None:

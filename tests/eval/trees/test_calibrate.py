@@ -64,8 +64,6 @@ def test_a_foreign_file_is_refused(head: MedusaHead, tmp_path: Path) -> None:
 def test_answers_without_a_step_are_refused() -> None:
     with pytest.raises(UserError, match=r"too few to choose a tree by; raise data.generations"):
         calibrate.calibrate([], COSTS)
-    with pytest.raises(UserError, match="no method 'grid' to calibrate a tree; choose one of greedy, sequoia"):
-        calibrate.calibrate([], COSTS, method="grid")
 
 
 def test_costs_on_a_short_context(head: MedusaHead, monkeypatch: pytest.MonkeyPatch) -> None:

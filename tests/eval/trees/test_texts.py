@@ -123,13 +123,9 @@ def test_what_cannot_be_simulated_is_refused(base: BaseModel) -> None:
     chain = DraftConfig(tree=TokenTree.chain(2))
     sampled = {"draft_sampling": DraftSampling.WITH_REPLACEMENT}
     run = simulate_texts
-    with pytest.raises(UserError, match="'typical' cannot be simulated: it is lossy, so the text depends on"):
-        run(base, head, texts, chain, GREEDY, rule=AcceptanceRule(name="typical"))
     block = AcceptanceRule(name="block")
     with pytest.raises(UserError, match="block verification judges a chain as a whole"):
         run(base, head, texts, DraftConfig(tree=TREE, **sampled), WARM, rule=block)
-    with pytest.raises(UserError, match="block verification is for chains; set width to 1"):
-        text_accept_probs(base, head, texts, WARM, AcceptProbsConfig(rule=block, **sampled))
     with pytest.raises(UserError, match="no text has two answer tokens"):
         run(base, head, [Text([1, 2, 3], 2)], chain, GREEDY)
     with pytest.raises(UserError, match="Silent has no distributions of its own"):

@@ -17,7 +17,9 @@ from drafthead.train.config import TrackerConfig
 from drafthead.train.tracking import tracker as tracking
 from drafthead.train.tracking.metrics_log import MetricsLog
 from drafthead.train.tracking.tracker import Tracker, wandb_mode, wandb_run_id
+from support import evaluation_of, task_results
 
+EVALUATION = evaluation_of(task_results(1.5), math=task_results(1.5))
 SETTINGS = {
     "seed": 3,
     "base": {"name": "user/base", "revision": None},
@@ -157,18 +159,6 @@ def test_tensorboard_receives_settings_and_curves(open_tracker: Open, tmp_path: 
     assert "phases.pretrain.optim.lr: 0.001" in kept.read_text()
 
 
-def evaluation() -> dict[str, Any]:
-    """As ``evaluate`` returns it, as far as tables read it."""
-    group = {
-        "mean_accepted_length": 1.8,
-        "tokens_per_second": 30.0,
-        "autoregressive_tokens_per_second": {"transformers": 18.0, "autoregressive": 20.0},
-        "speedup": {"vs_transformers": 1.67, "vs_autoregressive": 1.5, "interval_95": [1.4, 1.6]},
-        "identical_outputs": {"same": 3, "of": 3},
-    }
-    return {"tasks": {"math": group}, "overall": group, "rule": {"name": "exact", "lossless": True}}
-
-
 @pytest.mark.usefixtures("wandb_service")
 def test_wandb_offline_receives_settings_curves_tables_and_the_report(
     open_tracker: Open, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -176,13 +166,13 @@ def test_wandb_offline_receives_settings_curves_tables_and_the_report(
     import openai  # noqa: F401 # wandb advertises its Weave where it finds this module
 
     (tmp_path / "report.html").write_text("<h1>a report</h1>")
-    (tmp_path / "eval.json").write_text(json.dumps(evaluation()))
+    (tmp_path / "eval.json").write_text(json.dumps(EVALUATION))
     tracker, lines = open_tracker(kind="wandb")
     run = tracker.accelerator.get_tracker("wandb", unwrap=True)
     tracker.log(row("pretrain", 1, 1, overlap_1=math.nan), step=1)
     tracker.log(row("distill", 1, 2), step=2)
     curves = dict(run.summary)
-    tracker.finish(evaluation())
+    tracker.finish(EVALUATION)
     assert capfd.readouterr() == ("", "")
     (part,) = tmp_path.glob("wandb/offline-run-*")
     assert lines == [f"wandb: offline (no login found); to upload later: wandb login && wandb sync {part}"]
