@@ -8,6 +8,7 @@ from time import perf_counter
 import torch
 from rich.table import Table
 
+from drafthead.data.utils.display import duration
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.trees.cost_model import SIZES
 from drafthead.models.base.base_model import BaseModel
@@ -101,9 +102,9 @@ class Outlook:
         table.add_column("about", justify="right", no_wrap=True)
         rows = self.rows()
         for stage, what, seconds in rows:
-            table.add_row(stage, what, _clock(seconds))
+            table.add_row(stage, what, duration(seconds))
         table.add_section()
-        table.add_row("all of it", "", _clock(sum(seconds for *_, seconds in rows)))
+        table.add_row("all of it", "", duration(sum(seconds for *_, seconds in rows)))
         return table
 
 
@@ -118,11 +119,3 @@ def _seconds(base: BaseModel, tokens: int) -> float:
         base.synchronise()
         found.append(perf_counter() - started)
     return min(found)
-
-
-def _clock(seconds: float) -> str:
-    """Minutes and seconds, or hours and minutes; a dash where that cannot be told."""
-    if seconds != seconds:
-        return "–"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"

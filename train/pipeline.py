@@ -18,7 +18,7 @@ from drafthead.data.answers.backend import RankGroup
 from drafthead.data.answers.draft_vocab import coverage
 from drafthead.data.answers.store import GenerationStore
 from drafthead.data.text.packing import collate
-from drafthead.data.utils.config import update_names
+from drafthead.data.utils.config import flatten, update_names
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, read_json_lines, write_json
 from drafthead.data.utils.hub import push as push_to_hub
@@ -436,13 +436,7 @@ def training_settings(run: RunConfig) -> dict[str, Any]:
     for source in (*kept["data"]["text"]["sources"], *kept["data"]["generations"]["sources"]):
         if source["turns"] == 1:
             del source["turns"]  # which runs of earlier versions do not have
-
-    def flat(prefix: str, value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict) or not value:
-            return {prefix: value}
-        return {k: v for key, inner in value.items() for k, v in flat(f"{prefix}.{key}".lstrip("."), inner).items()}
-
-    return flat("", kept)
+    return flatten(kept)
 
 
 def _clear(work: Workspace) -> None:

@@ -6,7 +6,7 @@ Keys and values of earlier versions are read through one table, ``RENAMED_KEYS``
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -118,6 +118,17 @@ def _update_interpolations(value: str) -> str:
 
 def _ends(path: str, pattern: str) -> bool:
     return fnmatchcase(f".{path}", f"*.{pattern}")
+
+
+def flatten(nested: Mapping[Any, Any], separator: str = ".") -> dict[str, Any]:
+    """Nested mappings as one with joined keys; empty ones stay."""
+    found: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping) and value:
+            found |= {f"{key}{separator}{inner}": v for inner, v in flatten(value, separator).items()}
+        else:
+            found[str(key)] = value
+    return found
 
 
 def original_names(value: Any) -> Any:

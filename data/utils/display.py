@@ -1,5 +1,6 @@
 """What a person sees while a run works: progress bars with an ETA for data, timed headings for stages."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,3 +82,12 @@ class Display:
         if self._bar is not None:
             self._bar.stop()
         self._bar, self._tasks, self._last_line = None, {}, {}
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds; a question mark where they cannot be told."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

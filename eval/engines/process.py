@@ -55,9 +55,7 @@ class EngineProcess:
             line, separator, rest = self._buffer.partition(b"\n")
             if separator:
                 self._buffer = rest
-                said = json.loads(line)
-                if "error" in said:
-                    raise EngineError(f"{self.name} is {said['error']}")
+                said = self._said(line)
                 if key in said:
                     return said[key]
                 continue
@@ -84,10 +82,15 @@ class EngineProcess:
         while select.select([self._reports], [], [], 0)[0] and (more := os.read(self._reports, 4096)):
             self._buffer += more
         for line in self._buffer.splitlines():
-            if "error" in (said := json.loads(line)):
-                raise EngineError(f"{self.name} is {said['error']}")
+            self._said(line)
         how = f"signal {-code}, {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         raise EngineError(f"{self.name} died ({how}){self._tail()}")
+
+    def _said(self, line: bytes) -> dict[str, Any]:
+        said: dict[str, Any] = json.loads(line)
+        if "error" in said:
+            raise EngineError(f"{self.name} is {said['error']}")
+        return said
 
     def _tail(self) -> str:
         self._log.seek(0)

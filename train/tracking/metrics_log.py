@@ -1,7 +1,6 @@
 """What a run logs by itself: ``metrics.jsonl``, and one console line for each log step."""
 
 import json
-import math
 import resource
 import sys
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from drafthead.data.utils.display import duration
 from drafthead.data.utils.files import read_json_lines, write_atomic
 from drafthead.data.utils.floats import finite
 
@@ -65,7 +65,7 @@ class ConsoleLine:
             f"{row['tokens_per_second']:,.0f} tok/s",
             f"{row['step_ms']:.0f} ms",
             f"{row.get('memory_bytes', peak_memory()) / 2**30:.2f} GiB",
-            f"eta {_duration((self.steps - row['step']) * row['step_ms'] / 1e3)}",
+            f"eta {duration((self.steps - row['step']) * row['step_ms'] / 1e3)}",
         )
         return "   " + "  ".join(parts)
 
@@ -76,11 +76,3 @@ def peak_memory() -> int:
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
-
-
-def _duration(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+from drafthead.data.utils.config import flatten
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 from drafthead.eval.report.tables import method_table, task_table
@@ -55,7 +56,7 @@ class Tracker:
         self._step = step
         with self._failing_costs_a_line():
             if self._active:
-                self.accelerator.log(dict(_numbers(row, f"{row['phase']}/")), step=step)
+                self.accelerator.log(_numbers(row, f"{row['phase']}/"), step=step)
 
     def replay(self, rows: Iterable[Row]) -> None:
         """Send the rows that a resumed wandb run lacks; a killed process may not have sent its last ones.
@@ -72,7 +73,7 @@ class Tracker:
         with self._failing_costs_a_line():
             if self._active:
                 if evaluation is not None:
-                    self.accelerator.log(dict(_numbers(evaluation, "evaluation/")), step=self._step)
+                    self.accelerator.log(_numbers(evaluation, "evaluation/"), step=self._step)
                     self._send_results(evaluation)
                 # Not end_training(): it also destroys the process group, which the launch still watches.
                 for tracker in self.accelerator.trackers:
@@ -96,7 +97,10 @@ class Tracker:
             self._open_wandb(name, settings)
             return
         in_folder = LOGGER_TYPE_TO_CLASS[kind].requires_logging_directory  # then the name is a folder's
-        self.accelerator.init_trackers(kind if in_folder else self.config.project, {"name": name, **_flat(settings)})
+        # Plain values are all that most trackers take.
+        flat = {key: value for key, value in flatten(settings).items() if value not in (None, {})}
+        plain = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in flat.items()}
+        self.accelerator.init_trackers(kind if in_folder else self.config.project, {"name": name, **plain})
         if kind == "tensorboard":
             self._log(f"tensorboard: tensorboard --logdir {self.folder / kind}")
 
@@ -183,20 +187,6 @@ def wandb_run_id(folder: Path) -> str:
     return str(read_checksummed_json(file))
 
 
-def _numbers(row: Row, prefix: str = "") -> Iterator[tuple[str, float]]:
-    for key, value in row.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{key}/")
-        elif isinstance(value, (int, float)) and math.isfinite(value):
-            yield f"{prefix}{key}", value
-
-
-def _flat(settings: Row, prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Nested settings as dotted keys and plain values, which is all that most trackers take."""
-    found: dict[str, bool | int | float | str] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            found[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return found
+def _numbers(row: Row, prefix: str) -> dict[str, float]:
+    flat = flatten(row, "/").items()
+    return {f"{prefix}{key}": v for key, v in flat if isinstance(v, (int, float)) and math.isfinite(v)}
