@@ -19,7 +19,7 @@ LATENT: dict[str, Any] = {
     **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
     **{"num_key_value_heads": 4, "head_dim": 8},
 }
-SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
+SLIDING, FULL = "sliding_attention", "full_attention"
 MIXED: dict[str, Any] = {"sliding_window": 32, "layer_types": [SLIDING, SLIDING, FULL, SLIDING]}
 ENDS_FULL: dict[str, Any] = {"sliding_window": 32, "layer_types": [SLIDING, SLIDING, SLIDING, FULL]}
 WIDE = {"sliding_window": 4096}
@@ -32,8 +32,7 @@ VISION: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1},
     **{"image_size": 28, "patch_size": 14, "num_heads": 2, "embed_dim": 32, "out_hidden_size": 64, "head_dim": 16},
 }
-BY_KIND = {SLIDING: ROPE, FULL: {**ROPE, "rope_theta": 1000000.0}}
-MROPE = {**ROPE, "rope_type": "default", "mrope_section": [2, 3, 3]}
+MROPE = {**ROPE, "mrope_section": [2, 3, 3]}
 
 
 def shape(model_type: str, *parts: dict[str, Any], without: tuple[str, ...] = (), **settings: Any) -> dict[str, Any]:

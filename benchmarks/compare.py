@@ -74,17 +74,13 @@ def percent(old: float, new: float) -> float:
 
 
 def check_comparable(old: Mapping[str, Any], new: Mapping[str, Any], force: bool) -> None:
-    """Refuse records of different benchmarks, and of different or unknown hardware unless ``force``."""
+    """Refuse records of different benchmarks, and of different hardware unless ``force``."""
     if old.get("benchmark") != new.get("benchmark"):
         raise UserError(f"these are different benchmarks: {old.get('benchmark')} and {new.get('benchmark')}")
-    if force:
-        return
-    for name, record in (("first", old), ("second", new)):
-        if not isinstance(record.get("hardware"), Mapping):
-            raise UserError(f"the {name} file does not say its hardware; pass --force to compare all the same")
-    pairs = {key: (old["hardware"].get(key), new["hardware"].get(key)) for key in DECISIVE}
-    differing = "; ".join(f"{key} {first} and {second}" for key, (first, second) in pairs.items() if first != second)
-    if differing:
+    first, second = (record.get("hardware") or {} for record in (old, new))
+    changed = [key for key in DECISIVE if first.get(key) != second.get(key)]
+    differing = "; ".join(f"{key} {first.get(key)} and {second.get(key)}" for key in changed)
+    if differing and not force:
         raise UserError(f"measured on different hardware ({differing}); pass --force to compare all the same")
 
 

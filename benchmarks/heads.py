@@ -30,12 +30,12 @@ from typing import Any
 
 from common import composed, entry_point, listed, parser, save_record, trained_steps
 from rich.console import Console
-from rich.table import Table
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, read_json_lines, write_atomic, write_json
 from drafthead.eval.metrics.summary import METHOD, speedup_of
+from drafthead.eval.report.tables import ResultTable
 from drafthead.train.config import PhaseConfig
 
 HEADS = ("medusa", "hydra", "hydra_pp", "mlp_speculator", "kangaroo", "eagle3", "dspark", "draft_lm", "medusa2")
@@ -212,10 +212,8 @@ def training_results(folder: Path) -> dict[str, Any]:
         seconds, tokens = seconds + spent, tokens + row["tokens_per_second"] * spent
     held_out = next(row for row in reversed(rows) if "held_out_mean_accepted_length" in row)
     evaluation = read_json(folder / "eval.json")
-    parameters = 0
-    for path in (folder / "head").rglob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            parameters += sum(file.get_tensor(k).numel() for k in file.keys() if file.get_tensor(k).is_floating_point())
+    weights = (weight for path in (folder / "head").rglob("*.safetensors") for weight in load_file(path).values())
+    parameters = sum(weight.numel() for weight in weights if weight.is_floating_point())
     return {
         "steps": read_json(folder / "budget.json")["steps"],
         "trained_millions": parameters / 1e6,
@@ -291,17 +289,13 @@ def cell(value: Any) -> str:
 def show(results: dict[str, Any], arguments: Namespace) -> None:
     """The table on the console and in Markdown, and the record."""
     found = {**results["heads"], **results["baselines"]}
-    rows = [[name, *(cell(numbers.get(key)) for key in COLUMNS.values())] for name, numbers in found.items()]
-    table = Table("head", *COLUMNS, caption=DEFINITIONS)
-    for row in rows:
-        table.add_row(*row)
+    rows = [(name, *(cell(numbers.get(key)) for key in COLUMNS.values())) for name, numbers in found.items()]
+    table = ResultTable("", ("head", *COLUMNS), rows, has_total=False)
     console = Console()
     console.width = max(console.width, 160)  # a pipe says that it has 80 columns
-    console.print(table)
+    console.print(table.console(), DEFINITIONS)
     if arguments.markdown:
-        lines = [["head", *COLUMNS], ["---", *["---:"] * len(COLUMNS)], *rows]
-        text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        write_atomic(arguments.markdown, f"{text}\n\n{DEFINITIONS}\n")
+        write_atomic(arguments.markdown, f"{table.markdown()}\n{DEFINITIONS}\n")
     save_record(arguments, "heads", results)
 
 

@@ -19,28 +19,22 @@ stand beside theirs.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from accelerate import Accelerator
+import numpy as np
 from accelerate.utils import set_seed
 from common import at_least, composed, entry_point, listed, parser, save_record, trained_steps
 from rich.table import Table
-from torch import Tensor
 
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json_lines
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.common.losses import TERMS
 from drafthead.train.config import RunConfig, preflight
 from drafthead.train.corpora.corpora import Corpora
-from drafthead.train.distributed.launcher import Launch
-from drafthead.train.distributed.processes import Processes
-from drafthead.train.distributed.sharding import Sharding
+from drafthead.train.distributed.launcher import Launch, launched
+from drafthead.train.pipeline import Workspace
 from drafthead.train.trainer.trainer import Trainer
 
 LOSSES: dict[str, dict[str, float]] = {
@@ -78,30 +72,27 @@ def with_loss(run: RunConfig, loss: str, seed: int) -> RunConfig:
     return replace(run, phases=phases, seed=seed)
 
 
-def train(run: RunConfig, corpora: Corpora, d2t: Tensor | None, accelerator: Accelerator) -> Result:
+def train(run: RunConfig, corpora: Corpora, launch: Launch) -> Result:
     """Train one head; what the held-out answers say of it, and the seconds of its training steps."""
     set_seed(run.seed)
-    head = run.head_config().build(corpora.base, d2t)
-    sharding = Sharding(run.shard, corpora.base.device)
-    launch = Launch(accelerator, Processes(run.heartbeat_timeout_s), sharding, Display(enabled=False))
     with TemporaryDirectory(prefix="drafthead-losses-") as folder:
-        Trainer(run, head, corpora, Path(folder), launch, tracker=None).train()
-        rows = read_json_lines(Path(folder) / "metrics.jsonl")
-    last = rows[-1]
+        work = Workspace(replace(run, out=folder), replace(launch, display=Display(enabled=False)))
+        work.corpora = corpora
+        head = work.new_head()
+        Trainer(work.run, head, corpora, work.folder, work.launch, tracker=None).train()
+        rows = read_json_lines(work.folder / "metrics.jsonl")
     positions = range(1, head.depth + 1)
     return {
         "seconds": sum(row["step_ms"] * steps for row, steps in trained_steps(rows)) / 1e3,
-        "mean_accepted_length": last["held_out_mean_accepted_length"],
-        "accept": [last[f"held_out_accept_{k}"] for k in positions],
-        "overlap": [last[f"held_out_overlap_{k}"] for k in positions],
+        "mean_accepted_length": rows[-1]["held_out_mean_accepted_length"],
+        "accept": [rows[-1][f"held_out_accept_{k}"] for k in positions],
+        "overlap": [rows[-1][f"held_out_overlap_{k}"] for k in positions],
     }
 
 
 def mean_result(results: Sequence[Result]) -> Result:
     """Means over the seeds, and every seed's mean accepted length."""
-    means: Result = {key: fmean(result[key] for result in results) for key in ("seconds", "mean_accepted_length")}
-    for key in ("accept", "overlap"):
-        means[key] = [fmean(column) for column in zip(*(result[key] for result in results), strict=True)]
+    means: Result = {key: np.mean([result[key] for result in results], 0).tolist() for key in results[0]}
     return means | {"by_seed": [result["mean_accepted_length"] for result in results]}
 
 
@@ -118,22 +109,17 @@ def main(given: list[str] | None = None) -> None:
     at_least(arguments, 1, "seeds")
     run = load_recipe(arguments.recipe, arguments.overrides)
     preflight(run)
-    display = Display()
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    with display.stage(f"base model {run.base.name or 'random'} and corpus"):
-        base = BaseModel.load(run.base, accelerator.device, display.line)
-        corpora = Corpora(base, run.data, run.seed, display.progress)
-        corpora.generations()
-        size = run.head_config().draft_vocab_size
-        d2t = corpora.draft_vocabulary(size) if size is not None and size < base.vocab_size else None
     found: dict[str, list[Result]] = {name: [] for name in arguments.losses}
-    for seed in range(run.seed, run.seed + arguments.seeds):
-        for name in arguments.losses:
-            with display.stage(f"{name}, seed {seed}"):
-                result = train(with_loss(run, name, seed), corpora, d2t, accelerator)
-            found[name].append(result)
-            tokens, seconds = result["mean_accepted_length"], result["seconds"]
-            display.line(f"   {tokens:.3f} mean accepted length, {seconds:.0f} s of training")
+    with launched(run) as launch:
+        display, corpora = launch.display, Workspace(run, launch).corpora
+        with display.stage("corpus"):
+            corpora.generations()
+        for seed in range(run.seed, run.seed + arguments.seeds):
+            for name, entries in found.items():
+                with display.stage(f"{name}, seed {seed}"):
+                    entries.append(train(with_loss(run, name, seed), corpora, launch))
+                tokens, seconds = entries[-1]["mean_accepted_length"], entries[-1]["seconds"]
+                display.line(f"   {tokens:.3f} mean accepted length, {seconds:.0f} s of training")
     results = {name: mean_result(entries) for name, entries in found.items()}
     display.console.print(results_table(results, title=f"{arguments.recipe}, {budget(run)}"))
     save_record(arguments, "losses", {"budget": budget(run), "results": results})

@@ -3,8 +3,6 @@ traceback.
 """
 
 from collections.abc import Iterable
-from typing import Any
-
 from functools import lru_cache
 from typing import Any
 

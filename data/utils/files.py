@@ -221,19 +221,17 @@ def difference(found: Any, expected: Any, key: str = "") -> tuple[str, str, str]
 
 
 @contextmanager
-def exclusive(folder: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+def exclusive(folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None) -> Iterator[None]:
     """Lock ``folder``, made if need be, against other takers of this lock; it is released when the process dies.
 
-    ``on_wait`` is called once if another process holds it. Readers are not kept out.
+    ``progress`` hears of it if another process holds it. Readers are not kept out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except Timeout:
-        on_wait()
-        lock.acquire()
-    try:
+        progress("waiting for another process that writes this corpus", 0, 1)
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()

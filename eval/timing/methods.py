@@ -18,7 +18,7 @@ from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.drafters.budget import BudgetDrafter
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.draft_model import ModelDrafter
-from drafthead.models.drafters.expression import FORMS, build_drafter, parse_drafter
+from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.drafters.nested import Nested
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.drafters.relay import Relay
@@ -27,7 +27,6 @@ from drafthead.models.token_tree import TokenTree
 
 TRANSFORMERS = "hf_"
 """Methods that transformers runs begin with it."""
-METHOD_FORMS = f"{FORMS}, hf_prompt_lookup[:TOKENS], hf_assisted:NAME"
 
 
 def check_methods(specs: list[str]) -> None:

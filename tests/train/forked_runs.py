@@ -20,7 +20,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 from typing import Any
@@ -34,6 +33,7 @@ from drafthead.data.answers import store as generations
 from drafthead.data.utils import files
 from drafthead.data.utils.config import say
 from drafthead.data.utils.errors import UserError
+from drafthead.eval.engines.served import free_port
 from drafthead.models.decoding import corpus as batched_generation
 from drafthead.train import online, pipeline
 from drafthead.train.config import parse_run
@@ -120,11 +120,8 @@ def begin(job: dict[str, Any]) -> list[int]:
     """Fork the job's processes; returns their ids by rank."""
     count = job.get("processes", 1)
     if count > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         os.environ.update(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), GLOO_SOCKET_IFNAME="lo")
     else:
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"):
             os.environ.pop(name, None)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from drafthead.eval.engines.served import free_port
 from support import flip
 
 ROOT = Path(__file__).parent.parent.parent
@@ -112,11 +112,8 @@ def test_a_launcher_passes_the_signal_on_and_fails_itself(tmp_path: Path, signum
     """Two processes save and leave; the launcher's exit code is its own, and the same command resumes."""
     reached = 0
     for start in range(2):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
         launcher = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2")
-        code, said = signalled_run(tmp_path, signum, *launcher, "--main_process_port", port)
+        code, said = signalled_run(tmp_path, signum, *launcher, "--main_process_port", str(free_port()))
         assert code == 1 and f"stopped by {signum.name} after step" in said and "SignalException" in said, said
         assert start == 0 or f"resuming after step {reached} " in said
         assert steps_saved(tmp_path)[-1] > reached

@@ -84,7 +84,7 @@ class AnswerGenerator:
     def complete(self) -> GenerationStore:
         """The corpus with an answer to every prompt."""
         first = self.group.rank == 0
-        with exclusive(self.folder, self._waiting) if first else nullcontext():
+        with exclusive(self.folder, self.progress) if first else nullcontext():
             if first:
                 self._prepare()
             self.group.wait()
@@ -97,9 +97,6 @@ class AnswerGenerator:
             if first:
                 self._close()
         return self._open()
-
-    def _waiting(self) -> None:
-        self.progress("waiting for another process that writes this corpus", 0, 1)
 
     def _open(self) -> GenerationStore:
         found = read_json(self.folder / MANIFEST_NAME) if (self.folder / MANIFEST_NAME).exists() else {}

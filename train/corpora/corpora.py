@@ -65,9 +65,6 @@ class Corpora:
         self.manifests: dict[str, Any] = {}
         """What made the corpora that were opened, by name: what a checkpoint remembers of its data."""
 
-    def _waiting(self) -> None:
-        self.progress("waiting for another process that writes this corpus", 0, 1)
-
     # Text ----------------------------------------------------------------------------------------------------
 
     def _text_manifest(self, **rows: int) -> dict[str, Any]:
@@ -82,7 +79,7 @@ class Corpora:
         """
         config, manifest = self.config.text, self._text_manifest(seq_len=seq_len)
         folder = self.folder / "text" / _digest_json(manifest)
-        with exclusive(folder, self._waiting):
+        with exclusive(folder, self.progress):
             if not (check_manifest(folder, manifest, "remove the folder") and is_packed(folder)):
                 self.progress("packing text", 0, config.max_tokens)
                 texts = load_documents(config.sources, self.seed, config.max_tokens * _CHARACTERS_A_TOKEN)
@@ -97,7 +94,7 @@ class Corpora:
         """The pretraining text as rows packed while training; ``micro_batch_size`` in turn from one stream shard."""
         config, manifest = self.config.text, self._text_manifest(seq_len=seq_len, turn=micro_batch_size)
         folder = self.folder / "stream" / _digest_json(manifest)
-        with exclusive(folder, self._waiting):
+        with exclusive(folder, self.progress):
             if not check_manifest(folder, manifest, "remove the folder"):
                 write_manifest(folder, manifest)
             sources = resolve_revision(config.sources, folder / "commits.json")

@@ -56,7 +56,7 @@ def test_a_second_process_waits_for_the_first(tmp_path: Path) -> None:
     waiting, order = Event(), []
 
     def second() -> None:
-        with exclusive(tmp_path / "new", waiting.set):
+        with exclusive(tmp_path / "new", lambda *_: waiting.set()):
             order.append("second")
 
     with ThreadPoolExecutor(1) as pool:

@@ -42,56 +42,50 @@ def test_every_setting_of_the_plugin_has_a_rule() -> None:
 @pytest.mark.parametrize(
     ("flags", "shard", "wanted"),
     [
-        ([], NONE, NONE),  # its launcher writes a default for every setting
-        (["--use_fsdp"], NONE, FULL),
-        (["--use_fsdp", "--fsdp_version", "2"], NONE, FULL),
-        (["--mixed_precision", "bf16"], NONE, replace(NONE, precision="bfloat16")),
-        (["--use_fsdp"], FULL, FULL),
-        (["--use_fsdp", "--fsdp_sharding_strategy", "HYBRID_SHARD"], NONE, replace(FULL, hybrid=True)),
-        (["--use_fsdp", "--fsdp_sharding_strategy", "4"], NONE, replace(FULL, hybrid=True)),
-        (["--use_fsdp", "--fsdp_sharding_strategy", "NO_SHARD"], ShardConfig(mode="head"), ShardConfig(mode="head")),
-        (["--use_fsdp", "--fsdp_offload_params", "true"], NONE, replace(FULL, offload_base=True)),
-        (["--use_fsdp", "--fsdp_activation_checkpointing", "true"], NONE, replace(FULL, checkpointing=True)),
-        (["--use_fsdp", "--fsdp_state_dict_type", "FULL_STATE_DICT"], NONE, FULL),
-        (["--use_fsdp", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"], NONE, FULL),
-        (["--use_fsdp", "--fsdp_version", "2", "--fsdp_sharding_strategy", "SHARD_GRAD_OP"], NONE, FULL),  # v1's alone
+        ("", NONE, NONE),  # its launcher writes a default for every setting
+        ("--use_fsdp", NONE, FULL),
+        ("--use_fsdp --fsdp_version 2", NONE, FULL),
+        ("--mixed_precision bf16", NONE, replace(NONE, precision="bfloat16")),
+        ("--use_fsdp", FULL, FULL),
+        ("--use_fsdp --fsdp_sharding_strategy HYBRID_SHARD", NONE, replace(FULL, hybrid=True)),
+        ("--use_fsdp --fsdp_sharding_strategy 4", NONE, replace(FULL, hybrid=True)),
+        ("--use_fsdp --fsdp_sharding_strategy NO_SHARD", ShardConfig(mode="head"), ShardConfig(mode="head")),
+        ("--use_fsdp --fsdp_offload_params true", NONE, replace(FULL, offload_base=True)),
+        ("--use_fsdp --fsdp_activation_checkpointing true", NONE, replace(FULL, checkpointing=True)),
+        ("--use_fsdp --fsdp_state_dict_type FULL_STATE_DICT", NONE, FULL),
+        ("--use_fsdp --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP", NONE, FULL),
+        ("--use_fsdp --fsdp_version 2 --fsdp_sharding_strategy SHARD_GRAD_OP", NONE, FULL),  # v1's alone
     ],
 )
-def test_what_is_followed(flags: list[str], shard: ShardConfig, wanted: ShardConfig) -> None:
-    assert with_launcher_settings(launched(*flags), shard) == wanted
+def test_what_is_followed(flags: str, shard: ShardConfig, wanted: ShardConfig) -> None:
+    assert with_launcher_settings(launched(*flags.split()), shard) == wanted
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--mixed_precision", "fp16"], "mixed_precision=fp16, but a head computes in float32 or bfloat16"),
-        (["--use_fsdp", "--fsdp_sharding_strategy", "SHARD_GRAD_OP"], "fsdp_sharding_strategy=SHARD_GRAD_OP is not"),
+        ("--mixed_precision fp16", "mixed_precision=fp16, but a head computes in float32 or bfloat16"),
+        ("--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP", "fsdp_sharding_strategy=SHARD_GRAD_OP is not"),
         (
-            ["--use_fsdp", "--fsdp_version", "2", "--fsdp_reshard_after_forward", "false"],
+            "--use_fsdp --fsdp_version 2 --fsdp_reshard_after_forward false",
             "fsdp_reshard_after_forward=FALSE is not followed: .* set it to true",
         ),
-        (["--use_fsdp", "--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"], "fsdp_auto_wrap_policy=SIZE_BASED_WRAP is not"),
+        ("--use_fsdp --fsdp_auto_wrap_policy SIZE_BASED_WRAP", "fsdp_auto_wrap_policy=SIZE_BASED_WRAP is not"),
         (
-            ["--use_fsdp", "--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer"],
+            "--use_fsdp --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer",
             "fsdp_transformer_layer_cls_to_wrap=LLAMADECODERLAYER is not followed: .* leave it out",
         ),
-        (["--use_fsdp", "--fsdp_state_dict_type", "SHARDED_STATE_DICT"], "fsdp_state_dict_type=SHARDED_STATE_DICT .*"),
-        (["--use_fsdp", "--fsdp_backward_prefetch", "BACKWARD_POST"], "fsdp_backward_prefetch=BACKWARD_POST is not"),
+        ("--use_fsdp --fsdp_state_dict_type SHARDED_STATE_DICT", "fsdp_state_dict_type=SHARDED_STATE_DICT .*"),
+        ("--use_fsdp --fsdp_backward_prefetch BACKWARD_POST", "fsdp_backward_prefetch=BACKWARD_POST is not"),
         (
-            [
-                "--use_fsdp",
-                "--fsdp_activation_checkpointing",
-                "true",
-                "--fsdp_activation_checkpointing_offload",
-                "true",
-            ],
+            "--use_fsdp --fsdp_activation_checkpointing true --fsdp_activation_checkpointing_offload true",
             "fsdp_activation_checkpointing_offload=TRUE is not",
         ),
     ],
 )
-def test_what_is_refused_by_name(flags: list[str], says: str) -> None:
+def test_what_is_refused_by_name(flags: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        with_launcher_settings(launched(*flags), NONE)
+        with_launcher_settings(launched(*flags.split()), NONE)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Whole runs with sharding: one process as a mesh of one, two as ``accelerate launch`` starts them, two nodes."""
 
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from drafthead.data.utils.files import read_json_lines
+from drafthead.eval.engines.served import free_port
 from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.kernels.linear import KernelTable
 from drafthead.train import pipeline
@@ -111,12 +111,6 @@ def test_a_base_that_is_trained_along(tmp_path: Path) -> None:
     assert_same(sharded, plain)
     base, head = load_base_and_head(sharded / "head")
     assert base.fingerprint == head.base_fingerprint
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rows(count: int, recipe: str) -> list[str]:
