@@ -255,6 +255,8 @@ def simulate_texts(
     """
     draft_config = draft_config.at_most(drafter.depth)
     rule.check(draft_config)
+    if not rule.lossless:
+        raise UserError(f"the rule {rule.name!r} is lossy, so the text depends on what was drafted; decode instead")
     if draft_config.draft_sampling is DraftSampling.TOP_K:
         answers, sizes = _drafted_length_probs(base, drafter, texts, draft_config, sampler, in_order)
         return simulate_steps(answers, seed, sizes)
