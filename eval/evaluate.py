@@ -33,7 +33,8 @@ from drafthead.eval.trees.calibrate import Calibration
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.texts import Text, base_answers, simulate_texts
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig, Drafter
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling
+from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.loop import check_ids
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeConfig
@@ -121,10 +122,13 @@ def predict(
     """Mean accepted length and speedup to expect of ``config``'s reporting half, simulated on its development half.
 
     ``texts`` are the base's answers to that, where they are known. None where that cannot be simulated: without halves,
-    with a lossy rule, or with a distribution that is not the base's at some temperature.
+    with a lossy rule, with a distribution that is not the base's at some temperature, or with drafts that a combined
+    drafter samples.
     """
     sampler = config.sampler
     if config.split != "reporting" or not config.rule.lossless or sampler != Sampler(temperature=sampler.temperature):
+        return None
+    if draft_config.draft_sampling is not DraftSampling.TOP_K and not isinstance(drafter, StepwiseDrafter):
         return None
     texts = texts or development_answers(base, config, PREDICTED_ON)
     # One by one, as they are decoded: a combined drafter shares its nodes out anew in every batch.

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -28,6 +29,9 @@ ARCHITECTURES = {
     "gpt_bigcode": {},
 }
 
+
+hypothesis.settings.register_profile("any_machine", deadline=None)
+hypothesis.settings.load_profile("any_machine")
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

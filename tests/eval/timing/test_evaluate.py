@@ -15,7 +15,7 @@ from drafthead.eval.timing.methods import methods
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import Drafter
+from drafthead.models.decoding.contract import Drafter, DraftSampling
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.draft_model import early_exit
@@ -136,3 +136,7 @@ def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: Tin
     nodes = 1 + sum(step.proposed for step in steps) / len(steps)
     assert found["nodes"] == pytest.approx(nodes, rel=0.05), "not the room of the tree, which is seldom filled"
     assert predict(base, drafter, draft_config, replace(config, split="all"), costs) is None
+    sampled = replace(draft_config, draft_sampling=DraftSampling.WITH_REPLACEMENT)
+    assert (predict(base, drafter, sampled, config, costs) is None) == bool(others), (
+        "its parts' samples are not simulated"
+    )
