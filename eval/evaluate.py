@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -137,8 +137,6 @@ def predict(
     length = mean(len(text.ids) - text.boundary for text in texts)
     prompt = mean(text.boundary for text in texts)
     nodes = simulated.nodes or draft_config.nodes
-    if simulated.draft_s is not None and base.device.type == "cpu":
-        costs = replace(costs, draft=simulated.draft_s, draft_by_depth=None)
     speedup = costs.answer_speedup(tau, nodes, draft_config.depth, length, prompt)
     return {"mean_accepted_length": tau, "speedup": speedup, "nodes": nodes}
 

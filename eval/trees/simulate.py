@@ -12,8 +12,8 @@ prefill yields. A step from t commits token t, and one more for every accepted d
 Shape legend: A answers, T positions of one answer, K draft positions, S candidates at a node, D depth of a tree.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -160,8 +160,6 @@ class SimulatedAcceptance:
     nodes: float | None = None
     """Mean nodes of a step's tree, root included, where drafts were made and not only simulated: some drafters find
     fewer than their tree has room for."""
-    draft_s: float | None = field(default=None, compare=False)
-    """Mean seconds of drafting for a text there; on a GPU, which is not waited for, of its launches."""
 
 
 def simulate_acceptance(answers: Sequence[AcceptProbs], tree: TokenTree, seed: int = 0) -> SimulatedAcceptance:
@@ -170,22 +168,18 @@ def simulate_acceptance(answers: Sequence[AcceptProbs], tree: TokenTree, seed: i
 
 
 def simulate_steps(
-    answers: Sequence[LengthProbs], seed: int = 0, measured: Mapping[str, Sequence[Floats]] | None = None
+    answers: Sequence[LengthProbs], seed: int = 0, sizes: Sequence[Floats] | None = None
 ) -> SimulatedAcceptance:
-    """The same from how far every step gets and, by name and answer, [T] values ``measured`` of every step."""
+    """The same from how far every step gets and, per answer, [T] ``sizes`` of its tree."""
     started = start_probs(answers)
     # The steps that are expected are as many as positions are expected to start one.
     rows = np.array([[len(a), start.sum()] for a, start in zip(answers, started, strict=True) if len(a)])
     tokens, steps = rows.reshape(-1, 2).sum(0).tolist()
-
-    def mean(values: Sequence[Floats]) -> float:
-        return float(np.average(np.concatenate(values), weights=np.concatenate(started)))
-
     low, high = bootstrap_interval(rows, lambda totals: totals[:, 0] / totals[:, 1], seed)
     return SimulatedAcceptance(
         mean_accepted_length=tokens / steps if steps else float("nan"),
         interval=None if np.isnan(low) else (low, high),
         steps=steps,
         tokens=int(tokens),
-        **({name: mean(values) for name, values in measured.items()} if measured and steps else {}),
+        nodes=float(np.average(np.concatenate(sizes), weights=np.concatenate(started))) if sizes and steps else None,
     )

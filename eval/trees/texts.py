@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -259,8 +258,8 @@ def simulate_texts(
     if not rule.lossless:
         raise UserError(f"the rule {rule.name!r} is lossy, so the text depends on what was drafted; decode instead")
     if draft_config.draft_sampling is DraftSampling.TOP_K:
-        answers, measured = _drafted_length_probs(base, drafter, texts, draft_config, sampler, in_order)
-        return simulate_steps(answers, seed, measured)
+        answers, sizes = _drafted_length_probs(base, drafter, texts, draft_config, sampler, in_order)
+        return simulate_steps(answers, seed, sizes)
     tree = draft_config.tree
     assert isinstance(tree, TokenTree)  # sampled drafts have no other
     config = AcceptProbsConfig(
@@ -363,32 +362,28 @@ def _drafted_length_probs(
     draft_config: DraftConfig,
     sampler: Sampler,
     in_order: bool = False,
-) -> tuple[list[LengthProbs], dict[str, list[Floats]]]:
-    """Per text with a step [T, D+1] how many top-k drafts agree with the text, and [T] nodes and seconds of drafting.
+) -> tuple[list[LengthProbs], list[Floats]]:
+    """Per text with a step [T, D+1] how many top-k drafts agree with the text, and [T] nodes of the tree.
 
     They are accepted exactly when the target's own sample is among them, and the text is that sample.
     """
-    found, likelihood = [], LikelihoodCheck(sampler)
-    measured: dict[str, list[Floats]] = {"nodes": [], "draft_s": []}
+    found, sizes, likelihood = [], [], LikelihoodCheck(sampler)
     for batch in _batches(texts, 1 if in_order else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)):
         accepted = [np.zeros(text.positions, dtype=np.int64) for text in batch]
-        nodes, seconds = ([np.ones(text.positions) for text in batch] for _ in measured)
+        nodes = [np.ones(text.positions) for text in batch]
         base_hidden = read_hidden_states(base, drafter, batch)
         likelihood.read(base, batch, base_hidden)
         for rows, state, last, t in positions(drafter, batch, base_hidden, base.device):
-            started = perf_counter()
             proposal = drafter.draft(state, last, draft_config)
-            spent = (perf_counter() - started) / len(rows)
             counts = _matching_drafts(proposal, [batch[row] for row in rows], t)
             for row, count in zip(rows, counts.tolist(), strict=True):
-                accepted[row][t], nodes[row][t], seconds[row][t] = count, len(proposal.shape), spent
-        measured["nodes"] += nodes
-        measured["draft_s"] += seconds
+                accepted[row][t], nodes[row][t] = count, len(proposal.shape)
+        sizes += nodes
         found += [np.eye(int(a.max()) + 1)[a] for a in accepted]
         for text in batch if in_order else ():
             drafter.remember(text.ids)
     likelihood.check()
-    return found, measured
+    return found, sizes
 
 
 def _matching_drafts(proposal: Proposal, texts: list[Text], t: int) -> Tensor:
