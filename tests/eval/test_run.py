@@ -12,7 +12,7 @@ from support import TinyBase, call, small_head
 
 def test_evaluates_a_saved_head(tiny_base: TinyBase, tmp_path: Path) -> None:
     settings = [f"head={small_head(tiny_base(), tmp_path / 'head')}", "suite=builtin", "limit=2", "max_new_tokens=8"]
-    subprocess.run([sys.executable, "-m", "drafthead.commands.eval", *settings], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-m", "drafthead.cli", "eval", *settings], cwd=tmp_path, check=True)
     evaluation = json.loads((tmp_path / "eval-builtin" / "eval.json").read_text())
     assert evaluation["overall"]["identical_outputs"]["same"] == 2
     assert (tmp_path / "eval-builtin" / "report.html").stat().st_size > 1000
