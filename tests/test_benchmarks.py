@@ -286,6 +286,20 @@ def test_heads_are_trained_measured_and_tabled(script: Load, tmp_path: Path) -> 
         script("heads").train_head("medusa", script("heads").parse_arguments([*given, "--minutes", "1"]))
 
 
+@pytest.mark.slow
+def test_more_answers_are_trained_on_and_all_are_measured_alike(script: Load, tmp_path: Path) -> None:
+    given = ["--heads", "medusa", "--tokens", "99,300", "--steps", "2", "--suite", "builtin", "--limit", "6"]
+    given += ["--max-new-tokens", "12", "--out", str(tmp_path / "runs"), "--json", str(tmp_path / "scaling.json")]
+    script("scaling").main([*given, "--plot", str(tmp_path / "scaling.png"), "debug=tiny"])
+    rows = json.loads((tmp_path / "scaling.json").read_text())["rows"]
+    assert [(row["head"], row["tokens"]) for row in rows] == [("medusa", 99), ("medusa", 300)]
+    assert all(row["tree"] >= 1 and row["seconds"] > 0 for row in rows)
+    settings = json.loads((tmp_path / "runs" / "medusa-300" / "training-settings.json").read_text())
+    assert settings["phases.distill.max_tokens"] == 300
+    with pytest.raises(UserError, match="--tokens needs numbers and --steps one or 1"):
+        script("scaling").main([*given, "--steps", "1,2"])
+
+
 def test_acceptance_against_the_budget(
     script: Load, tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
