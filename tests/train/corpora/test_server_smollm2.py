@@ -44,7 +44,11 @@ def test_the_corpus_is_that_of_the_built_in_decoding(completions_server: Callabl
 
     common = ["recipe=medusa_smollm2", f"data.generations.prompts={PROMPTS}", "data.generations.self_prompted=0"]
     common += ["data.generations.keep_hidden_states=false", f"data.generations.sampler.max_new_tokens={NEW}"]
-    common += ["data.text.max_tokens=512"]
+    common += [
+        "data.text.max_tokens=512",
+        "data.generations.fresh=true",
+        "data.generations.sources=[{kind: builtin, name: tiny}]",
+    ]
     with initialize_config_module("drafthead.recipes", version_base="1.3"):
         run = parse_run(compose("train", overrides=[*common, f"data.folder={tmp_path / 'built-in'}"]))
     base = BaseModel.load(run.base)
