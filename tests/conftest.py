@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import socket
 import sys
 import threading
@@ -11,6 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+# The user's own settings are not those of a test. huggingface_hub reads them once, when it is imported.
+os.environ.pop("HF_HUB_OFFLINE", None)
+os.environ.pop("TRANSFORMERS_OFFLINE", None)
+os.environ.pop("HF_ENDPOINT", None)
+os.environ.pop("HF_TOKEN", None)
 
 import hypothesis
 import pytest
