@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from drafthead.data.utils.errors import UserError, at_least, one_of, require
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.data.utils.files import read_json
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.acceptance import AcceptanceRule
@@ -55,12 +55,11 @@ class EnginesConfig:
     answer_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        positive = ("tolerance", "tie", "start_timeout_s", "answer_timeout_s")
-        require(
+        check_limits(
             self,
             "engine.",
-            drafts=(self.drafts is None or self.drafts >= 1, "at least 1 or null"),
-            **{key: (getattr(self, key) > 0, "above 0") for key in positive},
+            drafts="[1, inf)",
+            **dict.fromkeys(("tolerance", "tie", "start_timeout_s", "answer_timeout_s"), "(0, inf)"),
         )
 
 
@@ -115,15 +114,15 @@ class EvalConfig(DrafterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
+        check_limits(
             self,
             "eval.",
-            max_new_tokens=at_least(self.max_new_tokens, 2),
-            split=one_of(self.split, SPLITS),
-            limit=(self.limit is None or self.limit >= 1, ">= 1 or null"),
-            draft_sampling=one_of(self.draft_sampling, [kind.value for kind in DraftSampling]),
-            draft_temperature=(self.draft_temperature > 0, "above 0"),
-            length=one_of(self.length, ("constant", "heuristic")),
+            max_new_tokens="[2, inf)",
+            split=SPLITS,
+            limit="[1, inf)",
+            draft_sampling=[kind.value for kind in DraftSampling],
+            draft_temperature="(0, inf)",
+            length=("constant", "heuristic"),
             engines=(set(self.engines) <= set(ENGINES), f"of {', '.join(ENGINES)}"),
         )
         if self.engines and not (self.sampler.greedy and self.rule.lossless and not self.combine):

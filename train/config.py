@@ -14,7 +14,7 @@ from omegaconf import MISSING, DictConfig
 from drafthead.data.answers.config import SamplerConfig, ServerConfig
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, shares
 from drafthead.data.utils.config import parse, schema
-from drafthead.data.utils.errors import UserError, at_least, one_of, require
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.data.utils.hub import HubConfig, require_login
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.metrics.base_quality import QualityLimits
@@ -88,20 +88,20 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        require(
+        check_limits(
             self,
             "optim.",
-            name=one_of(self.name, ("adamw", "muon")),
-            momentum=(0 <= self.momentum < 1, "in [0, 1)"),
-            lr=(0 < self.lr < 1, "in (0, 1)"),
+            name=("adamw", "muon"),
+            momentum="[0, 1)",
+            lr="(0, 1)",
             betas=(betas, "two numbers in [0, 1)"),
-            weight_decay=at_least(self.weight_decay, 0),
-            warmup_steps=at_least(self.warmup_steps, 0),
-            schedule=one_of(self.schedule, SCHEDULES),
-            decay_from=one_of(self.decay_from, ("warmup", "start")),
-            final_lr_ratio=(0 <= self.final_lr_ratio <= 1, "in [0, 1]"),
-            warmup=one_of(self.warmup, WARMUPS),
-            clip_norm=(self.clip_norm >= 0, ">= 0 (0 is off)"),
+            weight_decay="[0, inf)",
+            warmup_steps="[0, inf)",
+            schedule=tuple(SCHEDULES),
+            decay_from=("warmup", "start"),
+            final_lr_ratio="[0, 1]",
+            warmup=tuple(WARMUPS),
+            clip_norm="[0, inf)",
         )
 
 
@@ -118,11 +118,11 @@ class LossSpikeConfig:
     """Updates that may be skipped among them; one more ends the run, with the weights of the last good update."""
 
     def __post_init__(self) -> None:
-        require(
+        check_limits(
             self,
             "loss_spikes.",
             spike=(self.spike == 0 or 1 < self.spike < math.inf, "> 1, or 0 to skip nothing finite"),
-            window=at_least(self.window, HISTORY),
+            window=f"[{HISTORY}, inf)",
             limit=(0 <= self.limit < self.window, "in [0, loss_spikes.window)"),
         )
 
@@ -144,11 +144,11 @@ class ShardConfig:
     """The base's shards wait in host memory and come to the device layer by layer; needs ``mode: full``."""
 
     def __post_init__(self) -> None:
-        require(
+        check_limits(
             self,
             "shard.",
-            mode=one_of(self.mode, SHARD_MODES),
-            precision=one_of(self.precision, [*PRECISIONS, AUTO]),
+            mode=SHARD_MODES,
+            precision=(*PRECISIONS, AUTO),
             hybrid=(not self.hybrid or self.mode != "none", "false unless shard.mode is head or full"),
             offload_base=(not self.offload_base or self.mode == "full", "false unless shard.mode is full"),
         )
@@ -171,7 +171,7 @@ class TrackerConfig:
 
     def __post_init__(self) -> None:
         kinds, modes = ("none", "wandb", *THROUGH_ACCELERATE), ("auto", "online", "offline", "disabled")
-        require(self, "tracker.", kind=one_of(self.kind, kinds), mode=one_of(self.mode, modes))
+        check_limits(self, "tracker.", kind=kinds, mode=modes)
 
 
 @dataclass(kw_only=True)
@@ -190,8 +190,7 @@ class TextConfig:
     """Threads of a process that pack a stream's rows ahead of their use."""
 
     def __post_init__(self) -> None:
-        limits = {"max_tokens": 64, "stream_shards": 1, "workers": 1}
-        require(self, "data.text.", **{key: at_least(getattr(self, key), least) for key, least in limits.items()})
+        check_limits(self, "data.text.", max_tokens="[64, inf)", stream_shards="[1, inf)", workers="[1, inf)")
 
     def manifest(self) -> dict[str, Any]:
         """What decides on the rows."""
@@ -228,13 +227,13 @@ class GenerationsConfig:
     A server gives none."""
 
     def __post_init__(self) -> None:
-        require(
+        check_limits(
             self,
             "data.generations.",
-            prompts=at_least(self.prompts, 0),
-            self_prompted=at_least(self.self_prompted, 0),
-            max_prompt_tokens=at_least(self.max_prompt_tokens, 8),
-            batch_size=at_least(self.batch_size, 1),
+            prompts="[0, inf)",
+            self_prompted="[0, inf)",
+            max_prompt_tokens="[8, inf)",
+            batch_size="[1, inf)",
             keep_hidden_states=(
                 self.server.url is None or not self.keep_hidden_states,
                 "false with a server, which gives no hidden states; the distillation phase then computes them",
@@ -265,7 +264,7 @@ class DataConfig:
     generations: GenerationsConfig = field(default_factory=GenerationsConfig)
 
     def __post_init__(self) -> None:
-        require(self, "data.", folder=(bool(self.folder.strip()), "the name of a folder"))
+        check_limits(self, "data.", folder=(bool(self.folder.strip()), "the name of a folder"))
 
 
 @dataclass(kw_only=True)
@@ -278,7 +277,7 @@ class BoostConfig:
     """Weight of the targets that the first head's tree holds; those that it misses have 1."""
 
     def __post_init__(self) -> None:
-        require(self, "phases.*.boost.", floor=(0 <= self.floor <= 1, "in [0, 1]"))
+        check_limits(self, "phases.*.boost.", floor="[0, 1]")
 
 
 @dataclass(kw_only=True)
@@ -314,16 +313,16 @@ class PhaseConfig:
         return self.hidden_states == "cached"
 
     def __post_init__(self) -> None:
-        require(
+        check_limits(
             self,
             "phases.*.",
-            corpus=one_of(self.corpus, CORPORA),
-            hidden_states=one_of(self.hidden_states, HIDDEN_STATES),
-            seq_len=at_least(self.seq_len, 16),
-            micro_batch_size=at_least(self.micro_batch_size, 1),
-            grad_accum_steps=at_least(self.grad_accum_steps, 1),
-            steps=at_least(self.steps, 1),
-            max_tokens=at_least(self.max_tokens if self.max_tokens is not None else 1, 1),
+            corpus=CORPORA,
+            hidden_states=HIDDEN_STATES,
+            seq_len="[16, inf)",
+            micro_batch_size="[1, inf)",
+            grad_accum_steps="[1, inf)",
+            steps="[1, inf)",
+            max_tokens="[1, inf)",
         )
 
 
@@ -338,12 +337,12 @@ class CheckpointConfig:
     """Which weights the run ends with: the ``best`` by held-out mean accepted length, or the ``last``."""
 
     def __post_init__(self) -> None:
-        require(
+        check_limits(
             self,
             "checkpoint.",
-            every_steps=at_least(self.every_steps, 1),
-            keep=at_least(self.keep, 1),
-            final=one_of(self.final, ("last", "best")),
+            every_steps="[1, inf)",
+            keep="[1, inf)",
+            final=("last", "best"),
         )
 
 
@@ -410,21 +409,21 @@ class RunConfig:
             raise ValueError("no phase trains on generations, which acceptance and the tree are measured on; add one")
         name = re.fullmatch(r"[A-Za-z0-9._-]+", self.name) is not None
         unknown = [stage for stage in self.stages if stage not in STAGES]
-        require(
+        check_limits(
             self,
             "",
             name=(name, "letters, digits, '.', '_' and '-' only"),
-            mode=one_of(self.mode, RUN_MODES),
+            mode=RUN_MODES,
             out=(bool(self.out.strip()), "the name of a folder"),
             stages=(bool(self.stages) and not unknown, f"a list of {', '.join(STAGES)}"),
-            seed=at_least(self.seed, 0),
-            heartbeat_timeout_s=(1 <= self.heartbeat_timeout_s < math.inf, "at least 1 and finite"),
-            tree_search=one_of(self.tree_search, METHODS),
+            seed="[0, inf)",
+            heartbeat_timeout_s="[1, inf)",
+            tree_search=tuple(METHODS),
             push=(self.push or self.stages != ["push"], "true for stages=[push]"),
-            tree_prompts=at_least(self.tree_prompts, 0),
+            tree_prompts="[0, inf)",
             tree_batches=(all(rows > 1 for rows in self.tree_batches), "numbers of rows, each above 1"),
-            log_every=at_least(self.log_every, 1),
-            validate_every=at_least(self.validate_every, 1),
+            log_every="[1, inf)",
+            validate_every="[1, inf)",
         )
 
     @property

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, TrainBatch
-from drafthead.data.utils.errors import UserError, at_least, one_of, require
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.data.utils.files import difference
 from drafthead.eval.trees.calibrate import WIDTH, answer_ranks
 from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, accepted_length_probs, start_probs
@@ -70,14 +70,14 @@ class OnlineConfig:
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=3e-4, schedule="constant"))
 
     def __post_init__(self) -> None:
-        require(
+        check_limits(
             self,
             "",
-            interval=at_least(self.interval, 1),
-            steps=at_least(self.steps, 1),
-            max_tokens=at_least(self.max_tokens, 1),
-            positions=one_of(self.positions, ("rejected", "all")),
-            objective=one_of(self.objective, OBJECTIVES),
+            interval="[1, inf)",
+            steps="[1, inf)",
+            max_tokens="[1, inf)",
+            positions=("rejected", "all"),
+            objective=tuple(OBJECTIVES),
         )
         if self.optim.schedule != "constant":
             raise UserError(f"optim.schedule must be constant: a stream has no end, got {self.optim.schedule!r}")

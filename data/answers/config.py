@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from drafthead.data.utils.errors import UserError, at_least, require
+from drafthead.data.utils.errors import UserError, check_limits
 
 
 @dataclass(kw_only=True)
@@ -23,14 +23,14 @@ class SamplerConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require(
+        check_limits(
             self,
             "sampler.",
-            temperature=(0 <= self.temperature < float("inf"), ">= 0 and finite"),
-            top_k=at_least(self.top_k, 0),
-            top_p=(0 < self.top_p <= 1, "in (0, 1]"),
-            max_new_tokens=at_least(self.max_new_tokens, 1),
-            seed=at_least(self.seed, 0),
+            temperature="[0, inf)",
+            top_k="[0, inf)",
+            top_p="(0, 1]",
+            max_new_tokens="[1, inf)",
+            seed="[0, inf)",
         )
 
 
@@ -52,13 +52,13 @@ class ServerConfig:
     """Smallest share of the server's greedy tokens that the base must choose too: reveals another model."""
 
     def __post_init__(self) -> None:
-        require(
+        check_limits(
             self,
             "server.",
-            concurrency=at_least(self.concurrency, 1),
-            tries=at_least(self.tries, 1),
-            timeout=(0 < self.timeout < float("inf"), "positive seconds"),
-            min_greedy_match_rate=(0 <= self.min_greedy_match_rate <= 1, "in [0, 1]"),
+            concurrency="[1, inf)",
+            tries="[1, inf)",
+            timeout="(0, inf)",
+            min_greedy_match_rate="[0, 1]",
         )
         if self.url is not None:
             _check_url(self.url)

@@ -23,7 +23,7 @@ from drafthead.data.text.readers import (
     read_lines,
     read_text,
 )
-from drafthead.data.utils.errors import UserError, at_least, one_of, require
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 
 KINDS = ("hf", "jsonl", "text", *DOCUMENT_SETS)
@@ -61,14 +61,13 @@ class SourceConfig:
     which then have one too. A source that ends before gives what it has. None: everything it has."""
 
     def __post_init__(self) -> None:
-        weight = self.weight is None or 0 < self.weight < float("inf")
-        require(
+        check_limits(
             self,
             "source.",
-            kind=one_of(self.kind, KINDS),
-            turns=at_least(self.turns, 1),
-            limit=(self.limit is None or self.limit >= 1, ">= 1 or null"),
-            weight=(weight, "positive or null"),
+            kind=KINDS,
+            turns="[1, inf)",
+            limit="[1, inf)",
+            weight="(0, inf)",
         )
         if not self.name:
             raise UserError(f"source.name must not be empty for kind {self.kind!r}; give a hub id, a path or a set")

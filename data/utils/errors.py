@@ -2,7 +2,7 @@
 traceback.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,33 +18,34 @@ class UserError(ValueError):
         return text if len(text) <= MAX_START + MAX_END else f"{text[:MAX_START]} ... {text[-MAX_END:]}"
 
 
-def check_limits(settings: Any, prefix: str = "", **limits: str | tuple[str, ...]) -> None:
-    """Refuse settings outside of an interval, such as ``"[0, 1)"`` or ``"[1, inf)"``, or that are none of some words.
+def check_limits(settings: Any, prefix: str = "", **limits: str | Sequence[str] | tuple[bool, str]) -> None:
+    """Refuse settings outside of their limits.
 
-    Of a list every item counts, and there must be one. What may be None is not checked then. ``prefix`` stands before a
-    setting's name in messages.
+    A limit is an interval, such as ``"[0, 1)"`` or ``"[1, inf)"``; some words; or whether it holds, and its wording. Of
+    a list every item must be within an interval or be one of the words, and there must be one. What may be None is not
+    checked then. ``prefix`` stands before a setting's name in messages.
     """
-    for key, wanted in limits.items():
+    for key, limit in limits.items():
         value, optional = getattr(settings, key), "None" in str(settings.__dataclass_fields__[key].type)
-        items = value if isinstance(value, list) else [value]
-        if (value is None and optional) or (items and all(_within(item, wanted) for item in items)):
+        if value is None and optional:
             continue
-        if isinstance(wanted, tuple):
-            *first, last = (*wanted, "null") if optional else wanted
-            asked = f"{', '.join(first)} or {last}"
-        else:
-            asked, (low, high, _) = f"in {wanted}", _interval(wanted)
+        items = value if isinstance(value, list) else [value]
+        if isinstance(limit, str):
+            holds, asked = bool(items) and all(_within(item, limit) for item in items), f"in {limit}"
+            low, high, _ = _interval(limit)
             if high == float("inf"):
-                asked = f"{'at least' if wanted[0] == '[' else 'above'} {low:g}"
+                asked = f"{'at least' if limit[0] == '[' else 'above'} {low:g}"
                 asked += " and finite" if isinstance(value, float) else ""
-            asked += " or null" if optional else ""
-        raise ValueError(f"{prefix}{key} must be {asked}, got {value!r}")
+        elif isinstance(limit[0], bool):
+            holds, asked = limit[0], str(limit[1])
+        else:
+            holds, asked = bool(items) and all(item in limit for item in items), f"one of {', '.join(map(str, limit))}"
+        if not holds:
+            raise UserError(f"{prefix}{key} must be {asked}{' or null' if optional else ''}, got {value!r}")
 
 
-def _within(value: Any, wanted: str | tuple[str, ...]) -> bool:
-    if isinstance(wanted, tuple):
-        return value in wanted
-    low, high, (low_open, high_open) = _interval(wanted)
+def _within(value: Any, interval: str) -> bool:
+    low, high, (low_open, high_open) = _interval(interval)
     return (low < value or (low == value and not low_open)) and (value < high or (value == high and not high_open))
 
 
@@ -59,20 +60,3 @@ def one_line(error: BaseException) -> str:
     """The text of another library's error, as part of a message of ours: in one line of at most 400 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:400]}..."
-
-
-def require(config: Any, group: str, **limits: tuple[bool, str]) -> None:
-    """Check ``field=(whether its limit holds, the limit in words)``; ``group`` is the key of ``config`` in a recipe."""
-    for key, (holds, limit) in limits.items():
-        if not holds:
-            raise UserError(f"{group}{key} must be {limit}, got {getattr(config, key)!r}")
-
-
-def at_least(value: float, least: float) -> tuple[bool, str]:
-    """A limit of ``require``."""
-    return value >= least, f"at least {least}"
-
-
-def one_of(value: str, allowed: Iterable[str]) -> tuple[bool, str]:
-    """A limit of ``require``."""
-    return value in allowed, f"one of {', '.join(allowed)}"

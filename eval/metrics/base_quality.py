@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.errors import UserError, require
+from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.common.losses import chunk_rows
 
@@ -30,12 +30,11 @@ class QualityLimits:
     """Share of tokens with the same top-1, tuned and original."""
 
     def __post_init__(self) -> None:
-        ratio, rate = self.max_perplexity_ratio, self.min_greedy_match_rate
-        require(
+        check_limits(
             self,
             "quality_limits.",
-            max_perplexity_ratio=(ratio is None or ratio > 0, "above 0"),
-            min_greedy_match_rate=(rate is None or 0 <= rate <= 1, "in [0, 1]"),
+            max_perplexity_ratio="(0, inf)",
+            min_greedy_match_rate="[0, 1]",
         )
 
 

@@ -1,6 +1,7 @@
 """Limits of settings, and what is said where one is outside."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ class Settings:
     optional: int | None = None
     several: list[int] | None = None
     word: str | None = None
+    even: int = 2
 
 
 @pytest.mark.parametrize(
@@ -24,15 +26,22 @@ class Settings:
         (Settings(optional=9), "x.optional must be in [2, 8] or null, got 9"),
         (Settings(several=[1, 0]), "x.several must be at least 1 or null, got [1, 0]"),
         (Settings(several=[]), "x.several must be at least 1 or null, got []"),
-        (Settings(word="three"), "x.word must be one, two or null, got 'three'"),
-        (Settings(number=1e-9, optional=2, several=[1, 2], word="two"), None),
+        (Settings(word="three"), "x.word must be one of short, long or null, got 'three'"),
+        (Settings(even=3), "x.even must be even, got 3"),
+        (Settings(number=1e-9, optional=2, several=[1, 2], word="long"), None),
         (Settings(optional=8), None),
     ],
 )
 def test_what_lies_outside_is_refused(settings: Settings, says: str | None) -> None:
-    limits = {"number": "(0, inf)", "optional": "[2, 8]", "several": "[1, inf)", "word": ("one", "two")}
+    limits: dict[str, Any] = {
+        "number": "(0, inf)",
+        "optional": "[2, 8]",
+        "several": "[1, inf)",
+        "word": ("short", "long"),
+    }
+    limits |= {"even": (settings.even % 2 == 0, "even")}
     try:
-        check_limits(settings, "x.", **limits)  # type: ignore[arg-type]
+        check_limits(settings, "x.", **limits)
         found = None
     except ValueError as error:
         found = str(error)

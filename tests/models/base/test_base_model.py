@@ -119,7 +119,7 @@ def test_bases_that_cannot_be_read_are_refused(model_type: str, says: str) -> No
 
 
 def test_bad_base_settings() -> None:
-    with pytest.raises(ValueError, match="base.dtype must be auto, float32, bfloat16 or float16"):
+    with pytest.raises(ValueError, match="base.dtype must be one of auto, float32, bfloat16, float16"):
         BaseConfig(dtype="float8")
     with pytest.raises(UserError, match="model_type 'lama' is not known"):
         BaseConfig(shape={"model_type": "lama"}).transformers_config()
