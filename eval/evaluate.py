@@ -138,7 +138,7 @@ def predict(
     prompt = mean(text.boundary for text in texts)
     nodes = simulated.nodes or draft_config.nodes
     speedup = costs.answer_speedup(tau, nodes, draft_config.depth, length, prompt)
-    return {"mean_accepted_length": tau, "speedup": speedup, "nodes": nodes}
+    return {"mean_accepted_length": tau, "interval_95": simulated.interval, "speedup": speedup, "nodes": nodes}
 
 
 def development_answers(base: BaseModel, config: EvalConfig, limit: int) -> list[Text]:
@@ -151,6 +151,14 @@ def development_answers(base: BaseModel, config: EvalConfig, limit: int) -> list
         temperature=config.sampler.temperature,
         split="development",
     )
+
+
+def development_prompts(base: BaseModel, config: EvalConfig, limit: int) -> list[list[int]]:
+    """Token ids of ``limit`` prompts of the development half; none where a suite is not reported by halves."""
+    if config.split != "reporting":
+        return []
+    suite = load_suite(config.suite, limit, config.seed, config.tasks, "development")
+    return [_prompt_ids(base, prompt, [], config.max_new_tokens) for prompt in suite]
 
 
 def _prompt_ids(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], max_new_tokens: int) -> list[int]:

@@ -7,7 +7,7 @@ from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json_lines, write_atomic
 from drafthead.eval.config import EvalRunConfig
-from drafthead.eval.evaluate import evaluate
+from drafthead.eval.evaluate import development_prompts, evaluate
 from drafthead.eval.metrics.served import engine_failures
 from drafthead.eval.prompts.suites import load_suite, suite_label
 from drafthead.eval.report.tables import console_lines, console_table, markdown_table
@@ -16,6 +16,9 @@ from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling
 from drafthead.models.drafters.expression import build_drafter, is_drafter, load_base_and_drafter, parse_drafter
+
+TIMED_ON = 8
+"""Prompts of the development half on which drafting is timed for the prediction."""
 
 USAGE = """\
 Measure a saved head: mean accepted length, speedup over autoregressive decoding, identical outputs.
@@ -77,7 +80,7 @@ def main(config: EvalRunConfig) -> None:
         for path in folder.glob("eval-log-*.jsonl"):
             path.unlink()
     with display.stage("step costs on this machine"):
-        costs = measure_costs(base, drafter)
+        costs = measure_costs(base, drafter, prompts=development_prompts(base, config, TIMED_ON))
     training_log = read_json_lines(default / "metrics.jsonl")
     with display.stage(f"evaluation: {config.suite}"):
         result = evaluate(

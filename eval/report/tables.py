@@ -169,9 +169,11 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
         f"draft position, given the one before: {' '.join(number(value) for value in overall['acceptance_per_depth'])}",
     ]
     if predicted := evaluation.get("predicted"):
+        around = predicted.get("interval_95")
         lines.append(
-            f"predicted on answers to the suite's development half: tau "
-            f"{number(predicted['mean_accepted_length'])}, {number(predicted['speedup'], '{:.2f}x')}"
+            f"predicted on answers to the suite's development half: tau {number(predicted['mean_accepted_length'])}"
+            + (f" (95 %: {around[0]:.2f} to {around[1]:.2f})" if around else "")
+            + f", {number(predicted['speedup'], '{:.2f}x')}"
         )
     held_out = [row for row in training_log or [] if row.get("held_out_accept_1") is not None]
     if held_out:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 from typing import Any, Self
 
@@ -93,10 +93,12 @@ def measure_costs(
     repeats: int = 9,
     sizes: Sequence[int] = SIZES,
     rows: int = 1,
+    prompts: Sequence[list[int]] = (),
 ) -> CostModel:
     """Time every part of a step on random tokens after ``context`` tokens (timing does not depend on the ids).
 
-    Of a batch of ``rows`` all with trees of one size: v(n, b), and c and o of the whole batch.
+    Of a batch of ``rows`` all with trees of one size: v(n, b), and c and o of the whole batch. What a combined or
+    nested drafter spends depends on the text: with ``prompts`` (token ids) it is timed while they are answered.
 
     Repeats are interleaved, and a smaller tree is never dearer than a larger one: what the medians say against that is
     noise, which isotonic regression averages out.
@@ -129,12 +131,17 @@ def measure_costs(
             if repeat >= 2:
                 times[part].append(seconds)
     new = min(24, base.max_context - context)
-    prompts = [ids[0].tolist()] * rows
-    result = decode_batch(base, drafter, prompts, max_new_tokens=new, draft_config=whole, ignore_eos=True)[0]
+    batches = [[prompt] * rows for prompt in prompts or [ids[0].tolist()]]
+    answers = [
+        decode_batch(base, drafter, batch, max_new_tokens=new, draft_config=whole, ignore_eos=True)[0].steps
+        for batch in batches
+    ]
+    steps = [step for answer in answers for step in answer[:-1] or answer]  # the last may have no room for drafts
+    on_text = bool(prompts) and not depths
     return CostModel(
         verify=dict(zip(sizes, _increasing([median(times["verify", n]) for n in sizes]), strict=True)),
-        draft=median(times["tree", 0]),
-        overhead=median(s.total_s - s.draft_s - s.verify_s for s in result.steps),
+        draft=mean(step.draft_s for step in steps) if on_text else median(times["tree", 0]),
+        overhead=median(step.total_s - step.draft_s - step.verify_s for step in steps),
         context=context,
         prefill=median(times["prefill", 0]),
         draft_by_depth=[0.0, *(median(times["draft", d]) for d in depths)] if depths else None,

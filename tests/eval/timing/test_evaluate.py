@@ -131,6 +131,7 @@ def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: Tin
     tau = sum(step.committed for step in steps) / len(steps)
     assert found["mean_accepted_length"] == pytest.approx(tau, rel=0.02)  # the last step of an answer is cut otherwise
     assert found["speedup"] == pytest.approx(found["mean_accepted_length"]), "every pass costs the same"
+    assert found["interval_95"][0] < tau < found["interval_95"][1]
     nodes = 1 + sum(step.proposed for step in steps) / len(steps)
     assert found["nodes"] == pytest.approx(nodes, rel=0.05), "not the room of the tree, which is seldom filled"
     assert predict(base, drafter, draft_config, replace(config, split="all"), costs) is None

@@ -1,6 +1,7 @@
 """Trees chosen by tokens per second on measured costs, by either method; what was measured is kept and found again."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from drafthead.eval.trees import calibrate, cost_model
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.eval.trees.search import METHODS, cross_fitted
 from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance, trials_in_order
+from drafthead.models.decoding import step
+from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from support import TinyBase
 
@@ -144,6 +147,21 @@ def test_a_larger_tree_never_costs_less(head: MedusaHead, monkeypatch: pytest.Mo
     monkeypatch.setattr(cost_model, "_timed", timed)
     costs = measure_costs(head.base, head, context=16, repeats=1, sizes=tuple(clock))
     assert costs.verify == {1: 2.0, 2: 2.0, 4: 2.0, 8: 6.0}
+
+
+def test_what_depends_on_the_text_is_timed_on_prompts(head: MedusaHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup that takes two seconds while answering, and one after random text."""
+    now = [0.0]
+
+    class Slow(PromptLookup):
+        def draft(self, *args: Any) -> Any:
+            now[0] += 2.0
+            return super().draft(*args)
+
+    monkeypatch.setattr(step, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(cost_model, "_timed", lambda base, work: 1.0)
+    measured = partial(measure_costs, head.base, Slow(num_tokens=2), context=16, repeats=1, sizes=(1, 2))
+    assert (measured().draft, measured(prompts=[[5, 9, 11, 5, 9]]).draft) == (1.0, 2.0)
 
 
 def test_prompts_are_read_at_no_gain() -> None:
