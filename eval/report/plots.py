@@ -1,9 +1,8 @@
-"""The figures of a report, of a run's training curves and of a token tree: drawn, captioned, as PNG and SVG.
+"""The figures of a report, of a run's training curves and of a token tree: drawn, captioned, as PNG.
 
 Figures have no backend and leave matplotlib's global state alone; they are readable at the width of a phone.
 """
 
-import base64
 import io
 import math
 import re
@@ -85,14 +84,13 @@ def new_axes(height: float = 3.0) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def save_png(figure: Figure, path: Path) -> None:
-    """Write ``figure`` at 200 dots per inch, atomically."""
-    write_atomic(path, _render(figure, "png", dpi=200))
-
-
-def svg_uri(figure: Figure) -> str:
-    """``figure`` as a data URI for ``<img src>``: sharp at every width, and its ids do not meet the page's."""
-    return "data:image/svg+xml;base64," + base64.b64encode(_render(figure, "svg", metadata={"Date": None})).decode()
+@styled
+def save_png(figure: Figure, path: Path) -> bytes:
+    """Write ``figure`` at 200 dots per inch, atomically; returns what was written."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=200)
+    write_atomic(path, buffer.getvalue())
+    return buffer.getvalue()
 
 
 def save_training_plots(rows: Sequence[dict[str, Any]], folder: Path) -> None:
@@ -296,13 +294,6 @@ def draw_tree(tree: TokenTree) -> Figure:
     axes.spines["left"].set_visible(False)
     axes.grid(visible=False)
     return figure
-
-
-@styled
-def _render(figure: Figure, kind: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind, **options)
-    return buffer.getvalue()
 
 
 def _label(

@@ -1,5 +1,6 @@
 """An evaluation for people: one HTML page that needs no other file, and its figures as PNGs."""
 
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from drafthead.data.utils.files import write_atomic
 from drafthead.eval.metrics.served import engine_lines
 from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
-from drafthead.eval.report.plots import draw_figures, save_png, svg_uri
+from drafthead.eval.report.plots import draw_figures, save_png
 from drafthead.eval.report.tables import (
     DEFINITIONS,
     METHOD_DEFINITIONS,
@@ -52,8 +53,8 @@ def write_report(
     """
     figures = []
     for name, figure in draw_figures(evaluation, latency, tree, training_log):
-        save_png(figure, folder / "plots" / f"{name}.png")
-        figures.append((name, svg_uri(figure)))
+        png = save_png(figure, folder / "plots" / f"{name}.png")
+        figures.append((name, "data:image/png;base64," + b64encode(png).decode()))
     overall, (by_task, *by_method) = evaluation["overall"], result_tables(evaluation)
     autoregressive, autoregressive_speed = fastest_autoregressive(overall)
     environment = Environment(
