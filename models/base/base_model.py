@@ -194,10 +194,15 @@ class BaseModel:
         """Ids of ``messages`` and of the start of the answer, by the chat template and its settings."""
         return prompt_ids(self.tokenizer, messages, self.config.chat_template_kwargs)
 
-    def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache for one row."""
+    def new_cache(self, capacity: int, nodes: int | None = None) -> KVCache:
+        """An empty cache for one row.
+
+        With ``nodes``, the most that are pending at once, layers with a window keep only what it needs, if that is less
+        than ``capacity``; the cache can then not go back to an earlier position. One of static shapes keeps all: a
+        graph reads and writes fixed places.
+        """
         if not self.uses_graphs:
-            return KVCache(self.cache_shape, capacity)
+            return KVCache(self._trimmed(capacity, nodes), capacity)
         if self._static is None:
             # Neither holds this object, whose memory so is free as soon as it is let go.
             head, product = self.lm_head, self._lm_head
@@ -206,9 +211,14 @@ class BaseModel:
             self._static = StaticModel(self.cache_shape, self.model.model, logits, windowed)
         return self._static.cache(capacity)
 
-    def new_slots(self, rows: int, capacity: int) -> RaggedCache:
-        """An empty cache for ``rows`` rows of lengths of their own."""
-        return RaggedCache(self.cache_shape, rows, capacity)
+    def new_slots(self, rows: int, capacity: int, nodes: int | None = None) -> RaggedCache:
+        """An empty cache for ``rows`` rows of lengths of their own; ``nodes`` as of ``new_cache``."""
+        return RaggedCache(self._trimmed(capacity, nodes), rows, capacity)
+
+    def _trimmed(self, capacity: int, nodes: int | None) -> CacheShape:
+        if self.windows is None or nodes is None:
+            return self.cache_shape
+        return self.cache_shape.trimmed(self.windows.by_layer, capacity, nodes)
 
     @torch.inference_mode()
     def forward(
@@ -229,7 +239,7 @@ class BaseModel:
             return HiddenStates(final=hidden)
         mask = None
         positions = cache.positions(torch.arange(new, device=self.device)[None])
-        cache.reserve(new)
+        cache.reserve(new, committed=True)
         if isinstance(cache, RaggedCache) or (cache.length and new > 1):
             mask = cache.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril_(), self.dtype)
         masks = mask if self.windows is None else self._windowed(mask, cache, positions, None)
@@ -313,7 +323,8 @@ class BaseModel:
             return self.windows.alike(mask)
         if depths is None:
             depths = torch.arange(cache.pending, device=self.device)[None]
-        return self.windows.masks(mask, positions, cache.key_positions(depths), self.dtype)
+        keys = cache.key_positions(depths)
+        return self.windows.masks(mask, positions, keys, self.dtype, cache.held(mask, keys))
 
     def _decoder(
         self,

@@ -184,7 +184,10 @@ def _readings(base: "BaseModel", expected: Expected) -> Iterator[tuple[str, Tens
         return base.verify_logits(nodes, shape, cache)[1]
 
     yield "whole", read(tokens[:1], KVCache(base.cache_shape, capacity)), wanted[:1]
-    cache, edges = KVCache(base.cache_shape, capacity), (0, 5, PREFIX - 1, PREFIX)
+    trimmed = base.cache_shape
+    if base.windows is not None:
+        trimmed = trimmed.trimmed(base.windows.by_layer, capacity, room=len(TREE), surplus=0)
+    cache, edges = KVCache(trimmed, capacity), (0, 5, PREFIX - 1, PREFIX)
     parts = [read(tokens[:1, a:b], cache) for a, b in zip(edges, edges[1:], strict=False)]
     yield "in parts", torch.cat(parts, 1), wanted[:1, :PREFIX]
     nodes = _nodes(tokens[0], tokens[1], PREFIX)
@@ -194,11 +197,12 @@ def _readings(base: "BaseModel", expected: Expected) -> Iterator[tuple[str, Tens
     cache.commit_path(path, torch.tensor([3], device=base.device))
     yield "after a tree", read(tokens[1:2, LENGTH - 1 :], cache), wanted[1:2, LENGTH - 1 :]
 
-    rows, short = base.new_slots(2, capacity), PREFIX // 2
+    rows, short = RaggedCache(trimmed, 2, capacity), PREFIX // 2
     with torch.inference_mode():
-        read(tokens[:1, :PREFIX], rows.slot(0))
-        read(tokens[2:, :short], rows.slot(1))
-        rows.crop(torch.tensor([PREFIX, short], device=base.device))
+        for row, part in enumerate((tokens[:1, :PREFIX], tokens[2:, :short])):
+            slot = rows.slot(row)
+            read(part, slot)
+            rows.put_back(row, slot)
     both = torch.stack([nodes, _nodes(tokens[2], tokens[2], short)])
     found = verify(both, rows)
     yield "as a tree in a batch", found[:1], of_nodes[None]

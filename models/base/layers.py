@@ -6,6 +6,7 @@ Views share the base's modules and weights; nothing is copied. Shape legend: B r
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,8 @@ def with_layers(
         view.dtype = dtype
         decoder.set_input_embeddings(_CastEmbedding(decoder.get_input_embeddings(), dtype))
     view.cache_shape = base.cache_shape.of(sources, view.dtype)
+    if base.windows is not None:
+        view.windows = replace(base.windows, by_layer=tuple(base.windows.by_layer[source] for source in sources))
     view._tree_masks, view._static = TreeMasks(), None
     view._last_layers = {}
     view.name = f"{base.name} with {len(layers)} layers"

@@ -1,7 +1,8 @@
 """Layers that see a part of the text: sliding windows and chunks, as masks by distance in positions.
 
-A cache keeps every position, so rejected drafts cost nothing here; a layer with a window gets a mask of its own. Nodes
-of a tree stand at their depth after the prefix, wherever in the cache they lie.
+A layer with a window gets a mask of its own. Nodes of a tree stand at their depth after the prefix, wherever in the
+cache they lie. A trimmed cache holds fewer keys for these layers: all that a window may need of what is committed, so
+rejected drafts cost nothing here.
 
 Shape legend: R rows or 1, T queries, K keys.
 """
@@ -46,20 +47,31 @@ class Windows:
     """Of every kind of layer; None sees all."""
     single: bool
     """Whether all layers are of one kind, which then takes a mask and no mapping."""
+    by_layer: tuple[int, ...]
+    """Positions that every layer sees, 0: all."""
 
     @property
     def smallest(self) -> int:
         """Positions up to which no window hides anything."""
         return min(window.size for window in self.by_kind.values() if window is not None)
 
-    def masks(self, mask: Tensor | None, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Masks:
+    def masks(
+        self,
+        mask: Tensor | None,
+        queries: Tensor,
+        keys: Tensor,
+        dtype: torch.dtype,
+        held: tuple[Tensor | None, Tensor] | None = None,
+    ) -> Masks:
         """The masks of all kinds of layer, of the mask of a layer that sees all ([R, 1, T, K], None: causal).
 
-        ``queries`` [R, T] and ``keys`` [R, K] are positions; ``dtype`` is of masks that are made anew.
+        ``queries`` [R, T] and ``keys`` [R, K] are positions; ``dtype`` is of masks that are made anew; ``held``: the
+        mask and the keys of layers with a window, where these hold fewer.
         """
         found: dict[str, Tensor | None] = {}
+        seen, places = held or (mask, keys)
         for kind, window in self.by_kind.items():
-            found[kind] = mask if window is None else _narrowed(mask, window, queries, keys, dtype)
+            found[kind] = mask if window is None else _narrowed(seen, window, queries, places, dtype)
         return next(iter(found.values())) if self.single else found
 
     def alike(self, mask: Tensor | None) -> Masks:
@@ -92,7 +104,10 @@ def windows_of(config: PreTrainedConfig, context: int) -> Windows | None:
                 f"{config.model_type} has layers of type {kind} but {SIZES[kind]}={size}; correct its config"
             )
         found[kind] = None if size is None or size >= context else Window(size, kind == "chunked_attention")
-    return Windows(found, single) if any(found.values()) else None
+    if not any(found.values()):
+        return None
+    windows = [found[kind] for kind in kinds] * (config.num_hidden_layers if single else 1)
+    return Windows(found, single, tuple(0 if window is None else window.size for window in windows))
 
 
 @contextmanager

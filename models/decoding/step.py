@@ -75,12 +75,22 @@ class DecodeState:
     """Rows being decoded: the base's cache, the drafter's state, and each row's last token, not yet read."""
 
     def __init__(
-        self, base: BaseModel, drafter: Drafter | None, config: DecodeConfig, rows: int, capacity: int
+        self,
+        base: BaseModel,
+        drafter: Drafter | None,
+        config: DecodeConfig,
+        rows: int,
+        capacity: int,
+        nodes: int | None = None,
     ) -> None:
+        """``nodes``: the most of a tree, where they are more than of those that are drafted."""
         self.base, self.drafter, self.config = base, drafter, config
         self._attaches = drafter if isinstance(drafter, UsesTargetCache) else None
-        capacity += self._attaches.extra_cache_slots(config.draft_config) if self._attaches else 0
-        self.cache: KVCache | RaggedCache = base.new_cache(capacity) if rows == 1 else base.new_slots(rows, capacity)
+        extra = self._attaches.extra_cache_slots(config.draft_config) if self._attaches else 0
+        capacity, nodes = capacity + extra, (nodes or config.draft_config.nodes) + extra
+        self.cache: KVCache | RaggedCache = (
+            base.new_cache(capacity, nodes) if rows == 1 else base.new_slots(rows, capacity, nodes)
+        )
         self.spec = drafter.spec if drafter else HiddenStatesSpec()
         self.state: Any = self._attached(drafter.init_state(rows)) if drafter else None
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=base.device)
@@ -158,13 +168,11 @@ class DecodeState:
         if lent.length:
             lent.crop(0)
         if self._prefix is not None and ids[: len(self._prefix[0])] == self._prefix[0]:
-            start, shared = len(self._prefix[0]), self._prefix[1]
-            for own, others in ((lent.keys, shared.keys), (lent.values, shared.values)):
-                own[:, :, :, :start] = others[:, :, :, :start]
-            lent.length = start
+            start = len(self._prefix[0])
+            lent.begin_with(self._prefix[1])
         read = self.base.forward(torch.tensor([ids[start:]], device=self.base.device), lent, spec=self.spec)
         if isinstance(self.cache, RaggedCache):
-            self.cache.lengths[row] = len(ids)
+            self.cache.put_back(row, lent)
         if start and self._prefix is not None:
             read = HiddenStates(final=torch.cat([self._prefix[2], read.final], 1))
         return read
@@ -262,7 +270,7 @@ class DecodeState:
     def clear(self, rows: list[int]) -> None:
         """Empty rows that nobody needs any more, so that they do not grow."""
         if isinstance(self.cache, RaggedCache) and rows:
-            self.cache.lengths[rows] = 0
+            self.cache.clear(rows)
             self._context_lengths[rows] = 0
 
     def select(self, rows: list[int]) -> None:

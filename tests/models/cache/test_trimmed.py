@@ -1,0 +1,222 @@
+"""Layers with a window hold what it needs and no more, and nobody notices: logits, texts, and what is refused."""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
+from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DynamicTree
+from drafthead.models.decoding.loop import DecodeLoop, Row, decode_batch
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig
+from drafthead.models.drafters.draft_model import ModelDrafter
+from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.token_tree import TokenTree
+from support import fitted, random_ids, rows_of
+
+Script = Callable[[str], ModuleType]
+WINDOW, CAPACITY, NEW = 8, 160, 40
+TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0)])
+PATHS = ([0], [0, 2], [0, 1, 3], [0, 1, 3, 5], [0, 2, 4, 6])
+"""Paths of ``TREE`` by its nodes."""
+NAMES = ("gemma3_text", "mistral", "llama4_text_chunk", "gemma4")
+"""Windows between full layers, in all layers, chunks, and layers of several sizes."""
+PROMPTS = [random_ids(n, n) for n in (3, 20, 50)]
+
+
+@pytest.fixture
+def base_of(script: Script) -> Callable[[str], BaseModel]:
+    shapes = script("base_shapes").SHAPES
+    return lambda name: load(name, json.dumps(shapes[name]))
+
+
+@cache
+def load(name: str, shape: str) -> BaseModel:
+    sizes: dict[str, Any] = json.loads(shape)
+    for key in ("sliding_window", "attention_chunk_size"):
+        if sizes.get(key):
+            sizes[key] = WINDOW
+    return BaseModel.load(BaseConfig(random=True, shape=sizes, tokenizer="builtin:tiny", dtype="float32"))
+
+
+def held_bytes(cache: KVCache | RaggedCache) -> int:
+    return sum(stack.nbytes for stack in cache.stacks)
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_trees_are_those_over_a_whole_cache(name: str, base_of: Callable[[str], BaseModel]) -> None:
+    """After a prompt far longer than the window; trees across its edge, with paths of every length."""
+    base, shape = base_of(name), TREE.shape
+    whole, trimmed = base.new_cache(CAPACITY), base.new_cache(CAPACITY, nodes=len(TREE))
+    prompt = torch.tensor([PROMPTS[2]])
+    assert_close(base.forward(prompt, trimmed).final, base.forward(prompt, whole).final)
+    for step in range(30):
+        tokens = torch.tensor([random_ids(len(TREE), step)])
+        (_, found), (_, wanted) = (base.verify_logits(tokens, shape, c) for c in (trimmed, whole))
+        assert_close(found, wanted)
+        path = PATHS[step % len(PATHS)]
+        for each in (trimmed, whole):
+            each.commit_path(torch.tensor([path]), torch.tensor([len(path)]))
+    assert trimmed.length == whole.length
+    assert trimmed.dropped > len(PROMPTS[2]) and held_bytes(trimmed) < 0.6 * held_bytes(whole)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_rows_are_those_over_a_whole_cache(name: str, base_of: Callable[[str], BaseModel]) -> None:
+    """Rows on both sides of the window, that go on at paces of their own, end, and are read anew."""
+    base, shape = base_of(name), TREE.shape
+    caches: list[RaggedCache] = [base.new_slots(3, CAPACITY, nodes=len(TREE)), base.new_slots(3, CAPACITY)]
+
+    def read(row: int, prompt: list[int]) -> None:
+        for each in caches:
+            slot = each.slot(row)
+            base.forward(torch.tensor([prompt]), slot)
+            each.put_back(row, slot)
+
+    for row, prompt in enumerate(PROMPTS):
+        read(row, prompt)
+    rows = [0, 1, 2]
+    for step in range(30):
+        if step == 12:
+            caches[0].clear([1])
+            caches[1].clear([1])
+        if step == 15:
+            read(1, PROMPTS[2][:33])
+        if step == 22:
+            rows, caches = [2, 1], [each.select([2, 1]) for each in caches]
+        tokens = torch.tensor([random_ids(len(TREE), 100 * row + step) for row in rows])
+        found, wanted = (base.verify_logits(tokens, shape, each)[1] for each in caches)
+        assert_close(found, wanted)
+        paths = [PATHS[(step * (row + 1)) % len(PATHS)] for row in rows]
+        nodes = torch.tensor([path + [0] * (4 - len(path)) for path in paths])
+        for each in caches:
+            each.commit_path(nodes, torch.tensor([len(path) for path in paths]))
+    assert int(caches[0].dropped.min()) > 0 and held_bytes(caches[0]) < 0.6 * held_bytes(caches[1])
+
+
+EXPANSION = DraftConfig(tree=TokenTree.expansion([2, 2]))
+DYNAMIC = DraftConfig(tree=DynamicTree(nodes=7, width=3, depth=3))
+KANGAROO = KangarooConfig(num_draft_tokens=3, exit_layer=2)
+DRAFTED: dict[str, tuple[Callable[[BaseModel], Drafter], DraftConfig | None]] = {
+    "lookup": (lambda base: PromptLookup(num_tokens=4, max_ngram=1, matches=2), None),
+    "the target itself": (ModelDrafter, EXPANSION),
+    "medusa": (MedusaConfig(num_draft_tokens=3).build, EXPANSION),
+    "kangaroo": (KANGAROO.build, None),
+    "kangaroo, dynamic": (KANGAROO.build, DYNAMIC),
+}
+SAMPLER = Sampler(temperature=0.8)
+
+
+DRAWN = DraftConfig(tree=TokenTree.chain(4), draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=SAMPLER)
+
+
+def decoded(
+    base: BaseModel, drafter: Drafter | None = None, prompts: Sequence[list[int]] = PROMPTS, **options: Any
+) -> Any:
+    """The answers of a batch."""
+    return decode_batch(base, drafter, prompts, max_new_tokens=NEW, ignore_eos=True, **options)
+
+
+@cache
+def over_whole_caches(base: BaseModel, sampler: Sampler, drawn: bool = False) -> list[list[int]]:
+    """Answers of plain decoding row by row, and of a second turn after the second one; or by drafts that are drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CacheShape, "trimmed", lambda self, *args, **kwargs: self)
+        if drawn:
+            options: dict[str, Any] = {"sampler": sampler, "draft_config": DRAWN}
+            return [row.tokens for row in decoded(base, PromptLookup(num_tokens=4, max_ngram=1), **options)]
+        found = [decoded(base, None, [p], sampler=sampler, seeds=[n])[0].tokens for n, p in enumerate(PROMPTS)]
+        return [*found, decoded(base, None, [second_turn(found)], sampler=sampler)[0].tokens]
+
+
+def second_turn(answers: list[list[int]]) -> list[int]:
+    return PROMPTS[1] + answers[1] + [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, kind) for name in NAMES for kind in ("lookup", "the target itself")),
+        ("gemma3_text", "medusa"),
+        ("gemma3_text", "kangaroo"),
+        pytest.param("mistral", "kangaroo", marks=pytest.mark.slow),
+        pytest.param("gemma3_text", "kangaroo, dynamic", marks=pytest.mark.slow),
+    ],
+)
+def test_texts_are_those_over_whole_caches(name: str, kind: str, base_of: Callable[[str], BaseModel]) -> None:
+    """Without drafts and with them, in a batch, alone, in a second turn; greedy and sampled."""
+    base, (make, draft_config) = base_of(name), DRAFTED[kind]
+    greedy, seeded = over_whole_caches(base, Sampler()), over_whole_caches(base, SAMPLER)
+    drafter = make(base)
+    if isinstance(drafter, torch.nn.Module):
+        drafter = fitted(drafter, rows_of([PROMPTS[1] + greedy[1], PROMPTS[2] + greedy[2]]), 25)
+    turn = second_turn(greedy)
+    assert [row.tokens for row in decoded(base)] == greedy[:3]
+    assert decoded(base, prompts=[turn])[0].tokens == greedy[3]
+    together = decoded(base, drafter, draft_config=draft_config)
+    alone = [decoded(base, drafter, [prompt], draft_config=draft_config)[0] for prompt in (PROMPTS[2], turn)]
+    assert [row.tokens for row in together] == greedy[:3] and [row.tokens for row in alone] == greedy[2:]
+    assert kind == "lookup" or sum(step.accepted for row in (*together, *alone) for step in row.steps) > 0
+    sampled = decoded(base, drafter, draft_config=draft_config, sampler=SAMPLER)
+    assert [row.tokens for row in sampled] == seeded[:3]
+
+
+def test_drafts_that_are_drawn_meet_the_same_target(base_of: Callable[[str], BaseModel]) -> None:
+    """They are accepted or not by the same numbers."""
+    base, lookup = base_of("gemma3_text"), PromptLookup(num_tokens=4, max_ngram=1)
+    found = [row.tokens for row in decoded(base, lookup, sampler=SAMPLER, draft_config=DRAWN)]
+    assert found == over_whole_caches(base, SAMPLER, drawn=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shared_beginning_and_replaced_rows(name: str, base_of: Callable[[str], BaseModel]) -> None:
+    """Prompts that begin alike, of which three take over the rows of others."""
+    base = base_of(name)
+    prompts = [PROMPTS[2] + random_ids(n, n) for n in (2, 31, 9, 17, 5)]
+    config = DecodeConfig(
+        draft_config=ROOT_ONLY, sampler=Sampler(), rule=AcceptanceRule(), eos_ids=frozenset(range(0, 300, 25))
+    )
+    loop = DecodeLoop(base=base, drafter=None, config=config, max_new_tokens=NEW, batch_size=2, capacity=CAPACITY)
+    for row in loop.run([Row(number=n, prompt=prompt, seed=n) for n, prompt in enumerate(prompts)]):
+        ids, read = row.prompt + row.answer, len(row.prompt) - 1
+        hidden = base.forward(torch.tensor([ids[:-1]]), base.new_cache(len(ids))).final[0, read:]
+        assert base.logits(hidden).argmax(-1).tolist() == row.answer
+
+
+def test_what_was_dropped_cannot_come_back(base_of: Callable[[str], BaseModel]) -> None:
+    base = base_of("gemma3_text")
+    cache, tokens = base.new_cache(CAPACITY, nodes=4), torch.tensor([PROMPTS[2]])
+    base.forward(tokens, cache)
+    with pytest.raises(
+        UserError, match=f"cannot go back to 20 positions: layers with a window of {WINDOW} have dropped"
+    ):
+        cache.crop(20)
+    with pytest.raises(UserError, match="hold 20 positions but .* are needed: the cache was made for trees of 4 nodes"):
+        base.verify(tokens[:, :30], TokenTree.chain(29).shape, cache)
+    cache.crop(0)
+    wanted = base.forward(tokens, base.new_cache(CAPACITY)).final
+    assert_close(base.forward(tokens, cache).final, wanted)
+
+
+def test_where_nothing_would_be_saved_the_cache_is_whole(base_of: Callable[[str], BaseModel]) -> None:
+    base = base_of("gemma3_text")
+    assert base.new_cache(2 * WINDOW + 4, nodes=4).trim is None
+    assert base.new_cache(2 * WINDOW + 5, nodes=4).trim is not None
+    assert base.new_cache(CAPACITY).trim is None
