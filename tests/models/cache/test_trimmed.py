@@ -26,27 +26,32 @@ from drafthead.models.token_tree import TokenTree
 from support import fitted, random_ids, rows_of
 
 Script = Callable[[str], ModuleType]
+BaseOf = Callable[..., BaseModel]
 WINDOW, CAPACITY, NEW = 8, 160, 40
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0)])
 PATHS = ([0], [0, 2], [0, 1, 3], [0, 1, 3, 5], [0, 2, 4, 6])
 """Paths of ``TREE`` by its nodes."""
 NAMES = ("gemma3_text", "mistral", "llama4_text_chunk", "gemma4")
 """Windows between full layers, in all layers, chunks, and layers of several sizes."""
+LIKE_GEMMA_3 = [*["sliding_attention"] * 5, "full_attention"]
 PROMPTS = [random_ids(n, n) for n in (3, 20, 50)]
 
 
 @pytest.fixture
-def base_of(script: Script) -> Callable[[str], BaseModel]:
+def base_of(script: Script) -> BaseOf:
     shapes = script("base_shapes").SHAPES
-    return lambda name: load(name, json.dumps(shapes[name]))
+    keys = ("sliding_window", "attention_chunk_size")
+
+    def make(name: str, window: int = WINDOW, **more: Any) -> BaseModel:
+        windows = {key: window for key in keys if shapes[name].get(key)}
+        return load(json.dumps(shapes[name] | windows | more))
+
+    return make
 
 
 @cache
-def load(name: str, shape: str) -> BaseModel:
+def load(shape: str) -> BaseModel:
     sizes: dict[str, Any] = json.loads(shape)
-    for key in ("sliding_window", "attention_chunk_size"):
-        if sizes.get(key):
-            sizes[key] = WINDOW
     return BaseModel.load(BaseConfig(random=True, shape=sizes, tokenizer="builtin:tiny", dtype="float32"))
 
 
@@ -60,7 +65,7 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_of_trees_are_those_over_a_whole_cache(name: str, base_of: Callable[[str], BaseModel]) -> None:
+def test_logits_of_trees_are_those_over_a_whole_cache(name: str, base_of: BaseOf) -> None:
     """After a prompt far longer than the window; trees across its edge, with paths of every length."""
     base, shape = base_of(name), TREE.shape
     whole, trimmed = base.new_cache(CAPACITY), base.new_cache(CAPACITY, nodes=len(TREE))
@@ -79,7 +84,7 @@ def test_logits_of_trees_are_those_over_a_whole_cache(name: str, base_of: Callab
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_of_rows_are_those_over_a_whole_cache(name: str, base_of: Callable[[str], BaseModel]) -> None:
+def test_logits_of_rows_are_those_over_a_whole_cache(name: str, base_of: BaseOf) -> None:
     """Rows on both sides of the window, that go on at paces of their own, end, and are read anew."""
     base, shape = base_of(name), TREE.shape
     caches: list[RaggedCache] = [base.new_slots(3, CAPACITY, nodes=len(TREE)), base.new_slots(3, CAPACITY)]
@@ -160,7 +165,7 @@ def second_turn(answers: list[list[int]]) -> list[int]:
         pytest.param("gemma3_text", "kangaroo, dynamic", marks=pytest.mark.slow),
     ],
 )
-def test_texts_are_those_over_whole_caches(name: str, kind: str, base_of: Callable[[str], BaseModel]) -> None:
+def test_texts_are_those_over_whole_caches(name: str, kind: str, base_of: BaseOf) -> None:
     """Without drafts and with them, in a batch, alone, in a second turn; greedy and sampled."""
     base, (make, draft_config) = base_of(name), DRAFTED[kind]
     greedy, seeded = over_whole_caches(base, Sampler()), over_whole_caches(base, SAMPLER)
@@ -178,7 +183,7 @@ def test_texts_are_those_over_whole_caches(name: str, kind: str, base_of: Callab
     assert [row.tokens for row in sampled] == seeded[:3]
 
 
-def test_drafts_that_are_drawn_meet_the_same_target(base_of: Callable[[str], BaseModel]) -> None:
+def test_drafts_that_are_drawn_meet_the_same_target(base_of: BaseOf) -> None:
     """They are accepted or not by the same numbers."""
     base, lookup = base_of("gemma3_text"), PromptLookup(num_tokens=4, max_ngram=1)
     found = [row.tokens for row in decoded(base, lookup, sampler=SAMPLER, draft_config=DRAWN)]
@@ -186,7 +191,7 @@ def test_drafts_that_are_drawn_meet_the_same_target(base_of: Callable[[str], Bas
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_shared_beginning_and_replaced_rows(name: str, base_of: Callable[[str], BaseModel]) -> None:
+def test_a_shared_beginning_and_replaced_rows(name: str, base_of: BaseOf) -> None:
     """Prompts that begin alike, of which three take over the rows of others."""
     base = base_of(name)
     prompts = [PROMPTS[2] + random_ids(n, n) for n in (2, 31, 9, 17, 5)]
@@ -200,7 +205,7 @@ def test_a_shared_beginning_and_replaced_rows(name: str, base_of: Callable[[str]
         assert base.logits(hidden).argmax(-1).tolist() == row.answer
 
 
-def test_what_was_dropped_cannot_come_back(base_of: Callable[[str], BaseModel]) -> None:
+def test_what_was_dropped_cannot_come_back(base_of: BaseOf) -> None:
     base = base_of("gemma3_text")
     cache, tokens = base.new_cache(CAPACITY, nodes=4), torch.tensor([PROMPTS[2]])
     base.forward(tokens, cache)
@@ -215,8 +220,22 @@ def test_what_was_dropped_cannot_come_back(base_of: Callable[[str], BaseModel]) 
     assert_close(base.forward(tokens, cache).final, wanted)
 
 
-def test_where_nothing_would_be_saved_the_cache_is_whole(base_of: Callable[[str], BaseModel]) -> None:
+def test_where_nothing_would_be_saved_the_cache_is_whole(base_of: BaseOf) -> None:
     base = base_of("gemma3_text")
     assert base.new_cache(2 * WINDOW + 4, nodes=4).trim is None
     assert base.new_cache(2 * WINDOW + 5, nodes=4).trim is not None
     assert base.new_cache(CAPACITY).trim is None
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "whole", "held"),
+    [
+        ("gemma3_text", {"num_hidden_layers": 6, "layer_types": LIKE_GEMMA_3}, 3_096_576, 700_416),
+        ("mistral", {}, 2_064_384, 147_456),
+    ],
+)
+def test_bytes_of_2000_tokens(name: str, more: dict[str, Any], whole: int, held: int, base_of: BaseOf) -> None:
+    """What docs/bases.md says."""
+    base, rows = base_of(name, window=64, max_position_embeddings=4096, **more), 4
+    assert held_bytes(base.new_cache(2016)) == whole and held_bytes(base.new_cache(2016, nodes=16)) == held
+    assert held_bytes(base.new_slots(rows, 2016, nodes=16)) == rows * held
