@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from drafthead.data.utils.errors import UserError
+from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
@@ -239,3 +240,10 @@ def test_bytes_of_2000_tokens(name: str, more: dict[str, Any], whole: int, held:
     base, rows = base_of(name, window=64, max_position_embeddings=4096, **more), 4
     assert held_bytes(base.new_cache(2016)) == whole and held_bytes(base.new_cache(2016, nodes=16)) == held
     assert held_bytes(base.new_slots(rows, 2016, nodes=16)) == rows * held
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_costs_of_larger_trees_than_are_drafted(rows: int, base_of: BaseOf) -> None:
+    sizes = [1, 8, 48]
+    costs = measure_costs(base_of("gemma3_text"), PromptLookup(num_tokens=4), 100, repeats=1, sizes=sizes, rows=rows)
+    assert sorted(costs.verify) == sizes
