@@ -88,6 +88,9 @@ def main(config: GenerateConfig) -> None:
         baseline_rate = len(baseline.tokens) / baseline.total_s
         line += f"; autoregressive {baseline_rate:.1f} tokens/s and {same}: speedup {rate / baseline_rate:.2f}"
     console.print(f"\n[dim]{line}[/dim]", soft_wrap=True)
+    if base.ignored_settings:
+        left = f"not applied, of the base's generation_config.json: {', '.join(base.ignored_settings)}"
+        console.print(f"{left} (docs/bases.md)", style="dim", markup=False, soft_wrap=True)
 
 
 def _printer(base: BaseModel, console: Console) -> Callable[[list[int]], None]:

@@ -43,6 +43,12 @@ class PartialForward:
 
 
 NO_LAYERS = HiddenStatesSpec()
+CHANGE_TEXT = (
+    *("repetition_penalty", "no_repeat_ngram_size", "min_length", "min_new_tokens", "num_beams", "sequence_bias"),
+    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+    *("exponential_decay_length_penalty", "guidance_scale", "stop_strings"),
+)
+"""Keys of a generation config that transformers heeds at temperature 0, and nothing here does."""
 TRIAL_CONTEXT = 200
 """Tokens in the cache when kernels are timed."""
 
@@ -179,6 +185,13 @@ class BaseModel:
         configured = self.model.generation_config.eos_token_id
         ids = configured if isinstance(configured, list) else [configured]
         return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
+
+    @property
+    def ignored_settings(self) -> list[str]:
+        """Settings of its generation config with which transformers' greedy text is not that of the largest logits."""
+        values = {key: getattr(self.model.generation_config, key, None) for key in CHANGE_TEXT}
+        given = {key: value for key, value in values.items() if value not in (None, 0, 1, [])}
+        return [f"{key}={value}" if isinstance(value, int | float) else key for key, value in given.items()]
 
     @property
     def unused_token(self) -> int:

@@ -8,12 +8,13 @@ Shape legend: R rows, T tokens, N tree nodes, V vocabulary.
 """
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from drafthead.data.batch import NO_DOCUMENT, HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError, one_line
@@ -63,9 +64,10 @@ class Expected:
         tokens = (tokens[:1, :4] if known else tokens).to(base.device)
         states: list[Tensor] = []
         hook = model.model.register_forward_hook(lambda *call: states.append(call[2].last_hidden_state[:1]))
+        edges = shortened(config, WINDOW) if base.windows is not None else nullcontext()
         try:
             model.set_attn_implementation(model.get_correct_attn_implementation(None))
-            with torch.inference_mode(), shortened(config, WINDOW) if base.windows is not None else nullcontext():
+            with in_one_line(config, "cannot be read by transformers' own code"), torch.inference_mode(), edges:
                 logits = model(input_ids=tokens, use_cache=False).logits.float()
         finally:
             model.set_attn_implementation(attention.register())
@@ -96,19 +98,25 @@ class _Recorder:
         return query_length, 0
 
 
-def measured_sizes(base: "BaseModel") -> dict[str, Any]:
-    """Fields of the base's ``CacheShape`` by what its layers write when they read one token."""
-    recorder, one = _Recorder(), torch.full((1, 1), 3, device=base.device)
+@contextmanager
+def in_one_line(config: PreTrainedConfig, what: str) -> Iterator[None]:
+    """Whatever the code of a family raises, as a refusal of the base that says ``what`` was tried."""
     try:
-        with torch.inference_mode():
-            base.model.model(input_ids=one, position_ids=one - 3, past_key_values=recorder, use_cache=True)
-    except torch.OutOfMemoryError:
+        yield
+    except (torch.OutOfMemoryError, UserError):
         raise
     except Exception as error:
         raise UserError(
-            f"{base.model.config.model_type} cannot be run over a plain key/value cache ({one_line(error)}); choose "
-            "another base (docs/bases.md lists families)"
+            f"{config.model_type} {what} ({type(error).__name__}: {one_line(error)}); choose another base "
+            "(docs/bases.md lists families)"
         ) from None
+
+
+def measured_sizes(base: "BaseModel") -> dict[str, Any]:
+    """Fields of the base's ``CacheShape`` by what its layers write when they read one token."""
+    recorder, one = _Recorder(), torch.full((1, 1), 3, device=base.device)
+    with in_one_line(base.model.config, "cannot be run over a plain key/value cache"), torch.inference_mode():
+        base.model.model(input_ids=one, position_ids=one - 3, past_key_values=recorder, use_cache=True)
     layers = max(base.num_layers, max(recorder.sizes, default=0) + 1)
     found = [recorder.sizes.get(n) for n in range(layers)]
     if not recorder.sizes:
@@ -150,8 +158,9 @@ def check(base: "BaseModel", expected: Expected) -> None:
     if expected.known:
         return
     kind, windows = base.model.config.model_type, base.windows
+    edges = shortened(base.model.config, WINDOW) if windows is not None else nullcontext()
     try:
-        with shortened(base.model.config, WINDOW) if windows is not None else nullcontext():
+        with in_one_line(base.model.config, "cannot be read by this code"), edges:
             base.windows = None if windows is None else windows_of(base.model.config, base.max_context)
             for what, found, wanted in _readings(base, expected):
                 if (error := relative_error(base, found, wanted)) > tolerance(base):
@@ -159,13 +168,6 @@ def check(base: "BaseModel", expected: Expected) -> None:
                         f"{kind} read {what} differs from transformers' own attention by {error:.1%} of the largest "
                         "logit: drafts would change the text; choose another base (docs/bases.md lists families)"
                     )
-    except (torch.OutOfMemoryError, UserError):
-        raise
-    except Exception as error:
-        raise UserError(
-            f"{kind} cannot be read by this code ({type(error).__name__}: {one_line(error)}); choose another base "
-            "(docs/bases.md lists families)"
-        ) from None
     finally:
         base.windows = windows
     note_passed(base, READING)

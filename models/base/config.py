@@ -161,6 +161,10 @@ def could_not_load(name: str, error: Exception) -> str:
             f"the base model {name} needs a package that is not installed here: {_first_line(error)} Install it, or "
             "name a checkpoint without this quantisation"
         )
+    if "trust_remote_code" in str(error):
+        return f"{name} brings Python code of its own; read it, and let it run with base.trust_remote_code=true"
+    if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
+        return f"{name} is an adapter; name the base it was trained on with base.name, and the folder with base.adapter"
     if Path(name).is_dir():
         return (
             f"the base model in {name} could not be loaded: {_first_line(error)} It must be a folder that "
@@ -200,12 +204,18 @@ def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
         kind = rope.get("rope_type")
         if kind in ("longrope", "dynamic"):
             first = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            if kind == "dynamic":  # goes by the other key, whichever is larger
+                first = min(first, config.max_position_embeddings)
             what = f"{kind} rotary embedding changes all positions once a text is longer than {first}"
             limits.append(ContextLimit(first, what))
     if getattr(config, "attn_temperature_tuning", False) and getattr(config, "floor_scale", None):
         scale = int(config.floor_scale)
         what = f"attention is scaled by the place in a pass, which is not that in a tree, from position {scale - 1} on"
         limits.append(ContextLimit(scale - 1, what))
+    if config.model_type == "doge":
+        # Past it a layer keeps the largest of values that lie close together: rounding decides which.
+        size = config.keep_window_size
+        limits.append(ContextLimit(size, f"attention keeps {size} positions of a longer text, as rounding has it"))
     if config.model_type in ("gpt_bigcode", "gpt2"):
         size = config.max_position_embeddings
         limits.append(ContextLimit(size, f"table of learned positions ends at {size}"))
@@ -297,10 +307,10 @@ def _stored(
         # Dequantised on load: a GGUF model that counts as quantised can neither be saved nor prepacked.
         options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     try:
+        settings = config.stored_config(folder)  # a tokenizer reads it too, and says less of what is wrong
+        check_architecture(settings, config.max_context)
         tokenizer = config.load_tokenizer(folder)
         loader: Any = AutoModelForCausalLM
-        settings = config.stored_config(folder)
-        check_architecture(settings, config.max_context)
         if is_composite(settings):
             progress(f"{config.name} is a {settings.model_type}: only its text model is loaded, text in, text out")
             loader = text_class(settings)
@@ -309,15 +319,28 @@ def _stored(
         elif config.gguf_file:
             options["config"] = settings
         with own_attention_code(settings.model_type), _quiet(loader is not AutoModelForCausalLM):
-            model, found = loader.from_pretrained(folder, output_loading_info=True, **options)
+            model, found = loader.from_pretrained(
+                folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
     except torch.OutOfMemoryError:
         raise  # the files are not to blame
     except LOAD_ERRORS as error:
         raise UserError(could_not_load(config.name, error)) from None
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UserError(
+            f"{config.name} holds a base and an adapter; move adapter_config.json and the adapter's weights to a "
+            "folder of their own, and name that with base.adapter"
+        )
     if missing := sorted(found["missing_keys"]):
         # transformers would go on with random numbers in their place.
         raise UserError(
             f"base model {config.name!r} lacks {len(missing)} weights, {missing[0]} for one; copy or download it again"
+        )
+    if odd := sorted(found["mismatched_keys"]):
+        name, stored, wanted = odd[0]
+        raise UserError(
+            f"base model {config.name!r} has {len(odd)} weights of other sizes than its config.json says, {name} for "
+            f"one: {list(stored)} instead of {list(wanted)}; copy or download it again"
         )
     return model, tokenizer
 

@@ -1,11 +1,13 @@
 """What a base computes, alone and in batches, and what is refused as one."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -109,11 +111,16 @@ def test_refused_architectures(model_type: str, settings: dict[str, Any], says: 
 
 
 @pytest.mark.parametrize(
-    ("model_type", "says"),
-    [("opt", "opt is not built like a Llama"), ("falcon", "falcon has attention of its own")],
+    ("settings", "says"),
+    [
+        ({"model_type": "opt"}, "opt is not built like a Llama"),
+        ({"model_type": "falcon"}, "falcon has attention of its own"),
+        ({"model_type": "llama", "return_dict": False}, "llama cannot be read by transformers' own code .AttributeErr"),
+        ({"model_type": "llama", "is_causal": False}, "attention of llama uses 'is_causal=False', [^;]*; [^;]*$"),
+    ],
 )
-def test_bases_that_cannot_be_read_are_refused(model_type: str, says: str) -> None:
-    shape = {"model_type": model_type, "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2}
+def test_bases_that_cannot_be_read_are_refused(settings: dict[str, Any], says: str) -> None:
+    shape = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, **settings}
     with pytest.raises(UserError, match=says):
         BaseModel.load(BaseConfig(random=True, shape=shape | {"num_attention_heads": 4}, tokenizer="builtin:tiny"))
 
@@ -136,6 +143,31 @@ def test_a_base_with_missing_weights_is_refused(tiny_base: TinyBase, tmp_path: P
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"lacks 1 weights, model.layers.1.mlp.up_proj.weight for one"):
+        BaseModel.load(config)
+    weights["model.layers.1.mlp.up_proj.weight"] = torch.zeros(5, 4)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"1 weights of other sizes .*up_proj.weight for one: \[5, 4\] instead of"):
+        BaseModel.load(config)
+
+
+def test_a_base_folder_that_needs_another_setting(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """The refusal names the setting, and not what the first library that met the folder lacks."""
+    model = BaseModel.load(replace(tiny_base().config, prepack=False)).stock()
+    model.save_pretrained(tmp_path)
+    config = BaseConfig(name=str(tmp_path), tokenizer="builtin:tiny")
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="holds a base and an adapter; .*base.adapter"):
+        BaseModel.load(config)
+    settings = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match="is an adapter; name the base .*base.adapter"):
+        BaseModel.load(config)
+    (tmp_path / "config.json").write_text(settings[: len(settings) // 2])
+    with pytest.raises(UserError, match="config.json.* is not a valid JSON"):
+        BaseModel.load(replace(config, tokenizer=None))
+    code = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(code))
+    with pytest.raises(UserError, match="Python code of its own; .* base.trust_remote_code=true"):
         BaseModel.load(config)
 
 

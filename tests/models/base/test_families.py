@@ -118,6 +118,9 @@ def shifted(self: Any, input_ids: Tensor, **options: Any) -> Any:
     return out
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+
+
 @pytest.mark.parametrize(
     ("model_type", "settings", "limit"),
     [
@@ -133,12 +136,12 @@ def shifted(self: Any, input_ids: Tensor, **options: Any) -> Any:
             },
             40,
         ),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}, 256),
+        ("llama", {"rope_parameters": DYNAMIC}, 256),
+        ("llama", {"rope_parameters": {**DYNAMIC, "original_max_position_embeddings": 4096}}, 256),
+        ("doge", {"keep_window_size": 40}, 40),
     ],
 )
-def test_ropes_that_change_with_the_length_bound_the_context(
-    model_type: str, settings: dict[str, Any], limit: int
-) -> None:
+def test_what_changes_with_the_length_bounds_the_context(model_type: str, settings: dict[str, Any], limit: int) -> None:
     config = config_of(
         {**TINY, "model_type": model_type, "pad_token_id": 0, "max_position_embeddings": 256, **settings}
     )
