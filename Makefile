@@ -33,8 +33,9 @@ test: $(READY) ## the fast tests
 test-slow: $(READY) ## the tests that take longer or need the embedded model
 	$(PYTEST) -m "slow and not gpu and not engines"
 
-test-engines: $(READY) ## serve a head by a real llama.cpp, installed on first use
+test-engines: $(READY) ## a real llama.cpp serves a head, a real vLLM writes a corpus; both installed on first use
 	$(BIN)/drafthead engines install=llamacpp
+	$(BIN)/drafthead engines install=vllm
 	$(PYTEST) -m engines
 
 check: $(READY) ## lint, format, types, fast tests: what must be green before a commit
