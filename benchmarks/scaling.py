@@ -108,7 +108,7 @@ def draw(rows: Sequence[Row], nodes: int, path: Path) -> None:
         axes.fill_between(tokens, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
     axes.set_xscale("log")
     amounts = sorted({row["tokens"] for row in rows})
-    axes.set_xticks(amounts, [f"{n // 1000} k" for n in amounts])
+    axes.set_xticks(amounts, [f"{n / 1e6:g} M" if n >= 1e6 else f"{n / 1e3:g} k" for n in amounts])
     axes.minorticks_off()
     axes.set_xlabel("answer tokens trained on")
     axes.set_ylabel(f"mean accepted length, tree of {nodes} nodes")
