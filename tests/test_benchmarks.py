@@ -246,6 +246,7 @@ def test_peaks_and_operations(script: Load, monkeypatch: pytest.MonkeyPatch) -> 
         assert step.operations_per_token(head, phase, settings) == base + blocks + shared
 
 
+@pytest.mark.slow
 def test_both_forms_of_the_loss_agree(script: Load, tmp_path: Path) -> None:
     small = ["--heads", "2", "--vocabulary", "500", "--tokens", "64", "--width", "16"]
     script("loss_memory").main([*small, "--json", str(tmp_path / "memory.json")])

@@ -99,9 +99,11 @@ def windows_of(config: PreTrainedConfig, context: int) -> Windows | None:
     found: dict[str, Window | None] = {FULL: None} if not single else {}
     for kind in kinds:
         size = getattr(config, SIZES[kind], None) if kind in SIZES else None
-        if kind in SIZES and not isinstance(size, int):
+        # Of 1, stock caches keep other positions than stock masks show; of 0, stock modules fail.
+        if kind in SIZES and (not isinstance(size, int) or size < 2):
             raise UserError(
-                f"{config.model_type} has layers of type {kind} but {SIZES[kind]}={size}; correct its config"
+                f"{config.model_type} has layers of type {kind} but {SIZES[kind]}={size}, which must be at least 2; "
+                "correct its config"
             )
         found[kind] = None if size is None or size >= context else Window(size, kind == "chunked_attention")
     if not any(found.values()):

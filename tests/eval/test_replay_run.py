@@ -57,7 +57,7 @@ def test_a_broken_file_of_texts_is_named(tmp_path: Path, line: str | None, messa
         ("save=FOLDER", "is a folder; name a file in it"),
         ("nodes=[1,5]", "nodes must be at least 2"),
         ("chain=[0]", "chain must be at least 1"),
-        ("rule=typical", "rule must be exact or block"),
+        ("rule=typical", "rule must be one of exact, block"),
         ("draft_sampling=x", "'x' is not a valid DraftSampling"),
     ],
 )
