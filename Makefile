@@ -4,7 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Two workers with one thread each: more threads on few cores only wait for each other.
-# Tests of one xdist_group share what they set up, so one worker runs them all.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -28,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(READY) ## the fast tests
-	$(PYTEST) -m "not slow and not gpu and not engines" -n 2 --dist loadgroup
+	$(PYTEST) -m "not slow and not gpu and not engines" -n 2
 
 test-slow: $(READY) ## the tests that take longer or need the embedded model
 	$(PYTEST) -m "slow and not gpu and not engines"

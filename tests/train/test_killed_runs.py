@@ -12,7 +12,6 @@ import pytest
 from drafthead.data.utils.files import read_checksummed_json, read_json_lines, write_checksummed_json
 from drafthead.train.trainer.checkpoint import load_best
 
-pytestmark = pytest.mark.xdist_group("runs")
 KILLED = -signal.SIGKILL
 UNFINISHED = (".writing", ".replaced")
 """What a checkpoint is while it is written, and the one that it takes the place of."""

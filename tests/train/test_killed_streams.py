@@ -12,7 +12,6 @@ from drafthead.data.utils.files import read_json_lines
 from drafthead.models.heads.medusa import MedusaConfig
 from support import TinyBase, randomised
 
-pytestmark = pytest.mark.xdist_group("runs")
 KILLED = -signal.SIGKILL
 MOMENTS = {
     "in the second update": ("update", 2),

@@ -14,7 +14,6 @@ import pytest
 from drafthead.eval.engines.served import free_port
 from support import flip
 
-pytestmark = pytest.mark.xdist_group("runs")
 ROOT = Path(__file__).parent.parent.parent
 TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 

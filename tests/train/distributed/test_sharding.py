@@ -18,7 +18,6 @@ from support import run_together
 sys.path.insert(0, str(Path(__file__).parent))
 import spread
 
-pytestmark = pytest.mark.xdist_group("two_processes")
 LOSS_TOLERANCE = 1e-5
 """Relative. Sums over processes come in another order than over micro-batches, in float32."""
 WEIGHT_TOLERANCE = 2e-5
