@@ -130,7 +130,7 @@ def measure_costs(
             seconds = _timed(base, work)
             if repeat >= 2:
                 times[part].append(seconds)
-    new = min(24, base.max_context - context)
+    new = min(24, base.max_context - max([context, *map(len, prompts)]))
     batches = [[prompt] * rows for prompt in prompts or [ids[0].tolist()]]
     answers = [
         decode_batch(base, drafter, batch, max_new_tokens=new, draft_config=whole, ignore_eos=True)[0].steps
