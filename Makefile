@@ -44,8 +44,8 @@ check: $(READY) ## lint, format, types, fast tests: what must be green before a 
 	$(MAKE) test
 
 coverage: $(READY) ## the fast tests, and which lines of the source they reach
-	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -m "not slow and not gpu and not engines" && \
-	  $(BIN)/coverage combine && $(BIN)/coverage report --skip-covered
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -m "not slow and not gpu and not engines"; failed=$$?; \
+	  $(BIN)/coverage combine -q && $(BIN)/coverage report --skip-covered; exit $$failed
 
 hooks: $(READY) ## lint, format and types before every commit (pre-commit)
 	$(BIN)/pre-commit install

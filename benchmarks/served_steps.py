@@ -28,7 +28,7 @@ from drafthead.eval.metrics.acceptance import mean_accepted_length
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.step_log import DecodeResult
-from drafthead.models.formats.gguf_files import KINDS
+from drafthead.models.formats.gguf.files import KINDS
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.loading import load_base_and_head
 

@@ -21,8 +21,9 @@ from drafthead.eval.trees.texts import base_answers, read_texts
 from drafthead.models.base.config import DTYPES, BaseConfig
 from drafthead.models.formats import FORMATS, format_named
 from drafthead.models.formats.contract import Format, published_name
-from drafthead.models.formats.gguf_files import check_base, write_base
-from drafthead.models.formats.gguf_head import BASE_FILE, GgufFormat
+from drafthead.models.formats.gguf.dspark import DSparkGgufFormat
+from drafthead.models.formats.gguf.eagle3 import BASE_FILE, GgufFormat
+from drafthead.models.formats.gguf.files import check_base, write_base
 from drafthead.models.formats.medusa import can_widen, over_full_vocabulary
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.files import write_trees
@@ -38,7 +39,7 @@ usage: drafthead export head=DIR to=FORMAT out=DIR [setting=value ...]
   dtype=auto        of the weights: auto (the head's own), float32, bfloat16, float16
   base=NAME         base model; by default the one that the head was trained for (base.dtype=..., and so on, too)
   vocabulary=own    of a Medusa head on the base's output head: own, or full, which vLLM needs (to=vllm_medusa)
-  base_gguf=TYPE    with to=gguf the base beside it, as base.gguf: f32, f16, bf16, q8_0, q4_0, q4_1
+  base_gguf=TYPE    with a GGUF the base beside it, as base.gguf: f32, f16, bf16, q8_0, q4_0, q4_1
   base_name=NAME    what engines download the base by; by default its name here. Bases with an adapter need one
   suite=builtin     prompts to check the export on; limit=N takes fewer, max_new_tokens=64 is the length of an answer
   texts=FILE        answers to check it on instead, a .jsonl file that `drafthead replay save=FILE` wrote
@@ -69,8 +70,8 @@ class ExportConfig:
     def __post_init__(self) -> None:
         check_limits(self, dtype=DTYPES, vocabulary=("own", "full"))
         check_limits(self, max_new_tokens="[8, inf)", estimate_tolerance="(0, 1]")
-        if self.base_gguf is not None and self.to != GgufFormat.name:
-            raise ValueError(f"base_gguf goes with to=gguf, got to={self.to}")
+        if self.base_gguf is not None and self.to not in (GgufFormat.name, DSparkGgufFormat.name):
+            raise ValueError(f"base_gguf goes with to={GgufFormat.name} or {DSparkGgufFormat.name}, got to={self.to}")
 
 
 @command("export", ExportConfig, USAGE.format(formats=", ".join(FORMATS)))

@@ -65,9 +65,10 @@ def llamacpp(settings: dict[str, Any]) -> None:
     import xllamacpp as engine
 
     kinds = engine.common_speculative_type
-    kind = getattr(kinds, "COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3", None)
+    method = settings.get("method", "")
+    kind = getattr(kinds, f"COMMON_SPECULATIVE_TYPE_DRAFT_{method.upper()}", None)
     if settings.get("head") and kind is None:
-        say(error=f"old: xllamacpp {found} has no EAGLE-3; 2026.10.11549 has")
+        say(error=f"old: xllamacpp {found} has no {method}; 2026.10.11549 has")
         raise SystemExit(1)
     params = engine.CommonParams()
     params.model.path = settings["base"]

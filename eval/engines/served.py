@@ -2,7 +2,7 @@
 
 Every engine is there twice, with the head (``vllm``) and without (``vllm_plain``), and our own engine drafts the same
 chain with the head itself (``chain:3``), which is what acceptance is compared with: not with the export read back,
-where a fault of writing and reading alike would be in both.
+where a fault of writing and reading alike would be in both. It drafts in the export's dtype, without narrower copies.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,18 +32,19 @@ from drafthead.models.decoding.contract import Drafter
 from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.formats import FORMATS
 from drafthead.models.formats.contract import Format
-from drafthead.models.formats.gguf_files import write_base
-from drafthead.models.formats.gguf_head import BASE_FILE, FILE
+from drafthead.models.formats.gguf.eagle3 import BASE_FILE, FILE
+from drafthead.models.formats.gguf.files import write_base
 from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.dspark import DSparkHead
 
 READS = {
-    "vllm": ("eagle3", "vllm_medusa"),
-    "llamacpp": ("gguf",),
+    "vllm": ("eagle3", "vllm_medusa", "dflash", "dspark"),
+    "llamacpp": ("gguf", "gguf_dspark"),
     "sglang": ("eagle3",),
 }
 """Formats that an engine is given, the first that holds the head."""
-METHODS = {"eagle3": "eagle3", "vllm_medusa": "medusa"}
-"""What vLLM calls the method of a format."""
+METHODS = {"vllm_medusa": "medusa", "gguf": "eagle3"}
+"""What an engine calls the method of a format, where that is not the format's name."""
 PLAIN = "_plain"
 MOST_CONTEXT = 4096
 """Positions that an engine allots its caches for."""
@@ -90,8 +91,8 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
             for name, target in formats.items():
                 published = folder / "served" / target.name
                 fitted = export(head, target, published)
-                found.head = found.head or fitted
-                start = EngineStart(stack, name, settings, base, published, METHODS.get(target.name, ""), found.drafts)
+                found.head = found.head or _as_exported(fitted)
+                start = EngineStart(stack, name, settings, base, published, _method(target, head), found.drafts)
                 for plain in (False, True):
                     if (server := start.server(plain)) is None:
                         continue
@@ -115,10 +116,13 @@ def format_for(engine: str, head: DraftHead) -> Format:
     fitting = [FORMATS[name] for name in READS[engine] if isinstance(head, FORMATS[name].head)]
     if not fitting:
         raise UserError(f"{engine} serves no {type(head).__name__}; it is given {' or '.join(READS[engine])}")
-    if reasons := list(fitting[0].unsupported(fitting[0].fitted(head))):
-        listed = "; ".join(f"{what} ({instead})" for what, instead in reasons)
-        raise UserError(f"{engine} cannot serve this head: {listed}")
-    return fitting[0]
+    refused = {}
+    for found in fitting:
+        if not (reasons := list(found.unsupported(found.fitted(head)))):
+            return found
+        refused[found.name] = "; ".join(f"{what} ({instead})" for what, instead in reasons)
+    listed = ". As ".join(f"{name}: {reasons}" for name, reasons in refused.items())
+    raise UserError(f"{engine} cannot serve this head. As {listed}")
 
 
 def export(head: DraftHead, target: Format, folder: Path) -> DraftHead:
@@ -127,6 +131,23 @@ def export(head: DraftHead, target: Format, folder: Path) -> DraftHead:
     fitted: DraftHead = target.fitted(head)
     target.export(fitted, folder, torch.float32)
     return fitted
+
+
+def _as_exported(head: DraftHead) -> DraftHead:
+    """The head without the narrower copies that our engine drafts with: what is exported is compared with itself."""
+    if head.config.inference_dtype(head.base) is None:
+        return head
+    d2t = None if len(head.d2t) == head.base.vocab_size else head.d2t
+    found = replace(head.config, draft_dtype=None).build(head.base, d2t)
+    found.load_state_dict(head.state_dict())
+    return found.eval()
+
+
+def _method(target: Format, head: DraftHead) -> str:
+    """What an engine calls the way to draft; a GGUF of a head without a Markov head is DFlash's."""
+    if isinstance(head, DSparkHead):
+        return "dspark" if head.config.markov_rank else "dflash"
+    return METHODS.get(target.name, target.name)
 
 
 def environment() -> Path:
@@ -158,7 +179,7 @@ class EngineStart:
     base: BaseModel
     published: Path
     method: str
-    """What vLLM calls it."""
+    """What the engine calls it."""
     drafts: int
 
     def __post_init__(self) -> None:
@@ -219,7 +240,9 @@ class EngineStart:
         if not path.exists():
             write_base(self.base, path, kind, self.base.name.split("/")[-1])
         settings = {"base": str(path), "context": self._context, "threads": self._threads, "drafts": self.drafts}
-        settings |= {"f32_cache": kind == "f32"} | ({} if plain else {"head": str(self.published / FILE)})
+        settings |= {"f32_cache": kind == "f32"} | (
+            {} if plain else {"head": str(self.published / FILE), "method": self.method}
+        )
         try:
             process = self._started(
                 "llama.cpp", self.own.python or sys.executable, ["llamacpp", json.dumps(settings)], {}

@@ -4,8 +4,10 @@ from typing import Any
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.contract import Format
+from drafthead.models.formats.dspark import DFlashFormat, DSparkFormat
 from drafthead.models.formats.eagle3 import Eagle3Format
-from drafthead.models.formats.gguf_head import GgufFormat
+from drafthead.models.formats.gguf.dspark import DSparkGgufFormat
+from drafthead.models.formats.gguf.eagle3 import GgufFormat
 from drafthead.models.formats.hydra import HydraFormat
 from drafthead.models.formats.kangaroo import KangarooFormat
 from drafthead.models.formats.medusa import MedusaFormat, TgiMedusaFormat, VllmMedusaFormat
@@ -15,6 +17,7 @@ from drafthead.models.formats.speculators import SpeculatorsFormat
 _ALL = (
     *(MedusaFormat, TgiMedusaFormat, VllmMedusaFormat, HydraFormat, MLPSpeculatorFormat, KangarooFormat),
     *(Eagle3Format, GgufFormat, SpeculatorsFormat),
+    *(DSparkFormat, DFlashFormat, DSparkGgufFormat),
 )
 FORMATS: dict[str, Format] = {found.name: found() for found in _ALL}
 

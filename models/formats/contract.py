@@ -139,6 +139,11 @@ class Format(ABC):
 
         ``dtype`` None keeps the head's; ``base_name`` is what engines download the base by, None: its name here.
         """
+        checkpoint = self.checkpoint(head, dtype, base_name)
+        self.write(checkpoint, folder, dtype)
+
+    def checkpoint(self, head: DraftHead, dtype: torch.dtype | None, base_name: str | None) -> PublishedCheckpoint:
+        """What is published of ``head``; refused, with all reasons, where the format cannot say it."""
         if not isinstance(head, self.head):
             self._refuse_class(head)
         found = [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]
@@ -147,7 +152,7 @@ class Format(ABC):
             raise UserError(f"the format {self.name} cannot hold this head: {listed}")
         kind = str(dtype or next(head.parameters()).dtype).removeprefix("torch.")
         config = self.config(head) | {"torch_dtype": kind, BASE_NAME: base_name or published_name(head.base)}
-        self.write(PublishedCheckpoint(config, self._all_tensors(head)), folder, dtype)
+        return PublishedCheckpoint(config, self._all_tensors(head))
 
     def write(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:
         """The files of a checkpoint; ``dtype`` None keeps the tensors'."""

@@ -157,7 +157,7 @@ class Eagle3Format(Format):
         if "d2t" in tensors and isinstance(config.get("vocab_size"), int):
             # Engines ignore t2d, so it is derived; what a file says may be missing or wrong.
             marks = torch.zeros(config["vocab_size"], dtype=torch.bool)
-            ids = _targets(tensors["d2t"])
+            ids = target_ids(tensors["d2t"])
             marks[ids[(ids >= 0) & (ids < len(marks))]] = True
             tensors["t2d"] = marks
         return checkpoint.updated(config=config, tensors=tensors)
@@ -199,7 +199,7 @@ class Eagle3Format(Format):
         if size >= checkpoint.integer("vocab_size"):
             return None
         checkpoint.width("draft_vocab_size", "d2t")
-        return _targets(checkpoint.tensors["d2t"])
+        return target_ids(checkpoint.tensors["d2t"])
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Eagle3Head) -> None:
         require_same_layer(checkpoint, head.base)
@@ -220,6 +220,6 @@ def _eagle_config(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _targets(offsets: Tensor) -> Tensor:
+def target_ids(offsets: Tensor) -> Tensor:
     """Offsets -> the target ids [W] int64."""
     return offsets.long() + torch.arange(len(offsets))

@@ -1,9 +1,9 @@
 """Heads served by llama.cpp itself on the real base (``make test-engines``); each fault is planted."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from drafthead.eval.evaluate import evaluate
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode
 from drafthead.models.formats.contract import Format
-from drafthead.models.formats.gguf_head import FILE
+from drafthead.models.formats.gguf.eagle3 import FILE
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.loading import load_base
+from drafthead.models.heads.dspark import DSparkConfig, DSparkHead
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from support import fitted, rows_of
 
@@ -59,6 +60,18 @@ def eagle() -> Eagle3Head:
     return fitted(config.build(base(), draft_ids()), rows_of(answers()), 60, lr=2e-3)
 
 
+@cache
+def block(markov_rank: int) -> DSparkHead:
+    """One layer that drafts blocks of three: DSpark with a Markov head, or DFlash."""
+    dspark = bool(markov_rank)
+    settings = {"num_layers": 1, "layers": [4, 12, 20], "anchor_predicts": dspark, "confidence": dspark}
+    config = DSparkConfig(num_draft_tokens=3, markov_rank=markov_rank, draft_vocab_size=1024, **settings)  # type: ignore[arg-type]
+    return fitted(config.build(base(), draft_ids()), rows_of(answers()), 60, lr=2e-3)
+
+
+HEADS: dict[str, Callable[[], DraftHead]] = {"eagle3": eagle, "dspark": partial(block, 16), "dflash": partial(block, 0)}
+
+
 def row(folder: Path, head: DraftHead) -> dict[str, Any]:
     """What an evaluation says of llama.cpp."""
     if find_spec("xllamacpp") is None:
@@ -73,8 +86,9 @@ def row(folder: Path, head: DraftHead) -> dict[str, Any]:
     return found
 
 
-def test_a_head_is_served_as_it_was_trained(tmp_path: Path) -> None:
-    found = row(tmp_path, eagle())
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_is_served_as_it_was_trained(tmp_path: Path, kind: str) -> None:
+    found = row(tmp_path, HEADS[kind]())
     assert found["failures"] == []
     assert found["texts"]["compared_with"] == "its plain ones" and found["tokens_per_second"]["plain"] > 0
 

@@ -31,6 +31,7 @@ from drafthead.eval.timing.methods import engine_methods
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.decoding.loop import decode
+from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
@@ -279,8 +280,12 @@ def test_what_no_engine_serves_is_said_before_anything_starts(tiny_base: TinyBas
     base = tiny_base()
     config = EvalConfig(suite="smoke", engines=["vllm"])
     head = MedusaConfig(num_draft_tokens=2, reads_last_token=True).build(base)
-    with pytest.raises(UserError, match="vllm cannot serve this head: its heads read the last token's embedding"):
+    with pytest.raises(UserError, match="vllm cannot serve this head. As vllm_medusa: its heads read the last"):
         evaluate(base, head, config, tmp_path, lambda *_: None)
+    block = DSparkConfig(layers=[1, 2], anchor_predicts=False, confidence=False).build(base)
+    both = "As dflash: it has a Markov or a confidence head .*. As dspark: its anchor's slot drafts nothing"
+    with pytest.raises(UserError, match=both):
+        evaluate(base, block, config, tmp_path, lambda *_: None)
     config.engines = ["llamacpp"]
     with pytest.raises(UserError, match="llamacpp serves no MedusaHead; it is given gguf"):
         evaluate(base, head, config, tmp_path, lambda *_: None)

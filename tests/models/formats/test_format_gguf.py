@@ -17,7 +17,7 @@ from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import FORMATS
-from drafthead.models.formats.gguf_files import read_gguf, rope_factors, write_base
+from drafthead.models.formats.gguf.files import read_gguf, rope_factors, write_base
 from plain_heads import PlainLayer, check_round_trip, deep_base, eagle, eagle_chain, states
 
 GGUF = FORMATS["gguf"]

@@ -9,7 +9,6 @@ Names, shapes and meanings are those of llama.cpp's ``eagle3`` architecture and 
 loads a head that feeds the normed state on (``norm_output``) without a word and drafts badly, so it is refused.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from drafthead.data.utils.files import require_space
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.contract import BASE_NAME, Engine, Unsupported
 from drafthead.models.formats.eagle3 import LAYER_IDS, Eagle3Format
-from drafthead.models.formats.gguf_files import SIZES, GgufFile, read_gguf, to_halves, to_pairs
+from drafthead.models.formats.gguf.files import SIZES, GgufFile, read_gguf, to_halves, to_pairs, with_scaling_of
 from drafthead.models.heads.eagle3 import Eagle3Head
 
 FILE = "head.gguf"
@@ -121,11 +120,7 @@ class GgufFormat(Eagle3Format):
         return PublishedCheckpoint(config, tensors, source=str(folder / FILE))
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Eagle3Head) -> None:
-        # The scaling of the rotation is a tensor here, and written from the same config.
-        scaling = getattr(head.base.model.config, "rope_parameters", None) or {}
-        super().require_same(
-            replace(checkpoint, config={**checkpoint.config, "rope_scaling": scaling, "rope_parameters": None}), head
-        )
+        super().require_same(with_scaling_of(checkpoint, head.base), head)
 
 
 def _rotated(name: str, tensor: Tensor, config: dict[str, Any], turn: Any) -> Tensor:

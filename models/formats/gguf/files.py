@@ -22,6 +22,7 @@ from drafthead.data.utils.files import require_space
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.gguf_config import llama3_factors
 from drafthead.models.base.layers import attention_sizes
+from drafthead.models.formats.checkpoint import PublishedCheckpoint
 
 KINDS = {
     "f32": ("F32", "ALL_F32"),
@@ -122,6 +123,12 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return keys, tensors
 
 
+def with_scaling_of(checkpoint: PublishedCheckpoint, base: BaseModel) -> PublishedCheckpoint:
+    """A head's file with its base's rotary scaling: there it is a tensor, written from the same config."""
+    scaling = getattr(base.model.config, "rope_parameters", None) or {}
+    return checkpoint.updated(config={**checkpoint.config, "rope_scaling": scaling, "rope_parameters": None})
+
+
 def _values(found: Any) -> npt.NDArray[Any]:
     integer = found.tensor_type == gguf.GGMLQuantizationType.I64
     values: npt.NDArray[Any] = found.data if integer else gguf.quants.dequantize(found.data, found.tensor_type)
@@ -173,7 +180,7 @@ def write_base(base: BaseModel, path: Path, kind: str, name: str) -> None:
     require_space(path.parent, 4 * sum(t.numel() for t in weights.values()), "the base as GGUF")
     file = GgufFile(path, architecture, name, kind)
     file.add_sizes(sizes)
-    _add_tokenizer(file.writer, base)
+    add_tokenizer(file.writer, base)
     permuted = {"q_proj": settings.num_attention_heads, "k_proj": kv_heads} if architecture == "llama" else {}
     for named, tensor in _named(weights, architecture, base.num_layers, bool(settings.tie_word_embeddings)):
         heads = next((heads for part, heads in permuted.items() if named[0].endswith(f"{part}.weight")), None)
@@ -211,7 +218,8 @@ def split_name(tokenizer: Any) -> str:
     raise UserError(f"how the tokenizer splits words is not known to be one of llama.cpp's ways; use {CONVERTER}")
 
 
-def _add_tokenizer(writer: Any, base: BaseModel) -> None:
+def add_tokenizer(writer: Any, base: BaseModel) -> None:
+    """The base's tokenizer, as llama.cpp reads it."""
     tokenizer, types = base.tokenizer, gguf.TokenType
     added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
     known = {number: text for text, number in tokenizer.get_vocab().items()}

@@ -1,0 +1,250 @@
+"""DSpark and DFlash as engines load them: layers over the base's fused hidden states that draft a block in one pass.
+
+    fc.weight [D, n D]   hidden_norm.weight [D]   norm.weight [D]   layers.{i}.*: Qwen3's, with q_norm and k_norm
+    DSpark besides: markov_head.markov_w1.weight [V, r]   markov_head.markov_w2.weight [W, r]   confidence_head.proj.*
+    a draft vocabulary: lm_head.weight [W, D]   d2t [W], offsets: target = draft id + d2t[draft id]
+
+to=dspark is DeepSpec's layout (``Qwen3DSparkModel``), to=dflash z-lab's (``DFlashDraftModel``). The base's embedding is
+never written, its output head only in part: engines share the target's. ``target_layer_ids`` counts outputs of layers
+from 0. What a block sees is always said (``dflash_config.causal``): engines guess differently where it is missing.
+
+A block is as long as it was trained (``block_size``): every slot sees the others, so an engine that is told to draft
+less computes other drafts.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from drafthead.data.utils.errors import UserError
+from drafthead.models.formats.checkpoint import PublishedCheckpoint
+from drafthead.models.formats.contract import Engine, Format, Unsupported, is_the_bases
+from drafthead.models.formats.eagle3 import target_ids
+from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
+from drafthead.models.heads.dspark import DSparkConfig, DSparkHead
+
+NAMES = {
+    "markov_in.weight": "markov_head.markov_w1.weight",
+    "markov_out.weight": "markov_head.markov_w2.weight",
+    "confidence.weight": "confidence_head.proj.weight",
+    "confidence.bias": "confidence_head.proj.bias",
+}
+"""Our names of weights -> published ones, where they differ."""
+W1 = NAMES["markov_in.weight"]
+CONFIDENCE = (NAMES["confidence.weight"], NAMES["confidence.bias"])
+SHARED, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+LLAMACPP = Engine("llama.cpp", "its converter reads it (build 11434, its source); to=gguf_dspark writes the file")
+VLLM_SERVES = (
+    "vllm serve {{base}} --speculative-config "
+    """'{{{{"method": "{method}", "model": "{{folder}}", "num_speculative_tokens": {{drafts}}}}}}'"""
+)
+
+
+class _BlockFormat(Format):
+    """What both layouts share."""
+
+    head, head_config = DSparkHead, DSparkConfig
+    engines: ClassVar[tuple[Engine, ...]]
+    architecture: ClassVar[str]
+    other_keys = LAYER_KEYS | {
+        *("architectures", "intermediate_size", "draft_vocab_size", "block_size", "mask_token_id", "target_layer_ids"),
+        *("dflash_config", "layer_types", "is_causal", "logit_scale"),
+    }
+    ignored_tensors = frozenset({SHARED, OUTPUT})
+
+    def tensors(self, head: DSparkHead) -> dict[str, Tensor]:
+        derived = "markov_in.weight" if head.config.tied_markov else ""
+        return {NAMES.get(name, name): found for name, found in head.named_parameters() if name != derived}
+
+    def derived_tensors(self, head: DSparkHead) -> dict[str, Tensor]:
+        """A tied Markov table written out; with a draft vocabulary its ids, and its rows of the base's output head."""
+        found = {}
+        if head.config.markov_rank and head.config.tied_markov:
+            with torch.no_grad():
+                found[W1] = head.markov(torch.arange(head.base.vocab_size, device=head.d2t.device))
+        if len(head.d2t) < head.base.vocab_size:
+            found[OUTPUT] = head.target_lm_head.weight
+            found["d2t"] = head.d2t - torch.arange(len(head.d2t), device=head.d2t.device)
+        return found
+
+    def config(self, head: DSparkHead) -> dict[str, Any]:
+        config = head.config
+        ids = [layer - 1 for layer in head.spec.layers]
+        scale = head.target_lm_head.scale
+        return {
+            **layer_config(head.base),
+            "model_type": "qwen3",
+            "architectures": [self.architecture],
+            "num_hidden_layers": config.num_layers,
+            "layer_types": ["full_attention"] * config.num_layers,
+            "num_target_layers": head.base.num_layers,
+            "intermediate_size": head.decoder_layers[0].mlp.gate_proj.out_features,
+            "draft_vocab_size": len(head.d2t),
+            "block_size": config.slots,
+            "dflash_config": {"mask_token_id": config.mask_token, "target_layer_ids": ids, "causal": config.causal},
+            **({} if scale == 1.0 else {"logit_scale": scale}),
+        }
+
+    def unsupported(self, head: DSparkHead) -> Unsupported:
+        config, layers, count = head.config, list(head.spec.layers), head.base.num_layers
+        if config.reads_state:
+            yield "its slots begin as the base's state (ours)", "head.reads_state=false head.copy_layers=true"
+        if sorted(set(layers)) != layers or layers[0] < 1 or layers[-1] >= count:
+            what = f"it reads the layers {layers}, and engines join them in ascending order, of 1 to {count - 1}"
+            yield what, "head.layers=null"
+        if head.target_lm_head.softcap is not None:
+            yield f"{head.base.name} caps its logits, and the format does not", "another base"
+
+    def matches(self, config: dict[str, Any]) -> bool:
+        return self.architecture in (config.get("architectures") or [])
+
+    def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
+        """With the names of both layouts, and what a config may leave out or say in ``dflash_config``."""
+        config, tensors = dict(checkpoint.config), dict(checkpoint.tensors)
+        inner = config.get("dflash_config") or {}
+        for key in ("mask_token_id", "target_layer_ids", "block_size"):
+            config.setdefault(key, inner.get(key))
+        if config.get("is_causal") is None:
+            config["is_causal"] = bool(inner.get("causal", inner.get("causal_head", False)))
+        config["draft_vocab_size"] = config.get("draft_vocab_size") or config.get("vocab_size")
+        if any(kind != "full_attention" for kind in config.get("layer_types") or []) or inner.get("use_swa"):
+            raise UserError(f"{checkpoint.source} has layers with a sliding window, which heads here do not have")
+        tensors.pop("t2d", None)  # for training; engines read d2t
+        return checkpoint.updated(config=config, tensors=tensors)
+
+    def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+        config, ids = checkpoint.config, checkpoint.config.get("target_layer_ids")
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+            raise UserError(f"{checkpoint.source} has target_layer_ids {ids!r}, expected a list of layers from 0")
+        mask = config.get("mask_token_id")
+        if type(mask) is not int or mask < 0:
+            raise UserError(f"{checkpoint.source} has mask_token_id {mask!r}, expected a token's id")
+        draft_ids = self.vocabulary(checkpoint)
+        return {
+            "num_layers": checkpoint.integer("num_hidden_layers"),
+            "layers": [i + 1 for i in ids],
+            "mask_token": mask,
+            "causal": config["is_causal"],
+            "intermediate_size": checkpoint.width("intermediate_size", "layers.0.mlp.gate_proj.weight"),
+            "draft_vocab_size": None if draft_ids is None else len(draft_ids),
+            "tied_markov": False,
+            "copy_layers": False,
+        }
+
+    def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
+        if checkpoint.integer("draft_vocab_size") >= checkpoint.integer("vocab_size"):
+            return None
+        checkpoint.width("draft_vocab_size", "d2t")
+        return target_ids(checkpoint.tensors["d2t"])
+
+    def require_same(self, checkpoint: PublishedCheckpoint, head: DSparkHead) -> None:
+        require_same_layer(checkpoint, head.base)
+        scale = checkpoint.config.get("logit_scale", 1.0)
+        if scale != head.target_lm_head.scale:
+            raise UserError(
+                f"{checkpoint.source} scales its logits by {scale}, {head.base.name} by {head.target_lm_head.scale}; "
+                "name the base that it was trained for"
+            )
+        for name, own in ((SHARED, head.base.embedding), (OUTPUT, head.target_lm_head.weight)):
+            found = checkpoint.tensors.get(name)
+            if found is not None and not is_the_bases(found, own):
+                raise UserError(
+                    f"{checkpoint.source} has a {name} that is not {head.base.name}'s, and heads here read the base's; "
+                    "name the base that it was trained for"
+                )
+
+
+class DSparkFormat(_BlockFormat):
+    """``config.json`` and ``model.safetensors`` as in DeepSpec, with a Markov head of the plain kind."""
+
+    name = "dspark"
+    title = "DSpark (Qwen3DSparkModel)"
+    architecture = "Qwen3DSparkModel"
+    engines: ClassVar[tuple[Engine, ...]] = (
+        Engine(
+            "vLLM",
+            "0.32.0 loads it in its runner for GPUs (its source; not run)",
+            current=True,
+            serve=VLLM_SERVES.format(method="dspark"),
+        ),
+        Engine("SGLang", "has DSPARK since mid 2026 (its threads; not run)"),
+        LLAMACPP,
+    )
+    other_keys = _BlockFormat.other_keys | {
+        *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+        "sample_from_anchor",
+    }
+
+    def config(self, head: DSparkHead) -> dict[str, Any]:
+        found = super().config(head)
+        inner = found["dflash_config"]
+        return {
+            **found,
+            # DeepSpec has them at the top level, vLLM and llama.cpp read either place.
+            **{key: inner[key] for key in ("mask_token_id", "target_layer_ids")},
+            "markov_rank": head.config.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": head.config.confidence,
+            "confidence_head_with_markov": head.config.confidence,
+            "sample_from_anchor": True,
+        }
+
+    def unsupported(self, head: DSparkHead) -> Unsupported:
+        yield from super().unsupported(head)
+        if not head.config.markov_rank:
+            yield "it has no Markov head", "head.markov_rank=64; or to=dflash"
+        if not head.config.anchor_predicts:
+            yield "its anchor's slot drafts nothing", "head.anchor_predicts=true"
+
+    def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
+        found = super().normalize(checkpoint)
+        config, tensors = found.config, found.tensors
+        if (kind := config.get("markov_head_type", "vanilla")) != "vanilla":
+            raise UserError(
+                f"{found.source} has a Markov head of the kind {kind}; drafthead has the plain one, vanilla"
+            )
+        if config.get("sample_from_anchor") is False:
+            raise UserError(f"{found.source} drafts nothing at the anchor's slot, and a Markov head here starts there")
+        if not config.get("confidence_head_with_markov"):
+            # It reads less than ours. Drafts do not depend on it.
+            tensors = {name: value for name, value in tensors.items() if name not in CONFIDENCE}
+        return found.updated(config=config, tensors=tensors)
+
+    def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+        return {
+            **super().settings(checkpoint),
+            "num_draft_tokens": checkpoint.integer("block_size"),
+            "markov_rank": checkpoint.integer("markov_rank"),
+            "confidence": CONFIDENCE[0] in checkpoint.tensors,
+        }
+
+
+class DFlashFormat(_BlockFormat):
+    """``config.json`` and ``model.safetensors`` as z-lab publishes them; JetSpec's with ``causal``."""
+
+    name = "dflash"
+    title = "DFlash (DFlashDraftModel)"
+    architecture = "DFlashDraftModel"
+    engines: ClassVar[tuple[Engine, ...]] = (
+        Engine(
+            "vLLM",
+            "0.32.0 loads it (its source; not run)",
+            current=True,
+            serve=VLLM_SERVES.format(method="dflash"),
+        ),
+        Engine("SGLang", "loads it as DFLASH, without a draft vocabulary (its source; not run)"),
+        LLAMACPP,
+    )
+
+    def unsupported(self, head: DSparkHead) -> Unsupported:
+        yield from super().unsupported(head)
+        if head.config.markov_rank or head.config.confidence:
+            what = "it has a Markov or a confidence head"
+            yield what, "head.markov_rank=0 head.confidence=false; or to=dspark"
+        if head.config.anchor_predicts:
+            yield "its anchor's slot drafts", "head.anchor_predicts=false"
+
+    def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+        own = {"markov_rank": 0, "confidence": False, "anchor_predicts": False}
+        return {**super().settings(checkpoint), **own, "num_draft_tokens": checkpoint.integer("block_size") - 1}

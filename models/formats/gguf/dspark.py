@@ -1,0 +1,152 @@
+"""DSpark and DFlash as a GGUF file that llama.cpp loads (``--spec-type draft-dspark``, ``draft-dflash``).
+
+Names, shapes and meanings are those of llama.cpp's ``dflash`` architecture (build 11434)::
+
+    fc.weight [D, n D]   enc.output_norm.weight [D]: after fc   output_norm.weight [D]   blk.{i}.*: Qwen3's
+    DSpark besides: markov_w1.weight [V, r]   markov_w2.weight [W, r]   conf_proj.weight [1, D + r], conf_proj.bias
+    a draft vocabulary: output.weight [W, D]   d2t [W], target ids
+
+``target_layers`` counts what goes into a layer, so one more than ``target_layer_ids``. The file has the base's
+tokenizer, which says the mask token.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import require_space
+from drafthead.models.formats.checkpoint import PublishedCheckpoint
+from drafthead.models.formats.contract import BASE_NAME, Engine, Unsupported
+from drafthead.models.formats.dspark import CONFIDENCE, NAMES, DFlashFormat, DSparkFormat
+from drafthead.models.formats.gguf.eagle3 import DTYPES, FILE, RECORDED
+from drafthead.models.formats.gguf.files import SIZES, GgufFile, add_tokenizer, read_gguf, split_name, with_scaling_of
+from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.dspark import DSparkHead
+
+ARCHITECTURE = "dflash"
+OUTER = {
+    "fc.weight": "fc.weight",
+    "hidden_norm.weight": "enc.output_norm.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    NAMES["markov_in.weight"]: "markov_w1.weight",
+    NAMES["markov_out.weight"]: "markov_w2.weight",
+    CONFIDENCE[0]: "conf_proj.weight",
+    CONFIDENCE[1]: "conf_proj.bias",
+}
+INNER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+MASK = "tokenizer.ggml.mask_token_id"
+LLAMACPP = Engine(
+    "llama.cpp",
+    "build 11549 loads it as draft-dspark, or draft-dflash without a Markov head",
+    current=True,
+    serve="llama-server -m base.gguf -md {folder}/head.gguf --spec-draft-n-max {drafts}",
+)
+
+
+class DSparkGgufFormat(DSparkFormat):
+    """``head.gguf``, of a DSpark head or a DFlash one; a base beside it is ``base.gguf`` (``base_gguf=``)."""
+
+    name = "gguf_dspark"
+    title = "DSpark or DFlash (GGUF for llama.cpp)"
+    weights_file = FILE
+    engines = (LLAMACPP, Engine("vLLM", "no, it reads to=dspark and to=dflash"))
+
+    def unsupported(self, head: DSparkHead) -> Unsupported:
+        yield from _layout(head.config.markov_rank).unsupported(head)
+        if (kind := head.base.model.config.model_type) not in RECORDED:
+            what = f"llama.cpp's graph of {kind} does not keep what goes into a layer, and aborts"
+            yield what, f"another base: one of type {', '.join(RECORDED)}"
+
+    def config(self, head: DSparkHead) -> dict[str, Any]:
+        return _layout(head.config.markov_rank).config(head)
+
+    def matches(self, config: dict[str, Any]) -> bool:
+        return False
+
+    def export(
+        self, head: DraftHead, folder: Path, dtype: torch.dtype | None = None, base_name: str | None = None
+    ) -> None:
+        checkpoint = self.checkpoint(head, dtype, base_name)
+        split_name(head.base.tokenizer)  # refused before a file is there
+        config, tensors, inner = checkpoint.config, checkpoint.tensors, checkpoint.config["dflash_config"]
+        kind = DTYPES[dtype or tensors["fc.weight"].dtype]
+        folder.mkdir(parents=True, exist_ok=True)
+        require_space(folder, 4 * sum(t.numel() for t in tensors.values()), "the export")
+        file = GgufFile(folder / FILE, ARCHITECTURE, f"{config[BASE_NAME].split('/')[-1]} {self.title}", kind)
+        file.add_sizes(config)
+        writer = file.writer
+        writer.add_array(f"{ARCHITECTURE}.target_layers", [layer + 1 for layer in inner["target_layer_ids"]])
+        writer.add_uint32(f"{ARCHITECTURE}.block_size", config["block_size"])
+        writer.add_bool(f"{ARCHITECTURE}.attention.causal", inner["causal"])
+        if "markov_rank" in config:
+            writer.add_bool(f"{ARCHITECTURE}.sample_from_anchor", True)
+            writer.add_bool(f"{ARCHITECTURE}.has_confidence_head", config["enable_confidence_head"])
+        if (scale := config.get("logit_scale")) is not None:
+            writer.add_float32(f"{ARCHITECTURE}.logit_scale", scale)
+        add_tokenizer(writer, head.base)
+        writer.add_uint32(MASK, inner["mask_token_id"])
+        for name, theirs in _names(config["num_hidden_layers"]).items():
+            if name in tensors:
+                file.add(theirs, tensors[name])
+        if "d2t" in tensors:
+            file.add("d2t", tensors["d2t"] + torch.arange(len(tensors["d2t"]), device=tensors["d2t"].device))
+        file.close()
+
+    def read_files(self, folder: Path) -> PublishedCheckpoint:
+        if not (folder / FILE).is_file():
+            raise UserError(f"{folder} has no {FILE}; export with to={self.name} writes one")
+        keys, found = read_gguf(folder / FILE)
+        if (kind := keys.get("general.architecture")) != ARCHITECTURE:
+            raise UserError(f"{folder / FILE} is of the architecture {kind}, expected {ARCHITECTURE} (format=gguf)")
+        get = {name.removeprefix(f"{ARCHITECTURE}."): value for name, value in keys.items()}
+        own = {name: found[theirs] for name, theirs in _names(get["block_count"]).items() if theirs in found}
+        if "d2t" in found:
+            own["d2t"] = found["d2t"] - torch.arange(len(found["d2t"]))
+        confident = CONFIDENCE[0] in own
+        config: dict[str, Any] = {
+            **{name: get[key] for key, name in SIZES.items()},
+            "draft_vocab_size": len(own["d2t"]) if "d2t" in own else get["vocab_size"],
+            "block_size": get["block_size"],
+            "is_causal": get.get("attention.causal", False),
+            "mask_token_id": keys.get(MASK),
+            "target_layer_ids": [layer - 1 for layer in get["target_layers"]],
+            "sample_from_anchor": get.get("sample_from_anchor", True),
+            **{key: confident for key in ("enable_confidence_head", "confidence_head_with_markov")},
+        }
+        if (w2 := own.get(NAMES["markov_out.weight"])) is not None:
+            config["markov_rank"] = w2.shape[1]
+        if (scale := get.get("logit_scale")) is not None:
+            config["logit_scale"] = scale
+        return PublishedCheckpoint(config, own, source=str(folder / FILE))
+
+    def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
+        return _layout(checkpoint.config.get("markov_rank", 0)).normalize(checkpoint)
+
+    def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+        return _layout(checkpoint.config.get("markov_rank", 0)).settings(checkpoint)
+
+    def require_same(self, checkpoint: PublishedCheckpoint, head: DSparkHead) -> None:
+        super().require_same(with_scaling_of(checkpoint, head.base), head)
+
+
+def _layout(markov_rank: int) -> DSparkFormat | DFlashFormat:
+    """The layout whose rules hold for a head: llama.cpp, too, tells them apart by the Markov head."""
+    return DSparkFormat() if markov_rank else DFlashFormat()
+
+
+def _names(layers: int) -> dict[str, str]:
+    """Published names -> llama.cpp's."""
+    inner = {
+        f"layers.{n}.{name}.weight": f"blk.{n}.{theirs}.weight" for n in range(layers) for name, theirs in INNER.items()
+    }
+    return {**OUTER, **inner}

@@ -1,0 +1,218 @@
+"""DSpark and DFlash as engines read them: in DeepSpec's and z-lab's layouts, and as llama.cpp's GGUF."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tokenizers import pre_tokenizers
+from torch import Tensor
+
+from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.formats import FORMATS
+from drafthead.models.heads.dspark import DSparkConfig, DSparkHead
+from plain_heads import DRAFTED, IDS, PlainLayer, check_refused, check_round_trip, deep_base, eagle, rewrite, states
+from support import randomised
+
+DSPARK, DFLASH, GGUF = FORMATS["dspark"], FORMATS["dflash"], FORMATS["gguf_dspark"]
+D2T = torch.arange(1, 300, 3)
+FLASH = {"markov_rank": 0, "confidence": False, "anchor_predicts": False}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dspark": {},
+    "own table": {"tied_markov": False, "confidence": False},
+    "dflash": FLASH,
+    "jetspec": {**FLASH, "causal": True},
+}
+LLAMACPP_NAMES = {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_output": "self_attn.o_proj",
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    "enc.output_norm": "hidden_norm",
+    "output_norm": "norm",
+    "output": "lm_head",
+    "markov_w1": "markov_head.markov_w1",
+    "markov_w2": "markov_head.markov_w2",
+}
+
+
+def block_head(base: BaseModel, d2t: Tensor | None = None, **settings: Any) -> DSparkHead:
+    settings = {"layers": [2, 3, 5], "markov_rank": 8, "mask_token": 9, "copy_layers": False, **settings}
+    size = None if d2t is None else len(d2t)
+    config = DSparkConfig(num_draft_tokens=3, intermediate_size=64, draft_vocab_size=size, **settings)
+    return randomised(config.build(base, d2t).eval())
+
+
+def drafted_block(layer: PlainLayer, base: BaseModel, block: dict[str, Any], targets: Tensor) -> Tensor:
+    """[K, V] of one pass over a block after the text, each draft corrected by the token before it."""
+
+    def heads(x: Tensor, name: str, positions: Tensor) -> Tensor:
+        found = F.linear(x, layer.get(f"{name}_proj.weight")).unflatten(-1, (-1, layer.size))
+        if not name.endswith("v"):
+            turns = positions[:, None, None] * layer.theta ** (-torch.arange(0, layer.size, 2) / layer.size)
+            found = layer.rotated(layer.norm(found, f"{name}_norm"), turns.cos(), turns.sin())
+        return found.transpose(0, 1)
+
+    read = torch.cat([states(base)[n][0] for n in block["layers"]], -1)
+    context = layer.norm(F.linear(read, layer.get("fc.weight")), "hidden_norm")
+    time, slots = len(IDS), block["size"]
+    ids = torch.tensor([DRAFTED[0], *[block["mask"]] * (slots - 1)])
+    x, at, everywhere = base.embedding[ids], torch.arange(time, time + slots), torch.arange(time + slots)
+    unseen = torch.full((slots, slots), -torch.inf).triu(1) if block["causal"] else torch.zeros(slots, slots)
+    mask = torch.cat([torch.zeros(slots, time), unseen], 1)
+    for n in range(block["num_layers"]):
+        name = f"layers.{n}.self_attn."
+        normed = layer.norm(x, f"layers.{n}.input_layernorm")
+        both = torch.cat([context, normed])
+        q = heads(normed, f"{name}q", at)
+        k, v = (heads(both, f"{name}{p}", everywhere).repeat_interleave(layer.groups, 0) for p in "kv")
+        mixed = ((q @ k.mT) / layer.size**0.5 + mask).softmax(-1) @ v
+        x = x + F.linear(mixed.transpose(0, 1).flatten(1), layer.get(f"{name}o_proj.weight"))
+        x = x + layer.mlp(layer.norm(x, f"layers.{n}.post_attention_layernorm"), f"layers.{n}.mlp.")
+    whole = "lm_head.weight" not in layer.w
+    weight = base.stock().get_output_embeddings().weight if whole else layer.get("lm_head.weight")
+    logits = F.linear(layer.norm(x, "norm"), weight)[slots - 3 :]
+    if "markov_head.markov_w1.weight" in layer.w:
+        before = layer.get("markov_head.markov_w1.weight")[torch.tensor(DRAFTED)]
+        logits = logits + F.linear(before, layer.get("markov_head.markov_w2.weight"))
+    unread = {name for name in layer.unread if not name.startswith(("confidence_head", "conf_proj"))}
+    assert not unread, f"nobody reads {sorted(unread)}"
+    return torch.full((3, base.vocab_size), -torch.inf).index_copy(1, targets, logits)
+
+
+@torch.inference_mode()
+def vllm_engine(folder: Path, base: BaseModel) -> Tensor:
+    """``qwen3_dspark.py`` and ``qwen3_dflash.py`` of vLLM 0.32: offsets, layers by their outputs."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    assert config["num_hidden_layers"] == len(config["layer_types"]) and config["vocab_size"] == base.vocab_size
+    inner = config["dflash_config"]
+    offsets = tensors.pop("d2t", torch.zeros(base.vocab_size, dtype=torch.long))
+    assert len(offsets) == config["draft_vocab_size"]
+    block = {"layers": [i + 1 for i in inner["target_layer_ids"]], "mask": inner["mask_token_id"]}
+    block |= {"causal": inner["causal"], "size": config["block_size"], "num_layers": config["num_hidden_layers"]}
+    layer = PlainLayer(tensors, config, config["rope_theta"])
+    return drafted_block(layer, base, block, offsets + torch.arange(len(offsets)))
+
+
+@torch.inference_mode()
+def llamacpp_engine(folder: Path, base: BaseModel) -> Tensor:
+    """llama.cpp's ``dflash`` graph: layers by what goes into them, target ids, halves are rotated."""
+    reader = gguf.GGUFReader(folder / "head.gguf")
+    keys = {name: field.contents() for name, field in reader.fields.items()}
+    assert keys["general.architecture"] == "dflash" and keys["tokenizer.ggml.model"] == "gpt2"
+    tensors = {}
+    for found in reader.tensors:
+        name = found.name.replace("blk.", "layers.")
+        for theirs, ours in LLAMACPP_NAMES.items():
+            if name.split(".", 2 if "layers" in name else 0)[-1].startswith(f"{theirs}."):
+                name = name.replace(theirs, ours, 1)
+                break
+        tensors[name] = torch.from_numpy(np.array(found.data))
+    sizes = {"head_dim": "attention.key_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon"}
+    sizes |= {"num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv"}
+    config = {name: keys[f"dflash.{key}"] for name, key in sizes.items()}
+    targets = tensors.pop("d2t", torch.arange(base.vocab_size))
+    assert targets.dtype == torch.int64
+    block = {"layers": keys["dflash.target_layers"], "mask": keys["tokenizer.ggml.mask_token_id"]}
+    block |= {"causal": keys["dflash.attention.causal"], "size": keys["dflash.block_size"]}
+    block["num_layers"] = keys["dflash.block_count"]
+    return drafted_block(PlainLayer(tensors, config, keys["dflash.rope.freq_base"]), base, block, targets)
+
+
+@pytest.fixture
+def smollm_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny base with a tokenizer whose way to split words llama.cpp knows."""
+    tokenizer = tiny_tokenizer()
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    splitter = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+    tokenizer.backend_tokenizer.pre_tokenizer = splitter
+    monkeypatch.setattr(deep_base(), "tokenizer", tokenizer)
+
+
+@pytest.mark.parametrize("d2t", [D2T, None], ids=["reduced", "whole"])
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_engine_and_round_trip_give_the_heads_logits(
+    tmp_path: Path, variant: str, d2t: Tensor | None, smollm_like: None
+) -> None:
+    head = block_head(deep_base(), d2t, **VARIANTS[variant])
+    layout = DSPARK if head.config.markov_rank else DFLASH
+    for form, engine in ((layout, vllm_engine), (GGUF, llamacpp_engine)):
+        check_round_trip(form, engine, head, tmp_path / form.name)
+
+
+def test_what_a_layout_cannot_say_is_refused(tmp_path: Path) -> None:
+    base = deep_base()
+    reads_state = {"reads_state": True, "copy_layers": False}
+    for form, settings, says in (
+        (DSPARK, reads_state, r"its slots begin as the base's state \(ours\) \(head.reads_state=false"),
+        (DSPARK, {"layers": [3, 6]}, r"reads the layers \[3, 6\], and engines join them .* of 1 to 5 \(head.layers"),
+        (
+            DSPARK,
+            FLASH,
+            r"no Markov head \(head.markov_rank=64; or to=dflash\); its anchor's slot drafts nothing",
+        ),
+        (DFLASH, {}, r"a Markov or a confidence head .*or to=dspark\); its anchor's slot drafts"),
+        (GGUF, {"anchor_predicts": False}, "its anchor's slot drafts nothing"),
+    ):
+        with pytest.raises(UserError, match=says):
+            form.export(block_head(base, **settings), tmp_path / "refused")
+    with pytest.raises(UserError, match="graph of gemma does not keep what goes into a layer, and aborts"):
+        GGUF.export(block_head(deep_base("gemma")), tmp_path / "refused")
+    with pytest.raises(UserError, match="how the tokenizer splits words is not known to be one of llama.cpp's ways"):
+        GGUF.export(block_head(base), tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"markov_head_type": "gated"}, "a Markov head of the kind gated; drafthead has the plain one"),
+        ({"sample_from_anchor": False}, "drafts nothing at the anchor's slot"),
+        ({"layer_types": ["sliding_attention"] * 2}, "has layers with a sliding window"),
+        ({"target_layer_ids": [-1, 2]}, r"has target_layer_ids \[-1, 2\], expected a list of layers from 0"),
+        ({"mask_token_id": "none"}, "has mask_token_id 'none', expected a token's id"),
+        ({"logit_scale": 0.5}, "scales its logits by 0.5, .* by 1.0; name the base"),
+        ({"markov_rank": None}, "config.json has None as markov_rank"),
+        ({"draft_vocab_size": 99}, "config.json says draft_vocab_size 99, but d2t has 100 rows"),
+        ({"block_size": 0}, "config.json has 0 as block_size"),
+    ],
+)
+def test_a_config_that_says_something_else_is_refused(tmp_path: Path, config: dict[str, Any], says: str) -> None:
+    check_refused(DSPARK, block_head(deep_base(), D2T), tmp_path, config, says)
+
+
+def test_files_of_other_projects(tmp_path: Path) -> None:
+    """With copies of the base's weights, marks of the vocabulary, and a confidence head that reads less than ours."""
+    base, head = deep_base(), block_head(deep_base())
+    DSPARK.export(head, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    own = {"embed_tokens.weight": base.embedding.clone(), "lm_head.weight": head.target_lm_head.weight.clone()}
+    marks = {"t2d": torch.ones(base.vocab_size, dtype=torch.bool), "confidence_head.proj.weight": torch.ones(1, 32)}
+    rewrite(tmp_path, {**tensors, **own, **marks}, confidence_head_with_markov=False)
+    assert not DSPARK.load(tmp_path, base).config.confidence
+    rewrite(tmp_path, {**tensors, **own, "lm_head.weight": own["lm_head.weight"] + 1}, confidence_head_with_markov=True)
+    with pytest.raises(UserError, match="has a lm_head.weight that is not .*'s, and heads here read the base's"):
+        DSPARK.load(tmp_path, base)
+    DFLASH.export(block_head(base, **FLASH), tmp_path / "jetspec")
+    inner = {"mask_token_id": 9, "target_layer_ids": [1, 2, 4], "causal_head": True}
+    rewrite(tmp_path / "jetspec", dflash_config=inner)
+    assert DFLASH.load(tmp_path / "jetspec", base).config.causal, "as JetSpec's own files say it"
+
+
+def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    FORMATS["gguf"].export(eagle(deep_base(), layers=[2, 3, 5]), tmp_path)
+    with pytest.raises(UserError, match=r"head.gguf is of the architecture eagle3, expected dflash \(format=gguf\)"):
+        GGUF.load(tmp_path, deep_base())
+    with pytest.raises(UserError, match="has no head.gguf; export with to=gguf_dspark writes one"):
+        GGUF.load(tmp_path / "nothing", deep_base())
