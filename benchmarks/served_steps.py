@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from drafthead.eval.config import ENGINES, EngineConfig, EnginesConfig
-from drafthead.eval.engines.served import METHODS, EngineStart, export, format_for
+from drafthead.eval.engines.served import EngineStart, check_drafts, export, format_for, method_of
 from drafthead.eval.engines.servers import EngineServer, LlamaCppServer
 from drafthead.eval.metrics.acceptance import mean_accepted_length
 from drafthead.eval.prompts.suites import load_suite
@@ -82,12 +82,14 @@ def measure(
 ) -> dict[str, Any]:
     """Per chain (0: plainly) the seconds of a step, tokens/s and accepted length; "verify_s" by number of tokens."""
     target = format_for(engine, head)
+    for length in lengths:
+        check_drafts(head, length)
     with ExitStack() as stack:
         published = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "published"
         export(head, target, published)
         servers: dict[int, EngineServer] = {}
         for length in (0, *lengths):
-            method = METHODS.get(target.name, "")
+            method = method_of(target, head)
             start = EngineStart(stack, engine, settings, base, published, method, max(1, length))
             server = start.server(plain=length == 0)
             assert server is not None

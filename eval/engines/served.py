@@ -2,7 +2,7 @@
 
 Every engine is there twice, with the head (``vllm``) and without (``vllm_plain``), and our own engine drafts the same
 chain with the head itself (``chain:3``), which is what acceptance is compared with: not with the export read back,
-where a fault of writing and reading alike would be in both. It drafts in the export's dtype, without narrower copies.
+where a fault of writing and reading alike would be in both. It drafts without narrower copies of the weights.
 """
 
 import hashlib
@@ -43,8 +43,6 @@ READS = {
     "sglang": ("eagle3",),
 }
 """Formats that an engine is given, the first that holds the head."""
-METHODS = {"vllm_medusa": "medusa", "gguf": "eagle3"}
-"""What an engine calls the method of a format, where that is not the format's name."""
 PLAIN = "_plain"
 MOST_CONTEXT = 4096
 """Positions that an engine allots its caches for."""
@@ -82,9 +80,13 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
     head = drafter
     settings = config.engine
     found.drafts = settings.drafts or min(head.config.trained_positions, head.depth)
-    if found.drafts > head.depth:
-        raise UserError(f"engine.drafts={found.drafts}, but the head drafts {head.depth} positions; choose fewer")
+    check_drafts(head, found.drafts)
     formats = {name: format_for(name, head) for name in config.engines}
+    if "vllm" in formats and formats["vllm"].name == "dspark" and not (settings.vllm.url or torch.cuda.is_available()):
+        raise UserError(
+            "vLLM drafts with DSpark heads on GPUs only; on a CPU take llamacpp, or train a DFlash head: "
+            "head.markov_rank=0 head.confidence=false head.anchor_predicts=false"
+        )
     found.chain = f"chain:{found.drafts}"
     with ExitStack() as stack:
         try:
@@ -92,7 +94,7 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
                 published = folder / "served" / target.name
                 fitted = export(head, target, published)
                 found.head = found.head or _as_exported(fitted)
-                start = EngineStart(stack, name, settings, base, published, _method(target, head), found.drafts)
+                start = EngineStart(stack, name, settings, base, published, method_of(target, head), found.drafts)
                 for plain in (False, True):
                     if (server := start.server(plain)) is None:
                         continue
@@ -104,7 +106,7 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
                     found.facts.setdefault(name, fact)
                     mark = repr((fact, start.own.base_type, _hash(fitted), base.fingerprint, settings.threads))
                     found.marks[method] = hashlib.sha256(mark.encode()).hexdigest()[:8]
-                    found.marks[found.chain] = _hash(fitted)[:8]
+                    found.marks[found.chain] = f"{_hash(fitted)[:8]} {found.head.config.draft_dtype}"
             yield found
         except EngineError as error:
             kept = "; what is answered is kept, and the same command resumes there" if found.methods else ""
@@ -143,11 +145,22 @@ def _as_exported(head: DraftHead) -> DraftHead:
     return found.eval()
 
 
-def _method(target: Format, head: DraftHead) -> str:
-    """What an engine calls the way to draft; a GGUF of a head without a Markov head is DFlash's."""
+def method_of(target: Format, head: DraftHead) -> str:
+    """What engines call the way that ``head`` drafts; of a block without a Markov head that is DFlash."""
     if isinstance(head, DSparkHead):
         return "dspark" if head.config.markov_rank else "dflash"
-    return METHODS.get(target.name, target.name)
+    return "medusa" if target.name == "vllm_medusa" else "eagle3"
+
+
+def check_drafts(head: DraftHead, drafts: int) -> None:
+    """Refuse a chain that is longer than the head's, or a block that is shorter than it was trained."""
+    if drafts > head.depth:
+        raise UserError(f"engine.drafts={drafts}, but the head drafts {head.depth} positions; choose fewer")
+    if isinstance(head, DSparkHead) and not head.config.causal and drafts < head.depth:
+        raise UserError(
+            f"engine.drafts={drafts}, but the slots of this head's block see each other, and engines run a shorter "
+            f"block for fewer drafts, which drafts otherwise; leave it at {head.depth}"
+        )
 
 
 def environment() -> Path:

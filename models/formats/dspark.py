@@ -6,12 +6,14 @@
 
 to=dspark is DeepSpec's layout (``Qwen3DSparkModel``), to=dflash z-lab's (``DFlashDraftModel``). The base's embedding is
 never written, its output head only in part: engines share the target's. ``target_layer_ids`` counts outputs of layers
-from 0. What a block sees is always said (``dflash_config.causal``): engines guess differently where it is missing.
+from 0. What a block sees is always said (``dflash_config.causal``): engines have different defaults.
 
 A block is as long as it was trained (``block_size``): every slot sees the others, so an engine that is told to draft
 less computes other drafts.
 """
 
+import math
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -33,8 +35,20 @@ NAMES = {
 """Our names of weights -> published ones, where they differ."""
 W1 = NAMES["markov_in.weight"]
 CONFIDENCE = (NAMES["confidence.weight"], NAMES["confidence.bias"])
+SLICE = 8192
+"""Rows of a Markov table that are computed at once."""
 SHARED, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 LLAMACPP = Engine("llama.cpp", "its converter reads it (build 11434, its source); to=gguf_dspark writes the file")
+MASK_FILE = "mask_embedding.pt"
+ONLY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("attention_value_scale", "input_embedding_scale", "output_multiplier"), (1.0,)),
+    **dict.fromkeys(("use_sliding_window", "use_swa", "attention_sink_bias", "add_swa_attention_sink_bias"), (False,)),
+    **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), (True,)),
+    "final_logit_softcapping": (0.0,),
+    "partial_rotary_factor": (1.0,),
+    "hidden_act": ("silu",),
+}
+"""Keys that engines obey, with the only values that heads here have."""
 VLLM_SERVES = (
     "vllm serve {{base}} --speculative-config "
     """'{{{{"method": "{method}", "model": "{{folder}}", "num_speculative_tokens": {{drafts}}}}}}'"""
@@ -49,7 +63,7 @@ class _BlockFormat(Format):
     architecture: ClassVar[str]
     other_keys = LAYER_KEYS | {
         *("architectures", "intermediate_size", "draft_vocab_size", "block_size", "mask_token_id", "target_layer_ids"),
-        *("dflash_config", "layer_types", "is_causal", "logit_scale"),
+        *("dflash_config", "layer_types", "is_causal", "logit_scale", *ONLY),
     }
     ignored_tensors = frozenset({SHARED, OUTPUT})
 
@@ -61,8 +75,9 @@ class _BlockFormat(Format):
         """A tied Markov table written out; with a draft vocabulary its ids, and its rows of the base's output head."""
         found = {}
         if head.config.markov_rank and head.config.tied_markov:
+            ids = torch.arange(head.base.vocab_size, device=head.d2t.device)
             with torch.no_grad():
-                found[W1] = head.markov(torch.arange(head.base.vocab_size, device=head.d2t.device))
+                found[W1] = torch.cat([head.markov(part) for part in torch.split(ids, SLICE)])
         if len(head.d2t) < head.base.vocab_size:
             found[OUTPUT] = head.target_lm_head.weight
             found["d2t"] = head.d2t - torch.arange(len(head.d2t), device=head.d2t.device)
@@ -96,6 +111,21 @@ class _BlockFormat(Format):
         if head.target_lm_head.softcap is not None:
             yield f"{head.base.name} caps its logits, and the format does not", "another base"
 
+    def engines_for(self, head: DSparkHead) -> tuple[Engine, ...]:
+        found = {engine.name: engine for engine in self.engines}
+        reduced = not head.config.markov_rank and len(head.d2t) < head.base.vocab_size
+        if "llama.cpp" in found and (reduced or layer_config(head.base)["rope_scaling"]):
+            what = "a DFlash head's draft vocabulary" if reduced else "the scaling of the rotation"
+            found["llama.cpp"] = Engine("llama.cpp", f"its converter leaves out {what}; to=gguf_dspark writes the file")
+        return tuple(found.values())
+
+    def read_files(self, folder: Path) -> PublishedCheckpoint:
+        if (folder / MASK_FILE).exists():
+            raise UserError(
+                f"{folder} has an embedding of its own for mask tokens ({MASK_FILE}); heads here read the base's"
+            )
+        return super().read_files(folder)
+
     def matches(self, config: dict[str, Any]) -> bool:
         return self.architecture in (config.get("architectures") or [])
 
@@ -104,22 +134,29 @@ class _BlockFormat(Format):
         config, tensors = dict(checkpoint.config), dict(checkpoint.tensors)
         inner = config.get("dflash_config") or {}
         for key in ("mask_token_id", "target_layer_ids", "block_size"):
-            config.setdefault(key, inner.get(key))
+            if config.get(key) is None:
+                config[key] = inner.get(key)
+        for key, values in ONLY.items():
+            for place in (config, inner, config.get("rope_parameters") or {}):
+                if (value := place.get(key)) is not None and value not in values:
+                    raise UserError(f"{checkpoint.source} has {key} {value!r}, which heads here do not have")
         if config.get("is_causal") is None:
             config["is_causal"] = bool(inner.get("causal", inner.get("causal_head", False)))
         config["draft_vocab_size"] = config.get("draft_vocab_size") or config.get("vocab_size")
-        if any(kind != "full_attention" for kind in config.get("layer_types") or []) or inner.get("use_swa"):
+        if any(kind != "full_attention" for kind in config.get("layer_types") or []):
             raise UserError(f"{checkpoint.source} has layers with a sliding window, which heads here do not have")
         tensors.pop("t2d", None)  # for training; engines read d2t
         return checkpoint.updated(config=config, tensors=tensors)
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         config, ids = checkpoint.config, checkpoint.config.get("target_layer_ids")
-        if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
-            raise UserError(f"{checkpoint.source} has target_layer_ids {ids!r}, expected a list of layers from 0")
-        mask = config.get("mask_token_id")
-        if type(mask) is not int or mask < 0:
-            raise UserError(f"{checkpoint.source} has mask_token_id {mask!r}, expected a token's id")
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= -1 for i in ids):
+            raise UserError(
+                f"{checkpoint.source} has target_layer_ids {ids!r}, expected a list of layers, the first is 0"
+            )
+        mask, size = config.get("mask_token_id"), checkpoint.integer("vocab_size")
+        if type(mask) is not int or not 0 <= mask < size:
+            raise UserError(f"{checkpoint.source} has mask_token_id {mask!r}, expected a token's id below {size}")
         draft_ids = self.vocabulary(checkpoint)
         return {
             "num_layers": checkpoint.integer("num_hidden_layers"),
@@ -140,10 +177,11 @@ class _BlockFormat(Format):
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: DSparkHead) -> None:
         require_same_layer(checkpoint, head.base)
-        scale = checkpoint.config.get("logit_scale", 1.0)
-        if scale != head.target_lm_head.scale:
+        own_scale = head.target_lm_head.scale
+        scale = checkpoint.config.get("logit_scale", own_scale)
+        if not math.isclose(scale, own_scale, rel_tol=1e-6):
             raise UserError(
-                f"{checkpoint.source} scales its logits by {scale}, {head.base.name} by {head.target_lm_head.scale}; "
+                f"{checkpoint.source} scales its logits by {scale}, {head.base.name} by {own_scale}; "
                 "name the base that it was trained for"
             )
         for name, own in ((SHARED, head.base.embedding), (OUTPUT, head.target_lm_head.weight)):
@@ -187,15 +225,13 @@ class DSparkFormat(_BlockFormat):
             "markov_head_type": "vanilla",
             "enable_confidence_head": head.config.confidence,
             "confidence_head_with_markov": head.config.confidence,
-            "sample_from_anchor": True,
+            "sample_from_anchor": head.config.anchor_predicts,
         }
 
     def unsupported(self, head: DSparkHead) -> Unsupported:
         yield from super().unsupported(head)
         if not head.config.markov_rank:
             yield "it has no Markov head", "head.markov_rank=64; or to=dflash"
-        if not head.config.anchor_predicts:
-            yield "its anchor's slot drafts nothing", "head.anchor_predicts=true"
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
         found = super().normalize(checkpoint)
@@ -204,17 +240,17 @@ class DSparkFormat(_BlockFormat):
             raise UserError(
                 f"{found.source} has a Markov head of the kind {kind}; drafthead has the plain one, vanilla"
             )
-        if config.get("sample_from_anchor") is False:
-            raise UserError(f"{found.source} drafts nothing at the anchor's slot, and a Markov head here starts there")
         if not config.get("confidence_head_with_markov"):
             # It reads less than ours. Drafts do not depend on it.
             tensors = {name: value for name, value in tensors.items() if name not in CONFIDENCE}
         return found.updated(config=config, tensors=tensors)
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+        anchor = bool(checkpoint.config.get("sample_from_anchor", True))
         return {
             **super().settings(checkpoint),
-            "num_draft_tokens": checkpoint.integer("block_size"),
+            "num_draft_tokens": checkpoint.integer("block_size") - (not anchor),
+            "anchor_predicts": anchor,
             "markov_rank": checkpoint.integer("markov_rank"),
             "confidence": CONFIDENCE[0] in checkpoint.tensors,
         }
@@ -241,7 +277,8 @@ class DFlashFormat(_BlockFormat):
         yield from super().unsupported(head)
         if head.config.markov_rank or head.config.confidence:
             what = "it has a Markov or a confidence head"
-            yield what, "head.markov_rank=0 head.confidence=false; or to=dspark"
+            other = "; or to=dspark" if head.config.markov_rank else ""
+            yield what, f"head.markov_rank=0 head.confidence=false{other}"
         if head.config.anchor_predicts:
             yield "its anchor's slot drafts", "head.anchor_predicts=false"
 

@@ -64,7 +64,7 @@ def require_same_layer(checkpoint: PublishedCheckpoint, base: BaseModel) -> None
         if value != wanted[key] and not near:
             raise UserError(
                 f"{checkpoint.source} has a layer with {key} {value}, {base.name} one with {wanted[key]}; name the "
-                "base that it was trained for"
+                "base that it was trained for; a layer whose sizes or rotation are not its base's is not read"
             )
 
 

@@ -21,7 +21,15 @@ from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.contract import BASE_NAME, Engine, Unsupported
 from drafthead.models.formats.dspark import CONFIDENCE, NAMES, DFlashFormat, DSparkFormat
 from drafthead.models.formats.gguf.eagle3 import DTYPES, FILE, RECORDED
-from drafthead.models.formats.gguf.files import SIZES, GgufFile, add_tokenizer, read_gguf, split_name, with_scaling_of
+from drafthead.models.formats.gguf.files import (
+    SIZES,
+    GgufFile,
+    add_tokenizer,
+    read_gguf,
+    rope_factors,
+    split_name,
+    with_scaling_of,
+)
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.dspark import DSparkHead
 
@@ -49,7 +57,7 @@ LLAMACPP = Engine(
     "llama.cpp",
     "build 11549 loads it as draft-dspark, or draft-dflash without a Markov head",
     current=True,
-    serve="llama-server -m base.gguf -md {folder}/head.gguf --spec-draft-n-max {drafts}",
+    serve="llama-server -m {folder}/base.gguf -md {folder}/head.gguf --spec-draft-n-max {drafts}",
 )
 
 
@@ -77,7 +85,14 @@ class DSparkGgufFormat(DSparkFormat):
         self, head: DraftHead, folder: Path, dtype: torch.dtype | None = None, base_name: str | None = None
     ) -> None:
         checkpoint = self.checkpoint(head, dtype, base_name)
-        split_name(head.base.tokenizer)  # refused before a file is there
+        assert isinstance(head, DSparkHead)  # checked above
+        layout = _layout(head.config.markov_rank)
+        try:  # before a file is there
+            split_name(head.base.tokenizer)
+            rope_factors(checkpoint.config)
+        except UserError as error:
+            how = f"export to={layout.name}, and convert that with convert_hf_to_gguf.py --target-model-dir BASE"
+            raise UserError(f"{str(error).split('; use')[0]}; {how}") from None
         config, tensors, inner = checkpoint.config, checkpoint.tensors, checkpoint.config["dflash_config"]
         kind = DTYPES[dtype or tensors["fc.weight"].dtype]
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +104,7 @@ class DSparkGgufFormat(DSparkFormat):
         writer.add_uint32(f"{ARCHITECTURE}.block_size", config["block_size"])
         writer.add_bool(f"{ARCHITECTURE}.attention.causal", inner["causal"])
         if "markov_rank" in config:
-            writer.add_bool(f"{ARCHITECTURE}.sample_from_anchor", True)
+            writer.add_bool(f"{ARCHITECTURE}.sample_from_anchor", config["sample_from_anchor"])
             writer.add_bool(f"{ARCHITECTURE}.has_confidence_head", config["enable_confidence_head"])
         if (scale := config.get("logit_scale")) is not None:
             writer.add_float32(f"{ARCHITECTURE}.logit_scale", scale)
@@ -109,7 +124,12 @@ class DSparkGgufFormat(DSparkFormat):
         if (kind := keys.get("general.architecture")) != ARCHITECTURE:
             raise UserError(f"{folder / FILE} is of the architecture {kind}, expected {ARCHITECTURE} (format=gguf)")
         get = {name.removeprefix(f"{ARCHITECTURE}."): value for name, value in keys.items()}
-        own = {name: found[theirs] for name, theirs in _names(get["block_count"]).items() if theirs in found}
+        if missing := sorted({*SIZES, "block_size", "target_layers"} - get.keys()):
+            raise UserError(f"{folder / FILE} lacks the keys {', '.join(missing)}, which an export writes")
+        names = _names(get["block_count"])
+        if unknown := sorted(found.keys() - {*names.values(), "d2t", "rope_freqs.weight"}):
+            raise UserError(f"{folder / FILE} has tensors that heads here do not have: {', '.join(unknown[:4])}")
+        own = {name: found[theirs] for name, theirs in names.items() if theirs in found}
         if "d2t" in found:
             own["d2t"] = found["d2t"] - torch.arange(len(found["d2t"]))
         confident = CONFIDENCE[0] in own

@@ -282,10 +282,17 @@ def test_what_no_engine_serves_is_said_before_anything_starts(tiny_base: TinyBas
     head = MedusaConfig(num_draft_tokens=2, reads_last_token=True).build(base)
     with pytest.raises(UserError, match="vllm cannot serve this head. As vllm_medusa: its heads read the last"):
         evaluate(base, head, config, tmp_path, lambda *_: None)
-    block = DSparkConfig(layers=[1, 2], anchor_predicts=False, confidence=False).build(base)
-    both = "As dflash: it has a Markov or a confidence head .*. As dspark: its anchor's slot drafts nothing"
-    with pytest.raises(UserError, match=both):
+    for settings, says in (
+        ({"markov_rank": 0}, "As dflash: it has a Markov or a confidence head .*. As dspark: it has no Markov head"),
+        ({}, "vLLM drafts with DSpark heads on GPUs only; on a CPU take llamacpp, or train a DFlash head"),
+    ):
+        block = DSparkConfig(num_draft_tokens=3, layers=[1, 2], **settings).build(base)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=says):
+            evaluate(base, block, config, tmp_path, lambda *_: None)
+    config.engine.drafts = 2
+    with pytest.raises(UserError, match="engine.drafts=2, but the slots .* see each other, .*; leave it at 3"):
         evaluate(base, block, config, tmp_path, lambda *_: None)
+    config.engine.drafts = None
     config.engines = ["llamacpp"]
     with pytest.raises(UserError, match="llamacpp serves no MedusaHead; it is given gguf"):
         evaluate(base, head, config, tmp_path, lambda *_: None)

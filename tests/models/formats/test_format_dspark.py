@@ -16,10 +16,23 @@ from torch import Tensor
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.config import BaseConfig
+from drafthead.models.base.gguf_config import llama3_factors
 from drafthead.models.formats import FORMATS
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead
-from plain_heads import DRAFTED, IDS, PlainLayer, check_refused, check_round_trip, deep_base, eagle, rewrite, states
-from support import randomised
+from plain_heads import (
+    DRAFTED,
+    IDS,
+    PlainLayer,
+    check_refused,
+    check_round_trip,
+    deep_base,
+    eagle,
+    logits_of,
+    rewrite,
+    states,
+)
+from support import TINY, randomised
 
 DSPARK, DFLASH, GGUF = FORMATS["dspark"], FORMATS["dflash"], FORMATS["gguf_dspark"]
 D2T = torch.arange(1, 300, 3)
@@ -29,6 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "own table": {"tied_markov": False, "confidence": False},
     "dflash": FLASH,
     "jetspec": {**FLASH, "causal": True},
+    "bonus anchor": {"anchor_predicts": False},
 }
 LLAMACPP_NAMES = {
     "attn_q_norm": "self_attn.q_norm",
@@ -60,6 +74,7 @@ def drafted_block(layer: PlainLayer, base: BaseModel, block: dict[str, Any], tar
         found = F.linear(x, layer.get(f"{name}_proj.weight")).unflatten(-1, (-1, layer.size))
         if not name.endswith("v"):
             turns = positions[:, None, None] * layer.theta ** (-torch.arange(0, layer.size, 2) / layer.size)
+            turns = turns / block.get("factors", torch.ones(()))
             found = layer.rotated(layer.norm(found, f"{name}_norm"), turns.cos(), turns.sin())
         return found.transpose(0, 1)
 
@@ -85,6 +100,7 @@ def drafted_block(layer: PlainLayer, base: BaseModel, block: dict[str, Any], tar
     if "markov_head.markov_w1.weight" in layer.w:
         before = layer.get("markov_head.markov_w1.weight")[torch.tensor(DRAFTED)]
         logits = logits + F.linear(before, layer.get("markov_head.markov_w2.weight"))
+    logits = logits * block.get("scale", 1.0)
     unread = {name for name in layer.unread if not name.startswith(("confidence_head", "conf_proj"))}
     assert not unread, f"nobody reads {sorted(unread)}"
     return torch.full((3, base.vocab_size), -torch.inf).index_copy(1, targets, logits)
@@ -99,8 +115,18 @@ def vllm_engine(folder: Path, base: BaseModel) -> Tensor:
     inner = config["dflash_config"]
     offsets = tensors.pop("d2t", torch.zeros(base.vocab_size, dtype=torch.long))
     assert len(offsets) == config["draft_vocab_size"]
+    if config["architectures"] == ["Qwen3DSparkModel"]:
+        assert {key: config[key] for key in ("mask_token_id", "target_layer_ids")}.items() <= inner.items()
+        assert config["markov_head_type"] == "vanilla" and config["markov_rank"] > 0
+        assert config["enable_confidence_head"] == ("confidence_head.proj.weight" in tensors)
+        assert config["sample_from_anchor"] == (config["block_size"] == 3), "as many slots as drafts"
+    else:
+        assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 4
     block = {"layers": [i + 1 for i in inner["target_layer_ids"]], "mask": inner["mask_token_id"]}
     block |= {"causal": inner["causal"], "size": config["block_size"], "num_layers": config["num_hidden_layers"]}
+    block["scale"] = config.get("logit_scale", 1.0)
+    if config["rope_scaling"]:
+        block["factors"] = llama3_factors(config["rope_scaling"], config["rope_theta"], config["head_dim"])
     layer = PlainLayer(tensors, config, config["rope_theta"])
     return drafted_block(layer, base, block, offsets + torch.arange(len(offsets)))
 
@@ -126,18 +152,25 @@ def llamacpp_engine(folder: Path, base: BaseModel) -> Tensor:
     assert targets.dtype == torch.int64
     block = {"layers": keys["dflash.target_layers"], "mask": keys["tokenizer.ggml.mask_token_id"]}
     block |= {"causal": keys["dflash.attention.causal"], "size": keys["dflash.block_size"]}
-    block["num_layers"] = keys["dflash.block_count"]
+    block |= {"num_layers": keys["dflash.block_count"], "factors": tensors.pop("rope_freqs.weight", torch.ones(()))}
+    if "markov_head.markov_w1.weight" in tensors:
+        assert keys["dflash.sample_from_anchor"] == (block["size"] == 3), "as many slots as drafts"
+        assert keys["dflash.has_confidence_head"] == ("conf_proj.weight" in tensors)
     return drafted_block(PlainLayer(tensors, config, keys["dflash.rope.freq_base"]), base, block, targets)
 
 
-@pytest.fixture
-def smollm_like(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny base with a tokenizer whose way to split words llama.cpp knows."""
+def known_tokenizer() -> Any:
+    """One whose way to split words llama.cpp knows."""
     tokenizer = tiny_tokenizer()
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     splitter = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
     tokenizer.backend_tokenizer.pre_tokenizer = splitter
-    monkeypatch.setattr(deep_base(), "tokenizer", tokenizer)
+    return tokenizer
+
+
+@pytest.fixture
+def smollm_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deep_base(), "tokenizer", known_tokenizer())
 
 
 @pytest.mark.parametrize("d2t", [D2T, None], ids=["reduced", "whole"])
@@ -149,6 +182,30 @@ def test_engine_and_round_trip_give_the_heads_logits(
     layout = DSPARK if head.config.markov_rank else DFLASH
     for form, engine in ((layout, vllm_engine), (GGUF, llamacpp_engine)):
         check_round_trip(form, engine, head, tmp_path / form.name)
+        again = form.load(tmp_path / form.name, deep_base())
+        if head.confidence is not None:
+            assert torch.equal(again.state_dict()["confidence.weight"], head.confidence.weight)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "granite"])
+def test_bases_that_scale(tmp_path: Path, model_type: str) -> None:
+    """The rotation as Llama 3, and logits as Granite: an engine that misses either drafts badly without a word."""
+    llama3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
+    llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    scaled = {"llama": {"rope_parameters": llama3}, "granite": {"logits_scaling": 4.0}}[model_type]
+    shape = {**TINY, "model_type": model_type, "num_hidden_layers": 6, **scaled}
+    base = BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=0))
+    base.tokenizer = known_tokenizer()
+    head = block_head(base, D2T)
+    forms = [(DSPARK, vllm_engine), (GGUF, llamacpp_engine)][: 2 if model_type == "llama" else 1]
+    for form, engine in forms:
+        form.export(head, tmp_path / form.name)
+        wanted = logits_of(base, head)
+        found = engine(tmp_path / form.name, base)[:, head.d2t]
+        assert torch.allclose(found, wanted, atol=1e-3, rtol=1e-3)
+        assert torch.allclose(logits_of(base, form.load(tmp_path / form.name, base)), wanted, atol=1e-5)
+    converter = next(engine for engine in DSPARK.engines_for(head) if engine.name == "llama.cpp")
+    assert ("leaves out the scaling of the rotation" in converter.support) == (model_type == "llama")
 
 
 def test_what_a_layout_cannot_say_is_refused(tmp_path: Path) -> None:
@@ -157,19 +214,15 @@ def test_what_a_layout_cannot_say_is_refused(tmp_path: Path) -> None:
     for form, settings, says in (
         (DSPARK, reads_state, r"its slots begin as the base's state \(ours\) \(head.reads_state=false"),
         (DSPARK, {"layers": [3, 6]}, r"reads the layers \[3, 6\], and engines join them .* of 1 to 5 \(head.layers"),
-        (
-            DSPARK,
-            FLASH,
-            r"no Markov head \(head.markov_rank=64; or to=dflash\); its anchor's slot drafts nothing",
-        ),
+        (DSPARK, FLASH, r"it has no Markov head \(head.markov_rank=64; or to=dflash\)"),
         (DFLASH, {}, r"a Markov or a confidence head .*or to=dspark\); its anchor's slot drafts"),
-        (GGUF, {"anchor_predicts": False}, "its anchor's slot drafts nothing"),
+        (GGUF, {"markov_rank": 0}, r"a confidence head \(head.markov_rank=0 head.confidence=false\)"),
     ):
         with pytest.raises(UserError, match=says):
             form.export(block_head(base, **settings), tmp_path / "refused")
     with pytest.raises(UserError, match="graph of gemma does not keep what goes into a layer, and aborts"):
         GGUF.export(block_head(deep_base("gemma")), tmp_path / "refused")
-    with pytest.raises(UserError, match="how the tokenizer splits words is not known to be one of llama.cpp's ways"):
+    with pytest.raises(UserError, match="how the tokenizer splits words is not known .*; export to=dspark, and con"):
         GGUF.export(block_head(base), tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
 
@@ -178,10 +231,13 @@ def test_what_a_layout_cannot_say_is_refused(tmp_path: Path) -> None:
     ("config", "says"),
     [
         ({"markov_head_type": "gated"}, "a Markov head of the kind gated; drafthead has the plain one"),
-        ({"sample_from_anchor": False}, "drafts nothing at the anchor's slot"),
+        ({"hidden_act": "gelu"}, "has hidden_act 'gelu', which heads here do not have"),
+        ({"is_neox_style": False}, "has is_neox_style False, which heads here do not have"),
+        ({"num_attention_heads": 2}, "a layer whose sizes or rotation are not its base's is not read"),
         ({"layer_types": ["sliding_attention"] * 2}, "has layers with a sliding window"),
-        ({"target_layer_ids": [-1, 2]}, r"has target_layer_ids \[-1, 2\], expected a list of layers from 0"),
+        ({"target_layer_ids": [-2, 2]}, r"has target_layer_ids \[-2, 2\], expected a list of layers"),
         ({"mask_token_id": "none"}, "has mask_token_id 'none', expected a token's id"),
+        ({"mask_token_id": 10**6}, "has mask_token_id 1000000, expected a token's id below"),
         ({"logit_scale": 0.5}, "scales its logits by 0.5, .* by 1.0; name the base"),
         ({"markov_rank": None}, "config.json has None as markov_rank"),
         ({"draft_vocab_size": 99}, "config.json says draft_vocab_size 99, but d2t has 100 rows"),
@@ -208,6 +264,9 @@ def test_files_of_other_projects(tmp_path: Path) -> None:
     inner = {"mask_token_id": 9, "target_layer_ids": [1, 2, 4], "causal_head": True}
     rewrite(tmp_path / "jetspec", dflash_config=inner)
     assert DFLASH.load(tmp_path / "jetspec", base).config.causal, "as JetSpec's own files say it"
+    (tmp_path / "jetspec" / "mask_embedding.pt").touch()
+    with pytest.raises(UserError, match=r"an embedding of its own for mask tokens \(mask_embedding.pt\)"):
+        DFLASH.load(tmp_path / "jetspec", base)
 
 
 def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
