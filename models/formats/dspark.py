@@ -265,7 +265,7 @@ class DFlashFormat(_BlockFormat):
     engines: ClassVar[tuple[Engine, ...]] = (
         Engine(
             "vLLM",
-            "0.32.0 loads it (its source; not run)",
+            "0.32.0 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)",
             current=True,
             serve=VLLM_SERVES.format(method="dflash"),
         ),

@@ -55,7 +55,7 @@ INNER = {
 MASK = "tokenizer.ggml.mask_token_id"
 LLAMACPP = Engine(
     "llama.cpp",
-    "build 11549 loads it as draft-dspark, or draft-dflash without a Markov head",
+    "build 11549 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)",
     current=True,
     serve="llama-server -m {folder}/base.gguf -md {folder}/head.gguf --spec-draft-n-max {drafts}",
 )
