@@ -19,7 +19,7 @@ from drafthead.eval.lossless.export_check import ExportCheck, check_export, trai
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.trees.texts import base_answers, read_texts
 from drafthead.models.base.config import DTYPES, BaseConfig
-from drafthead.models.formats import FORMATS, format_named
+from drafthead.models.formats import format_named, listed
 from drafthead.models.formats.contract import Format, published_name
 from drafthead.models.formats.gguf.dspark import DSparkGgufFormat
 from drafthead.models.formats.gguf.eagle3 import BASE_FILE, GgufFormat
@@ -74,7 +74,7 @@ class ExportConfig:
             raise ValueError(f"base_gguf goes with to={GgufFormat.name} or {DSparkGgufFormat.name}, got to={self.to}")
 
 
-@command("export", ExportConfig, USAGE.format(formats=", ".join(FORMATS)))
+@command("export", ExportConfig, USAGE.format(formats=listed(20)))
 def main(config: ExportConfig) -> None:
     """Write the head, read it back, and keep it only if it drafts like the head."""
     target = format_named(config.to)

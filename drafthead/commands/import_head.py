@@ -12,7 +12,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
-from drafthead.models.formats import FORMATS, format_named, recognise
+from drafthead.models.formats import format_named, listed, recognise
 from drafthead.models.formats.checkpoint import CONFIG, contents
 from drafthead.models.formats.contract import BASE_NAME, published_name
 from drafthead.models.heads.common.files import read_trees, resolve_folder
@@ -52,7 +52,7 @@ class ImportConfig:
 
 
 # `from` is a keyword of Python, so the field has another name.
-@command("import", ImportConfig, USAGE.format(formats=", ".join(FORMATS)), spelled={"from": "source"})
+@command("import", ImportConfig, USAGE.format(formats=listed(17)), spelled={"from": "source"})
 def main(config: ImportConfig) -> None:
     """Read the published head, attach it to the base, and save it as one of ours."""
     folder = _published_folder(config.source, config.revision)

@@ -1,5 +1,6 @@
 """Published formats of draft heads, by the name that ``drafthead export to=NAME`` takes."""
 
+from textwrap import wrap
 from typing import Any
 
 from drafthead.data.utils.errors import UserError
@@ -20,6 +21,11 @@ _ALL = (
     *(DSparkFormat, DFlashFormat, DSparkGgufFormat),
 )
 FORMATS: dict[str, Format] = {found.name: found() for found in _ALL}
+
+
+def listed(indent: int) -> str:
+    """All names, wrapped for a usage text whose further lines are indented."""
+    return f"\n{' ' * indent}".join(wrap(", ".join(FORMATS), 100))
 
 
 def format_named(name: str) -> Format:

@@ -157,7 +157,11 @@ def test_the_check_names_every_failure(tiny_base: TinyBase) -> None:
     ("command", "arguments", "says"),
     [
         ("export", ["head=x", "to=onnx", "out=y"], "unknown format 'onnx'"),
-        ("export", ["head=x", "to=eagle3", "out=y", "base_gguf=f16"], "base_gguf goes with to=gguf, got to=eagle3"),
+        (
+            "export",
+            ["head=x", "to=eagle3", "out=y", "base_gguf=f16"],
+            "base_gguf goes with to=gguf or gguf_dspark, got to=eagle3",
+        ),
         ("export", ["head=x", "to=medusa", "out=y", "vocabulary=all"], "vocabulary must be one of own, full"),
         ("export", ["head=x", "to=medusa"], "out"),
         ("export", ["head=x", "to=medusa", "out=y", "dtype=int8"], "dtype must be one of auto, float32"),
