@@ -150,7 +150,7 @@ class VllmMedusaFormat(MedusaFormat):
     engines = (
         Engine(
             "vLLM",
-            f"{VLLM} served an earlier export, accepting what drafthead's engine accepts (run on a CPU, 21 November "
+            f"{VLLM} serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November "
             "2026); later versions: not run, and 0.33.0 was reported without it",
             current=True,
             serve="vllm serve {base} --speculative-config "
