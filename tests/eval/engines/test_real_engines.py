@@ -62,9 +62,18 @@ def eagle() -> Eagle3Head:
 
 @cache
 def block(markov_rank: int) -> DSparkHead:
-    """One layer that drafts blocks of three: DSpark with a Markov head, or DFlash."""
+    """One layer that drafts blocks of three: DSpark with a Markov head, or DFlash.
+
+    llama.cpp runs a shorter block where fewer tokens are wanted. A causal one drafts the same then.
+    """
     dspark = bool(markov_rank)
-    settings = {"num_layers": 1, "layers": [4, 12, 20], "anchor_predicts": dspark, "confidence": dspark}
+    settings = {
+        "causal": dspark,
+        "num_layers": 1,
+        "layers": [4, 12, 20],
+        "anchor_predicts": dspark,
+        "confidence": dspark,
+    }
     config = DSparkConfig(num_draft_tokens=3, markov_rank=markov_rank, draft_vocab_size=1024, **settings)  # type: ignore[arg-type]
     return fitted(config.build(base(), draft_ids()), rows_of(answers()), 60, lr=2e-3)
 
