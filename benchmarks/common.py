@@ -100,14 +100,16 @@ def generated(model: Any, prompts: Sequence[list[int]], new: int, eos: int | Non
 def draw_lines(rows: Sequence[dict[str, Any]], line: str, x: str, y: str, xlabel: str, ylabel: str, path: Path) -> None:
     """``y`` over ``x``, which grows by factors; a line for every value of ``line``."""
     figure, axes = new_axes(height=3.4)
-    for name in dict.fromkeys(row[line] for row in rows):
+    names = list(dict.fromkeys(row[line] for row in rows))
+    for name in names:
         own = [row for row in rows if row[line] == name]
         axes.plot([row[x] for row in own], [row[y] for row in own], marker="o", label=short_name(name))
     axes.set_xscale("log", base=2)
     ticks = list(dict.fromkeys(row[x] for row in rows))
     axes.set_xticks(ticks, ticks)
     axes.set(xlabel=xlabel, ylabel=ylabel)
-    axes.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    columns = 2 if max(len(short_name(name)) for name in names) <= 22 else 1  # longer ones do not fit side by side
+    axes.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns)
     save_png(figure, path)
 
 
