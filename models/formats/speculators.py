@@ -1,8 +1,9 @@
 """EAGLE-3 in the layout of vLLM's ``speculators`` library: one folder that ``vllm serve FOLDER`` serves by itself.
 
 The tensors are those of to=eagle3. The config names the base ("verifier") and the number of drafts, so that vLLM loads
-both. Aux ids stand at the top level, counted as vLLM counts them; ``norm_before_residual`` is said, as its default is
-true there. vLLM passes ``norm_before_fc`` and ``norm_output`` on from the top level.
+both. There is no ``model_type``: vLLM 0.32.0 would look for a model of that name. Aux ids stand at the top level, counted
+as vLLM counts them; ``norm_before_residual`` is said, as its default is true there. vLLM passes ``norm_before_fc`` and
+``norm_output`` on from the top level.
 """
 
 from pathlib import Path
@@ -28,7 +29,7 @@ class SpeculatorsFormat(Eagle3Format):
     engines = (
         Engine(
             "vLLM",
-            "0.32.0 reads the folder by itself, with the base that it names (its source; not run)",
+            "0.32.0 serves the folder by itself, with the base that it names (run on a CPU, 22 November 2026)",
             current=True,
             serve="vllm serve {folder}",
         ),
@@ -46,7 +47,6 @@ class SpeculatorsFormat(Eagle3Format):
             **{key: found[key] for key in own},
             "architectures": ["Eagle3Speculator"],
             TYPE: "eagle3",
-            "model_type": "speculator_model",
             LAYER: layer,
             METHODS: {
                 "algorithm": "eagle3",

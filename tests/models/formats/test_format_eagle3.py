@@ -61,6 +61,7 @@ def speculators_engine(folder: Path, base: BaseModel) -> Tensor:
     """As vLLM does: the layer's keys, then what its updater copies from the top level, then to=eagle3's loader."""
     config = json.loads((folder / "config.json").read_text())
     methods = config["speculators_config"]
+    assert "model_type" not in config  # vLLM asks transformers for a model of that name
     assert methods["proposal_methods"][0]["speculative_tokens"] == 2
     assert methods["verifier"]["name_or_path"] == base.name
     layer = config["transformer_layer_config"]
