@@ -12,6 +12,7 @@ Whole answers beside those of other methods: `drafthead eval head=DIR baselines=
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -66,11 +67,12 @@ def measure_steps(
             times[name] += [step.total_s for step in way().steps[WARM:]]
         on_progress(number + 1, rounds)
     tables = [costs.draft_by_depth or [] for costs in found]
-    costs = CostModel(
+    costs = replace(
+        found[0],
         verify={n: median(costs.verify[n] for costs in found) for n in found[0].verify},
         draft=median(costs.draft for costs in found),
         overhead=median(costs.overhead for costs in found),
-        context=found[0].context,
+        plain_overhead=median(costs.plain_overhead or 0.0 for costs in found),
         draft_by_depth=[median(depth) for depth in zip(*tables, strict=True)] or None,
     )
     one = {"verify_s": costs.verify[1]} | {name: median(seconds) for name, seconds in times.items()}

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import mean, median
 from time import perf_counter
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -15,10 +15,13 @@ from drafthead.models.decoding.contract import DraftConfig, Drafter
 from drafthead.models.decoding.growth import EarlyExit, StepwiseDrafter
 from drafthead.models.decoding.loop import EXACT, GREEDY, decode_batch
 from drafthead.models.decoding.step import DecodeConfig, DecodeState
+from drafthead.models.decoding.step_log import StepRecord
 from drafthead.models.token_tree import TokenTree
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 """Tree sizes measured, root included; others are interpolated."""
+ANSWERS = 3
+"""Prompts that are answered without drafts, too."""
 DEEPEST = 8
 """Levels of drafting that are timed; deeper ones are extrapolated."""
 
@@ -32,7 +35,7 @@ class CostModel:
     draft: float
     """c: drafting a tree over all positions."""
     overhead: float
-    """o: everything else in a step."""
+    """o: everything else in a step that drafts."""
     context: int
     """Tokens already in the cache."""
     prefill: float = 0.0
@@ -40,6 +43,10 @@ class CostModel:
     draft_by_depth: list[float] | None = None
     """Seconds to draft a chain d deep, at index d; None: ``draft`` whatever the depth, as for heads that draft all
     positions in one pass."""
+    plain_overhead: float | None = None
+    """The same of a step of autoregressive decoding; None: as ``overhead``."""
+    draft_prefill: float = 0.0
+    """What the drafter adds to ``prefill``."""
 
     def verify_at(self, nodes: float) -> float:
         """v(n), linear between measured sizes and in proportion after the last; ``nodes`` may be a mean."""
@@ -61,7 +68,9 @@ class CostModel:
 
     def step(self, nodes: float, depth: int) -> float:
         """Seconds of a whole step with a tree of that size (root included) and depth; depth 0 drafts nothing."""
-        return self.verify_at(nodes) + self.overhead + self.draft_at(depth)
+        plain = depth == 0 and self.plain_overhead is not None
+        overhead = self.plain_overhead if plain else self.overhead
+        return self.verify_at(nodes) + cast(float, overhead) + self.draft_at(depth)
 
     def speedup(self, tokens: float, nodes: float, depth: int) -> float:
         """Expected speedup over autoregressive decoding of steps that commit ``tokens`` with such a tree."""
@@ -72,8 +81,9 @@ class CostModel:
         autoregressive, speculative = (
             length * seconds for seconds in (self.step(1, 0), self.step(nodes, depth) / tokens)
         )
-        prefill = self.prefill * prompt / self.context
-        return (prefill + autoregressive) / (prefill + speculative)
+        share = prompt / self.context
+        prefill, drafter = self.prefill * share, self.draft_prefill * share
+        return (prefill + autoregressive) / (prefill + drafter + speculative)
 
     def to_json(self) -> dict[str, object]:
         """Plain values, for ``eval.json`` and ``from_json``."""
@@ -127,25 +137,38 @@ def measure_costs(
     times: dict[tuple[str, int], list[float]] = {part: [] for part in parts}
     for repeat in range(repeats + 2):
         for part, work in parts.items():
+            if part[0] in ("draft", "tree"):
+                parts["verify", 1]()  # as in a step, which leaves no weights of the drafter in the CPU's caches
             seconds = _timed(base, work)
             if repeat >= 2:
                 times[part].append(seconds)
     new = min(24, base.max_context - max([context, *map(len, prompts)]))
-    batches = [[prompt] * rows for prompt in prompts or [ids[0].tolist()]]
-    answers = [
-        decode_batch(base, drafter, batch, max_new_tokens=new, draft_config=whole, ignore_eos=True)[0].steps
-        for batch in batches
-    ]
-    steps = [step for answer in answers for step in answer[:-1] or answer]  # the last may have no room for drafts
+    batches = [[prompt] * rows for prompt in prompts or [ids[0].tolist()] * ANSWERS]
+    answers, plain = [], []
+    for number, batch in enumerate(batches):
+        answers.append(decode_batch(base, drafter, batch, max_new_tokens=new, draft_config=whole, ignore_eos=True)[0])
+        if number < ANSWERS:
+            plain.append(decode_batch(base, None, batch, max_new_tokens=new, ignore_eos=True)[0])
+    steps = [step for answer in answers for step in answer.steps[:-1] or answer.steps]  # the last may have no drafts
     on_text = bool(prompts) and not depths
+    read_more = [
+        (with_drafts.prefill_s - without.prefill_s) * context / len(batch[0])
+        for with_drafts, without, batch in zip(answers, plain, batches, strict=False)
+    ]
     return CostModel(
         verify=dict(zip(sizes, _increasing([median(times["verify", n]) for n in sizes]), strict=True)),
         draft=mean(step.draft_s for step in steps) if on_text else median(times["tree", 0]),
-        overhead=median(step.total_s - step.draft_s - step.verify_s for step in steps),
+        overhead=_overhead(steps),
+        plain_overhead=_overhead([step for answer in plain for step in answer.steps]),
         context=context,
         prefill=median(times["prefill", 0]),
+        draft_prefill=max(0.0, median(read_more)),
         draft_by_depth=[0.0, *(median(times["draft", d]) for d in depths)] if depths else None,
     )
+
+
+def _overhead(steps: Sequence[StepRecord]) -> float:
+    return median(step.total_s - step.draft_s - step.verify_s for step in steps)
 
 
 def _increasing(values: Sequence[float]) -> list[float]:

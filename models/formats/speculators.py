@@ -1,8 +1,8 @@
 """EAGLE-3 in the layout of vLLM's ``speculators`` library: one folder that ``vllm serve FOLDER`` serves by itself.
 
 The tensors are those of to=eagle3. The config names the base ("verifier") and the number of drafts, so that vLLM loads
-both. There is no ``model_type``: vLLM 0.32.0 would look for a model of that name. Aux ids stand at the top level, counted
-as vLLM counts them; ``norm_before_residual`` is said, as its default is true there. vLLM passes ``norm_before_fc`` and
+both. There is no ``model_type``: vLLM 0.32.0 would look for a model of that name. Aux ids stand at the top level, as
+vLLM counts them; ``norm_before_residual`` is said, as its default is true there. vLLM passes ``norm_before_fc`` and
 ``norm_output`` on from the top level.
 """
 

@@ -169,3 +169,11 @@ def test_prompts_are_read_at_no_gain() -> None:
     assert costs.speedup(2.0, 4, 3) == pytest.approx(2.0)
     assert costs.answer_speedup(2.0, 4, 3, length=50, prompt=200) == pytest.approx((0.5 + 0.5) / (0.5 + 0.25))
     assert costs.answer_speedup(2.0, 4, 3, length=50, prompt=100) == pytest.approx((0.25 + 0.5) / (0.25 + 0.25))
+    slow = replace(costs, draft_prefill=0.1)
+    assert slow.answer_speedup(2.0, 4, 3, length=50, prompt=200) == pytest.approx((0.5 + 0.5) / (0.6 + 0.25))
+
+
+def test_plain_steps_have_an_overhead_of_their_own() -> None:
+    costs = CostModel(verify={1: 0.01, 8: 0.01}, draft=0.0, overhead=0.01, plain_overhead=0.002, context=200)
+    assert (costs.step(1, 0), costs.step(4, 3)) == pytest.approx((0.012, 0.02))
+    assert costs.speedup(2.0, 4, 3) == pytest.approx(2 * 0.012 / 0.02)
