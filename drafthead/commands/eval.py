@@ -7,6 +7,7 @@ from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json_lines, write_atomic
 from drafthead.eval.config import EvalRunConfig
+from drafthead.eval.engines.served import check_engines
 from drafthead.eval.evaluate import development_prompts, evaluate
 from drafthead.eval.metrics.served import engine_failures
 from drafthead.eval.prompts.suites import load_suite, suite_label
@@ -73,6 +74,8 @@ def main(config: EvalRunConfig) -> None:
     with display.stage(f"head {config.head}"):
         base, drafter, draft_config = _load(config)
     config.rule.check(draft_config)
+    if config.engines:
+        check_engines(drafter, config)
     default = Path(config.head).parent if Path(config.head).is_dir() else Path("outputs") / suite_label(config.head)
     folder = Path(config.out) if config.out else default / f"eval-{suite_label(config.suite)}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -75,18 +75,9 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
     if not config.engines:
         yield found
         return
-    if not isinstance(drafter, DraftHead):
-        raise UserError("engines=[...] serves a head: name one with head=FOLDER, without combine=")
-    head = drafter
+    head, formats = check_engines(drafter, config)
     settings = config.engine
-    found.drafts = settings.drafts or min(head.config.trained_positions, head.depth)
-    check_drafts(head, found.drafts)
-    formats = {name: format_for(name, head) for name in config.engines}
-    if "vllm" in formats and formats["vllm"].name == "dspark" and not (settings.vllm.url or torch.cuda.is_available()):
-        raise UserError(
-            "vLLM drafts with DSpark heads on GPUs only; on a CPU take llamacpp, or train a DFlash head: "
-            "head.markov_rank=0 head.confidence=false head.anchor_predicts=false"
-        )
+    found.drafts = _chain(head, config)
     found.chain = f"chain:{found.drafts}"
     with ExitStack() as stack:
         try:
@@ -152,6 +143,41 @@ def method_of(target: Format, head: DraftHead) -> str:
     return "medusa" if target.name == "vllm_medusa" else "eagle3"
 
 
+def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict[str, Format]]:
+    """What of ``config.engines`` can be told before anything is started, and the format that each reads."""
+    if not isinstance(drafter, DraftHead):
+        raise UserError("engines=[...] serves a head: name one with head=FOLDER, without combine=")
+    settings = config.engine
+    check_drafts(drafter, _chain(drafter, config))
+    formats = {name: format_for(name, drafter) for name in config.engines}
+    if "vllm" in formats and formats["vllm"].name == "dspark" and not (settings.vllm.url or torch.cuda.is_available()):
+        raise UserError(
+            "vLLM drafts with DSpark heads on GPUs only; on a CPU take llamacpp, or train a DFlash head: "
+            "head.markov_rank=0 head.confidence=false head.anchor_predicts=false"
+        )
+    if "sglang" in formats and not settings.sglang.url:
+        raise UserError("SGLang is not started here: start it and say engine.sglang.url=http://...")
+    if "vllm" in formats and not settings.vllm.url:
+        vllm_python(settings.vllm)
+    return drafter, formats
+
+
+def _chain(head: DraftHead, config: EvalConfig) -> int:
+    """How many drafts the engines make."""
+    return config.engine.drafts or min(head.config.trained_positions, head.depth)
+
+
+def vllm_python(own: EngineConfig) -> str:
+    """The interpreter that has vLLM."""
+    python = own.python or str(environment() / "bin" / "python")
+    if not Path(python).exists():
+        raise UserError(
+            f"vLLM is absent: there is no {python}; `drafthead engines install=vllm` makes it ({VLLM_SIZE}), or "
+            "name an interpreter that has vLLM with engine.vllm.python=PATH, or a server with engine.vllm.url="
+        )
+    return python
+
+
 def check_drafts(head: DraftHead, drafts: int) -> None:
     """Refuse a chain that is longer than the head's, or a block that is shorter than it was trained."""
     if drafts > head.depth:
@@ -206,8 +232,6 @@ class EngineStart:
         kind, timeout, own = SERVERS[self.name], self.settings.answer_timeout_s, self.own
         if own.url or self.name == "sglang":
             if not (url := own.plain_url if plain else own.url):
-                if not plain:
-                    raise UserError("SGLang is not started here: start it and say engine.sglang.url=http://...")
                 return None
             found = kind(url, self.base.eos_ids, timeout)
             if not found.is_ready():
@@ -224,12 +248,7 @@ class EngineStart:
         return found
 
     def _vllm(self, plain: bool) -> tuple[EngineProcess, str]:
-        python = self.own.python or str(environment() / "bin" / "python")
-        if not Path(python).exists():
-            raise EngineError(
-                f"vLLM is absent: there is no {python}; `drafthead engines install=vllm` makes it ({VLLM_SIZE}), or "
-                "name an interpreter that has vLLM with engine.vllm.python=PATH, or a server with engine.vllm.url="
-            )
+        python = vllm_python(self.own)
         port, folder = free_port(), base_folder(self.base)
         dtype = str(self.base.dtype).removeprefix("torch.")
         arguments = ["vllm", str(port), "--model", folder, "--dtype", dtype, "--enforce-eager", "--max-num-seqs", "1"]

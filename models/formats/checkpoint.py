@@ -33,7 +33,14 @@ class PublishedCheckpoint:
         config = read_json(safe_join(folder, CONFIG))
         if not isinstance(config, dict):
             raise UserError(f"{folder}/{CONFIG} holds a {type(config).__name__}, expected an object; copy it again")
-        return cls(config=config, tensors=_read_tensors(folder, weights_file), source=str(folder))
+        tensors = _read_tensors(folder, weights_file)
+        for name, tensor in tensors.items():
+            if tensor.ndim > 1 and not tensor.is_floating_point():
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                raise UserError(f"{folder} has {name} as {dtype}, expected numbers in floating point; copy it again")
+            if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+                raise UserError(f"{folder} has numbers in {name} that are not finite; copy it again")
+        return cls(config=config, tensors=tensors, source=str(folder))
 
     def write(self, folder: Path, weights_file: str, dtype: torch.dtype | None) -> None:
         """Write ``config.json`` and the tensors, floating-point ones as ``dtype`` (None: as they are).
@@ -47,6 +54,7 @@ class PublishedCheckpoint:
         require_space(folder, sum(t.nbytes for t in tensors.values()) + (1 << 20), "the export")
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / weights_file, metadata={"format": "pt"})
+        (folder / weights_file).chmod(0o644)  # safetensors leaves it to the owner, and a server may be another user
         write_json(folder / CONFIG, self.config)
 
     def integer(self, key: str) -> int:

@@ -1,13 +1,14 @@
 """EAGLE-3's published layouts, of its authors and of speculators, against plain loaders that read the folder alone."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
@@ -202,3 +203,21 @@ def test_a_config_that_would_draft_wrongly_is_refused(
     tiny_base: TinyBase, tmp_path: Path, config: dict[str, Any], says: str
 ) -> None:
     check_refused(EAGLE, eagle(tiny_base(), torch.arange(50)), tmp_path, config, says)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda weight: weight.fill_(torch.nan), "has numbers in fc.weight that are not finite"),
+        (lambda weight: weight.to(torch.int8), "has fc.weight as int8, expected numbers in floating point"),
+    ],
+)
+def test_damaged_weights_are_refused_before_they_are_imported(
+    tmp_path: Path, damage: Callable[[Tensor], Tensor], said: str
+) -> None:
+    EAGLE.export(eagle(deep_base(), None), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o444 == 0o444  # a server may be another user
+    save_file({**weights, "fc.weight": damage(weights["fc.weight"].clone())}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=said):
+        EAGLE.read(tmp_path, {})
