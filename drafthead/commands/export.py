@@ -112,6 +112,8 @@ def main(config: ExportConfig) -> None:
     for engine in target.engines_for(head):
         display.line(f"   {engine.name}: {engine.support}")
         if line := engine.command(named, str(config.out), min(head.depth, head.config.trained_positions)):
+            if config.base_gguf is None and BASE_FILE in line:
+                line = line.replace(f"{config.out}/{BASE_FILE}", "BASE.gguf") + f"   (base_gguf=f16 writes {BASE_FILE})"
             display.line(f"      {line}")
 
 
