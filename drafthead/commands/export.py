@@ -25,8 +25,8 @@ from drafthead.models.formats.gguf.dspark import DSparkGgufFormat
 from drafthead.models.formats.gguf.eagle3 import BASE_FILE, GgufFormat
 from drafthead.models.formats.gguf.files import check_base, write_base
 from drafthead.models.formats.medusa import can_widen, over_full_vocabulary
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.files import write_trees
+from drafthead.models.heads.common.contract import DraftHead, config_class
+from drafthead.models.heads.common.files import read_head_config, resolve_folder, write_trees
 from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.heads.medusa import MedusaHead
 
@@ -83,6 +83,7 @@ def main(config: ExportConfig) -> None:
     texts = read_texts(Path(config.texts)) if config.texts else []
     display = Display()
     with new_folder(Path(config.out)) as folder:
+        target.require_type(config_class(read_head_config(resolve_folder(config.head))["head_type"]))
         with display.stage(f"head {config.head}"):
             base, head = load_base_and_head(config.head, config.base)
         if config.base_gguf is not None:

@@ -9,11 +9,10 @@ from omegaconf import MISSING
 from drafthead.commands.settings import command, new_folder
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.formats import format_named, listed, recognise
-from drafthead.models.formats.checkpoint import CONFIG, contents
+from drafthead.models.formats.checkpoint import CONFIG, contents, read_config
 from drafthead.models.formats.contract import BASE_NAME, published_name
 from drafthead.models.heads.common.files import read_trees, resolve_folder
 from drafthead.models.heads.common.loading import default_device
@@ -95,10 +94,10 @@ def _published_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder} holds no published head: it has no {CONFIG} ({contents(folder)}); name the folder that has it"
         )
-    content = read_json(folder / CONFIG)
-    if isinstance(content, dict) and set(OURS) <= set(content):
+    content = read_config(folder)
+    if set(OURS) <= set(content):
         raise UserError(
             f"{folder} is a drafthead head already; use it directly, as in `drafthead eval head={folder}`, or publish "
             f"it with `drafthead export head={folder} to=FORMAT out=DIR`"
         )
-    return content if isinstance(content, dict) else {}
+    return content

@@ -93,6 +93,11 @@ def _settings(arguments: list[str], wanted: type[Any], spelled: dict[str, str], 
                 key = f"++{key}"  # free keys, which Hydra takes only as additions
             found.append(f"{key}{equals}{_quoted(value)}" if equals else argument)
     found += [f"{words}={_quoted(' '.join(text), always=True)}"] if text else []
+    given = {setting.lstrip("+~").split("=")[0] for setting in found}
+    typed = {field: name for name, field in (spelled or {}).items()}
+    missing = [typed.get(f.name, f.name) for f in fields(wanted) if f.default is MISSING and f.name not in given]
+    if missing and not options:
+        raise UserError(f"missing: {' '.join(f'{name}=...' for name in missing)}; see --help for what to write there")
     return found + options
 
 

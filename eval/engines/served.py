@@ -106,7 +106,7 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
 
 def format_for(engine: str, head: DraftHead) -> Format:
     """The format of ``head`` that an engine loads; refused where there is none, with the reasons."""
-    fitting = [FORMATS[name] for name in READS[engine] if isinstance(head, FORMATS[name].head)]
+    fitting = [FORMATS[name] for name in READS[engine] if isinstance(head.config, FORMATS[name].head_config)]
     if not fitting:
         raise UserError(f"{engine} serves no {type(head).__name__}; it is given {' or '.join(READS[engine])}")
     refused = {}

@@ -30,9 +30,7 @@ class PublishedCheckpoint:
     @classmethod
     def read(cls, folder: Path, weights_file: str) -> "PublishedCheckpoint":
         """Read a published folder; weights may be sharded (``WEIGHTS.index.json``)."""
-        config = read_json(safe_join(folder, CONFIG))
-        if not isinstance(config, dict):
-            raise UserError(f"{folder}/{CONFIG} holds a {type(config).__name__}, expected an object; copy it again")
+        config = read_config(folder)
         tensors = _read_tensors(folder, weights_file)
         for name, tensor in tensors.items():
             if tensor.ndim > 1 and not tensor.is_floating_point():
@@ -104,6 +102,14 @@ def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
         except (OSError, SafetensorError) as error:
             raise UserError(f"{folder / name} cannot be read ({one_line(error)}); copy it again") from None
     return tensors
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` of a published folder."""
+    config = read_json(safe_join(folder, CONFIG))
+    if not isinstance(config, dict):
+        raise UserError(f"{folder}/{CONFIG} holds a {type(config).__name__}, expected an object; copy it again")
+    return config
 
 
 def contents(folder: Path) -> str:

@@ -55,7 +55,6 @@ class Format(ABC):
     title: ClassVar[str]
     """What people call it."""
     weights_file: ClassVar[str] = "model.safetensors"
-    head: ClassVar[type[DraftHead]]
     head_config: ClassVar[type[DraftHeadConfig]]
     engines: ClassVar[tuple[Engine, ...]]
     required: ClassVar[Mapping[str, str]] = {}
@@ -144,8 +143,7 @@ class Format(ABC):
 
     def checkpoint(self, head: DraftHead, dtype: torch.dtype | None, base_name: str | None) -> PublishedCheckpoint:
         """What is published of ``head``; refused, with all reasons, where the format cannot say it."""
-        if not isinstance(head, self.head):
-            self._refuse_class(head)
+        self.require_type(type(head.config))
         found = [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]
         if found:
             listed = "; ".join(f"{what} ({instead})" for what, instead in found)
@@ -183,8 +181,8 @@ class Format(ABC):
         try:
             settings = self.head_config(**self.settings(checkpoint))
             head = settings.build(base, self.vocabulary(checkpoint))
-        except UserError:
-            raise
+        except UserError as error:
+            raise UserError(f"{'' if checkpoint.source in str(error) else f'{checkpoint.source}: '}{error}") from None
         except (ValueError, TypeError) as error:
             raise UserError(f"{checkpoint.source} holds a head that drafthead does not have: {error}") from None
         self.require_same(checkpoint, head)
@@ -213,12 +211,16 @@ class Format(ABC):
                 "was trained for; or its config.json and weights belong to different heads"
             )
 
-    def _refuse_class(self, head: DraftHead) -> None:
+    def require_type(self, config: type[DraftHeadConfig]) -> None:
+        """Refuse heads of another type, which their settings tell before anything is loaded."""
         from drafthead.models.formats import FORMATS
 
-        fitting = " or ".join(f"to={found.name}" for found in FORMATS.values() if isinstance(head, found.head))
+        if issubclass(config, self.head_config):
+            return
+        fitting = " or ".join(f"to={found.name}" for found in FORMATS.values() if issubclass(config, found.head_config))
+        wanted, given = (kind.__module__.rpartition(".")[2] for kind in (self.head_config, config))
         raise UserError(
-            f"the format {self.name} holds heads of the class {self.head.__name__}, this is a {type(head).__name__}: "
+            f"the format {self.name} holds heads of the type {wanted}, this is one of the type {given}: "
             + (f"export it {fitting}" if fitting else "no published format holds it; use the head folder itself")
         )
 

@@ -58,7 +58,7 @@ VLLM_SERVES = (
 class _BlockFormat(Format):
     """What both layouts share."""
 
-    head, head_config = DSparkHead, DSparkConfig
+    head_config = DSparkConfig
     engines: ClassVar[tuple[Engine, ...]]
     architecture: ClassVar[str]
     other_keys = LAYER_KEYS | {

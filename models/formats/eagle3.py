@@ -55,7 +55,7 @@ class Eagle3Format(Format):
 
     name = "eagle3"
     title = "EAGLE-3 (LlamaForCausalLMEagle3)"
-    head, head_config = Eagle3Head, Eagle3Config
+    head_config = Eagle3Config
     engines: ClassVar[tuple[Engine, ...]] = (
         VLLM,
         SGLANG,
@@ -160,7 +160,11 @@ class Eagle3Format(Format):
             ids = target_ids(tensors["d2t"])
             marks[ids[(ids >= 0) & (ids < len(marks))]] = True
             tensors["t2d"] = marks
-        return checkpoint.updated(config=config, tensors=tensors)
+        checkpoint = checkpoint.updated(config=config, tensors=tensors)
+        if self._layers(checkpoint) is None:
+            note = "its config.json names no layers: taken for 2, L // 2 and L - 3, as published; or say config.layers"
+            checkpoint = checkpoint.updated(note)
+        return checkpoint
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         config, default = checkpoint.config, Eagle3Config()

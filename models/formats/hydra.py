@@ -33,7 +33,7 @@ class HydraFormat(Format):
     name = "hydra"
     title = "Hydra and Hydra++"
     weights_file = "hydra_lm_head.safetensors"
-    head, head_config = HydraHead, HydraConfig
+    head_config = HydraConfig
     engines = (
         Engine("the authors' code", "its loader reads hydra_lm_head.pt: save these tensors there with torch.save"),
         Engine("vLLM", "never"),

@@ -19,7 +19,7 @@ class KangarooFormat(Format):
 
     name = "kangaroo"
     title = "Kangaroo adapter"
-    head, head_config = KangarooHead, KangarooConfig
+    head_config = KangarooConfig
     engines = (
         Engine("the authors' code", "its loader reads pytorch_model.bin: save these tensors there with torch.save"),
         Engine("vLLM", "never"),

@@ -43,7 +43,7 @@ class MedusaFormat(Format):
     name = "medusa"
     title = "Medusa (FasterDecoding)"
     weights_file = "medusa_lm_head.safetensors"
-    head, head_config = MedusaHead, MedusaConfig
+    head_config = MedusaConfig
     engines: ClassVar[tuple[Engine, ...]] = (
         FASTER_DECODING,
         Engine("TGI", "in maintenance; loads the stricter to=tgi_medusa"),

@@ -29,7 +29,7 @@ class MLPSpeculatorFormat(Format):
 
     name = "mlp_speculator"
     title = "MLPSpeculator (IBM)"
-    head, head_config = MLPSpeculatorHead, MLPSpeculatorConfig
+    head_config = MLPSpeculatorConfig
     engines = (
         Engine(
             "vLLM",

@@ -171,7 +171,7 @@ def formats(head: DraftHead) -> tuple[list[tuple[str, str, str]], bool]:
     """
     rows, is_loaded = [], False
     for found in FORMATS.values():
-        if isinstance(head, found.head):
+        if isinstance(head.config, found.head_config):
             current = [f"{engine.name} ({engine.support})" for engine in found.engines_for(head) if engine.current]
             reasons = "; ".join(what for what, _ in [*found.unsupported(head), *unsupported_adapter(head)])
             engines = "; ".join(current).replace("|", "\\|") or "none"

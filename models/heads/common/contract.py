@@ -129,6 +129,8 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         ids = torch.arange(base.vocab_size, device="cpu") if d2t is None else d2t.to(torch.int64)
         if len(ids) == 0 or int(ids.max()) >= base.vocab_size or int(ids.min()) < 0:
             raise UserError(f"the draft vocabulary must hold ids in [0, {base.vocab_size}), got {ids.tolist()[:4]}...")
+        if (equal := len(ids) - len(set(ids.tolist()))) > 0:
+            raise UserError(f"the draft vocabulary must hold {len(ids)} different ids, and {equal} are there before")
         self.d2t: Tensor
         self.register_buffer("d2t", ids.to(base.device))
         t2d = torch.full((base.vocab_size,), -1, dtype=torch.int64, device="cpu")

@@ -274,6 +274,6 @@ def test_more_heads_that_a_format_cannot_hold(tiny_base: TinyBase, tmp_path: Pat
             form.export(head, tmp_path)
     with pytest.raises(
         UserError,
-        match="medusa holds heads of the class MedusaHead, this is a MLPSpeculatorHead: export it to=mlp_",
+        match="medusa holds heads of the type medusa, this is one of the type mlp_speculator: export it to=mlp_",
     ):
         FORMATS["medusa"].export(head, tmp_path)
