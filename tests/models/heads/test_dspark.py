@@ -14,7 +14,7 @@ from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, spread_layers
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, assert_parity, random_ids, randomised, row_of, rows_of
+from support import TinyBase, assert_parity, random_ids, randomised, row_of
 
 VARIANTS = {
     "dspark": {},
@@ -217,29 +217,6 @@ def test_paths_have_distributions_of_their_own(tiny_base: TinyBase) -> None:
         assert DraftSampling.TOP_K is dynamic.draft_sampling
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"layers": []}, "head.layers must name at least one layer"),
-        ({"reads_state": True}, "head.copy_layers excludes head.reads_state"),
-        ({"intermediate_size": 8}, "head.copy_layers excludes head.intermediate_size"),
-    ],
-)
-def test_settings_that_exclude_each_other(settings: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        DSparkConfig(**settings)  # type: ignore[arg-type]
-
-
-def test_rows_of_several_texts(tiny_base: TinyBase) -> None:
-    """A row's loss does not depend on the rows beside it."""
-    base = tiny_base()
-    head, texts = new_head(base), [random_ids(20), random_ids(9, 1)]
-    both = rows_of(texts)
-    alone = [rows_of([text]) for text in texts]
-    losses = [head.loss(b, base.hidden_states(b, head.spec), LossConfig()).loss_sum.item() for b in (both, *alone)]
-    assert losses[0] == pytest.approx(losses[1] + losses[2], rel=1e-5)
-
-
 def test_dpace_weighs_by_how_far_drafts_get(tiny_base: TinyBase) -> None:
     """Of every place, explicitly: w_j is the mean over m of q_1 .. q_m for m >= j, with each q_i at least a half."""
     base, documents = tiny_base(), [random_ids(9), random_ids(6, 1)]
@@ -272,10 +249,3 @@ def test_dpace_weighs_by_how_far_drafts_get(tiny_base: TinyBase) -> None:
     wanted = head.loss(batch, base_hidden, LossConfig(depth_weights=[1.0] * 4))
     assert float(wanted.loss_sum.detach()) == pytest.approx(unweighted, rel=1e-4)
     assert torch.equal(out.sums, wanted.sums), "metrics are not weighted"
-
-
-def test_decay_is_a_number_or_dpace() -> None:
-    for decay in (0.0, 1.5, "fast"):
-        with pytest.raises(ValueError, match=r"loss.decay must be in \(0, 1\], or dpace"):
-            LossConfig(decay=decay)
-    assert LossConfig(decay=1).weights_of(2) == [1, 1]
