@@ -77,7 +77,7 @@ def test_windows() -> None:
     assert sizes == sorted(sizes) and set(sizes) == {256, 512, 1024, 2048, 3072, 4096, 5120}
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gpt_bigcode"])
 @pytest.mark.parametrize("prepack", [True, False], ids=["fused", "stock"])
 def test_passes_equal_those_of_the_shapes_at_hand(make: MakeBase, kind: str, prepack: bool) -> None:
     """Trees that switch, paths that are kept, dropped nodes and single tokens; across the edge of a window."""

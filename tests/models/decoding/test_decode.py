@@ -23,7 +23,7 @@ def trained_head(base: BaseModel, plain: list[int]) -> MedusaHead:
     return leaning(MedusaConfig(num_draft_tokens=3).build(base), [(PROMPT + plain, len(PROMPT))], size=30)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma", "gpt_bigcode"])
 def test_plain_decoding_is_transformers_generate(tiny_base: TinyBase, architecture: str) -> None:
     base = tiny_base(architecture)
     plain = decode(base, None, PROMPT, max_new_tokens=30, ignore_eos=True)

@@ -127,18 +127,21 @@ def test_only_the_remaining_layers_run(tiny_base: TinyBase) -> None:
     assert runs[0] == runs[1] == 1 + sum(s.depth + 1 for s in result.steps)
 
 
-def test_led_along_a_text_it_drafts_the_same(tiny_base: TinyBase) -> None:
-    """Without a target's cache (replay, calibration) the shallow states are its own; the drafts do not change."""
+@pytest.mark.parametrize("rows", [1, 2])
+def test_led_along_a_text_it_drafts_the_same(tiny_base: TinyBase, rows: int) -> None:
+    """Without a target's cache (replay, calibration) the shallow states are its own; an older state drafts the same."""
     base = tiny_base()
     head = adapter(base)
-    ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
-    cache = base.new_cache(64)
+    ids, last = torch.arange(3, 3 + 6 * rows).view(rows, 6), torch.tensor([9, 2])[:rows]
+    cache = base.new_cache(64) if rows == 1 else base.new_slots(rows, 64)
     hidden = base.forward(ids, cache, spec=head.spec)
-    own = head.update(head.init_state(1), ids, hidden)
-    shared = head.update(head.attach(head.init_state(1), cache), ids, hidden)
+    own = head.update(head.init_state(rows), ids, hidden)
+    shared = head.update(head.attach(head.init_state(rows), cache), ids, hidden)
     for draft_config in PLANS.values():
-        found = [head.draft(state, torch.tensor([9]), draft_config).tokens for state in (own, shared, own)]
-        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+        later = head.update(own, ids + 30, hidden)
+        found = [head.draft(state, last, draft_config).tokens for state in (own, shared, later, own)]
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[3])
+        assert torch.equal(head.draft(own.select([rows - 1]), last[-1:], draft_config).tokens, found[0][-1:])
 
 
 def test_threshold_is_the_default_and_stops_drafting(tiny_base: TinyBase, tmp_path: Path) -> None:
