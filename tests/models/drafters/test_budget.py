@@ -52,8 +52,10 @@ def test_states_are_those_of_the_longer_cache(tiny_base: TinyBase) -> None:
     assert isinstance(few, KVCache)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma"])
-@pytest.mark.parametrize("policy", ["recent", "sinks:4", "retrieval:4"])
+@pytest.mark.parametrize(
+    ("architecture", "policy"),
+    [("llama", "recent"), ("llama", "sinks:4"), ("llama", "retrieval:4"), ("gemma", "retrieval:4")],
+)
 @pytest.mark.parametrize("inner", [None, PromptLookup(3)], ids=["plain", "lookup"])
 def test_greedy_text_is_plain_text(
     tiny_base: TinyBase, architecture: str, policy: str, inner: PromptLookup | None

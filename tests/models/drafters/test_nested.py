@@ -70,7 +70,6 @@ def test_seeds_inside_are_those_of_row_and_step(tiny_base: TinyBase) -> None:
 
 DRAFTERS: dict[str, tuple[Callable[[BaseModel, BaseModel], Drafter], DraftConfig]] = {
     "model": (lambda base, other: ModelDrafter(other), sampled(CHAIN)),
-    "model, tree": (lambda base, other: ModelDrafter(other), sampled(TokenTree.expansion([2, 2]), WITHOUT)),
     "merged": (
         lambda base, other: CombinedDrafter(
             [early_exit(base, 1), ModelDrafter(other), PromptLookup(2)],
@@ -94,7 +93,10 @@ DRAFTERS: dict[str, tuple[Callable[[BaseModel, BaseModel], Drafter], DraftConfig
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_sampled_text_has_the_targets_distribution(tiny_base: TinyBase, name: str) -> None:
-    """Over all continuations of four tokens, of which steps commit three; the models share the base's layers."""
+    """Over all continuations of four tokens, of which steps commit three; the models share the base's layers.
+
+    A model that drafts trees is tested as a head (``draft_lm``).
+    """
     base, copies = tiny_base(), 400 if "nested" in name else 800
     make, draft_config = DRAFTERS[name]
     drafter = make(base, early_exit(base, 2).model)
