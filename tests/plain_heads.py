@@ -1,23 +1,28 @@
-"""Heads with every weight drawn, and plain torch to compute them from an exported folder alone.
+"""Heads with every weight drawn, and plain torch to compute them from an exported folder or their weights alone.
 
 Names and the order of operations are those of the engines and of the methods' authors (docs/formats.md says how sure
 they are).
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from tokenizers import pre_tokenizers
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates
+from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
@@ -31,8 +36,6 @@ from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from support import TINY, drafted_logits, randomised, row_of
 
 IDS = [5, 17, 99, 42, 7, 250, 3]
-
-
 DRAFTED = [8, 120, 64]
 
 
@@ -61,9 +64,10 @@ def mlp(base: BaseModel, **settings: Any) -> DraftHead:
     return randomised(MLPSpeculatorConfig(**settings).build(base).eval())
 
 
-def states(base: BaseModel) -> tuple[Tensor, ...]:
+@torch.no_grad()
+def states(base: BaseModel, ids: list[int] = IDS) -> tuple[Tensor, ...]:
     """What every layer puts out for the text, and last what the final norm does."""
-    out = base.model.model(torch.tensor([IDS]), output_hidden_states=True, use_cache=False)
+    out = base.model.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
     return (*out.hidden_states, out.last_hidden_state)
 
 
@@ -93,17 +97,21 @@ class PlainLayer:
     def norm(self, x: Tensor, name: str) -> Tensor:
         return self.get(f"{name}.weight") * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
+    def heads(self, x: Tensor, name: str) -> Tensor:
+        """[H, T, E] queries, keys or values; normed where the file has a norm for them."""
+        found = F.linear(x, self.get(f"{name}_proj.weight")).unflatten(-1, (-1, self.size)).transpose(0, 1)
+        return self.norm(found, f"{name}_norm") if f"{name}_norm.weight" in self.w else found
+
     def attention(self, x: Tensor, prefix: str) -> Tensor:
         time, size = len(x), self.size
-        q, k, v = (
-            F.linear(x, self.get(f"{prefix}{p}_proj.weight")).view(time, -1, size).transpose(0, 1) for p in "qkv"
-        )
+        q, k, v = (self.heads(x, f"{prefix}{p}") for p in "qkv")
         turns = torch.arange(time)[:, None] * self.theta ** (-torch.arange(0, size, 2) / size)
         q, k = (self.rotated(t, turns.cos(), turns.sin()) for t in (q, k))
-        scores = q @ k.repeat_interleave(self.groups, 0).mT / size**0.5
-        mixed = (scores + torch.full((time, time), -torch.inf).triu(1)).softmax(-1) @ v.repeat_interleave(
-            self.groups, 0
-        )
+        return self.attend(q, k, v, torch.full((time, time), -torch.inf).triu(1), prefix)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, prefix: str) -> Tensor:
+        k, v = (part.repeat_interleave(self.groups, 0) for part in (k, v))
+        mixed = (q @ k.mT / self.size**0.5 + mask).softmax(-1) @ v
         return F.linear(mixed.transpose(0, 1).flatten(1), self.get(f"{prefix}o_proj.weight"))
 
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -115,6 +123,10 @@ class PlainLayer:
         gate, up = (F.linear(x, self.get(f"{prefix}{p}_proj.weight")) for p in ("gate", "up"))
         return F.linear(F.silu(gate) * up, self.get(f"{prefix}down_proj.weight"))
 
+    def decoder(self, x: Tensor, prefix: str) -> Tensor:
+        x = x + self.attention(self.norm(x, f"{prefix}input_layernorm"), f"{prefix}self_attn.")
+        return x + self.mlp(self.norm(x, f"{prefix}post_attention_layernorm"), f"{prefix}mlp.")
+
 
 def rewrite(folder: Path, tensors: dict[str, Tensor] | None = None, **config: Any) -> None:
     """Other tensors, and other keys (None: without it) of the config."""
@@ -124,25 +136,126 @@ def rewrite(folder: Path, tensors: dict[str, Tensor] | None = None, **config: An
         save_file(tensors, next(folder.glob("*.safetensors")))
 
 
+def of_head(head: DraftHead) -> PlainLayer:
+    """Over the weights of a head itself."""
+    weights = {"lm_head.weight": head.target_lm_head.weight, **head.state_dict()}
+    del weights["d2t"]
+    config = head.base.model.config
+    return PlainLayer(weights, config.to_dict(), config.rope_parameters["rope_theta"])
+
+
+def over_all_ids(logits: Tensor, base: BaseModel, targets: Tensor) -> Tensor:
+    """[K, W] -> [K, V]; an id that cannot be drafted has -inf."""
+    return torch.full((len(logits), base.vocab_size), -torch.inf).index_copy(1, targets, logits)
+
+
 def eagle_chain(
-    layer: "PlainLayer", base: BaseModel, base_hidden: Tensor, targets: Tensor, config: dict[str, Any]
+    layer: PlainLayer,
+    base: BaseModel,
+    taps: list[Tensor],
+    config: dict[str, Any],
+    ids: list[int] = IDS,
+    drafts: list[int] = DRAFTED,
 ) -> Tensor:
-    """[K, V] from the features of the text [T, D]; ``targets`` [W] are the ids that can be drafted."""
-    tokens, logits = [*IDS[1:], DRAFTED[0]], []
-    for step in range(3):
+    """[K, W] after a text whose states are ``taps`` [T, D], and along ``drafts``."""
+    if config["fc_norm"]:
+        taps = [layer.norm(tap, f"fc_norm.{n}") for n, tap in enumerate(taps)]
+    read = torch.cat(taps, -1)
+    if config["norm_before_fc"]:
+        read = layer.norm(read, "input_norm")
+    base_hidden, tokens, logits = F.linear(read, layer.get("fc.weight")), ids[1:], []
+    for draft in drafts:
+        tokens = [*tokens, draft]
         embedded = base.embedding[torch.tensor(tokens)]
         both = [layer.norm(embedded, "midlayer.input_layernorm"), layer.norm(base_hidden, "midlayer.hidden_norm")]
         residual = both[1] if config["norm_before_residual"] else base_hidden
         hidden = residual + layer.attention(torch.cat(both, -1), "midlayer.self_attn.")
         hidden = hidden + layer.mlp(layer.norm(hidden, "midlayer.post_attention_layernorm"), "midlayer.mlp.")
         normed = layer.norm(hidden, "norm")
-        drafted = F.linear(normed[-1], layer.get("lm_head.weight"))
-        logits.append(torch.full((base.vocab_size,), -torch.inf).index_copy(0, targets, drafted))
-        if step < 2:
-            tokens.append(DRAFTED[step + 1])
-            base_hidden = torch.cat([base_hidden, (normed if config["norm_output"] else hidden)[-1:]])
+        logits.append(F.linear(normed[-1], layer.get("lm_head.weight")))
+        base_hidden = torch.cat([base_hidden, (normed if config["norm_output"] else hidden)[-1:]])
     assert not layer.unread, f"nobody reads {sorted(layer.unread)}"
     return torch.stack(logits)
+
+
+def drafted_block(
+    layer: PlainLayer, base: BaseModel, block: dict[str, Any], ids: list[int] = IDS, drafts: list[int] = DRAFTED
+) -> Tensor:
+    """[K, W] of one pass over a block after the text, each draft corrected by the token before it."""
+
+    def rotated(x: Tensor, positions: Tensor) -> Tensor:
+        turns = positions[:, None] * layer.theta ** (-torch.arange(0, layer.size, 2) / layer.size)
+        turns = turns / block.get("factors", torch.ones(()))
+        return layer.rotated(x, turns.cos(), turns.sin())
+
+    found = states(base, ids)
+    context = layer.norm(
+        F.linear(torch.cat([found[n][0] for n in block["layers"]], -1), layer.get("fc.weight")), "hidden_norm"
+    )
+    time, slots = len(ids), block["size"]
+    x = base.embedding[torch.tensor([drafts[0], *[block["mask"]] * (slots - 1)])]
+    if "slot_state.weight" in layer.w:
+        x = found[-1][0, -1] + F.linear(unit(x), layer.get("slot_state.weight")) + layer.get("slot_offset")
+    at, everywhere = torch.arange(time, time + slots), torch.arange(time + slots)
+    unseen = torch.full((slots, slots), -torch.inf).triu(1) if block["causal"] else torch.zeros(slots, slots)
+    mask = torch.cat([torch.zeros(slots, time), unseen], 1)
+    for n in range(block["num_layers"]):
+        name = f"layers.{n}.self_attn."
+        normed = layer.norm(x, f"layers.{n}.input_layernorm")
+        both = torch.cat([context, normed])
+        q, k, v = (layer.heads(part, f"{name}{p}") for part, p in ((normed, "q"), (both, "k"), (both, "v")))
+        x = x + layer.attend(rotated(q, at), rotated(k, everywhere), v, mask, name)
+        x = x + layer.mlp(layer.norm(x, f"layers.{n}.post_attention_layernorm"), f"layers.{n}.mlp.")
+    whole = "lm_head.weight" not in layer.w
+    weight = base.stock().get_output_embeddings().weight if whole else layer.get("lm_head.weight")
+    logits = F.linear(layer.norm(x, "norm"), weight)[slots - len(drafts) :]
+    if "markov_head.markov_w1.weight" in layer.w:
+        before = layer.get("markov_head.markov_w1.weight")[torch.tensor(drafts)]
+        logits = logits + F.linear(before, layer.get("markov_head.markov_w2.weight"))
+    unread = {name for name in layer.unread if not name.startswith(("confidence_head", "conf_proj"))}
+    assert not unread, f"nobody reads {sorted(unread)}"
+    return logits * block.get("scale", 1.0)
+
+
+def unit(x: Tensor) -> Tensor:
+    """``x`` with a root mean square of 1."""
+    return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
+
+
+LLAMACPP_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_output": "self_attn.o_proj",
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    "output_norm": "norm",
+    "output": "lm_head",
+}
+
+
+def read_llamacpp(folder: Path, names: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+    """What ``head.gguf`` says, its sizes by their names elsewhere, and its tensors by the names of safetensors."""
+    reader = gguf.GGUFReader(folder / "head.gguf")
+    keys = {name: field.contents() for name, field in reader.fields.items()}
+    sizes = {"head_dim": "attention.key_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon"}
+    sizes |= {"num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv"}
+    config = {name: keys[f"{keys['general.architecture']}.{key}"] for name, key in sizes.items()}
+    tensors = {}
+    for found in reader.tensors:
+        block, name = re.fullmatch(r"(blk\.\d+\.)?(.+)", found.name).groups()  # type: ignore[union-attr]
+        ours = names.get(name.removesuffix(".weight"))
+        name = (block or "").replace("blk", "layers") + (f"{ours}.weight" if ours else name)
+        tensors[name] = torch.from_numpy(np.array(found.data))
+    return keys, config, tensors
+
+
+def known_tokenizer() -> Any:
+    """One whose way to split words llama.cpp knows."""
+    tokenizer = tiny_tokenizer()
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    splitter = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+    tokenizer.backend_tokenizer.pre_tokenizer = splitter
+    return tokenizer
 
 
 def check_round_trip(form: Format, engine: Callable[..., Tensor], head: DraftHead, folder: Path) -> None:

@@ -4,16 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
-from tokenizers import pre_tokenizers
 from torch import Tensor
 
-from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
@@ -21,16 +16,18 @@ from drafthead.models.base.gguf_config import llama3_factors
 from drafthead.models.formats import FORMATS
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead
 from plain_heads import (
-    DRAFTED,
-    IDS,
+    LLAMACPP_NAMES,
     PlainLayer,
     check_refused,
     check_round_trip,
     deep_base,
+    drafted_block,
     eagle,
+    known_tokenizer,
     logits_of,
+    over_all_ids,
+    read_llamacpp,
     rewrite,
-    states,
 )
 from support import TINY, randomised
 
@@ -44,17 +41,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "jetspec": {**FLASH, "causal": True},
     "bonus anchor": {"anchor_predicts": False},
 }
-LLAMACPP_NAMES = {
+NAMES = LLAMACPP_NAMES | {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_output": "self_attn.o_proj",
-    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
-    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
     "enc.output_norm": "hidden_norm",
-    "output_norm": "norm",
-    "output": "lm_head",
     "markov_w1": "markov_head.markov_w1",
     "markov_w2": "markov_head.markov_w2",
 }
@@ -65,45 +55,6 @@ def block_head(base: BaseModel, d2t: Tensor | None = None, **settings: Any) -> D
     size = None if d2t is None else len(d2t)
     config = DSparkConfig(num_draft_tokens=3, intermediate_size=64, draft_vocab_size=size, **settings)
     return randomised(config.build(base, d2t).eval())
-
-
-def drafted_block(layer: PlainLayer, base: BaseModel, block: dict[str, Any], targets: Tensor) -> Tensor:
-    """[K, V] of one pass over a block after the text, each draft corrected by the token before it."""
-
-    def heads(x: Tensor, name: str, positions: Tensor) -> Tensor:
-        found = F.linear(x, layer.get(f"{name}_proj.weight")).unflatten(-1, (-1, layer.size))
-        if not name.endswith("v"):
-            turns = positions[:, None, None] * layer.theta ** (-torch.arange(0, layer.size, 2) / layer.size)
-            turns = turns / block.get("factors", torch.ones(()))
-            found = layer.rotated(layer.norm(found, f"{name}_norm"), turns.cos(), turns.sin())
-        return found.transpose(0, 1)
-
-    read = torch.cat([states(base)[n][0] for n in block["layers"]], -1)
-    context = layer.norm(F.linear(read, layer.get("fc.weight")), "hidden_norm")
-    time, slots = len(IDS), block["size"]
-    ids = torch.tensor([DRAFTED[0], *[block["mask"]] * (slots - 1)])
-    x, at, everywhere = base.embedding[ids], torch.arange(time, time + slots), torch.arange(time + slots)
-    unseen = torch.full((slots, slots), -torch.inf).triu(1) if block["causal"] else torch.zeros(slots, slots)
-    mask = torch.cat([torch.zeros(slots, time), unseen], 1)
-    for n in range(block["num_layers"]):
-        name = f"layers.{n}.self_attn."
-        normed = layer.norm(x, f"layers.{n}.input_layernorm")
-        both = torch.cat([context, normed])
-        q = heads(normed, f"{name}q", at)
-        k, v = (heads(both, f"{name}{p}", everywhere).repeat_interleave(layer.groups, 0) for p in "kv")
-        mixed = ((q @ k.mT) / layer.size**0.5 + mask).softmax(-1) @ v
-        x = x + F.linear(mixed.transpose(0, 1).flatten(1), layer.get(f"{name}o_proj.weight"))
-        x = x + layer.mlp(layer.norm(x, f"layers.{n}.post_attention_layernorm"), f"layers.{n}.mlp.")
-    whole = "lm_head.weight" not in layer.w
-    weight = base.stock().get_output_embeddings().weight if whole else layer.get("lm_head.weight")
-    logits = F.linear(layer.norm(x, "norm"), weight)[slots - 3 :]
-    if "markov_head.markov_w1.weight" in layer.w:
-        before = layer.get("markov_head.markov_w1.weight")[torch.tensor(DRAFTED)]
-        logits = logits + F.linear(before, layer.get("markov_head.markov_w2.weight"))
-    logits = logits * block.get("scale", 1.0)
-    unread = {name for name in layer.unread if not name.startswith(("confidence_head", "conf_proj"))}
-    assert not unread, f"nobody reads {sorted(unread)}"
-    return torch.full((3, base.vocab_size), -torch.inf).index_copy(1, targets, logits)
 
 
 @torch.inference_mode()
@@ -128,26 +79,14 @@ def vllm_engine(folder: Path, base: BaseModel) -> Tensor:
     if config["rope_scaling"]:
         block["factors"] = llama3_factors(config["rope_scaling"], config["rope_theta"], config["head_dim"])
     layer = PlainLayer(tensors, config, config["rope_theta"])
-    return drafted_block(layer, base, block, offsets + torch.arange(len(offsets)))
+    return over_all_ids(drafted_block(layer, base, block), base, offsets + torch.arange(len(offsets)))
 
 
 @torch.inference_mode()
 def llamacpp_engine(folder: Path, base: BaseModel) -> Tensor:
     """llama.cpp's ``dflash`` graph: layers by what goes into them, target ids, halves are rotated."""
-    reader = gguf.GGUFReader(folder / "head.gguf")
-    keys = {name: field.contents() for name, field in reader.fields.items()}
+    keys, config, tensors = read_llamacpp(folder, NAMES)
     assert keys["general.architecture"] == "dflash" and keys["tokenizer.ggml.model"] == "gpt2"
-    tensors = {}
-    for found in reader.tensors:
-        name = found.name.replace("blk.", "layers.")
-        for theirs, ours in LLAMACPP_NAMES.items():
-            if name.split(".", 2 if "layers" in name else 0)[-1].startswith(f"{theirs}."):
-                name = name.replace(theirs, ours, 1)
-                break
-        tensors[name] = torch.from_numpy(np.array(found.data))
-    sizes = {"head_dim": "attention.key_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon"}
-    sizes |= {"num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv"}
-    config = {name: keys[f"dflash.{key}"] for name, key in sizes.items()}
     targets = tensors.pop("d2t", torch.arange(base.vocab_size))
     assert targets.dtype == torch.int64
     block = {"layers": keys["dflash.target_layers"], "mask": keys["tokenizer.ggml.mask_token_id"]}
@@ -156,16 +95,8 @@ def llamacpp_engine(folder: Path, base: BaseModel) -> Tensor:
     if "markov_head.markov_w1.weight" in tensors:
         assert keys["dflash.sample_from_anchor"] == (block["size"] == 3), "as many slots as drafts"
         assert keys["dflash.has_confidence_head"] == ("conf_proj.weight" in tensors)
-    return drafted_block(PlainLayer(tensors, config, keys["dflash.rope.freq_base"]), base, block, targets)
-
-
-def known_tokenizer() -> Any:
-    """One whose way to split words llama.cpp knows."""
-    tokenizer = tiny_tokenizer()
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    splitter = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
-    tokenizer.backend_tokenizer.pre_tokenizer = splitter
-    return tokenizer
+    logits = drafted_block(PlainLayer(tensors, config, keys["dflash.rope.freq_base"]), base, block)
+    return over_all_ids(logits, base, targets)
 
 
 @pytest.fixture

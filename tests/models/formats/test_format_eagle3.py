@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import FORMATS
+from drafthead.models.formats.contract import Format
 from drafthead.models.formats.eagle3 import LAYER_IDS
 from plain_heads import (
     PlainLayer,
@@ -23,6 +23,7 @@ from plain_heads import (
     eagle,
     eagle_chain,
     logits_of,
+    over_all_ids,
     rewrite,
     states,
 )
@@ -34,7 +35,6 @@ D2T = torch.arange(1, 300, 3)
 
 @torch.inference_mode()
 def eagle_engine(folder: Path, base: BaseModel) -> Tensor:
-    """[K, V]; an id that cannot be drafted has -inf."""
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 1
     assert config["tie_word_embeddings"] is False and config["eagle_config"]["use_aux_hidden_state"] is True
@@ -44,17 +44,10 @@ def eagle_engine(folder: Path, base: BaseModel) -> Tensor:
         config["eagle_config"]["eagle_aux_hidden_state_layer_ids"],
     )
     assert inner == [i - 1 for i in outer] and config["num_aux_hidden_states"] == len(outer)  # SGLang adds one
-    taps = [states(base)[i][0] for i in outer]
-    if config["fc_norm"]:
-        taps = [layer.norm(tap, f"fc_norm.{n}") for n, tap in enumerate(taps)]
-    aux = torch.cat(taps, -1)
     assert config["norm_before_fc"] == config["eagle_config"]["norm_before_fc"]
-    if config["eagle_config"]["norm_before_fc"]:
-        aux = layer.norm(aux, "input_norm")
-    base_hidden = F.linear(aux, layer.get("fc.weight"))
     targets = torch.arange(config["draft_vocab_size"]) + layer.get("d2t")
     assert torch.equal(layer.get("t2d").nonzero()[:, 0], targets)
-    return eagle_chain(layer, base, base_hidden, targets, config)
+    return over_all_ids(eagle_chain(layer, base, [states(base)[i][0] for i in outer], config), base, targets)
 
 
 @torch.inference_mode()
@@ -81,28 +74,25 @@ def speculators_engine(folder: Path, base: BaseModel) -> Tensor:
 
 @pytest.mark.parametrize("d2t", [D2T, None], ids=["reduced", "whole"])
 @pytest.mark.parametrize(
-    "settings",
+    ("form", "settings"),
     [
-        {},
-        {"norm_before_fc": True},
-        {"norm_output": True},
-        {"own_lm_head": False},
-        {"fc_norm": True, "norm_output": True},
-        {"norm_before_residual": True},
+        (EAGLE, {}),
+        (EAGLE, {"norm_before_fc": True}),
+        (EAGLE, {"norm_output": True}),
+        (EAGLE, {"own_lm_head": False}),
+        (EAGLE, {"fc_norm": True, "norm_output": True}),
+        (EAGLE, {"norm_before_residual": True}),
+        (SPECULATORS, {}),
+        (SPECULATORS, {"norm_before_fc": True}),
+        (SPECULATORS, {"norm_output": True, "fc_norm": True}),
     ],
+    ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_engine_and_round_trip_give_the_heads_logits(
-    tmp_path: Path, settings: dict[str, Any], d2t: Tensor | None
+    tmp_path: Path, form: Format, settings: dict[str, Any], d2t: Tensor | None
 ) -> None:
-    check_round_trip(EAGLE, eagle_engine, eagle(deep_base(), d2t, **settings), tmp_path)
-
-
-@pytest.mark.parametrize("d2t", [D2T, None], ids=["reduced", "whole"])
-@pytest.mark.parametrize("settings", [{}, {"norm_before_fc": True}, {"norm_output": True, "fc_norm": True}])
-def test_speculators_engine_and_round_trip_give_the_heads_logits(
-    tmp_path: Path, settings: dict[str, Any], d2t: Tensor | None
-) -> None:
-    check_round_trip(SPECULATORS, speculators_engine, eagle(deep_base(), d2t, layers=[2, 3, 5], **settings), tmp_path)
+    engine, layers = (eagle_engine, [1, 2]) if form is EAGLE else (speculators_engine, [2, 3, 5])
+    check_round_trip(form, engine, eagle(deep_base(), d2t, layers=layers, **settings), tmp_path)
 
 
 @pytest.mark.parametrize(

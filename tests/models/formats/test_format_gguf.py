@@ -3,69 +3,49 @@
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import FORMATS
 from drafthead.models.formats.gguf.files import read_gguf, rope_factors, write_base
-from plain_heads import PlainLayer, check_round_trip, deep_base, eagle, eagle_chain, states
+from plain_heads import (
+    LLAMACPP_NAMES,
+    PlainLayer,
+    check_round_trip,
+    deep_base,
+    eagle,
+    eagle_chain,
+    known_tokenizer,
+    over_all_ids,
+    read_llamacpp,
+    states,
+)
 
 GGUF = FORMATS["gguf"]
 D2T = torch.arange(1, 300, 3)
 THREE = {"layers": [2, 3, 5]}
-
-
-LLAMACPP_NAMES = {
-    "blk.0.attn_norm_2": "midlayer.hidden_norm",
-    "blk.0.attn_norm": "midlayer.input_layernorm",
-    "blk.0.ffn_norm": "midlayer.post_attention_layernorm",
-    "blk.0.attn_output": "midlayer.self_attn.o_proj",
-    "blk.0.attn_": "midlayer.self_attn.",
-    "blk.0.ffn_": "midlayer.mlp.",
-    "enc.output_norm": "input_norm",
-    "output_norm": "norm",
-    "output.": "lm_head.",
-}
+NAMES = LLAMACPP_NAMES | {"attn_norm_2": "hidden_norm", "enc.output_norm": "input_norm"}
 
 
 @torch.inference_mode()
 def llamacpp_engine(folder: Path, base: BaseModel) -> Tensor:
     """``head.gguf`` as llama.cpp's eagle3 graph reads it: pairs are rotated, d2t holds int64 target ids."""
-    reader = gguf.GGUFReader(folder / "head.gguf")
-    keys = {name: field.contents() for name, field in reader.fields.items()}
+    keys, config, tensors = read_llamacpp(folder, NAMES)
     assert keys["general.architecture"] == "eagle3" and keys["tokenizer.ggml.model"] == "no_vocab"
     assert len(keys["eagle3.target_layers"]) == 3 and keys["eagle3.block_count"] == 1
-    tensors = {}
-    for found in reader.tensors:
-        name = found.name
-        for theirs, ours in LLAMACPP_NAMES.items():
-            if name.startswith(theirs):
-                name = name.replace(theirs, ours)
-                break
-        for part in ("q", "k", "v", "gate", "up", "down"):
-            name = name.replace(f"attn.{part}.", f"attn.{part}_proj.").replace(f"mlp.{part}.", f"mlp.{part}_proj.")
-        tensors[name] = torch.from_numpy(np.array(found.data))
-    assert tensors["d2t"].dtype == torch.int64
-    sizes = {"head_dim": "attention.key_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon"}
-    sizes |= {"num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv"}
-    config = {name: keys[f"eagle3.{key}"] for name, key in sizes.items()}
+    targets = tensors.pop("d2t")
+    assert targets.dtype == torch.int64
+    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     layer = PlainLayer(tensors, config, keys["eagle3.rope.freq_base"], pairs=True)
-    aux = torch.cat([states(base)[i][0] for i in keys["eagle3.target_layers"]], -1)
-    settings = {"norm_output": False, "norm_before_residual": keys["eagle3.norm_before_residual"]}
-    if keys["eagle3.norm_before_fc"]:
-        aux = layer.norm(aux, "input_norm")
-    base_hidden = F.linear(aux, layer.get("fc.weight"))
-    return eagle_chain(layer, base, base_hidden, layer.get("d2t"), settings)
+    settings = {key: keys[f"eagle3.{key}"] for key in ("norm_before_fc", "norm_before_residual")}
+    taps = [states(base)[i][0] for i in keys["eagle3.target_layers"]]
+    logits = eagle_chain(layer, base, taps, settings | {"norm_output": False, "fc_norm": False})
+    return over_all_ids(logits, base, targets)
 
 
 @pytest.mark.parametrize("d2t", [D2T, None], ids=["reduced", "whole"])
@@ -107,11 +87,7 @@ def test_a_base_as_gguf_is_the_base(tmp_path: Path) -> None:
     """Names, rotated pairs and the tokenizer; a tokenizer or a type that is not known is refused by name."""
     with pytest.raises(UserError, match="how the tokenizer splits words is not known to be one of llama.cpp's ways"):
         write_base(deep_base(), tmp_path / "base.gguf", "f32", "tiny")
-    tokenizer = tiny_tokenizer()
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    parts = [pre_tokenizers.Digits(individual_digits=True), words]
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
-    base = BaseModel.wrap(deep_base().stock(), tokenizer)
+    base = BaseModel.wrap(deep_base().stock(), known_tokenizer())
     with pytest.raises(UserError, match="base_gguf must be one of f32, .*got 'q4_k'; llama.cpp's llama-quantize"):
         write_base(base, tmp_path / "base.gguf", "q4_k", "tiny")
     weights = base.stock().state_dict()

@@ -43,9 +43,7 @@ def hydra_engine(folder: Path, base: BaseModel) -> Tensor:
     layer = PlainLayer(load_file(folder / "hydra_lm_head.safetensors"), base.model.config.to_dict())
     hidden, dropouts = states(base)[-1][0], config["hydra_head_arch"] == "prefix-mlp"
     if dropouts:
-        prefix = "prefix_embeding_layer.layers.0."
-        hidden = hidden + layer.attention(layer.norm(hidden, f"{prefix}input_layernorm"), f"{prefix}self_attn.")
-        hidden = hidden + layer.mlp(layer.norm(hidden, f"{prefix}post_attention_layernorm"), f"{prefix}mlp.")
+        hidden = layer.decoder(hidden, "prefix_embeding_layer.layers.0.")
         hidden = layer.norm(hidden, "prefix_embeding_layer.norm")
 
     def linear(x: Tensor, name: str) -> Tensor:

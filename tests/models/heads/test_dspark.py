@@ -14,6 +14,7 @@ from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, spread_layers
 from drafthead.models.token_tree import TokenTree
+from plain_heads import drafted_block, of_head, unit
 from support import TinyBase, assert_parity, random_ids, randomised, row_of
 
 VARIANTS = {
@@ -33,68 +34,20 @@ def new_head(base: BaseModel, d2t: Tensor | None = None, **settings: object) -> 
 
 
 def reference(head: DSparkHead, base: BaseModel, ids: list[int]) -> dict[tuple[int, int], Tensor]:
-    """Logits of draft k at place t of one document: slot by slot, attention head by attention head."""
-    weights, config, settings = head.state_dict(), head.config, base.model.config
-    size, count = head.layers[0].self_attn.head_dim, config.num_draft_tokens
-    states = base.model.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
-
-    def rms(x: Tensor, scale: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + settings.rms_norm_eps).sqrt() * scale
-
-    def unit(x: Tensor) -> Tensor:
-        return x / (x.square().mean() + torch.finfo(torch.float32).eps).sqrt()
-
-    def split(x: Tensor, layer: int, name: str, position: int | None) -> list[Tensor]:
-        found = (weights[f"layers.{layer}.self_attn.{name}_proj.weight"] @ x).split(size)
-        if position is None:
-            return list(found)
-        found = [rms(part, weights[f"layers.{layer}.self_attn.{name}_norm.weight"]) for part in found]
-        angle = position / settings.rope_parameters["rope_theta"] ** (torch.arange(size // 2) / (size // 2))
-        turns = torch.polar(torch.ones(size // 2), angle)
-        halves = [torch.complex(h[: size // 2], h[size // 2 :]) * turns for h in found]
-        return [torch.cat([h.real, h.imag]) for h in halves]
-
-    context = [
-        rms(
-            weights["fc.weight"] @ torch.cat([states[n][0, t] for n in head.spec.layers]), weights["hidden_norm.weight"]
-        )
-        for t in range(len(ids))
-    ]
-    logits = {}
-    first = int(not config.anchor_predicts)
+    """Logits of draft k at place t of one document: a block after every place."""
+    config, layer = head.config, of_head(head)
+    if config.markov_rank:
+        table = layer.w.pop("markov_in.weight")
+        table = F.linear(unit(base.embedding), table) if config.tied_markov else table
+        markov = {"markov_w1.weight": table, "markov_w2.weight": layer.w.pop("markov_out.weight")}
+        layer.w |= {f"markov_head.{name}": weight for name, weight in markov.items()}
+        layer.unread = set(layer.w)
+    block = {"layers": head.spec.layers, "mask": config.mask_token, "causal": config.causal, "size": config.slots}
+    block["num_layers"], logits = config.num_layers, {}
     for t in range(len(ids) - 2):
-        x = [base.embedding[ids[t + 1]]] + [base.embedding[config.mask_token]] * (count - 1 + first)
-        if config.reads_state:
-            last = base.model.model(torch.tensor([ids[: t + 1]]), use_cache=False).last_hidden_state[0, t]
-            x = [
-                last + weights["slot_state.weight"] @ unit(e) + o
-                for e, o in zip(x, weights["slot_offset"], strict=True)
-            ]
-        for n in range(config.num_layers):
-            name = f"layers.{n}"
-            normed = [rms(slot, weights[f"{name}.input_layernorm.weight"]) for slot in x]
-            keys = [(split(c, n, "k", s), split(c, n, "v", None)) for s, c in enumerate(context[: t + 1])]
-            own = [(split(a, n, "k", t + 1 + i), split(a, n, "v", None)) for i, a in enumerate(normed)]
-            out = []
-            for i, slot in enumerate(normed):
-                seen = keys + (own[: i + 1] if config.causal else own)
-                heads = []
-                for number, query in enumerate(split(slot, n, "q", t + 1 + i)):
-                    group = number * len(seen[0][0]) // settings.num_attention_heads
-                    scores = torch.stack([key[group] @ query for key, _ in seen]) / size**0.5
-                    heads.append(sum(p * v[group] for p, (_, v) in zip(scores.softmax(0), seen, strict=True)))
-                hidden = x[i] + weights[f"{name}.self_attn.o_proj.weight"] @ torch.cat(heads)
-                y = rms(hidden, weights[f"{name}.post_attention_layernorm.weight"])
-                mlp = {p: weights[f"{name}.mlp.{p}_proj.weight"] for p in ("gate", "up", "down")}
-                out.append(hidden + mlp["down"] @ (F.silu(mlp["gate"] @ y) * (mlp["up"] @ y)))
-            x = out
-        for k in range(1, count + 1):
-            logits[k, t] = head.target_lm_head.weight @ rms(x[k - 1 + first], weights["norm.weight"])
-            if config.markov_rank and t + k < len(ids):
-                before = ids[t + k]
-                table = weights["markov_in.weight"]
-                read = table @ unit(base.embedding[before]) if config.tied_markov else table[before]
-                logits[k, t] = logits[k, t] + weights["markov_out.weight"] @ read
+        drafts = [*ids, *[0] * 4][t + 1 : t + 5]  # what is drafted after the end is not compared
+        found = drafted_block(layer, base, block, ids[: t + 1], drafts)
+        logits |= {(k, t): row for k, row in enumerate(found, start=1)}
     return logits
 
 

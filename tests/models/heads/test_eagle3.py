@@ -8,63 +8,18 @@ from torch import Tensor
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.eagle3 import Eagle3Head, published_layers
+from plain_heads import eagle_chain, of_head, states
 from support import EAGLE3_VARIANTS, TinyBase, assert_parity, eagle3_head, random_ids, row_of
 
 
 def reference(head: Eagle3Head, base: BaseModel, ids: list[int], steps: int) -> dict[tuple[int, int], Tensor]:
-    """Logits of step i (from 1) at place t of one document, token by token and attention head by attention head."""
-    weights, settings, size = head.state_dict(), base.model.config, head.midlayer.self_attn.head_dim
-    states = base.model.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
-    read = [states[n][0] for n in head.spec.layers] or [states[-1][0]]
-
-    def rms(x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean() + settings.rms_norm_eps).sqrt() * weights[f"{name}.weight"]
-
-    def heads(x: Tensor, name: str, position: int | None) -> list[Tensor]:
-        found = (weights[f"midlayer.self_attn.{name}.weight"] @ x).split(size)
-        if position is None:
-            return list(found)
-        if head.config.qk_norm:
-            found = [rms(part, f"midlayer.self_attn.{name[0]}_norm") for part in found]
-        angle = position / settings.rope_parameters["rope_theta"] ** (torch.arange(size // 2) / (size // 2))
-        turns = torch.polar(torch.ones(size // 2), angle)
-        halves = [torch.complex(h[: size // 2], h[size // 2 :]) * turns for h in found]
-        return [torch.cat([h.real, h.imag]) for h in halves]
-
-    def pair(token: int, feature: Tensor) -> Tensor:
-        embedding = base.embedding[token]
-        return torch.cat([rms(embedding, "midlayer.input_layernorm"), rms(feature, "midlayer.hidden_norm")])
-
-    if head.config.fc_norm:
-        read = [torch.stack([rms(x, f"fc_norm.{n}") for x in layer]) for n, layer in enumerate(read)]
-    base_hidden = [torch.cat([layer[t] for layer in read]) for t in range(len(ids))]
-    if head.config.norm_before_fc:
-        base_hidden = [rms(f, "input_norm") for f in base_hidden]
-    base_hidden = [weights["fc.weight"] @ f for f in base_hidden]
-    text = [pair(token, f) for token, f in zip(ids[1:], base_hidden, strict=False)]
-    text_states = [(heads(x, "k_proj", s), heads(x, "v_proj", None)) for s, x in enumerate(text)]
-    mlp = {n: weights[f"midlayer.mlp.{n}_proj.weight"] for n in ("gate", "up", "down")}
-    logits = {}
+    """Logits of step i (from 1) at place t of one document: a chain of drafts after every place."""
+    found, logits = states(base, ids), {}
+    read = [found[n][0] for n in head.spec.layers] or [found[-1][0]]
     for t in range(len(ids) - 2):
-        feature, seen = base_hidden[t], text_states[: t + 1]
-        for i in range(min(steps, len(ids) - 2 - t)):
-            x = pair(ids[t + 1 + i], feature)
-            if i:
-                seen = [*seen, (heads(x, "k_proj", t + i), heads(x, "v_proj", None))]
-            attended = []
-            for number, query in enumerate(heads(x, "q_proj", t + i)):
-                group = number * len(seen[0][0]) // (settings.num_attention_heads)
-                scores = torch.stack([key[group] @ query for key, _ in seen]) / size**0.5
-                attended.append(sum(p * v[group] for p, (_, v) in zip(scores.softmax(0), seen, strict=True)))
-            residual = rms(feature, "midlayer.hidden_norm") if head.config.norm_before_residual else feature
-            hidden = residual + weights["midlayer.self_attn.o_proj.weight"] @ torch.cat(attended)
-            normed = rms(hidden, "midlayer.post_attention_layernorm")
-            out = hidden + mlp["down"] @ (F.silu(mlp["gate"] @ normed) * (mlp["up"] @ normed))
-            normed = rms(out, "norm")
-            logits[i + 1, t] = (
-                weights["lm_head.weight"] @ normed if head.lm_head else head.target_lm_head.weight @ normed
-            )
-            feature = normed if head.config.norm_output else out
+        text, drafts = ids[: t + 1], ids[t + 1 : min(t + 1 + steps, len(ids) - 1)]
+        chain = eagle_chain(of_head(head), base, [state[: t + 1] for state in read], vars(head.config), text, drafts)
+        logits |= {(i, t): row for i, row in enumerate(chain, start=1)}
     return logits
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaModel
 
 from drafthead.data.batch import HiddenStates
 from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.hydra import HydraConfig, HydraHead
 from drafthead.models.token_tree import TokenTree
+from plain_heads import of_head
 from support import TinyBase, assert_parity, randomised, row_of
 
 VARIANTS = {
@@ -23,20 +23,6 @@ VARIANTS = {
     "bias": {"projection_bias": True},
     "pp": {"num_layers": 2, "prefix_layer": True},
 }
-
-
-def prefix_of(head: HydraHead, hidden: Tensor) -> Tensor:
-    """What transformers' own model of one layer makes of a document's states [T, D]: the reference's prefix layer."""
-    settings = head.base.model.config
-    layer = LlamaModel(type(settings)(**{**settings.to_dict(), "num_hidden_layers": 1}))
-    layer.set_attn_implementation("eager")
-    weights = {n.removeprefix("prefix."): p for n, p in head.named_parameters() if n.startswith("prefix.")}
-    named = {n if n.startswith("norm") else f"layers.0.{n}": p for n, p in weights.items()}
-    missing, unknown = layer.load_state_dict(named, strict=False)
-    assert missing == ["embed_tokens.weight"] and not unknown
-    with torch.no_grad():
-        found: Tensor = layer(inputs_embeds=hidden[None]).last_hidden_state[0]
-    return found
 
 
 def reference_logits(head: HydraHead, k: int, h: Tensor, tokens: list[int]) -> Tensor:
@@ -66,10 +52,13 @@ def test_parity_with_the_papers_equations(tiny_base: TinyBase, variant: str) -> 
     d2t = torch.arange(0, 300, 2)
     head = randomised(HydraConfig(num_draft_tokens=3, **VARIANTS[variant]).build(tiny_base(), d2t))  # type: ignore[arg-type]
 
+    layer = of_head(head)
+
     def reference(ids: list[int], states: Tensor) -> dict[tuple[int, int], Tensor]:
-        read = prefix_of(head, states) if head.config.prefix_layer else states
+        if head.config.prefix_layer:
+            states = layer.norm(layer.decoder(states, "prefix."), "prefix.norm")
         places = product((1, 2, 3), range(len(ids)))
-        return {(k, t): reference_logits(head, k, read[t], ids[t + 1 :]) for k, t in places if t + k < len(ids)}
+        return {(k, t): reference_logits(head, k, states[t], ids[t + 1 :]) for k, t in places if t + k < len(ids)}
 
     assert_parity(head, reference)
 

@@ -16,6 +16,7 @@ from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
 from drafthead.models.token_tree import TokenTree
+from plain_heads import of_head, states
 from support import TinyBase, assert_parity, assert_same_in_any_batch, randomised
 
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
@@ -37,35 +38,11 @@ def adapter(base: BaseModel, d2t: Tensor | None = None, **settings: object) -> K
     return randomised(config.build(base, d2t), 0.1).eval()
 
 
-@torch.no_grad()
 def reference(head: KangarooHead, base: BaseModel, ids: list[int]) -> dict[tuple[int, int], Tensor]:
-    """Logits that draft x_{t+2} once x_{t+1} is known, of one document: head by head, query by query."""
-    settings = base.model.config
-    states = base.model.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
-    x = states[head.config.exit_layer][0]
-
-    def rms(v: Tensor, w: Tensor) -> Tensor:
-        return v / (v.square().mean(-1, keepdim=True) + settings.rms_norm_eps).sqrt() * w
-
-    def rotate(v: Tensor, position: int) -> Tensor:
-        theta = 10000.0 if not hasattr(settings, "rope_parameters") else settings.rope_parameters["rope_theta"]
-        half = len(v) // 2
-        angle = position / theta ** (torch.arange(half) / half)
-        a, b = v[:half], v[half:]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
-
-    normed, size = rms(x, head.input_layernorm.weight), head.self_attn.head_dim
-    q, k, v = (getattr(head.self_attn, f"{n}_proj")(normed).view(len(ids), -1, size) for n in "qkv")
-    out = []
-    for t in range(len(ids)):
-        parts = []
-        for h in range(q.shape[1]):
-            g = h // (q.shape[1] // k.shape[1])
-            query = rotate(q[t, h], t)
-            scores = torch.stack([query @ rotate(k[s, g], s) for s in range(t + 1)]) / size**0.5
-            parts.append(scores.softmax(0) @ v[: t + 1, g])
-        out.append(x[t] + head.self_attn.o_proj(torch.cat(parts)))
-    logits = head.target_lm_head.logits(rms(torch.stack(out), head.norm.weight))
+    """Logits that draft x_{t+2} once x_{t+1} is known, of one document."""
+    layer, x = of_head(head), states(base, ids)[head.config.exit_layer][0]
+    x = x + layer.attention(layer.norm(x, "input_layernorm"), "self_attn.")
+    logits = head.target_lm_head.logits(layer.norm(x, "norm"))
     return {(1, t - 1): logits[t] for t in range(1, len(ids))}
 
 
