@@ -103,18 +103,19 @@ class PlainLayer:
         return self.norm(found, f"{name}_norm") if f"{name}_norm.weight" in self.w else found
 
     def attention(self, x: Tensor, prefix: str) -> Tensor:
-        time, size = len(x), self.size
+        at = torch.arange(len(x))
         q, k, v = (self.heads(x, f"{prefix}{p}") for p in "qkv")
-        turns = torch.arange(time)[:, None] * self.theta ** (-torch.arange(0, size, 2) / size)
-        q, k = (self.rotated(t, turns.cos(), turns.sin()) for t in (q, k))
-        return self.attend(q, k, v, torch.full((time, time), -torch.inf).triu(1), prefix)
+        return self.attend(self.rotated(q, at), self.rotated(k, at), v, at <= at[:, None], prefix)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, prefix: str) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, prefix: str) -> Tensor:
         k, v = (part.repeat_interleave(self.groups, 0) for part in (k, v))
-        mixed = (q @ k.mT / self.size**0.5 + mask).softmax(-1) @ v
+        mixed = (q @ k.mT / self.size**0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
         return F.linear(mixed.transpose(0, 1).flatten(1), self.get(f"{prefix}o_proj.weight"))
 
-    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotated(self, x: Tensor, at: Tensor, factors: Tensor | float = 1.0) -> Tensor:
+        """``x`` [H, T, E] turned by its positions [T]."""
+        turns = at[:, None] * self.theta ** (-torch.arange(0, self.size, 2) / self.size) / factors
+        cos, sin = turns.cos(), turns.sin()
         a, b = (x[..., ::2], x[..., 1::2]) if self.pairs else x.chunk(2, -1)
         parts = a * cos - b * sin, b * cos + a * sin
         return torch.stack(parts, -1).flatten(-2) if self.pairs else torch.cat(parts, -1)
@@ -182,12 +183,6 @@ def drafted_block(
     layer: PlainLayer, base: BaseModel, block: dict[str, Any], ids: list[int] = IDS, drafts: list[int] = DRAFTED
 ) -> Tensor:
     """[K, W] of one pass over a block after the text, each draft corrected by the token before it."""
-
-    def rotated(x: Tensor, positions: Tensor) -> Tensor:
-        turns = positions[:, None] * layer.theta ** (-torch.arange(0, layer.size, 2) / layer.size)
-        turns = turns / block.get("factors", torch.ones(()))
-        return layer.rotated(x, turns.cos(), turns.sin())
-
     found = states(base, ids)
     context = layer.norm(
         F.linear(torch.cat([found[n][0] for n in block["layers"]], -1), layer.get("fc.weight")), "hidden_norm"
@@ -196,15 +191,16 @@ def drafted_block(
     x = base.embedding[torch.tensor([drafts[0], *[block["mask"]] * (slots - 1)])]
     if "slot_state.weight" in layer.w:
         x = found[-1][0, -1] + F.linear(unit(x), layer.get("slot_state.weight")) + layer.get("slot_offset")
-    at, everywhere = torch.arange(time, time + slots), torch.arange(time + slots)
-    unseen = torch.full((slots, slots), -torch.inf).triu(1) if block["causal"] else torch.zeros(slots, slots)
-    mask = torch.cat([torch.zeros(slots, time), unseen], 1)
+    everywhere, factors = torch.arange(time + slots), block.get("factors", 1.0)
+    at = everywhere[time:]
+    seen = everywhere <= (at[:, None] if block["causal"] else time + slots)
     for n in range(block["num_layers"]):
         name = f"layers.{n}.self_attn."
         normed = layer.norm(x, f"layers.{n}.input_layernorm")
         both = torch.cat([context, normed])
         q, k, v = (layer.heads(part, f"{name}{p}") for part, p in ((normed, "q"), (both, "k"), (both, "v")))
-        x = x + layer.attend(rotated(q, at), rotated(k, everywhere), v, mask, name)
+        q, k = layer.rotated(q, at, factors), layer.rotated(k, everywhere, factors)
+        x = x + layer.attend(q, k, v, seen, name)
         x = x + layer.mlp(layer.norm(x, f"layers.{n}.post_attention_layernorm"), f"layers.{n}.mlp.")
     whole = "lm_head.weight" not in layer.w
     weight = base.stock().get_output_embeddings().weight if whole else layer.get("lm_head.weight")

@@ -1,5 +1,7 @@
 """EAGLE-3's training against an independent reference, and its settings."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,45 +27,27 @@ def reference(head: Eagle3Head, base: BaseModel, ids: list[int], steps: int) -> 
 
 def parallel_reference(head: Eagle3Head, base: BaseModel, ids: list[int], steps: int) -> dict[tuple[int, int], Tensor]:
     """P-EAGLE's logits from its definition: all elements (place a, depth d) at once, under one mask."""
-    weights, settings, size = head.state_dict(), base.model.config, head.midlayer.self_attn.head_dim
-    states = base.model.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
+    layer, found = of_head(head), states(base, ids)
     elements = [(a, d) for a in range(len(ids) - 1) for d in range(steps)]
 
-    def rms(x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + settings.rms_norm_eps).sqrt() * weights[f"{name}.weight"]
+    def fuse(parts: Sequence[Tensor]) -> Tensor:
+        normed = [layer.norm(part, f"fc_norm.{n}") for n, part in enumerate(parts)]
+        return F.linear(torch.cat(normed, -1), layer.get("fc.weight"))
 
-    def fuse(parts: list[Tensor]) -> Tensor:
-        return weights["fc.weight"] @ torch.cat([rms(part, f"fc_norm.{n}") for n, part in enumerate(parts)])
-
-    masked = fuse(list(weights["mask_hidden"][0, 0].chunk(3)))
-    real = [fuse([states[n][0, a] for n in head.spec.layers]) for a in range(len(ids))]
+    masked = fuse(layer.get("mask_hidden")[0, 0].chunk(3))
+    real = fuse([found[n][0] for n in head.spec.layers])
     x = torch.stack([masked if d else real[a] for a, d in elements])
-    tokens = torch.stack([base.embedding[head.config.mask_token if d else ids[a + 1]] for a, d in elements])
+    tokens = base.embedding[torch.tensor([head.config.mask_token if d else ids[a + 1] for a, d in elements])]
     seen = torch.tensor([[(e == 0 and b <= a) or (b == a and e <= d) for b, e in elements] for a, d in elements])
-    angles = torch.tensor([a + d for a, d in elements])[:, None] / settings.rope_parameters["rope_theta"] ** (
-        torch.arange(size // 2) / (size // 2)
-    )
-    turns = torch.polar(torch.ones(angles.shape), angles)[:, None]
+    at = torch.tensor([a + d for a, d in elements])
     for n in range(head.config.num_layers):
         name = f"layers.{n}" if n else "midlayer"
-        normed = rms(x, f"{name}.input_layernorm" if n else f"{name}.hidden_norm")
-        normed = normed if n else torch.cat([rms(tokens, f"{name}.input_layernorm"), normed], -1)
-        parts = {
-            p: (normed @ weights[f"{name}.self_attn.{p}_proj.weight"].t()).unflatten(-1, (-1, size)) for p in "qkv"
-        }
-        for p in "qk":
-            halves = rms(parts[p], f"{name}.self_attn.{p}_norm").chunk(2, -1)
-            turned = torch.complex(*(half.contiguous() for half in halves)) * turns
-            parts[p] = torch.cat([turned.real, turned.imag], -1)
-        groups = parts["q"].shape[1] // parts["k"].shape[1]
-        key, value = (parts[p].repeat_interleave(groups, 1) for p in "kv")
-        scores = torch.einsum("qhe,khe->hqk", parts["q"], key) / size**0.5
-        out = torch.einsum("hqk,khe->qhe", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
-        x = x + out.flatten(1) @ weights[f"{name}.self_attn.o_proj.weight"].t()
-        y = rms(x, f"{name}.post_attention_layernorm")
-        gate, up, down = (weights[f"{name}.mlp.{p}_proj.weight"].t() for p in ("gate", "up", "down"))
-        x = x + (F.silu(y @ gate) * (y @ up)) @ down
-    logits = rms(x, "norm") @ weights["lm_head.weight"].t()
+        normed = layer.norm(x, f"{name}.input_layernorm" if n else f"{name}.hidden_norm")
+        normed = normed if n else torch.cat([layer.norm(tokens, f"{name}.input_layernorm"), normed], -1)
+        q, k, v = (layer.heads(normed, f"{name}.self_attn.{p}") for p in "qkv")
+        x = x + layer.attend(layer.rotated(q, at), layer.rotated(k, at), v, seen, f"{name}.self_attn.")
+        x = x + layer.mlp(layer.norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp.")
+    logits = F.linear(layer.norm(x, "norm"), layer.get("lm_head.weight"))
     return {(d + 1, a): logits[n] for n, (a, d) in enumerate(elements)}
 
 
