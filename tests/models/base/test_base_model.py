@@ -17,10 +17,10 @@ from drafthead.data.text.chat import prompt_ids, user_turn
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig, check_architecture, context_limit
-from drafthead.models.decoding.corpus import _user_opening, generate_answers
+from drafthead.models.decoding.corpus import SEED_STRIDE, _user_opening, generate_answers
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
-from support import TinyBase, hidden_and_probs, p_value, row_of
+from support import TinyBase, row_of
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gpt_bigcode"])
@@ -38,47 +38,26 @@ def test_features_of_packed_documents_equal_each_alone(tiny_base: TinyBase, arch
         start += len(document)
 
 
-def test_batched_generation_equals_decoding_each_prompt(tiny_base: TinyBase) -> None:
+@pytest.mark.parametrize("drawn", [{}, {"temperature": 1.5, "top_k": 20, "top_p": 0.8}], ids=["greedy", "sampled"])
+def test_batched_generation_equals_decoding_each_prompt(tiny_base: TinyBase, drawn: dict[str, Any]) -> None:
     """Full slots, replaced rows, shared prefixes and shrinking change nothing; hidden states are what reading gives."""
     base = tiny_base()
     generator = torch.Generator().manual_seed(0)
     draws = [torch.randint(5, 250, (3 + 5 * (n % 4),), generator=generator) for n in range(11)]
     prompts = [(n, [1, 2, 3, *draw.tolist()]) for n, draw in enumerate(draws)]
-    sampler = SamplerConfig(max_new_tokens=20)
+    sampler = SamplerConfig(**drawn, max_new_tokens=20, seed=3)
     how: dict[str, Any] = {"batch_size": 3, "keep_hidden_states": True, "max_prompt_tokens": 40}
     answers = list(generate_answers(base, prompts, sampler, **how))
     assert sorted(a.prompt_number for a in answers) == list(range(11))
     for answer in answers:
         prompt = prompts[answer.prompt_number][1]
-        plain = decode(base, None, prompt, max_new_tokens=20)
+        seed = 3 * SEED_STRIDE + answer.prompt_number
+        plain = decode(base, None, prompt, max_new_tokens=20, sampler=Sampler(**drawn), seed=seed)
         assert answer.input_ids.tolist() == prompt + plain.tokens
         assert answer.boundary == len(prompt)
         ids = torch.tensor([answer.input_ids.tolist()])
         wanted = base.forward(ids[:, :-1], base.new_cache(ids.shape[1])).final[0]
         torch.testing.assert_close(torch.from_numpy(answer.hidden_states).float(), wanted, rtol=2e-3, atol=2e-3)
-
-
-def test_a_sampled_row_does_not_depend_on_its_batch(tiny_base: TinyBase) -> None:
-    base = tiny_base()
-    prompts = [(n, [7, 8, 9 + n]) for n in range(6)]
-    sampler = SamplerConfig(temperature=1.0, top_k=20, top_p=0.9, max_new_tokens=15, seed=3)
-    texts = []
-    for batch_size in (1, 4):
-        answers = generate_answers(base, prompts, sampler, batch_size=batch_size, max_prompt_tokens=16)
-        texts.append({a.prompt_number: a.input_ids.tolist() for a in answers})
-    assert texts[0] == texts[1]
-
-
-def test_samples_follow_the_truncated_distribution(tiny_base: TinyBase) -> None:
-    """Chi-square of the first sampled token, after top-k and top-p, over 1500 prompts of a seed."""
-    base, cut = tiny_base(), {"temperature": 1.5, "top_k": 8, "top_p": 0.8}
-    _, probs = hidden_and_probs(base, [5, 6, 7], Sampler(**cut))
-    sampler = SamplerConfig(**cut, max_new_tokens=1)
-    prompts = [(n, [5, 6, 7]) for n in range(1500)]
-    answers = generate_answers(base, prompts, sampler, batch_size=50, max_prompt_tokens=16)
-    counts = torch.bincount(torch.tensor([int(a.input_ids[-1]) for a in answers]), minlength=len(probs))
-    assert int(counts.sum()) == 1500 and not counts[probs == 0].any()
-    assert p_value(counts[probs > 0], 1500 * probs[probs > 0]) > 1e-4
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "rope_theta": 10000.0}

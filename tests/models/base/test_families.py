@@ -20,7 +20,7 @@ from drafthead.models.base import check
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.windows import Window
-from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.decoding.loop import decode
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.draft_lm import DraftLMConfig
 from drafthead.models.kernels import attention
@@ -209,16 +209,6 @@ def test_a_quantised_folder_that_cannot_be_read_is_one_line(
 def test_rounding_in_16_bits_is_no_reason_to_refuse(name: str, script: Script) -> None:
     shape = script("base_shapes").SHAPES[name]
     assert BaseModel.load(config_of(shape, "bfloat16")).vocab_size
-
-
-def test_rows_of_a_windowed_batch_equal_each_alone(script: Script) -> None:
-    """Rows on both sides of the edge, one of which crosses it."""
-    shape = script("base_shapes").SHAPES["gemma4_31b"]
-    base = BaseModel.load(config_of(shape))
-    prompts, lookup = [random_ids(n, n) for n in (5, 29, 70)], PromptLookup(num_tokens=4, max_ngram=1, matches=2)
-    together = decode_batch(base, lookup, prompts, max_new_tokens=10, ignore_eos=True)
-    alone = [decode(base, None, prompt, max_new_tokens=10, ignore_eos=True) for prompt in prompts]
-    assert [row.tokens for row in together] == [row.tokens for row in alone]
 
 
 @pytest.mark.parametrize(

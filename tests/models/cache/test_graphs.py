@@ -30,8 +30,9 @@ from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.cuda_graphs import GraphBackend, StaticCalls
 from drafthead.models.token_tree import TokenTree
+from support import TinyBase, randomised
 
-TinyBase = MakeBase = Callable[..., BaseModel]
+MakeBase = Callable[..., BaseModel]
 TREE = TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 OTHER = TokenTree.from_paths([(0,), (0, 0), (0, 1), (0, 2), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)])  # as many nodes
 SMALL = TokenTree.from_paths([(0,), (1,), (1, 0)])
@@ -55,11 +56,7 @@ def bases(make: MakeBase) -> tuple[BaseModel, BaseModel]:
 
 
 def medusa(base: BaseModel) -> MedusaHead:
-    torch.manual_seed(1)
-    head = MedusaConfig(num_draft_tokens=3).build(base)
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return head.eval()
+    return randomised(MedusaConfig(num_draft_tokens=3).build(base)).eval()
 
 
 def test_settings(make: MakeBase, bases: tuple[BaseModel, BaseModel]) -> None:

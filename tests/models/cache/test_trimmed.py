@@ -15,7 +15,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DynamicTree
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DynamicTree
 from drafthead.models.decoding.loop import DecodeLoop, Row, decode_batch
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig
@@ -130,9 +130,6 @@ DRAFTED: dict[str, tuple[Callable[[BaseModel], Drafter], DraftConfig | None]] = 
 SAMPLER = Sampler(temperature=0.8)
 
 
-DRAWN = DraftConfig(tree=TokenTree.chain(4), draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=SAMPLER)
-
-
 def decoded(
     base: BaseModel, drafter: Drafter | None = None, prompts: Sequence[list[int]] = PROMPTS, **options: Any
 ) -> Any:
@@ -141,13 +138,10 @@ def decoded(
 
 
 @cache
-def over_whole_caches(base: BaseModel, sampler: Sampler, drawn: bool = False) -> list[list[int]]:
-    """Answers of plain decoding row by row, and of a second turn after the second one; or by drafts that are drawn."""
+def over_whole_caches(base: BaseModel, sampler: Sampler) -> list[list[int]]:
+    """Answers of plain decoding row by row, and of a second turn after the second one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CacheShape, "trimmed", lambda self, *args, **kwargs: self)
-        if drawn:
-            options: dict[str, Any] = {"sampler": sampler, "draft_config": DRAWN}
-            return [row.tokens for row in decoded(base, PromptLookup(num_tokens=4, max_ngram=1), **options)]
         found = [decoded(base, None, [p], sampler=sampler, seeds=[n])[0].tokens for n, p in enumerate(PROMPTS)]
         return [*found, decoded(base, None, [second_turn(found)], sampler=sampler)[0].tokens]
 
@@ -184,13 +178,6 @@ def test_texts_are_those_over_whole_caches(name: str, kind: str, base_of: BaseOf
     assert kind == "lookup" or sum(step.accepted for row in (*together, *alone) for step in row.steps) > 0
     sampled = decoded(base, drafter, draft_config=draft_config, sampler=SAMPLER)
     assert [row.tokens for row in sampled] == seeded[:3]
-
-
-def test_drafts_that_are_drawn_meet_the_same_target(base_of: BaseOf) -> None:
-    """They are accepted or not by the same numbers."""
-    base, lookup = base_of("gemma3_text"), PromptLookup(num_tokens=4, max_ngram=1)
-    found = [row.tokens for row in decoded(base, lookup, sampler=SAMPLER, draft_config=DRAWN)]
-    assert found == over_whole_caches(base, SAMPLER, drawn=True)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from drafthead.data.batch import HiddenStatesSpec, TrainBatch
+from drafthead.data.batch import HiddenStatesSpec
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.common.attention_layer import HeadMLP, HeadRMSNorm
 from drafthead.models.heads.common.contract import DraftHeadConfig
@@ -21,7 +21,7 @@ from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.kernels import linear
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, fuse_modules, rotate
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase
+from support import TinyBase, row_of, stacked
 
 RELATIVE = 1e-4
 """Of the largest logit: float32 rounding through three layers is two orders below."""
@@ -79,15 +79,10 @@ def test_passes(pair: _Pair, monkeypatch: pytest.MonkeyPatch, batch: int, tree: 
 
 def test_training_hidden_states(pair: _Pair) -> None:
     """Packed documents, no cache, hidden states of inner layers."""
-    batch = TrainBatch(
-        input_ids=torch.arange(3, 15).view(2, 6),
-        position_ids=torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]]),
-        document_ids=torch.tensor([[0, 0, 0, 1, 1, 1], [2, 2, 2, 2, 2, 2]]),
-        loss_mask=torch.ones(2, 6, dtype=torch.bool),
-    )
+    rows = row_of([[3, 4, 5], [6, 7, 8]], padding=0), row_of([[9, 10, 11, 12, 13, 14]], padding=0)
 
     def states(base: BaseModel) -> Tensor:
-        found = base.hidden_states(batch, HiddenStatesSpec(layers=(0, 1, 3)))
+        found = base.hidden_states(stacked(rows), HiddenStatesSpec(layers=(0, 1, 3)))
         assert found.layers is not None
         return torch.cat([found.final, found.layers], -1)
 

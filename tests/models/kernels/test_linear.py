@@ -20,7 +20,6 @@ from drafthead.models.kernels.linear import (
     KernelTable,
     PrepackedLinear,
     can_prepack,
-    joined_linear,
     pad_rows,
     prepack_linears,
 )
@@ -45,14 +44,6 @@ def test_product_equals_f_linear(rows: tuple[int, ...], bias: bool) -> None:
     found = PrepackedLinear(stock.weight, stock.bias)(x)
     assert found.shape == (*rows, 40)
     torch.testing.assert_close(found, F.linear(x, stock.weight, stock.bias))
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_joined_layers_stand_side_by_side(bias: bool) -> None:
-    torch.manual_seed(0)
-    parts = [nn.Linear(16, width, bias=bias).requires_grad_(False) for width in (32, 8, 8)]
-    x = torch.randn(2, 3, 16)
-    torch.testing.assert_close(joined_linear(parts)(x), torch.cat([part(x) for part in parts], -1))
 
 
 def test_only_plain_float32_layers_are_prepacked() -> None:
