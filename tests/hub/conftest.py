@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import close_session
+from huggingface_hub.utils.sha import git_hash
 
 SMALL = 4096
 TOKEN = "hf_of_a_test"
@@ -86,13 +87,9 @@ class Hub:
 
 def described(path: str, content: bytes) -> dict[str, Any]:
     """A file as the Hub lists it."""
-    entry = {"path": path, "size": len(content), "oid": blob_id(content)}
+    entry = {"path": path, "size": len(content), "oid": git_hash(content)}
     lfs = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
     return entry | ({"lfs": lfs} if len(content) > SMALL else {})
-
-
-def blob_id(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.cache.kv_cache import KVCache
 from drafthead.models.decoding.contract import DraftConfig, DraftSampling
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
@@ -36,20 +35,11 @@ def test_kept_positions_by_hand() -> None:
             Policy.parse(wrong)
 
 
-def test_states_are_those_of_the_longer_cache(tiny_base: TinyBase) -> None:
-    """With all positions kept a pass gives the target's logits, wherever the new token stands."""
-    base = tiny_base()
-    whole = base.new_cache(80)
-    base.forward(torch.tensor([PROMPT[:50]]), whole)
-    places = Policy("recent").places(99, whole.keys[:, 0, :, :40], None)
-    cache = BudgetCache(whole, places, 40, 30)
-    cache.append(whole, 40, 50)
-    new = torch.tensor([PROMPT[50:55]])
-    found = base.forward(new, cache).final
-    torch.testing.assert_close(found, base.forward(new, whole).final)
+def test_positions_are_those_of_the_longer_cache(tiny_base: TinyBase) -> None:
+    whole = tiny_base().new_cache(80)
+    tiny_base().forward(torch.tensor([PROMPT[:50]]), whole)
     few = BudgetCache(whole, Policy("recent").places(8, whole.keys[:, 0, :, :50], None), 50, 4)
     assert few.positions(torch.zeros(1, 1, dtype=torch.int64)).tolist() == [[50]] and few.length == 8
-    assert isinstance(few, KVCache)
 
 
 @pytest.mark.parametrize(

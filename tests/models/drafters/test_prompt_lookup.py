@@ -51,18 +51,13 @@ def by_loop(text: list[int], num_tokens: int, max_ngram: int | None) -> tuple[in
     return ()
 
 
-def test_several_matches_share_their_prefix() -> None:
-    text = [1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2]
-    proposal = draft(PromptLookup(2, 2, matches=2), [text, [7, 8, 9]])
-    assert paths(proposal, 0) == {(3,), (3, 4), (3, 5)}
-    assert paths(proposal, 1) == set()
-
-
-def test_no_more_nodes_than_planned() -> None:
+def test_several_matches_share_their_prefix_within_the_planned_nodes() -> None:
     """The cache has room for the plan's nodes only; the best match comes first."""
-    text = [1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2]
-    proposal = draft(PromptLookup(2, 2, matches=2), [text], DraftConfig(tree=TokenTree.chain(2)))
-    assert paths(proposal, 0) == {(3,), (3, 5)} and proposal.tokens.shape == (1, 3)
+    text, drafter = [1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2], PromptLookup(2, 2, matches=2)
+    found = draft(drafter, [text, [7, 8, 9]])
+    assert paths(found, 0) == {(3,), (3, 4), (3, 5)} and paths(found, 1) == set()
+    found = draft(drafter, [text], DraftConfig(tree=TokenTree.chain(2)))
+    assert paths(found, 0) == {(3,), (3, 5)} and found.tokens.shape == (1, 3)
     assert draft(PromptLookup(), [[1, 2, 3]]).tokens.tolist() == [[3]]
 
 

@@ -143,16 +143,6 @@ def test_layers_start_as_the_bases_last(tiny_base: TinyBase) -> None:
     assert float((keys.norm() / wanted.norm()).detach()) == pytest.approx(1.0, abs=0.2)
 
 
-def test_a_head_that_reads_the_state_starts_as_the_next_token_head(tiny_base: TinyBase) -> None:
-    base, batch = tiny_base(), row_of([random_ids(12)], padding=0)
-    head = DSparkConfig(num_draft_tokens=3, copy_layers=False, reads_state=True).build(base).eval()
-    hidden = base.hidden_states(batch, head.spec)
-    targets = DraftTargets.of(batch, 3)
-    found = head.output_head(0).logits(head.position_hidden(batch, hidden, targets)[2, 4:])
-    wanted = base.lm_head.logits(hidden.final[0, targets.source_idx[2, 4:]])
-    assert float(F.cosine_similarity(found, wanted).min()) > 0.98
-
-
 def test_paths_have_distributions_of_their_own(tiny_base: TinyBase) -> None:
     """With a Markov head every parent has one; without, a level shares one. All kinds of trees are drafted."""
     base = tiny_base()
