@@ -5,6 +5,7 @@ they are).
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -216,6 +217,48 @@ def drafted_block(
 def unit(x: Tensor) -> Tensor:
     """``x`` with a root mean square of 1."""
     return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
+
+
+def mlp_chain(
+    layer: PlainLayer, config: MLPSpeculatorConfig, base: BaseModel, h: Tensor, tokens: list[int]
+) -> list[Tensor]:
+    """The published forward pass at one place, over the weights by our names; ``tokens`` start with x_{t+1}."""
+    n, d = config.num_draft_tokens, config.inner_dim or len(h)
+    s = 0.5 ** (0.5 / n)
+    alpha = math.sqrt((1 - s**2) * (d / 2)) / s
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        x = x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+        return x * layer.get(f"cells.{name}.weight") + layer.get(f"cells.{name}.bias")
+
+    def embedding(name: str, token: int) -> Tensor:
+        if config.own_embedding:
+            return layer.get(f"{name}.weight")[token]
+        return layer.get(f"{name}.linear.weight") @ (base.embedding[token] / base.embedding[token].norm())
+
+    def gate(name: str, i: int, state: Tensor, token: int) -> Tensor:
+        source = "forget" if config.tie_lstm_embs else name
+        projected = layer.get(f"cells.proj.{name}.{min(i, 1)}.weight") @ state
+        return projected + alpha * embedding(f"cells.emb.{source}", token)
+
+    state, cell, logits = h, torch.zeros(d), []
+    if config.scale_input:
+        state = h * (h.pow(2).mean() + 1e-6).rsqrt() / math.sqrt(2)
+    for i in range(n):
+        stage = 0 if config.tie_weights else i
+        if config.cell == "rnn":
+            row = min(i, 1) if config.tie_weights else i
+            z = embedding(f"cells.emb.{stage}", tokens[i])
+            state = F.gelu(norm(layer.get(f"cells.proj.{row}.weight") @ state + alpha * z, f"ln.{stage}"))
+        else:
+            f, u, o = (torch.sigmoid(gate(g, i, state, tokens[i])) for g in ("forget", "input", "output"))
+            cell = cell * f + F.gelu(norm(gate("cell", i, state, tokens[i]), "cell_ln")) * u
+            state = F.gelu(norm(cell, "state_ln")) * o
+        if config.own_lm_head:
+            logits.append(layer.get(f"projections.weights.{stage}") @ state)
+        else:
+            logits.append(layer.get("lm_head.weight") @ (h + layer.get(f"outputs.{stage}.weight") @ state))
+    return logits
 
 
 LLAMACPP_NAMES = {

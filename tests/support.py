@@ -29,7 +29,7 @@ from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.interleaved import TimedResults
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
-from drafthead.models.decoding.contract import DraftConfig, Drafter
+from drafthead.models.decoding.contract import DraftConfig, Drafter, Proposal
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
@@ -194,6 +194,16 @@ def drafted_logits(head: DraftHead, ids: list[int], base_hidden: HiddenStates, d
         tokens = torch.tensor([[token]])
         logits.append(draft_pass.step(tokens, torch.zeros_like(tokens))[0, 0])
     return torch.stack(logits)
+
+
+def drafted_paths(proposal: Proposal, row: int) -> dict[int, tuple[int, ...]]:
+    """The path of every node of a row, padding left out."""
+    parents = proposal.shape.parents.expand(proposal.tokens.shape)[row].tolist()
+    paths: dict[int, tuple[int, ...]] = {0: ()}
+    for node, token in enumerate(proposal.tokens[row].tolist()):
+        if node and parents[node] >= 0:
+            paths[node] = (*paths[parents[node]], token)
+    return paths
 
 
 # Damaged and hostile files --------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from drafthead.models.heads.common.files import resolve_folder
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.medusa2 import Medusa2Config
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase
+from support import TinyBase, call
 
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0)])
 
@@ -238,21 +238,21 @@ def test_the_command_and_the_environment(hub: Any, saved: Path, tmp_path: Path) 
     home = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
     environment = {**os.environ, **home}
 
-    def call(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
+    def python(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, *arguments], capture_output=True, text=True, env={**environment, **changed}
         )
 
     push_it = ("-m", "drafthead.cli", "push", f"head={saved}", "repo=user/medusa")
-    refused = call(*push_it, HF_TOKEN="")
+    refused = python(*push_it, HF_TOKEN="")
     assert refused.returncode == 1 and refused.stderr.count("\n") == 1
     assert refused.stderr.startswith("error: drafthead push needs a login to the Hub")
-    done = call(*push_it, "private=true")
+    done = python(*push_it, "private=true")
     assert done.returncode == 0, done.stderr
     assert f"pushed: {hub.url}/user/medusa" in done.stdout
     assert hub.repos["user/medusa"].private
     code = "import drafthead, sys; drafthead.load_head('user/medusa').save_pretrained(sys.argv[1])"
-    loaded = call("-c", code, str(tmp_path / "again"))
+    loaded = python("-c", code, str(tmp_path / "again"))
     assert loaded.returncode == 0, loaded.stderr
     assert (tmp_path / "again/model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
 
@@ -267,19 +267,12 @@ def test_the_command_and_the_environment(hub: Any, saved: Path, tmp_path: Path) 
         (["head=BROKEN", "repo=user/x"], "model.safetensors cannot be read"),
     ],
 )
-def test_bad_commands(
-    hub: Any, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], says: str
-) -> None:
-    from drafthead.commands.push import main
-
+def test_bad_commands(hub: Any, saved: Path, tmp_path: Path, given: list[str], says: str) -> None:
     broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_bytes((saved / "config.json").read_bytes())
+    shutil.copytree(saved, broken)
     (broken / "model.safetensors").write_bytes(b"\x10" * 40)
-    places = {"RUN": tmp_path, "HEAD": saved, "BROKEN": broken}
-    for name, place in places.items():
+    for name, place in {"RUN": tmp_path, "HEAD": saved, "BROKEN": broken}.items():
         given = [argument.replace(name, str(place)) for argument in given]
-    monkeypatch.setattr(sys, "argv", ["drafthead push", *given])
     with pytest.raises(SystemExit, match=says):
-        main()
+        call("push", *given)
     assert hub.count("create") == 0

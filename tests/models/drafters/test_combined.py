@@ -15,7 +15,7 @@ from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
-from support import TinyBase
+from support import TinyBase, drafted_paths
 
 Path = tuple[int, ...]
 Trials = dict[Path, list[tuple[Path, int]]]
@@ -55,13 +55,7 @@ def proposal(rows: list[list[Path]], sampled: bool) -> Proposal:
 
 def trials(found: Proposal, row: int) -> Trials:
     """What a proposal would try in one row, read off its tensors; a path has one node only."""
-    shape = found.shape
-    parents = shape.parents.expand(found.tokens.shape)[row].tolist()
-    tokens = found.tokens[row].tolist()
-    paths: dict[int, Path] = {0: ()}
-    for node in range(1, len(parents)):
-        if parents[node] >= 0:
-            paths[node] = (*paths[parents[node]], tokens[node])
+    shape, paths = found.shape, drafted_paths(found, row)
     assert len(set(paths.values())) == len(paths)
     children = shape.children.expand(len(found.tokens), -1, -1)[row].tolist()
     probs = torch.full_like(shape.children, -1) if found.prob_index is None else found.prob_index

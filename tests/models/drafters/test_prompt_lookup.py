@@ -9,6 +9,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.decoding.contract import DraftConfig, DraftState, Proposal
 from drafthead.models.drafters.prompt_lookup import PromptLookup, bigram_table
 from drafthead.models.token_tree import TokenTree
+from support import drafted_paths
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=3)
 
@@ -32,13 +33,7 @@ def draft(drafter: PromptLookup, texts: list[list[int]], draft_config: DraftConf
 
 
 def paths(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
-    """The drafted paths of one row, padding left out."""
-    found: dict[int, tuple[int, ...]] = {0: ()}
-    parents = proposal.shape.parents.expand(proposal.tokens.shape[0], -1)
-    for node in range(1, proposal.tokens.shape[1]):
-        if parents[row, node] >= 0:
-            found[node] = (*found[int(parents[row, node])], int(proposal.tokens[row, node]))
-    return set(found.values()) - {()}
+    return set(drafted_paths(proposal, row).values()) - {()}
 
 
 def by_loop(text: list[int], num_tokens: int, max_ngram: int | None) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """The published layouts of Hydra, MLPSpeculator and Kangaroo against plain loaders that read the folder alone."""
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from plain_heads import (
     kangaroo,
     logits_of,
     mlp,
+    mlp_chain,
     rewrite,
     states,
 )
@@ -64,30 +64,18 @@ def hydra_engine(folder: Path, base: BaseModel) -> Tensor:
 def mlp_engine(folder: Path, base: BaseModel) -> Tensor:
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == "mlp_speculator" and config["architectures"] == ["MLPSpeculatorPreTrainedModel"]
-    n, width = config["n_predict"], config["inner_dim"]
-    assert len(config["top_k_tokens_per_head"]) == n and width > 0 and config["base_model_name_or_path"]
-    hidden, tokens = states(base)[-1][0, -1], [*DRAFTED, 7, 250]
-    w = {name.replace("speculator.", ""): t for name, t in load_file(folder / "model.safetensors").items()}
-    unread = set(w)
-
-    def of(part: str, i: int, name: str = "weight") -> Tensor:
-        shared = min(i, 1) if part == "proj" else 0
-        key = f"{part}.{shared if config['tie_weights'] else i}.{name}"
-        unread.discard(key)
-        return w[key]
-
-    def norm(x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-
-    state_weight = 0.5 ** (0.5 / n)
-    emb_weight = math.sqrt((1 - state_weight**2) * (width / 2))
-    state, logits = (norm(hidden) / math.sqrt(2) if config["scale_input"] else hidden), []
-    for i in range(n):
-        z = of("emb", i)[tokens[i]]
-        state = F.linear(state, of("proj", i)) + emb_weight / state_weight * z
-        state = F.gelu(of("ln", i) * norm(state) + of("ln", i, "bias"))
-        logits.append(F.linear(state, of("head", i)))
-    assert not unread, f"nobody reads {sorted(unread)}"
+    n = config["n_predict"]
+    assert len(config["top_k_tokens_per_head"]) == n and config["inner_dim"] > 0 and config["base_model_name_or_path"]
+    same = {key: config[key] for key in ("inner_dim", "tie_weights", "scale_input")}
+    settings = MLPSpeculatorConfig(num_draft_tokens=n, **same)
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        name = name.removeprefix("speculator.")
+        ours = f"projections.weights.{name.split('.')[1]}" if name.startswith("head.") else f"cells.{name}"
+        tensors[ours] = tensor
+    layer = PlainLayer(tensors, base.model.config.to_dict())
+    logits = mlp_chain(layer, settings, base, states(base)[-1][0, -1], [*DRAFTED, 7, 250])
+    assert not layer.unread, f"nobody reads {sorted(layer.unread)}"
     return torch.stack(logits)
 
 
