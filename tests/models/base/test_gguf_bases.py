@@ -126,17 +126,12 @@ def test_a_file_computes_what_its_model_did(name: str, tmp_path: Path) -> None:
     [
         ({"sliding_window": 32}, "tiny.gguf has attention.sliding_window=32, which llama does not read; name the"),
         ({"rope_scaling_type": gguf.RopeScalingType.YARN}, r"scales its rotary embedding \(yarn\), which is not read"),
+        ({"factors": torch.linspace(1, 3, 8)}, "rotary factors that are not a scaling of Llama 3's"),
     ],
 )
 def test_what_would_be_left_out_is_refused(keys: dict[str, Any], says: str, tmp_path: Path) -> None:
     write(stock("llama"), tmp_path / "tiny.gguf", "llama", **keys)
     with pytest.raises(UserError, match=says):
-        loaded(tmp_path)
-
-
-def test_rotary_factors_that_are_not_llama3s_are_refused(tmp_path: Path) -> None:
-    write(stock("llama"), tmp_path / "tiny.gguf", "llama", factors=torch.linspace(1, 3, 8))
-    with pytest.raises(UserError, match="rotary factors that are not a scaling of Llama 3's"):
         loaded(tmp_path)
 
 

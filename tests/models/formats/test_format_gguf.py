@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
@@ -107,15 +105,6 @@ def test_a_base_as_gguf_is_the_base(tmp_path: Path) -> None:
     assert keys["tokenizer.ggml.eos_token_id"] == base.tokenizer.eos_token_id
 
 
-def test_llama3s_rotary_scaling_is_a_tensor() -> None:
-    """The frequencies that transformers scales, against those that llama.cpp divides by the factors."""
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling |= {"original_max_position_embeddings": 8192, "rope_theta": 5e5}
-    config = LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=scaling)
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    factors = rope_factors({"rope_scaling": scaling, "rope_theta": 5e5, "head_dim": 128})
-    plain = 5e5 ** (-torch.arange(0, 128, 2) / 128)
-    assert torch.allclose(plain / factors, scaled, rtol=1e-4)
-    assert float(factors.max()) == 8 and float(factors.min()) == 1
+def test_a_rotary_scaling_that_is_no_tensor_is_refused() -> None:
     with pytest.raises(UserError, match="scaling of type yarn is not written as GGUF"):
         rope_factors({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1e4, "head_dim": 8})
