@@ -132,7 +132,7 @@ def test_a_prompt_that_is_no_text_is_one_line(prompt: str, monkeypatch: pytest.M
 
 
 def test_errors_are_one_line_and_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raises(error: Exception) -> None:
+    def raises(error: BaseException) -> None:
         def fail(*_: object) -> None:
             raise error
 
@@ -143,6 +143,8 @@ def test_errors_are_one_line_and_bugs_keep_their_traceback(monkeypatch: pytest.M
         raises(UserError("found x, expected y"))
     with pytest.raises(SystemExit, match="^error: .*No space left"):
         raises(OSError(28, "No space left on device", "rows.json"))
+    with pytest.raises(SystemExit, match="^130$"):
+        raises(KeyboardInterrupt())
     with pytest.raises(ZeroDivisionError):
         raises(ZeroDivisionError())
 
