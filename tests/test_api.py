@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import drafthead
@@ -44,29 +42,6 @@ def test_a_head_finds_its_base_by_itself(saved: Path) -> None:
 def test_another_base_is_refused(saved: Path, tiny_base: TinyBase) -> None:
     with pytest.raises(UserError, match=r"was trained for random-llama \(fingerprint .*; name no base"):
         drafthead.load_head(saved, tiny_base(seed=1))
-
-
-def test_damaged_and_foreign_heads_are_refused(saved: Path, tiny_base: TinyBase) -> None:
-    base, config = tiny_base(), read_json(saved / "config.json")
-
-    def refused(message: str, changed: dict[str, Any]) -> None:
-        write_json(saved / "config.json", changed)
-        with pytest.raises(UserError, match=message):
-            drafthead.load_head(saved, base)
-
-    refused("head_type must be one of .*, got 'os.system'", {**config, "head_type": "os.system"})
-    refused("has format 99, this version reads 2; update drafthead", {**config, "format": 99})
-    refused("MedusaConfig has no wings", {**config, "settings": {**config["settings"], "wings": 2}})
-    weights = load_file(saved / "model.safetensors")
-    del weights["projections.weights.1"]
-    save_file(weights, saved / "model.safetensors")
-    refused("model.safetensors cannot be read .it does not have the checksum", config)
-    del config["weights_sha256"]
-    refused(r"does not fit its config: missing \['projections.weights.1'\]", config)
-    (saved / "model.safetensors").write_bytes(b"\x10" * 40)
-    refused("cannot be read", config)
-    with pytest.raises(UserError, match="no draft head at .*nowhere: give a run's head folder"):
-        drafthead.load_head(saved / "nowhere", base)
 
 
 def test_wrapping_a_loaded_model(tiny_base: TinyBase) -> None:

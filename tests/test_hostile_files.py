@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_checksummed_json, read_json, safe_join, write_checksummed_json, write_json
@@ -156,7 +157,8 @@ def test_the_hubs_cache_links_to_its_blobs(tmp_path: Path) -> None:
         ({"head_type": "os.system"}, "head_type must be one of draft_lm, .*, got 'os.system'"),
         ({"head_type": "drafthead.models.heads.medusa.torch.nn.Linear"}, "head_type must be one of"),
         ({"head_type": "common"}, "head_type must be one of"),
-        ({"head_type": "drafthead.models.heads.common.contract.DraftHeadConfig"}, "head_type must be one of"),
+        ({"format": 99}, "has format 99, this version reads 2; update drafthead"),
+        ({"settings": {"wings": 2}}, "MedusaConfig has no wings"),
         ({"settings": {"num_draft_tokens": 10**9}}, "bad settings|its settings name"),
         ({"settings": {"num_draft_tokens": 99}}, r"has bad settings \(head.num_draft_tokens must be in .*got 99"),
         ({"settings": {"num_draft_tokens": "three"}}, "has bad settings"),
@@ -174,6 +176,15 @@ def test_a_config_that_wants_too_much(head: Path, tiny_base: TinyBase, change: d
         change = {"settings": {**config["settings"], **change["settings"]}}
     write_json(head / "config.json", {**config, **change})
     with pytest.raises(UserError, match=says):
+        DraftHead.from_pretrained(head, tiny_base())
+
+
+def test_weights_without_a_tensor(head: Path, tiny_base: TinyBase) -> None:
+    weights, config = load_file(head / "model.safetensors"), read_json(head / "config.json")
+    del weights["projections.weights.1"], config["weights_sha256"]
+    save_file(weights, head / "model.safetensors")
+    write_json(head / "config.json", config)
+    with pytest.raises(UserError, match=r"does not fit its config: missing \['projections.weights.1'\]"):
         DraftHead.from_pretrained(head, tiny_base())
 
 
