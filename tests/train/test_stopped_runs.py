@@ -177,14 +177,6 @@ def test_damaged_corpora_are_named_and_made_again(runs: Any, whole: Path, tmp_pa
     runs.assert_equal(tmp_path, whole)
 
 
-def test_a_corpus_of_another_base_is_refused(runs: Any, tmp_path: Path) -> None:
-    assert runs.one(tmp_path, at=("step", 1)) == -signal.SIGKILL
-    (tmp_path / "run" / "training-settings.json").unlink()
-    assert runs.one(tmp_path, "base.seed=1") == 1
-    last = runs.said(tmp_path).strip().splitlines()[-1]
-    assert "generations was made with base.fingerprint = " in last and "remove the folder" in last
-
-
 def test_a_tracker_that_fails_costs_no_step(runs: Any, whole: Path, tmp_path: Path) -> None:
     assert runs.one(tmp_path, "tracker.kind=wandb", "tracker.mode=offline", at=("track", 5), do="raise") == 0
     assert "warning: wandb failed (this process has a fault); training continues" in runs.said(tmp_path)
