@@ -171,14 +171,15 @@ def test_batches_have_trees_of_their_own(tmp_path: Path, monkeypatch: pytest.Mon
         return CostModel(verify=verify, draft=0.0, overhead=0.0, context=200)
 
     monkeypatch.setattr(pipeline, "measure_costs", measured)
-    base, head = load_base_and_head(train(tmp_path, "tree_batches=[2,8]") / "head")
+    settings = ("tree_batches=[2,8]", "stages=[corpora,train,tree]")
+    base, head = load_base_and_head(train(tmp_path, *settings) / "head")
     assert asked == [1, 2, 8]
     one, two, eight = (head.tree_of(rows) for rows in (1, 2, 8))
     assert one is not None and two is not None and len(one) > len(two) and eight == TokenTree.chain(0)
     assert head.tree_of(7) == two and head.tree_of(16) == eight
     found = decode_batch(base, head, [[5, 6, 7]] * 8, max_new_tokens=4, ignore_eos=True)
     assert {step.proposed for result in found for step in result.steps} == {0}
-    train(tmp_path, "tree_batches=[2,8]")
+    train(tmp_path, *settings)
     assert asked == [1, 2, 8], "nothing is measured twice"
 
 
@@ -225,7 +226,7 @@ def test_validation_and_saving_do_not_count_as_training_time(tmp_path: Path, mon
         clock[0] += 3600
 
     monkeypatch.setattr(loop.Trainer, "_validate", slow)
-    run = train(tmp_path, "log_every=2", "validate_every=3")
+    run = train(tmp_path, "stages=[corpora,train]", "log_every=2", "validate_every=3")
     rows = loop.MetricsLog(run / "metrics.jsonl").rows()
     assert max(row["step_ms"] for row in rows if "step_ms" in row) < 1000
 
