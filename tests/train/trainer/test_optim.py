@@ -48,13 +48,11 @@ def test_midpoints() -> None:
 
 def test_short_curves() -> None:
     assert curve(OptimConfig(lr=0.1, final_lr_ratio=0.5), 1) == pytest.approx([0.05])
-    assert curve(OptimConfig(lr=0.1, warmup_steps=2, schedule="constant"), 5) == pytest.approx([0.05] + [0.1] * 4)
-
-
-@pytest.mark.parametrize("warmup_steps", [5, 9])
-def test_a_phase_no_longer_than_its_warmup_still_works(warmup_steps: int) -> None:
-    rates = curve(OptimConfig(lr=0.1, warmup_steps=warmup_steps), 5)
-    assert rates[-1] == pytest.approx(0.1 * 5 / warmup_steps)
+    for start in ("warmup", "start"):
+        constant = OptimConfig(lr=0.1, warmup_steps=2, schedule="constant", decay_from=start)
+        assert curve(constant, 5) == pytest.approx([0.05] + [0.1] * 4)
+    for warmup_steps in (5, 9):  # a phase that is no longer than its warm-up
+        assert curve(OptimConfig(lr=0.1, warmup_steps=warmup_steps), 5)[-1] == pytest.approx(0.1 * 5 / warmup_steps)
 
 
 def ibm(x: int, steps: int = 21000, second: int = 15000) -> float:
@@ -88,18 +86,6 @@ def test_where_the_decay_begins() -> None:
     assert early[:49] == late[:49]
     assert all(a <= b for a, b in zip(early, late, strict=True))
     assert early[-1] == late[-1] == pytest.approx(0.01)
-    constant = OptimConfig(lr=0.1, warmup_steps=2, schedule="constant", decay_from="start")
-    assert curve(constant, 5) == pytest.approx([0.05] + [0.1] * 4)
-
-
-def test_only_trainable_matrices_decay() -> None:
-    module = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), nn.Linear(2, 2))
-    module[2].weight.requires_grad_(False)
-    matrices, vectors = build_optimizer(module.parameters(), OptimConfig(weight_decay=0.3)).param_groups
-    assert [p is module[0].weight for p in matrices["params"]] == [True]
-    assert len(vectors["params"]) == 4
-    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.0)
-    assert matrices["betas"] == (0.9, 0.95)
 
 
 class Joint(nn.Module):
@@ -115,12 +101,13 @@ class Joint(nn.Module):
         return 4.0 if any(parameter is p for p in self.heads.parameters()) else 1.0
 
 
-def test_a_factor_for_some_parameters() -> None:
+def test_a_factor_for_some_parameters_and_decay_of_trainable_matrices_only() -> None:
     module = Joint()
     groups = build_optimizer(module.parameters(), OptimConfig(weight_decay=0.3), module.lr_mult).param_groups
     wanted = [module.adapter.weight, module.adapter.bias, module.heads.weight, module.heads.bias]
     assert [group["params"] for group in groups] == [[p] for p in wanted]
     assert [(g["lr_mult"], g["weight_decay"]) for g in groups] == [(1, 0.3), (1, 0), (4, 0.3), (4, 0)]
+    assert groups[0]["betas"] == (0.9, 0.95)
     with pytest.raises(UserError, match="no trainable parameter"):
         build_optimizer(module.frozen.parameters(), OptimConfig())
 
