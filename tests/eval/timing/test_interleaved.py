@@ -129,10 +129,9 @@ def test_one_bad_prompt_does_not_lose_the_others(tmp_path: Path) -> None:
     for name in NAMES:
         assert [isinstance(r, FailedDecode) for r in results[name]] == [True, False, False]
         assert results[name][0].tokens == []
-    errors = [row for row in map(json.loads, log.read_text().splitlines()) if "error" in row]
-    assert [(e["prompt"], e["decoder"], e["error"]) for e in errors] == [
-        (7, "speculative", "the prompt is too long; shorten it")
-    ]
+    (error,) = (row for row in map(json.loads, log.read_text().splitlines()) if "error" in row)
+    said = {"prompt": 7, "task": "math", "decoder": "speculative", "error": "the prompt is too long; shorten it"}
+    assert error == {"key": error["key"], "turn": 0, **said}
     again = Recorder()
     timed([bad, *prompts(2)], again.decoders(), log)
     assert {n for _, n in again.calls} == {TOO_LONG}, "failures are tried again, answers are not"

@@ -9,7 +9,7 @@ import pytest
 
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
-from drafthead.eval.timing.result_log import FailedDecode, ResultLog, prompt_key
+from drafthead.eval.timing.result_log import ResultLog, prompt_key
 from drafthead.models.decoding.step_log import DecodeResult
 from support import step_record
 
@@ -71,16 +71,6 @@ def test_keys_tell_turns_prompts_and_ids_apart() -> None:
     keys = [prompt_key(PROMPT, [1]), prompt_key(PROMPT, [1], 1), prompt_key(twin, [1]), prompt_key(PROMPT, [1, 1])]
     assert len({*keys}) == 4
     assert keys[0] == "c2673c072445c124", "logs that are on disk stay valid"
-
-
-def test_failures_are_noted_but_tried_again(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    log = ResultLog(path)
-    log.add("k", "d", PROMPT, FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error="too long"), 1)
-    assert ("k", "d") in log and ("k", "d") not in ResultLog(path)
-    assert json.loads(path.read_text()) == {
-        "key": "k", "task": "chat", "prompt": 3, "turn": 1, "decoder": "d", "error": "too long",
-    }  # fmt: skip
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
