@@ -28,23 +28,14 @@ def head(tiny_base: TinyBase) -> MedusaHead:
     return MedusaConfig(num_draft_tokens=3).build(tiny_base())
 
 
-def chosen() -> calibrate.Calibration:
-    ranks = np.random.default_rng(0).integers(0, 4, size=(300, 3))
-    return calibrate.calibrate([ranks], COSTS)
-
-
-def test_a_kept_calibration_is_found_again(head: MedusaHead, tmp_path: Path) -> None:
-    path = tmp_path / "calibration.json"
-    assert calibrate.load_calibration(path, head) is None
-    calibrate.save_calibration(path, head, COSTS, chosen())
-    assert calibrate.load_calibration(path, head) == (COSTS, chosen())
-
-
-def test_other_weights_or_another_machine_are_measured_again(
+def test_a_kept_calibration_is_found_again_for_the_same_weights_and_machine(
     head: MedusaHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "calibration.json"
-    calibrate.save_calibration(path, head, COSTS, chosen())
+    assert calibrate.load_calibration(path, head) is None
+    found = calibrate.calibrate([np.random.default_rng(0).integers(0, 4, size=(300, 3))], COSTS)
+    calibrate.save_calibration(path, head, COSTS, found)
+    assert calibrate.load_calibration(path, head) == (COSTS, found)
     with monkeypatch.context() as patched:
         patched.setattr(calibrate, "hardware", lambda: {"cpu": "another"})
         assert calibrate.load_calibration(path, head) is None

@@ -23,6 +23,8 @@ def logged(path: Path) -> list[int]:
 def test_resume_drops_rows_past_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     log = MetricsLog(path)
+    log.truncate(0)
+    assert log.rows() == [] and not path.exists()
     for step in (1, 2, 3, 4):
         log.write(row(step))
     resumed = MetricsLog(path)
@@ -31,15 +33,8 @@ def test_resume_drops_rows_past_the_checkpoint(tmp_path: Path) -> None:
         resumed.write(row(step))
     assert logged(path) == [1, 2, 3, 4, 5]
     assert resumed.rows()[1] == row(2)
-
-
-def test_a_fresh_run_empties_an_old_log_and_needs_none(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.truncate(0)
-    assert log.rows() == [] and not log.path.exists()
-    log.write(row(1))
-    log.truncate(0)
-    assert log.rows() == []
+    resumed.truncate(0)
+    assert resumed.rows() == [], "a fresh run"
 
 
 def test_a_torn_last_line_is_dropped_and_a_broken_middle_is_named(tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_which_are_kept(tmp_path: Path, saved: list[int], kept: list[int]) -> No
     for step in saved:
         run.step()
         run.save(tmp_path, step)
+    assert load_best(tmp_path) is None, "nothing was measured"
     assert {p.name for p in tmp_path.iterdir()} == {f"step-{step:07d}" for step in kept}
     checkpoint = load_latest(tmp_path)
     assert checkpoint is not None and checkpoint.state.global_step == saved[-1]
@@ -182,11 +183,6 @@ def test_the_best_is_marked_and_kept(tmp_path: Path) -> None:
     best, latest = load_best(tmp_path), load_latest(tmp_path)
     assert best is not None and latest is not None
     assert (best.state.score, best.state.global_step, latest.state.global_step) == (1.5, 5, 6)
-
-
-def test_no_best_before_a_measurement(tmp_path: Path) -> None:
-    Run().save(tmp_path, 1)
-    assert load_best(tmp_path) is None and not (tmp_path / "best").exists()
 
 
 @pytest.mark.parametrize("change", [{"phase": -1}, {"step": "3"}, {"global_step": True}, {"losses": ["nan"]}])
