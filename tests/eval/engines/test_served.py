@@ -5,9 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -52,73 +51,43 @@ def trained(base: BaseModel) -> Eagle3Head:
     return fitted(config.build(base, torch.arange(5, 295)), rows_of(texts), 40, lr=5e-3)
 
 
-class FakeVllm:
+@pytest.fixture
+def fake_vllm(completions_server: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM's endpoints, answered by our engine with ``head``; None: plainly."""
 
-    def __init__(self, base: BaseModel, head: Eagle3Head | None, wrong_token: bool = False) -> None:
-        self.counts = {"drafts": 0, "draft_tokens": 0, "accepted": [0, 0, 0], "generated": 0}
-        outer = self
+    def make(base: BaseModel, head: Eagle3Head | None, wrong_token: bool = False) -> Any:
+        drafts, generated = 'spec_decode_num_drafts_total{engine="0"}', 'generation_tokens_total{engine="0"}'
+        accepted = [f'spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}' for place in range(3)]
+        counts = dict.fromkeys((drafts, generated, *accepted), 0)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.reply(outer.page(self.path))
+        def answer(prompt: list[int], body: dict[str, Any]) -> list[int]:
+            assert body["temperature"] == 0 and body["return_token_ids"]
+            plan = DraftConfig(tree=TokenTree.chain(3))
+            found = decode(base, head, prompt, max_new_tokens=body["max_tokens"], draft_config=plan)
+            for step in found.steps if head is not None else []:
+                counts[drafts] += step.depth > 0
+                for name in accepted[: step.accepted]:
+                    counts[name] += 1
+            counts[generated] += len(found.tokens)
+            return [*found.tokens[:-1], 7] if wrong_token and head is not None else found.tokens
 
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                assert body["temperature"] == 0 and body["return_token_ids"]
-                plan = DraftConfig(tree=TokenTree.chain(3))
-                found = decode(base, head, body["prompt"], max_new_tokens=body["max_tokens"], draft_config=plan)
-                for step in found.steps if head is not None else []:
-                    if step.depth:
-                        outer.counts["drafts"] += 1
-                        for position in range(step.accepted):
-                            outer.counts["accepted"][position] += 1
-                outer.counts["generated"] += len(found.tokens)
-                tokens = [*found.tokens[:-1], 7] if wrong_token and head is not None else found.tokens
-                stop = tokens[-1] in base.eos_ids
-                choice = {"token_ids": tokens, "finish_reason": "stop" if stop else "length", "text": ""}
-                self.reply(json.dumps({"choices": [choice]}))
+        def get(handler: BaseHTTPRequestHandler) -> None:
+            content = json.dumps({"version": "9.9.9", "data": [{"id": "served"}]})
+            if handler.path == "/metrics":
+                content = "# HELP\n" + "".join(f"vllm:{name} {count}.0\n" for name, count in counts.items())
+            handler.send_response(200)
+            handler.send_header("Content-Length", str(len(content)))
+            handler.end_headers()
+            handler.wfile.write(content.encode())
 
-            def reply(self, text: str) -> None:
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(text.encode())
+        server = completions_server(answer, base.tokenizer, base.eos_ids)
+        server._http.RequestHandlerClass.do_GET = get
+        return server
 
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def page(self, path: str) -> str:
-        if path == "/metrics":
-            rows = [f'vllm:generation_tokens_total{{engine="0"}} {self.counts["generated"]}.0']
-            rows.append(f'vllm:spec_decode_num_drafts_total{{engine="0"}} {self.counts["drafts"]}.0')
-            name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-            rows += [f'{name}{{position="{n}"}} {v}.0' for n, v in enumerate(self.counts["accepted"])]
-            return "# HELP\n" + "\n".join(rows) + "\n"
-        return json.dumps({"version": "9.9.9", "data": [{"id": "served"}]})
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    return make
 
 
-@pytest.fixture
-def fake_vllm() -> Iterator[Callable[..., FakeVllm]]:
-    made: list[FakeVllm] = []
-
-    def make(*arguments: Any, **options: Any) -> FakeVllm:
-        made.append(FakeVllm(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for server in made:
-        server.close()
-
-
-def served(base: BaseModel, folder: Path, *, spec: FakeVllm, plain: FakeVllm | None) -> dict[str, Any]:
+def served(base: BaseModel, folder: Path, *, spec: Any, plain: Any) -> dict[str, Any]:
     suite = folder / "suite.jsonl"
     suite.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     config = EvalConfig(suite=str(suite), max_new_tokens=NEW, stock_baseline=False, engines=["vllm"])
@@ -127,7 +96,7 @@ def served(base: BaseModel, folder: Path, *, spec: FakeVllm, plain: FakeVllm | N
 
 
 def test_an_engine_that_drafts_as_we_do_passes(
-    tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., FakeVllm]
+    tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., Any]
 ) -> None:
     base = tiny_base()
     found = served(base, tmp_path, spec=fake_vllm(base, trained(base)), plain=fake_vllm(base, None))
@@ -147,9 +116,7 @@ def test_an_engine_that_drafts_as_we_do_passes(
     assert json.loads((tmp_path / "eval.json").read_text())["engines"]["vllm"]["failures"] == []
 
 
-def compared(
-    base: BaseModel, folder: Path, spec: FakeVllm, plain: FakeVllm | None, head: Eagle3Head | None = None
-) -> dict[str, Any]:
+def compared(base: BaseModel, folder: Path, spec: Any, plain: Any, head: Eagle3Head | None = None) -> dict[str, Any]:
     """The engine's row of an evaluation, without the rest of one."""
     config = EvalConfig(max_new_tokens=NEW, engines=["vllm"])
     config.engine.vllm.url, config.engine.vllm.plain_url = spec.url, "" if plain is None else plain.url
@@ -174,7 +141,7 @@ FAULTS: dict[str, Callable[[Eagle3Head], None]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_head_that_an_engine_reads_wrongly_is_caught_by_its_acceptance_alone(
-    tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., FakeVllm], fault: str
+    tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., Any], fault: str
 ) -> None:
     """The engine's texts stay right, as they do in real ones."""
     base = tiny_base()
@@ -191,7 +158,7 @@ def test_a_head_that_an_engine_reads_wrongly_is_caught_by_its_acceptance_alone(
     assert any("accepts draft 1 in" in failure for failure in row["failures"])
 
 
-def test_other_texts_are_a_failure(tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., FakeVllm]) -> None:
+def test_other_texts_are_a_failure(tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., Any]) -> None:
     base = tiny_base()
     row = compared(base, tmp_path, fake_vllm(base, trained(base), wrong_token=True), None)
     assert row["failures"] == ["4 of 4 texts of vLLM differ from our autoregressive ones, beyond near-ties"]
