@@ -1,7 +1,7 @@
 """Simulated acceptance along texts of tiny random bases: against the heads' own logits and real decoding."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.metrics import acceptance as metrics
 from drafthead.eval.trees import texts as texts_module
@@ -19,11 +18,10 @@ from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_accept
 from drafthead.eval.trees.texts import AcceptProbsConfig, Text, simulate_texts, text_accept_probs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, DynamicTree
-from drafthead.models.decoding.growth import StepwiseDrafter
+from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, leaning, row_of
@@ -139,70 +137,21 @@ def test_texts_of_another_temperature_are_refused(base: BaseModel, made: float, 
         simulate_texts(base, fitted(base), texts, DraftConfig(tree=TokenTree.chain(1)), sampler)
 
 
-@dataclass
-class ShadowState(DraftState):
-    read: list[list[int]]
-    """Committed tokens of every row."""
-
-
-class Shadow(StepwiseDrafter):
-    """The base itself with its logits shifted: often right, and its distributions depend on the whole drafted path."""
-
-    depth, vocab_size = 3, 300
-
-    def __init__(self, base: BaseModel) -> None:
-        self.base, self.d2t = base, torch.arange(300)
-        self.shift = 0.7 * torch.randn(300, generator=torch.Generator().manual_seed(3))
-
-    def init_state(self, batch: int) -> ShadowState:
-        return ShadowState([[] for _ in range(batch)])
-
-    def update(
-        self, state: DraftState, tokens: Tensor, features: HiddenStates | None, counts: Tensor | None = None
-    ) -> ShadowState:
-        assert isinstance(state, ShadowState)
-        lengths = counts.tolist() if counts is not None else [tokens.shape[1]] * len(tokens)
-        return ShadowState([r + t[:n].tolist() for r, t, n in zip(state.read, tokens, lengths, strict=True)])
-
-    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "ShadowExpansion":
-        assert isinstance(state, ShadowState)
-        return ShadowExpansion(self, [[list(row)] for row in state.read])
-
-
-class ShadowExpansion:
-    def __init__(self, drafter: Shadow, paths: list[list[list[int]]]) -> None:
-        self.drafter, self.paths = drafter, paths
-
-    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        self.paths = [
-            [[*nodes[parent], token] for token, parent in zip(row, above, strict=True)]
-            for nodes, row, above in zip(self.paths, tokens.tolist(), parents.tolist(), strict=True)
-        ]
-        logits = [self.drafter.base.model(torch.tensor(nodes)).logits[:, -1] for nodes in self.paths]
-        return torch.stack(logits) + self.drafter.shift
-
-
 @torch.no_grad()
 def test_a_drafter_that_sees_its_path_is_led_along_the_text(base: BaseModel) -> None:
-    """Shadow's distribution before a token is the same from wherever the step started."""
-    drafter, texts = Shadow(base), answered(base, 0.7, 6)
+    """The base as its own drafter: the distribution before a token is the same from wherever the step started."""
+    drafter, texts = ModelDrafter(base, num_tokens=3), answered(base, 0.7, 6)
     draft_config = AcceptProbsConfig(
-        draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=0.9), width=1
+        draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=1.5), width=1
     )
     for text, probs in zip(texts, text_accept_probs(base, drafter, texts, WARM, draft_config), strict=True):
         logits = base.model(torch.tensor([text.ids])).logits[0]
-        p, q = warmed(logits, 0.7), warmed(logits + drafter.shift, 0.9)
+        p, q = warmed(logits, 0.7), warmed(logits, 1.5)
         for t, k in product(range(text.positions), range(3)):
             at = text.boundary + 1 + t + k
             if at < len(text.ids):
                 x = text.ids[at]
                 assert probs[t, k, 0] == pytest.approx(min(1.0, float(q[at - 1, x] / p[at - 1, x])), rel=1e-3)
-
-
-def decoded(base: BaseModel, config: DraftConfig, rule: AcceptanceRule, new: int, seeds: int) -> list[DecodeResult]:
-    """Answers of real decoding, in the order of ``PROMPTS``."""
-    settings = {"max_new_tokens": new, "draft_config": config, "sampler": WARM, "rule": rule, "ignore_eos": True}
-    return [decode(base, Shadow(base), prompt, seed=s, **settings) for prompt in PROMPTS for s in range(seeds)]
 
 
 CASES = {
@@ -214,18 +163,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [c if c == "without" else pytest.param(c, marks=pytest.mark.slow) for c in CASES], ids=list(CASES)
-)
+@pytest.mark.parametrize("case", CASES)
 def test_sampled_decoding_takes_the_simulated_steps(base: BaseModel, case: str) -> None:
     """Decoding's own texts, simulated: what is left is the chance of acceptance, and it averages out."""
     draft_sampling, tree, name = CASES[case]
-    config = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=Sampler(temperature=0.9))
-    rule, seeds = AcceptanceRule(name=name), 3
-    results = decoded(base, config, rule, 16, seeds)
-    prompts = [prompt for prompt in PROMPTS for _ in range(seeds)]
-    texts = [Text(prompt + result.tokens, len(prompt)) for prompt, result in zip(prompts, results, strict=True)]
-    found = [simulate_texts(base, Shadow(base), [text], config, WARM, rule) for text in texts]
+    config = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=Sampler(temperature=1.5))
+    drafter, rule = ModelDrafter(base, num_tokens=3), AcceptanceRule(name=name)
+    settings = {"max_new_tokens": 16, "draft_config": config, "sampler": WARM, "rule": rule, "ignore_eos": True}
+    prompts = [(seed, prompt) for prompt in PROMPTS for seed in range(3)]
+    results = [decode(base, drafter, prompt, seed=seed, **settings) for seed, prompt in prompts]
+    texts = [Text(prompt + result.tokens, len(prompt)) for (_, prompt), result in zip(prompts, results, strict=True)]
+    found = [simulate_texts(base, drafter, [text], config, WARM, rule) for text in texts]
     assert [f.tokens for f in found] == [sum(s.committed for s in result.steps) for result in results]
     expected, steps = np.array([f.steps for f in found]), np.array([len(result.steps) for result in results])
     assert expected.sum() < 0.95 * sum(f.tokens for f in found), "nothing accepted proves nothing"
