@@ -4,13 +4,17 @@ import os
 import random
 import signal
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from drafthead.data.utils.files import read_checksummed_json, read_json_lines, write_checksummed_json
+from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.train.trainer.checkpoint import load_best
+from support import TinyBase, randomised
 
 KILLED = -signal.SIGKILL
 UNFINISHED = (".writing", ".replaced")
@@ -103,3 +107,67 @@ def test_the_best_weights_are_kept_and_taken(runs: Any, whole: Path, tmp_path: P
     assert runs.bits(whole) == {name: tensor.numpy().tobytes() for name, tensor in best.head.items()}
     assert runs.one(tmp_path, "checkpoint.final=last") == 0
     assert "checkpoint.final=best takes them" in runs.said(tmp_path) and runs.bits(tmp_path) != runs.bits(whole)
+
+
+# Streams of ``drafthead adapt`` ---------------------------------------------------------------------------------------
+
+STREAM_MOMENTS = {
+    "in the second update": ("update", 2),
+    "while the checkpoint's tensors are saved": ("save tensors", 2),
+    "between a checkpoint's tensors and its state": ("write state", 1),
+    "while old checkpoints are removed": ("prune", 3),
+    "while the log is written": ("fsync", 12),
+}
+
+
+@pytest.fixture
+def adapt(runs: Any, tiny_base: TinyBase, tmp_path: Path) -> Callable[..., int]:
+    """Learns from a stream in a folder; returns the exit code."""
+    head = randomised(MedusaConfig(num_draft_tokens=2).build(tiny_base()), 0.02)
+    head.save_pretrained(tmp_path / "head")
+    settings = (f"head={tmp_path / 'head'}", "suite=builtin", "interval=1", "max_new_tokens=12", "optim.lr=0.01")
+    return lambda folder, **job: runs.command(folder, "adapt", *settings, f"out={folder}", **job)
+
+
+@pytest.fixture
+def whole_stream(adapt: Callable[..., int], tmp_path: Path) -> Path:
+    """The folder of a stream that nothing ended."""
+    assert adapt(tmp_path / "whole") == 0
+    return tmp_path / "whole"
+
+
+def assert_same_stream(folder: Path, whole: Path) -> None:
+    """Every answer but its time, and every bit of the weights."""
+    answers = [[{**row, "s": 0} for row in read_json_lines(each / "answers.jsonl")] for each in (folder, whole)]
+    assert answers[0] == answers[1] and len(answers[1]) == 6
+    weights = [load_file(each / "head" / "model.safetensors") for each in (folder, whole)]
+    assert all(value.numpy().tobytes() == weights[1][name].numpy().tobytes() for name, value in weights[0].items())
+
+
+def test_a_stream_killed_at_every_delicate_moment(
+    runs: Any, adapt: Callable[..., int], whole_stream: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "killed"
+    for moment, call in STREAM_MOMENTS.items():
+        code = adapt(folder, at=[{"call": call, "do": "SIGKILL"}])
+        assert code == KILLED, f"{moment}: {runs.said(folder)[-2000:]}"
+    assert adapt(folder) == 0, runs.said(folder)[-2000:]
+    assert runs.said(folder).count("going on after") >= 3
+    assert_same_stream(folder, whole_stream)
+
+
+@pytest.mark.slow
+def test_a_stream_killed_at_random(runs: Any, adapt: Callable[..., int], whole_stream: Path, tmp_path: Path) -> None:
+    """kill -9 from outside at random times, ten times; streams that end are begun anew."""
+    duration, draw, kills, ended = runs.seconds, random.Random(0), 0, 0
+    folder = tmp_path / "stream0"
+    while kills < 10:
+        code = adapt(folder, kill_after=draw.uniform(0.2, 1.0) * duration)
+        assert code in (0, KILLED), runs.said(folder)[-2000:]
+        kills += code == KILLED
+        if code == 0:
+            assert_same_stream(folder, whole_stream)
+            ended += 1
+            folder = tmp_path / f"stream{ended}"
+    assert adapt(folder) == 0, runs.said(folder)[-2000:]
+    assert_same_stream(folder, whole_stream)

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import wandb
@@ -34,35 +35,15 @@ def row(phase: str, step: int, total: int, **more: Any) -> dict[str, Any]:
 class Recorder(GeneralTracker):
     """A tracker of accelerate's kind that keeps what it receives, and fails on request."""
 
-    name = "recorder"
-    requires_logging_directory = False
+    name, requires_logging_directory, tracker = "recorder", False, None
 
     def __init__(self, fails_in: str = "") -> None:
         super().__init__()
-        self.fails_in, self.calls, self.settings = fails_in, list[str](), dict[str, Any]()
-        self.rows: list[tuple[int | None, dict[str, Any]]] = []
-
-    def _call(self, name: str) -> None:
-        self.calls.append(name)
-        if name == self.fails_in:
-            raise RuntimeError("server is down:\ndetails")
-
-    def start(self) -> None:
-        self._call("start")
-
-    @property
-    def tracker(self) -> None:
-        return None
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.settings = values
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self._call("log")
-        self.rows.append((step, values))
-
-    def finish(self) -> None:
-        self._call("finish")
+        self.received = Mock()
+        if fails_in:
+            getattr(self.received, fails_in).side_effect = RuntimeError("server is down:\ndetails")
+        for method in ("start", "store_init_configuration", "log", "finish"):
+            setattr(self, method, getattr(self.received, method))
 
 
 Open = Callable[..., tuple[Tracker, list[str]]]
@@ -92,14 +73,15 @@ def test_every_tracker_receives_flat_settings_and_finite_numbers(open_tracker: O
     tracker.replay([row("pretrain", 1, 1)])
     tracker.finish({"overall": {"speedup": 1.5, "suite": "x"}})
     tracker.finish({"overall": {"speedup": 9.0}})
-    assert recorder.settings["phases.pretrain.optim.lr"] == 0.001 and recorder.settings["name"] == "name"
-    assert "base.revision" not in recorder.settings
+    (settings,) = recorder.received.store_init_configuration.call_args.args
+    assert settings["phases.pretrain.optim.lr"] == 0.001 and settings["name"] == "name"
+    assert "base.revision" not in settings
     numbers = {"step": 1, "total_step": 1, "loss_1": 1.0, "accept_1": 0.4, "parts/a": 2}
-    assert recorder.rows == [
-        (1, {f"pretrain/{key}": value for key, value in numbers.items()}),
-        (1, {"evaluation/overall/speedup": 1.5}),
+    assert recorder.received.log.call_args_list == [
+        call({f"pretrain/{key}": value for key, value in numbers.items()}, step=1),
+        call({"evaluation/overall/speedup": 1.5}, step=1),
     ]
-    assert recorder.calls[-1] == "finish" and lines == []
+    assert recorder.received.mock_calls[-1] == call.finish() and lines == []
 
 
 @pytest.mark.parametrize("fails_in", ["start", "log", "finish"])
@@ -113,7 +95,8 @@ def test_a_tracker_that_fails_costs_one_line_and_is_not_called_again(open_tracke
     assert lines == [
         "warning: mlflow failed (server is down: details); training continues, metrics.jsonl has every row"
     ]
-    assert recorder.calls.count(fails_in) == 1 and recorder.calls[-1] == fails_in
+    names = [name for name, *_ in recorder.received.mock_calls]
+    assert names.count(fails_in) == 1 and names[-1] == fails_in
 
 
 def test_none_does_nothing(tmp_path: Path) -> None:
