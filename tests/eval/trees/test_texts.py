@@ -167,10 +167,10 @@ CASES = {
 def test_sampled_decoding_takes_the_simulated_steps(base: BaseModel, case: str) -> None:
     """Decoding's own texts, simulated: what is left is the chance of acceptance, and it averages out."""
     draft_sampling, tree, name = CASES[case]
-    config = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=Sampler(temperature=1.5))
+    config = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=Sampler(temperature=0.9))
     drafter, rule = ModelDrafter(base, num_tokens=3), AcceptanceRule(name=name)
     settings = {"max_new_tokens": 16, "draft_config": config, "sampler": WARM, "rule": rule, "ignore_eos": True}
-    prompts = [(seed, prompt) for prompt in PROMPTS for seed in range(3)]
+    prompts = [(seed, prompt) for prompt in PROMPTS for seed in range(8)]
     results = [decode(base, drafter, prompt, seed=seed, **settings) for seed, prompt in prompts]
     texts = [Text(prompt + result.tokens, len(prompt)) for (_, prompt), result in zip(prompts, results, strict=True)]
     found = [simulate_texts(base, drafter, [text], config, WARM, rule) for text in texts]
