@@ -62,7 +62,7 @@ def test_what_is_followed(flags: str, shard: ShardConfig, wanted: ShardConfig) -
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("given", "says"),
     [
         ("--mixed_precision fp16", "mixed_precision=fp16, but a head computes in float32 or bfloat16"),
         ("--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP", "fsdp_sharding_strategy=SHARD_GRAD_OP is not"),
@@ -81,25 +81,16 @@ def test_what_is_followed(flags: str, shard: ShardConfig, wanted: ShardConfig) -
             "--use_fsdp --fsdp_activation_checkpointing true --fsdp_activation_checkpointing_offload true",
             "fsdp_activation_checkpointing_offload=TRUE is not",
         ),
-    ],
-)
-def test_what_is_refused_by_name(flags: str, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        with_launcher_settings(launched(*flags.split()), NONE)
-
-
-@pytest.mark.parametrize(
-    ("environment", "says"),
-    [
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_SORCERY": "7"}, "fsdp_sorcery=7 is not"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "accelerate is set to DeepSpeed, .* use shard=full"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "accelerate is set to Megatron-LM"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "a parallelism_config, .* shard.hybrid=true over nodes"),
     ],
 )
-def test_what_other_launchers_may_set_is_refused(environment: dict[str, str], says: str) -> None:
+def test_what_is_refused_by_name(given: str | dict[str, str], says: str) -> None:
+    """Flags of ``accelerate launch``, and variables that it or another launcher may set."""
     with pytest.raises(UserError, match=says):
-        with_launcher_settings(environment, NONE)
+        with_launcher_settings(launched(*given.split()) if isinstance(given, str) else given, NONE)
 
 
 def test_a_recipe_that_says_otherwise() -> None:
