@@ -5,6 +5,7 @@ What decoding computes anyway comes with an answer: the base's final hidden stat
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,6 +88,7 @@ def check_context(base: BaseModel, max_prompt_tokens: int, sampler: SamplerConfi
     return needed
 
 
+@dataclass(frozen=True)
 class BuiltInBackend:
     """A :class:`~drafthead.data.answers.backend.Backend` that decodes with the base, on every process of the group.
 
@@ -95,17 +97,11 @@ class BuiltInBackend:
     processes share the work. A block is a shard; a kill loses the blocks under way.
     """
 
-    def __init__(
-        self,
-        base: BaseModel,
-        sampler: SamplerConfig,
-        *,
-        batch_size: int,
-        keep_hidden_states: bool,
-        max_prompt_tokens: int,
-    ) -> None:
-        self.base, self.sampler, self.batch_size = base, sampler, batch_size
-        self.keep_hidden_states, self.max_prompt_tokens = keep_hidden_states, max_prompt_tokens
+    base: BaseModel
+    sampler: SamplerConfig
+    batch_size: int
+    keep_hidden_states: bool
+    max_prompt_tokens: int
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
         """The dtype of the base."""

@@ -200,29 +200,17 @@ def grow(
     vocabulary: int,
     rng: RandomSource | None,
 ) -> Proposal:
-    """The tree that ``draft_config`` asks for; ``vocabulary`` is V, and ``rng`` is for sampled candidates."""
-    if isinstance(draft_config.tree, DynamicTree):
-        return grow_dynamic(draft_pass, last_token, draft_config.tree, d2t)
-    return grow_static(draft_pass, last_token, draft_config.tree, draft_config, d2t, vocabulary, rng)
+    """The tree that ``draft_config`` asks for; ``vocabulary`` is V, and ``rng`` is for sampled candidates.
 
-
-def grow_static(
-    draft_pass: DraftPass,
-    last_token: Tensor,
-    tree: TokenTree,
-    draft_config: DraftConfig,
-    d2t: Tensor,
-    vocabulary: int,
-    rng: RandomSource | None,
-) -> Proposal:
-    """A static tree: a node takes its parent's candidate of the node's rank, or one of the parent's samples.
-
-    Samples are of the drafter's warped distribution, which goes with them: every parent's is one row of ``probs``, in
-    the order of the parents. One that does not exist (the distribution has fewer tokens than children are wanted)
-    becomes padding. With ``confidence_threshold``, a node whose probability is lower is kept, but gets no children;
-    with ``prefix_threshold``, a node gets none where the drafter is not confident of its path: whether it does is known
+    In a static one a node takes its parent's candidate of the node's rank, or one of the parent's samples. Samples are
+    of the drafter's warped distribution, which goes with them: every parent's is one row of ``probs``, in the order of
+    the parents. One that does not exist (the distribution has fewer tokens than children are wanted) becomes padding.
+    With ``confidence_threshold``, a node whose probability is lower is kept, but gets no children; with
+    ``prefix_threshold``, a node gets none where the drafter is not confident of its path: whether it does is known
     before they are drawn. Drafting ends when no node of any row has children. Then the trees of the rows differ.
     """
+    if isinstance(tree := draft_config.tree, DynamicTree):
+        return grow_dynamic(draft_pass, last_token, tree, d2t)
     kind, device, rows = draft_config.draft_sampling, last_token.device, len(last_token)
     threshold, prefix = draft_config.confidence_threshold, draft_config.prefix_threshold
     cuts = threshold > 0 or prefix > 0 or kind is DraftSampling.WITHOUT_REPLACEMENT

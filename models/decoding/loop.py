@@ -274,7 +274,19 @@ def decode_batch(
         draft_config = draft_config.at_most(drafter.depth)
     seeds = list(seeds) if seeds is not None else list(range(len(prompts)))
     listeners: Sequence[OnTokens | None] = on_tokens or [None] * len(prompts)
-    _check_batch(base, prompts, max_new_tokens, draft_config, seeds, listeners)
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not prompts or len(seeds) != len(prompts) or len(listeners) != len(prompts):
+        raise UserError(
+            f"a batch needs prompts, and a seed and a listener for each or none, got {len(prompts)} prompts, "
+            f"{len(seeds)} seeds and {len(listeners)} listeners"
+        )
+    limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": max_new_tokens}
+    for number, ids in enumerate(prompts):
+        check_ids(ids, **limits, where=f"prompt {number} of the batch" if len(prompts) > 1 else "the prompt")
+    if draft_config.adaptive is not None and len(prompts) > 1:
+        # All rows share a draft length, so a row's random numbers would depend on its neighbours.
+        raise UserError(f"an adaptive draft length needs one prompt at a time, got {len(prompts)}; decode one by one")
     check_drafter(base, drafter, draft_config, rule)
     config = DecodeConfig(
         draft_config=draft_config,
@@ -312,35 +324,6 @@ def check_ids(ids: Sequence[int], *, vocab_size: int, max_context: int, max_new_
             f"{where} has {len(ids)} tokens, which with max_new_tokens={max_new_tokens} is more than the base's "
             f"context of {max_context}; shorten the prompt or lower max_new_tokens"
         )
-
-
-def _check_batch(
-    base: BaseModel,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    draft_config: DraftConfig,
-    seeds: Sequence[int],
-    listeners: Sequence[OnTokens | None],
-) -> None:
-    """Refuse, before anything is read, what cannot be decoded together."""
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if not prompts or len(seeds) != len(prompts) or len(listeners) != len(prompts):
-        raise UserError(
-            f"a batch needs prompts, and a seed and a listener for each or none, got {len(prompts)} prompts, "
-            f"{len(seeds)} seeds and {len(listeners)} listeners"
-        )
-    for number, ids in enumerate(prompts):
-        check_ids(
-            ids,
-            vocab_size=base.vocab_size,
-            max_context=base.max_context,
-            max_new_tokens=max_new_tokens,
-            where=f"prompt {number} of the batch" if len(prompts) > 1 else "the prompt",
-        )
-    if draft_config.adaptive is not None and len(prompts) > 1:
-        # All rows share a draft length, so a row's random numbers would depend on its neighbours.
-        raise UserError(f"an adaptive draft length needs one prompt at a time, got {len(prompts)}; decode one by one")
 
 
 def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig, rule: AcceptanceRule) -> None:
