@@ -22,6 +22,7 @@ from drafthead.models.formats.contract import BASE_NAME, Engine, Unsupported
 from drafthead.models.formats.dspark import CONFIDENCE, NAMES, DFlashFormat, DSparkFormat
 from drafthead.models.formats.gguf.eagle3 import DTYPES, FILE, RECORDED
 from drafthead.models.formats.gguf.files import (
+    LAYER,
     SIZES,
     GgufFile,
     add_tokenizer,
@@ -43,14 +44,6 @@ OUTER = {
     NAMES["markov_out.weight"]: "markov_w2.weight",
     CONFIDENCE[0]: "conf_proj.weight",
     CONFIDENCE[1]: "conf_proj.bias",
-}
-INNER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
-    "self_attn.o_proj": "attn_output",
-    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
-    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
 }
 MASK = "tokenizer.ggml.mask_token_id"
 LLAMACPP = Engine(
@@ -167,6 +160,6 @@ def _layout(markov_rank: int) -> DSparkFormat | DFlashFormat:
 def _names(layers: int) -> dict[str, str]:
     """Published names -> llama.cpp's."""
     inner = {
-        f"layers.{n}.{name}.weight": f"blk.{n}.{theirs}.weight" for n in range(layers) for name, theirs in INNER.items()
+        f"layers.{n}.{name}.weight": f"blk.{n}.{theirs}.weight" for n in range(layers) for name, theirs in LAYER.items()
     }
     return {**OUTER, **inner}

@@ -20,7 +20,7 @@ from drafthead.data.utils.files import require_space
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.contract import BASE_NAME, Engine, Unsupported
 from drafthead.models.formats.eagle3 import LAYER_IDS, Eagle3Format
-from drafthead.models.formats.gguf.files import SIZES, GgufFile, read_gguf, to_halves, to_pairs, with_scaling_of
+from drafthead.models.formats.gguf.files import LAYER, SIZES, GgufFile, read_gguf, to_halves, to_pairs, with_scaling_of
 from drafthead.models.heads.eagle3 import Eagle3Head
 
 FILE = "head.gguf"
@@ -32,16 +32,8 @@ NAMES = {
     "input_norm.weight": "enc.output_norm.weight",
     "norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
-    "midlayer.input_layernorm.weight": "blk.0.attn_norm.weight",
     "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
-    "midlayer.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
-    "midlayer.self_attn.q_proj.weight": "blk.0.attn_q.weight",
-    "midlayer.self_attn.k_proj.weight": "blk.0.attn_k.weight",
-    "midlayer.self_attn.v_proj.weight": "blk.0.attn_v.weight",
-    "midlayer.self_attn.o_proj.weight": "blk.0.attn_output.weight",
-    "midlayer.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
-    "midlayer.mlp.up_proj.weight": "blk.0.ffn_up.weight",
-    "midlayer.mlp.down_proj.weight": "blk.0.ffn_down.weight",
+    **{f"midlayer.{name}.weight": f"blk.0.{theirs}.weight" for name, theirs in LAYER.items()},
 }
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 OWN_KEYS = {"drafthead.num_draft_tokens": "num_tokens", "drafthead.ttt_steps": "ttt_steps"}
