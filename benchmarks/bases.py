@@ -193,7 +193,7 @@ class Comparison:
         cache = base.new_cache(100)
         base.forward(torch.tensor([prefix]), cache)
         tree = base.verify_logits(torch.tensor([nodes]), TREE.shape, cache)[1][0]
-        paths = [[nodes[n] for n in TREE.ancestors[node].nonzero()[:, 0].tolist()] for node in range(len(TREE))]
+        paths = [[nodes[n] for n in path.nonzero()[:, 0].tolist()] for path in TREE.shape.ancestors[0]]
         found["tree"] = max(
             _error(tree[n], logits) for n, logits in enumerate(self.wanted(prefix + path)[-1] for path in paths)
         )

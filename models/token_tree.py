@@ -70,19 +70,6 @@ class TokenTree:
             paths.append((*paths[parent], rank))
         return tuple(paths)
 
-    @cached_property
-    def depths(self) -> Tensor:
-        """[N] int64, 0 for the root."""
-        return torch.tensor([len(p) for p in self.paths])
-
-    @cached_property
-    def ancestors(self) -> Tensor:
-        """[N, N] bool: column j is row i itself or one of its ancestors."""
-        ancestors = torch.eye(len(self), dtype=torch.bool)
-        for node, parent in enumerate(self.parents[1:], start=1):
-            ancestors[node] |= ancestors[parent]
-        return ancestors
-
     @property
     def depth(self) -> int:
         """Drafts on the longest path."""

@@ -281,7 +281,7 @@ def draw_tree(tree: TokenTree) -> Figure:
             below = [heights[child] for child, parent in enumerate(tree.parents) if parent == node]
             heights[node] = (min(below) + max(below)) / 2
     figure, axes = new_axes(height=max(1.6, 0.7 + 0.17 * len(leaves)))
-    depths = tree.depths.tolist()
+    depths = [len(path) for path in tree.paths]
     colours = [INK, *_shades(max(tree.depth, 1))]
     for node, parent in enumerate(tree.parents):
         x, y = depths[node], heights[node]

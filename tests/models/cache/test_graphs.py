@@ -100,7 +100,7 @@ def test_passes_equal_those_of_the_shapes_at_hand(make: MakeBase, kind: str, pre
                 cache.crop()
         else:
             node = len(tree) - 1 - step % 2 if len(tree) > 1 else 0
-            path = tree.ancestors[node].nonzero()[:, 0]
+            path = tree.shape.ancestors[0, node].nonzero()[:, 0]
             padded = torch.cat([path, torch.zeros(2, dtype=torch.int64)])[None]  # as verification pads
             for cache in caches:
                 cache.commit_path(padded, torch.tensor([len(path)]))
