@@ -110,7 +110,8 @@ class StaticModel:
         """The pass over the first ``size`` positions of ``memory`` for inputs of these shapes."""
         window = _Memory(tuple(stack[:, :, :, :size] for stack in memory.stacks), memory.places, memory.length)
         logits = self._logits if with_logits else None
-        return self.backend.capture(partial(_static_pass, self._decoder, logits, self._windowed, window), *inputs)
+        function = partial(_static_pass, self._decoder, logits, self._windowed, window)
+        return StaticCall(self.backend, function, inputs)
 
 
 def _take_back(spare: list[_Memory], memory: _Memory) -> None:

@@ -34,10 +34,6 @@ class GraphBackend:
         self._pool: Any = None
         self._stream: Any = None
 
-    def capture(self, function: Callable[..., Outputs], *inputs: Tensor) -> "StaticCall":
-        """``function`` for inputs of the shapes, dtypes and device of ``inputs``."""
-        return StaticCall(self, function, inputs)
-
     def try_record(self, run: Callable[[], Outputs]) -> "tuple[Callable[[], None], Outputs] | None":
         """Capture ``run``: what replays it, and the outputs that a replay writes; after a failure warn and give up."""
         try:
@@ -77,6 +73,7 @@ class StaticCall:
     """A function for inputs of one combination of shapes."""
 
     def __init__(self, backend: GraphBackend, function: Callable[..., Outputs], inputs: tuple[Tensor, ...]) -> None:
+        """``function`` for inputs of the shapes, dtypes and device of ``inputs``."""
         self._backend, self._function = backend, function
         # Inference tensors could not be written outside inference mode.
         with torch.inference_mode(False):
@@ -117,7 +114,7 @@ class StaticCalls:
         key = (key, *(i.shape for i in inputs))
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = self._backend.capture(function, *inputs)
+            call = self._calls[key] = StaticCall(self._backend, function, inputs)
         return call(*inputs)
 
     def clear(self) -> None:

@@ -28,7 +28,7 @@ from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.kernels import attention
-from drafthead.models.kernels.cuda_graphs import GraphBackend, StaticCalls
+from drafthead.models.kernels.cuda_graphs import GraphBackend, StaticCall, StaticCalls
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, randomised
 
@@ -296,7 +296,7 @@ def test_replays_give_the_same_tokens(make: MakeBase, bases: tuple[BaseModel, Ba
 
 def test_outputs_are_the_callers_to_keep() -> None:
     backend = FakeBackend()
-    call = backend.capture(lambda x: (x + 1,), torch.zeros(2))
+    call = StaticCall(backend, lambda x: (x + 1,), (torch.zeros(2),))
     eager, first, second = (call(torch.full((2,), value))[0] for value in (1.0, 2.0, 3.0))
     assert (eager.tolist(), first.tolist(), second.tolist()) == ([2.0, 2.0], [3.0, 3.0], [4.0, 4.0])
     assert backend.replays == 2
