@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 
 from drafthead.data.utils.errors import UserError
@@ -122,19 +122,11 @@ def _mlp_values(layer: nn.Module, config: PreTrainedConfig) -> int:
     dense = [(n, part) for n, part in dense if not re.search(r"experts\.\d+\.", n)]
     values = sum(part.out_features for _, part in dense if part.in_features == width)
     values += max((part.in_features for _, part in dense if part.out_features == width), default=0)
-    stacked = [weight for weight in layer.parameters() if weight.ndim == 3]  # [experts, out, in] or [experts, in, out]
-    inner: int = sum(
-        min(weight.shape[1:]) if width not in weight.shape[1:] else _other(weight, width) for weight in stacked
-    )
+    stacked = [weight[0] for weight in layer.parameters() if weight.ndim == 3]  # [out, in] or [in, out] of an expert
+    inner = sum(one.numel() // width if width in one.shape else min(one.shape) for one in stacked)
     inner += sum(part.out_features if part.in_features == width else part.in_features for part in one_expert)
     if not inner:
         return values
     found = (getattr(config, key, None) for key in EXPERTS_PER_TOKEN)
     count: int = next((value for value in found if isinstance(value, int) and value), 1)
     return values + count * (2 * width + inner)
-
-
-def _other(weight: Tensor, width: int) -> int:
-    """The one of a stacked weight's two sizes that is not ``width``."""
-    _, first, second = weight.shape
-    return int(second if first == width else first)

@@ -70,7 +70,7 @@ class Sampler:
         if self.repetition_penalty != 1:
             if context is None:
                 raise ValueError("a repetition penalty needs the tokens so far")
-            scores = _penalty(self.repetition_penalty)(context, scores)
+            scores = RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))(context, scores)
         if self.greedy:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         for warper in _warpers(self):
@@ -98,11 +98,6 @@ class _TopP(TopPLogitsWarper):  # type: ignore[misc]
         if (wide := before[:, -1] < self.top_p).any():
             kept[wide] = super().__call__(input_ids, scores[wide])
         return kept
-
-
-@lru_cache(maxsize=64)
-def _penalty(penalty: float) -> RepetitionPenaltyLogitsProcessor:
-    return RepetitionPenaltyLogitsProcessor(float(penalty))
 
 
 @lru_cache(maxsize=64)
