@@ -125,9 +125,7 @@ class DraftLM(AutoregressiveHead):
 
 def _evenly(count: int, layers: int) -> list[int]:
     """``count`` layers from the first to the last."""
-    if count == 1:
-        return [0]
-    return [round(n * (layers - 1) / (count - 1)) for n in range(count)]
+    return [round(n * (layers - 1) / max(1, count - 1)) for n in range(count)]
 
 
 @torch.no_grad()

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.contract import DraftConfig, DraftState
 from drafthead.models.heads.common.attention_layer import HeadDecoderLayer, HeadRMSNorm
@@ -154,9 +153,6 @@ class HydraHead(RecurrentHead):
 
     def num_calls(self, name: str) -> int:
         return self.config.num_layers - 1 if self.config.tie_blocks and name.endswith(".1.linear") else 1
-
-    def output_head(self, k: int) -> LMHead:
-        return self.projections.head(k)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """[...] int64 -> [..., D]: the base's embedding, frozen."""

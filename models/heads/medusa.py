@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.lm_head import LMHead
 from drafthead.models.decoding.contract import DraftConfig, DraftState
 from drafthead.models.heads.common.contract import DraftHeadConfig
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
@@ -105,9 +104,6 @@ class MedusaHead(LastStateHead):
     def invalidate(self) -> None:
         super().invalidate()
         self._stacks = None
-
-    def output_head(self, k: int) -> LMHead:
-        return self.projections.head(k)
 
     def num_calls(self, name: str) -> int:
         return self.config.num_layers if self.config.tie_blocks else 1

@@ -201,7 +201,9 @@ class MLPSpeculatorHead(RecurrentHead):
             else:
                 self.cells = RNNCells(embed, base.hidden_size, width, config.num_draft_tokens, config.tie_weights)
             shared = 0 if config.own_lm_head else stages
-            self.outputs = nn.ModuleList(_zeros(width, base.hidden_size) for _ in range(shared))
+            self.outputs = nn.ModuleList(nn.Linear(width, base.hidden_size, bias=False) for _ in range(shared))
+        for output in self.outputs.parameters():
+            nn.init.zeros_(output)
         if config.own_lm_head:
             # Of a width of its own, so there is nothing to copy from the base.
             blank = torch.zeros(1, 1, device=base.device).expand(len(self.d2t), width)
@@ -213,9 +215,6 @@ class MLPSpeculatorHead(RecurrentHead):
 
     def num_calls(self, name: str) -> int:
         return self.depth if self.config.tie_weights else 1
-
-    def output_head(self, k: int) -> LMHead:
-        return self.projections.head(k)
 
     def first_states(self, hidden: Tensor) -> States:
         if self.config.scale_input:
@@ -248,10 +247,3 @@ class MLPSpeculatorHead(RecurrentHead):
         *state, hidden = states
         states = (*self.cells(k, tuple(state), tokens), hidden)
         return states, hidden + _at(self.outputs, k)(states[0])
-
-
-def _zeros(inputs: int, outputs: int) -> nn.Linear:
-    """A linear layer without bias that begins as zero."""
-    linear = nn.Linear(inputs, outputs, bias=False)
-    nn.init.zeros_(linear.weight)
-    return linear

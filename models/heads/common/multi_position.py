@@ -16,8 +16,10 @@ from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.lm_head import LMHead
 from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
+from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.heads.common.losses import LossConfig, heads_loss, loss_output
 from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.kernels.cuda_graphs import StaticCalls
@@ -73,9 +75,14 @@ class HeadState(DraftState):
 class LastStateHead(MultiPositionHead):
     """A head that drafts from the base's last ``h``, by calls of fixed shapes where the base has graphs."""
 
+    projections: DraftLMHeads
+
     def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
         self._static = StaticCalls(base.device) if base.uses_graphs else None
+
+    def output_head(self, k: int) -> LMHead:
+        return self.projections.head(k)
 
     def invalidate(self) -> None:
         super().invalidate()
@@ -120,10 +127,7 @@ class RecurrentHead(LastStateHead):
     def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
         """Draft logits [B, F, W] of position k (0-based) and the states after it, for inference.
 
-        Args:
-            k: position.
-            states: of the parents, [B, F, ...].
-            tokens: [B, F] int64 target ids: the root for k = 0, then drafts.
+        ``states``: of the parents, [B, F, ...]; ``tokens``: [B, F] int64 target ids, the root for k = 0, then drafts.
         """
 
     def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "RecurrentDraftPass":
