@@ -94,11 +94,8 @@ class BaseModel:
             # Before layers are replaced: the stock modules with their own attention say what is right.
             self.cache_shape = replace(self.cache_shape, **measured_sizes(self))
             expected = Expected.of(self)
-        self.lm_head = LMHead(
-            weight=lm_head.weight.detach(),
-            scale=1.0 if expected is None else logit_scale(self, expected),
-            softcap=getattr(settings, "final_logit_softcapping", None),
-        )
+        head = LMHead(weight=lm_head.weight.detach(), softcap=getattr(settings, "final_logit_softcapping", None))
+        self.lm_head = head if expected is None else replace(head, scale=logit_scale(self, head, expected))
         self._wrapped_attention: str | None = None
         self._tree_masks = TreeMasks()
         self._last_layers: dict[int, Any] = {}

@@ -9,7 +9,7 @@ Shape legend: R rows, T tokens, N tree nodes, V vocabulary.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 
 from drafthead.data.batch import NO_DOCUMENT, HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError, one_line
+from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.windows import shortened, windows_of
 from drafthead.models.cache.kv_cache import KVCache, LayerSizes, RaggedCache
 from drafthead.models.kernels import attention
@@ -127,10 +128,9 @@ def measured_sizes(base: "BaseModel") -> dict[str, Any]:
     return {"by_layer": tuple(found), "layers": layers}
 
 
-def logit_scale(base: "BaseModel", expected: Expected) -> float:
-    """The factor between the output head's product and the logits, of those that configs know."""
+def logit_scale(base: "BaseModel", head: LMHead, expected: Expected) -> float:
+    """The factor between the product of ``head`` and the logits, of those that configs know."""
     config = base.model.config
-    softcap = getattr(config, "final_logit_softcapping", None)
     with torch.inference_mode():
         product = base.model.get_output_embeddings()(expected.final).float()
     scales = [1.0]
@@ -139,11 +139,8 @@ def logit_scale(base: "BaseModel", expected: Expected) -> float:
             scales += [float(value), 1.0 / value]
     if isinstance(value := getattr(config, "dim_model_base", None), int) and value:
         scales.append(value / config.hidden_size)
-    wanted, errors = expected.logits[:1], []
-    for scale in scales:
-        found = scale * product
-        capped = softcap * torch.tanh(found / softcap) if softcap else found
-        errors.append(relative_error(base, capped, wanted))
+    found = (replace(head, scale=scale).scale_and_cap(product) for scale in scales)
+    errors = [relative_error(base, logits, expected.logits[:1]) for logits in found]
     best = min(range(len(scales)), key=errors.__getitem__)
     if errors[best] > tolerance(base):
         raise UserError(

@@ -171,10 +171,8 @@ def _decoder_of(base: "BaseModel", layers: nn.ModuleList, norm: nn.Module | None
 def _config_of(base: "BaseModel", sources: Sequence[int]) -> Any:
     """The config of a model made of these layers of ``base``, or of layers like them."""
     config = copy(base.model.config)
-    for key, what in (
-        ("hidden_size_per_layer_input", "an embedding of its own"),
-        ("num_kv_shared_layers", "another's"),
-    ):
+    read = {"hidden_size_per_layer_input": "an embedding of its own", "num_kv_shared_layers": "another's"}
+    for key, what in read.items():
         if getattr(config, key, None) and list(sources) != list(range(base.num_layers)):
             raise UserError(
                 f"a layer of {config.model_type} reads {what} ({key}={getattr(config, key)}), so some of its layers "

@@ -90,13 +90,9 @@ def _narrowed(mask: Tensor | None, window: Window, queries: Tensor, keys: Tensor
 def windows_of(config: PreTrainedConfig, context: int) -> Windows | None:
     """The windows that matter within ``context`` positions, by transformers' own rules; None where there is none."""
     kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        sizes = {kind: getattr(config, key, None) for kind, key in SIZES.items()}
-        chosen = next((kind for kind, size in sizes.items() if size is not None), FULL)
-        kinds, single = [chosen], True
-    else:
-        single = False
-    found: dict[str, Window | None] = {FULL: None} if not single else {}
+    if single := kinds is None:
+        kinds = [next((kind for kind, key in SIZES.items() if getattr(config, key, None) is not None), FULL)]
+    found: dict[str, Window | None] = {} if single else {FULL: None}
     for kind in kinds:
         size = getattr(config, SIZES[kind], None) if kind in SIZES else None
         # Of 1, stock caches keep other positions than stock masks show; of 0, stock modules fail.
