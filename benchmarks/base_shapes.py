@@ -23,11 +23,16 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 MIXED: dict[str, Any] = {"sliding_window": 32, "layer_types": [SLIDING, SLIDING, FULL, SLIDING]}
 ENDS_FULL: dict[str, Any] = {"sliding_window": 32, "layer_types": [SLIDING, SLIDING, SLIDING, FULL]}
 WIDE = {"sliding_window": 4096}
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-LONGROPE = {
-    **{"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + n / 2 for n in range(8)]},
-    **{"rope_theta": 10000.0, "original_max_position_embeddings": 64, "factor": 8.0},
-}
+
+
+def rope(kind: str, factor: float | None = None, original: int | None = None, **settings: Any) -> dict[str, Any]:
+    """Rotary settings; ``original``: positions before they were scaled by ``factor``."""
+    found = {"rope_type": kind, "rope_theta": 10000.0, "factor": factor, "original_max_position_embeddings": original}
+    return {key: value for key, value in found.items() if value is not None} | settings
+
+
+ROPE = rope("default")
+LONGROPE = rope("longrope", 8.0, 64, short_factor=[1.0] * 8, long_factor=[1.0 + n / 2 for n in range(8)])
 VISION: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1},
     **{"image_size": 28, "patch_size": 14, "num_heads": 2, "embed_dim": 32, "out_hidden_size": 64, "head_dim": 16},
@@ -48,13 +53,8 @@ def composite(
     model_type: str, text: dict[str, Any], vision: dict[str, Any] | None = None, **more: Any
 ) -> dict[str, Any]:
     """A composite of a text and a vision model."""
-    return {
-        "model_type": model_type,
-        "text_config": text,
-        "vision_config": {**VISION, **(vision or {})},
-        "tie_word_embeddings": False,
-        **more,
-    }
+    parts = {"text_config": text, "vision_config": VISION | (vision or {})}
+    return {"model_type": model_type, **parts, "tie_word_embeddings": False, **more}
 
 
 GEMMA4 = {
@@ -91,21 +91,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     # Llama and its relatives: one kind of layer
     "llama_bias": shape("llama", attention_bias=True, mlp_bias=True),
     "llama_tied": shape("llama", tie_word_embeddings=True),
-    "llama_rope3": shape(
-        "llama",
-        rope_parameters={
-            **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-            **{"original_max_position_embeddings": 64, "rope_theta": 10000.0},
-        },
-    ),
-    "llama_yarn": shape(
-        "llama",
-        rope_parameters={
-            **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0},
-        },
-    ),
-    "llama_linear": shape("llama", rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
-    "llama_dynamic": shape("llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}),
+    "llama_rope3": shape("llama", rope_parameters=rope("llama3", 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0)),
+    "llama_yarn": shape("llama", rope_parameters=rope("yarn", 4.0, 128)),
+    "llama_linear": shape("llama", rope_parameters=rope("linear", 4.0)),
+    "llama_dynamic": shape("llama", rope_parameters=rope("dynamic", 4.0)),
     "mistral_full": shape("mistral", sliding_window=None),
     "phi3": shape("phi3", sliding_window=None),
     "phi3_longrope": shape("phi3", PHI3_LONG, sliding_window=None),
@@ -252,18 +241,9 @@ AFTER: dict[str, str] = {
     **{"qwen3_vl": "Qwen3-VL-32B", "qwen3_vl_moe": "Qwen3-VL-235B-A22B", "olmo3": "Olmo-3-32B", "olmo2": "OLMo-2-32B"},
     **{"exaone4": "EXAONE-4.0-32B", "exaone4_1b": "EXAONE-4.0-1.2B", "cohere": "c4ai-command-r-plus (104B)"},
     **{"cohere2": "c4ai-command-a (111B)", "granite": "granite-3.3-8b", "granitemoe": "granite-3.1-3b-a800m"},
-    **{
-        "seed_oss": "Seed-OSS-36B",
-        "smollm3": "SmolLM3-3B",
-        "starcoder2_wide": "starcoder2-15b",
-        "minimax_m2": "MiniMax-M2",
-    },
-    **{
-        "ernie4_5_moe": "ERNIE-4.5-300B-A47B",
-        "hunyuan_moe": "Hunyuan-A13B",
-        "nemotron": "Minitron-8B",
-        "glm4v_moe": "GLM-4.5V",
-    },
-    **{"qwen3_next": "Qwen3-Next-80B-A3B", "gpt_bigcode": "starcoder (15B)", "dots1": "dots.llm1 (142B)"},
+    **{"seed_oss": "Seed-OSS-36B", "smollm3": "SmolLM3-3B", "starcoder2_wide": "starcoder2-15b"},
+    **{"minimax_m2": "MiniMax-M2", "ernie4_5_moe": "ERNIE-4.5-300B-A47B", "hunyuan_moe": "Hunyuan-A13B"},
+    **{"nemotron": "Minitron-8B", "glm4v_moe": "GLM-4.5V", "qwen3_next": "Qwen3-Next-80B-A3B"},
+    **{"gpt_bigcode": "starcoder (15B)", "dots1": "dots.llm1 (142B)"},
 }
 """Checkpoints of the Hub whose kinds of layer a configuration has, the largest known of each; sizes are our own."""
