@@ -55,23 +55,18 @@ def listed(option: str, text: str, known: Sequence[str]) -> list[str]:
     return found
 
 
-def described(benchmark: str, arguments: Namespace) -> dict[str, Any]:
-    """How every record begins: benchmark, date (UTC), arguments, hardware, versions."""
-    return {
-        "benchmark": benchmark,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "arguments": {
-            name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()
-        },
-        "hardware": hardware(),
-        "versions": versions(),
-    }
+def numbers(text: str) -> list[int]:
+    """The whole numbers above 0 of a comma list."""
+    return [int(part) for part in text.split(",") if part.isdigit() and int(part)]
 
 
 def save_record(arguments: Namespace, benchmark: str, found: dict[str, Any]) -> None:
-    """Write the record where ``--json`` says."""
+    """Write the record where ``--json`` says: what was run, when (UTC), how and on what, and then ``found``."""
     if arguments.json:
-        write_json(arguments.json, described(benchmark, arguments) | found)
+        given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        run = {"benchmark": benchmark, "date": date, "arguments": given, "hardware": hardware(), "versions": versions()}
+        write_json(arguments.json, run | found)
 
 
 def trained_steps(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:
@@ -97,16 +92,30 @@ def generated(model: Any, prompts: Sequence[list[int]], new: int, eos: int | Non
 
 
 @styled
-def draw_lines(rows: Sequence[dict[str, Any]], line: str, x: str, y: str, xlabel: str, ylabel: str, path: Path) -> None:
-    """``y`` over ``x``, which grows by factors; a line for every value of ``line``."""
+def draw_lines(
+    rows: Sequence[dict[str, Any]],
+    line: str,
+    x: str,
+    y: str,
+    xlabel: str,
+    ylabel: str,
+    path: Path,
+    interval: str = "",
+    tick: Callable[[int], str] = str,
+) -> None:
+    """``y``, with an ``interval`` around it, over ``x``, which grows by factors; a line for every value of ``line``."""
     figure, axes = new_axes(height=3.4)
     names = list(dict.fromkeys(row[line] for row in rows))
     for name in names:
         own = [row for row in rows if row[line] == name]
-        axes.plot([row[x] for row in own], [row[y] for row in own], marker="o", label=short_name(name))
+        places = [row[x] for row in own]
+        (drawn,) = axes.plot(places, [row[y] for row in own], marker="o", label=short_name(name))
+        if interval:
+            low, high = zip(*(row[interval] for row in own), strict=True)
+            axes.fill_between(places, low, high, color=drawn.get_color(), alpha=0.12, linewidth=0)
     axes.set_xscale("log", base=2)
     ticks = list(dict.fromkeys(row[x] for row in rows))
-    axes.set_xticks(ticks, ticks)
+    axes.set_xticks(ticks, [tick(place) for place in ticks])
     axes.set(xlabel=xlabel, ylabel=ylabel)
     columns = 2 if max(len(short_name(name)) for name in names) <= 22 else 1  # longer ones do not fit side by side
     axes.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns)

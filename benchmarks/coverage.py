@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import at_least, draw_lines, entry_point, parser, save_record
+from common import at_least, draw_lines, entry_point, numbers, parser, save_record
 from rich.console import Console
 from rich.table import Table
 
@@ -86,8 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args: Namespace = options.parse_args(arguments)
     at_least(args, 1, "limit")
     at_least(args, 3, "max_new_tokens")
-    widths = [int(text) for text in args.widths.split(",") if text.isdigit() and int(text) > 0]
-    if not widths:
+    if not (widths := numbers(args.widths)):
         raise UserError(f"--widths needs numbers of at least 1, got {args.widths}")
     expressions = [parse_drafter(text) for text in args.drafters.split(",")]
     console = Console()

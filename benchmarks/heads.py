@@ -281,7 +281,7 @@ def main(given: list[str] | None = None) -> int:
 
 def cell(value: Any) -> str:
     """A value of the table; an interval without its ends is none."""
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         value = None if None in value else "–".join(f"{end:.2f}" for end in value)
     return f"{value:.3g}" if isinstance(value, float) else "–" if value is None else str(value)
 

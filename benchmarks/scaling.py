@@ -14,18 +14,16 @@ Killed at any point, the same command resumes.
 
 import subprocess
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import described, entry_point, listed, parser, trained_steps
-from heads import COMMAND, HEADS
+from common import draw_lines, entry_point, listed, numbers, parser, save_record, trained_steps
+from heads import COMMAND, HEADS, cell
 from rich.console import Console
 from rich.table import Table
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json_lines, write_json
-from drafthead.eval.report.plots import new_axes, save_png, styled
+from drafthead.data.utils.files import read_json_lines
 from drafthead.eval.trees.search import cross_fitted
 from drafthead.eval.trees.simulate import simulate_acceptance
 from drafthead.eval.trees.texts import (
@@ -96,24 +94,9 @@ def measure(args: Namespace, name: str, tokens: int) -> Row:
     }
 
 
-@styled
-def draw(rows: Sequence[Row], nodes: int, path: Path) -> None:
-    """Mean accepted length of the tree over tokens, a line for every head."""
-    figure, axes = new_axes(height=3.4)
-    for name in dict.fromkeys(row["head"] for row in rows):
-        own = [row for row in rows if row["head"] == name]
-        tokens, means = [row["tokens"] for row in own], [row["tree"] for row in own]
-        line = axes.plot(tokens, means, marker="o", label=name)[0]
-        low, high = zip(*(row["interval_95"] for row in own), strict=True)
-        axes.fill_between(tokens, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
-    axes.set_xscale("log")
-    amounts = sorted({row["tokens"] for row in rows})
-    axes.set_xticks(amounts, [f"{n / 1e6:g} M" if n >= 1e6 else f"{n / 1e3:g} k" for n in amounts])
-    axes.minorticks_off()
-    axes.set_xlabel("answer tokens trained on")
-    axes.set_ylabel(f"mean accepted length, tree of {nodes} nodes")
-    axes.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
-    save_png(figure, path)
+def amount(tokens: int) -> str:
+    """As on an axis."""
+    return f"{tokens / 1e6:g} M" if tokens >= 1e6 else f"{tokens / 1e3:g} k"
 
 
 def main(given: list[str] | None = None) -> None:
@@ -133,8 +116,7 @@ def main(given: list[str] | None = None) -> None:
     add("overrides", nargs="*", metavar="key=value", help="settings of all runs, as for `drafthead train`")
     args: Namespace = options.parse_intermixed_args(given)
     heads, parts = listed("heads", args.heads, HEADS), listed("only", args.only, PARTS)
-    amounts = [int(text) for text in args.tokens.split(",") if text.isdigit() and int(text)]
-    steps = [int(text) for text in args.steps.split(",") if text.isdigit() and int(text)]
+    amounts, steps = numbers(args.tokens), numbers(args.steps)
     if not amounts or len(steps) not in (1, len(heads)):
         raise UserError(
             f"--tokens needs numbers and --steps one or {len(heads)} of them, got {args.tokens} and {args.steps}"
@@ -152,15 +134,14 @@ def main(given: list[str] | None = None) -> None:
     columns = ("seconds", "held_out_top1", "top1", "chain", "tree")
     shown = Table("head", "tokens", *columns, "95 %", title=f"mean accepted length, {args.suite}, reporting half")
     for row in rows:
-        figures = ["–" if row[key] is None else f"{row[key]:.3g}" for key in columns]
-        shown.add_row(row["head"], f"{row['tokens']:,}", *figures, "–".join(f"{x:.2f}" for x in row["interval_95"]))
+        shown.add_row(row["head"], f"{row['tokens']:,}", *(cell(row[key]) for key in (*columns, "interval_95")))
     console = Console()
     console.width = max(console.width, 110)
     console.print(shown)
-    if args.json:
-        write_json(args.json, described("scaling", args) | {"rows": rows})
+    save_record(args, "scaling", {"rows": rows})
     if args.plot:
-        draw(rows, args.nodes, args.plot)
+        ylabel = f"mean accepted length, tree of {args.nodes} nodes"
+        draw_lines(rows, "head", "tokens", "tree", "answer tokens trained on", ylabel, args.plot, "interval_95", amount)
 
 
 if __name__ == "__main__":
