@@ -33,12 +33,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
-from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
+from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.shape import ModelShape
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, Proposal
+from drafthead.models.decoding.contract import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.draft_cache import TokenBuffer
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.random_source import RandomSource
@@ -104,23 +104,12 @@ class Outcome:
         return f"{name:28} {said} (context {self.context}; worst {worst} {self.errors[worst]:.0e}) {heads}"
 
 
-class Oracle(Drafter[TokenBuffer]):
+class Oracle(PromptLookup):
     """Drafts the true continuation between wrong tokens, so that paths of a tree are accepted."""
 
     def __init__(self, text: list[int], vocab_size: int) -> None:
+        super().__init__(ORACLE_TREE.depth)
         self._text, self._vocab = text, vocab_size
-
-    @property
-    def depth(self) -> int:
-        return ORACLE_TREE.depth
-
-    def init_state(self, batch: int) -> TokenBuffer:
-        return TokenBuffer.none(batch)
-
-    def update(
-        self, state: TokenBuffer, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> TokenBuffer:
-        return state.append(tokens, counts)
 
     def draft(
         self, state: TokenBuffer, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None

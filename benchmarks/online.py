@@ -83,18 +83,13 @@ def taught(head: DraftHead, stream: Stream, epochs: int, lr: float) -> None:
             learner.learn(Lesson(text=text, hidden=hidden, rejected=[]))
 
 
-def tree_of(head: DraftHead) -> TokenTree:
-    """What it drafts."""
-    return head.tree or TokenTree.chain(head.depth)
-
-
 def follow(head: DraftHead, stream: Stream, config: OnlineConfig | None) -> tuple[Curve, dict[str, float]]:
     """Score every answer, then learn from it; without a config only score."""
     learner = OnlineLearner(head, config) if config else None
     curve: Curve = []
     started = perf_counter()
     for text, hidden in stream:
-        steps, lesson = replayed(head, tree_of(head), text, hidden)
+        steps, lesson = replayed(head, head.tree or TokenTree.chain(head.depth), text, hidden)
         curve.append((steps, text.positions))
         if learner:
             learner.learn(lesson)

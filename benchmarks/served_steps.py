@@ -9,7 +9,6 @@ that the rest of a step is drafting, sampling and the server.
 """
 
 import tempfile
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,24 +36,19 @@ WIDTHS = (1, 2, 3, 4, 5)
 CONTEXT = 128
 
 
-def arguments() -> ArgumentParser:
-    """The options."""
-    found = parser(__doc__)
-    found.add_argument("--head", required=True)
-    found.add_argument("--engine", default="llamacpp", help=f"one of {', '.join(ENGINES[:2])}")
-    found.add_argument("--python", default="", help="the interpreter that has the engine")
-    found.add_argument("--bases", default="f32,f16,q8_0,q4_0", help="of llama.cpp's base file")
-    found.add_argument("--drafts", default="1,2,3")
-    found.add_argument("--suite", default="spec_bench_like")
-    found.add_argument("--prompts", type=int, default=6)
-    found.add_argument("--max-new-tokens", type=int, default=32)
-    found.add_argument("--threads", type=int, default=torch.get_num_threads())
-    return found
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a row for every base and chain; write the record."""
-    given = arguments().parse_args(argv)
+    options = parser(__doc__)
+    options.add_argument("--head", required=True)
+    options.add_argument("--engine", default="llamacpp", help=f"one of {', '.join(ENGINES[:2])}")
+    options.add_argument("--python", default="", help="the interpreter that has the engine")
+    options.add_argument("--bases", default="f32,f16,q8_0,q4_0", help="of llama.cpp's base file")
+    options.add_argument("--drafts", default="1,2,3")
+    options.add_argument("--suite", default="spec_bench_like")
+    options.add_argument("--prompts", type=int, default=6)
+    options.add_argument("--max-new-tokens", type=int, default=32)
+    options.add_argument("--threads", type=int, default=torch.get_num_threads())
+    given = options.parse_args(argv)
     at_least(given, 1, "prompts", "threads")
     engine = listed("engine", given.engine, ENGINES[:2])[0]
     kinds = listed("bases", given.bases, list(KINDS)) if engine == "llamacpp" else ["f32"]
