@@ -136,13 +136,8 @@ class _Stacks:
 
     @property
     def keys(self) -> Tensor:
-        """[L, B, H, C, E] of all layers, where they are alike."""
+        """[L, B, H, C, E] of all layers, where they are alike; the other stack is then the values."""
         return self.stacks[0]
-
-    @property
-    def values(self) -> Tensor:
-        """As ``keys``."""
-        return self.stacks[1]
 
     @property
     def capacity(self) -> int:

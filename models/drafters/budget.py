@@ -84,10 +84,10 @@ class BudgetCache(KVCache):
         layers, heads, kept = places.shape
         width = source.keys.shape[-1]
         index = places[:, None, :, :, None].expand(-1, -1, -1, -1, width)
-        keys = source.keys.new_empty(layers, 1, heads, kept + room, width)
-        self._over_memory((keys, torch.empty_like(keys)), source.places)
-        self.keys[:, :, :, :kept] = source.keys.gather(3, index)
-        self.values[:, :, :, :kept] = source.values.gather(3, index)
+        stacks = [stack.new_empty(layers, 1, heads, kept + room, width) for stack in source.stacks]
+        for own, theirs in zip(stacks, source.stacks, strict=True):
+            own[:, :, :, :kept] = theirs.gather(3, index)
+        self._over_memory(tuple(stacks), source.places)
         self.length, self.pending, self._start, self._end = kept, 0, 0, 0
         self.left_out = count - kept
 
@@ -97,8 +97,8 @@ class BudgetCache(KVCache):
     def append(self, source: KVCache, start: int, end: int) -> None:
         """Copy positions from ``start`` to ``end`` of the longer cache after what is here."""
         to = slice(self.length, self.length + end - start)
-        self.keys[:, :, :, to] = source.keys[:, :, :, start:end]
-        self.values[:, :, :, to] = source.values[:, :, :, start:end]
+        for own, theirs in zip(self.stacks, source.stacks, strict=True):
+            own[:, :, :, to] = theirs[:, :, :, start:end]
         self.length = to.stop
 
 
@@ -141,16 +141,9 @@ class BudgetDrafter(Nested, UsesTargetCache):
         drafter: Drafter | None = None,
         draft_config: DraftConfig | None = None,
     ) -> None:
-        """Draft with ``base`` for itself.
+        """Keep ``budget`` positions, chosen by ``policy`` (``recent``, ``sinks:4``, ...) anew after ``refresh`` tokens.
 
-        Args:
-            base: the target.
-            budget: positions that are kept.
-            policy: which: ``recent``, ``sinks:4`` or ``retrieval:8``.
-            num_tokens: most drafts, and the length of the default chain.
-            refresh: tokens after which the kept positions are chosen anew.
-            drafter: drafts for the decoding over the budget; None: token by token.
-            draft_config: what it drafts; by default its own tree, or a chain over its positions.
+        The others as of ``Nested``: ``drafter`` drafts for the decoding over the budget; None: token by token.
         """
         super().__init__(base, drafter, num_tokens=num_tokens, draft_config=draft_config)
         if base.cache_shape.by_layer is not None or base.windows is not None:
