@@ -137,18 +137,17 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         check_limits(self, confidence_threshold="[0, 1)", prefix_threshold="[0, 1)")
-        if self.prefix_threshold > 0 and isinstance(self.tree, DynamicTree):
+        dynamic, sampled = isinstance(self.tree, DynamicTree), self.draft_sampling is not DraftSampling.TOP_K
+        if self.prefix_threshold > 0 and dynamic:
             raise ValueError("prefix_threshold is for static trees; leave one of them out")
-        if isinstance(self.tree, DynamicTree) and self.draft_sampling is not DraftSampling.TOP_K:
+        if dynamic and sampled:
             # Keeping the best of sampled nodes looks at the samples, which biases the output.
             raise ValueError("a dynamic tree ranks nodes by their score: its draft_sampling must be top_k")
-        if self.confidence_threshold > 0 and (
-            self.draft_sampling is not DraftSampling.TOP_K or isinstance(self.tree, DynamicTree)
-        ):
+        if self.confidence_threshold > 0 and (dynamic or sampled):
             raise ValueError(
                 "confidence_threshold is for static trees with draft_sampling=top_k; leave one of them out"
             )
-        if self.draft_sampling is not DraftSampling.TOP_K and self.sampler.temperature == 0:
+        if sampled and self.sampler.temperature == 0:
             raise ValueError("candidates sampled at temperature 0 are all the same token; use draft_sampling=top_k")
         if self.sampler.repetition_penalty != 1:
             raise ValueError("a drafter's sampler takes no repetition penalty; leave it to the target's sampler")
