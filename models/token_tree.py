@@ -142,12 +142,10 @@ class TreeShape:
 
     @classmethod
     def from_parents(cls, parents: Tensor, tree: TokenTree | None = None, width: int | None = None) -> Self:
-        """Shape of the trees with these ``parents`` ([R, N] int64), with children in the order of their nodes.
+        """Shape of the trees with these ``parents`` ([R, N] int64), -1 for the root and for padding.
 
-        Args:
-            parents: -1 for the root and for padding.
-            tree: the static tree that this is.
-            width: a bound on the children of a node, so that nothing is read back from the device; by default counted.
+        Children are in the order of their nodes. ``tree``: the static tree that this is; ``width``: a bound on the
+        children of a node, so that nothing is read back from the device; by default counted.
         """
         rows, nodes = parents.shape
         known = (parents >= 0)[..., None]

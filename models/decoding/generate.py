@@ -44,7 +44,8 @@ def generate(
         base: the target (``drafthead.load_base``, or ``BaseModel.wrap`` around a loaded model).
         drafter: a head attached to it, another drafter, or None for plain decoding.
         prompt: a user's message (put into the chat template), or token ids ([T] or [1, T]) taken as they are.
-        draft_config: what to draft; by default the head's own calibrated tree.
+        max_new_tokens: stop after so many, if EOS has not before.
+        draft_config: what to draft; by default the drafter's calibrated tree, or a chain over all its positions.
         sampler: temperature, top-p and so on; by default greedy.
         rule: how drafts are accepted; by default exactly.
         seed: of a sampled answer.

@@ -224,17 +224,8 @@ def decode(
 ) -> DecodeResult:
     """Decode one prompt; with a drafter several tokens a step, by an exact rule with the same distribution as without.
 
-    Args:
-        base: the target.
-        drafter: a draft head attached to ``base``, another drafter, or None for plain decoding.
-        input_ids: the prompt's token ids.
-        max_new_tokens: stop after so many; EOS stops earlier and is kept as the last token.
-        draft_config: what to draft; by default the drafter's calibrated tree, or a chain over all its positions.
-        sampler: the output's distribution; by default greedy, where the tokens are those of plain decoding.
-        rule: how drafts are accepted; by default exactly.
-        seed: of the row's random numbers.
-        on_tokens: called with the tokens of every commit, as soon as they are final.
-        ignore_eos: go on after EOS (for timing at a fixed length).
+    The arguments are those of ``generate``. EOS stops before ``max_new_tokens`` and is kept as the last token; with
+    ``ignore_eos`` the text goes on (for timing at a fixed length).
     """
     return decode_batch(
         base,

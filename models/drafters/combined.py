@@ -37,12 +37,10 @@ class CombinedDrafter(SeveralDrafters):
     def __init__(
         self, drafters: Sequence[Drafter], trees: Sequence[TokenTree] | None = None, nodes: int | None = None
     ) -> None:
-        """Combine ``drafters``.
+        """Candidates are tried in the order of ``drafters``.
 
-        Args:
-            drafters: in the order in which their candidates are tried.
-            trees: one each; by default a drafter's own tree, or a chain over all its positions.
-            nodes: most nodes of the union, root included, as far as the first drafter's tree can give way; None: all.
+        ``trees``: one each; by default a drafter's own, or a chain over all its positions. ``nodes``: most nodes of the
+        union, root included, as far as the first drafter's tree can give way; None: all.
         """
         super().__init__(drafters, "a combined drafter")
         self.trees = tuple(trees) if trees else tuple(d.tree or TokenTree.chain(d.depth) for d in drafters)

@@ -24,13 +24,10 @@ class LMDrafter(Drafter[StateT]):
     """A drafter whose drafts are those of a causal LM with the target's tokenizer."""
 
     def __init__(self, model: BaseModel, target: BaseModel | None, num_tokens: int) -> None:
-        """Draft with ``model``.
+        """Draft with ``model``, on the target's device, at most ``num_tokens`` on a path.
 
-        Args:
-            model: on the target's device.
-            target: the model to draft for. Needed only where its vocabulary is padded to more ids than ``model`` has:
-                ids that ``model`` does not know are never drafted.
-            num_tokens: most drafts on a path, and the length of the default chain.
+        ``target``, the model to draft for, is needed only where its vocabulary is padded to more ids than ``model``
+        has: ids that ``model`` does not know are never drafted.
         """
         if num_tokens < 1:
             raise UserError(f"a draft model needs num_tokens of at least 1, got {num_tokens}")

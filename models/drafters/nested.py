@@ -52,14 +52,10 @@ class Nested(LMDrafter[NestedState]):
         draft_config: DraftConfig | None = None,
         target: BaseModel | None = None,
     ) -> None:
-        """Nest the decoding of ``model``.
+        """Nest the decoding of ``model``; ``num_tokens`` and ``target`` as of ``LMDrafter``.
 
-        Args:
-            model: in between; on the target's device and with its tokenizer.
-            drafter: drafts for ``model``, from tokens alone; None: ``model`` decodes plainly.
-            num_tokens: most drafts for the target, and the length of the default chain.
-            draft_config: the inner decoding's; by default the inner drafter's own tree, or a chain over its positions.
-            target: the model to draft for. Needed only where its vocabulary is padded to more ids than ``model`` has.
+        ``drafter`` drafts for ``model``, from tokens alone; None: ``model`` decodes plainly. ``draft_config`` is the
+        inner decoding's; by default the inner drafter's own tree, or a chain over its positions.
         """
         super().__init__(model, target, num_tokens)
         self.drafter = drafter

@@ -30,12 +30,7 @@ class Relay(SeveralDrafters):
     """
 
     def __init__(self, drafters: Sequence[Drafter], lengths: Sequence[int]) -> None:
-        """Let ``drafters`` draft one after the other.
-
-        Args:
-            drafters: the first may be any; later ones read tokens alone, since drafts have no hidden states.
-            lengths: most drafts of each.
-        """
+        """``lengths``: most drafts of each. All but the first read tokens alone, since drafts have no hidden states."""
         super().__init__(drafters, "a relay")
         if len(lengths) != len(drafters):
             raise UserError(f"{len(drafters)} drafters of a relay need as many lengths, got {len(lengths)}")

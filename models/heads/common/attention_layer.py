@@ -83,13 +83,10 @@ class HeadAttention(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache | None = None
     ) -> Tensor:
-        """[B, T, I] -> [B, T, D].
+        """[B, T, I] at ``positions`` [B, T] int64 -> [B, T, D].
 
-        Args:
-            x: inputs.
-            positions: [B, T] int64.
-            mask: [B, 1, T, keys] additive, or None when every query sees all keys.
-            cache: with these T positions reserved; None in training.
+        ``mask``: [B, 1, T, keys] additive, or None when every query sees all keys; ``cache``: with these T positions
+        reserved, None in training.
         """
         query, key, value = self.states(x, positions)
         if cache is not None:

@@ -130,12 +130,7 @@ def _tree(path: Path, content: Any, depth: int) -> TokenTree:
 
 
 def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a saved head.
-
-    Args:
-        folder: of the head.
-        checksum: the sha256 that the file must have; None for heads that state none.
-    """
+    """The tensors of a saved head; ``checksum``: the sha256 that the file must have, None for heads that state none."""
     path = safe_join(folder, "model.safetensors")
     if not path.exists():
         refuse_pickles(folder, [found.name for found in folder.iterdir()])

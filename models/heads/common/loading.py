@@ -27,11 +27,9 @@ def load_head(name: str | Path, base: BaseModel | None = None, revision: str | N
 
 
 def load_base_and_head(name: str | Path, base: BaseConfig | None = None) -> tuple[BaseModel, DraftHead]:
-    """Load a head from a folder or the Hub, and its base onto the GPU if there is one.
+    """Load a head from a folder or a Hub repository, and its base onto the GPU if there is one.
 
-    Args:
-        name: head folder or Hub repository.
-        base: overrides; without a name (and not random) the base that the head was trained for is loaded.
+    ``base``: overrides; without a name (and not random) the base that the head was trained for is loaded.
     """
     folder = resolve_folder(name)
     trained = read_head_config(folder)["base"]
