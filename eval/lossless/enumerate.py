@@ -18,7 +18,7 @@ from drafthead.eval.lossless.tabular_lm import ROOT_TOKEN, Draft, TabularLM
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.acceptance import greedy as accept_greedily
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step import TargetProbs
+from drafthead.models.decoding.step import target_probs
 
 ROWS = 1 << 15
 """Scripts in one run."""
@@ -157,7 +157,7 @@ def committed(
                 accepted = accept_greedily(proposal, logits.argmax(-1))
             else:
                 context = torch.full((len(some), 1), ROOT_TOKEN) if sampler.repetition_penalty != 1 else None
-                accepted = rule.verify(proposal, TargetProbs(logits, sampler, context, proposal), rng)
+                accepted = rule.verify(proposal, target_probs(logits, sampler, context, proposal), rng)
             bonus = rng.bonus
             if bonus is None:
                 bonus = torch.nn.functional.one_hot(accepted.bonus, target.vocabulary).double()

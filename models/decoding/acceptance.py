@@ -9,8 +9,8 @@ often and costs less. ``drafthead certify`` enumerates what each rule commits.
 Shape legend: B rows, N tree nodes (root included), M requested nodes, S candidates at a node, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,13 +20,8 @@ from drafthead.models.decoding.contract import Acceptance, DraftConfig, DraftSam
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import NO_CHILD
 
-
-class Target(Protocol):
-    """The target's warped distributions after nodes of the proposal."""
-
-    def __call__(self, nodes: Tensor, /) -> Tensor:
-        """[B, M] int64 nodes -> [B, M, V] probabilities."""
-        ...
+Target = Callable[[Tensor], Tensor]
+"""The target's warped distributions after nodes of the proposal: [B, M] int64 nodes -> [B, M, V] probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)

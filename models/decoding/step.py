@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, pad_rows
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.acceptance import AcceptanceRule, greedy
+from drafthead.models.decoding.acceptance import AcceptanceRule, Target, greedy
 from drafthead.models.decoding.contract import Acceptance, DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.growth import UsesTargetCache, root_only
 from drafthead.models.decoding.random_source import DRAFT, VERIFY, PerRowRng, RandomSource
@@ -212,7 +212,7 @@ class DecodeState:
         if choices is not None:
             acceptance = greedy(proposal, choices)
         else:
-            target = TargetProbs(logits, config.sampler, self._context, proposal)
+            target = target_probs(logits, config.sampler, self._context, proposal)
             rng = PerRowRng(seeds, positions, VERIFY, self.base.device)
             acceptance = config.rule.verify(proposal, target, rng, return_probs=config.return_probs)
         nodes = acceptance.nodes
@@ -274,7 +274,6 @@ class DecodeState:
             self._context_lengths[rows] = 0
 
     def select(self, rows: list[int]) -> None:
-        """Keep these rows only."""
         self.cache = self.cache.select(rows)
         if self.drafter is not None:
             self.state = self._attached(self.state.select(rows))
@@ -283,20 +282,17 @@ class DecodeState:
         self._context_lengths = self._context_lengths[rows]
 
 
-class TargetProbs:
+def target_probs(logits: Tensor, sampler: Sampler, context: Tensor | None, proposal: Proposal) -> Target:
     """The target's warped distribution after any node of the step's trees."""
+    rows = torch.arange(logits.shape[0], device=logits.device)[:, None]
 
-    def __init__(self, logits: Tensor, sampler: Sampler, context: Tensor | None, proposal: Proposal) -> None:
-        self._logits, self._sampler, self._context, self._proposal = logits, sampler, context, proposal
-        self._rows = torch.arange(logits.shape[0], device=logits.device)
-
-    def __call__(self, nodes: Tensor) -> Tensor:
-        """[B, M] nodes -> [B, M, V] probs."""
-        rows = self._rows[:, None]
-        logits, context = self._logits[rows, nodes], self._context
+    def after(nodes: Tensor) -> Tensor:
+        own, text = logits[rows, nodes], None
         if context is not None:
-            tokens, ancestors = self._proposal.tokens[:, None], self._proposal.shape.ancestors
+            tokens, ancestors = proposal.tokens[:, None], proposal.shape.ancestors
             seen = ancestors.expand(len(rows), -1, -1)[rows, nodes]
             path = torch.where(seen, tokens, tokens[..., :1])
-            context = torch.cat([context[:, None].expand(-1, nodes.shape[1], -1), path], 2).flatten(0, 1)
-        return self._sampler.probs(logits.flatten(0, 1), context).view(logits.shape)
+            text = torch.cat([context[:, None].expand(-1, nodes.shape[1], -1), path], 2).flatten(0, 1)
+        return sampler.probs(own.flatten(0, 1), text).view(own.shape)
+
+    return after
