@@ -188,7 +188,7 @@ class Comparison:
         )
 
         documents = [prompt[:6], prompt[6:20], prompt[20 : min(60, len(prompt))]]
-        hidden = base.hidden_states(_packed(documents), HiddenStatesSpec()).final
+        hidden = base.hidden_states(TrainBatch.of(documents), HiddenStatesSpec()).final
         packed = torch.cat([self.wanted(document) for document in documents])
         found["packed"] = _error(base.logits(hidden)[0], packed)
         return found
@@ -257,21 +257,10 @@ class Comparison:
         return text[len(prompt) :]
 
 
-def _packed(documents: list[list[int]]) -> TrainBatch:
-    """One row of documents, all of it trained."""
-    ids = torch.tensor([sum(documents, [])])
-    return TrainBatch(
-        input_ids=ids,
-        position_ids=torch.cat([torch.arange(len(document)) for document in documents])[None],
-        document_ids=torch.tensor([[n for n, document in enumerate(documents) for _ in document]]),
-        loss_mask=torch.ones_like(ids, dtype=torch.bool),
-    )
-
-
 def _loss(head: DraftHead, prompt: list[int]) -> None:
     """One step's loss and gradients on two packed documents."""
     half = len(prompt) // 2
-    row = _packed([prompt[:half], prompt[half:]])
+    row = TrainBatch.of([prompt[:half], prompt[half:]])
     out = head.train().loss(row, head.base.hidden_states(row, head.spec), LossConfig())
     torch.autograd.backward(out.loss_sum / out.tokens)
     if not bool(out.loss_sum.isfinite()):
@@ -325,11 +314,11 @@ def compare(found: Outcome, comparison: "Comparison", heads: bool) -> None:
         found.raised = _said(error)
 
 
-def real(name: str, heads: bool = True) -> Outcome:
+def real(name: str) -> Outcome:
     """Compare a real checkpoint with its own stock model."""
     base = BaseModel.load(BaseConfig(name=name, dtype="float32"))
     found = Outcome(family=base.model.config.model_type)
-    compare(found, Comparison(base.stock(), base, PROMPTS), heads)
+    compare(found, Comparison(base.stock(), base, PROMPTS), heads=True)
     return found
 
 

@@ -33,6 +33,17 @@ class TrainBatch:
     """[B, T, K] float >= 0: weight of this token as the target of draft position k (1-based: column k - 1), on top of
     the loss's own; 0: not trained there. None: all 1."""
 
+    @classmethod
+    def of(cls, documents: Sequence[Sequence[int]], trained_from: int = 0, padding: int = 0) -> "TrainBatch":
+        """One row of documents side by side, each trained from that position on, and so much padding."""
+        places = [(n, p) for n, document in enumerate(documents) for p in range(len(document))]
+        return cls(
+            input_ids=torch.tensor([[token for document in documents for token in document] + [0] * padding]),
+            position_ids=torch.tensor([[p for _, p in places] + [0] * padding]),
+            document_ids=torch.tensor([[n for n, _ in places] + [NO_DOCUMENT] * padding]),
+            loss_mask=torch.tensor([[p >= trained_from for _, p in places] + [False] * padding]),
+        )
+
     def draft_targets(self, depth: int) -> tuple[Tensor, Tensor]:
         """Targets of draft position ``depth`` k at every t; 0 gives the base's own next-token targets.
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafthead import cli
-from drafthead.data.batch import NO_DOCUMENT, HiddenStates, TrainBatch
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.eval.lossless.equality import Equality
 from drafthead.eval.metrics.summary import summarise
 from drafthead.eval.prompts.prompt import EvalPrompt
@@ -69,13 +69,7 @@ GOLDEN_TEXT = f"data.text.sources=[{{kind: text, name: {LICENSE}}}]"
 
 def row_of(documents: Sequence[Sequence[int]], trained_from: int = 0, padding: int = 2) -> TrainBatch:
     """One row, documents one after the other, a little padding; documents are trained from that position on."""
-    places = [(n, p) for n, document in enumerate(documents) for p in range(len(document))]
-    return TrainBatch(
-        input_ids=torch.tensor([[token for document in documents for token in document] + [0] * padding]),
-        position_ids=torch.tensor([[p for _, p in places] + [0] * padding]),
-        document_ids=torch.tensor([[n for n, _ in places] + [NO_DOCUMENT] * padding]),
-        loss_mask=torch.tensor([[p >= trained_from for _, p in places] + [False] * padding]),
-    )
+    return TrainBatch.of(documents, trained_from, padding)
 
 
 def rows_of(texts: Sequence[Sequence[int]]) -> TrainBatch:

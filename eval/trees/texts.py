@@ -158,10 +158,7 @@ def read_hidden_states(base: BaseModel, drafter: Drafter, texts: Sequence[Text])
 
 def as_batch(text: Text) -> TrainBatch:
     """A text as a packed row of one document."""
-    ids, places = torch.tensor([text.ids]), torch.arange(len(text.ids))[None]
-    return TrainBatch(
-        input_ids=ids, position_ids=places, document_ids=torch.zeros_like(ids), loss_mask=places >= text.boundary
-    )
+    return TrainBatch.of([text.ids], text.boundary)
 
 
 def text_ranks(head: DraftHead, texts: Sequence[Text]) -> list[Ranks]:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig
 
-from drafthead.data.batch import NO_DOCUMENT, HiddenStatesSpec, TrainBatch
+from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.windows import shortened, windows_of
-from drafthead.models.cache.kv_cache import KVCache, LayerSizes, RaggedCache
+from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.kernels import attention
 from drafthead.models.token_tree import TokenTree
 
@@ -79,26 +79,6 @@ class Expected:
         return cls(tokens, logits, states[0], known)
 
 
-class _Recorder:
-    """A cache that keeps nothing but the sizes of what it is given."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[int, LayerSizes] = {}
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        self.sizes[layer_idx] = (key.shape[1], key.shape[3], value.shape[1], value.shape[3])
-        return key, value
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return query_length, 0
-
-
 @contextmanager
 def in_one_line(config: PreTrainedConfig, what: str) -> Iterator[None]:
     """Whatever the code of a family raises, as a refusal of the base that says ``what`` was tried."""
@@ -115,17 +95,20 @@ def in_one_line(config: PreTrainedConfig, what: str) -> Iterator[None]:
 
 def measured_sizes(base: "BaseModel") -> dict[str, Any]:
     """Fields of the base's ``CacheShape`` by what its layers write when they read one token."""
-    recorder, one = _Recorder(), torch.full((1, 1), 3, device=base.device)
+    cache, one = DynamicCache(), torch.full((1, 1), 3, device=base.device)
     with in_one_line(base.model.config, "cannot be run over a plain key/value cache"), torch.inference_mode():
-        base.model.model(input_ids=one, position_ids=one - 3, past_key_values=recorder, use_cache=True)
-    layers = max(base.num_layers, max(recorder.sizes, default=0) + 1)
-    found = [recorder.sizes.get(n) for n in range(layers)]
-    if not recorder.sizes:
+        base.model.model(input_ids=one, position_ids=one - 3, past_key_values=cache, use_cache=True)
+        written = [
+            (n.keys.shape[1], n.keys.shape[3], n.values.shape[1], n.values.shape[3]) if n.is_initialized else None
+            for n in cache.layers
+        ]
+    found = written + [None] * (base.num_layers - len(written))
+    if not any(found):
         raise UserError(f"{base.model.config.model_type} writes no keys and values into its cache; choose another base")
     first = found[0]
-    if first is not None and first[:2] == first[2:] and set(found) == {first} and layers == base.num_layers:
+    if first is not None and first[:2] == first[2:] and set(found) == {first} and len(found) == base.num_layers:
         return {"heads": first[0], "head_dim": first[1]}
-    return {"by_layer": tuple(found), "layers": layers}
+    return {"by_layer": tuple(found), "layers": len(found)}
 
 
 def logit_scale(base: "BaseModel", head: LMHead, expected: Expected) -> float:
@@ -223,15 +206,7 @@ def _nodes(first: Tensor, second: Tensor, start: int) -> Tensor:
 
 def _packed(base: "BaseModel", *documents: Tensor) -> Tensor:
     """Logits [1, T, V] of documents side by side in one row, which ends with padding."""
-    lengths = [len(document) for document in documents]
-    pad = documents[0].new_zeros(1)
-    numbers = [n for n, length in enumerate(lengths) for _ in range(length)]
-    row = TrainBatch(
-        input_ids=torch.cat([*documents, pad])[None].cpu(),
-        position_ids=torch.tensor([[p for length in lengths for p in range(length)] + [0]]),
-        document_ids=torch.tensor([[*numbers, NO_DOCUMENT]]),
-        loss_mask=torch.zeros(1, len(numbers) + 1, dtype=torch.bool),
-    )
+    row = TrainBatch.of([document.tolist() for document in documents], padding=1)
     hidden = base.hidden_states(row, HiddenStatesSpec()).final
     with torch.inference_mode():
         return base.logits(hidden)[:, :-1]
