@@ -47,6 +47,14 @@ class Engine:
         return self.serve.format(base=base, folder=folder, drafts=drafts, nodes=drafts + 1) if self.current else ""
 
 
+def vllm(method: str) -> Engine:
+    """vLLM with a head as what it calls ``method``."""
+    serve = "vllm serve {base} --speculative-config "
+    serve += f"""'{{{{"method": "{method}", "model": "{{folder}}", "num_speculative_tokens": {{drafts}}}}}}'"""
+    support = "0.32.0 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)"
+    return Engine("vLLM", support, current=True, serve=serve)
+
+
 class Format(ABC):
     """One published layout of one head."""
 

@@ -13,6 +13,7 @@ less computes other drafts.
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.contract import Engine, Format, Unsupported, is_the_bases
+from drafthead.models.formats.contract import Engine, Format, Unsupported, is_the_bases, vllm
 from drafthead.models.formats.eagle3 import target_ids
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead
@@ -49,10 +50,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
 }
 """Keys that engines obey, with the only values that heads here have."""
-VLLM_SERVES = (
-    "vllm serve {{base}} --speculative-config "
-    """'{{{{"method": "{method}", "model": "{{folder}}", "num_speculative_tokens": {{drafts}}}}}}'"""
-)
 
 
 class _BlockFormat(Format):
@@ -200,12 +197,7 @@ class DSparkFormat(_BlockFormat):
     title = "DSpark (Qwen3DSparkModel)"
     architecture = "Qwen3DSparkModel"
     engines: ClassVar[tuple[Engine, ...]] = (
-        Engine(
-            "vLLM",
-            "0.32.0 loads it in its runner for GPUs (its source; not run)",
-            current=True,
-            serve=VLLM_SERVES.format(method="dspark"),
-        ),
+        replace(vllm("dspark"), support="0.32.0 loads it in its runner for GPUs (its source; not run)"),
         Engine("SGLang", "has DSPARK since mid 2026 (its threads; not run)"),
         LLAMACPP,
     )
@@ -263,12 +255,7 @@ class DFlashFormat(_BlockFormat):
     title = "DFlash (DFlashDraftModel)"
     architecture = "DFlashDraftModel"
     engines: ClassVar[tuple[Engine, ...]] = (
-        Engine(
-            "vLLM",
-            "0.32.0 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)",
-            current=True,
-            serve=VLLM_SERVES.format(method="dflash"),
-        ),
+        vllm("dflash"),
         Engine("SGLang", "loads it as DFLASH, without a draft vocabulary (its source; not run)"),
         LLAMACPP,
     )

@@ -20,20 +20,13 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.contract import Engine, Format, Unsupported, is_the_bases
+from drafthead.models.formats.contract import Engine, Format, Unsupported, is_the_bases, vllm
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING = "embed_tokens.weight"
-VLLM = Engine(
-    "vLLM",
-    "0.32.0 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)",
-    current=True,
-    serve="vllm serve {base} --speculative-config "
-    """'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {drafts}}}'""",
-)
 SGLANG = Engine(
     "SGLang",
     "loads it as EAGLE3 (its source, read in 2026; not run)",
@@ -57,7 +50,7 @@ class Eagle3Format(Format):
     title = "EAGLE-3 (LlamaForCausalLMEagle3)"
     head_config = Eagle3Config
     engines: ClassVar[tuple[Engine, ...]] = (
-        VLLM,
+        vllm("eagle3"),
         SGLANG,
         LLAMACPP_CONVERTER,
         Engine("TensorRT-LLM", "reads it (its source); the layers are set on its side: eagle3_layers_to_capture"),

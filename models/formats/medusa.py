@@ -24,6 +24,7 @@ from drafthead.models.formats.contract import (
     Unsupported,
     is_the_bases,
     unsupported_vocabulary,
+    vllm,
 )
 from drafthead.models.heads.medusa import Blocks, MedusaConfig, MedusaHead
 
@@ -32,8 +33,7 @@ FULL_MODEL = "medusa_head."
 _SAVE = "its loader reads medusa_lm_head.pt: save these tensors there with torch.save"
 FASTER_DECODING = Engine("FasterDecoding/Medusa", _SAVE)
 NO_VLLM = Engine("vLLM", "no, it reads to=vllm_medusa")
-VLLM = "0.32.0"
-"""The version that was run."""
+SERVED = vllm("medusa")
 NO_SGLANG = Engine("SGLang", "never")
 
 
@@ -148,14 +148,7 @@ class VllmMedusaFormat(MedusaFormat):
     title = "Medusa (vLLM)"
     weights_file = Format.weights_file
     engines = (
-        Engine(
-            "vLLM",
-            f"{VLLM} serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November "
-            "2026); later versions: not run, and 0.33.0 was reported without it",
-            current=True,
-            serve="vllm serve {base} --speculative-config "
-            """'{{"method": "medusa", "model": "{folder}", "num_speculative_tokens": {drafts}}}'""",
-        ),
+        replace(SERVED, support=f"{SERVED.support}; later versions: not run, and 0.33.0 was reported without it"),
         NO_SGLANG,
         Engine("TGI", "no, it reads to=tgi_medusa"),
     )
@@ -167,7 +160,7 @@ class VllmMedusaFormat(MedusaFormat):
     def unsupported(self, head: MedusaHead) -> Unsupported:
         yield from unsupported_last_token(head)
         if (ids := len(head.d2t)) != head.base.vocab_size:
-            what = f"it drafts over {ids} of {head.base.vocab_size} ids, and vLLM {VLLM} does not load a token_map"
+            what = f"it drafts over {ids} of {head.base.vocab_size} ids, and vLLM 0.32.0 does not load a token_map"
             yield what, "vocabulary=full" if can_widen(head) else "head.draft_vocab_size=null"
         if head.target_lm_head.softcap is not None:
             yield f"{head.base.name} caps its logits, and the format does not", "another base; no setting avoids it"

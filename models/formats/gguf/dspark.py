@@ -10,6 +10,7 @@ Names, shapes and meanings are those of llama.cpp's ``dflash`` architecture (bui
 tokenizer, which says the mask token.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from drafthead.data.utils.files import require_space
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.contract import BASE_NAME, Engine, Unsupported
 from drafthead.models.formats.dspark import CONFIDENCE, NAMES, DFlashFormat, DSparkFormat
-from drafthead.models.formats.gguf.eagle3 import DTYPES, FILE, RECORDED
+from drafthead.models.formats.gguf.eagle3 import DTYPES, FILE, LLAMACPP, RECORDED
 from drafthead.models.formats.gguf.files import (
     LAYER,
     SIZES,
@@ -46,12 +47,7 @@ OUTER = {
     CONFIDENCE[1]: "conf_proj.bias",
 }
 MASK = "tokenizer.ggml.mask_token_id"
-LLAMACPP = Engine(
-    "llama.cpp",
-    "build 11549 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)",
-    current=True,
-    serve="llama-server -m {folder}/base.gguf -md {folder}/head.gguf --spec-draft-n-max {drafts}",
-)
+SERVE = "llama-server -m {folder}/base.gguf -md {folder}/head.gguf --spec-draft-n-max {drafts}"
 
 
 class DSparkGgufFormat(DSparkFormat):
@@ -60,7 +56,7 @@ class DSparkGgufFormat(DSparkFormat):
     name = "gguf_dspark"
     title = "DSpark or DFlash (GGUF for llama.cpp)"
     weights_file = FILE
-    engines = (LLAMACPP, Engine("vLLM", "no, it reads to=dspark and to=dflash"))
+    engines = (replace(LLAMACPP, serve=SERVE), Engine("vLLM", "no, it reads to=dspark and to=dflash"))
 
     def unsupported(self, head: DSparkHead) -> Unsupported:
         yield from _layout(head.config.markov_rank).unsupported(head)

@@ -7,7 +7,6 @@ bases need that converter, which the message names.
 import json
 import logging
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +113,6 @@ class GgufFile:
             self.writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), wanted), raw_dtype=wanted)
 
     def close(self) -> None:
-        """Write the file."""
         self.writer.write_header_to_file()
         self.writer.write_kv_data_to_file()
         self.writer.write_tensors_to_file()
@@ -191,27 +189,19 @@ def write_base(base: BaseModel, path: Path, kind: str, name: str) -> None:
     file.add_sizes(sizes)
     add_tokenizer(file.writer, base)
     permuted = {"q_proj": settings.num_attention_heads, "k_proj": kv_heads} if architecture == "llama" else {}
-    for named, tensor in _named(weights, architecture, base.num_layers, bool(settings.tie_word_embeddings)):
-        heads = next((heads for part, heads in permuted.items() if named[0].endswith(f"{part}.weight")), None)
-        outer = named[1] in ("token_embd.weight", "output.weight")
-        tensor = tensor if heads is None else to_pairs(tensor, heads)
-        file.add(named[1], tensor, "q8_0" if outer and kind.startswith("q4") else None)
-    file.close()
-
-
-def _named(
-    weights: dict[str, Tensor], architecture: str, layers: int, tied: bool
-) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Pairs of transformers' and llama.cpp's names, with the tensor."""
-    kind = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture)
-    names = gguf.get_tensor_name_map(kind, layers)
-    for name, tensor in weights.items():
-        if tied and name == "lm_head.weight":
+    number = next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture)
+    names = gguf.get_tensor_name_map(number, base.num_layers)
+    for own, tensor in weights.items():
+        if settings.tie_word_embeddings and own == "lm_head.weight":
             continue
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if found is None:
-            raise UserError(f"llama.cpp's {architecture} has no tensor for {name}; use {CONVERTER}")
-        yield (name, found), tensor
+        theirs = names.get_name(own, try_suffixes=(".weight", ".bias"))
+        if theirs is None:
+            raise UserError(f"llama.cpp's {architecture} has no tensor for {own}; use {CONVERTER}")
+        heads = next((heads for part, heads in permuted.items() if own.endswith(f"{part}.weight")), None)
+        outer = theirs in ("token_embd.weight", "output.weight")
+        tensor = tensor if heads is None else to_pairs(tensor, heads)
+        file.add(theirs, tensor, "q8_0" if outer and kind.startswith("q4") else None)
+    file.close()
 
 
 def split_name(tokenizer: Any) -> str:
