@@ -72,7 +72,6 @@ class CacheShape:
 
     @cached_property
     def places(self) -> tuple[Place | None, ...]:
-        """Where every layer's keys and values are."""
         return self._layout[0]
 
     @cached_property
@@ -363,7 +362,6 @@ class RaggedCache(_Stacks):
 
     @property
     def rows(self) -> int:
-        """Rows."""
         return self.stacks[0].shape[1]
 
     def slot(self, row: int, length: int = 0) -> KVCache:
@@ -376,7 +374,6 @@ class RaggedCache(_Stacks):
         self.lengths[row], self.dropped[row] = slot.length, slot.dropped
 
     def clear(self, rows: list[int]) -> None:
-        """Empty these rows."""
         self.lengths[rows] = self.dropped[rows] = 0
 
     def select(self, rows: list[int]) -> "RaggedCache":

@@ -192,7 +192,6 @@ class StaticKVCache(KVCache):
 
     @property
     def length(self) -> int:
-        """Committed positions."""
         if self._known is None:
             self._known = self._bound = int(self._memory.length)
         return self._known

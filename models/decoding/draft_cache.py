@@ -249,7 +249,6 @@ class PendingTokens(DraftState):
     cache: DraftCache
 
     def append(self, tokens: Tensor, counts: Tensor | None) -> Self:
-        """The state with more committed tokens."""
         state = replace(self, text=self.text.append(tokens, counts))
         if self.text.longest == 0:
             # Reading the prompt belongs to the prefill, and not to the first step.

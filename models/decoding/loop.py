@@ -60,7 +60,6 @@ class Row:
 
     @property
     def result(self) -> DecodeResult:
-        """The answer and its steps."""
         return DecodeResult(tokens=self.answer, steps=self.steps, prefill_s=self.prefill_s, total_s=self.total_s)
 
 

@@ -57,7 +57,6 @@ class ModelDrafter(LMDrafter[PendingTokens], StepwiseDrafter[PendingTokens]):
     """A smaller model with the target's tokenizer."""
 
     def __init__(self, model: BaseModel, target: BaseModel | None = None, *, num_tokens: int = 5) -> None:
-        """As ``LMDrafter``."""
         super().__init__(model, target, num_tokens)
         self.d2t = torch.arange(model.vocab_size, device=model.device)
 

@@ -232,9 +232,8 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
 
     def extra_cache_slots(self, draft_config: DraftConfig) -> int:
         # Expanded nodes of a dynamic tree need not be among those it keeps.
-        return (
-            draft_config.tree.width * draft_config.tree.depth + 1 if isinstance(draft_config.tree, DynamicTree) else 0
-        )
+        tree = draft_config.tree
+        return tree.width * tree.depth + 1 if isinstance(tree, DynamicTree) else 0
 
 
 @dataclass

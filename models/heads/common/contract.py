@@ -141,7 +141,6 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
 
     @property
     def depth(self) -> int:
-        """Draft positions K."""
         return self.config.depth
 
     @property
