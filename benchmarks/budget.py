@@ -11,6 +11,7 @@ and of the weights.
 """
 
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         policies.append((text, name, int(every or REFRESH)))
     console = Console()
     base = load_base(args.base)
-    counts: dict[tuple[str, int], int] = {}
+    counts: Counter[tuple[str, int]] = Counter()
     total, lengths = 0, []
     for number, prompt in enumerate(load_suite(args.suite, args.prompts), start=1):
         ids = conversation_ids(base.tokenizer, prompt, template_kwargs=base.config.chat_template_kwargs)
@@ -101,8 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for text, name, every in policies:
             for budget in budgets:
                 drafter = BudgetDrafter(base, budget, name, num_tokens=1, refresh=every)
-                key = (text, budget)
-                counts[key] = counts.get(key, 0) + accepted(base, ids, answer, whole, drafter)
+                counts[text, budget] += accepted(base, ids, answer, whole, drafter)
         console.print(f"   prompt {number}: {len(ids)} tokens, {len(answer)} answered")
     mean_length = sum(lengths) // max(1, len(lengths))
     # Packed layers hold their weights out of sight of ``parameters``.

@@ -58,13 +58,6 @@ class _Memory:
     length: Tensor
     passes: dict[tuple[int, int, bool], _Pass] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, shape: CacheShape, size: int) -> "_Memory":
-        # Inference tensors could not be written outside inference mode.
-        with torch.inference_mode(False):
-            length = torch.zeros(1, dtype=torch.int64, device=shape.device)
-            return cls(shape.zeros(1, size), shape.places, length)
-
     @property
     def size(self) -> int:
         return self.stacks[0].shape[3]
@@ -101,7 +94,10 @@ class StaticModel:
             memory.clear(size)
         else:
             self._spare.clear()  # the new one serves whatever they would
-            memory = _Memory.of(self._shape, size)
+            # Inference tensors could not be written outside inference mode.
+            with torch.inference_mode(False):
+                length = torch.zeros(1, dtype=torch.int64, device=self._shape.device)
+                memory = _Memory(self._shape.zeros(1, size), self._shape.places, length)
         cache = StaticKVCache(self, memory, capacity)
         weakref.finalize(cache, _take_back, self._spare, memory).atexit = False
         return cache

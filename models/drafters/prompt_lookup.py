@@ -12,8 +12,9 @@ any length, and the likeliest next tokens of a table where nothing matches.
 Shape legend: B rows, T tokens, M matches, K draft positions, N nodes, V vocabulary.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -164,10 +165,7 @@ class PromptLookup(Drafter[TokenBuffer]):
 
 def bigram_table(answers: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
     """[V] int64: the most frequent next token of every token in ``answers``, the lower id of equal ones; -1: none."""
-    counts: dict[tuple[int, int], int] = {}
-    for ids in answers:
-        for pair in zip(ids, ids[1:], strict=False):
-            counts[pair] = counts.get(pair, 0) + 1
+    counts = Counter(pair for ids in answers for pair in pairwise(ids))
     table = torch.full((vocab_size,), -1, dtype=torch.int64)
     for (token, following), _ in sorted(counts.items(), key=lambda item: (item[1], -item[0][1])):
         table[token] = following  # the most frequent one comes last

@@ -63,7 +63,8 @@ class DraftLM(AutoregressiveHead):
 
     def __init__(self, config: DraftLMConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
-        self._sources = config.from_layers or _evenly(config.num_layers, base.num_layers)
+        last, steps = base.num_layers - 1, max(1, config.num_layers - 1)
+        self._sources = config.from_layers or [round(n * last / steps) for n in range(config.num_layers)]
         config.check_layers(base.num_layers)
         stock, settings = base.model.model.layers, base.model.config
         self.layers = nn.ModuleList(fresh_copy(stock[s], settings, n, s) for n, s in enumerate(self._sources))
@@ -121,11 +122,6 @@ class DraftLM(AutoregressiveHead):
         )
         hidden: Tensor = out.last_hidden_state
         return hidden
-
-
-def _evenly(count: int, layers: int) -> list[int]:
-    """``count`` layers from the first to the last."""
-    return [round(n * (layers - 1) / max(1, count - 1)) for n in range(count)]
 
 
 @torch.no_grad()
