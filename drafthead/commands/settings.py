@@ -96,7 +96,7 @@ def _settings(arguments: list[str], wanted: type[Any], spelled: dict[str, str], 
     given = {setting.lstrip("+~").split("=")[0] for setting in found}
     typed = {field: name for name, field in (spelled or {}).items()}
     missing = [typed.get(f.name, f.name) for f in fields(wanted) if f.default is MISSING and f.name not in given]
-    if missing and not options:
+    if missing and not options and all(key.split(".")[0] in types for key in given):
         raise UserError(f"missing: {' '.join(f'{name}=...' for name in missing)}; see --help for what to write there")
     return found + options
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from drafthead.data.utils.files import write_json
 from drafthead.eval.lossless.export_check import DraftQuality, check_export, training_estimate
 from drafthead.eval.trees.texts import Text, base_answers, write_texts
 from drafthead.models.base.base_model import BaseModel
@@ -157,7 +158,8 @@ def test_the_check_names_every_failure(tiny_base: TinyBase) -> None:
             "base_gguf goes with to=gguf or gguf_dspark, got to=eagle3",
         ),
         ("export", ["head=x", "to=medusa", "out=y", "vocabulary=all"], "vocabulary must be one of own, full"),
-        ("export", ["head=x", "to=medusa"], "out"),
+        ("export", ["head=x"], "missing: to=... out=...; see --help"),
+        ("import", ["base=b", "out=y"], "missing: from=...; see --help"),
         ("export", ["head=x", "to=medusa", "out=y", "dtype=int8"], "dtype must be one of auto, float32"),
         ("export", ["head=x", "to=medusa", "out=y", "max_new_tokens=1"], "max_new_tokens must be at least 8"),
         ("export", ["head=x", "to=medusa", "out=y", "estimate_tolerance=0"], r"estimate_tolerance must be in \(0, 1\]"),
@@ -184,14 +186,26 @@ def test_bad_settings_are_one_line(
     assert not list(tmp_path.iterdir())
 
 
+def test_another_type_is_refused_before_its_base_is_loaded(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(BaseModel, "load")
+    with pytest.raises(SystemExit, match="eagle3 holds heads of the type eagle3, this is one of the type medusa"):
+        call("export", f"head={saved}", "to=eagle3", f"out={tmp_path / 'out'}")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_import_says_what_is_wrong_with_its_source(saved: Path, tiny_base: TinyBase, tmp_path: Path) -> None:
     """Before the base is loaded."""
     KangarooFormat().export(KangarooConfig(exit_layer=1).build(tiny_base()).eval(), tmp_path / "published")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
+    (tmp_path / "list").mkdir()
+    write_json(tmp_path / "list" / "config.json", [1])
     cases = [
         ([f"from={saved}"], f"{saved} is a drafthead head already; use it directly, as in `drafthead eval head="),
         ([f"from={saved}", "format=medusa"], "is a drafthead head already"),
+        ([f"from={tmp_path / 'list'}"], r"list/config.json holds a list, expected an object; copy it again"),
         ([f"from={tmp_path / 'empty'}"], r"holds no published head: it has no config.json \(it is empty\)"),
         ([f"from={saved.parent}"], r"it has no config.json \(it holds head\); name the folder that has it"),
         (
@@ -207,7 +221,7 @@ def test_an_import_says_what_is_wrong_with_its_source(saved: Path, tiny_base: Ti
         with pytest.raises(SystemExit, match="^error: .* cannot be written .*choose another folder") as stop:
             call("import", f"from={tmp_path / 'published'}", "base=/nowhere", f"out={out}")
         assert "\n" not in str(stop.value)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "published", "run"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "list", "published", "run"]
 
 
 @pytest.mark.parametrize("command", ["export", "import"])

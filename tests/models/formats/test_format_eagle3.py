@@ -211,3 +211,18 @@ def test_damaged_weights_are_refused_before_they_are_imported(
     save_file({**weights, "fc.weight": damage(weights["fc.weight"].clone())}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=said):
         EAGLE.read(tmp_path, {})
+
+
+def test_what_a_file_leaves_open_or_says_twice(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base, ids = tiny_base(), "eagle_aux_hidden_state_layer_ids"
+    EAGLE.export(eagle(base, torch.arange(50)), tmp_path)
+    assert not EAGLE.read(tmp_path).notes
+    tensors = load_file(tmp_path / "model.safetensors")
+    rewrite(tmp_path, tensors, eagle_config=None, **{ids: None})
+    assert EAGLE.read(tmp_path).notes == (
+        "its config.json names no layers: taken for 2, L // 2 and L - 3, as published; or say config.layers",
+    )
+    tensors["d2t"][7] -= 1
+    rewrite(tmp_path, tensors, layers=[1, 2])
+    with pytest.raises(UserError, match=f"{tmp_path}: the draft vocabulary must hold 50 different ids, and 1 are"):
+        EAGLE.load(tmp_path, base)
