@@ -42,32 +42,25 @@ class MetricsLog:
         return read_json_lines(self.path)
 
 
-class ConsoleLine:
-    """Renders a log row as one line in a fixed order: phase step/total, loss, accept_1.., lr, ... eta."""
+def console_line(row: Row, steps: int) -> str:
+    """A row as one line in a fixed order; ``steps`` is the length of its phase, which the eta counts to.
 
-    def __init__(self, phase: str, steps: int) -> None:
-        """``steps`` is the length of the phase; the eta counts to its end."""
-        self.phase, self.steps = phase, steps
-
-    def render(self, row: Row) -> str:
-        """The line of a row with step, loss, accept_k, lr, grad_norm, tokens_per_second and step_ms.
-
-        ``NAME_loss`` keys are parts of the loss, shown after it; memory is ``memory_bytes``, else ``peak_memory()``.
-        """
-        depths = sorted(int(key[7:]) for key in row if key.startswith("accept_") and key[7:].isdigit())
-        loss_parts = ", ".join(f"{key.removesuffix('_loss')} {row[key]:.4f}" for key in row if key.endswith("_loss"))
-        parts = (
-            f"{self.phase} {row['step']:>{len(str(self.steps))}}/{self.steps}",
-            f"loss {row['loss']:.4f}" + (f" ({loss_parts})" if loss_parts else ""),
-            "accept " + " ".join(f"{row[f'accept_{depth}']:.3f}" for depth in depths),
-            f"lr {row['lr']:.2e}",
-            f"grad {row['grad_norm']:.3f}",
-            f"{row['tokens_per_second']:,.0f} tok/s",
-            f"{row['step_ms']:.0f} ms",
-            f"{row.get('memory_bytes', peak_memory()) / 2**30:.2f} GiB",
-            f"eta {duration((self.steps - row['step']) * row['step_ms'] / 1e3)}",
-        )
-        return "   " + "  ".join(parts)
+    ``NAME_loss`` keys are parts of the loss, shown after it; memory is ``memory_bytes``, else ``peak_memory()``.
+    """
+    depths = sorted(int(key[7:]) for key in row if key.startswith("accept_") and key[7:].isdigit())
+    loss_parts = ", ".join(f"{key.removesuffix('_loss')} {row[key]:.4f}" for key in row if key.endswith("_loss"))
+    parts = (
+        f"{row['phase']} {row['step']:>{len(str(steps))}}/{steps}",
+        f"loss {row['loss']:.4f}" + (f" ({loss_parts})" if loss_parts else ""),
+        "accept " + " ".join(f"{row[f'accept_{depth}']:.3f}" for depth in depths),
+        f"lr {row['lr']:.2e}",
+        f"grad {row['grad_norm']:.3f}",
+        f"{row['tokens_per_second']:,.0f} tok/s",
+        f"{row['step_ms']:.0f} ms",
+        f"{row.get('memory_bytes', peak_memory()) / 2**30:.2f} GiB",
+        f"eta {duration((steps - row['step']) * row['step_ms'] / 1e3)}",
+    )
+    return "   " + "  ".join(parts)
 
 
 def peak_memory() -> int:

@@ -21,7 +21,7 @@ from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.distributed import signals
 from drafthead.train.distributed.launcher import Launch
 from drafthead.train.distributed.sharding import load_optimizer
-from drafthead.train.tracking.metrics_log import ConsoleLine, MetricsLog
+from drafthead.train.tracking.metrics_log import MetricsLog, console_line
 from drafthead.train.tracking.tracker import Tracker
 from drafthead.train.trainer.batches import (
     Batch,
@@ -104,7 +104,6 @@ class Trainer:
         if phase.boost.head:
             other = load_first(phase.boost.head, self.head)
             batches = boosted(batches, other, self.head.depth, phase.boost.floor)
-        line = ConsoleLine(name, phase.steps)
         pending: StepResult | None = None
         started, first = perf_counter(), progress.step
         while progress.step < phase.steps:
@@ -118,7 +117,7 @@ class Trainer:
             last = progress.step == phase.steps
             if pending is not None and (last or stop or progress.step % self.run.log_every == 0):
                 waited, data.waited_s = data.waited_s, 0.0
-                self._record(name, pending, lr, started, waited, progress.step - first, line)
+                self._record(name, pending, lr, started, waited, progress.step - first)
                 pending, started, first = None, perf_counter(), progress.step
             paused = perf_counter()
             better = False
@@ -187,9 +186,7 @@ class Trainer:
         reduced: torch.Tensor = self.launch.accelerator.reduce(value, "sum")
         return reduced
 
-    def _record(
-        self, name: str, result: StepResult, lr: float, started: float, waited: float, steps: int, line: ConsoleLine
-    ) -> None:
+    def _record(self, name: str, result: StepResult, lr: float, started: float, waited: float, steps: int) -> None:
         metrics = result.metrics()  # waits for the device, so the time is that of finished steps
         seconds, progress = perf_counter() - started, self.checkpoints.progress
         if not int(result.tokens):
@@ -210,7 +207,7 @@ class Trainer:
             "data_wait": waited / seconds,
         }
         self._publish(row)
-        self.display.line(line.render(row))
+        self.display.line(console_line(row, self.run.phases[name].steps))
 
     def _validate(self, name: str, phase: PhaseConfig, held_out: PhaseData) -> bool:
         """Measure acceptance on the held-out answers; returns whether it was never better."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from drafthead.data.utils.errors import UserError
-from drafthead.train.tracking.metrics_log import ConsoleLine, MetricsLog, peak_memory
+from drafthead.train.tracking.metrics_log import MetricsLog, console_line, peak_memory
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def test_not_finite_becomes_null(tmp_path: Path) -> None:
 def test_console_line_has_a_fixed_order() -> None:
     numbers = {"accept_10": 0.01, "accept_2": 0.2, "accept_1": 0.4, "accept_rate": 9.0, "lr": 1e-3, "loss": 2.5}
     speed = {"grad_norm": 0.5, "tokens_per_second": 12345.6, "step_ms": 2000.0, "memory_bytes": 3 * 2**30}
-    shown = ConsoleLine("distill", 400).render({"step": 40, **speed, **numbers})
+    shown = console_line({"phase": "distill", "step": 40, **speed, **numbers}, 400)
     assert shown == (
         "   distill  40/400  loss 2.5000  accept 0.400 0.200 0.010  lr 1.00e-03  grad 0.500  12,346 tok/s  2000 ms"
         "  3.00 GiB  eta 12:00"
@@ -83,7 +83,7 @@ def test_console_line_has_a_fixed_order() -> None:
 )
 def test_parts_of_a_console_line(step: int, of: int, more: dict[str, float], says: str) -> None:
     numbers = {"accept_1": 0.4, "lr": 1e-3, "loss": 2.5, "grad_norm": 0.5, "tokens_per_second": 1.0, "step_ms": 60e3}
-    assert re.search(says, ConsoleLine("text", of).render({"step": step, **numbers, **more}))
+    assert re.search(says, console_line({"phase": "text", "step": step, **numbers, **more}, of))
 
 
 def test_peak_memory_is_plausible() -> None:
