@@ -55,30 +55,16 @@ def _excerpts(kind: str, most: int) -> Iterator[str]:
             yield excerpt
 
 
-def _asked(kind: str, texts: Iterator[str], requests: tuple[str, ...]) -> Iterator[Conversation]:
-    """Each text with one of the requests, before or after it."""
-    rng = random.Random(f"requests of {kind}")
-    for text in texts:
-        request = rng.choice(requests)
-        yield (f"{text}\n\n{request}." if rng.random() < 0.3 else f"{request}:\n\n{text}",)
-
-
-def summarising() -> Iterator[Conversation]:
-    """Summaries of passages."""
-    requests = (
+_REQUESTS: dict[str, tuple[str, ...]] = {
+    "summarising": (
         "Give a summary of this text in two sentences",
         "Sum up the main points of the text below as a short list",
         "What is this passage about? Answer in one paragraph",
         "Write a headline and a one-sentence abstract for this article",
         "Explain the text to a ten-year-old in a few sentences",
         "Make this shorter without losing the important facts",
-    )
-    return _asked("summarising", _passages("summarising"), requests)
-
-
-def rewriting() -> Iterator[Conversation]:
-    """Texts in other words, tones and forms."""
-    requests = (
+    ),
+    "rewriting": (
         "Rewrite this in simple English",
         "Rewrite the following text in a formal tone",
         "Turn this into a casual message to a friend",
@@ -88,32 +74,35 @@ def rewriting() -> Iterator[Conversation]:
         "Turn these sentences into bullet points",
         "Rewrite this as a question and an answer",
         "Replace difficult words in this text by easier ones",
-    )
-    return _asked("rewriting", _excerpts("rewriting", 4), requests)
-
-
-def translation() -> Iterator[Conversation]:
-    """Sentences to be translated from English."""
-    languages = ("French", "Spanish", "Italian", "Portuguese", "Dutch")
-    forms = ("Translate this text into {}", "How do you say this in {}?", "Give the {} translation of the following")
-    return _asked(
-        "translation",
-        _excerpts("translation", 2),
-        tuple(form.format(language) for form, language in product(forms, languages)),
-    )
-
-
-def extraction() -> Iterator[Conversation]:
-    """Facts to be listed from passages."""
-    requests = (
+    ),
+    "translation": tuple(
+        form.format(language)
+        for form, language in product(
+            ("Translate this text into {}", "How do you say this in {}?", "Give the {} translation of the following"),
+            ("French", "Spanish", "Italian", "Portuguese", "Dutch"),
+        )
+    ),
+    "extraction": (
         "List all names of people and places in this text",
         "Extract every date and number from the passage, each with what it refers to",
         "Which organisations and works are mentioned here? Answer as a list",
         "Make a table with the columns subject and fact from the text",
         "Return the key facts of this text as JSON",
         "List the five most important terms of this text and explain each in a few words",
-    )
-    return _asked("extraction", _passages("extraction"), requests)
+    ),
+    "long_passages": (
+        "Summarise this text in one paragraph",
+        "Who are the people in this text, and what does each of them do",
+    ),
+}
+
+
+def _asked(kind: str, texts: Callable[[str], Iterator[str]]) -> Iterator[Conversation]:
+    """Each text of a kind with one of its requests, before or after it."""
+    rng = random.Random(f"requests of {kind}")
+    for text in texts(kind):
+        request = rng.choice(_REQUESTS[kind])
+        yield (f"{text}\n\n{request}." if rng.random() < 0.3 else f"{request}:\n\n{text}",)
 
 
 def passage_questions() -> Iterator[Conversation]:
@@ -129,15 +118,6 @@ def passage_questions() -> Iterator[Conversation]:
     )
     for passage, question in rows:
         yield (rng.choice(forms).format(passage=passage, question=question.strip().rstrip("?").capitalize()),)
-
-
-def long_passages() -> Iterator[Conversation]:
-    """Questions and requests over thousands of tokens."""
-    requests = (
-        "Summarise this text in one paragraph",
-        "Who are the people in this text, and what does each of them do",
-    )
-    return _asked("long_passages", _passages("long_passages", LONG_PASSAGE_CHARACTERS), requests)
 
 
 def follow_ups() -> Iterator[Conversation]:
@@ -199,16 +179,9 @@ def code() -> Iterator[Conversation]:
         *("merges two sorted lists", "finds the longest word of a text", "converts Celsius to Fahrenheit"),
         *("computes the factorial of a number", "lists the prime numbers up to n", "removes duplicates from a list"),
         *("sorts a dictionary by its values", "reads a CSV file and sums one column", "flattens a nested list"),
-        *(
-            "generates a random password",
-            "counts how often each character occurs",
-            "computes the n-th Fibonacci number",
-        ),
-        *(
-            "finds the most frequent element of an array",
-            "validates an e-mail address",
-            "rotates a matrix by 90 degrees",
-        ),
+        *("generates a random password", "counts how often each character occurs"),
+        *("computes the n-th Fibonacci number", "finds the most frequent element of an array"),
+        *("validates an e-mail address", "rotates a matrix by 90 degrees"),
         *("computes the greatest common divisor", "implements a stack with push and pop", "searches a sorted array"),
         *("splits a list into chunks of equal size", "converts a number to binary", "measures how long a call takes"),
         *("downloads a web page and prints its title", "draws a triangle of stars", "computes the mean and the median"),
@@ -228,18 +201,15 @@ def code() -> Iterator[Conversation]:
 
 _LANGUAGES = ("Python", "JavaScript", "Java", "C++")
 TASKS: dict[str, Callable[[], Iterator[Conversation]]] = {
-    task.__name__: task
-    for task in (
-        summarising,
-        rewriting,
-        translation,
-        extraction,
-        passage_questions,
-        long_passages,
-        follow_ups,
-        arithmetic,
-        code,
-    )
+    "summarising": partial(_asked, "summarising", _passages),
+    "rewriting": partial(_asked, "rewriting", partial(_excerpts, most=4)),
+    "translation": partial(_asked, "translation", partial(_excerpts, most=2)),
+    "extraction": partial(_asked, "extraction", _passages),
+    "passage_questions": passage_questions,
+    "long_passages": partial(_asked, "long_passages", partial(_passages, lengths=LONG_PASSAGE_CHARACTERS)),
+    "follow_ups": follow_ups,
+    "arithmetic": arithmetic,
+    "code": code,
 }
 """Kinds of tasks by the name of their set."""
 
