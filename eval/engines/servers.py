@@ -27,7 +27,6 @@ class EngineAnswer:
     """Verifications with drafts; None: not counted."""
     accepted: list[int] = field(default_factory=list)
     """By draft position, from the first: how many steps accepted it. Empty where the engine counts steps alone."""
-    drafted: int = 0
     prefill_s: float = 0.0
     total_s: float = 0.0
 
@@ -179,7 +178,6 @@ class VllmServer(EngineServer):
             tokens=self._complete(tokens, choice.get("finish_reason") == "stop", choice.get("stop_reason")),
             steps=steps,
             accepted=_by_position(found, f"{prefix}accepted_tokens_per_pos", self.drafts),
-            drafted=round(found.get(f"{prefix}draft_tokens", 0)),
             prefill_s=min(found.get("vllm:time_to_first_token_seconds_sum", 0.0), total_s),
             total_s=total_s,
         )
@@ -207,7 +205,6 @@ class LlamaCppServer(EngineServer):
             tokens=self._complete(found["tokens"], found.get("stop_type") in ("eos", "word")),
             steps=round(counted.get(f"{prefix}drafts", 0)),
             accepted=_by_position(counted, f"{prefix}accepted_tokens_per_pos", self.drafts),
-            drafted=round(counted.get(f"{prefix}draft_tokens", 0)),
             prefill_s=found["timings"]["prompt_ms"] / 1e3,
             total_s=total_s,
         )
