@@ -5,11 +5,12 @@ Vocabularies are as large as keeps the random outcomes of a case to some thousan
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import torch
 
-from drafthead.eval.lossless.tabular_lm import CombinedTableDraft, Draft, RelayTableDraft, TableDraft, TabularLM
+from drafthead.eval.lossless.tabular_lm import Draft, TableDraft, TabularLM, combined_draft, relay_draft
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree, Proposal
 from drafthead.models.decoding.random_source import RandomSource
@@ -87,8 +88,8 @@ class Shape:
             table = target.near(seed + number, DRAFT_SPREAD)
             drafts.append(TableDraft(table, draft_config, part.shared, part.draft_vocabulary))
         if self.relay:
-            return RelayTableDraft(tuple(drafts))
-        return drafts[0] if len(drafts) == 1 else CombinedTableDraft(tuple(drafts))
+            return partial(relay_draft, drafts)
+        return drafts[0] if len(drafts) == 1 else partial(combined_draft, drafts)
 
 
 CHAIN_1, CHAIN_2, CHAIN_3 = (Part(tree=TokenTree.chain(k)) for k in (1, 2, 3))

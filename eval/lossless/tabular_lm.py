@@ -5,7 +5,7 @@ They are drafted from by the functions that all stepwise drafters use.
 Shape legend: B rows, F frontier nodes, N tree nodes, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,28 +129,16 @@ class TableDraft:
         return grow(draft_pass, last_token, self.draft_config, ids, vocabulary, rng)
 
 
-@dataclass(frozen=True)
-class CombinedTableDraft:
-    """The union of what several drafters draft."""
-
-    parts: tuple[Draft, ...]
-
-    def __call__(self, last_token: Tensor, rng: RandomSource) -> Proposal:
-        """Draft after ``last_token`` ([B])."""
-        return combine([part(last_token, rng) for part in self.parts])
+def combined_draft(parts: Sequence[Draft], last_token: Tensor, rng: RandomSource) -> Proposal:
+    """The union of what several drafters draft after ``last_token`` ([B])."""
+    return combine([part(last_token, rng) for part in parts])
 
 
-@dataclass(frozen=True)
-class RelayTableDraft:
+def relay_draft(parts: Sequence[TableDraft], last_token: Tensor, rng: RandomSource) -> Proposal:
     """Chains along one path: each part begins where the one before it ended, row by row."""
-
-    parts: tuple[TableDraft, ...]
-
-    def __call__(self, last_token: Tensor, rng: RandomSource) -> Proposal:
-        """Draft after ``last_token`` ([B])."""
-        found = root_only(last_token)
-        for part in self.parts:
-            leaf = drafted_tokens(found)[:, None]
-            prefixes = part.table.of_nodes(found).gather(1, leaf)[:, 0]
-            found = concatenate(found, part(found.tokens.gather(1, leaf)[:, 0], rng, prefixes))
-        return found
+    found = root_only(last_token)
+    for part in parts:
+        leaf = drafted_tokens(found)[:, None]
+        prefixes = part.table.of_nodes(found).gather(1, leaf)[:, 0]
+        found = concatenate(found, part(found.tokens.gather(1, leaf)[:, 0], rng, prefixes))
+    return found

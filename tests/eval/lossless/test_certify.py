@@ -17,7 +17,7 @@ from drafthead.commands import certify as command
 from drafthead.eval.lossless import check_lossless as certify
 from drafthead.eval.lossless.cases import cases, counterexamples
 from drafthead.eval.lossless.enumerate import committed, total_variation
-from drafthead.eval.lossless.tabular_lm import CombinedTableDraft, Draft, TableDraft, TabularLM
+from drafthead.eval.lossless.tabular_lm import Draft, TableDraft, TabularLM, combined_draft
 from drafthead.models.decoding import acceptance as verify
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.contract import DraftConfig, DraftSampling, Proposal
@@ -67,7 +67,7 @@ def static(widths: list[int], draft_sampling: DraftSampling, seed: int) -> tuple
 
 def two_chains(seed: int) -> tuple[TabularLM, Draft]:
     target, first = static([1], WITH, seed)
-    return target, CombinedTableDraft((first, replace(first, table=target.near(seed + 2, 1.5))))
+    return target, partial(combined_draft, [first, replace(first, table=target.near(seed + 2, 1.5))])
 
 
 def bias(draft: Draft, target: TabularLM) -> float:
