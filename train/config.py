@@ -448,12 +448,16 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     """Everything about a run that can be checked without its model and data."""
     run = parse(cfg, RunConfig)
     _check_base_training(run)
-    _check_optimizers(run)
     _check_init_from(run)
     _check_stream(run)
     if "num_hidden_layers" in run.base.shape:
         run.head_config().check_layers(run.base.shape["num_hidden_layers"])
     for name, phase in run.phases.items():
+        if phase.optim.name == "muon" and run.shard.mode != "none":
+            raise UserError(
+                f"phases.{name}.optim.name=muon needs whole matrices, and shard.mode={run.shard.mode} splits them; use "
+                "shard=none, or adamw"
+            )
         try:
             phase.loss.weights_of(run.head_config().trained_positions)
         except UserError as error:
@@ -469,16 +473,6 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     if context is not None and longest > context:
         raise UserError(f"rows of {longest} tokens exceed the base's context of {context}; lower phases.*.seq_len")
     return run
-
-
-def _check_optimizers(run: RunConfig) -> None:
-    """Refuse Muon where no process has whole matrices."""
-    for name, phase in run.phases.items():
-        if phase.optim.name == "muon" and run.shard.mode != "none":
-            raise UserError(
-                f"phases.{name}.optim.name=muon needs whole matrices, and shard.mode={run.shard.mode} splits them; use "
-                "shard=none, or adamw"
-            )
 
 
 def _check_init_from(run: RunConfig) -> None:
