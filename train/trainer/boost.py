@@ -13,13 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.calibrate import WIDTH
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.token_tree import TokenTree
-
-Batch = tuple[TrainBatch, HiddenStates]
+from drafthead.train.trainer.batches import Batch
 
 
 def load_first(name: str, head: DraftHead) -> DraftHead:
