@@ -6,14 +6,14 @@ An update whose loss is not finite or far above the latest ones is skipped (``Lo
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from drafthead.data.batch import HiddenStates, Ratio, TrainBatch
+from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.train.config import HISTORY, LossSpikeConfig
@@ -28,29 +28,30 @@ ProfileHook = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, summed over micro-batches and processes; on the device until it is logged."""
+    """What a step did; on the device until it is logged."""
 
-    loss_sum: Tensor
-    tokens: Tensor
-    sums: Tensor
-    names: tuple[str, ...]
+    total: LossOutput
+    """Over micro-batches and processes."""
     grad_norm: Tensor
     skip_reason: str | None = None
     """Why the update was skipped; None when it was done."""
 
     def __add__(self, other: "StepResult") -> "StepResult":
-        return StepResult(
-            self.loss_sum + other.loss_sum,
-            self.tokens + other.tokens,
-            self.sums + other.sums,
-            self.names,
-            other.grad_norm,
-        )
+        return StepResult(_added([self.total, other.total]), other.grad_norm)
 
     def metrics(self) -> dict[str, float]:
         """Host values: ``loss`` a trained token, ``grad_norm`` of the latest step, and every named ratio."""
-        ratios = {n: Ratio(num, den).value for n, (num, den) in zip(self.names, self.sums.tolist(), strict=True)}
-        return {"loss": float(self.loss_sum / self.tokens), "grad_norm": float(self.grad_norm), **ratios}
+        ratios = {name: ratio.value for name, ratio in self.total.ratios().items()}
+        return {"loss": float(self.total.loss_sum / self.total.tokens), "grad_norm": float(self.grad_norm), **ratios}
+
+
+def _added(parts: Sequence[LossOutput]) -> LossOutput:
+    return LossOutput(
+        loss_sum=torch.stack([p.loss_sum.detach() for p in parts]).sum(),
+        tokens=torch.stack([p.tokens for p in parts]).sum(),
+        sums=torch.stack([p.sums for p in parts]).sum(0),
+        names=parts[0].names,
+    )
 
 
 def train_step(
@@ -78,7 +79,8 @@ def train_step(
             torch.autograd.backward(out.loss_sum)
         parts.append(out)
         profile_hook("head")
-    tokens = reduce(torch.stack([p.tokens for p in parts]).sum())
+    total = _added(parts)
+    tokens = reduce(total.tokens)
     parameters = [p for p in head.parameters() if p.requires_grad]
     for parameter in parameters:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -86,20 +88,14 @@ def train_step(
     norm = clip_gradients(parameters, clip_norm or torch.inf)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
-    loss_sum = reduce(torch.stack([p.loss_sum.detach() for p in parts]).sum())
+    loss_sum = reduce(total.loss_sum)
     trained, mean, grad_norm = torch.stack([tokens, loss_sum / tokens, norm]).tolist()
     skip_reason = should_skip(mean, grad_norm) if trained else None
     if skip_reason is None:
         optimizer.step()
     profile_hook("optimiser")
-    return StepResult(
-        loss_sum=loss_sum,
-        tokens=tokens,
-        sums=reduce(torch.stack([p.sums for p in parts]).sum(0)),
-        names=parts[0].names,
-        grad_norm=norm,
-        skip_reason=skip_reason,
-    )
+    reduced = replace(total, loss_sum=loss_sum, tokens=tokens, sums=reduce(total.sums))
+    return StepResult(reduced, norm, skip_reason)
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
@@ -123,15 +119,8 @@ def evaluate_loss(
     head: DraftHead, batches: Iterable[tuple[TrainBatch, HiddenStates]], loss: LossConfig
 ) -> dict[str, float]:
     """The training metrics on held-out batches, without an update."""
-    parts = [head.loss(batch, base_hidden, loss) for batch, base_hidden in batches]
-    total = StepResult(
-        torch.stack([p.loss_sum for p in parts]).sum(),
-        torch.stack([p.tokens for p in parts]).sum(),
-        torch.stack([p.sums for p in parts]).sum(0),
-        parts[0].names,
-        torch.zeros(()),
-    )
-    metrics = total.metrics()
+    total = _added([head.loss(batch, base_hidden, loss) for batch, base_hidden in batches])
+    metrics = StepResult(total, torch.zeros(())).metrics()
     del metrics["grad_norm"]
     return metrics
 

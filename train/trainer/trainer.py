@@ -189,7 +189,7 @@ class Trainer:
     def _record(self, name: str, result: StepResult, lr: float, started: float, waited: float, steps: int) -> None:
         metrics = result.metrics()  # waits for the device, so the time is that of finished steps
         seconds, progress = perf_counter() - started, self.checkpoints.progress
-        if not int(result.tokens):
+        if not int(result.total.tokens):
             raise UserError(
                 f"phase {name}, step {progress.step}: the last {steps} steps had no token to train on, because none of "
                 "their documents has two more tokens after one that was read; use longer texts or answers, or raise "
@@ -201,7 +201,7 @@ class Trainer:
             "total_step": progress.total_steps,
             "lr": lr,
             **metrics,
-            "tokens_per_second": float(result.tokens) / seconds,
+            "tokens_per_second": float(result.total.tokens) / seconds,
             "step_ms": 1e3 * seconds / steps,
             "skipped": self.checkpoints.loss_spikes.skipped,
             "data_wait": waited / seconds,
