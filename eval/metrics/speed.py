@@ -5,6 +5,7 @@ what published tables hold.
 """
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -90,11 +91,22 @@ def _by_group(columns: list[list[float]], groups: list[Any] | None, kept: list[b
     return np.array(list(totals.values())).reshape(-1, 4)
 
 
+@dataclass(frozen=True)
+class SpecBench:
+    """What Spec-Bench's ``speed.py`` would print."""
+
+    mean_accepted_length: float
+    """Mean over the pooled steps, before truncation."""
+    tokens_per_second: float
+    """Mean over questions of their rates."""
+    autoregressive_tokens_per_second: float
+    speedup: float
+
+
 def spec_bench(
     baseline: Results, method: Results, retokenised: Retokenised, groups: list[Any] | None = None
-) -> dict[str, float]:
-    """What Spec-Bench's ``speed.py`` would print: mean accepted length over the pooled steps, before truncation, the
-    means over questions of tokens / seconds, prefill included, and their ratio.
+) -> SpecBench:
+    """Spec-Bench's numbers: the ratio of the means over questions of tokens / seconds, prefill included.
 
     Its scripts count the method's tokens as they were committed, and the baseline's by tokenising the decoded text
     again, special tokens gone. Not imitated: counting tokens after EOS, and keeping the last answer's time for one
@@ -108,12 +120,7 @@ def spec_bench(
     rows = _by_group(columns, groups, answered)
     rate, base_rate = (Ratio(float((rows[:, n] / rows[:, n + 1]).sum()), len(rows)).value for n in (0, 2))
     length = acceptance.mean_accepted_length_untruncated(method).value
-    return {
-        "mean_accepted_length": length,
-        "tokens_per_second": rate,
-        "autoregressive_tokens_per_second": base_rate,
-        "speedup": Ratio(rate, base_rate).value,
-    }
+    return SpecBench(length, rate, base_rate, Ratio(rate, base_rate).value)
 
 
 METRICS: Mapping[str, Callable[[Results], Measured]] = {
@@ -157,6 +164,6 @@ def measure(
         for name, value in found.items()
     }
     compatible = spec_bench(baseline, method, retokenised, groups)
-    values |= {f"spec_bench_{name}": compatible[name] for name in ("tokens_per_second", "speedup")}
+    values |= {"spec_bench_tokens_per_second": compatible.tokens_per_second, "spec_bench_speedup": compatible.speedup}
     plain: dict[str, float | None | list[float | None]] = finite(values)
     return plain

@@ -141,7 +141,7 @@ def _numbers(answers: _Answers, name: str, fastest: str, retokenised: speed.Reto
         "decode_tokens_per_second": speed.decode_tokens_per_second(method).value,
         # The fastest baseline is the honest denominator.
         "speedup": {f"vs_{n}": found[0] for n, found in speedups.items()} | {"interval_95": speedups[fastest][1:]},
-        "spec_bench": speed.spec_bench(results[fastest], method, retokenised, questions),
+        "spec_bench": vars(speed.spec_bench(results[fastest], method, retokenised, questions)),
     }
     if name in answers.equalities:
         numbers["identical_outputs"] = _identical(answers.places, answers.equalities[name])

@@ -30,17 +30,17 @@ def test_both_conventions_counted_by_hand() -> None:
     assert speed.decode_speedup(BASELINE, METHOD).value == pytest.approx((13 / 8.0) / (13 / 13.0))
     # Of every 5 baseline tokens one vanishes when the text is tokenised again.
     found = speed.spec_bench(BASELINE, METHOD, lambda tokens: len(tokens) - len(tokens) // 5)
-    assert found["autoregressive_tokens_per_second"] == pytest.approx((4 / 4.5 + 8 / 9.5) / 2)
-    assert found["tokens_per_second"] == pytest.approx((5 / 2.5 + 10 / 6.5) / 2)
-    assert found["speedup"] == pytest.approx(found["tokens_per_second"] / found["autoregressive_tokens_per_second"])
-    assert found["mean_accepted_length"] == pytest.approx(13 / 4)
+    assert found.autoregressive_tokens_per_second == pytest.approx((4 / 4.5 + 8 / 9.5) / 2)
+    assert found.tokens_per_second == pytest.approx((5 / 2.5 + 10 / 6.5) / 2)
+    assert found.speedup == pytest.approx(found.tokens_per_second / found.autoregressive_tokens_per_second)
+    assert found.mean_accepted_length == pytest.approx(13 / 4)
 
 
 def test_answers_without_tokens_are_no_rate() -> None:
     failed = DecodeResult(tokens=[], steps=[], prefill_s=0.0, total_s=0.0)
     with_failed = speed.spec_bench([*BASELINE, failed], [*METHOD, failed], len)
     assert with_failed == speed.spec_bench(BASELINE, METHOD, len)
-    assert math.isnan(speed.spec_bench([failed], [failed], len)["speedup"])
+    assert math.isnan(speed.spec_bench([failed], [failed], len).speedup)
 
 
 def test_every_metric_is_plain_json() -> None:
