@@ -12,6 +12,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Any, Self
 
+from drafthead.data.utils.floats import finite
 from drafthead.eval.metrics.acceptance import Results, acceptance_per_depth, alpha, alpha_or_first_depth, steps_of
 from drafthead.eval.metrics.speed import speedup
 from drafthead.eval.trees.cost_model import CostModel
@@ -70,6 +71,16 @@ class StepTerms:
 
 
 @dataclass(frozen=True)
+class WaterfallStep:
+    """The speedup that is left once a cost is counted."""
+
+    name: str
+    speedup: float
+    change: float
+    """Against the one before; 0 for the first."""
+
+
+@dataclass(frozen=True)
 class Option:
     """A draft that could be used, and what the measured terms predict of it."""
 
@@ -81,43 +92,76 @@ class Option:
     speedup: float
 
 
-def closed_form(results: Results, baseline: StepTerms, method: StepTerms) -> dict[str, Any]:
-    """Leviathan's formula beside the measurement of a run that drafted.
+@dataclass(frozen=True)
+class ClosedForm:
+    """Leviathan's formula beside the measurement."""
 
-    "alpha_is" says what stands for alpha; "drafts" is the run's mean depth, rounded; where it "improves", alpha is
-    above c, and some chain beats autoregressive decoding.
-    """
-    ratio, name = alpha_or_first_depth(results)
-    rate, drafts = ratio.value, max(1, round(method.depth))
-    cost = method.draft_s / method.depth / baseline.step_s
-    best = optimal_lookahead(rate, cost)
-    return {
-        "alpha": rate,
-        "alpha_is": name,
-        "draft_cost": cost,
-        "drafts": drafts,
-        "expected_tokens": expected_tokens(rate, drafts),
-        "expected_speedup": expected_speedup(rate, cost, drafts),
-        "optimal_drafts": best,
-        "optimal_speedup": expected_speedup(rate, cost, best),
-        "improves": rate > cost,
-    }
+    alpha: float
+    alpha_is: str
+    """"alpha", or what stands in for it."""
+    draft_cost: float
+    drafts: int
+    """Chain length of the run, rounded from its mean depth."""
+    expected_tokens: float
+    expected_speedup: float
+    optimal_drafts: int
+    optimal_speedup: float
+    improves: bool
+    """alpha > c: some chain beats autoregressive decoding."""
+
+    @classmethod
+    def of(cls, results: Results, baseline: StepTerms, method: StepTerms) -> Self:
+        """From a run that drafted."""
+        ratio, name = alpha_or_first_depth(results)
+        rate, drafts = ratio.value, max(1, round(method.depth))
+        cost = method.draft_s / method.depth / baseline.step_s
+        best = optimal_lookahead(rate, cost)
+        return cls(
+            alpha=rate,
+            alpha_is=name,
+            draft_cost=cost,
+            drafts=drafts,
+            expected_tokens=expected_tokens(rate, drafts),
+            expected_speedup=expected_speedup(rate, cost, drafts),
+            optimal_drafts=best,
+            optimal_speedup=expected_speedup(rate, cost, best),
+            improves=rate > cost,
+        )
+
+
+@dataclass(frozen=True)
+class SpeedupBreakdown:
+    """A speedup and what it is made of."""
+
+    autoregressive: StepTerms
+    method: StepTerms
+    predicted: float
+    """m (v1 + o1) / (d + v + o)."""
+    predicted_from_costs: float | None
+    """The same with the step costs measured beforehand, at the run's mean tree size; None without them."""
+    measured: float
+    """Tokens per second over the baseline's, totals over totals."""
+    residual: float
+    """Measured minus the waterfall's last: answers of other lengths, which share out the prefill otherwise."""
+    waterfall: list[WaterfallStep]
+    closed_form: ClosedForm | None
+    """None without a draft."""
+    best_chain: Option | None = None
+    best_tree: Option | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; None for what is not finite."""
+        found: dict[str, Any] = finite(asdict(self))
+        return found
 
 
 def speedup_breakdown(
     baseline: Results, method: Results, costs: CostModel | None = None, order: TreeOrder | None = None
-) -> dict[str, Any] | None:
+) -> SpeedupBreakdown | None:
     """The speedup of ``method`` over ``baseline`` on the same prompts, taken apart; None when one made no step.
 
     Without ``costs`` no best draft is named. ``order`` (calibrated nodes with their acceptances) gives the best tree
     and chain; without it the best chain comes from the run's conditional acceptances, where the run drafted chains.
-
-    Returns:
-        "autoregressive" and "method": ``StepTerms``; "predicted": m (v1 + o1) / (d + v + o); "predicted_from_costs":
-        the same with step costs measured beforehand, at the run's mean tree size; "measured": tokens per second over
-        the baseline's, totals over totals; "waterfall"; "residual": measured minus the waterfall's last, of answers of
-        other lengths, which share out the prefill otherwise; "closed_form", null without a draft; "best_chain" and
-        "best_tree": an ``Option``.
     """
     before, after = StepTerms.of(baseline), StepTerms.of(method)
     if not (before.step_s > 0 and after.step_s > 0):
@@ -130,25 +174,22 @@ def speedup_breakdown(
         chain = chain_values(method, order)
         best_chain = best_option(chain, range(1, len(chain) + 1), costs)
         best_tree = best_option(order.values, [len(path) for path in order.paths], costs) if order else None
-    return {
-        "autoregressive": asdict(before),
-        "method": asdict(after),
-        "predicted": after.tokens * before.step_s / after.step_s,
-        "predicted_from_costs": predicted_from_costs,
-        "measured": measured,
-        "residual": measured - levels[-1]["speedup"],
-        "waterfall": levels,
-        "closed_form": closed_form(method, before, after) if after.depth > 0 else None,
-        "best_chain": best_chain and asdict(best_chain),
-        "best_tree": best_tree and asdict(best_tree),
-    }
+    return SpeedupBreakdown(
+        autoregressive=before,
+        method=after,
+        predicted=after.tokens * before.step_s / after.step_s,
+        predicted_from_costs=predicted_from_costs,
+        measured=measured,
+        residual=measured - levels[-1].speedup,
+        waterfall=levels,
+        closed_form=ClosedForm.of(method, before, after) if after.depth > 0 else None,
+        best_chain=best_chain,
+        best_tree=best_tree,
+    )
 
 
-def _waterfall(baseline: StepTerms, method: StepTerms) -> list[dict[str, Any]]:
-    """From the speedup if a step cost what an autoregressive one does, one cost after the other, to the measured.
-
-    "change" is against the one before; 0 for the first.
-    """
+def _waterfall(baseline: StepTerms, method: StepTerms) -> list[WaterfallStep]:
+    """From the speedup if a step cost what an autoregressive one does, one cost after the other, to the measured."""
     m, one = method.tokens, baseline.step_s
     growth = method.verify_s - baseline.verify_s
     # Outside the steps both take their own time; autoregressive decoding makes m steps where this one makes one.
@@ -161,10 +202,7 @@ def _waterfall(baseline: StepTerms, method: StepTerms) -> list[dict[str, Any]]:
         ("prefill and the rest", whole),
     ]
     befores = [m, *(speed for _, speed in speeds)]
-    return [
-        {"name": name, "speedup": speed, "change": speed - before}
-        for (name, speed), before in zip(speeds, befores, strict=False)
-    ]
+    return [WaterfallStep(name, speed, speed - before) for (name, speed), before in zip(speeds, befores, strict=False)]
 
 
 def options(values: Sequence[float], depths: Sequence[int], costs: CostModel) -> list[Option]:

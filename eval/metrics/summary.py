@@ -93,7 +93,7 @@ def summarise(
             "by_position": acceptance.by_position(runs[headline]),
             "by_context": acceptance.by_context(runs[headline], [len(timed.ids[n]) for n in kept]),
             "by_entropy": acceptance.by_entropy(runs[headline]),
-            "speedup_breakdown": breakdowns,
+            "speedup_breakdown": {name: found and found.to_json() for name, found in breakdowns.items()},
             "equality": equality_rate(answers.equalities.get(headline, []), dtype),
         }
     )

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from drafthead.eval.metrics.speed import speedup
 from drafthead.eval.metrics.speedup_breakdown import (
+    StepTerms,
     best_option,
     chain_values,
     expected_speedup,
@@ -68,14 +69,12 @@ def test_the_waterfall_ends_at_the_measurement(log: list[list[int]], prefill_s: 
     baseline = autoregressive(method)
     found = speedup_breakdown(baseline, method, COSTS)
     assert found is not None
-    assert found["measured"] == pytest.approx(speedup(baseline, method).value)
-    assert found["residual"] == pytest.approx(0, abs=1e-9)
-    assert found["waterfall"][0]["speedup"] == pytest.approx(found["method"]["tokens"])
-    assert sum(level["change"] for level in found["waterfall"]) + found["waterfall"][0]["speedup"] == pytest.approx(
-        found["measured"]
-    )
-    assert found["predicted"] == pytest.approx(found["waterfall"][-2]["speedup"])
-    assert found["predicted_from_costs"] == pytest.approx(found["predicted"]), "the run cost what the table says"
+    assert found.measured == pytest.approx(speedup(baseline, method).value)
+    assert found.residual == pytest.approx(0, abs=1e-9)
+    assert found.waterfall[0].speedup == pytest.approx(found.method.tokens)
+    assert sum(level.change for level in found.waterfall) + found.waterfall[0].speedup == pytest.approx(found.measured)
+    assert found.predicted == pytest.approx(found.waterfall[-2].speedup)
+    assert found.predicted_from_costs == pytest.approx(found.predicted), "the run cost what the table says"
 
 
 def test_terms_counted_by_hand() -> None:
@@ -84,19 +83,22 @@ def test_terms_counted_by_hand() -> None:
     found = speedup_breakdown(autoregressive(method), method, COSTS)
     assert found is not None
     terms = {"draft_s": 0.2, "verify_s": 1.3, "loop_s": 0.1, "outside_s": 1.0}
-    assert found["method"] == pytest.approx({"tokens": 2.0, "drafts": 4.0, "depth": 2.0, **terms})
-    assert [level["speedup"] for level in found["waterfall"]] == pytest.approx([2, 2 / 1.2, 2 / 1.6, 2 / 1.6, 6 / 5.2])
-    form = found["closed_form"]
-    assert (form["alpha"], form["alpha_is"], form["drafts"]) == (0.5, "acceptance at depth 1", 2)
-    assert (form["draft_cost"], form["expected_speedup"]) == pytest.approx((0.1, 1.75 / 1.2))
-    assert found["best_chain"] is None, "the acceptance of a tree is not a chain's"
+    assert found.method == StepTerms(
+        tokens=2.0, drafts=4.0, depth=2.0, **{k: pytest.approx(v) for k, v in terms.items()}
+    )
+    assert [level.speedup for level in found.waterfall] == pytest.approx([2, 2 / 1.2, 2 / 1.6, 2 / 1.6, 6 / 5.2])
+    form = found.closed_form
+    assert form is not None
+    assert (form.alpha, form.alpha_is, form.drafts) == (0.5, "acceptance at depth 1", 2)
+    assert (form.draft_cost, form.expected_speedup) == pytest.approx((0.1, 1.75 / 1.2))
+    assert found.best_chain is None, "the acceptance of a tree is not a chain's"
 
 
 def test_other_answers_are_the_residual() -> None:
     found = speedup_breakdown([answer([0] * 9, 0, 0)], [answer([1, 1], 2, 2)])
-    assert found is not None and found["predicted_from_costs"] is None
-    assert found["residual"] == pytest.approx(found["measured"] - found["waterfall"][-1]["speedup"])
-    assert abs(found["residual"]) > 0.01
+    assert found is not None and found.predicted_from_costs is None
+    assert found.residual == pytest.approx(found.measured - found.waterfall[-1].speedup)
+    assert abs(found.residual) > 0.01
 
 
 def test_the_best_draft_on_a_machine() -> None:
@@ -123,8 +125,9 @@ def test_chain_values_are_running_products() -> None:
     order = TreeOrder([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)], [0.6, 0.2, 0.4, 0.1, 0.3])
     assert chain_values(log, order) == [0.6, 0.4, 0.3]
     found = speedup_breakdown(autoregressive(log), log, COSTS, order)
-    assert found is not None and found["best_tree"]["tokens"] >= found["best_chain"]["tokens"]
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found is not None and found.best_chain is not None and found.best_tree is not None
+    assert found.best_tree.tokens >= found.best_chain.tokens
+    assert json.loads(json.dumps(found.to_json(), allow_nan=False)) == found.to_json()
 
 
 def test_nothing_to_take_apart() -> None:
@@ -132,4 +135,4 @@ def test_nothing_to_take_apart() -> None:
     assert speedup_breakdown(nothing, nothing) is None
     baseline = [answer([0, 0], 0, 0)]
     found = speedup_breakdown(baseline, baseline)
-    assert found is not None and found["closed_form"] is None and found["measured"] == 1
+    assert found is not None and found.closed_form is None and found.measured == 1
