@@ -114,6 +114,7 @@ def draw_lines(
             low, high = zip(*(row[interval] for row in own), strict=True)
             axes.fill_between(places, low, high, color=drawn.get_color(), alpha=0.12, linewidth=0)
     axes.set_xscale("log", base=2)
+    axes.margins(x=0.08)  # a wide label of the last place stays inside
     ticks = list(dict.fromkeys(row[x] for row in rows))
     axes.set_xticks(ticks, [tick(place) for place in ticks])
     axes.set(xlabel=xlabel, ylabel=ylabel)
