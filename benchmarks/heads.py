@@ -47,7 +47,7 @@ PROBE_STEPS, PROBE_WARM = 8, 3
 LOG_S, SAVE_S, VALIDATIONS = 30.0, 180.0, 4
 """Seconds of training between two console lines and two checkpoints; measurements on held-out answers in a run."""
 NEVER = 10**9
-LOOKUPS = ("prompt_lookup:3", "hf_prompt_lookup:3", "head+prompt_lookup:4")
+LOOKUPS = ("prompt_lookup:3", "hf_prompt_lookup:3", "head+prompt_lookup:8:2")
 COLUMNS = {
     "M parameters": "trained_millions",
     "minutes": "training_minutes",

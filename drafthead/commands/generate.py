@@ -23,7 +23,7 @@ usage: drafthead generate head=DIR [key=value ...] PROMPT
   PROMPT              the user's message; - reads standard input
   head=DIR            head folder (outputs/NAME/head) or Hub repository (user/name), or a drafter: prompt_lookup:3,
                       relay:head:DIR@2+prompt_lookup@4, ... (see drafthead eval --help)
-  combine=[...]       drafters in one tree with the head, [prompt_lookup:4]; relay=[...] after it, nested=... between
+  combine=[...]       drafters in one tree with the head, [prompt_lookup:8:2]; relay=[...] after it, nested=... between
   base=NAME           base model; by default the one that the head was trained for (base.dtype=..., and so on, too)
   max_new_tokens=256  length of the answer
   temperature=0       0 is greedy: the base's own text exactly; else top_p=1, top_k=0 (all tokens) and seed=0 count, too

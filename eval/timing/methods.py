@@ -88,7 +88,9 @@ def _weights(base: BaseModel, drafter: Drafter) -> str:
     model = drafter.model.identity() if isinstance(drafter, (ModelDrafter, Nested)) else None
     within = drafter.drafter if isinstance(drafter, (Nested, BudgetDrafter)) else None
     inner = None if within is None else _weights(base, within)
-    looks = (drafter.max_ngram, drafter.memory) if isinstance(drafter, PromptLookup) else None
+    looks: tuple[int | None, ...] | None = None
+    if isinstance(drafter, PromptLookup):
+        looks = (drafter.max_ngram, drafter.memory, drafter.per_match)
     if isinstance(drafter, BudgetDrafter):
         looks = (drafter.budget, drafter.refresh)
     name = type(drafter).__name__

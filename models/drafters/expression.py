@@ -29,11 +29,12 @@ from drafthead.models.heads.common.loading import default_device, load_base_and_
 from drafthead.models.token_tree import TokenTree
 
 FORMS = (
-    "prompt_lookup[:TOKENS], suffix_memory[:TOKENS[:MEMORY]], max_gram[:CORPUS], early_exit:LAYERS[:TOKENS], "
-    "model:NAME[:TOKENS], budget:POSITIONS[:POLICY], head:FOLDER, A+B, relay:A@2+B@4, nested:A@6+B"
+    "prompt_lookup[:TOKENS[:PER_MATCH]], suffix_memory[:TOKENS[:MEMORY]], max_gram[:CORPUS], "
+    "early_exit:LAYERS[:TOKENS], model:NAME[:TOKENS], budget:POSITIONS[:POLICY], head:FOLDER, A+B, "
+    "relay:A@2+B@4, nested:A@6+B"
 )
 KINDS = {
-    "prompt_lookup": (0, 1, 3),
+    "prompt_lookup": (0, 2, 3),
     "suffix_memory": (0, 2, 4),
     "max_gram": (0, 0, 10),
     "early_exit": (1, 2, 3),
@@ -46,6 +47,8 @@ NAMED = {"model": True, "head": False, "max_gram": False}
 """Kinds that take a name; whether they need one."""
 TOGETHER = ("relay", "nested")
 DEFAULT_MEMORY = 16384
+LONGEST_MATCH = 3
+"""Tokens that prompt lookup looks for, or more where that many tokens only allow all of its drafts."""
 DEFAULT_POLICY = "retrieval:8"
 
 
@@ -74,7 +77,7 @@ class DrafterConfig:
     """What is put together with a command's head; at most one of the three."""
 
     combine: list[str] = field(default_factory=list)
-    """Drafters whose drafts join the head's in one tree: ``prompt_lookup:3``, ``early_exit:24``, ``model:NAME``."""
+    """Drafters whose drafts join the head's in one tree: ``prompt_lookup:8:2``, ``early_exit:24``, ``model:NAME``."""
     combine_nodes: int | None = None
     """Nodes of a combined tree, root included: the others draft first, the head's likeliest drafts fill what is left.
     null: as many as the head's own tree has."""
@@ -218,7 +221,10 @@ def _single(expression: Expression, base: BaseModel) -> Drafter:
     if kind == "head":
         return DraftHead.from_pretrained(expression.name, base)
     if kind == "prompt_lookup":
-        return PromptLookup(tokens)
+        if len(numbers) < 2:
+            return PromptLookup(tokens)
+        per_match = numbers[1]
+        return PromptLookup(tokens, max(LONGEST_MATCH, -(-tokens // per_match)), per_match=per_match)
     if kind == "suffix_memory":
         return PromptLookup(tokens, memory=numbers[1] if len(numbers) > 1 else DEFAULT_MEMORY)
     if kind == "max_gram":

@@ -4,10 +4,12 @@ Where the last tokens have occurred before, what followed them then is drafted a
 and pays where answers repeat their prompt: summaries, edits, retrieval. With ``matches`` above 1 the continuations of
 several occurrences become one tree.
 
-Two extensions. With ``memory`` it also searches the latest finished answers of a conversation or a stream, as suffix
-decoding does (SuffixDecoding, 2411.04975; there a suffix tree, here one pass over at most so many tokens). With no
-``max_ngram`` and a ``bigrams`` table it is Max-Gram of Cascade Speculative Drafting (2312.11462): the longest match of
-any length, and the likeliest next tokens of a table where nothing matches.
+Extensions. ``per_match`` bounds the drafts by how many tokens match, as suffix decoding does (SuffixDecoding,
+2411.04975): what followed one token is seldom right again, and in a tree shared with a head its nodes are worth more to
+the head. With ``memory`` it also searches the latest finished answers of a conversation or a stream, as suffix decoding
+does too (there a suffix tree, here one pass over at most so many tokens). With no ``max_ngram`` and a ``bigrams`` table
+it is Max-Gram of Cascade Speculative Drafting (2312.11462): the longest match of any length, and the likeliest next
+tokens of a table where nothing matches.
 
 Shape legend: B rows, T tokens, M matches, K draft positions, N nodes, V vocabulary.
 """
@@ -46,6 +48,7 @@ class PromptLookup(Drafter[TokenBuffer]):
         matches: int = 1,
         memory: int = 0,
         bigrams: Tensor | None = None,
+        per_match: int | None = None,
     ) -> None:
         """Say what to look for.
 
@@ -55,16 +58,18 @@ class PromptLookup(Drafter[TokenBuffer]):
             matches: continuations to draft, the longest matches first, then the last (transformers: the first).
             memory: tokens of finished answers (with their prompts) to search too, the oldest dropped first.
             bigrams: [V] int64, the likeliest token after each, -1 where none is known (``bigram_table``).
+            per_match: most drafts for every token that matches; None: ``num_tokens`` after any match.
         """
-        for name, value in (("num_tokens", num_tokens), ("max_ngram", max_ngram or 1), ("matches", matches)):
-            if value < 1:
+        counts = {"num_tokens": num_tokens, "max_ngram": max_ngram, "matches": matches, "per_match": per_match}
+        for name, value in counts.items():
+            if value is not None and value < 1:
                 raise UserError(f"prompt lookup needs {name} of at least 1, got {value}")
         if memory < 0:
             raise UserError(f"prompt lookup needs a memory of at least 0 tokens, got {memory}")
         self.memory, self.bigrams = memory, bigrams
         self._answers: deque[list[int]] = deque()
         self._remembered = torch.zeros(1, 0, dtype=torch.int64)
-        self.max_ngram, self.matches = max_ngram, matches
+        self.max_ngram, self.matches, self.per_match = max_ngram, matches, per_match
         self._depth = num_tokens
         self.tree = TokenTree.from_paths(
             [(rank, *(0,) * below) for rank in range(matches) for below in range(num_tokens)]
@@ -103,6 +108,8 @@ class PromptLookup(Drafter[TokenBuffer]):
         offsets = torch.arange(depth, device=last_token.device)
         places = start[..., None] + offsets
         valid = (length > 0)[..., None] & (places < text.lengths[:, None, None])  # [B, M, K]
+        if self.per_match is not None:
+            valid &= offsets < self.per_match * length[..., None]
         found = text.tokens.gather(1, places.clamp(max=text.longest - 1).flatten(1)).view(places.shape)
         valid &= (found != SEPARATOR).cumprod(-1, dtype=torch.int32).bool()
         found = found.clamp(min=0)  # padding is read too, and must be a token

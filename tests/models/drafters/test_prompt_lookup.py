@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.decoding.contract import DraftConfig, DraftState, Proposal
+from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.drafters.prompt_lookup import PromptLookup, bigram_table
 from drafthead.models.token_tree import TokenTree
-from support import drafted_paths
+from support import TinyBase, drafted_paths
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=3)
 
@@ -36,13 +37,13 @@ def paths(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
     return set(drafted_paths(proposal, row).values()) - {()}
 
 
-def by_loop(text: list[int], num_tokens: int, max_ngram: int | None) -> tuple[int, ...]:
-    """The longest n-gram first, its last occurrence first."""
+def by_loop(text: list[int], num_tokens: int, max_ngram: int | None, per_match: int | None = None) -> tuple[int, ...]:
+    """The longest n-gram first, its last occurrence first; with ``per_match`` so many drafts for each of its tokens."""
     for size in range(min(max_ngram or len(text), len(text) - 1), 0, -1):
         starts = [s for s in range(len(text) - size) if text[s : s + size] == text[-size:]]
         if starts:
             start = starts[-1] + size
-            return tuple(text[start : start + num_tokens])
+            return tuple(text[start : start + min(num_tokens, size * (per_match or num_tokens))])
     return ()
 
 
@@ -54,6 +55,21 @@ def test_several_matches_share_their_prefix_within_the_planned_nodes() -> None:
     found = draft(drafter, [text], DraftConfig(tree=TokenTree.chain(2)))
     assert paths(found, 0) == {(3,), (3, 5)} and found.tokens.shape == (1, 3)
     assert draft(PromptLookup(), [[1, 2, 3]]).tokens.tolist() == [[3]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(texts=TEXTS, max_ngram=st.none() | st.integers(1, 4), per_match=st.integers(1, 3))
+def test_a_longer_match_drafts_more(texts: list[list[int]], max_ngram: int | None, per_match: int) -> None:
+    proposal = draft(PromptLookup(4, max_ngram, per_match=per_match), texts)
+    for row, text in enumerate(texts):
+        chain = by_loop(text, 4, max_ngram, per_match)
+        assert paths(proposal, row) == {chain[: n + 1] for n in range(len(chain))}
+
+
+def test_its_bound_is_named_after_its_tokens(tiny_base: TinyBase) -> None:
+    lookups = [build_drafter(parse_drafter(spec), tiny_base())[0] for spec in ("prompt_lookup:8:2", "prompt_lookup:8")]
+    found = [(x.depth, x.max_ngram, x.per_match) for x in lookups if isinstance(x, PromptLookup)]
+    assert found == [(8, 4, 2), (8, 3, None)]
 
 
 def test_refuses_numbers_below_one() -> None:
