@@ -25,6 +25,7 @@ from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.decoding.loop import decode
+from drafthead.models.decoding.step_log import StepRecord
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.loading import default_device
 from drafthead.models.token_tree import TokenTree
@@ -91,17 +92,19 @@ def main(config: StudyConfig) -> None:
         texts = base_answers(
             base, suite=config.suite, limit=config.limit, max_new_tokens=config.max_new_tokens, seed=config.seed
         )
+    heads = {folder.name: DraftHead.from_pretrained(folder / "head", base) for folder in folders}
     rows = []
-    for folder in folders:
-        with display.stage(f"measuring {folder.name}"):
-            head = DraftHead.from_pretrained(folder / "head", base)
-            rows.append({"name": folder.name, **measured(base, head, texts)})
+    for name, head in heads.items():
+        with display.stage(f"acceptance and latency: {name}"):
+            rows.append({"name": name, **predicted(base, head, texts)})
+    with display.stage("decoding, all shapes side by side"):
+        decode_interleaved(base, list(heads.values()), rows, texts)
     record = {"recipe": config.recipe, "suite": config.suite, "limit": config.limit, "rows": rows}
     write_json(out / "study.json", record | {"hardware": hardware(), "versions": versions()})
     draw(rows, out / "study.png")
     display.console.print(table(rows))
-    best, predicted = (max(rows, key=lambda row: row[key])["name"] for key in ("measured", "predicted"))
-    display.line(f"fastest: {best}; predicted: {predicted}   {out / 'study.json'}, {out / 'study.png'}")
+    best, expected = (max(rows, key=lambda row: row[key])["name"] for key in ("measured", "predicted"))
+    display.line(f"fastest: {best}; predicted: {expected}   {out / 'study.json'}, {out / 'study.png'}")
 
 
 def equal_width(shape: ModelShape, reference: int, depth: int) -> int:
@@ -127,20 +130,14 @@ def train(config: StudyConfig, depth: int, width: int, folder: Path) -> None:
         raise UserError(f"training {folder.name} ended with code {done.returncode}; its lines above say why")
 
 
-def measured(base: BaseModel, head: DraftHead, texts: Sequence[Text]) -> dict[str, Any]:
-    """Acceptance by replay, latencies, and the best chain's throughput, predicted and decoded. Tokens and seconds."""
+def predicted(base: BaseModel, head: DraftHead, texts: Sequence[Text]) -> dict[str, Any]:
+    """Acceptance by replay, latencies, and the best chain's throughput as they have it. Tokens and seconds."""
     ranks = [accept_probs_of_ranks(found, 1) for found in text_ranks(head, texts)]
     costs = measure_costs(base, head)
     lengths = range(1, head.depth + 1)
     tokens = {d: simulate_acceptance(ranks, TokenTree.chain(d)).mean_accepted_length for d in lengths}
     speed = {d: tokens[d] / costs.step(d + 1, d) for d in lengths}
     best = max(speed, key=lambda d: speed[d])
-    chain = DraftConfig(tree=TokenTree.chain(best))
-    results = [
-        decode(base, head, text.ids[: text.boundary], max_new_tokens=len(text.ids) - text.boundary, draft_config=chain)
-        for text in texts
-    ]
-    steps = [step for result in results for step in result.steps]
     return {
         "parameters": sum(parameter.numel() for parameter in head.parameters()),
         "acceptance": tokens[1] - 1,
@@ -148,12 +145,25 @@ def measured(base: BaseModel, head: DraftHead, texts: Sequence[Text]) -> dict[st
         "draft_tokens": best,
         "tokens": tokens[best],
         "predicted": speed[best],
-        "measured": sum(step.committed for step in steps) / sum(step.total_s for step in steps),
-        "tokens_decoded": sum(step.committed for step in steps) / len(steps),
-        "autoregressive": 1 / costs.step(1, 0),
         "verify_s": [costs.verify_at(n) for n in range(1, head.depth + 2)],
         "overhead_s": costs.overhead,
     }
+
+
+def decode_interleaved(
+    base: BaseModel, heads: Sequence[DraftHead], rows: Sequence[dict[str, Any]], texts: Sequence[Text]
+) -> None:
+    """Add to every row what its best chain does, and plain decoding: text by text, so that a slow minute is shared."""
+    steps: list[list[StepRecord]] = [[] for _ in (None, *heads)]
+    for text in texts:
+        for found, head, row in zip(steps, (None, *heads), (None, *rows), strict=True):
+            chain = DraftConfig(tree=TokenTree.chain(row["draft_tokens"] if row else 0))
+            new = len(text.ids) - text.boundary
+            found += decode(base, head, text.ids[: text.boundary], max_new_tokens=new, draft_config=chain).steps
+    speeds = [sum(step.committed for step in found) / sum(step.total_s for step in found) for found in steps]
+    for row, speed, found in zip(rows, speeds[1:], steps[1:], strict=True):
+        committed = sum(step.committed for step in found)
+        row |= {"measured": speed, "tokens_decoded": committed / len(found), "autoregressive": speeds[0]}
 
 
 def chain_speed(row: dict[str, Any], acceptance: float, draft_s: float) -> float:
@@ -173,7 +183,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     low, high = min(row["acceptance"] for row in rows), max(row["acceptance"] for row in rows)
     delays = np.linspace(slowest / 40, slowest, 40)
     chances = np.linspace(max(0.0, low - 0.1), min(0.99, high + 0.1), 40)
-    speeds = [[chain_speed(rows[0], a, d) / rows[0]["autoregressive"] for d in delays] for a in chances]
+    plain = 1 / (rows[0]["verify_s"][0] + rows[0]["overhead_s"])  # of the minute that its latencies are of
+    speeds = [[chain_speed(rows[0], a, d) / plain for d in delays] for a in chances]
     lines = axes.contour(1e3 * delays, chances, speeds, levels=10, colors=GRID, linewidths=1.2)
     axes.clabel(lines, fmt="%.2fx", fontsize=7, colors=INK)
     for row, marker in zip(rows, cycle("os^Dv<>P"), strict=False):
