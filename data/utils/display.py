@@ -51,10 +51,10 @@ class Display:
         self.stages.append((name, seconds))
         self.line(f"   {name}: {seconds:.1f} s")
 
-    def progress(self, what: str, done: int, total: int) -> None:
-        """Advance the bar ``what``; without a terminal a line every 10 seconds instead."""
+    def progress(self, what: str, done: int, total: int, after: float = 0.0) -> None:
+        """Advance the bar ``what``; without a terminal a line every 10 seconds instead, the first ``after`` seconds."""
         if not self.console.is_terminal:
-            self._progress_line(what, done, total)
+            self._progress_line(what, done, total, after)
             return
         if self._bar is None:
             columns = (TextColumn("   {task.description}"), BarColumn(), MofNCompleteColumn())
@@ -65,9 +65,11 @@ class Display:
             self._tasks[what] = self._bar.add_task(what, total=total, completed=done)
         self._bar.update(self._tasks[what], completed=done, total=total)
 
-    def _progress_line(self, what: str, done: int, total: int) -> None:
+    def _progress_line(self, what: str, done: int, total: int, after: float) -> None:
         now = monotonic()
         first, previous = self._tasks.setdefault(what, TaskID(int(now))), self._last_line.get(what)
+        if now - first < after:
+            return
         if previous is not None and now - previous < 10 and done < total:
             return
         if previous is None or done < total or now - previous >= 1:

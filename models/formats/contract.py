@@ -153,6 +153,8 @@ class Format(ABC):
         """What is published of ``head``; refused, with all reasons, where the format cannot say it."""
         self.require_type(type(head.config))
         found = [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]
+        if getattr(head.config, "induction_rank", 0):
+            found.append(("it has an induction head (ours)", "head.induction_rank=0"))
         if found:
             listed = "; ".join(f"{what} ({instead})" for what, instead in found)
             raise UserError(f"the format {self.name} cannot hold this head: {listed}")

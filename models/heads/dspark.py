@@ -11,7 +11,8 @@ anchor's own slot unused, as both of them do. Names of weights as in DeepSpec's 
 
 Differences from the reference code: layers may start as the base's last ones and the Markov table as a projection of
 the base's embedding (``tied_markov``), because random starts lose on small data (``docs/log.md``); all places are
-trained unless ``places`` bounds them; the head may draft over some of the base's rows; ``reads_state`` is ours.
+trained unless ``places`` bounds them; the head may draft over some of the base's rows; ``reads_state`` and the
+induction head are ours.
 
 Shape legend: B batch, T time, S places that are drafted from, P slots of a block, F frontier nodes, K draft positions,
 N layers, n targets, D width, r Markov rank, W draft vocabulary.
@@ -32,8 +33,10 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
+from drafthead.models.decoding.draft_cache import TokenBuffer
 from drafthead.models.heads.common.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer, attend_block
 from drafthead.models.heads.common.contract import DraftHeadConfig
+from drafthead.models.heads.common.induction import InductionHead, InductionReader
 from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.heads.common.multi_position import MultiPositionHead
@@ -56,6 +59,8 @@ class DSparkConfig(DraftHeadConfig):
     """Rank of the correction by the token before; 0: none, as in DFlash (DeepSpec: 256)."""
     tied_markov: bool = True
     """True: the Markov table is a projection of the base's embedding, [D, r]. False: a table [V, r] of its own."""
+    induction_rank: int = 0
+    """Rank of an induction head beside the Markov head (ours; no format has it); 0: none."""
     causal: bool = False
     """A slot sees the slots before it only, as in JetSpec."""
     anchor_predicts: bool = True
@@ -75,7 +80,7 @@ class DSparkConfig(DraftHeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_limits(self, "head.", num_layers="[1, 16]", markov_rank="[0, 1024]")
+        check_limits(self, "head.", num_layers="[1, 16]", markov_rank="[0, 1024]", induction_rank="[0, 1024]")
         check_limits(self, "head.", intermediate_size="[1, inf)", places="[1, inf)")
         if self.layers is not None and not self.layers:
             raise ValueError("head.layers must name at least one layer, or be null")
@@ -91,6 +96,11 @@ class DSparkConfig(DraftHeadConfig):
                 f"head.num_layers={self.num_layers} cannot start as the last layers of a base of {num_layers}; set "
                 "head.copy_layers=false"
             )
+
+    @property
+    def low_rank(self) -> int:
+        """Columns of what the Markov and the induction head add to the logits."""
+        return self.markov_rank + self.induction_rank
 
     @property
     def slots(self) -> int:
@@ -109,6 +119,8 @@ class BlockState(DraftState):
     """Fused hidden states of the base."""
     hidden: Tensor
     """[B, D] the base's last state; NaN before there is one."""
+    tokens: TokenBuffer
+    """What the induction head reads."""
 
 
 class DSparkHead(MultiPositionHead):
@@ -141,10 +153,12 @@ class DSparkHead(MultiPositionHead):
                 if config.tied_markov
                 else nn.Embedding(base.vocab_size, rank, device=base.device)
             )
-            self.markov_out = nn.Linear(rank, len(self.d2t), bias=False, device=base.device)
+        self.induction = InductionHead(base, config.induction_rank) if config.induction_rank else None
+        if config.low_rank:
+            self.markov_out = nn.Linear(config.low_rank, len(self.d2t), bias=False, device=base.device)
         self.confidence: nn.Linear | None = None
         if config.confidence:
-            self.confidence = nn.Linear(width + rank, 1, device=base.device)
+            self.confidence = nn.Linear(width + config.low_rank, 1, device=base.device)
         self._start(layers.index(max(layers)))
         self._shared = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype(base))
         self._context_reader: Layer | None = None
@@ -167,6 +181,9 @@ class DSparkHead(MultiPositionHead):
             self.norm.weight.fill_(scale.square().mean().sqrt())  # the state has been normed once already
         if self.markov_out is not None:
             self.markov_out.weight.zero_()
+        if self.markov_out is not None and self.induction is not None:
+            self.markov_out.weight[:, self.config.markov_rank :] = self.induction.start_projection(self.d2t)
+        if self.config.markov_rank:
             nn.init.normal_(self.markov_in.weight, std=width**-0.5 if self.config.tied_markov else 0.02)
         if self.confidence is not None:
             self.confidence.weight.zero_()
@@ -186,7 +203,7 @@ class DSparkHead(MultiPositionHead):
 
     def num_calls(self, name: str) -> int:
         if not name.startswith("layers."):
-            return self.config.num_draft_tokens if name in ("norm", "markov_in") else 1
+            return self.config.num_draft_tokens if name in ("norm", "markov_in", "induction.sink") else 1
         keys_or_values = name.rpartition(".")[2] in ("k_proj", "v_proj", "k_norm")  # the context has them too
         return self.config.slots + keys_or_values
 
@@ -256,7 +273,8 @@ class DSparkHead(MultiPositionHead):
         cache = BlockCache(self._context_reader, shape)
         text = PendingInputs.none(cache, batch, weight)
         text = replace(text, unread=text.unread[..., : self.base.hidden_size])
-        return BlockState(text=text, hidden=weight.new_full((batch, self.base.hidden_size), torch.nan))
+        hidden = weight.new_full((batch, self.base.hidden_size), torch.nan)
+        return BlockState(text=text, hidden=hidden, tokens=TokenBuffer.none(batch))
 
     @torch.inference_mode()
     def update(
@@ -264,7 +282,11 @@ class DSparkHead(MultiPositionHead):
     ) -> BlockState:
         assert isinstance(state, BlockState) and base_hidden is not None and base_hidden.layers is not None
         context = self.inference().fuse(base_hidden.layers)
-        return BlockState(text=state.text.append(context, counts), hidden=last_valid(base_hidden.final, counts))
+        return BlockState(
+            text=state.text.append(context, counts),
+            hidden=last_valid(base_hidden.final, counts),
+            tokens=state.tokens.append(tokens, counts),
+        )
 
     @torch.inference_mode()
     def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "BlockDraftPass":
@@ -274,14 +296,15 @@ class DSparkHead(MultiPositionHead):
         seen = self.seen_slots(slots.device)
         out = state.text.cache.read_block(state.text, slots, seen[None], list(head.layers))
         wanted = slice(self.first_slot, self.first_slot + draft_config.depth)
-        return BlockDraftPass(head, head.norm(out[:, wanted]))
+        induction = None if head.induction is None else InductionReader(head.induction, state.tokens)
+        return BlockDraftPass(head, head.norm(out[:, wanted]), induction)
 
     # Training ------------------------------------------------------------------------------------------------
 
     def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         depth, width = len(draft_targets.valid), self.base.hidden_size
         if len(draft_targets.target_idx) == 0:
-            return self.fc.weight.new_zeros(depth, 0, width + self.config.markov_rank)
+            return self.fc.weight.new_zeros(depth, 0, width + self.config.low_rank)
         assert base_hidden.layers is not None
         # Where no token of the document follows nothing is drafted, and the states may be NaN.
         read = torch.where(has_next(batch.document_ids)[..., None], base_hidden.layers, 0.0)
@@ -304,15 +327,18 @@ class DSparkHead(MultiPositionHead):
                 attend_block, query, text_key, text_value, seen, key, value, own, use_reentrant=False
             )
             x = layer.add_mlp(x, layer.self_attn.join(out.flatten(2, 3)))
-        x = torch.unflatten(x, 1, block)
+        x = self.norm(torch.unflatten(x, 1, block))
+        induction = None if self.induction is None else self.induction.in_training(batch, places)
         found = []
         for k in range(depth):
-            at_slot = x[:, :, self.first_slot + k].flatten(0, 1)
-            hidden = self.norm(at_slot[slot_of_place[draft_targets.source_idx[k]]])
-            if self.markov_out is not None:
-                before = draft_targets.tokens(batch.input_ids, k + 1)[k]
-                hidden = torch.cat([hidden, self.markov(before)], -1)
-            found.append(hidden)
+            at_slot = x[:, :, self.first_slot + k]
+            if induction is not None:
+                at_slot = torch.cat([at_slot, induction.read(k, at_slot)], -1)
+            read = at_slot.flatten(0, 1)[slot_of_place[draft_targets.source_idx[k]]]
+            if self.config.markov_rank:
+                before = self.markov(draft_targets.tokens(batch.input_ids, k + 1)[k])
+                read = torch.cat([read[:, :width], before, read[:, width:]], -1)
+            found.append(read)
         return torch.stack(found)
 
 
@@ -358,26 +384,29 @@ def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) ->
 class BlockDraftPass:
     """All positions are drafted; a level adds what the tokens before it say."""
 
-    def __init__(self, head: DSparkHead, hidden: Tensor) -> None:
+    def __init__(self, head: DSparkHead, hidden: Tensor, induction: InductionReader | None) -> None:
         """For an inference copy of a head, with ``hidden`` [B, K, D] after the final norm."""
-        self._head, self._hidden = head, hidden
+        self._head, self._hidden, self._induction = head, hidden, induction
         self._products = head._shared.product(hidden)
         self._level = -1
         self._read = hidden[:, :0]  # [B, F, D + r] of the nodes expanded last
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """As ``DraftPass.step``: [B, F, W], or [B, 1, W] without a Markov head."""
+        """As ``DraftPass.step``: [B, F, W], or [B, 1, W] with neither a Markov nor an induction head."""
         head = self._head
         self._level += 1
         product, self._read = self._products[:, self._level, None], self._hidden[:, self._level, None]
         if head.markov_out is not None:
-            before = head.markov(tokens)
-            product = product + head.markov_out(before)
-            self._read = torch.cat([self._read.expand(-1, tokens.shape[1], -1), before], -1)
+            state = self._read.expand(-1, tokens.shape[1], -1)
+            added = [head.markov(tokens)] if head.config.markov_rank else []
+            if self._induction is not None:
+                added.append(self._induction.read(tokens, parents, state))
+            product = product + head.markov_out(torch.cat(added, -1))
+            self._read = torch.cat([state, *added], -1)
         return head.target_lm_head.scale_and_cap(product)
 
     def confidence(self) -> Tensor:
-        """As ``ConfidentPass.confidence``: [B, F], or [B, 1] without a Markov head."""
+        """As ``ConfidentPass.confidence``: [B, F], or [B, 1] as ``step``."""
         assert self._head.confidence is not None
         found: Tensor = self._head.confidence(self._read)[..., 0].sigmoid()
         return found

@@ -8,7 +8,7 @@ over what was committed, with keys and values of its own.
 Differences from the reference code: embeddings are looked up at the tokens themselves, where there an embedding row is
 rolled and wraps around at its end; the blocks of a head are separate modules (there, all but the first are one); an
 untrained head is the base's next-token head, of Hydra++ up to a factor per token (there, its first block is random);
-and the projections can be the base's own, frozen, or cut to a draft vocabulary.
+the projections can be the base's own, frozen, or cut to a draft vocabulary; and an induction head is ours.
 
 Shape legend: B batch, T time, F frontier nodes, K heads, n picked targets, D width, W draft vocabulary.
 """
@@ -24,19 +24,18 @@ from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftConfig, DraftState
+from drafthead.models.decoding.contract import DraftState
 from drafthead.models.heads.common.attention_layer import HeadDecoderLayer, HeadRMSNorm
-from drafthead.models.heads.common.contract import DraftHeadConfig
 from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
-from drafthead.models.heads.common.multi_position import HeadState, RecurrentDraftPass, RecurrentHead, States
+from drafthead.models.heads.common.multi_position import HeadState, LastStateConfig, RecurrentHead, States
 from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.kernels.attention import document_mask
 
 
 @dataclass(kw_only=True)
-class HydraConfig(DraftHeadConfig):
+class HydraConfig(LastStateConfig):
     """Settings of :class:`HydraHead`."""
 
     num_draft_tokens: int = 4
@@ -46,8 +45,6 @@ class HydraConfig(DraftHeadConfig):
     """True: Hydra++, with a decoder layer over the base's hidden states."""
     dropout: float = 0.0
     """Before every block and projection, while training (Hydra++: 0.2)."""
-    own_lm_head: bool = True
-    """True: every head trains its own copy of the base's projection. False: all share the base's, frozen."""
     projection_bias: bool = False
     """True: own projections have a bias, as in the weights that the authors released."""
     tie_blocks: bool = False
@@ -140,13 +137,14 @@ class HydraHead(RecurrentHead):
         self.blocks = nn.ModuleList(
             HydraBlocks(base.hidden_size, 2 + k, config) for k in range(config.num_draft_tokens)
         ).to(base.device)
+        if not config.own_lm_head:
+            self.projections = self.shared_projection()
+            return
         first = self.target_lm_head
         if config.projection_bias:
             # The bias is one more column, whose input is 1.
             first = replace(first, weight=F.pad(first.weight, (0, 1)))
-        self.projections = DraftLMHeads(
-            first, config.num_draft_tokens if config.own_lm_head else 0, config.inference_dtype(base)
-        )
+        self.projections = DraftLMHeads(first, config.num_draft_tokens, config.inference_dtype(base))
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [] if self.prefix is None else [(self.prefix, "forward")]
@@ -172,7 +170,7 @@ class HydraHead(RecurrentHead):
         layer, shape = self.inference().prefix, self.prefix.self_attn.cache_shape(self.dtype, self.base.device)
         assert layer is not None
         text = PendingInputs.none(LayerKVCache(layer, shape), batch, self.prefix.norm.weight)
-        return HydraState(hidden=state.hidden, text=text)
+        return HydraState(hidden=state.hidden, tokens=state.tokens, text=text)
 
     def update(
         self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
@@ -182,12 +180,11 @@ class HydraHead(RecurrentHead):
             return seen
         assert base_hidden is not None
         with torch.inference_mode():
-            return HydraState(hidden=seen.hidden, text=state.text.append(base_hidden.final.to(self.dtype), counts))
+            text = state.text.append(base_hidden.final.to(self.dtype), counts)
+        return HydraState(hidden=seen.hidden, tokens=seen.tokens, text=text)
 
-    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> RecurrentDraftPass:
-        if isinstance(state, HydraState):
-            state = HeadState(hidden=state.text.cache.prefill(state.text))
-        return super().start(state, last_token, draft_config)
+    def read_state(self, state: HeadState) -> Tensor:
+        return state.text.cache.prefill(state.text) if isinstance(state, HydraState) else state.hidden
 
     def first_states(self, hidden: Tensor) -> States:
         return (hidden,)
@@ -198,7 +195,7 @@ class HydraHead(RecurrentHead):
 
     # Training ------------------------------------------------------------------------------------------------
 
-    def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         final = base_hidden.final.to(self.dtype)
         if self.prefix is not None:
             # A kept feature is missing (NaN) where nobody read; zero times NaN would reach what does not see it.

@@ -23,21 +23,18 @@ from torch import Tensor, nn
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig, DraftState
-from drafthead.models.heads.common.contract import DraftHeadConfig
+from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
-from drafthead.models.heads.common.multi_position import HeadState, LastStateHead, LevelDraftPass
+from drafthead.models.heads.common.multi_position import HeadState, LastStateConfig, LastStateHead, LevelDraftPass
 from drafthead.models.heads.common.targets import DraftTargets
 
 
 @dataclass(kw_only=True)
-class MedusaConfig(DraftHeadConfig):
+class MedusaConfig(LastStateConfig):
     """Settings of :class:`MedusaHead`."""
 
     num_layers: int = 1
     """Residual blocks per head."""
-    own_lm_head: bool = True
-    """True: every head trains its own copy of the base's projection. False: all share the base's, frozen."""
     tie_blocks: bool = False
     """True: one block, applied ``num_layers`` times, as in the reference code and the weights it released."""
     reads_last_token: bool = False
@@ -96,8 +93,10 @@ class MedusaHead(LastStateHead):
             Blocks(base.hidden_size, config.num_layers, config.reads_last_token, config.tie_blocks)
             for _ in range(config.num_draft_tokens)
         ).to(base.device)
-        self.projections = DraftLMHeads(
-            self.target_lm_head, config.num_draft_tokens if config.own_lm_head else 0, config.inference_dtype(base)
+        self.projections = (
+            DraftLMHeads(self.target_lm_head, config.num_draft_tokens, config.inference_dtype(base))
+            if config.own_lm_head
+            else self.shared_projection()
         )
         self._stacks: list[tuple[Tensor, Tensor]] | None = None
 
@@ -115,8 +114,7 @@ class MedusaHead(LastStateHead):
         embedded = F.embedding(last_token, self.base.embedding).to(self.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:])
 
-    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> LevelDraftPass:
-        assert isinstance(state, HeadState)
+    def levels(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> LevelDraftPass:
         depth = draft_config.depth
         if self._static is None:
             return LevelDraftPass(self.draft_logits(state.hidden, last_token, depth))
@@ -146,7 +144,7 @@ class MedusaHead(LastStateHead):
             ]
         return self._stacks
 
-    def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         read = draft_targets.at_sources(base_hidden.final).to(self.dtype)
         condition = self._condition(draft_targets.tokens(batch.input_ids, 1))
         return torch.stack(

@@ -25,9 +25,8 @@ from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.heads.common.contract import DraftHeadConfig
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
-from drafthead.models.heads.common.multi_position import RecurrentHead, States
+from drafthead.models.heads.common.multi_position import LastStateConfig, RecurrentHead, States
 from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.kernels.linear import reads_in
 
@@ -145,7 +144,7 @@ def _start(cells: nn.Module, deviation: Callable[[torch.Size], float]) -> None:
 
 
 @dataclass(kw_only=True)
-class MLPSpeculatorConfig(DraftHeadConfig):
+class MLPSpeculatorConfig(LastStateConfig):
     """Settings of :class:`MLPSpeculatorHead`."""
 
     num_draft_tokens: int = 3
@@ -161,8 +160,6 @@ class MLPSpeculatorConfig(DraftHeadConfig):
     """True: the gates of the LSTM share one embedding."""
     own_embedding: bool = True
     """False: the base's embedding, frozen, through a trained matrix (ours)."""
-    own_lm_head: bool = True
-    """False: the base's projection, frozen, of ``h`` and a trained matrix of the state (ours)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -211,7 +208,7 @@ class MLPSpeculatorHead(RecurrentHead):
             for weight in self.projections.weights:
                 nn.init.normal_(weight, 0, min(width, len(self.d2t) if config.cell == "lstm" else width) ** -0.5)
         else:
-            self.projections = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype(base))
+            self.projections = self.shared_projection()
 
     def num_calls(self, name: str) -> int:
         return self.depth if self.config.tie_weights else 1
@@ -228,7 +225,7 @@ class MLPSpeculatorHead(RecurrentHead):
         states, read = self.inference()._step(k, states, tokens)
         return self.projections.logits(read, k), states
 
-    def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         ids, hidden = batch.input_ids.flatten(), base_hidden.final.flatten(0, 1)
         starts = torch.unique(draft_targets.source_idx[draft_targets.valid])  # [m]
         place = torch.zeros_like(ids)

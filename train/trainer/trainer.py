@@ -215,7 +215,9 @@ class Trainer:
         answers: list[Ranks] = []
 
         def batches() -> Iterator[Batch]:
+            what = f"held-out answers after {self.checkpoints.progress.step} steps"
             for number in range(len(held_out)):
+                self.display.progress(what, number, len(held_out), after=10.0)
                 batch, base_hidden = held_out.load([number])
                 answers.extend(answer_ranks(self.head, batch, base_hidden))
                 yield batch, base_hidden

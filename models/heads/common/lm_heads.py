@@ -16,10 +16,12 @@ class DraftLMHeads(InferenceWeights):
     Position k (0-based) reads projection k, or the last one there is.
     """
 
-    def __init__(self, target_lm_head: LMHead, count: int, draft_dtype: torch.dtype | None = None) -> None:
-        """Drafting reads copies in ``draft_dtype``, if given."""
+    def __init__(
+        self, target_lm_head: LMHead, count: int, draft_dtype: torch.dtype | None = None, scaled: bool = True
+    ) -> None:
+        """Drafting reads copies in ``draft_dtype``, if given; not ``scaled``, because more is added to the products."""
         super().__init__()
-        self._draft_dtype = draft_dtype
+        self._draft_dtype, self._scaled = draft_dtype, scaled
         self.weights = nn.ParameterList(
             nn.Parameter(target_lm_head.weight.detach().float().clone()) for _ in range(count)
         )
@@ -38,7 +40,8 @@ class DraftLMHeads(InferenceWeights):
 
     def logits(self, hidden: Tensor, k: int = 0) -> Tensor:
         """Draft logits of position k (0-based), for inference: [..., D] -> [..., W]."""
-        return self._target_lm_head.scale_and_cap(self.product(hidden, k))
+        product = self.product(hidden, k)
+        return self._target_lm_head.scale_and_cap(product) if self._scaled else product
 
     def product(self, hidden: Tensor, k: int = 0) -> Tensor:
         """The same before they are scaled."""

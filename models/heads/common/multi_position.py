@@ -1,7 +1,7 @@
 """Heads with a prediction of its own for every draft position: Medusa, Hydra, MLP speculators, EAGLE-3.
 
-``MultiPositionHead`` makes loss and ranks of them; ``LastStateHead`` drafts from the base's last hidden state, and
-``RecurrentHead`` from a state per node (Hydra and MLP speculators).
+``MultiPositionHead`` makes loss and ranks of them; ``LastStateHead`` drafts from the base's last hidden state, beside
+an induction head or not, and ``RecurrentHead`` from a state per node (Hydra and MLP speculators).
 
 Shape legend: B batch, T time, K draft positions, F frontier nodes, n targets, D width.
 """
@@ -12,13 +12,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
+from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
+from drafthead.models.decoding.draft_cache import TokenBuffer
+from drafthead.models.decoding.growth import DraftPass
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
+from drafthead.models.heads.common.induction import InductionHead, InductionReader
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.heads.common.losses import LossConfig, heads_loss, loss_output
 from drafthead.models.heads.common.targets import DraftTargets
@@ -64,25 +68,72 @@ class MultiPositionHead(DraftHead):
         return draft_targets.ranks(wanted, hidden, heads, batch.input_ids.shape, top)
 
 
+@dataclass(kw_only=True)
+class LastStateConfig(DraftHeadConfig):
+    """Settings that the heads which draft from the base's last hidden state share."""
+
+    own_lm_head: bool = True
+    """True: every position trains its own copy of the base's projection (MLP speculators: one of their width). False:
+    all share the base's, frozen (of an MLP speculator: over ``h`` and a trained matrix of the state, ours)."""
+    induction_rank: int = 0
+    """Rank of an induction head that all positions share (ours; no format has it); 0: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_limits(self, "head.", induction_rank="[0, 1024]")
+        if self.induction_rank and self.own_lm_head:
+            raise ValueError("head.induction_rank adds to the base's projection; set head.own_lm_head=false")
+
+
 @dataclass
 class HeadState(DraftState):
     """What a :class:`LastStateHead` remembers of its rows between steps; subclasses add their own caches."""
 
     hidden: Tensor
     """[B, D] the base's ``h`` at the last position it has read; NaN before there is one."""
+    tokens: TokenBuffer | None
+    """What an induction head reads."""
 
 
 class LastStateHead(MultiPositionHead):
     """A head that drafts from the base's last ``h``, by calls of fixed shapes where the base has graphs."""
 
+    config: LastStateConfig
     projections: DraftLMHeads
 
-    def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
+    def __init__(self, config: LastStateConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
         self._static = StaticCalls(base.device) if base.uses_graphs else None
+        self.induction: InductionHead | None = None
+        if config.induction_rank:
+            self.induction = InductionHead(base, config.induction_rank)
+            self.induction_out = nn.Linear(config.induction_rank, len(self.d2t), bias=False, device=base.device)
+            with torch.no_grad():
+                self.induction_out.weight.copy_(self.induction.start_projection(self.d2t))
+
+    def shared_projection(self) -> DraftLMHeads:
+        """The base's projection, frozen, for all positions."""
+        config = self.config
+        return DraftLMHeads(self.target_lm_head, 0, config.inference_dtype(self.base), scaled=not config.induction_rank)
+
+    @abstractmethod
+    def levels(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
+        """Drafting without the induction head."""
+
+    @abstractmethod
+    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        """``position_hidden`` without the induction head."""
 
     def output_head(self, k: int) -> LMHead:
-        return self.projections.head(k)
+        head = self.projections.head(k)
+        return head if self.induction is None else replace(head, low_rank=self.induction_out.weight)
+
+    def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        found = self.hidden_at_positions(batch, base_hidden, draft_targets)
+        if self.induction is None:
+            return found
+        copied = self.induction.at_targets(batch, base_hidden.final, draft_targets)
+        return torch.cat([found, copied], -1)
 
     def invalidate(self) -> None:
         super().invalidate()
@@ -91,13 +142,37 @@ class LastStateHead(MultiPositionHead):
 
     def init_state(self, batch: int) -> HeadState:
         weight = self.target_lm_head.weight
-        return HeadState(hidden=weight.new_full((batch, weight.shape[1]), torch.nan))
+        hidden = weight.new_full((batch, weight.shape[1]), torch.nan)
+        return HeadState(hidden=hidden, tokens=TokenBuffer.none(batch) if self.induction else None)
 
     def update(
         self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> HeadState:
-        assert base_hidden is not None
-        return HeadState(hidden=last_valid(base_hidden.final, counts))
+        assert isinstance(state, HeadState) and base_hidden is not None
+        known = state.tokens and state.tokens.append(tokens, counts)
+        return HeadState(hidden=last_valid(base_hidden.final, counts), tokens=known)
+
+    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
+        assert isinstance(state, HeadState)
+        drafting, head = self.levels(state, last_token, draft_config), self.inference()
+        if head.induction is None or state.tokens is None:
+            return drafting
+        return InductionPass(drafting, InductionReader(head.induction, state.tokens), state.hidden, head)
+
+
+class InductionPass:
+    """Adds what an induction head copies to every level of a pass that gives products before they are scaled."""
+
+    def __init__(self, drafting: DraftPass, reader: InductionReader, hidden: Tensor, head: LastStateHead) -> None:
+        """For an inference copy of a head, with the base's ``hidden`` [B, D]."""
+        self._drafting, self._reader, self._head = drafting, reader, head
+        self._hidden = hidden[:, None].to(head.dtype)
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """As ``DraftPass.step``: [B, F, W]."""
+        product = self._drafting.step(tokens, parents)
+        copied = self._reader.read(tokens, parents, self._hidden.expand(-1, tokens.shape[1], -1))
+        return self._head.target_lm_head.scale_and_cap(product + self._head.induction_out(copied))
 
 
 States = tuple[Tensor, ...]
@@ -130,9 +205,12 @@ class RecurrentHead(LastStateHead):
         ``states``: of the parents, [B, F, ...]; ``tokens``: [B, F] int64 target ids, the root for k = 0, then drafts.
         """
 
-    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "RecurrentDraftPass":
-        assert isinstance(state, HeadState)
-        return RecurrentDraftPass(self.advance, self.first_states(state.hidden[:, None].to(self.dtype)))
+    def levels(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
+        return RecurrentDraftPass(self.advance, self.first_states(self.read_state(state)[:, None].to(self.dtype)))
+
+    def read_state(self, state: HeadState) -> Tensor:
+        """[B, D] what the first states are made of."""
+        return state.hidden
 
     def advance(self, k: int, tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
         """Logits and states of position k, from its parents' ``states`` [B, P, ...]; ``parents`` [B, F] index P."""

@@ -43,6 +43,10 @@ from support import (
 MULTI_POSITION: dict[str, DraftHeadConfig] = {
     "hydra": HydraConfig(num_draft_tokens=3, num_layers=2, projection_bias=True),
     "hydra_pp": HydraConfig(num_draft_tokens=3, prefix_layer=True, own_lm_head=False),
+    "hydra_induction": HydraConfig(num_draft_tokens=3, own_lm_head=False, induction_rank=6),
+    "hydra_pp_induction": HydraConfig(num_draft_tokens=3, own_lm_head=False, prefix_layer=True, induction_rank=6),
+    "mlp_induction": MLPSpeculatorConfig(num_draft_tokens=3, own_embedding=False, own_lm_head=False, induction_rank=6),
+    "medusa_induction": MedusaConfig(num_draft_tokens=3, own_lm_head=False, reads_last_token=True, induction_rank=6),
     "mlp": MLPSpeculatorConfig(num_draft_tokens=3, inner_dim=24),
     "lstm": MLPSpeculatorConfig(num_draft_tokens=3, cell="lstm", tie_weights=True, scale_input=True),
     "mlp_on_base": MLPSpeculatorConfig(num_draft_tokens=3, inner_dim=24, own_embedding=False, own_lm_head=False),
@@ -67,6 +71,8 @@ MULTI_POSITION: dict[str, DraftHeadConfig] = {
     "dspark": DSparkConfig(num_draft_tokens=3, markov_rank=8),
     "dspark_causal": DSparkConfig(num_draft_tokens=3, causal=True, tied_markov=False, markov_rank=4, confidence=False),
     "dspark_state": DSparkConfig(num_draft_tokens=3, num_layers=1, copy_layers=False, reads_state=True),
+    "dspark_induction": DSparkConfig(num_draft_tokens=3, markov_rank=4, induction_rank=6),
+    "dflash_induction": DSparkConfig(num_draft_tokens=3, markov_rank=0, induction_rank=6, anchor_predicts=False),
     "dflash": DSparkConfig(num_draft_tokens=3, markov_rank=0, anchor_predicts=False, layers=[1, 3]),
 }
 HEADS = MULTI_POSITION | {

@@ -1,0 +1,99 @@
+"""The induction head beside other heads: what it computes, that it copies untrained, and that it stays in its text."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.formats import FORMATS
+from drafthead.models.heads.common.induction import InductionHead
+from drafthead.models.heads.common.targets import DraftTargets
+from drafthead.models.heads.dspark import DSparkConfig
+from drafthead.models.heads.hydra import HydraConfig
+from drafthead.models.heads.medusa import MedusaConfig
+from support import TinyBase, random_ids, randomised, row_of
+
+WITH_INDUCTION = {
+    "medusa": MedusaConfig(num_draft_tokens=3, own_lm_head=False, induction_rank=64),
+    "hydra": HydraConfig(num_draft_tokens=3, own_lm_head=False, induction_rank=64),
+    "dspark": DSparkConfig(num_draft_tokens=3, induction_rank=64),
+}
+
+
+def copied(head: InductionHead, base: BaseModel, text: list[int], path: list[int], state: Tensor) -> Tensor:
+    """[r] after ``text`` and the drafts ``path``: a loop over the tokens of the text that others precede."""
+
+    def code(token: int, part: int) -> Tensor:
+        read = F.normalize(base.embedding[token], dim=0) * base.hidden_size**0.5
+        out = (head.codes_proj.weight @ read + head.codes_proj.bias).view(3, head.rank)[part]
+        return F.normalize(out, dim=0) * head.rank**0.5
+
+    (last, before), sharpness = ([*text, *path][-1], [*text, *path][-2]), head.sharpness / head.rank
+    scores, values = [head.sink.weight[0] @ state + head.sink.bias[0]], [torch.zeros(head.rank)]
+    for j in range(1, len(text)):
+        score = sharpness[0] * code(last, 0) @ code(text[j - 1], 0)
+        if j > 1:
+            score = score + sharpness[1] * code(before, 1) @ code(text[j - 2], 1)
+        scores.append(score)
+        values.append(code(text[j], 2))
+    return torch.stack(scores).softmax(0) @ torch.stack(values)
+
+
+def test_parity_with_a_few_line_reference(tiny_base: TinyBase) -> None:
+    base = tiny_base("qwen2")
+    head = randomised(HydraConfig(num_draft_tokens=3, own_lm_head=False, induction_rank=5).build(base), 0.1).eval()
+    assert head.induction is not None
+    texts = [random_ids(9), [7, 8, 9] * 4]
+    batch = row_of(texts)
+    final = base.hidden_states(batch, head.spec).final
+    draft_targets = DraftTargets.of(batch, 3)
+    found = head.induction.at_targets(batch, final, draft_targets)
+    compared = 0
+    for start, text in zip((0, 9), texts, strict=True):
+        for k in range(3):
+            for t in range(len(text) - 2 - k):
+                (n,) = ((draft_targets.source_idx[k] == start + t) & draft_targets.valid[k]).nonzero()[:, 0]
+                wanted = copied(head.induction, base, text[: t + 1], text[t + 1 : t + 2 + k], final[0, start + t])
+                torch.testing.assert_close(found[k, n], wanted, rtol=1e-4, atol=1e-5)
+                compared += 1
+    assert compared == 7 + 6 + 5 + 10 + 9 + 8
+
+
+@pytest.mark.parametrize("kind", WITH_INDUCTION)
+def test_an_untrained_head_copies_what_stood_there_before(tiny_base: TinyBase, kind: str) -> None:
+    base = tiny_base()
+    ids = torch.randperm(300, generator=torch.Generator().manual_seed(0))[:40].tolist()
+    share = {}
+    for rank in (64, 0):
+        head = replace(WITH_INDUCTION[kind], induction_rank=rank).build(base).eval()
+        batch = row_of([[*ids, *ids[:20]]])
+        ranks = head.candidate_ranks(batch, base.hidden_states(batch, head.spec), 40)[0]
+        again = ranks[41:56]  # from where two tokens have stood before
+        share[rank] = float((again == 0).float().mean())
+    assert share[64] > 0.8 > 0.2 > share[0], share
+
+
+def test_the_text_is_where_it_copies_from(tiny_base: TinyBase) -> None:
+    """Of two documents in a row, the second does not see the first."""
+    base = tiny_base()
+    head = WITH_INDUCTION["hydra"].build(base).eval()
+    first, second = random_ids(12), random_ids(12)[:8]
+    alone, beside = row_of([second]), row_of([first, second])
+    ranks = [head.candidate_ranks(batch, base.hidden_states(batch, head.spec), 40)[0] for batch in (alone, beside)]
+    assert torch.equal(ranks[0][:8], ranks[1][12:20])
+
+
+@pytest.mark.parametrize(("kind", "to"), [("medusa", "medusa"), ("hydra", "hydra"), ("dspark", "dspark")])
+def test_no_format_has_one(tiny_base: TinyBase, kind: str, to: str) -> None:
+    head = WITH_INDUCTION[kind].build(tiny_base())
+    with pytest.raises(UserError, match=r"it has an induction head \(ours\) \(head.induction_rank=0\)"):
+        FORMATS[to].checkpoint(head, None, None)
+
+
+def test_it_needs_the_bases_projection() -> None:
+    with pytest.raises(ValueError, match="set head.own_lm_head=false"):
+        MedusaConfig(induction_rank=8)
