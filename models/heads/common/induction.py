@@ -79,13 +79,8 @@ class InductionHead(nn.Module):
         """[W, r] what the projection of what is copied begins as."""
         return self.codes(d2t)[:, 2] * (BOOST / self.rank)
 
-    def text(self, codes: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [B, T, 2 r] and values [B, T, r] of the text's codes [B, T, 3, r], at ``positions`` of its documents."""
-        before = torch.where((positions > 1)[..., None], codes[..., 1, :].roll(2, 1), 0.0)
-        return torch.cat([codes[..., 0, :].roll(1, 1), before], -1), codes[..., 2, :]
-
     def forward(
-        self, last: Tensor, before: Tensor, state: Tensor, keys: Tensor, values: Tensor, seen: Tensor
+        self, last: Tensor, before: Tensor, state: Tensor, text: Tensor, seen: Tensor, paired: Tensor
     ) -> Tensor:
         """What is copied: [B, F, r].
 
@@ -93,16 +88,17 @@ class InductionHead(nn.Module):
             last: [B, F, 3, r] codes of the paths' last tokens.
             before: [B, F, 3, r] of the ones before them.
             state: [B, F, D] the score of the sink is read from.
-            keys: [B, T, 2 r] of ``text``.
-            values: [B, T, r].
-            seen: [B, F or 1, T] bool.
+            text: [B, T, 3, r] codes of the text.
+            seen: [B, F or 1, T] bool, which of its tokens may be copied; of the first nothing is said.
+            paired: [B or 1, T] bool, which of them follow two tokens of their document.
         """
-        query = torch.cat([last[..., 0, :], before[..., 1, :]], -1)
-        scaled = query * (self.sharpness / self.rank).repeat_interleave(self.rank)
-        scores = (scaled @ keys.transpose(1, 2)).masked_fill(~seen, -torch.inf)
-        scores = torch.cat([scores, self.sink(state).to(scores.dtype)], -1)
-        weights = scores.float().softmax(-1)[..., :-1].to(values.dtype)
-        return weights @ values
+        one, two = self.sharpness / self.rank
+        scores = (one * last[..., 0, :]) @ text[:, :-1, 0].transpose(1, 2)  # by the token before each
+        pairs = (two * before[..., 1, :]) @ text[:, :-2, 1].transpose(1, 2)  # by the one before that
+        scores = scores + F.pad(pairs.masked_fill(~paired[:, None, 2:], 0.0), (1, 0))[..., : scores.shape[-1]]
+        scores = torch.cat([scores.masked_fill(~seen[..., 1:], -torch.inf), self.sink(state).to(scores.dtype)], -1)
+        weights = scores.float().softmax(-1)[..., :-1].to(text.dtype)
+        return weights @ text[:, 1:, 2]
 
     def at_targets(self, batch: TrainBatch, final: Tensor, draft_targets: DraftTargets) -> Tensor:
         """What is copied for every target, [K, n, r]; the sink's score is read from the base's ``final`` [B, T, D]."""
@@ -127,16 +123,17 @@ class InductionPlaces:
     def __init__(self, head: InductionHead, batch: TrainBatch, places: Tensor) -> None:
         self._head, self._places, self._codes = head, places, head.codes(batch.input_ids)
         self._rows = torch.arange(len(places), device=places.device)[:, None]
-        self._text = head.text(self._codes, batch.position_ids)
         causal = document_mask(batch.document_ids, torch.float32)[:, 0][self._rows, places] == 0
         self._seen = causal & (batch.position_ids > 0)[:, None]  # nothing stands before a document's first token
+        self._paired = batch.position_ids > 1
 
     def read(self, k: int, state: Tensor) -> Tensor:
         """What is copied for draft position k (0-based), with the true tokens before it: [B, S, D] -> [B, S, r]."""
         most = self._codes.shape[1] - 1
         before, last = (self._codes[self._rows, (self._places + k + n).clamp(max=most)] for n in (0, 1))
         # Without recomputing its scores every position would keep a matrix of S times T.
-        found: Tensor = checkpoint(self._head, last, before, state, *self._text, self._seen, use_reentrant=False)
+        text = (self._codes, self._seen, self._paired)
+        found: Tensor = checkpoint(self._head, last, before, state, *text, use_reentrant=False)
         return found
 
 
@@ -145,16 +142,14 @@ class InductionReader:
 
     def __init__(self, head: InductionHead, text: TokenBuffer) -> None:
         """``text``: all tokens but the root."""
-        self._head = head
+        self._head, self._codes = head, head.codes(text.tokens)
         positions = torch.arange(text.longest, device=text.tokens.device)[None]
-        codes = head.codes(text.tokens)
-        self._text = head.text(codes, positions)
-        self._seen = ((positions > 0) & (positions < text.lengths[:, None]))[:, None]
-        self._above = codes[torch.arange(len(codes), device=codes.device), text.lengths - 1][:, None]
+        self._seen, self._paired = (positions < text.lengths[:, None])[:, None], positions > 1
+        self._above = self._codes[torch.arange(len(text.tokens), device=positions.device), text.lengths - 1][:, None]
 
     def read(self, tokens: Tensor, parents: Tensor, state: Tensor) -> Tensor:
         """What is copied after nodes ([B, F] tokens and places of their parents in the level before): [B, F, r]."""
         rows = torch.arange(len(parents), device=parents.device)[:, None]
         before, self._above = self._above[rows, parents], self._head.codes(tokens)
-        found: Tensor = self._head(self._above, before, state, *self._text, self._seen)
+        found: Tensor = self._head(self._above, before, state, self._codes, self._seen, self._paired)
         return found

@@ -62,7 +62,7 @@ class Case:
 KANGAROO = KangarooConfig(num_draft_tokens=2, exit_layer=1)
 DRAFT_LM = DraftLMConfig(num_draft_tokens=2, num_layers=1)
 MLP = MLPSpeculatorConfig(num_draft_tokens=2, inner_dim=24)
-DSPARK = DSparkConfig(num_draft_tokens=3, num_layers=1, markov_rank=4)
+DSPARK = DSparkConfig(num_draft_tokens=3, num_layers=1, markov_rank=4, induction_rank=4)
 FULL, HEAD = ShardConfig(mode="full"), ShardConfig(mode="head")
 RECOMPUTED = ShardConfig(mode="full", checkpointing=True)
 BF16 = ShardConfig(precision="bfloat16")
