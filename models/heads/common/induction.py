@@ -138,18 +138,25 @@ class InductionPlaces:
 
 
 class InductionReader:
-    """Reads one step's nodes level by level; for an inference copy of an induction head."""
+    """Reads one step's nodes level by level, as ``InductionHead.forward`` does, in few operations."""
 
     def __init__(self, head: InductionHead, text: TokenBuffer) -> None:
-        """``text``: all tokens but the root."""
-        self._head, self._codes = head, head.codes(text.tokens)
-        positions = torch.arange(text.longest, device=text.tokens.device)[None]
-        self._seen, self._paired = (positions < text.lengths[:, None])[:, None], positions > 1
-        self._above = self._codes[torch.arange(len(text.tokens), device=positions.device), text.lengths - 1][:, None]
+        """For an inference copy of a head; ``text``: all tokens but the root."""
+        self._head, codes = head, head.codes(text.tokens)
+        self._scale = (head.sharpness / head.rank).repeat_interleave(head.rank)
+        earlier = F.pad(codes[:, :-2, 1], (0, 0, 1, 0))[:, : text.longest - 1]
+        self._keys = torch.cat([codes[:, :-1, 0], earlier], -1).transpose(1, 2)  # [B, 2 r, T - 1]
+        self._values = F.pad(codes[:, 1:, 2], (0, 0, 0, 1))  # the sink's value is zero
+        positions = torch.arange(1, text.longest, device=codes.device)[None]
+        padded = positions >= text.lengths[:, None]
+        self._mask = torch.where(padded, -torch.inf, 0.0).to(codes.dtype)[:, None] if padded.any() else None
+        self._above = codes[torch.arange(len(codes), device=codes.device), text.lengths - 1][:, None]
 
     def read(self, tokens: Tensor, parents: Tensor, state: Tensor) -> Tensor:
         """What is copied after nodes ([B, F] tokens and places of their parents in the level before): [B, F, r]."""
         rows = torch.arange(len(parents), device=parents.device)[:, None]
         before, self._above = self._above[rows, parents], self._head.codes(tokens)
-        found: Tensor = self._head(self._above, before, state, self._codes, self._seen, self._paired)
-        return found
+        scores = (torch.cat([self._above[..., 0, :], before[..., 1, :]], -1) * self._scale) @ self._keys
+        if self._mask is not None:
+            scores = scores + self._mask
+        return torch.cat([scores, self._head.sink(state)], -1).softmax(-1) @ self._values
