@@ -80,9 +80,10 @@ def test_settings_of_another_head_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError) as found:
         recipe(tmp_path, "head=eagle3", "head.ttt_steps=3")
     said = str(found.value)
-    assert "Eagle3Config has no reads_last_token; the recipe sets them for another head" in said
-    assert "Choose a recipe of this head" in said and "\n" not in said and said.count("~head.") == 1
-    fitting = recipe(tmp_path, "head=eagle3", "head.ttt_steps=3", "head.num_layers=1", "~head.reads_last_token")
+    assert "Eagle3Config has no induction_rank, reads_last_token; the recipe sets them for another head" in said
+    assert "Choose a recipe of this head" in said and "\n" not in said and said.count("~head.") == 2
+    left_out = ("~head.induction_rank", "~head.reads_last_token")
+    fitting = recipe(tmp_path, "head=eagle3", "head.ttt_steps=3", "head.num_layers=1", *left_out)
     assert fitting.head["draft_vocab_size"] == 4096
 
 
