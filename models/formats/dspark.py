@@ -15,7 +15,7 @@ less computes other drafts.
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.contract import Engine, Format, Unsupported, is_the_bases, vllm
 from drafthead.models.formats.eagle3 import target_ids
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
-from drafthead.models.heads.dspark import DSparkConfig, DSparkHead
+from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, TiedMarkov
 
 NAMES = {
     "markov_in.weight": "markov_head.markov_w1.weight",
@@ -36,8 +36,6 @@ NAMES = {
 """Our names of weights -> published ones, where they differ."""
 W1 = NAMES["markov_in.weight"]
 CONFIDENCE = (NAMES["confidence.weight"], NAMES["confidence.bias"])
-SLICE = 8192
-"""Rows of a Markov table that are computed at once."""
 SHARED, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 LLAMACPP = Engine("llama.cpp", "its converter reads it (build 11434, its source); to=gguf_dspark writes the file")
 MASK_FILE = "mask_embedding.pt"
@@ -72,9 +70,7 @@ class _BlockFormat(Format):
         """A tied Markov table written out; with a draft vocabulary its ids, and its rows of the base's output head."""
         found = {}
         if head.config.markov_rank and head.config.tied_markov:
-            ids = torch.arange(head.base.vocab_size, device=head.d2t.device)
-            with torch.no_grad():
-                found[W1] = torch.cat([head.markov(part) for part in torch.split(ids, SLICE)])
+            found[W1] = cast(TiedMarkov, head.markov_in).inference().weight
         if len(head.d2t) < head.base.vocab_size:
             found[OUTPUT] = head.target_lm_head.weight
             found["d2t"] = head.d2t - torch.arange(len(head.d2t), device=head.d2t.device)

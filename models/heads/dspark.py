@@ -33,10 +33,9 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
-from drafthead.models.decoding.draft_cache import TokenBuffer
 from drafthead.models.heads.common.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer, attend_block
 from drafthead.models.heads.common.contract import DraftHeadConfig
-from drafthead.models.heads.common.induction import InductionHead, InductionReader
+from drafthead.models.heads.common.induction import InductionHead, InductionReader, InductionText
 from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.heads.common.multi_position import MultiPositionHead
@@ -119,7 +118,7 @@ class BlockState(DraftState):
     """Fused hidden states of the base."""
     hidden: Tensor
     """[B, D] the base's last state; NaN before there is one."""
-    tokens: TokenBuffer
+    copied: InductionText | None
     """What the induction head reads."""
 
 
@@ -149,7 +148,7 @@ class DSparkHead(MultiPositionHead):
         self.markov_out: nn.Linear | None = None
         if rank:
             self.markov_in = (
-                nn.Linear(width, rank, bias=False, device=base.device)
+                TiedMarkov(base, rank)
                 if config.tied_markov
                 else nn.Embedding(base.vocab_size, rank, device=base.device)
             )
@@ -239,15 +238,6 @@ class DSparkHead(MultiPositionHead):
         read: Tensor = self.slot_state(F.rms_norm(embedded, embedded.shape[-1:]))
         return hidden[..., None, :].to(read.dtype) + read + self.slot_offset
 
-    def markov(self, tokens: Tensor) -> Tensor:
-        """What the Markov head reads of the token before a draft: [...] -> [..., r]."""
-        if not self.config.tied_markov:
-            found: Tensor = self.markov_in(tokens)
-            return found
-        embedded = self.embed(tokens)
-        projected: Tensor = self.markov_in(F.rms_norm(embedded, embedded.shape[-1:]))
-        return projected
-
     @property
     def says_confidence(self) -> bool:
         return self.confidence is not None
@@ -274,19 +264,20 @@ class DSparkHead(MultiPositionHead):
         text = PendingInputs.none(cache, batch, weight)
         text = replace(text, unread=text.unread[..., : self.base.hidden_size])
         hidden = weight.new_full((batch, self.base.hidden_size), torch.nan)
-        return BlockState(text=text, hidden=hidden, tokens=TokenBuffer.none(batch))
+        copied = InductionText.none(batch) if self.induction else None
+        return BlockState(text=text, hidden=hidden, copied=copied)
 
     @torch.inference_mode()
     def update(
         self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> BlockState:
         assert isinstance(state, BlockState) and base_hidden is not None and base_hidden.layers is not None
-        context = self.inference().fuse(base_hidden.layers)
-        return BlockState(
-            text=state.text.append(context, counts),
-            hidden=last_valid(base_hidden.final, counts),
-            tokens=state.tokens.append(tokens, counts),
-        )
+        head = self.inference()
+        text = state.text.append(head.fuse(base_hidden.layers), counts)
+        copied = state.copied
+        if copied is not None:
+            copied = copied.append(head.induction, tokens, counts)
+        return BlockState(text=text, hidden=last_valid(base_hidden.final, counts), copied=copied)
 
     @torch.inference_mode()
     def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "BlockDraftPass":
@@ -296,8 +287,9 @@ class DSparkHead(MultiPositionHead):
         seen = self.seen_slots(slots.device)
         out = state.text.cache.read_block(state.text, slots, seen[None], list(head.layers))
         wanted = slice(self.first_slot, self.first_slot + draft_config.depth)
-        induction = None if head.induction is None else InductionReader(head.induction, state.tokens)
-        return BlockDraftPass(head, head.norm(out[:, wanted]), induction)
+        hidden = head.norm(out[:, wanted])
+        induction = None if state.copied is None else InductionReader(head.induction, state.copied, hidden)
+        return BlockDraftPass(head, hidden, induction)
 
     # Training ------------------------------------------------------------------------------------------------
 
@@ -336,10 +328,30 @@ class DSparkHead(MultiPositionHead):
                 at_slot = torch.cat([at_slot, induction.read(k, at_slot)], -1)
             read = at_slot.flatten(0, 1)[slot_of_place[draft_targets.source_idx[k]]]
             if self.config.markov_rank:
-                before = self.markov(draft_targets.tokens(batch.input_ids, k + 1)[k])
+                before = self.markov_in(draft_targets.tokens(batch.input_ids, k + 1)[k])
                 read = torch.cat([read[:, :width], before, read[:, width:]], -1)
             found.append(read)
         return torch.stack(found)
+
+
+class TiedMarkov(nn.Linear):
+    """The Markov head's table as a projection of the base's embedding at unit RMS; drafting reads a table of it."""
+
+    def __init__(self, base: BaseModel, rank: int) -> None:
+        super().__init__(base.hidden_size, rank, bias=False, device=base.device)
+        self._embedding = (base.embedding,)  # the base's: in a tuple, it is no part of this module
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[...] int64 -> [..., r]."""
+        embedded = F.embedding(tokens, self._embedding[0]).to(self.weight.dtype)
+        return super().forward(F.rms_norm(embedded, embedded.shape[-1:]))
+
+    @torch.no_grad()
+    def inference(self, dtype: torch.dtype | None = None) -> nn.Embedding:
+        """The table, [V, r]."""
+        ids = torch.arange(len(self._embedding[0]), device=self.weight.device)
+        table = torch.cat([self(part) for part in torch.split(ids, 8192)])
+        return nn.Embedding(len(table), table.shape[1], _weight=table)
 
 
 class BlockCache(LayerKVCache):
@@ -398,9 +410,9 @@ class BlockDraftPass:
         product, self._read = self._products[:, self._level, None], self._hidden[:, self._level, None]
         if head.markov_out is not None:
             state = self._read.expand(-1, tokens.shape[1], -1)
-            added = [head.markov(tokens)] if head.config.markov_rank else []
+            added = [head.markov_in(tokens)] if head.config.markov_rank else []
             if self._induction is not None:
-                added.append(self._induction.read(tokens, parents, state))
+                added.append(self._induction.read(tokens, parents))
             product = product + head.markov_out(torch.cat(added, -1))
             self._read = torch.cat([state, *added], -1)
         return head.target_lm_head.scale_and_cap(product)

@@ -7,8 +7,8 @@ that the layer learns to read its own output. Drafts come from a projection of i
 
 Differences from the reference code: losses are of trained tokens only (there, the mean runs over padding too), the
 head starts as about the base's next-token head instead of at random, attention stays inside a document, and the
-distribution to imitate is that of every target, also where the base's likeliest token cannot be drafted. Trees are
-those of any head; EAGLE-2's (2406.16858) are ``DynamicTree``.
+distribution to imitate is that of every target, also where the base's likeliest token cannot be drafted; an induction
+head is ours. Trees are those of any head; EAGLE-2's (2406.16858) are ``DynamicTree``.
 
 ``parallel`` is P-EAGLE (2602.01469): deeper positions read a learnt state and a mask token instead of the layer's own
 output, so all of them are one pass of as many layers as one likes. All places and depths are trained, where the paper
@@ -41,10 +41,8 @@ from drafthead.models.heads.common.attention_layer import (
     HeadRMSNorm,
     attend_block,
 )
-from drafthead.models.heads.common.contract import DraftHeadConfig
 from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
-from drafthead.models.heads.common.lm_heads import DraftLMHeads
-from drafthead.models.heads.common.multi_position import LevelDraftPass, MultiPositionHead
+from drafthead.models.heads.common.multi_position import CopyingConfig, CopyingHead, HeadState, LevelDraftPass
 from drafthead.models.heads.common.targets import DraftTargets, drafting_places, has_next
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.linear import reads_in
@@ -133,7 +131,7 @@ class EagleLayer(nn.Module):
 
 
 @dataclass(kw_only=True)
-class Eagle3Config(DraftHeadConfig):
+class Eagle3Config(CopyingConfig):
     """Settings of :class:`Eagle3Head`."""
 
     num_draft_tokens: int = 7
@@ -195,7 +193,7 @@ class Eagle3Config(DraftHeadConfig):
 
 
 @dataclass
-class EagleState(DraftState):
+class EagleState(HeadState):
     """What the layer has read, and the feature that waits for its token."""
 
     text: PendingInputs
@@ -206,7 +204,7 @@ class EagleState(DraftState):
     """Whether the base has read anything."""
 
 
-class Eagle3Head(MultiPositionHead):
+class Eagle3Head(CopyingHead):
     """EAGLE-3's fused features, decoder layer, final norm and projection; names of weights as in its checkpoints."""
 
     config: Eagle3Config
@@ -240,7 +238,7 @@ class Eagle3Head(MultiPositionHead):
             # Scaled here and not capped: checkpoints have no place for either.
             self.lm_head.weight = nn.Parameter(rows * self.target_lm_head.scale)
         self._start_as_base(layers.index(max(layers)) if layers else None)
-        self._shared = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype(base))
+        self._shared = self.shared_projection()
 
     @torch.no_grad()
     def _start_as_base(self, deepest: int | None) -> None:
@@ -263,7 +261,7 @@ class Eagle3Head(MultiPositionHead):
     def num_calls(self, name: str) -> int:
         return self.config.ttt_steps if name.startswith(("midlayer.", "layers.")) else 1
 
-    def output_head(self, k: int) -> LMHead:
+    def projection(self, k: int) -> LMHead:
         return self.target_lm_head if self.lm_head is None else LMHead(weight=self.lm_head.weight)
 
     def _read(self, base_hidden: HiddenStates) -> Tensor:
@@ -291,7 +289,7 @@ class Eagle3Head(MultiPositionHead):
         return F.embedding(tokens, self.base.embedding).to(reads_in(self.fc))
 
     def project(self, normed: Tensor) -> Tensor:
-        """Draft logits for inference: [..., D] -> [..., W]."""
+        """Draft logits for inference, before they are scaled beside an induction head: [..., D] -> [..., W]."""
         logits: Tensor = self._shared.logits(normed) if self.lm_head is None else self.lm_head(normed)
         return logits
 
@@ -311,13 +309,16 @@ class Eagle3Head(MultiPositionHead):
 
         cache = LayerKVCache(layers, shape)
         text = PendingInputs.none(cache, batch, weight.new_empty(2 * width))
-        return EagleState(text=text, feature=weight.new_full((batch, width), torch.nan))
+        seen = super().init_state(batch)
+        feature = weight.new_full((batch, width), torch.nan)
+        return EagleState(hidden=seen.hidden, copied=seen.copied, text=text, feature=feature)
 
     @torch.inference_mode()
     def update(
         self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> EagleState:
         assert isinstance(state, EagleState) and base_hidden is not None
+        seen = super().update(state, tokens, base_hidden, counts)
         fused = self.inference().fuse(self._read(base_hidden))
         before, paired = fused[:, :-1], counts
         if state.started:
@@ -325,10 +326,11 @@ class Eagle3Head(MultiPositionHead):
         else:  # nothing comes before the first token
             tokens, paired = tokens[:, 1:], None if counts is None else counts - 1
         text = state.text.append(torch.cat([self.embed(tokens), before], -1), paired)
-        return EagleState(text=text, feature=last_valid(fused, counts), started=True)
+        feature = last_valid(fused, counts)
+        return EagleState(hidden=seen.hidden, copied=seen.copied, text=text, feature=feature, started=True)
 
     @torch.inference_mode()
-    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
+    def levels(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
         assert isinstance(state, EagleState)
         if not self.config.parallel:
             return _EagleDraftPass(self, state)
@@ -340,7 +342,7 @@ class Eagle3Head(MultiPositionHead):
 
     # Training ------------------------------------------------------------------------------------------------
 
-    def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         steps, (_, time) = len(draft_targets.valid), batch.input_ids.shape
         if len(draft_targets.target_idx) == 0:
             return self.fc.weight.new_zeros(steps, 0, self.base.hidden_size)

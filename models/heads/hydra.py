@@ -28,14 +28,14 @@ from drafthead.models.decoding.contract import DraftState
 from drafthead.models.heads.common.attention_layer import HeadDecoderLayer, HeadRMSNorm
 from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
-from drafthead.models.heads.common.multi_position import HeadState, LastStateConfig, RecurrentHead, States
+from drafthead.models.heads.common.multi_position import CopyingConfig, HeadState, RecurrentHead, States
 from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.kernels.attention import document_mask
 
 
 @dataclass(kw_only=True)
-class HydraConfig(LastStateConfig):
+class HydraConfig(CopyingConfig):
     """Settings of :class:`HydraHead`."""
 
     num_draft_tokens: int = 4
@@ -170,7 +170,7 @@ class HydraHead(RecurrentHead):
         layer, shape = self.inference().prefix, self.prefix.self_attn.cache_shape(self.dtype, self.base.device)
         assert layer is not None
         text = PendingInputs.none(LayerKVCache(layer, shape), batch, self.prefix.norm.weight)
-        return HydraState(hidden=state.hidden, tokens=state.tokens, text=text)
+        return HydraState(hidden=state.hidden, copied=state.copied, text=text)
 
     def update(
         self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
@@ -181,7 +181,7 @@ class HydraHead(RecurrentHead):
         assert base_hidden is not None
         with torch.inference_mode():
             text = state.text.append(base_hidden.final.to(self.dtype), counts)
-        return HydraState(hidden=seen.hidden, tokens=seen.tokens, text=text)
+        return HydraState(hidden=seen.hidden, copied=seen.copied, text=text)
 
     def read_state(self, state: HeadState) -> Tensor:
         return state.text.cache.prefill(state.text) if isinstance(state, HydraState) else state.hidden

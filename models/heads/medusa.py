@@ -23,14 +23,15 @@ from torch import Tensor, nn
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig
+from drafthead.models.decoding.contract import DraftConfig, DraftState
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
-from drafthead.models.heads.common.multi_position import HeadState, LastStateConfig, LastStateHead, LevelDraftPass
+from drafthead.models.heads.common.multi_position import CopyingConfig, HeadState, LastStateHead, LevelDraftPass
 from drafthead.models.heads.common.targets import DraftTargets
+from drafthead.models.kernels.linear import inference_copy, joined_linear
 
 
 @dataclass(kw_only=True)
-class MedusaConfig(LastStateConfig):
+class MedusaConfig(CopyingConfig):
     """Settings of :class:`MedusaHead`."""
 
     num_layers: int = 1
@@ -98,11 +99,11 @@ class MedusaHead(LastStateHead):
             if config.own_lm_head
             else self.shared_projection()
         )
-        self._stacks: list[tuple[Tensor, Tensor]] | None = None
+        self._packed: dict[int, list[list[nn.Module]]] = {}
 
     def invalidate(self) -> None:
         super().invalidate()
-        self._stacks = None
+        self._packed = {}
 
     def num_calls(self, name: str) -> int:
         return self.config.num_layers if self.config.tie_blocks else 1
@@ -114,7 +115,8 @@ class MedusaHead(LastStateHead):
         embedded = F.embedding(last_token, self.base.embedding).to(self.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:])
 
-    def levels(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> LevelDraftPass:
+    def levels(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> LevelDraftPass:
+        assert isinstance(state, HeadState)
         depth = draft_config.depth
         if self._static is None:
             return LevelDraftPass(self.draft_logits(state.hidden, last_token, depth))
@@ -125,24 +127,23 @@ class MedusaHead(LastStateHead):
     def draft_logits(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         """Logits of the first ``depth`` heads: [B, D], [B] -> [B, depth, W]."""
         x, condition = hidden.to(self.dtype), self._condition(last_token)
-        for layer, (weights, biases) in enumerate(self._stacked_blocks()):
-            read = x if layer or condition is None else torch.cat([x, condition], -1)
-            read = read.expand(depth, -1, -1) if layer == 0 else read
-            x = x + F.silu(torch.baddbmm(biases[:depth], read, weights[:depth]))
-        return self.projections.all_logits(x.transpose(0, 1))
+        first, *others = self._packed_blocks(depth)
+        read = x if condition is None else torch.cat([x, condition], -1)
+        x = x[:, None] + F.silu(first[0](read).unflatten(-1, (depth, -1)))
+        for layer in others:
+            added = [linear(part) for linear, part in zip(layer, x.unbind(1), strict=True)]
+            x = x + F.silu(torch.stack(added, 1))
+        return self.projections.all_logits(x)
 
-    def _stacked_blocks(self) -> list[tuple[Tensor, Tensor]]:
-        """Per block the weights [K, in, D] and biases [K, 1, D] of all heads: drafting is then one product a block."""
-        if self._stacks is None:
-            layers = zip(*(cast(Blocks, blocks).in_order() for blocks in self.blocks), strict=True)
-            self._stacks = [
-                (
-                    torch.stack([block.linear.weight.detach().t() for block in blocks]),
-                    torch.stack([block.linear.bias.detach()[None] for block in blocks]),
-                )
-                for blocks in layers
-            ]
-        return self._stacks
+    def _packed_blocks(self, depth: int) -> list[list[nn.Module]]:
+        """The linear layers of the first ``depth`` heads by block: those of the first, which read the same, as one."""
+        if depth not in self._packed:
+            dtype = self.config.inference_dtype(self.base)
+            by_head = [[block.linear for block in cast(Blocks, blocks).in_order()] for blocks in self.blocks]
+            first, *others = zip(*by_head[:depth], strict=True)
+            self._packed[depth] = [[joined_linear(list(first), dtype)]]
+            self._packed[depth] += [[inference_copy(linear, dtype) for linear in layer] for layer in others]
+        return self._packed[depth]
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         read = draft_targets.at_sources(base_hidden.final).to(self.dtype)

@@ -26,7 +26,7 @@ from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
-from drafthead.models.heads.common.multi_position import LastStateConfig, RecurrentHead, States
+from drafthead.models.heads.common.multi_position import CopyingConfig, RecurrentHead, States
 from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.kernels.linear import reads_in
 
@@ -144,7 +144,7 @@ def _start(cells: nn.Module, deviation: Callable[[torch.Size], float]) -> None:
 
 
 @dataclass(kw_only=True)
-class MLPSpeculatorConfig(LastStateConfig):
+class MLPSpeculatorConfig(CopyingConfig):
     """Settings of :class:`MLPSpeculatorHead`."""
 
     num_draft_tokens: int = 3

@@ -76,14 +76,13 @@ def recipe(folder: Path, *overrides: str) -> RunConfig:
 
 
 def test_settings_of_another_head_are_named_at_once(tmp_path: Path) -> None:
-    """``head=eagle3`` beside a Medusa recipe: the user typed none of the keys that do not fit."""
+    """``head=kangaroo`` beside a Medusa recipe: the user typed none of the keys that do not fit."""
     with pytest.raises(UserError) as found:
-        recipe(tmp_path, "head=eagle3", "head.ttt_steps=3")
-    said = str(found.value)
-    assert "Eagle3Config has no induction_rank, reads_last_token; the recipe sets them for another head" in said
-    assert "Choose a recipe of this head" in said and "\n" not in said and said.count("~head.") == 2
-    left_out = ("~head.induction_rank", "~head.reads_last_token")
-    fitting = recipe(tmp_path, "head=eagle3", "head.ttt_steps=3", "head.num_layers=1", *left_out)
+        recipe(tmp_path, "head=kangaroo", "head.exit_layer=1")
+    said, unknown = str(found.value), ("num_layers", "own_lm_head", "induction_rank", "reads_last_token")
+    assert f"KangarooConfig has no {', '.join(unknown)}; the recipe sets them for another head" in said
+    assert "Choose a recipe of this head" in said and "\n" not in said and said.count("~head.") == len(unknown)
+    fitting = recipe(tmp_path, "head=kangaroo", "head.exit_layer=1", *(f"~head.{key}" for key in unknown))
     assert fitting.head["draft_vocab_size"] == 4096
 
 

@@ -12,6 +12,7 @@ vocabulary.
 """
 
 from copy import copy
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drafthead.data.batch import TrainBatch
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.contract import DraftState
 from drafthead.models.decoding.draft_cache import TokenBuffer
 from drafthead.models.heads.common.targets import DraftTargets, drafting_places
 from drafthead.models.kernels.attention import document_mask
@@ -30,6 +32,8 @@ SINK = 10.0
 """Score of the sink: below a match, above what codes of other tokens reach by chance."""
 BOOST = 8.0
 """What a match adds to the draft logit of the token that followed."""
+INITIAL_ROOM = 256
+"""Positions to begin with, after twice what is read first."""
 
 
 class InductionHead(nn.Module):
@@ -40,7 +44,8 @@ class InductionHead(nn.Module):
         super().__init__()
         width, device = base.hidden_size, base.device
         self._embedding = (base.embedding,)  # the base's: in a tuple, it is no part of this module
-        self._table: Tensor | None = None
+        self.table: Tensor | None = None
+        """Of an inference copy: [V, 3, r] the codes of all ids."""
         self.codes_proj = nn.Linear(width, 3 * rank, device=device)
         self.sink = nn.Linear(width, 1, device=device)
         self.sharpness = nn.Parameter(torch.tensor(SHARPNESS, device=device))
@@ -56,11 +61,11 @@ class InductionHead(nn.Module):
         return self.codes_proj.out_features // 3
 
     def inference(self, dtype: torch.dtype | None = None) -> "InductionHead":
-        """The same with the codes of all ids in a table, [V, 3, r]."""
+        """The same with the codes of all ids in a table."""
         twin = copy(self)
         with torch.no_grad():
             ids = torch.arange(len(self._embedding[0]), device=self.sharpness.device)
-            twin._table = torch.cat([self.codes(part) for part in torch.split(ids, 8192)])
+            twin.table = torch.cat([self.codes(part) for part in torch.split(ids, 8192)])
         return twin
 
     def _read(self, tokens: Tensor) -> Tensor:
@@ -70,8 +75,8 @@ class InductionHead(nn.Module):
 
     def codes(self, tokens: Tensor) -> Tensor:
         """A token's codes as the last one, as the one before it, and as what is copied: [...] -> [..., 3, r]."""
-        if self._table is not None:
-            return self._table[tokens]
+        if self.table is not None:
+            return self.table[tokens]
         return F.rms_norm(self.codes_proj(self._read(tokens)).unflatten(-1, (3, -1)), (self.rank,))
 
     @torch.no_grad()
@@ -137,26 +142,107 @@ class InductionPlaces:
         return found
 
 
+class InductionCache:
+    """Keys and values of the text, kept between steps: only tokens that are new are looked up.
+
+    A token is the value at its own position, and a part of the keys at the next one and at the one after that. Position
+    0, which is never copied, is the sink: its value is zero, and its key has a last column that takes the sink's score.
+    """
+
+    def __init__(self) -> None:
+        self._table: Tensor | None = None  # that the codes are of
+        self._tokens = torch.zeros(0, 0, dtype=torch.int64)
+        self._keys = self._values = torch.zeros(0, 0, 0)
+
+    def select(self, rows: list[int]) -> "InductionCache":
+        """Of these rows only: begun anew."""
+        return InductionCache()
+
+    @torch.inference_mode()
+    def read(self, head: InductionHead, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, 2 r + 1] keys and [B, T, r] values of ``tokens`` [B, T], for an inference copy of a head."""
+        assert head.table is not None
+        (rows, total), rank = tokens.shape, head.rank
+        if self._table is not head.table or len(self._tokens) != rows:
+            self._table, self._tokens, self._keys = head.table, tokens[:, :0], head.table.new_zeros(rows, 0, 0)
+        known = self._agreed(tokens)
+        if total + 2 > self._keys.shape[1]:
+            self._resize(2 * total + INITIAL_ROOM, known)
+        if known < total:
+            codes, (one, two) = head.codes(tokens[:, known:]), head.sharpness / rank
+            self._keys[:, known + 1 : total + 1, :rank] = codes[..., 0, :] * one
+            self._keys[:, known + 2 : total + 2, rank:-1] = codes[..., 1, :] * two
+            self._values[:, known:total] = codes[..., 2, :]
+            if known == 0:
+                self._values[:, 0] = 0.0
+        self._tokens = tokens
+        return self._keys[:, :total], self._values[:, :total]
+
+    def _agreed(self, tokens: Tensor) -> int:
+        """How many positions hold what ``tokens`` says, padding included: codes depend on ids alone."""
+        width = min(self._tokens.shape[1], tokens.shape[1])
+        old, new = self._tokens[:, :width], tokens[:, :width]
+        return width if torch.equal(old, new) else int((old == new).all(0).cumprod(0).sum())
+
+    def _resize(self, capacity: int, known: int) -> None:
+        assert self._table is not None
+        rows, rank = len(self._tokens), self._table.shape[-1]
+        keys, values = (self._table.new_zeros(rows, capacity, size) for size in (2 * rank + 1, rank))
+        keys[:, 0, -1] = 1.0
+        if known:
+            keys[:, : known + 2], values[:, :known] = self._keys[:, : known + 2], self._values[:, :known]
+        self._keys, self._values = keys, values
+
+
+@dataclass
+class InductionText(DraftState):
+    """What every row has committed, for an induction head."""
+
+    tokens: TokenBuffer
+    cache: InductionCache
+
+    @classmethod
+    def none(cls, rows: int) -> "InductionText":
+        """Nothing yet."""
+        return cls(tokens=TokenBuffer.none(rows), cache=InductionCache())
+
+    def append(self, head: InductionHead | None, tokens: Tensor, counts: Tensor | None) -> "InductionText":
+        """With the first ``counts`` ([B], default all) of ``tokens`` ([B, T]); for an inference copy of a head."""
+        assert head is not None
+        state = InductionText(tokens=self.tokens.append(tokens, counts), cache=self.cache)
+        if self.tokens.longest == 0:  # the prompt: belongs to the prefill, and not to the first step
+            state.cache.read(head, state.tokens.tokens)
+        return state
+
+
 class InductionReader:
     """Reads one step's nodes level by level, as ``InductionHead.forward`` does, in few operations."""
 
-    def __init__(self, head: InductionHead, text: TokenBuffer) -> None:
-        """For an inference copy of a head; ``text``: all tokens but the root."""
-        self._head, codes = head, head.codes(text.tokens)
-        self._scale = (head.sharpness / head.rank).repeat_interleave(head.rank)
-        earlier = F.pad(codes[:, :-2, 1], (0, 0, 1, 0))[:, : text.longest - 1]
-        self._keys = torch.cat([codes[:, :-1, 0], earlier], -1).transpose(1, 2)  # [B, 2 r, T - 1]
-        self._values = F.pad(codes[:, 1:, 2], (0, 0, 0, 1))  # the sink's value is zero
-        positions = torch.arange(1, text.longest, device=codes.device)[None]
-        padded = positions >= text.lengths[:, None]
-        self._mask = torch.where(padded, -torch.inf, 0.0).to(codes.dtype)[:, None] if padded.any() else None
-        self._above = codes[torch.arange(len(codes), device=codes.device), text.lengths - 1][:, None]
+    def __init__(self, head: InductionHead | None, text: InductionText, states: Tensor) -> None:
+        """For an inference copy of a head; ``text``: all tokens but the root.
 
-    def read(self, tokens: Tensor, parents: Tensor, state: Tensor) -> Tensor:
+        ``states``: [B, n, D] the sink's score is read from, of each level; the last one serves all after it.
+        """
+        assert head is not None
+        known = text.tokens
+        keys, self._values = text.cache.read(head, known.tokens)
+        self._head, self._keys = head, keys.transpose(1, 2)
+        self._sinks = head.sink(states)
+        self._mask: Tensor | None = None
+        if len(keys) > 1:
+            positions = torch.arange(known.longest, device=keys.device)
+            padded = (positions >= known.lengths[:, None]) & (positions > 0)
+            self._mask = torch.where(padded, -torch.inf, 0.0).to(keys.dtype)[:, None]
+        self._above = head.codes(known.tokens.gather(1, known.lengths[:, None] - 1))[..., 1, :]
+        self._level = 0
+
+    def read(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """What is copied after nodes ([B, F] tokens and places of their parents in the level before): [B, F, r]."""
-        rows = torch.arange(len(parents), device=parents.device)[:, None]
-        before, self._above = self._above[rows, parents], self._head.codes(tokens)
-        scores = (torch.cat([self._above[..., 0, :], before[..., 1, :]], -1) * self._scale) @ self._keys
+        codes, level = self._head.codes(tokens), min(self._level, self._sinks.shape[1] - 1)
+        before = self._above.gather(1, parents[..., None].expand(-1, -1, self._above.shape[-1]))
+        sink = self._sinks[:, level, None].expand(-1, tokens.shape[1], -1)
+        scores = torch.bmm(torch.cat([codes[..., 0, :], before, sink], -1), self._keys)
         if self._mask is not None:
             scores = scores + self._mask
-        return torch.cat([scores, self._head.sink(state)], -1).softmax(-1) @ self._values
+        self._above, self._level = codes[..., 1, :], self._level + 1
+        return torch.bmm(scores.softmax(-1), self._values)

@@ -1,7 +1,8 @@
 """Heads with a prediction of its own for every draft position: Medusa, Hydra, MLP speculators, EAGLE-3.
 
-``MultiPositionHead`` makes loss and ranks of them; ``LastStateHead`` drafts from the base's last hidden state, beside
-an induction head or not, and ``RecurrentHead`` from a state per node (Hydra and MLP speculators).
+``MultiPositionHead`` makes loss and ranks of them; ``CopyingHead`` may have an induction head beside it;
+``LastStateHead`` drafts from the base's last hidden state, and ``RecurrentHead`` from a state per node (Hydra and MLP
+speculators).
 
 Shape legend: B batch, T time, K draft positions, F frontier nodes, n targets, D width.
 """
@@ -19,10 +20,9 @@ from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
-from drafthead.models.decoding.draft_cache import TokenBuffer
 from drafthead.models.decoding.growth import DraftPass
 from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
-from drafthead.models.heads.common.induction import InductionHead, InductionReader
+from drafthead.models.heads.common.induction import InductionHead, InductionReader, InductionText
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.heads.common.losses import LossConfig, heads_loss, loss_output
 from drafthead.models.heads.common.targets import DraftTargets
@@ -69,8 +69,8 @@ class MultiPositionHead(DraftHead):
 
 
 @dataclass(kw_only=True)
-class LastStateConfig(DraftHeadConfig):
-    """Settings that the heads which draft from the base's last hidden state share."""
+class CopyingConfig(DraftHeadConfig):
+    """Settings of heads that may have an induction head beside them."""
 
     own_lm_head: bool = True
     """True: every position trains its own copy of the base's projection (MLP speculators: one of their width). False:
@@ -87,23 +87,21 @@ class LastStateConfig(DraftHeadConfig):
 
 @dataclass
 class HeadState(DraftState):
-    """What a :class:`LastStateHead` remembers of its rows between steps; subclasses add their own caches."""
+    """What a :class:`CopyingHead` remembers of its rows between steps; subclasses add their own caches."""
 
     hidden: Tensor
     """[B, D] the base's ``h`` at the last position it has read; NaN before there is one."""
-    tokens: TokenBuffer | None
+    copied: InductionText | None
     """What an induction head reads."""
 
 
-class LastStateHead(MultiPositionHead):
-    """A head that drafts from the base's last ``h``, by calls of fixed shapes where the base has graphs."""
+class CopyingHead(MultiPositionHead):
+    """A head that may have an induction head beside it, whose codes are added to the base's projection."""
 
-    config: LastStateConfig
-    projections: DraftLMHeads
+    config: CopyingConfig
 
-    def __init__(self, config: LastStateConfig, base: BaseModel, d2t: Tensor | None) -> None:
+    def __init__(self, config: CopyingConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
-        self._static = StaticCalls(base.device) if base.uses_graphs else None
         self.induction: InductionHead | None = None
         if config.induction_rank:
             self.induction = InductionHead(base, config.induction_rank)
@@ -117,15 +115,19 @@ class LastStateHead(MultiPositionHead):
         return DraftLMHeads(self.target_lm_head, 0, config.inference_dtype(self.base), scaled=not config.induction_rank)
 
     @abstractmethod
-    def levels(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
+    def levels(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
         """Drafting without the induction head."""
 
     @abstractmethod
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         """``position_hidden`` without the induction head."""
 
+    @abstractmethod
+    def projection(self, k: int) -> LMHead:
+        """``output_head`` without the induction head."""
+
     def output_head(self, k: int) -> LMHead:
-        head = self.projections.head(k)
+        head = self.projection(k)
         return head if self.induction is None else replace(head, low_rank=self.induction_out.weight)
 
     def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
@@ -133,45 +135,60 @@ class LastStateHead(MultiPositionHead):
         if self.induction is None:
             return found
         copied = self.induction.at_targets(batch, base_hidden.final, draft_targets)
-        return torch.cat([found, copied], -1)
+        return torch.cat([found, copied.to(found.dtype)], -1)
+
+    def init_state(self, batch: int) -> HeadState:
+        weight = self.target_lm_head.weight
+        hidden = weight.new_full((batch, weight.shape[1]), torch.nan)
+        return HeadState(hidden=hidden, copied=InductionText.none(batch) if self.induction else None)
+
+    def update(
+        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
+    ) -> HeadState:
+        assert isinstance(state, HeadState) and base_hidden is not None
+        copied = state.copied
+        if copied is not None:
+            copied = copied.append(self.inference().induction, tokens, counts)
+        return HeadState(hidden=last_valid(base_hidden.final, counts), copied=copied)
+
+    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
+        assert isinstance(state, HeadState)
+        drafting, head = self.levels(state, last_token, draft_config), self.inference()
+        if state.copied is None:
+            return drafting
+        hidden = state.hidden[:, None].to(head.dtype)
+        return InductionPass(drafting, InductionReader(head.induction, state.copied, hidden), head)
+
+
+class LastStateHead(CopyingHead):
+    """A head that drafts from the base's last ``h``, by calls of fixed shapes where the base has graphs."""
+
+    projections: DraftLMHeads
+
+    def __init__(self, config: CopyingConfig, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__(config, base, d2t)
+        self._static = StaticCalls(base.device) if base.uses_graphs else None
+
+    def projection(self, k: int) -> LMHead:
+        return self.projections.head(k)
 
     def invalidate(self) -> None:
         super().invalidate()
         if self._static is not None:
             self._static.clear()
 
-    def init_state(self, batch: int) -> HeadState:
-        weight = self.target_lm_head.weight
-        hidden = weight.new_full((batch, weight.shape[1]), torch.nan)
-        return HeadState(hidden=hidden, tokens=TokenBuffer.none(batch) if self.induction else None)
-
-    def update(
-        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> HeadState:
-        assert isinstance(state, HeadState) and base_hidden is not None
-        known = state.tokens and state.tokens.append(tokens, counts)
-        return HeadState(hidden=last_valid(base_hidden.final, counts), tokens=known)
-
-    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
-        assert isinstance(state, HeadState)
-        drafting, head = self.levels(state, last_token, draft_config), self.inference()
-        if head.induction is None or state.tokens is None:
-            return drafting
-        return InductionPass(drafting, InductionReader(head.induction, state.tokens), state.hidden, head)
-
 
 class InductionPass:
     """Adds what an induction head copies to every level of a pass that gives products before they are scaled."""
 
-    def __init__(self, drafting: DraftPass, reader: InductionReader, hidden: Tensor, head: LastStateHead) -> None:
-        """For an inference copy of a head, with the base's ``hidden`` [B, D]."""
+    def __init__(self, drafting: DraftPass, reader: InductionReader, head: CopyingHead) -> None:
+        """For an inference copy of a head."""
         self._drafting, self._reader, self._head = drafting, reader, head
-        self._hidden = hidden[:, None].to(head.dtype)
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """As ``DraftPass.step``: [B, F, W]."""
         product = self._drafting.step(tokens, parents)
-        copied = self._reader.read(tokens, parents, self._hidden.expand(-1, tokens.shape[1], -1))
+        copied = self._reader.read(tokens, parents)
         return self._head.target_lm_head.scale_and_cap(product + self._head.induction_out(copied))
 
 
@@ -205,7 +222,8 @@ class RecurrentHead(LastStateHead):
         ``states``: of the parents, [B, F, ...]; ``tokens``: [B, F] int64 target ids, the root for k = 0, then drafts.
         """
 
-    def levels(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
+    def levels(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
+        assert isinstance(state, HeadState)
         return RecurrentDraftPass(self.advance, self.first_states(self.read_state(state)[:, None].to(self.dtype)))
 
     def read_state(self, state: HeadState) -> Tensor:

@@ -54,6 +54,10 @@ MULTI_POSITION: dict[str, DraftHeadConfig] = {
     "medusa_last": MedusaConfig(num_draft_tokens=3, own_lm_head=False, reads_last_token=True),
     "medusa_tied": MedusaConfig(num_draft_tokens=3, num_layers=3, tie_blocks=True),
     "eagle3": Eagle3Config(num_draft_tokens=3, ttt_steps=3, draft_vocab_size=None),
+    "eagle3_induction": Eagle3Config(num_draft_tokens=3, ttt_steps=2, own_lm_head=False, induction_rank=6),
+    "p_eagle_induction": Eagle3Config(
+        num_draft_tokens=3, ttt_steps=3, own_lm_head=False, parallel=True, induction_rank=6
+    ),
     "eagle3_late": Eagle3Config(
         num_draft_tokens=3,
         ttt_steps=2,

@@ -10,9 +10,10 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import FORMATS
-from drafthead.models.heads.common.induction import InductionHead
+from drafthead.models.heads.common.induction import InductionHead, InductionReader, InductionText
 from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.heads.dspark import DSparkConfig
+from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from support import TinyBase, random_ids, randomised, row_of
@@ -20,6 +21,7 @@ from support import TinyBase, random_ids, randomised, row_of
 WITH_INDUCTION = {
     "medusa": MedusaConfig(num_draft_tokens=3, own_lm_head=False, induction_rank=64),
     "hydra": HydraConfig(num_draft_tokens=3, own_lm_head=False, induction_rank=64),
+    "eagle3": Eagle3Config(num_draft_tokens=3, ttt_steps=3, own_lm_head=False, induction_rank=64),
     "dspark": DSparkConfig(num_draft_tokens=3, induction_rank=64),
 }
 
@@ -87,7 +89,9 @@ def test_the_text_is_where_it_copies_from(tiny_base: TinyBase) -> None:
     assert torch.equal(ranks[0][:8], ranks[1][12:20])
 
 
-@pytest.mark.parametrize(("kind", "to"), [("medusa", "medusa"), ("hydra", "hydra"), ("dspark", "dspark")])
+@pytest.mark.parametrize(
+    ("kind", "to"), [("medusa", "medusa"), ("hydra", "hydra"), ("eagle3", "eagle3"), ("dspark", "dspark")]
+)
 def test_no_format_has_one(tiny_base: TinyBase, kind: str, to: str) -> None:
     head = WITH_INDUCTION[kind].build(tiny_base())
     with pytest.raises(UserError, match=r"it has an induction head \(ours\) \(head.induction_rank=0\)"):
@@ -97,3 +101,22 @@ def test_no_format_has_one(tiny_base: TinyBase, kind: str, to: str) -> None:
 def test_it_needs_the_bases_projection() -> None:
     with pytest.raises(ValueError, match="set head.own_lm_head=false"):
         MedusaConfig(induction_rank=8)
+
+
+def test_states_that_share_what_was_read_do_not_disturb_each_other(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head = randomised(WITH_INDUCTION["hydra"].build(base), 0.1).eval().inference()
+    assert head.induction is not None
+    text, other = random_ids(40), random_ids(41)[1:]
+    first = InductionText.none(1).append(head.induction, torch.tensor([text[:30]]), None)
+    longer = first.append(head.induction, torch.tensor([text[30:]]), None)
+    branch = first.append(head.induction, torch.tensor([other[:7]]), None)
+    node, state = torch.tensor([[text[3]]]), torch.randn(1, 1, base.hidden_size)
+
+    def read(known: InductionText) -> Tensor:
+        return InductionReader(head.induction, known, state).read(node, torch.zeros_like(node))
+
+    with torch.inference_mode():
+        for known, ids in [(longer, text), (branch, text[:30] + other[:7]), (first, text[:30]), (longer, text)]:
+            alone = InductionText.none(1).append(head.induction, torch.tensor([ids]), None)
+            torch.testing.assert_close(read(known), read(alone))
