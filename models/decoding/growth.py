@@ -51,10 +51,12 @@ class TreeLevel:
     """[M] nodes on the level, in order."""
     parents: Tensor
     """[M] place of each one's parent in the frontier above."""
-    ranks: Tensor
-    """[M] which candidate (or sample) of its parent each one takes."""
     width: int
     """Candidates needed of a parent."""
+    taken: Tensor
+    """[M] which of the parents' candidates (or samples), one parent after the other, each node takes."""
+    taken_shared: Tensor
+    """[M] the same where all parents share one distribution."""
     inner: Tensor
     """[F] those of ``nodes`` that have children, as places on this level: the next frontier."""
     above: Tensor
@@ -62,8 +64,8 @@ class TreeLevel:
 
 
 @lru_cache(maxsize=512)
-def tree_levels(tree: TokenTree, device: torch.device, sampled: bool) -> tuple[TreeLevel, ...]:
-    """The levels of ``tree``; for samples, ranks count a node's earlier siblings instead of naming candidates."""
+def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, most: int) -> tuple[TreeLevel, ...]:
+    """The levels of ``tree``, whose ranks name candidates (of ``most``); a sample's counts its earlier siblings."""
     tensor = partial(torch.tensor, dtype=torch.int64, device=device)
     levels = []
     frontier = [0]
@@ -73,14 +75,16 @@ def tree_levels(tree: TokenTree, device: torch.device, sampled: bool) -> tuple[T
         if sampled:
             ranks = [parents[:place].count(parent) for place, parent in enumerate(parents)]
         else:
-            ranks = [tree.ranks[n] for n in nodes]
+            ranks = [min(tree.ranks[n], most - 1) for n in nodes]
+        width = max(ranks) + 1
         inner = [place for place, n in enumerate(nodes) if n in tree.parents]
         levels.append(
             TreeLevel(
                 nodes=tensor(nodes),
                 parents=tensor(parents),
-                ranks=tensor(ranks),
-                width=max(ranks) + 1,
+                width=width,
+                taken=tensor([parent * width + rank for parent, rank in zip(parents, ranks, strict=True)]),
+                taken_shared=tensor(ranks),
                 inner=tensor(inner),
                 above=tensor([parents[place] for place in inner]),
             )
@@ -224,19 +228,18 @@ def grow(
     probs: list[Tensor] = []
     prob_index = torch.zeros(len(tree), dtype=torch.int64, device=device)
     frontier = last_token[:, None], torch.zeros_like(last_token[:, None])
-    for level in tree_levels(tree, device, sampled=kind is not DraftSampling.TOP_K):
+    for level in tree_levels(tree, device, kind is not DraftSampling.TOP_K, most=len(d2t)):
         logits = draft_pass.step(*frontier)
         if prefix > 0:
             reached = reached * draft_pass.confidence()  # type: ignore[attr-defined]
             if not (expandable := expandable & (reached >= prefix)).any():
                 break
         width = logits.shape[1]  # 1 where all parents share one distribution
-        parents, ranks = level.parents.clamp(max=width - 1), level.ranks
+        taken = level.taken_shared if width == 1 else level.taken
         exists: Tensor | None = None
         if kind is DraftSampling.TOP_K:
             logits = logits.float()
-            values, candidates = logits.topk(min(level.width, logits.shape[-1]), dim=-1)
-            ranks = ranks.clamp(max=values.shape[-1] - 1)
+            values, candidates = logits.topk(level.width, dim=-1)
         elif rng is None:
             raise ValueError("sampled candidates need a random source")
         else:
@@ -245,24 +248,27 @@ def grow(
                 drawing = expandable if width == expandable.shape[1] else expandable.any(1, keepdim=True)
                 wanted = torch.where(drawing[..., None], dist, 0.0)
             candidates = draw_candidates(wanted, level.width, kind, rng)
-            exists = candidates[:, parents, ranks] != MISSING
+            exists = candidates.flatten(1).index_select(1, taken) != MISSING
             candidates = candidates.clamp(min=0)
             count = sum(part.shape[1] for part in probs)
             prob_index[places] = torch.arange(count, count + width, device=device)
             # Always, also where draft ids are the target's own: to find that out would wait for the device.
             probs.append(dist.new_zeros(rows, width, vocabulary).index_copy_(2, d2t, dist))
-        drafted = d2t[candidates[:, parents, ranks]]
-        tokens[:, level.nodes] = drafted
+        drafted = d2t.take(candidates.flatten(1).index_select(1, taken))
+        tokens.index_copy_(1, level.nodes, drafted)
         if cuts:
             found = expandable[:, level.parents]
             found = found if exists is None else found & exists
             active[:, level.nodes] = found
             if threshold > 0:
-                found = found & ((values - logits.logsumexp(-1, keepdim=True))[:, parents, ranks].exp() >= threshold)
+                log_probs = (values - logits.logsumexp(-1, keepdim=True)).flatten(1)
+                found = found & (log_probs.index_select(1, taken).exp() >= threshold)
             expandable, reached = found[:, level.inner], reached[:, level.above]
             if threshold > 0 and not expandable.any():
                 break
-        frontier, places = (drafted[:, level.inner], level.above.expand(rows, -1)), level.nodes[level.inner]
+        frontier = drafted.index_select(1, level.inner), level.above.expand(rows, -1)
+        if probs:
+            places = level.nodes.index_select(0, level.inner)
     shape = tree.shape_on(device)
     if cuts:
         kept, shape = kept_nodes(tree, active, sampled=bool(probs))
