@@ -43,7 +43,7 @@ usage: drafthead COMMAND [key=value ...]
   drafthead replay head=outputs/medusa_smollm2/head suite=mt_bench
   drafthead adapt head=outputs/medusa_smollm2/head suite=code
   drafthead certify
-  drafthead export head=outputs/eagle3_smollm2/head to=eagle3 out=outputs/eagle3_smollm2/published
+  drafthead export head=outputs/eagle3_smollm2_served/head to=eagle3 out=published
   drafthead import from=user/medusa-vicuna-7b base=lmsys/vicuna-7b-v1.3 out=outputs/medusa_vicuna/head
   drafthead push head=outputs/medusa_smollm2/head repo=user/medusa-smollm2
 

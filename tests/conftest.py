@@ -56,8 +56,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleTy
 
 
 @cache
-def _tiny_base(model_type: str, seed: int) -> BaseModel:
-    shape = {**TINY, "model_type": model_type, **ARCHITECTURES[model_type]}
+def _tiny_base(model_type: str, seed: int, **settings: Any) -> BaseModel:
+    shape = {**TINY, "model_type": model_type, **ARCHITECTURES.get(model_type, {}), **settings}
     return BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=seed))
 
 
@@ -65,9 +65,9 @@ def _tiny_base(model_type: str, seed: int) -> BaseModel:
 def tiny_base() -> Callable[..., BaseModel]:
     """A random base of a given architecture; weights wide enough that greedy answers vary."""
 
-    def make(model_type: str = "llama", seed: int = 0) -> BaseModel:
+    def make(model_type: str = "llama", seed: int = 0, **settings: Any) -> BaseModel:
         torch.manual_seed(seed)
-        return _tiny_base(model_type, seed)
+        return _tiny_base(model_type, seed, **settings)
 
     return make
 

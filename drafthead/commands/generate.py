@@ -80,11 +80,13 @@ def main(config: GenerateConfig) -> None:
     mean = sum(s.committed for s in result.steps) / max(1, len(result.steps))
     line = f"{len(result.tokens)} tokens, {rate:.1f} tokens/s, mean accepted length {mean:.2f}"
     if config.compare:
-        baseline, same = decode(base, None, ids, **settings), "another text (a near-tie; see drafthead eval)"
-        if not config.sampler.greedy:
-            same = "another sample of the same distribution"
-        elif baseline.tokens == result.tokens:
+        baseline = decode(base, None, ids, **settings)
+        if baseline.tokens == result.tokens:
             same = "the same text"
+        elif config.sampler.greedy:
+            same = "another text (a near-tie; see drafthead eval)"
+        else:
+            same = "another sample of the same distribution"
         baseline_rate = len(baseline.tokens) / baseline.total_s
         line += f"; autoregressive {baseline_rate:.1f} tokens/s and {same}: speedup {rate / baseline_rate:.2f}"
     console.print(f"\n[dim]{line}[/dim]", soft_wrap=True)

@@ -42,7 +42,7 @@ from drafthead.models.heads.common.multi_position import MultiPositionHead
 from drafthead.models.heads.common.targets import DraftTargets, drafting_places, has_next
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import FusedRMSNorm, fresh_copy, rotate
-from drafthead.models.kernels.linear import joined_linear, reads_in
+from drafthead.models.kernels.linear import joined_linear, product_of_states, reads_in
 
 
 @dataclass(kw_only=True)
@@ -181,7 +181,9 @@ class DSparkHead(MultiPositionHead):
         if self.markov_out is not None:
             self.markov_out.weight.zero_()
         if self.markov_out is not None and self.induction is not None:
-            self.markov_out.weight[:, self.config.markov_rank :] = self.induction.start_projection(self.d2t)
+            self.markov_out.weight[:, self.config.markov_rank :] = self.induction.start_projection(
+                self.d2t, self.target_lm_head.scale
+            )
         if self.config.markov_rank:
             nn.init.normal_(self.markov_in.weight, std=width**-0.5 if self.config.tied_markov else 0.02)
         if self.confidence is not None:
@@ -220,7 +222,7 @@ class DSparkHead(MultiPositionHead):
 
     def fuse(self, read: Tensor) -> Tensor:
         """The base's states of ``spec``, [..., n D] -> context [..., D]."""
-        context: Tensor = self.hidden_norm(self.fc(read.to(reads_in(self.fc))))
+        context: Tensor = self.hidden_norm(product_of_states(self.fc, read.to(reads_in(self.fc))))
         return context
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -428,7 +430,8 @@ def spread_layers(layers: int, count: int) -> tuple[int, ...]:
     """The taps of all published heads: L // 2, or ``count`` outputs spread from layer 1 to L - 3, counted from 0."""
     if count == 1:
         return (layers // 2 + 1,)
-    return tuple(max(1, round(1 + n * (layers - 4) / (count - 1)) + 1) for n in range(count))
+    spread = (round(1 + n * (layers - 4) / (count - 1)) + 1 for n in range(count))
+    return tuple(sorted(min(layers, max(1, layer)) for layer in spread))
 
 
 @torch.no_grad()
@@ -437,6 +440,11 @@ def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
 
     Norms of queries and keys that the base lacks begin with the size that these have on average.
     """
+    if not _is_llama_like(stock):
+        raise UserError(
+            f"head.copy_layers=true copies layers like Llama's, which {type(stock).__name__} is not; set "
+            "head.copy_layers=false"
+        )
     attention = layer.self_attn
     for norm, own in (
         (stock.input_layernorm, layer.input_layernorm),
@@ -454,3 +462,15 @@ def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
         else:
             rows = getattr(attention, f"{name}_proj").weight * layer.input_layernorm.weight
             own.weight.fill_(rows.square().sum(1).mean().sqrt())
+
+
+def _is_llama_like(stock: Any) -> bool:
+    """Whether a base's decoder layer has the parts that ``copy_layer`` copies, and no others."""
+    parts = {name: {child for child, _ in part.named_children()} for name, part in stock.named_children()}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    return (
+        set(parts) == {*norms, "self_attn", "mlp"}
+        and {"q_proj", "k_proj", "v_proj", "o_proj"} <= parts["self_attn"]
+        and {"gate_proj", "up_proj", "down_proj"} <= parts["mlp"]
+        and not any(getattr(getattr(stock, name), "bias", None) is not None for name in norms)
+    )

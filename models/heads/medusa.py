@@ -76,6 +76,10 @@ class Blocks(nn.ModuleList):
         """The blocks as they are applied."""
         return [cast(ResBlock, self[place]) for place in self._order]
 
+    def inference(self, dtype: torch.dtype | None = None) -> "Blocks":
+        """As it is: ``MedusaHead`` packs the blocks of all heads together."""
+        return self
+
     def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
         """[..., D] after all blocks; the first one alone is given ``condition``."""
         for i, block in enumerate(self.in_order()):
@@ -99,11 +103,11 @@ class MedusaHead(LastStateHead):
             if config.own_lm_head
             else self.shared_projection()
         )
-        self._packed: dict[int, list[list[nn.Module]]] = {}
+        self._packed: tuple[int, list[list[nn.Module]]] = 0, []
 
     def invalidate(self) -> None:
         super().invalidate()
-        self._packed = {}
+        self._packed = 0, []
 
     def num_calls(self, name: str) -> int:
         return self.config.num_layers if self.config.tie_blocks else 1
@@ -127,23 +131,26 @@ class MedusaHead(LastStateHead):
     def draft_logits(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         """Logits of the first ``depth`` heads: [B, D], [B] -> [B, depth, W]."""
         x, condition = hidden.to(self.dtype), self._condition(last_token)
-        first, *others = self._packed_blocks(depth)
+        heads, (first, *others) = self._packed_blocks(depth)
         read = x if condition is None else torch.cat([x, condition], -1)
-        x = x[:, None] + F.silu(first[0](read).unflatten(-1, (depth, -1)))
+        x = x[:, None] + F.silu(first[0](read).unflatten(-1, (heads, -1))[:, :depth])
         for layer in others:
-            added = [linear(part) for linear, part in zip(layer, x.unbind(1), strict=True)]
+            added = [linear(part) for linear, part in zip(layer, x.unbind(1), strict=False)]
             x = x + F.silu(torch.stack(added, 1))
         return self.projections.all_logits(x)
 
-    def _packed_blocks(self, depth: int) -> list[list[nn.Module]]:
-        """The linear layers of the first ``depth`` heads by block: those of the first, which read the same, as one."""
-        if depth not in self._packed:
+    def _packed_blocks(self, depth: int) -> tuple[int, list[list[nn.Module]]]:
+        """The linear layers of at least ``depth`` heads by block: those of the first, which read the same, as one.
+
+        Also how many heads. An answer ends with fewer drafts than its tree has, which read a part of the same copies.
+        """
+        if self._packed[0] < depth:
             dtype = self.config.inference_dtype(self.base)
             by_head = [[block.linear for block in cast(Blocks, blocks).in_order()] for blocks in self.blocks]
             first, *others = zip(*by_head[:depth], strict=True)
-            self._packed[depth] = [[joined_linear(list(first), dtype)]]
-            self._packed[depth] += [[inference_copy(linear, dtype) for linear in layer] for layer in others]
-        return self._packed[depth]
+            joined = [joined_linear(list(first), dtype)]
+            self._packed = depth, [joined, *([inference_copy(linear, dtype) for linear in layer] for layer in others)]
+        return self._packed
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         read = draft_targets.at_sources(base_hidden.final).to(self.dtype)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 
 class InferenceWeights(nn.Module):
-    """Drops cached inference weights on ``.train()``, ``.eval()``, ``.to()`` and ``.float()``."""
+    """Drops cached inference weights on ``.train()``, ``.eval()``, ``.to()``, ``.float()`` and ``load_state_dict``."""
 
     def invalidate(self) -> None:
         """Drop packed copies of weights, and graphs that read weights where they are."""
@@ -35,6 +35,10 @@ class InferenceWeights(nn.Module):
         self.invalidate()
         moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return moved
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.invalidate()
+        super()._load_from_state_dict(*args, **kwargs)
 
 
 ROWS_HINT = 8
@@ -185,8 +189,9 @@ def can_prepack(weight: Tensor) -> bool:
 class Int8Linear(nn.Module):
     """Inference-only CPU linear layer with weights in 8 bits, for drafts alone: it rounds by about a percent.
 
-    Weights have a scale for every output, inputs one for a pass. Rows of one pass may differ in size by orders of
-    magnitude where there are many of them (a prompt's first token), so more than ``INT8_ROWS`` are computed in 16 bits.
+    Weights have a scale for every output, inputs one for a pass: a row's rounding depends on the rows beside it. Rows
+    may differ in size by orders of magnitude where there are many of them, so more than ``INT8_ROWS`` are computed in
+    16 bits. States of the base always may: ``product_of_states``.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -208,6 +213,20 @@ class Int8Linear(nn.Module):
         rows = x.float().reshape(-1, x.shape[-1])
         product: Tensor = torch.ops.quantized.linear_dynamic(rows, self._packed, True)
         return product.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+def product_of_states(linear: nn.Module, states: Tensor) -> Tensor:
+    """``linear``, which has no bias, of the base's states ([..., in]), or its ``Int8Linear``.
+
+    A text's first token may be a hundred times the size of the others, whose products in 8 bits would be lost beside
+    it: every row is brought to the same size first.
+    """
+    if not isinstance(linear, Int8Linear):
+        product: Tensor = linear(states)
+        return product
+    size = torch.linalg.vector_norm(states, torch.inf, dim=-1, keepdim=True).clamp(min=1e-12)
+    product = linear(states / size) * size
+    return product
 
 
 class PlainLinear(nn.Module):

@@ -14,7 +14,7 @@ def regenerate(recipe: str) -> None:
     """Run the tiny recipe and keep its losses."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "train" / "run.py"), f"recipe={recipe}", "debug=tiny", "log_every=1"]
-        command += [] if recipe == "eagle3_smollm2" else ["head.induction_rank=0"]
+        command.append("head.induction_rank=0")  # the published heads
         command.append(f"data.text.sources=[{{kind: text, name: {ROOT / 'LICENSE'}}}]")
         subprocess.run([*command, f"out={folder}/run", f"data.folder={folder}/corpora"], check=True)
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]

@@ -24,7 +24,6 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftState
 from drafthead.models.decoding.draft_cache import TokenBuffer
 from drafthead.models.heads.common.targets import DraftTargets, drafting_places
-from drafthead.models.kernels.attention import document_mask
 
 SHARPNESS = (16.0, 6.0)
 """Score of the same last token, and of the same token before it, in an untrained head."""
@@ -80,9 +79,9 @@ class InductionHead(nn.Module):
         return F.rms_norm(self.codes_proj(self._read(tokens)).unflatten(-1, (3, -1)), (self.rank,))
 
     @torch.no_grad()
-    def start_projection(self, d2t: Tensor) -> Tensor:
-        """[W, r] what the projection of what is copied begins as."""
-        return self.codes(d2t)[:, 2] * (BOOST / self.rank)
+    def start_projection(self, d2t: Tensor, scale: float) -> Tensor:
+        """[W, r] what the projection of what is copied begins as; its product will be multiplied by ``scale``."""
+        return self.codes(d2t)[:, 2] * (BOOST / (self.rank * scale))
 
     def forward(
         self, last: Tensor, before: Tensor, state: Tensor, text: Tensor, seen: Tensor, paired: Tensor
@@ -128,7 +127,9 @@ class InductionPlaces:
     def __init__(self, head: InductionHead, batch: TrainBatch, places: Tensor) -> None:
         self._head, self._places, self._codes = head, places, head.codes(batch.input_ids)
         self._rows = torch.arange(len(places), device=places.device)[:, None]
-        causal = document_mask(batch.document_ids, torch.float32)[:, 0][self._rows, places] == 0
+        documents = batch.document_ids
+        causal = documents[:, None] == documents.gather(1, places)[..., None]
+        causal &= torch.arange(documents.shape[1], device=places.device) <= places[..., None]
         self._seen = causal & (batch.position_ids > 0)[:, None]  # nothing stands before a document's first token
         self._paired = batch.position_ids > 1
 
@@ -165,24 +166,23 @@ class InductionCache:
         (rows, total), rank = tokens.shape, head.rank
         if self._table is not head.table or len(self._tokens) != rows:
             self._table, self._tokens, self._keys = head.table, tokens[:, :0], head.table.new_zeros(rows, 0, 0)
-        known = self._agreed(tokens)
         if total + 2 > self._keys.shape[1]:
-            self._resize(2 * total + INITIAL_ROOM, known)
-        if known < total:
-            codes, (one, two) = head.codes(tokens[:, known:]), head.sharpness / rank
-            self._keys[:, known + 1 : total + 1, :rank] = codes[..., 0, :] * one
-            self._keys[:, known + 2 : total + 2, rank:-1] = codes[..., 1, :] * two
-            self._values[:, known:total] = codes[..., 2, :]
-            if known == 0:
-                self._values[:, 0] = 0.0
+            self._resize(2 * total + INITIAL_ROOM, self._tokens.shape[1])
+        if len(places := self._changed(tokens)):
+            codes, (one, two) = head.codes(tokens[:, places]), head.sharpness / rank
+            self._keys[:, places + 1, :rank] = codes[..., 0, :] * one
+            self._keys[:, places + 2, rank:-1] = codes[..., 1, :] * two
+            self._values[:, places] = codes[..., 2, :]
+            self._values[:, 0] = 0.0
         self._tokens = tokens
         return self._keys[:, :total], self._values[:, :total]
 
-    def _agreed(self, tokens: Tensor) -> int:
-        """How many positions hold what ``tokens`` says, padding included: codes depend on ids alone."""
-        width = min(self._tokens.shape[1], tokens.shape[1])
-        old, new = self._tokens[:, :width], tokens[:, :width]
-        return width if torch.equal(old, new) else int((old == new).all(0).cumprod(0).sum())
+    def _changed(self, tokens: Tensor) -> Tensor:
+        """[n] the positions at which some row holds something else than ``tokens``: codes depend on ids alone."""
+        total, width = tokens.shape[1], min(self._tokens.shape[1], tokens.shape[1])
+        changed = torch.ones(total, dtype=torch.bool, device=tokens.device)
+        changed[:width] = (self._tokens[:, :width] != tokens[:, :width]).any(0)
+        return changed.nonzero()[:, 0]
 
     def _resize(self, capacity: int, known: int) -> None:
         assert self._table is not None

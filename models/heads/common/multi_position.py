@@ -107,7 +107,7 @@ class CopyingHead(MultiPositionHead):
             self.induction = InductionHead(base, config.induction_rank)
             self.induction_out = nn.Linear(config.induction_rank, len(self.d2t), bias=False, device=base.device)
             with torch.no_grad():
-                self.induction_out.weight.copy_(self.induction.start_projection(self.d2t))
+                self.induction_out.weight.copy_(self.induction.start_projection(self.d2t, self.target_lm_head.scale))
 
     def shared_projection(self) -> DraftLMHeads:
         """The base's projection, frozen, for all positions."""
@@ -151,11 +151,13 @@ class CopyingHead(MultiPositionHead):
             copied = copied.append(self.inference().induction, tokens, counts)
         return HeadState(hidden=last_valid(base_hidden.final, counts), copied=copied)
 
+    @torch.inference_mode()
     def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
         assert isinstance(state, HeadState)
-        drafting, head = self.levels(state, last_token, draft_config), self.inference()
+        drafting = self.levels(state, last_token, draft_config)
         if state.copied is None:
             return drafting
+        head = self.inference()
         hidden = state.hidden[:, None].to(head.dtype)
         return InductionPass(drafting, InductionReader(head.induction, state.copied, hidden), head)
 

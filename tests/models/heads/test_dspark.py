@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates
+from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.contract import DraftConfig
 from drafthead.models.heads.common.losses import LossConfig
@@ -120,6 +121,15 @@ def test_a_few_places_are_trained(tiny_base: TinyBase) -> None:
 def test_taps_and_mask_token() -> None:
     """DeepSpec's formula, in our count (1 is the first layer's output)."""
     assert spread_layers(36, 5) == (2, 10, 18, 26, 34) and spread_layers(30, 1) == (16,)
+    assert spread_layers(1, 2) == (1, 1) and spread_layers(3, 2) == (1, 2)  # smaller than any published base
+
+
+@pytest.mark.parametrize("family", ["gemma2", "olmo2"])
+def test_layers_unlike_llamas_are_not_copied(tiny_base: TinyBase, family: str) -> None:
+    base = tiny_base(family)
+    with pytest.raises(UserError, match="set head.copy_layers=false"):
+        DSparkConfig().build(base)
+    assert new_head(base, copy_layers=False).decoder_layers
 
 
 def test_the_mask_token_is_spoken_by_nobody(tiny_base: TinyBase) -> None:

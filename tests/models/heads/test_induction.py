@@ -1,6 +1,7 @@
 """The induction head beside other heads: what it computes, that it copies untrained, and that it stays in its text."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,39 @@ def test_no_format_has_one(tiny_base: TinyBase, kind: str, to: str) -> None:
     head = WITH_INDUCTION[kind].build(tiny_base())
     with pytest.raises(UserError, match=r"it has an induction head \(ours\) \(head.induction_rank=0\)"):
         FORMATS[to].checkpoint(head, None, None)
+
+
+@pytest.mark.parametrize("kind", ["hydra", "dspark"])
+@pytest.mark.parametrize("settings", [{}, {"model_type": "granite", "logits_scaling": 8.0}], ids=["llama", "granite"])
+def test_a_match_adds_the_same_to_the_logits_of_any_base(
+    tiny_base: TinyBase, kind: str, settings: dict[str, Any]
+) -> None:
+    """Granite's base divides its logits."""
+    head = WITH_INDUCTION[kind].build(tiny_base(**settings))
+    with torch.no_grad():
+        codes, out = head.induction.codes(torch.tensor([7]))[:, 2], head.output_head(0)
+        added = (codes @ out.low_rank[:, -64:].T)[0] * out.scale
+        assert float(added[7]) == pytest.approx(8.0, rel=1e-3)
+
+
+def test_only_what_a_row_said_anew_is_looked_up(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short row's padding moves every step; what a long row said before is not read again."""
+    head = randomised(WITH_INDUCTION["hydra"].build(tiny_base()), 0.1).eval().inference().induction
+    assert head is not None
+    counted: list[int] = []
+    whole = InductionHead.codes
+    monkeypatch.setattr(InductionHead, "codes", lambda h, tokens: counted.append(tokens.numel()) or whole(h, tokens))
+    known = InductionText.none(2).append(head, torch.tensor([random_ids(50), random_ids(50, 1)]), torch.tensor([50, 9]))
+    counted.clear()
+    for step in range(10):
+        known = known.append(head, torch.tensor([random_ids(2, step), random_ids(2, step + 20)]), torch.tensor([2, 1]))
+        known.cache.read(head, known.tokens.tokens)
+    assert max(counted) <= 8, counted
+    alone = InductionText.none(2).append(head, known.tokens.tokens, known.tokens.lengths)
+    for kept, fresh in zip(
+        known.cache.read(head, known.tokens.tokens), alone.cache.read(head, known.tokens.tokens), strict=True
+    ):
+        torch.testing.assert_close(kept, fresh)
 
 
 def test_it_needs_the_bases_projection() -> None:

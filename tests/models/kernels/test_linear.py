@@ -12,16 +12,20 @@ from drafthead.data.batch import HiddenStatesSpec
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import reading_copy
 from drafthead.models.decoding.loop import decode
+from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.kernels import choice, linear
 from drafthead.models.kernels.choice import choose_kernels
 from drafthead.models.kernels.linear import (
     MEASURED_ROWS,
+    Int8Linear,
     Kernel,
     KernelTable,
     PrepackedLinear,
     can_prepack,
+    packs_int8,
     pad_rows,
     prepack_linears,
+    product_of_states,
 )
 from support import TinyBase, random_ids, row_of
 
@@ -51,6 +55,25 @@ def test_only_plain_float32_layers_are_prepacked() -> None:
     assert prepack_linears(module) == 2
     assert not can_prepack(torch.zeros(4, 4, dtype=torch.bfloat16))
     assert not can_prepack(torch.zeros(4))
+
+
+@pytest.mark.skipif(not packs_int8(), reason="this torch multiplies nothing in 8 bits here")
+def test_states_of_any_size_in_8_bits() -> None:
+    """A text's first token is a hundred times the size of the others, which must not be lost beside it."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 96), torch.randn(4, 96)
+    x[0] *= 100
+    found, wanted = product_of_states(Int8Linear(weight, None), x), x @ weight.T
+    assert float(((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max()) < 0.03
+
+
+def test_loaded_weights_are_the_ones_that_draft(tiny_base: TinyBase) -> None:
+    first, second = (MedusaConfig(num_draft_tokens=2).build(tiny_base(seed=seed)).eval() for seed in (0, 1))
+    hidden, last = torch.randn(1, 32), torch.tensor([5])
+    with torch.inference_mode():
+        assert not torch.equal(first.draft_logits(hidden, last, 2), wanted := second.draft_logits(hidden, last, 2))
+        first.load_state_dict(second.state_dict())
+        torch.testing.assert_close(first.draft_logits(hidden, last, 2), wanted)
 
 
 def test_padding_makes_exactly_full_rows() -> None:
