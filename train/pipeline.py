@@ -235,7 +235,8 @@ def _save_trained_head(work: Workspace) -> None:
     assert last is not None
     chosen = last
     if best is not None and best.state.global_step != last.state.global_step:
-        found = f"held-out mean accepted length {best.state.score:.3f}, after step {best.state.global_step}"
+        step = f"step {best.state.global_step} (over all phases)"
+        found = f"held-out mean accepted length {best.state.score:.3f}, after {step}"
         if work.run.checkpoint.final == "best":
             chosen = best
             work.display.line(f"   the weights are the best ones: {found}")

@@ -142,6 +142,9 @@ def summary(rows: Sequence[dict[str, Any]], learner: OnlineLearner) -> list[str]
             f"{part}: {accepted_length(rows[-part:], 'steps_frozen'):.2f}"
         )
     share = learner.update_s / learner.decode_s if learner.decode_s else float("nan")
+    if not learner.updates:
+        every = learner.config.interval
+        return [*lines, f"no update: {len(rows)} answers, one comes after every {every}; raise limit, lower interval"]
     lines.append(f"{learner.updates} updates took {learner.update_s:.1f} s, {100 * share:.0f} % of the decoding's time")
     return lines
 

@@ -43,10 +43,14 @@ KINDS = {
     "head": (0, 0, 0),
 }
 """Kinds of drafters: the fewest and the most numbers that each takes, and its tokens where none are given."""
+TOKENS_AT = {"early_exit": 1, "budget": 1}
+"""Kinds whose first number is not how many tokens they draft: where that stands."""
 NAMED = {"model": True, "head": False, "max_gram": False}
 """Kinds that take a name; whether they need one."""
 TOGETHER = ("relay", "nested")
 DEFAULT_MEMORY = 16384
+MOST_TOKENS = 256
+"""Longest drafts: a tree's masks grow with their square."""
 LONGEST_MATCH = 3
 """Tokens that prompt lookup looks for, or more where that many tokens only allow all of its drafts."""
 DEFAULT_POLICY = "retrieval:8"
@@ -143,8 +147,8 @@ def _part(text: str) -> Expression:
     body, tokens = text.strip(), None
     if found := re.fullmatch(r"(.+)@(\d+)", body):
         body, tokens = found[1], int(found[2])
-    if tokens == 0:
-        raise UserError(f"{text!r} drafts at most 0 tokens; give at least 1")
+    if tokens is not None:
+        _check_tokens(text, tokens)
     if body.startswith("(") and body.endswith(")"):
         return replace(parse_drafter(body[1:-1]), tokens=tokens, text=text)
     kind, *details = body.split(":")
@@ -158,9 +162,19 @@ def _part(text: str) -> Expression:
         Policy.parse(name)
     fewest, most, _ = KINDS.get(kind, (1, 0, 0))
     fits = fewest <= len(details) <= most and (bool(name) or not NAMED.get(kind, False))
-    if not fits or not all(detail.isdigit() and int(detail) > 0 for detail in details):
+    if not fits:
         raise _unknown(text)
-    return Expression(text, kind, name, tuple(map(int, details)), tokens)
+    if not all(detail.isdigit() and int(detail) > 0 for detail in details):
+        raise UserError(f"{text!r}: the numbers of {kind} are whole and at least 1; its form is one of {FORMS}")
+    numbers = tuple(map(int, details))
+    if len(numbers) > TOKENS_AT.get(kind, 0):
+        _check_tokens(text, numbers[TOKENS_AT.get(kind, 0)])
+    return Expression(text, kind, name, numbers, tokens)
+
+
+def _check_tokens(text: str, tokens: int) -> None:
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise UserError(f"{text!r} drafts at most {tokens} tokens; give 1 to {MOST_TOKENS}")
 
 
 def _unknown(text: str) -> UserError:
@@ -216,7 +230,7 @@ def build_drafter(
 
 def _single(expression: Expression, base: BaseModel) -> Drafter:
     numbers, kind = expression.numbers, expression.kind
-    place = 1 if kind in ("early_exit", "budget") else 0
+    place = TOKENS_AT.get(kind, 0)
     tokens = expression.tokens or (numbers[place] if len(numbers) > place else KINDS[kind][2])
     if kind == "head":
         return DraftHead.from_pretrained(expression.name, base)

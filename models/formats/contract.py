@@ -157,7 +157,10 @@ class Format(ABC):
             found.append(("it has an induction head (ours)", "head.induction_rank=0"))
         if found:
             listed = "; ".join(f"{what} ({instead})" for what, instead in found)
-            raise UserError(f"the format {self.name} cannot hold this head: {listed}")
+            raise UserError(
+                f"the format {self.name} cannot hold this head: {listed}. In brackets: what to set, head.* when "
+                "training; recipes called NAME_served set it (docs/serving.md)"
+            )
         kind = str(dtype or next(head.parameters()).dtype).removeprefix("torch.")
         config = self.config(head) | {"torch_dtype": kind, BASE_NAME: base_name or published_name(head.base)}
         return PublishedCheckpoint(config, self._all_tensors(head))

@@ -79,8 +79,14 @@ def test_pruned_trees_of_samples_are_refused(head: MedusaHead) -> None:
 def test_peers(tiny_base: TinyBase) -> None:
     base = tiny_base()
     check_methods(["prompt_lookup", "early_exit:2", "hf_prompt_lookup:3", "head+prompt_lookup:3", "model:a:b:7"])
-    for wrong in ("prompt_lokup", "early_exit", "model", "prompt_lookup:x", "early_exit:2:0", "head+hf_assisted:a"):
+    for wrong in ("prompt_lokup", "early_exit", "model", "head+hf_assisted:a"):
         with pytest.raises(UserError, match=f"unknown drafter or method '.*{wrong[5:]}'; give any of prompt_lookup"):
+            check_methods([wrong])
+    for wrong in ("prompt_lookup:x", "prompt_lookup:0", "early_exit:2:0"):
+        with pytest.raises(UserError, match=r"the numbers of \w+ are whole and at least 1"):
+            check_methods([wrong])
+    for wrong in ("prompt_lookup:100000", "early_exit:2:257", "prompt_lookup@257", "head@0"):
+        with pytest.raises(UserError, match="tokens; give 1 to 256"):
             check_methods([wrong])
     assert is_drafter("early_exit:2") and is_drafter("prompt_lookup@3") and not is_drafter("outputs/a/head")
     assert build_drafter(parse_drafter("prompt_lookup:4"), base)[0].depth == 4

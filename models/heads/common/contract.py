@@ -256,10 +256,11 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
             missing, unexpected = head.load_state_dict(weights, strict=False)
         except RuntimeError as error:
             wrong = str(error).splitlines()[-1].strip()
-            raise UserError(f"{folder}/model.safetensors does not fit its config: {wrong}") from None
+            raise UserError(f"{folder}/model.safetensors does not fit its config: {wrong}; copy both again") from None
         if missing or unexpected:
             raise UserError(
-                f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}"
+                f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}; the two "
+                "files are of different heads, or a setting was changed: copy both again"
             )
         read_trees(folder, head)
         if not isinstance(head, cls):
