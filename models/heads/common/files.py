@@ -136,8 +136,7 @@ def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]
         refuse_pickles(folder, [found.name for found in folder.iterdir()])
     try:
         if checksum is not None and file_digest(path) != checksum:
-            size = path.stat().st_size
-            raise SafetensorError(f"its {size:,} bytes do not have the checksum that config.json states")
+            raise SafetensorError("it does not have the checksum that config.json states")
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)}); copy the head again") from None
