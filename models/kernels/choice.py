@@ -1,4 +1,4 @@
-"""Which kernel multiplies one, two, four and eight rows fastest on this CPU, and whether fewer bits are faster.
+"""Which kernel multiplies one to four and eight rows fastest on this CPU, and whether fewer bits are faster.
 
 All is measured at load and kept for later loads.
 """

@@ -68,7 +68,7 @@ class Kernel(StrEnum):
     """The same with one or two rows repeated up to ``FULL_ROWS``."""
 
 
-MEASURED_ROWS = (1, 2, 4, 8)
+MEASURED_ROWS = (1, 2, 3, 4, 8)
 """Numbers of rows for which kernels are compared; a number between takes the choice of the next larger one."""
 
 
