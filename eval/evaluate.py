@@ -136,9 +136,10 @@ def predict(
     tau = simulated.mean_accepted_length
     length = mean(len(text.ids) - text.boundary for text in texts)
     prompt = mean(text.boundary for text in texts)
-    nodes = simulated.nodes or draft_config.nodes
+    nodes = simulated.nodes or {draft_config.nodes: 1.0}
     speedup = costs.answer_speedup(tau, nodes, draft_config.depth, length, prompt)
-    return {"mean_accepted_length": tau, "interval_95": simulated.interval, "speedup": speedup, "nodes": nodes}
+    average = sum(n * share for n, share in nodes.items())
+    return {"mean_accepted_length": tau, "interval_95": simulated.interval, "speedup": speedup, "nodes": average}
 
 
 def development_answers(base: BaseModel, config: EvalConfig, limit: int) -> list[Text]:

@@ -1,6 +1,6 @@
 """What one step costs on this machine: verification of n tokens, drafting, and the loop around them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import mean, median
@@ -76,11 +76,15 @@ class CostModel:
         """Expected speedup over autoregressive decoding of steps that commit ``tokens`` with such a tree."""
         return tokens * self.step(1, 0) / self.step(nodes, depth)
 
-    def answer_speedup(self, tokens: float, nodes: float, depth: int, length: float, prompt: float) -> float:
-        """The same of whole answers of ``length`` tokens to prompts of ``prompt``, which no draft reads faster."""
-        autoregressive, speculative = (
-            length * seconds for seconds in (self.step(1, 0), self.step(nodes, depth) / tokens)
-        )
+    def answer_speedup(
+        self, tokens: float, nodes: Mapping[int, float], depth: int, length: float, prompt: float
+    ) -> float:
+        """The same of whole answers of ``length`` tokens to prompts of ``prompt``, which no draft reads faster.
+
+        ``nodes``: the share of the steps with trees of so many. v(n) is no line, so their mean would not do.
+        """
+        step = sum(share * self.step(n, depth) for n, share in nodes.items())
+        autoregressive, speculative = (length * seconds for seconds in (self.step(1, 0), step / tokens))
         share = prompt / self.context
         prefill, drafter = self.prefill * share, self.draft_prefill * share
         return (prefill + autoregressive) / (prefill + drafter + speculative)

@@ -157,9 +157,9 @@ class SimulatedAcceptance:
     """Expected number of steps over all answers."""
     tokens: int
     """Tokens that these steps commit: what truncates an answer truncates its last step."""
-    nodes: float | None = None
-    """Mean nodes of a step's tree, root included, where drafts were made and not only simulated: some drafters find
-    fewer than their tree has room for."""
+    nodes: dict[int, float] | None = None
+    """Share of the steps by the nodes of their tree, root included, where drafts were made and not only simulated: some
+    drafters find fewer than their tree has room for."""
 
 
 def simulate_acceptance(answers: Sequence[AcceptProbs], tree: TokenTree, seed: int = 0) -> SimulatedAcceptance:
@@ -181,5 +181,10 @@ def simulate_steps(
         interval=None if np.isnan(low) else (low, high),
         steps=steps,
         tokens=int(tokens),
-        nodes=float(np.average(np.concatenate(sizes), weights=np.concatenate(started))) if sizes and steps else None,
+        nodes=_shares(np.concatenate(sizes), np.concatenate(started)) if sizes and steps else None,
     )
+
+
+def _shares(sizes: Floats, weights: Floats) -> dict[int, float]:
+    """How much of the weight every size has."""
+    return {int(n): float(weights[sizes == n].sum() / weights.sum()) for n in np.unique(sizes)}

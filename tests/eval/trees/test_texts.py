@@ -77,7 +77,7 @@ def test_a_deterministic_plan_is_the_tree_on_ranks(base: BaseModel, sampler: Sam
     head, texts = fitted(base), answered(base, sampler.temperature, 25)
     whole = text_accept_probs(base, head, texts, sampler, AcceptProbsConfig())
     found = simulate_texts(base, head, texts, DraftConfig(tree=TREE), sampler)
-    assert found == replace(simulate_acceptance(whole, TREE), nodes=len(TREE)) and found.steps < found.tokens
+    assert found == replace(simulate_acceptance(whole, TREE), nodes={len(TREE): 1.0}) and found.steps < found.tokens
 
 
 def test_a_dynamic_tree_of_all_candidates_is_the_expansion(base: BaseModel) -> None:
