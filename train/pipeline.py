@@ -6,17 +6,19 @@ Each stage reads what it needs from the run folder and leaves its results there,
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import datasets
 from accelerate.utils import set_seed
 
 from drafthead.data.answers.backend import RankGroup
 from drafthead.data.answers.draft_vocab import coverage
 from drafthead.data.answers.store import GenerationStore
+from drafthead.data.batch import TrainBatch
 from drafthead.data.text.packing import collate
 from drafthead.data.utils.config import flatten, update_names
 from drafthead.data.utils.errors import UserError
@@ -252,15 +254,18 @@ def quality(work: Workspace) -> None:
     run = work.run
     if not run.trains_base:
         return
+
+    def batches(name: str, part: datasets.Dataset) -> Iterator[TrainBatch]:
+        for n in range(len(part)):
+            work.display.progress(f"held-out {name}, read by both", n, len(part))
+            yield collate(part, [n])
+
     with work.display.stage("the trained base beside the original one"):
         rows = {"answers": work.corpora.generation_rows(run.answer_row_length, held_out=True)[0]}
         text = unseen_text(work.corpora, run.phases)
         if text is not None:
             rows = {"text": text, **rows}
-        found = {
-            name: compare_bases(work.corpora.base, work.base, (collate(part, [n]) for n in range(len(part))))
-            for name, part in rows.items()
-        }
+        found = {name: compare_bases(work.corpora.base, work.base, batches(name, part)) for name, part in rows.items()}
         result = check_quality(found, run.quality_limits)
         for folder in (work.folder, work.head_folder):
             write_json(folder / QUALITY, result)
