@@ -80,20 +80,29 @@ def base_answers(
     seed: int = 0,
     split: str = "all",
 ) -> list[Text]:
-    """The base's own answers to a suite's first turns; prompts that do not fit the context are left out."""
+    """The base's own answers to a suite, later turns after its own answers; those that do not fit are left out."""
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    prompts = [
-        (p.number, conversation_ids(base.tokenizer, p, template_kwargs=base.config.chat_template_kwargs))
-        for p in load_suite(suite, limit, seed, split=split)
-    ]
-    lengths = [len(ids) for _, ids in prompts if len(ids) <= base.max_context - max_new_tokens]
-    if not lengths:
+    prompts = load_suite(suite, limit, seed, split=split)
+    found: dict[int, list[Text]] = {p.number: [] for p in prompts}
+    for turn in range(1 + max(len(p.later_turns) for p in prompts)):
+        asked = []
+        for p in prompts:
+            if len(p.later_turns) < turn or len(found[p.number]) < turn:
+                continue
+            before = [text.ids[text.boundary :] for text in found[p.number]]
+            ids = conversation_ids(base.tokenizer, p, before, base.config.chat_template_kwargs)
+            if len(ids) <= base.max_context - max_new_tokens:
+                asked.append((p.number, ids))
+        most = max((len(ids) for _, ids in asked), default=0)
+        for a in generate_answers(base, asked, sampler, batch_size=BATCH_SIZE, max_prompt_tokens=most) if asked else ():
+            found[a.prompt_number].append(Text(a.input_ids.tolist(), a.boundary))
+    texts = [text for _, answers in sorted(found.items()) for text in answers]
+    if not texts:
         raise UserError(
             f"no prompt of {suite} leaves {max_new_tokens} tokens free in a context of {base.max_context}; lower "
             "max_new_tokens"
         )
-    answers = generate_answers(base, prompts, sampler, batch_size=BATCH_SIZE, max_prompt_tokens=max(lengths))
-    return [Text(a.input_ids.tolist(), a.boundary) for a in sorted(answers, key=lambda a: a.prompt_number)]
+    return texts
 
 
 def write_texts(path: Path, texts: Sequence[Text]) -> None:

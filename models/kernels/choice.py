@@ -1,4 +1,4 @@
-"""Which kernel multiplies one to four and eight rows fastest on this CPU, and whether fewer bits are faster.
+"""Which kernel multiplies 1 to 32 rows fastest on this CPU, and whether fewer bits are faster.
 
 All is measured at load and kept for later loads.
 """
@@ -16,6 +16,7 @@ from drafthead.data.embedded.packages import cache_dir
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import exclusive, read_checksummed_json, write_checksummed_json
 from drafthead.data.utils.machine import hardware, versions
+from drafthead.models.kernels.compiled import skinny_library
 from drafthead.models.kernels.linear import (
     DRAFT_DTYPES,
     MEASURED_ROWS,
@@ -29,9 +30,16 @@ from drafthead.models.kernels.linear import (
 
 WORTH_MEASURING = 2**23
 """Weights below which a base fits into the caches of a CPU, and the fixed choice is as good."""
-REPEATS = 5
+REPEATS, LONG_SECONDS = 5, 20.0
+"""Of every pass; a large base has had enough after three, once that long has passed."""
+MOST_ROWS = {Kernel.PLAIN: 4, Kernel.PADDED: 2}
+"""Above these numbers of rows a kernel is not tried: it is never the fastest there."""
 MARGIN = 0.97
-"""Another kernel than the default must be faster by this factor: what is within noise should not change."""
+"""Another kernel than the default must be faster by this factor: what is within noise should not change.
+
+The default is the compiled one where there is one: where it is nearly the fastest everywhere, it needs no second copy
+of the weights.
+"""
 READ_ROWS, DRAFT_ROWS = 256, 4
 """Rows of products that may be in bfloat16: hidden states to train on, and drafting."""
 ROUNDING_MARGIN = 0.8
@@ -46,12 +54,13 @@ def worth_measuring(model: nn.Module) -> bool:
 
 
 def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: object) -> None:
-    """Fill ``table`` with the fastest kernel for every number of rows, and release weights that none of them needs.
+    """Fill ``table`` with the fastest kernel for every number of rows, and release the copies that none of them reads.
 
     ``shape`` names what is multiplied: the choice is kept for it on this machine, so that a run that resumes computes
     as it did before.
     """
-    key = hashlib.sha256(repr((shape, hardware(), versions())).encode()).hexdigest()[:16]
+    compiles = skinny_library() is not None
+    key = hashlib.sha256(repr((shape, compiles, hardware(), versions())).encode()).hexdigest()[:16]
     path = cache_dir() / "kernels" / f"{key}.json"
     try:
         with exclusive(path.parent):
@@ -64,10 +73,9 @@ def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: obje
     except OSError:  # nowhere to keep it
         found = _found(table, module, run)
     table.by_rows, table.bfloat16_reads, table.drafts_in = found
-    if Kernel.PLAIN not in table.by_rows.values():
-        for layer in module.modules():
-            if isinstance(layer, PrepackedLinear):
-                layer.drop_plain()
+    for layer in module.modules():
+        if isinstance(layer, PrepackedLinear):
+            layer.keep(set(table.by_rows.values()))
 
 
 Found = tuple[dict[int, Kernel], bool, torch.dtype | None]
@@ -92,19 +100,24 @@ def _kept(path: Path) -> Found | None:
 
 
 def _measure(table: KernelTable, run: Pass) -> dict[int, Kernel]:
-    default = dict(table.by_rows)
+    before, compiles = table.by_rows, skinny_library() is not None
+    default = dict.fromkeys(MEASURED_ROWS, Kernel.COMPILED) if compiles else before
+    kernels = [kernel for kernel in Kernel if kernel is not (Kernel.PLAIN if compiles else Kernel.COMPILED)]
     times: dict[tuple[int, Kernel], list[float]] = {}
+    begun = perf_counter()
     for repeat in range(REPEATS + 1):
+        if repeat > 3 and perf_counter() - begun > LONG_SECONDS:
+            break
         for rows in MEASURED_ROWS:
-            for kernel in Kernel:
-                if kernel is Kernel.PADDED and rows > 2:
+            for kernel in kernels:
+                if rows > MOST_ROWS.get(kernel, rows):
                     continue
                 table.by_rows = dict.fromkeys(MEASURED_ROWS, kernel)
                 started = perf_counter()
                 run(rows)
                 if repeat:
                     times.setdefault((rows, kernel), []).append(perf_counter() - started)
-    table.by_rows = default
+    table.by_rows = before
     medians = {place: median(seconds) for place, seconds in times.items()}
 
     def fastest(rows: int) -> Kernel:

@@ -225,7 +225,7 @@ def _fill(linears: list[Any], packed: nn.Module) -> None:
     """Split a packed layer's outputs over ``linears``, which it took the place of."""
     assert isinstance(packed, PrepackedLinear)
     bias = torch.zeros(packed.out_features) if packed._bias is None else packed._bias
-    rows, start = packed._packed.to_dense(), 0
+    rows, start = packed.dense(), 0
     for linear in linears:
         part = slice(start, start + linear.out_features)
         _copy(linear.weight, rows[part])

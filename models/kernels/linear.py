@@ -2,22 +2,24 @@
 
 Decoding and verifying multiply 1 to 64 rows by every weight of the base, so they should cost one read of the
 weights. ``F.linear`` picks a general GEMM there and pays about 1.7 times that from two rows on; oneDNN with
-weights reordered once into its blocked layout does not. Which is faster for one to eight rows depends on the CPU, so a
-base measures it at load (``choice.py``).
+weights reordered once into its blocked layout does not, on some CPUs; a product compiled for the CPU at hand
+(``compiled.py``) comes near it on all that were tried. Which is fastest for how many rows a base measures at load
+(``choice.py``).
 """
 
-import ctypes
-import mmap
-import sys
 import warnings
 from collections.abc import Callable
 from copy import copy
 from enum import StrEnum
+from itertools import groupby
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from drafthead.models.kernels.compiled import CompiledWeight, skinny_library
+from drafthead.models.kernels.huge_pages import use_huge_pages
 
 
 class InferenceWeights(nn.Module):
@@ -47,10 +49,6 @@ FULL_ROWS = 4
 """oneDNN multiplies three or four rows faster than one or two."""
 PAD_FROM = 2**19
 """Weights from which copying one or two rows up to ``FULL_ROWS`` costs less than it saves."""
-HUGE_PAGE = 2**21
-"""Bytes of a huge page."""
-MADV_COLLAPSE = 25
-"""Linux 6.1's advice to gather pages into huge ones now; the mmap module does not name it."""
 INT8_ROWS = 16
 """Most rows of a pass that are multiplied in 8 bits."""
 DRAFT_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -66,9 +64,11 @@ class Kernel(StrEnum):
     """oneDNN over the blocked copy."""
     PADDED = "padded"
     """The same with one or two rows repeated up to ``FULL_ROWS``."""
+    COMPILED = "compiled"
+    """``skinny.cpp`` over a copy in its layout."""
 
 
-MEASURED_ROWS = (1, 2, 3, 4, 8)
+MEASURED_ROWS = (1, 2, 3, 4, 8, 16, 32)
 """Numbers of rows for which kernels are compared; a number between takes the choice of the next larger one."""
 
 
@@ -85,10 +85,15 @@ class KernelTable:
     def __str__(self) -> str:
         reads = "; hidden states to train on by bfloat16 products" if self.bfloat16_reads else ""
         drafts = f"; {str(self.drafts_in)[6:]} copies of heads to draft with" if self.drafts_in else ""
-        return ", ".join(f"{n} {kernel.value}" for n, kernel in self.by_rows.items()) + reads + drafts
+        runs, first = [], 1
+        for kernel, group in groupby(self.by_rows, key=self.by_rows.__getitem__):
+            last = max(group)
+            runs.append(f"{first}-{last} {kernel}" if first < last else f"{last} {kernel}")
+            first = last + 1
+        return ", ".join(runs) + reads + drafts
 
     def kernel(self, rows: int) -> Kernel:
-        """The kernel for so many rows; above the measured numbers the packed one."""
+        """The kernel for so many rows; above the measured numbers the packed one, where it is kept."""
         return next((kernel for n, kernel in self.by_rows.items() if rows <= n), Kernel.PACKED)
 
 
@@ -117,16 +122,18 @@ class PrepackedLinear(nn.Module):
     ) -> None:
         """Pack float32 weights as ``dtype``: float32, or bfloat16, which rounds inputs and outputs too.
 
-        With a ``table`` the weight is kept as it is besides, until ``drop_plain``.
+        With a ``table`` the weight is kept in every form that is to be compared, until ``keep``.
         """
         super().__init__()
         self._dtype = dtype
         self._table = table or DEFAULT_TABLE
-        self._weight = None if table is None else weight.detach()
+        library = None if table is None or dtype != torch.float32 else skinny_library()
+        self._compiled = None if library is None else CompiledWeight(weight, bias, library)
+        self._weight = None if table is None or library is not None else weight.detach()
         self.out_features, self.in_features = weight.shape
         # Not buffers: an opaque oneDNN tensor cannot be saved, moved or cast.
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), ROWS_HINT)
-        _use_huge_pages(torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed))
+        self._packed: Tensor | None = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), ROWS_HINT)
+        use_huge_pages(torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed))
         self._bias = None if bias is None else bias.detach().to(dtype)
         self._product = torch.ops.mkldnn._linear_pointwise.default
         self._pads = weight.numel() >= PAD_FROM
@@ -136,6 +143,8 @@ class PrepackedLinear(nn.Module):
         kernel = self.kernel(x.numel() // x.shape[-1])
         if kernel is Kernel.PLAIN:
             return F.linear(x, self._weight, self._bias)  # type: ignore[arg-type]
+        if kernel is Kernel.COMPILED:
+            return self._compiled(x)  # type: ignore[misc]
         if kernel is Kernel.PADDED and is_skinny(x):
             return self.forward(pad_rows(x)).narrow(-2, 0, x.shape[-2])
         product: Tensor = self._product(x.to(self._dtype), self._packed, self._bias, "none", [], "")
@@ -144,34 +153,35 @@ class PrepackedLinear(nn.Module):
     def kernel(self, rows: int) -> Kernel:
         """How so many rows are multiplied."""
         kernel = self._table.kernel(rows)
-        missing = kernel is Kernel.PLAIN and self._weight is None
-        return Kernel.PACKED if missing or (kernel is Kernel.PADDED and not self._pads) else kernel
+        if self._packed is None or (kernel is Kernel.COMPILED and self._compiled is not None):
+            return Kernel.COMPILED
+        if kernel is Kernel.PLAIN and self._weight is not None:
+            return kernel
+        return Kernel.PADDED if kernel is Kernel.PADDED and self._pads else Kernel.PACKED
+
+    def dense(self) -> Tensor:
+        """[out, in] the weight."""
+        if self._packed is not None:
+            dense: Tensor = self._packed.to_dense()
+            return dense
+        assert self._compiled is not None
+        return self._compiled.dense()
 
     def inference(self, dtype: torch.dtype | None) -> nn.Module:
         """The layer computed in ``dtype``."""
-        if dtype in (None, self._dtype):
-            return self
-        weight = self._packed.to_dense() if self._weight is None else self._weight
-        return inference_linear(weight, self._bias, dtype)
+        return self if dtype in (None, self._dtype) else inference_linear(self.dense(), self._bias, dtype)
 
-    def drop_plain(self) -> None:
-        """Release the weight as it was loaded."""
-        self._weight = None
+    def keep(self, kernels: set[Kernel]) -> None:
+        """Release the forms of the weight that none of ``kernels`` reads.
 
-
-def _use_huge_pages(address: int, size: int) -> None:
-    """Ask Linux to back this memory by huge pages: reading weights in 4 KiB pages costs a twentieth of a pass more.
-
-    Best effort: where the kernel declines, nothing changes. Neighbours on the same huge pages are included.
-    """
-    if sys.platform != "linux":
-        return
-    start = address // HUGE_PAGE * HUGE_PAGE
-    length = -(-(address + size - start) // HUGE_PAGE) * HUGE_PAGE
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for advice in (mmap.MADV_HUGEPAGE, MADV_COLLAPSE):
-        advise(start, length, advice)
+        The packed one serves every number of rows above the measured ones, unless the compiled one serves all.
+        """
+        if Kernel.PLAIN not in kernels:
+            self._weight = None
+        if kernels == {Kernel.COMPILED} and self._compiled is not None:
+            self._packed = None
+        elif Kernel.COMPILED not in kernels:
+            self._compiled = None
 
 
 def can_prepack(weight: Tensor) -> bool:

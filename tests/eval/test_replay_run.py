@@ -72,9 +72,12 @@ def test_bad_settings_are_refused_before_anything_is_loaded(
 
 def test_base_answers_follow_the_suite(tiny_base: TinyBase, tmp_path: Path) -> None:
     base, suite = tiny_base(), tmp_path / "s.jsonl"
-    suite.write_text('{"prompt": "one"}\n{"prompt": "two words"}\n')
-    texts = base_answers(base, suite=str(suite), limit=None, max_new_tokens=5)
-    assert len(texts) == 2 and all(2 <= len(t.ids) - t.boundary + 1 <= 6 for t in texts)
+    suite.write_text('{"turns": ["one", "then"]}\n{"prompt": "two words"}\n')
+    first, second, other = texts = base_answers(base, suite=str(suite), limit=None, max_new_tokens=5)
+    assert all(2 <= len(t.ids) - t.boundary + 1 <= 6 for t in texts)
+    answer = base.tokenizer.decode(first.ids[first.boundary :], skip_special_tokens=True).strip()
+    asked = base.tokenizer.decode(second.ids[: second.boundary])
+    assert answer in asked and "then" in asked and "then" not in base.tokenizer.decode(other.ids)
     with pytest.raises(UserError, match="lower max_new_tokens"):
         base_answers(base, suite=str(suite), limit=None, max_new_tokens=base.max_context - 1)
 

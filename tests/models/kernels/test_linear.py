@@ -15,6 +15,7 @@ from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.kernels import choice, linear
 from drafthead.models.kernels.choice import choose_kernels
+from drafthead.models.kernels.compiled import skinny_library
 from drafthead.models.kernels.linear import (
     MEASURED_ROWS,
     Int8Linear,
@@ -80,37 +81,57 @@ def test_padding_makes_exactly_full_rows() -> None:
     assert [pad_rows(torch.zeros(*rows, 8)).shape[:-1].numel() for rows in [(1, 1), (2, 1), (1, 2), (1,)]] == [4] * 4
 
 
+@pytest.mark.parametrize("compiles", [True, False])
 @pytest.mark.parametrize("kernel", list(Kernel))
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9])
-def test_every_kernel_computes_the_product(kernel: Kernel, rows: int) -> None:
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 40])
+def test_every_kernel_computes_the_product(
+    kernel: Kernel, rows: int, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without a compiler, before and after the other forms of the weight are released."""
+    if not compiles:
+        monkeypatch.setattr(linear, "skinny_library", lambda: None)
     weight, bias, x = torch.randn(2048, 256), torch.randn(2048), torch.randn(1, rows, 256)
     table = KernelTable()
     table.by_rows = dict.fromkeys(MEASURED_ROWS, kernel)
     layer = PrepackedLinear(weight, bias, table=table)
     torch.testing.assert_close(layer(x), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
-    layer.drop_plain()
+    layer.keep({kernel})
     torch.testing.assert_close(layer(x), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+    assert torch.equal(layer.dense(), weight)
+    wanted = F.linear(x.bfloat16(), weight.bfloat16(), bias.bfloat16()).float()
+    torch.testing.assert_close(layer.inference(torch.bfloat16)(x), wanted, rtol=0.05, atol=0.1)
 
 
-def test_the_fastest_kernel_is_chosen_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By a clock on which the plain product is fast for one row only; what no row needs is released."""
+@pytest.mark.parametrize("compiles", [True, False])
+def test_the_fastest_kernel_is_chosen_once(compiles: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By a clock on which the default is the slower one for one row only; what no row needs is released."""
     monkeypatch.setenv("DRAFTHEAD_CACHE", str(tmp_path))
+    default, other = (Kernel.COMPILED, Kernel.PACKED) if compiles else (Kernel.PACKED, Kernel.PLAIN)
+    if not compiles:
+        for module in (choice, linear):
+            monkeypatch.setattr(module, "skinny_library", lambda: None)
+    elif skinny_library() is None:
+        pytest.skip("no C++ compiler here")
     table, now = KernelTable(), [0.0]
     layer = PrepackedLinear(torch.randn(64, 64), None, table=table)
     monkeypatch.setattr(choice, "perf_counter", lambda: now[0])
 
     def run(rows: int) -> None:
-        now[0] += 1.0 if (table.kernel(rows) is Kernel.PLAIN) == (rows == 1) else 2.0
+        now[0] += 1.0 if (table.kernel(rows) is other) == (rows == 1) else 2.0
 
     choose_kernels(table, layer, run, "a base")
-    assert [table.kernel(n) for n in (1, 2, 3, 8)] == [Kernel.PLAIN, Kernel.PADDED, Kernel.PACKED, Kernel.PACKED]
+    assert [table.kernel(n) for n in (1, 3, 8, 32)] == [other, default, default, default]
+    assert (layer._weight is None, layer._compiled is None) == (compiles, not compiles)
     again = KernelTable()
     choose_kernels(again, layer, lambda rows: pytest.fail("measured again"), "a base")
     assert vars(again) == vars(table)
-    other = KernelTable()
-    choose_kernels(other, layer, lambda rows: None, "another base")
-    assert other.by_rows == KernelTable().by_rows, "nothing is faster than the default"
-    assert layer._weight is None
+    assert str(again).startswith("1 packed, 2-32 compiled" if compiles else "1 plain, 2 padded, 3-32 packed")
+    same = KernelTable()
+    choose_kernels(same, layer, lambda rows: None, "another base")
+    assert set(same.by_rows.values()) == ({Kernel.COMPILED} if compiles else {Kernel.PACKED, Kernel.PADDED})
+    assert layer._weight is None, "nothing is faster than the default"
+    assert (layer._packed is None) == compiles, "where the compiled form serves all rows, it is the only one"
+    torch.testing.assert_close(layer(x := torch.randn(50, 64)), F.linear(x, layer.dense()), rtol=1e-4, atol=1e-4)
 
 
 def test_a_large_base_chooses_and_answers_alike(

@@ -1,0 +1,63 @@
+"""The product compiled for the CPU at hand: right for every shape, a row alike beside any others, none if it fails."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from drafthead.models.kernels import compiled
+from drafthead.models.kernels.compiled import CompiledWeight, skinny_library
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Nothing compiled yet."""
+    monkeypatch.setenv("DRAFTHEAD_CACHE", str(tmp_path))
+    skinny_library.cache_clear()
+    yield tmp_path / "kernels"
+    skinny_library.cache_clear()
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (63, 5), (64, 96), (200, 33)])
+def test_product(outputs: int, inputs: int, biased: bool) -> None:
+    if (library := skinny_library()) is None:
+        pytest.skip("no C++ compiler here")
+    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs) if biased else None
+    layer = CompiledWeight(weight, bias, library)
+    assert torch.equal(layer.dense(), weight)
+    x = torch.randn(41, inputs)
+    for rows in range(len(x) + 1):
+        found = layer(x[:rows])
+        torch.testing.assert_close(found, F.linear(x[:rows], weight, bias), rtol=1e-4, atol=1e-4)
+        assert torch.equal(found, layer(x)[:rows]), "a row's result depends on the rows beside it"
+    strided = torch.randn(2, inputs, 3).transpose(1, 2)
+    torch.testing.assert_close(layer(strided), F.linear(strided, weight, bias), rtol=1e-4, atol=1e-4)
+
+
+def test_it_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if skinny_library() is None:
+        pytest.skip("no C++ compiler here")
+    assert len(list(fresh.iterdir())) == 1, "the library, and nothing half made"
+    skinny_library.cache_clear()
+    monkeypatch.setattr(compiled, "_build", lambda *_: pytest.fail("compiled again"))
+    assert skinny_library() is not None
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_none_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    assert skinny_library() is None
+    assert not fresh.exists() or not list(fresh.iterdir())
+
+
+def test_none_where_the_build_is_wrong(fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if skinny_library() is None:
+        pytest.skip("no C++ compiler here")
+    source = tmp_path / "skinny.cpp"
+    source.write_text(compiled.SOURCE.read_text().replace("sums[m][v] += weights", "sums[m][v] -= weights"))
+    monkeypatch.setattr(compiled, "SOURCE", source)
+    skinny_library.cache_clear()
+    assert skinny_library() is None
