@@ -55,6 +55,13 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleTy
     sys.modules.update(held)
 
 
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports have no figures, which take a second, but in tests of reports, slow ones, and in other processes."""
+    if "report" not in request.path.parts and request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr("drafthead.eval.report.report.draw_figures", lambda *_: ())
+
+
 @cache
 def _tiny_base(model_type: str, seed: int, **settings: Any) -> BaseModel:
     shape = {**TINY, "model_type": model_type, **ARCHITECTURES.get(model_type, {}), **settings}

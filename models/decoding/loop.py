@@ -256,9 +256,8 @@ def decode_batch(
     """``decode`` of several prompts at once; every row ends at its own time, and its text is that of batch 1.
 
     The random numbers of a row depend on its seed (by default its number) and its length alone; so does a sampled text,
-    but near the end of the base's or a draft model's context, where the longest row bounds all drafts, and where drafts
-    are drawn in int8, which rounds all rows together. Times of a step and of the prefill are those of the whole batch;
-    ``total_s`` ends when the row does.
+    but near the end of the base's or a draft model's context, where the longest row bounds all drafts. Times of a step
+    and of the prefill are those of the whole batch; ``total_s`` ends when the row does.
     """
     draft_config = draft_config or default_draft_config(drafter, len(prompts))
     if drafter is not None and isinstance(draft_config.tree, DynamicTree):

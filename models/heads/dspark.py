@@ -42,7 +42,7 @@ from drafthead.models.heads.common.multi_position import MultiPositionHead
 from drafthead.models.heads.common.targets import DraftTargets, drafting_places, has_next
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import FusedRMSNorm, fresh_copy, rotate
-from drafthead.models.kernels.linear import joined_linear, product_of_states, reads_in
+from drafthead.models.kernels.linear import joined_linear, reads_in
 
 
 @dataclass(kw_only=True)
@@ -222,7 +222,7 @@ class DSparkHead(MultiPositionHead):
 
     def fuse(self, read: Tensor) -> Tensor:
         """The base's states of ``spec``, [..., n D] -> context [..., D]."""
-        context: Tensor = self.hidden_norm(product_of_states(self.fc, read.to(reads_in(self.fc))))
+        context: Tensor = self.hidden_norm(self.fc(read.to(reads_in(self.fc))))
         return context
 
     def embed(self, tokens: Tensor) -> Tensor:

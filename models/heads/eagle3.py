@@ -45,7 +45,7 @@ from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInput
 from drafthead.models.heads.common.multi_position import CopyingConfig, CopyingHead, HeadState, LevelDraftPass
 from drafthead.models.heads.common.targets import DraftTargets, drafting_places, has_next
 from drafthead.models.kernels.attention import document_mask
-from drafthead.models.kernels.linear import product_of_states, reads_in
+from drafthead.models.kernels.linear import reads_in
 
 
 class EagleLayer(nn.Module):
@@ -275,7 +275,8 @@ class Eagle3Head(CopyingHead):
         if self.fc_norm is not None:
             parts = read.chunk(len(self.fc_norm), -1)
             read = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        return product_of_states(self.fc, read)
+        fused: Tensor = self.fc(read)
+        return fused
 
     def masked(self, count: int) -> Tensor:
         """The pairs that positions after the first read with ``parallel``: [count, 2 D], all alike."""

@@ -25,7 +25,6 @@ from drafthead.models.kernels.linear import (
     PrepackedLinear,
     can_prepack,
     packs_bfloat16,
-    packs_int8,
 )
 
 WORTH_MEASURING = 2**23
@@ -139,7 +138,7 @@ def _fastest(
         return None
     inner = [layer for layer in layers if layer.out_features <= 16 * layer.in_features]  # the output head is too large
     layer = max(inner or layers, key=lambda layer: layer.in_features * layer.out_features)
-    possible = {None: True, torch.bfloat16: packs_bfloat16(), torch.int8: packs_int8()}
+    possible = {None: True, torch.bfloat16: packs_bfloat16(), torch.int8: skinny_library() is not None}
     kernels = {dtype: layer.inference(dtype) for dtype in (None, *dtypes) if possible[dtype]}
     times: dict[torch.dtype | None, list[float]] = {dtype: [] for dtype in kernels}
     x = torch.randn(rows, layer.in_features)

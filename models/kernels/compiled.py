@@ -28,23 +28,31 @@ TOLERANCE = 1e-4
 
 
 class CompiledWeight:
-    """A float32 weight [N, K] in the layout of ``skinny.cpp``, with a bias. No gradient passes through."""
+    """A weight [N, K] in the layout of ``skinny.cpp``, with a bias. No gradient passes through."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
-        self._product, width = library.product, library.width()
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """Of float32 weights, kept as ``dtype``: float32, or int8 with a scale for every output."""
+        width = library.width()
         self._outputs, self._inputs = weight.shape
         blocks = -(-self._outputs // width)
         padded = weight.new_zeros(blocks * width, self._inputs)
         padded[: self._outputs] = weight.detach()
-        self._packed = padded.view(blocks, width, self._inputs).transpose(1, 2).contiguous()
-        self._bias = weight.new_zeros(blocks * width)
+        self._scale, self._bias = weight.new_ones(blocks * width), weight.new_zeros(blocks * width)
+        self._product = library.product
+        if dtype == torch.int8:
+            self._product = library.product_int8
+            self._scale = padded.abs().amax(1).clamp(min=torch.finfo(padded.dtype).tiny) / 127
+            padded = (padded / self._scale[:, None]).round().to(dtype)
         if bias is not None:
             self._bias[: self._outputs] = bias.detach()
+        self._packed = padded.view(blocks, width, self._inputs).transpose(1, 2).contiguous()
         use_huge_pages(self._packed.data_ptr(), self._packed.nbytes)
-        self._addresses = self._packed.data_ptr(), self._bias.data_ptr()
+        self._addresses = self._packed.data_ptr(), self._scale.data_ptr(), self._bias.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x @ weight.T + bias``: [..., K] -> [..., N]."""
+        """``x @ weight.T + bias``: [..., K] -> [..., N], float32."""
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self._outputs)
         rows = x.numel() // self._inputs
@@ -52,8 +60,9 @@ class CompiledWeight:
         return out
 
     def dense(self) -> Tensor:
-        """[N, K] the weight."""
-        return self._packed.transpose(1, 2).reshape(-1, self._inputs)[: self._outputs]
+        """[N, K] the weight, float32."""
+        dense = self._packed.transpose(1, 2).reshape(-1, self._inputs) * self._scale[:, None]
+        return dense[: self._outputs]
 
 
 @cache
@@ -71,8 +80,8 @@ def skinny_library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError):
         return None
     library.width.restype = ctypes.c_int64
-    library.product.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3
-    library.product.restype = None
+    for product in (library.product, library.product_int8):
+        product.argtypes, product.restype = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3, None
     return library if _is_right(library) else None
 
 

@@ -7,7 +7,7 @@ weights reordered once into its blocked layout does not, on some CPUs; a product
 (``choice.py``).
 """
 
-import warnings
+import ctypes
 from collections.abc import Callable
 from copy import copy
 from enum import StrEnum
@@ -49,8 +49,6 @@ FULL_ROWS = 4
 """oneDNN multiplies three or four rows faster than one or two."""
 PAD_FROM = 2**19
 """Weights from which copying one or two rows up to ``FULL_ROWS`` costs less than it saves."""
-INT8_ROWS = 16
-"""Most rows of a pass that are multiplied in 8 bits."""
 DRAFT_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 """What copies of a head's weights may be in, by name."""
 
@@ -90,7 +88,8 @@ class KernelTable:
             last = max(group)
             runs.append(f"{first}-{last} {kernel}" if first < last else f"{last} {kernel}")
             first = last + 1
-        return ", ".join(runs) + reads + drafts
+        missing = "" if skinny_library() else "; a faster one needs a C++ compiler (g++, or what CXX names)"
+        return ", ".join(runs) + missing + reads + drafts
 
     def kernel(self, rows: int) -> Kernel:
         """The kernel for so many rows; above the measured numbers the packed one, where it is kept."""
@@ -197,46 +196,18 @@ def can_prepack(weight: Tensor) -> bool:
 
 
 class Int8Linear(nn.Module):
-    """Inference-only CPU linear layer with weights in 8 bits, for drafts alone: it rounds by about a percent.
+    """Inference-only CPU linear layer with weights in 8 bits, for drafts alone: a product is off by about a percent.
 
-    Weights have a scale for every output, inputs one for a pass: a row's rounding depends on the rows beside it. Rows
-    may differ in size by orders of magnitude where there are many of them, so more than ``INT8_ROWS`` are computed in
-    16 bits. States of the base always may: ``product_of_states``.
+    Weights have a scale for every output. Inputs are not rounded, so a row's result does not depend on its batch.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
         super().__init__()
-        scale = weight.detach().abs().amax(1).clamp(min=1e-12).double() / 127
-        with warnings.catch_warnings():  # torch says that this way to make 8 bits will be another one
-            warnings.simplefilter("ignore")
-            zeros = torch.zeros_like(scale, dtype=torch.int64)
-            rounded = torch.quantize_per_channel(weight.detach(), scale, zeros, 0, torch.qint8)
-            self._packed = torch.ops.quantized.linear_prepack(rounded, None if bias is None else bias.detach())
-        self._of_many = inference_linear(weight, bias, torch.bfloat16 if packs_bfloat16() else None)
+        self._product = CompiledWeight(weight, bias, library, torch.int8)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], in the dtype of ``x``."""
-        if x.numel() > INT8_ROWS * x.shape[-1]:
-            found: Tensor = self._of_many(x)
-            return found
-        # Inputs in 7 bits: sums of products of 8 bits overflow on CPUs without VNNI.
-        rows = x.float().reshape(-1, x.shape[-1])
-        product: Tensor = torch.ops.quantized.linear_dynamic(rows, self._packed, True)
-        return product.view(*x.shape[:-1], -1).to(x.dtype)
-
-
-def product_of_states(linear: nn.Module, states: Tensor) -> Tensor:
-    """``linear``, which has no bias, of the base's states ([..., in]), or its ``Int8Linear``.
-
-    A text's first token may be a hundred times the size of the others, whose products in 8 bits would be lost beside
-    it: every row is brought to the same size first.
-    """
-    if not isinstance(linear, Int8Linear):
-        product: Tensor = linear(states)
-        return product
-    size = torch.linalg.vector_norm(states, torch.inf, dim=-1, keepdim=True).clamp(min=1e-12)
-    product = linear(states / size) * size
-    return product
+        return self._product(x.float()).to(x.dtype)
 
 
 class PlainLinear(nn.Module):
@@ -256,11 +227,12 @@ def inference_linear(
 ) -> nn.Module:
     """A layer with this weight ([out, in]), packed for few rows where that is possible; it gets no gradient.
 
-    ``dtype``: to compute in; by default the weight's own, and in place of int8 where that is not possible. ``table``:
-    which kernel for how many rows.
+    ``dtype``: to compute in; by default the weight's own, and in place of int8 where nothing was compiled for that.
+    ``table``: which kernel for how many rows.
     """
     if dtype == torch.int8:
-        return Int8Linear(weight, bias) if can_prepack(weight) and packs_int8() else inference_linear(weight, bias)
+        library = skinny_library() if can_prepack(weight) else None
+        return inference_linear(weight, bias) if library is None else Int8Linear(weight, bias, library)
     dtype = dtype or weight.dtype
     if can_prepack(weight) and (dtype == torch.float32 or packs_bfloat16()):
         return PrepackedLinear(weight, bias, dtype, table)
@@ -275,11 +247,6 @@ def packs_bfloat16() -> bool:
 def reads_in(layer: nn.Module) -> torch.dtype:
     """The dtype to give a linear layer or its inference form, which has no weight of its own and takes float32."""
     return layer.weight.dtype if isinstance(layer, nn.Linear) else torch.float32
-
-
-def packs_int8() -> bool:
-    """Whether this torch multiplies in 8 bits on this CPU."""
-    return hasattr(torch, "quantize_per_channel") and torch.backends.quantized.engine != "none"
 
 
 def joined_linear(

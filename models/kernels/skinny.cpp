@@ -1,4 +1,5 @@
-// y[rows, outputs] = x[rows, inputs] @ W[outputs, inputs]^T + bias, in float32, for 1 to a few dozen rows.
+// y[rows, outputs] = x[rows, inputs] @ W[outputs, inputs]^T * scale + bias, in float32, for 1 to a few dozen rows; W in
+// float32, or in 8 bits, which are widened as they are read.
 //
 // Such a product should take as long as reading W once. W is stored in blocks of WIDTH outputs, block by block, inputs
 // outermost within a block: a thread reads its blocks from the first byte to the last, and every vector that is read is
@@ -9,6 +10,9 @@
 
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16, VECTORS = 4; // 6 x 4 sums and 4 weights in 32 registers
@@ -18,37 +22,58 @@ constexpr int LANES = 8, VECTORS = 2; // 6 x 2 and 2 in 16
 constexpr int LANES = 4, VECTORS = 4; // NEON: 32
 #endif
 constexpr int WIDTH = LANES * VECTORS, MOST = 6;
-constexpr int AHEAD = 16 * WIDTH; // floats to fetch ahead: past the page that the CPU's own prefetcher stops at
-constexpr int LINE = 16;          // floats of a cache line
+constexpr int AHEAD = 16 * WIDTH; // weights to fetch ahead: past the page that the CPU's own prefetcher stops at
+constexpr int LINE = 16;          // weights of a cache line, in float32
 
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef int32_t Ints __attribute__((vector_size(LANES * sizeof(int32_t))));
 
-template <int ROWS>
-static void tile(const float* x, const float* w, const float* bias, float* y, int64_t inputs, int64_t outputs, int64_t valid) {
-    Vector sums[ROWS][VECTORS];
-    for (int m = 0; m < ROWS; m++)
-        for (int v = 0; v < VECTORS; v++) sums[m][v] = *(const Vector*)(bias + v * LANES);
+static inline Vector read(const float* w) { return *(const Vector*)w; }
+#if defined(__AVX512F__) // in vector types, GCC 12 widens one number after the other
+static inline Vector read(const int8_t* w) {
+    return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
+}
+#elif defined(__AVX2__)
+static inline Vector read(const int8_t* w) {
+    return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)w)));
+}
+#else
+static inline Vector read(const int8_t* w) {
+    return __builtin_convertvector(__builtin_convertvector(*(const Bytes*)w, Ints), Vector);
+}
+#endif
+
+template <typename Weight, int ROWS>
+static void tile(
+    const float* x, const Weight* w, const float* scale, const float* bias, float* y,
+    int64_t inputs, int64_t outputs, int64_t valid
+) {
+    Vector sums[ROWS][VECTORS] = {};
     for (int64_t k = 0; k < inputs; k++, w += WIDTH) {
         for (int line = 0; line < WIDTH; line += LINE) __builtin_prefetch(w + AHEAD + line);
         Vector weights[VECTORS];
-        for (int v = 0; v < VECTORS; v++) weights[v] = *(const Vector*)(w + v * LANES);
+        for (int v = 0; v < VECTORS; v++) weights[v] = read(w + v * LANES);
         for (int m = 0; m < ROWS; m++) {
             const float input = x[m * inputs + k];
             for (int v = 0; v < VECTORS; v++) sums[m][v] += weights[v] * input;
         }
     }
-    for (int m = 0; m < ROWS; m++) std::memcpy(y + m * outputs, sums[m], valid * sizeof(float));
+    for (int m = 0; m < ROWS; m++) {
+        for (int v = 0; v < VECTORS; v++) sums[m][v] = sums[m][v] * read(scale + v * LANES) + read(bias + v * LANES);
+        std::memcpy(y + m * outputs, sums[m], valid * sizeof(float));
+    }
 }
 
-using Tile = void (*)(const float*, const float*, const float*, float*, int64_t, int64_t, int64_t);
-static constexpr Tile TILES[MOST + 1] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
-
-extern "C" int64_t width() { return WIDTH; }
-
-// packed: [ceil(outputs / WIDTH), inputs, WIDTH]; bias: [ceil(outputs / WIDTH) * WIDTH]
-extern "C" void product(
-    const float* x, const float* packed, const float* bias, float* y, int64_t rows, int64_t inputs, int64_t outputs
+template <typename Weight>
+static void multiply(
+    const float* x, const Weight* packed, const float* scale, const float* bias, float* y,
+    int64_t rows, int64_t inputs, int64_t outputs
 ) {
+    using Tile = decltype(&tile<Weight, 1>);
+    static constexpr Tile TILES[MOST + 1] = {
+        nullptr, tile<Weight, 1>, tile<Weight, 2>, tile<Weight, 3>, tile<Weight, 4>, tile<Weight, 5>, tile<Weight, 6>,
+    };
     const int64_t blocks = (outputs + WIDTH - 1) / WIDTH, tiles = (rows + MOST - 1) / MOST;
 #pragma omp parallel for schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
@@ -56,9 +81,27 @@ extern "C" void product(
         for (int64_t t = 0, row = 0; t < tiles; t++) { // in tiles of nearly the same size
             const int64_t count = (rows - row) / (tiles - t);
             TILES[count](
-                x + row * inputs, packed + first * inputs, bias + first, y + row * outputs + first, inputs, outputs, valid
+                x + row * inputs, packed + first * inputs, scale + first, bias + first, y + row * outputs + first,
+                inputs, outputs, valid
             );
             row += count;
         }
     }
+}
+
+extern "C" int64_t width() { return WIDTH; }
+
+// packed: [ceil(outputs / WIDTH), inputs, WIDTH]; scale and bias: [ceil(outputs / WIDTH) * WIDTH]
+extern "C" void product(
+    const float* x, const float* packed, const float* scale, const float* bias, float* y,
+    int64_t rows, int64_t inputs, int64_t outputs
+) {
+    multiply(x, packed, scale, bias, y, rows, inputs, outputs);
+}
+
+extern "C" void product_int8(
+    const float* x, const int8_t* packed, const float* scale, const float* bias, float* y,
+    int64_t rows, int64_t inputs, int64_t outputs
+) {
+    multiply(x, packed, scale, bias, y, rows, inputs, outputs);
 }

@@ -15,7 +15,8 @@ def test_evaluates_a_saved_head(tiny_base: TinyBase, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "drafthead.cli", "eval", *settings], cwd=tmp_path, check=True)
     evaluation = json.loads((tmp_path / "eval-builtin" / "eval.json").read_text())
     assert evaluation["overall"]["identical_outputs"]["same"] == 2
-    assert (tmp_path / "eval-builtin" / "report.html").stat().st_size > 1000
+    for path in ("report.html", "plots/ctar.png"):
+        assert (tmp_path / "eval-builtin" / path).stat().st_size > 1000
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,8 @@ from drafthead.models.kernels.linear import (
     KernelTable,
     PrepackedLinear,
     can_prepack,
-    packs_int8,
     pad_rows,
     prepack_linears,
-    product_of_states,
 )
 from support import TinyBase, random_ids, row_of
 
@@ -58,14 +56,20 @@ def test_only_plain_float32_layers_are_prepacked() -> None:
     assert not can_prepack(torch.zeros(4))
 
 
-@pytest.mark.skipif(not packs_int8(), reason="this torch multiplies nothing in 8 bits here")
-def test_states_of_any_size_in_8_bits() -> None:
+@pytest.mark.parametrize("rows", [1, 4, 40])
+def test_weights_in_8_bits_round_no_input(rows: int) -> None:
     """A text's first token is a hundred times the size of the others, which must not be lost beside it."""
+    if (library := skinny_library()) is None:
+        pytest.skip("no C++ compiler here")
     torch.manual_seed(0)
-    weight, x = torch.randn(64, 96), torch.randn(4, 96)
+    weight, bias, x = torch.randn(70, 96), torch.randn(70), torch.randn(rows, 96)
+    weight[3] = 0.0
     x[0] *= 100
-    found, wanted = product_of_states(Int8Linear(weight, None), x), x @ weight.T
-    assert float(((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max()) < 0.03
+    layer = Int8Linear(weight, bias, library)
+    found, wanted = layer(x), F.linear(x, weight, bias)
+    assert float(((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max()) < 0.015
+    assert torch.equal(found[-1:], layer(x[-1:])), "a row's result depends on the rows beside it"
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_loaded_weights_are_the_ones_that_draft(tiny_base: TinyBase) -> None:
@@ -125,7 +129,7 @@ def test_the_fastest_kernel_is_chosen_once(compiles: bool, monkeypatch: pytest.M
     again = KernelTable()
     choose_kernels(again, layer, lambda rows: pytest.fail("measured again"), "a base")
     assert vars(again) == vars(table)
-    assert str(again).startswith("1 packed, 2-32 compiled" if compiles else "1 plain, 2 padded, 3-32 packed")
+    assert str(again).startswith("1 packed, 2-32 compiled" if compiles else "1 plain, 2 padded, 3-32 packed; a faster")
     same = KernelTable()
     choose_kernels(same, layer, lambda rows: None, "another base")
     assert set(same.by_rows.values()) == ({Kernel.COMPILED} if compiles else {Kernel.PACKED, Kernel.PADDED})
