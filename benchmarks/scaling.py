@@ -1,6 +1,6 @@
 """Mean accepted length over the amount of training answers, at equal training steps.
 
-    python benchmarks/scaling.py --heads medusa,eagle3 --tokens 50000,100000,250000,500000,1000000 --steps 1500,500
+    python benchmarks/scaling.py --tokens 50000,100000,250000,500000,1000000 --steps 1500,500,500
     python benchmarks/scaling.py --only measure --plot docs/scaling.png
     python benchmarks/scaling.py --tokens 99,400 --steps 3 --suite builtin --limit 6 --out outputs/tiny debug=tiny
 
@@ -103,9 +103,9 @@ def main(given: list[str] | None = None) -> None:
     """Train, measure, or both."""
     options = parser(__doc__)
     add = options.add_argument
-    add("--heads", default="medusa,eagle3", metavar="LIST")
+    add("--heads", default="medusa,eagle3,dspark", metavar="LIST")
     add("--tokens", default="50000,100000,250000,500000,1000000", metavar="LIST", help="amounts of answer tokens")
-    add("--steps", default="1500,500", metavar="LIST", help="of distillation, one number or one for every head")
+    add("--steps", default="1500,500,500", metavar="LIST", help="of distillation, one number or one for every head")
     add("--only", default=",".join(PARTS), metavar="PARTS", help=f"comma list of {', '.join(PARTS)}")
     add("--out", type=Path, default=Path("outputs/scaling"), metavar="DIR")
     add("--suite", default="spec_bench_like")

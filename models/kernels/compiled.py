@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -68,8 +69,8 @@ class CompiledWeight:
 @cache
 def skinny_library() -> ctypes.CDLL | None:
     """The compiled library, kept for later processes on the same CPU; None where there is no compiler, or it fails."""
-    compiler = shutil.which(os.environ.get("CXX") or "g++")
-    if sys.platform != "linux" or compiler is None:
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    if sys.platform != "linux" or shutil.which(compiler[0]) is None:
         return None
     parts = (SOURCE.read_text(), compiler, FLAGS, _cpu_features(), torch.__version__)
     path = cache_dir() / "kernels" / f"skinny-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
@@ -85,14 +86,14 @@ def skinny_library() -> ctypes.CDLL | None:
     return library if _is_right(library) else None
 
 
-def _build(compiler: str, path: Path) -> None:
+def _build(compiler: list[str], path: Path) -> None:
     """Compile into a folder beside ``path``, then move: another process never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent) as folder:
         compiled, linked = Path(folder, "skinny.o"), Path(folder, "skinny.so")
         for command in (
-            [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
-            [compiler, "-shared", str(compiled), _openmp(), "-o", str(linked)],
+            [*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
+            [*compiler, "-shared", str(compiled), _openmp(), "-o", str(linked)],
         ):
             subprocess.run(command, check=True, capture_output=True, timeout=60)
         linked.replace(path)

@@ -46,7 +46,7 @@ def test_it_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert skinny_library() is not None
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "false -v"])
 def test_none_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
     monkeypatch.setenv("CXX", compiler)
     assert skinny_library() is None
