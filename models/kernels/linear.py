@@ -143,7 +143,7 @@ class PrepackedLinear(nn.Module):
         if kernel is Kernel.PLAIN:
             return F.linear(x, self._weight, self._bias)  # type: ignore[arg-type]
         if kernel is Kernel.COMPILED:
-            return self._compiled(x)  # type: ignore[misc]
+            return self._compiled(x.float()).to(x.dtype)  # type: ignore[misc]
         if kernel is Kernel.PADDED and is_skinny(x):
             return self.forward(pad_rows(x)).narrow(-2, 0, x.shape[-2])
         product: Tensor = self._product(x.to(self._dtype), self._packed, self._bias, "none", [], "")
