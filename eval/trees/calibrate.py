@@ -68,7 +68,7 @@ class Calibration:
 def measured_with(head: DraftHead) -> str:
     """Hash of the head's weights, its base and this machine: what times and accuracies were measured with."""
     base = head.base
-    machine = (str(base.device), base.prepacked, hardware(), versions())
+    machine = (str(base.device), base.prepacked, str(base.kernels), hardware(), versions())
     drafts_in = head.config.inference_dtype(base)
     copies = [] if drafts_in is None else [drafts_in]
     made_by = (VERSION, base.identity(), str(base.dtype), *machine, *copies)

@@ -18,6 +18,7 @@ from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_accept
 from drafthead.models.decoding import step
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from drafthead.models.kernels.linear import KernelTable
 from support import TinyBase
 
 COSTS = CostModel(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
@@ -39,6 +40,9 @@ def test_a_kept_calibration_is_found_again_for_the_same_weights_and_machine(
     with monkeypatch.context() as patched:
         patched.setattr(calibrate, "hardware", lambda: {"cpu": "another"})
         assert calibrate.load_calibration(path, head) is None
+    with monkeypatch.context() as patched:
+        patched.setattr(head.base, "kernels", KernelTable())
+        assert calibrate.load_calibration(path, head) is None, "a pass has another cost"
     with torch.no_grad():
         head.projections.weights[0][0, 0] += 1
     assert calibrate.load_calibration(path, head) is None
