@@ -29,15 +29,17 @@ from drafthead.models.kernels.linear import (
 
 WORTH_MEASURING = 2**23
 """Weights below which a base fits into the caches of a CPU, and the fixed choice is as good."""
-REPEATS, LONG_SECONDS = 5, 20.0
-"""Of every pass; a large base has had enough after three, once that long has passed."""
+REPEATS, LONG_SECONDS = 3, 20.0
+"""Of every pass; a large base has had enough after two, once that long has passed."""
+COPY_SHARE = 1 / 8
+"""Of the machine's memory that the packed copy may take where the compiled one serves few rows: it is up to a tenth
+faster for hundreds of rows."""
 MOST_ROWS = {Kernel.PLAIN: 4, Kernel.PADDED: 2}
 """Above these numbers of rows a kernel is not tried: it is never the fastest there."""
 MARGIN = 0.97
 """Another kernel than the default must be faster by this factor: what is within noise should not change.
 
-The default is the compiled one where there is one: where it is nearly the fastest everywhere, it needs no second copy
-of the weights.
+The default is the compiled one where there is one.
 """
 READ_ROWS, DRAFT_ROWS = 256, 4
 """Rows of products that may be in bfloat16: hidden states to train on, and drafting."""
@@ -72,9 +74,11 @@ def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: obje
     except OSError:  # nowhere to keep it
         found = _found(table, module, run)
     table.by_rows, table.bfloat16_reads, table.drafts_in = found
-    for layer in module.modules():
-        if isinstance(layer, PrepackedLinear):
-            layer.keep(set(table.by_rows.values()))
+    layers = [layer for layer in module.modules() if isinstance(layer, PrepackedLinear)]
+    size = sum(4 * layer.in_features * layer.out_features for layer in layers)
+    spare = size < COPY_SHARE * 1e9 * hardware()["ram_gb"]
+    for layer in layers:
+        layer.keep({*table.by_rows.values(), *([Kernel.PACKED] if spare else [])})
 
 
 Found = tuple[dict[int, Kernel], bool, torch.dtype | None]
@@ -105,7 +109,7 @@ def _measure(table: KernelTable, run: Pass) -> dict[int, Kernel]:
     times: dict[tuple[int, Kernel], list[float]] = {}
     begun = perf_counter()
     for repeat in range(REPEATS + 1):
-        if repeat > 3 and perf_counter() - begun > LONG_SECONDS:
+        if repeat > 2 and perf_counter() - begun > LONG_SECONDS:
             break
         for rows in MEASURED_ROWS:
             for kernel in kernels:
@@ -143,7 +147,7 @@ def _fastest(
     times: dict[torch.dtype | None, list[float]] = {dtype: [] for dtype in kernels}
     x = torch.randn(rows, layer.in_features)
     with torch.inference_mode():
-        for _ in range(3 * REPEATS):
+        for _ in range(5 * REPEATS):
             before()
             for dtype, kernel in kernels.items():
                 started = perf_counter()
