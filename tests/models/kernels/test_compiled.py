@@ -38,12 +38,21 @@ def test_product(outputs: int, inputs: int, biased: bool) -> None:
 
 
 def test_it_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.random.get_rng_state()
     if skinny_library() is None:
         pytest.skip("no C++ compiler here")
+    assert torch.equal(torch.random.get_rng_state(), before), "a run's random numbers depend on a compiler"
     assert len(list(fresh.iterdir())) == 1, "the library, and nothing half made"
     skinny_library.cache_clear()
     monkeypatch.setattr(compiled, "_build", lambda *_: pytest.fail("compiled again"))
     assert skinny_library() is not None
+
+
+def test_an_empty_setting_is_no_setting(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = skinny_library()
+    skinny_library.cache_clear()
+    monkeypatch.setenv("CXX", " ")
+    assert (skinny_library() is None) == (found is None)
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "false -v"])
