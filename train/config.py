@@ -29,14 +29,11 @@ from drafthead.models.heads.common.losses import LossConfig
 
 STAGES = ("corpora", "train", "quality", "tree", "evaluate", "card", "push")
 """What a run does, in order; ``train/pipeline.py`` has a function of each name."""
-RUN_MODES = ("train", "estimate")
 COMPLETE = "complete.json"
 """Written when every prompt is answered: the server is not needed any more."""
 WHOLLY_READ = ("jsonl", "text")
 """Kinds of sources that are read to their end before a run starts, so that a broken line is found then; streamed ones
 may be large and are not."""
-CORPORA = ("text", "generations")
-HIDDEN_STATES = ("computed", "cached")
 SHARD_MODES = ("none", "head", "full")
 AUTO = "auto"
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -316,8 +313,8 @@ class PhaseConfig:
         check_limits(
             self,
             "phases.*.",
-            corpus=CORPORA,
-            hidden_states=HIDDEN_STATES,
+            corpus=("text", "generations"),
+            hidden_states=("computed", "cached"),
             seq_len="[16, inf)",
             micro_batch_size="[1, inf)",
             grad_accum_steps="[1, inf)",
@@ -413,7 +410,7 @@ class RunConfig:
             self,
             "",
             name=(name, "letters, digits, '.', '_' and '-' only"),
-            mode=RUN_MODES,
+            mode=("train", "estimate"),
             out=(bool(self.out.strip()), "the name of a folder"),
             stages=(bool(self.stages) and not unknown, f"a list of {', '.join(STAGES)}"),
             seed="[0, inf)",

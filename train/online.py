@@ -14,7 +14,6 @@ Shape legend: B rows (1), T tokens, n tokens of an answer with its prompt, K dra
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -183,15 +182,8 @@ class Recorder(Drafter[RecorderState]):
         if not parts:
             return
         parts.reverse()
-        boundary = parts[0].final.shape[1]  # the prompt is the first update
-        hidden = join(parts, len(tokens))
-        self.lessons.append(
-            Lesson(
-                text=Text(list(tokens), boundary),
-                hidden=hidden,
-                rejected=rejected[::-1],
-            )
-        )
+        text = Text(list(tokens), parts[0].final.shape[1])  # the prompt is the first update
+        self.lessons.append(Lesson(text=text, hidden=join(parts, len(tokens)), rejected=rejected[::-1]))
 
 
 def join(parts: list[HiddenStates], length: int) -> HiddenStates:
@@ -261,21 +253,14 @@ class OnlineLearner:
         self.learn(lesson)
         return result, lesson
 
-    def answers(self, prompts: Iterable[list[int]], **settings: Any) -> Iterator[DecodeResult]:
-        """Answers to a stream of prompts, each by the head that the ones before have taught."""
-        for ids in prompts:
-            yield self.answer(ids, **settings)[0]
-
-    def learn(self, lesson: Lesson) -> bool:
-        """Keep an answer, and update the head where it is time to; returns whether it was."""
+    def learn(self, lesson: Lesson) -> None:
+        """Keep an answer, and update the head where it is time to."""
         self.buffer.append(lesson)
         while len(self.buffer) > 1 and sum(len(each.text.ids) for each in self.buffer) > self.config.max_tokens:
             self.buffer.popleft()
         self.answered += 1
-        if self.answered % self.config.interval:
-            return False
-        self.update()
-        return True
+        if self.answered % self.config.interval == 0:
+            self.update()
 
     def update(self) -> None:
         """Optimiser steps on the kept answers, which are then let go."""

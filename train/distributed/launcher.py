@@ -27,29 +27,22 @@ REFUSED = {
 }
 """Switches of other ways to shard a model: their name, and what to do instead."""
 STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
-_FREED = "a frozen base is sharded only if its layers are freed after use: "
 FSDP = {
-    "VERSION": (("1", "2"), "set it to 2"),
-    "SHARDING_STRATEGY": (
-        ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"),
-        f"{_FREED}choose FULL_SHARD, HYBRID_SHARD or NO_SHARD",
-    ),
-    "RESHARD_AFTER_FORWARD": (("TRUE",), f"{_FREED}set it to true"),
-    "OFFLOAD_PARAMS": (("TRUE", "FALSE"), "set it to true or false"),
-    "ACTIVATION_CHECKPOINTING": (("TRUE", "FALSE"), "set it to true or false"),
-    "ACTIVATION_CHECKPOINTING_OFFLOAD": (("FALSE",), "activations stay on the device: set it to false"),
-    "AUTO_WRAP_POLICY": (
-        ("TRANSFORMER_BASED_WRAP",),
-        "what is gathered at a time is a decoder layer of the base: set TRANSFORMER_BASED_WRAP or leave it out",
-    ),
-    "TRANSFORMER_CLS_TO_WRAP": (("",), "every decoder layer is wrapped, whatever its class: leave it out"),
-    "BACKWARD_PREFETCH": (("BACKWARD_PRE", "1"), "set BACKWARD_PRE or leave it out"),
-    "STATE_DICT_TYPE": (
-        ("FULL_STATE_DICT", "1"),
-        "checkpoints hold full tensors, so that any number of processes can resume: set FULL_STATE_DICT",
-    ),
+    "VERSION": ("2", "1"),
+    # A frozen base is sharded only if its layers are freed after use.
+    "SHARDING_STRATEGY": ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"),
+    "RESHARD_AFTER_FORWARD": ("TRUE",),
+    "OFFLOAD_PARAMS": ("TRUE", "FALSE"),
+    "ACTIVATION_CHECKPOINTING": ("TRUE", "FALSE"),
+    "ACTIVATION_CHECKPOINTING_OFFLOAD": ("FALSE",),
+    # Every decoder layer of the base is wrapped, whatever its class.
+    "AUTO_WRAP_POLICY": ("TRANSFORMER_BASED_WRAP",),
+    "TRANSFORMER_CLS_TO_WRAP": ("",),
+    "BACKWARD_PREFETCH": ("BACKWARD_PRE", "1"),
+    # Checkpoints hold full tensors, so that any number of processes can resume.
+    "STATE_DICT_TYPE": ("FULL_STATE_DICT", "1"),
 }
-"""Settings of accelerate's FSDP plugin: the values that are followed, and what to do about others."""
+"""Settings of accelerate's FSDP plugin, and their values that are followed."""
 NO_EFFECT = (
     "MIN_NUM_PARAMS",  # of a wrap policy that is refused
     "FORWARD_PREFETCH",  # always done
@@ -143,9 +136,10 @@ def _with_fsdp(environment: Mapping[str, str], shard: ShardConfig) -> ShardConfi
     strategy = settings.get("SHARDING_STRATEGY", "FULL_SHARD")
     settings["SHARDING_STRATEGY"] = strategy = STRATEGIES.get(strategy, strategy)
     for key, value in settings.items():
-        values, advice = FSDP.get(key, ((), "leave it out"))
+        values = FSDP.get(key, ())
         if value not in values and key not in NO_EFFECT:
             name = key.lower().replace("_cls_", "_layer_cls_")  # as in accelerate's configuration file
+            advice = f"set it to {' or '.join(values)}, or leave it out" if any(values) else "leave it out"
             raise UserError(f"accelerate's fsdp_{name}={value} is not followed: {advice}")
     if strategy == "NO_SHARD":
         return shard

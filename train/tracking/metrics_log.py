@@ -45,7 +45,7 @@ class MetricsLog:
 def console_line(row: Row, steps: int) -> str:
     """A row as one line in a fixed order; ``steps`` is the length of its phase, which the eta counts to.
 
-    ``NAME_loss`` keys are parts of the loss, shown after it; memory is ``memory_bytes``, else ``peak_memory()``.
+    ``NAME_loss`` keys are parts of the loss, shown after it.
     """
     depths = sorted(int(key[7:]) for key in row if key.startswith("accept_") and key[7:].isdigit())
     loss_parts = ", ".join(f"{key.removesuffix('_loss')} {row[key]:.4f}" for key in row if key.endswith("_loss"))
@@ -57,7 +57,7 @@ def console_line(row: Row, steps: int) -> str:
         f"grad {row['grad_norm']:.3f}",
         f"{row['tokens_per_second']:,.0f} tok/s",
         f"{row['step_ms']:.0f} ms",
-        f"{row.get('memory_bytes', peak_memory()) / 2**30:.2f} GiB",
+        f"{peak_memory() / 2**30:.2f} GiB",
         f"eta {duration((steps - row['step']) * row['step_ms'] / 1e3)}",
     )
     return "   " + "  ".join(parts)

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
@@ -34,7 +34,7 @@ def build_optimizer(
     parameters: Iterable[nn.Parameter],
     config: OptimConfig,
     lr_mult: Callable[[nn.Parameter], float] = lambda parameter: 1.0,
-    matrices: Collection[nn.Parameter] = (),
+    matrices: Collection[Tensor] = (),
 ) -> Optimizer:
     """AdamW over the trainable ``parameters``, and Muon over ``matrices``; matrices decay, vectors do not.
 
@@ -98,17 +98,12 @@ class JoinedOptimizer(Optimizer):
             part.step()
 
 
-def muon_matrices(head: DraftHead) -> list[nn.Parameter]:
-    """Weights of the head's linear layers, without projections to the vocabulary."""
-    projections = {id(head.output_head(k).trained) for k in range(head.depth)}
-    return [
-        cast(nn.Parameter, module.weight)
-        for module in head.modules()
-        if isinstance(module, nn.Linear) and id(module.weight) not in projections and min(module.weight.shape) > 1
-    ]
-
-
 def head_optimizer(head: DraftHead, config: OptimConfig) -> Optimizer:
-    """The optimiser of a head, and of its base's adapters while they are trained."""
-    matrices = muon_matrices(head) if config.name == "muon" else []
+    """The optimiser of a head, and of its base's adapters while they are trained.
+
+    Muon's matrices are the weights of the head's linear layers, without projections to the vocabulary.
+    """
+    projections = {id(head.output_head(k).trained) for k in range(head.depth)}
+    linears = (module for module in head.modules() if isinstance(module, nn.Linear) and config.name == "muon")
+    matrices = [m.weight for m in linears if id(m.weight) not in projections and min(m.weight.shape) > 1]
     return build_optimizer(head.parameters(), config, head.lr_mult, matrices)

@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 
 from drafthead.data.text.packing import digest_rows
 from drafthead.data.text.streaming import StreamedRows
@@ -92,10 +92,20 @@ class Trainer:
             cached = phase.cached or self.sharding.shards_base
             held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached)
         if self.run.per_node_data and not isinstance(data.rows, StreamedRows):  # streams of all nodes have one source
-            check_common(f"phase {name}", digest_rows(data.rows))
+            self._check_common(name, digest_rows(data.rows))
         self.checkpoints.check_corpora()
         with signals.defer_signals():
             self._train_steps(name, phase, optimizer, data, held_out)
+
+    def _check_common(self, name: str, digest: str) -> None:
+        """Refuse rows that differ between processes: a row's number would mean another row on another node."""
+        found = self.processes.gather(digest)
+        if len(set(found)) > 1:
+            raise UserError(
+                f"the rows of phase {name} differ between processes ({', '.join(found)}): per_node_data=true made "
+                "other corpora on another node; copy data.folder from one node to the others, or use a common one "
+                "with per_node_data=false"
+            )
 
     def _train_steps(
         self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer, data: PhaseData, held_out: PhaseData
@@ -225,9 +235,8 @@ class Trainer:
         found = evaluate_loss(self.head, batches(), phase.loss)
         self.head.train()
         # Of greedy decoding with a chain over all positions.
-        chain = TokenTree.chain(self.head.depth)
         probs = [accept_probs_of_ranks(ranks, WIDTH) for ranks in answers]
-        length = simulate_acceptance(probs, chain).mean_accepted_length
+        length = simulate_acceptance(probs, TokenTree.chain(self.head.depth)).mean_accepted_length
         progress = self.checkpoints.progress
         row: dict[str, Any] = {"phase": name, "step": progress.step, "total_step": progress.total_steps}
         row |= {f"held_out_{key}": value for key, value in found.items()}
@@ -246,14 +255,3 @@ class Trainer:
             self.log.write(row)
             if self.tracker is not None:
                 self.tracker.log(row, step=self.checkpoints.progress.total_steps)
-
-
-def check_common(name: str, digest: str) -> None:
-    """Refuse rows that differ between processes: a row's number would mean another row on another node."""
-    found = gather_object([digest])
-    if len(set(found)) > 1:
-        raise UserError(
-            f"the rows of {name} differ between processes ({', '.join(found)}): per_node_data=true made other corpora "
-            "on another node; copy data.folder from one node to the others, or use a common one with "
-            "per_node_data=false"
-        )

