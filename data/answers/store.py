@@ -54,10 +54,6 @@ class Generation:
         n = len(self.input_ids)
         if not 1 <= self.boundary < n:
             raise ValueError(f"prompt {self.prompt_number}: boundary must be in [1, {n}), got {self.boundary}")
-        if self.hidden_states is not None and (self.hidden_states.ndim != 2 or len(self.hidden_states) != n - 1):
-            raise ValueError(
-                f"prompt {self.prompt_number}: hidden_states must be [{n - 1}, D], got {self.hidden_states.shape}"
-            )
 
 
 @dataclass(frozen=True)

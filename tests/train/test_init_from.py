@@ -35,10 +35,7 @@ def test_trains_on_and_measures_old_and_new_data(tmp_path: Path, capsys: pytest.
         assert found["before"][name] >= 1
     with pytest.raises(UserError, match="was trained with init_from="):
         train(tmp_path / "second", other, "phases.distill.optim.lr=1e-4")
-
-
-def test_what_is_refused(tmp_path: Path) -> None:
-    first = train(tmp_path / "first")
+    # What is refused.
     with pytest.raises(UserError, match="holds a head of type medusa, and this run trains a eagle3"):
         run_pipeline(*composed(tmp_path / "x", "debug=tiny", "recipe=eagle3_smollm2", f"init_from={first / 'head'}"))
     with pytest.raises(UserError, match="has no folder generations"):

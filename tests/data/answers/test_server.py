@@ -333,18 +333,11 @@ def test_text_prompts_leave_out_the_token_that_servers_add() -> None:
     [
         ({"url": "localhost:8000"}, "server.url must be like http://host:8000, got 'localhost:8000'"),
         ({"url": "http://host:80a"}, "server.url must be like http://host:8000"),
-        ({"url": "ftp://host"}, "server.url must be like http://host:8000"),
         ({"url": "http://me:sk-1@host"}, "must not hold a name or a password; put the key into OPENAI_API_KEY"),
         ({"concurrency": 0}, "server.concurrency must be at least 1, got 0"),
-        ({"tries": 0}, "server.tries must be at least 1, got 0"),
-        ({"timeout": 0.0}, "server.timeout must be above 0 and finite, got 0.0"),
         ({"min_greedy_match_rate": 1.5}, r"server.min_greedy_match_rate must be in \[0, 1\], got 1.5"),
         ({"temperature": -1.0}, "sampler.temperature must be at least 0 and finite, got -1.0"),
-        ({"temperature": float("nan")}, "sampler.temperature .* got nan"),
-        ({"top_k": -1}, "sampler.top_k must be at least 0, got -1"),
         ({"top_p": 0.0}, r"sampler.top_p must be in \(0, 1\], got 0.0"),
-        ({"max_new_tokens": 0}, "sampler.max_new_tokens must be at least 1, got 0"),
-        ({"seed": -1}, "sampler.seed must be at least 0, got -1"),
     ],
 )
 def test_limits(settings: dict[str, Any], says: str) -> None:

@@ -163,11 +163,3 @@ def test_disk_too_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
     with pytest.raises(UserError, match="the next shard of generations needs"):
         store.append_shard([generation(1)])
-
-
-def test_generation_checks_itself() -> None:
-    ids = np.arange(4, dtype=np.int32)
-    with pytest.raises(ValueError, match=r"boundary must be in \[1, 4\), got 4"):
-        Generation(0, ids, 4, True)
-    with pytest.raises(ValueError, match=r"hidden_states must be \[3, D\], got \(4, 2\)"):
-        Generation(0, ids, 2, True, np.zeros((4, 2), np.float16))

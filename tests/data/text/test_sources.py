@@ -155,8 +155,6 @@ def test_builtin() -> None:
         ({"kind": "jsonl"}, "source.name must not be empty"),
         ({"kind": "embedded", "name": "x"}, "must be one of passages, python_stdlib, questions, .*got 'x'"),
         ({"kind": "text", "name": "x", "subset": "y"}, "source.subset is for kind 'hf' only"),
-        ({"kind": "text", "name": "x", "revision": "y"}, "source.revision is for kind 'hf' only"),
-        ({"kind": "text", "name": "x", "limit": 0}, "source.limit must be at least 1 or null, got 0"),
         ({"kind": "text", "name": "x", "weight": 0.0}, "source.weight must be above 0 and finite or null, got 0.0"),
     ],
 )

@@ -2,10 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,23 +118,6 @@ def test_launchers_that_the_loop_would_not_follow(kind: str, tmp_path: Path, mon
             pass
 
 
-def test_who_writes_first() -> None:
-    """One process of the run, or with data of their own one of every node."""
-    entered: list[str] = []
-
-    @contextmanager
-    def block(name: str) -> Iterator[None]:
-        entered.append(name)
-        yield
-
-    first = {f"{kind}main_process_first": partial(block, kind) for kind in ("", "local_")}
-    launch = launcher.Launch(SimpleNamespace(**first), *[None] * 3)  # type: ignore[arg-type]
-    for per_node_data in (False, True):
-        with launch.main_process_first(per_node_data):
-            pass
-    assert entered == ["", "local_"]
-
-
 def test_corpora_that_differ_between_nodes_are_refused() -> None:
     two: Any = SimpleNamespace(processes=SimpleNamespace(gather=lambda digest: [digest, "abc"]))
     Trainer._check_common(two, "distill", "abc")
@@ -159,10 +139,6 @@ def test_the_configurations_that_come_along(name: str, wanted: ShardConfig) -> N
     if name == "nodes":
         assert (arguments.nnodes, arguments.nproc_per_node, arguments.node_rank) == ("2", "8", 1)
         assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("static", "host:12345")
-
-
-def test_all_of_them_are_tested() -> None:
-    assert {path.name for path in LAUNCH.iterdir()} == {"gpus.yaml", "fsdp.yaml", "nodes.yaml", "slurm.sh"}
 
 
 def test_the_slurm_script_starts_a_launcher_on_every_node(tmp_path: Path) -> None:

@@ -78,18 +78,12 @@ def test_bfloat16_computes_about_the_same_and_keeps_float32(name: str, results: 
         assert (found["weights"][key] - want).float().abs().mean() <= 0.3 * moved.float(), key
 
 
-def test_batches_differ_between_processes() -> None:
-    """Else averages over processes would do."""
-    counts = [int(spread.batch_of(number, empty=False).draft_targets(1)[1].sum()) for number in range(6)]
-    assert len(set(counts)) > 3 and all(a != b for a, b in zip(counts[::2], counts[1::2], strict=True))
-
-
 @pytest.mark.parametrize(
     ("name", "head", "layers"),
     [
         ("medusa whole", 1.0, 1),
         ("medusa head", 0.5, 1),
-        ("medusa full", 0.5, 2),
+        ("medusa full, accumulated", 0.5, 2),
         ("medusa hybrid", 1.0, 1),  # each of the two is a node
         ("medusa bf16", 1.0, 1),
     ],
@@ -129,7 +123,7 @@ def test_every_process_measures_the_same(results: Results) -> None:
 
 def test_tied_tables_stay_one(results: Results) -> None:
     assert all(found["tied"] for found in results("medusa shared and tied"))
-    assert not any(found["tied"] for found in results("medusa full"))
+    assert not any(found["tied"] for found in results("medusa head"))
 
 
 def test_hooks_of_a_view_are_its_own() -> None:
@@ -144,8 +138,6 @@ def test_hooks_of_a_view_are_its_own() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"mode": "all"}, "shard.mode must be one of .*, got 'all'"),
-        ({"precision": "float16"}, "shard.precision must be one of .*, got 'float16'"),
         ({"hybrid": True}, "shard.hybrid must be false unless shard.mode is head or full, got True"),
         (
             {"mode": "head", "offload_base": True},

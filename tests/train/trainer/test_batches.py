@@ -48,17 +48,3 @@ def test_the_next_rows_are_read_meanwhile_and_no_more(data: PhaseData, monkeypat
         assert there.acquire(timeout=10)
     assert asked == [(0, False), (1, False)]
     stream.close()
-
-
-def test_what_cannot_be_read_is_said_where_it_is_used(data: PhaseData) -> None:
-    with pytest.raises(IndexError):
-        list(data.stream([[0], [99]]))
-
-
-def test_waiting_is_counted(data: PhaseData, monkeypatch: pytest.MonkeyPatch) -> None:
-    from drafthead.train.trainer import batches as phase_data
-
-    clock = iter(range(100))
-    monkeypatch.setattr(phase_data, "perf_counter", lambda: float(next(clock)))
-    list(data.stream([[0], [1], [2]]))
-    assert data.waited_s == 3.0

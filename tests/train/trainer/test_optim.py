@@ -76,18 +76,6 @@ def test_the_two_stages_of_ibm_at_every_step() -> None:
     assert (ibm(0), ibm(15000), ibm(21000)) == pytest.approx((0.0, 0.1, 0.01))
 
 
-def test_where_the_decay_begins() -> None:
-    """From the start, the warm-up meets the cosine below the peak; behind the warm-up, the two stay close."""
-    warmup, start = (
-        OptimConfig(lr=0.1, warmup_steps=50, decay_from=f, final_lr_ratio=0.1) for f in ("warmup", "start")
-    )
-    late, early = curve(warmup, 1000), curve(start, 1000)
-    assert max(late) == pytest.approx(0.1) and 0.099 < max(early) < 0.1
-    assert early[:49] == late[:49]
-    assert all(a <= b for a, b in zip(early, late, strict=True))
-    assert early[-1] == late[-1] == pytest.approx(0.01)
-
-
 class Joint(nn.Module):
     """Heads beside a base's adapter."""
 
@@ -149,16 +137,8 @@ def test_a_step_takes_the_factor_into_account() -> None:
     ("key", "value", "says"),
     [
         ("lr", -1.0, r"optim.lr must be in \(0, 1\), got -1.0"),
-        ("lr", float("nan"), "optim.lr must be in"),
         ("betas", (0.9, 1.0), r"optim.betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
-        ("betas", (0.9,), "optim.betas must be two numbers"),
-        ("weight_decay", -0.1, "optim.weight_decay must be at least 0 and finite, got -0.1"),
-        ("warmup_steps", -1, "optim.warmup_steps must be at least 0, got -1"),
         ("schedule", "cosin", r"optim.schedule must be one of cosine, linear, constant, got 'cosin'"),
-        ("decay_from", "end", r"optim.decay_from must be one of warmup, start, got 'end'"),
-        ("final_lr_ratio", 1.5, r"optim.final_lr_ratio must be in \[0, 1\], got 1.5"),
-        ("warmup", "fast", r"optim.warmup must be one of linear, parabolic, got 'fast'"),
-        ("clip_norm", -1.0, "optim.clip_norm must be at least 0 and finite, got -1.0"),
     ],
 )
 def test_a_value_out_of_its_limits_says_so(key: str, value: object, says: str) -> None:
