@@ -47,7 +47,7 @@ from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.distributed.launcher import follow_launcher
 from drafthead.train.distributed.sharding import Sharding
-from drafthead.train.estimate import estimate_of, size
+from drafthead.train.estimate import Estimate, size
 from drafthead.train.trainer.batches import PhaseData
 from drafthead.train.trainer.optim import head_optimizer
 from drafthead.train.trainer.step import StepResult, train_step
@@ -226,7 +226,7 @@ def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, wa
     operations = operations_per_token(run.head_config(), settings, bench.base.model.config)
     devices, top = accelerator.num_processes, peak_operations(accelerator.device)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
-    planned = estimate_of(run, devices, per_node, accelerator.device.type).total(phase)
+    planned = Estimate(run, devices, per_node, accelerator.device.type).total(phase)
     return {
         "phase": phase,
         "processes": devices,

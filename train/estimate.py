@@ -5,8 +5,7 @@ context and workspaces of matrix products come on top: keep about 10 % and 1 GiB
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -15,8 +14,7 @@ from drafthead.models.base.config import check_architecture
 from drafthead.models.base.lora import LM_HEAD, LoraSettings
 from drafthead.models.base.shape import FLOAT32, ModelShape
 from drafthead.models.heads.common.losses import chunk_rows
-from drafthead.models.heads.common.size import HeadSize
-from drafthead.train.config import AUTO, PRECISIONS, SHARD_MODES, DataConfig, PhaseConfig, RunConfig, ShardConfig
+from drafthead.train.config import AUTO, PRECISIONS, SHARD_MODES, PhaseConfig, RunConfig
 from drafthead.train.distributed.launcher import with_launcher_settings
 
 GATHERED_LAYERS = 2
@@ -29,25 +27,23 @@ CHUNK_COPIES = 4
 """Matrices of a loss chunk's size alive at its peak: logits, their exponentials, the gradient, the target's."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The costs of a run. Sizes in bytes."""
+    """The costs of a run on ``devices`` processes of type ``device``, of which ``per_node`` (or all) are on one node.
 
-    shape: ModelShape
-    head: HeadSize
-    phases: Mapping[str, PhaseConfig]
-    data: DataConfig = field(default_factory=DataConfig)
-    lora: LoraSettings | None = None
-    """Adapters of the base; None when no phase trains it."""
-    shard: ShardConfig = field(default_factory=ShardConfig)
-    devices: int = 1
-    """Processes that train."""
-    shards: int = 1
-    """Devices that share one copy of what is sharded."""
-    base_bytes: int = 2
-    """Bytes of a parameter of the base: 2 in bfloat16, 4 in float32."""
-    device: str = "cuda"
-    """``cuda`` or ``cpu``: decides the size of a loss chunk."""
+    Sizes in bytes.
+    """
+
+    def __init__(self, run: RunConfig, devices: int = 1, per_node: int | None = None, device: str = "cuda") -> None:
+        config, head = run.base.transformers_config(), run.head_config()
+        check_architecture(config, run.base.max_context)
+        self.shape, self.head = ModelShape.from_config(config), head.size(config)
+        self.lora = head.lora() if run.trains_base else None
+        self.phases, self.data, self.shard = run.phases, run.data, run.shard
+        self.devices, self.device = devices, device
+        self.shards = (per_node or devices) if run.shard.hybrid else devices
+        """Devices that share one copy of what is sharded."""
+        self.base_bytes = 4 if run.base.dtype == "float32" or (run.base.dtype == "auto" and device == "cpu") else 2
+        """Bytes of a parameter of the base."""
 
     @property
     def adapters(self) -> int:
@@ -192,25 +188,6 @@ class Estimate:
         return found
 
 
-def estimate_of(run: RunConfig, devices: int, per_node: int | None = None, device: str = "cuda") -> Estimate:
-    """What a run will cost on so many processes of type ``device``, of which ``per_node`` (or all) are on one node."""
-    config = run.base.transformers_config()
-    check_architecture(config, run.base.max_context)
-    head = run.head_config()
-    return Estimate(
-        shape=ModelShape.from_config(config),
-        head=head.size(config),
-        phases=run.phases,
-        data=run.data,
-        lora=head.lora() if run.trains_base else None,
-        shard=run.shard,
-        devices=devices,
-        shards=(per_node or devices) if run.shard.hybrid else devices,
-        base_bytes=4 if run.base.dtype == "float32" or (run.base.dtype == "auto" and device == "cpu") else 2,
-        device=device,
-    )
-
-
 def print_estimate(run: RunConfig) -> None:
     """Print the costs of a run on as many processes as the launcher started."""
     if os.environ.get("RANK", "0") != "0":
@@ -219,7 +196,7 @@ def print_estimate(run: RunConfig) -> None:
     console.print(f"[bold]{run.name}[/bold]: {run.base.name or run.base.transformers_config().model_type}")
     devices = int(os.environ.get("WORLD_SIZE", "1"))
     run = replace(run, shard=with_launcher_settings(os.environ, run.shard))
-    console.print(render(estimate_of(run, devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))))
+    console.print(render(Estimate(run, devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))))
 
 
 def render(estimate: Estimate) -> Group:

@@ -14,7 +14,7 @@ from drafthead.eval.trees.cost_model import SIZES
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import reading_copy
 from drafthead.train.config import PhaseConfig, RunConfig
-from drafthead.train.estimate import estimate_of
+from drafthead.train.estimate import Estimate
 
 LONG_PASS = 256
 """Tokens of the pass that stands for reading text and for training."""
@@ -37,7 +37,7 @@ class Outlook:
         """The same for hidden states to train on."""
         self.step_s = _seconds(base, 1)
         """Of one autoregressive step."""
-        self.costs = estimate_of(run, devices, device=base.device.type)
+        self.costs = Estimate(run, devices, device=base.device.type)
 
     def rows(self) -> list[tuple[str, str, float]]:
         """Stage, what it does, and seconds; of the stages that will run."""

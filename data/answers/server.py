@@ -408,10 +408,9 @@ class ServerBackend:
 
         async def answer(server: Server, prompt: Prompt) -> Generation:
             def parse(completion: Completion) -> Generation:
-                generation = completions.parse(completion, prompt, capabilities)
                 if check_prompts:
                     _check_prompt_length(completion, len(prompt[1]), capabilities)
-                return generation
+                return completions.parse(completion, prompt, capabilities)
 
             request = completions.request(model, prompt, capabilities)
             return await server.ask(request, parse, f"prompt {prompt[0]}")

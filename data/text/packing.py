@@ -4,7 +4,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,26 +34,17 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Piece:
-    document: int
-    start: int
-    content: Document
-
-    def __len__(self) -> int:
-        return len(self.content)
-
-
-@dataclass
 class PackedRow:
     """A row that is being filled."""
 
     space: int
-    pieces: list[_Piece] = field(default_factory=list)
+    pieces: list[tuple[int, int, Document]] = field(default_factory=list)
+    """Number of a document, start in it, and the part of it."""
 
     def add(self, number: int, document: Document, start: int, length: int) -> None:
         """Append ``length`` tokens of a document."""
         here = slice(start, start + length)
-        self.pieces.append(_Piece(number, start, Document(document.input_ids[here], document.loss_mask[here])))
+        self.pieces.append((number, start, Document(document.input_ids[here], document.loss_mask[here])))
         self.space -= length
 
 
@@ -132,7 +123,7 @@ def collate(dataset: datasets.Dataset, row_numbers: list[int]) -> TrainBatch:
 
 def collate_rows(rows: list[PackedRow], seq_len: int) -> TrainBatch:
     """Rows that are in no dataset as one batch [B, T]."""
-    return _batch(*_arrays(rows, seq_len))
+    return _batch(*_arrays(rows, seq_len)[:4])
 
 
 def _batch(ids: _Array, positions: _Array, documents: _Array, mask: _Array) -> TrainBatch:
@@ -234,30 +225,26 @@ def _write_rows(sink: pa.NativeFile, rows: Iterator[PackedRow], seq_len: int) ->
     schema = pa.schema(columns)
     with pa.ipc.new_stream(sink, schema) as writer:
         for some in _batched(rows, ROWS_PER_WRITE):
-            arrays = [
-                pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), seq_len)
-                for column in _arrays(some, seq_len)
-            ]
-            pieces = pa.array([_piece_table(row) for row in some], type=columns["pieces"])
-            writer.write_batch(pa.RecordBatch.from_arrays([*arrays, pieces], schema=schema))
+            *arrays, pieces = _arrays(some, seq_len)
+            lists = [pa.FixedSizeListArray.from_arrays(pa.array(array.ravel()), seq_len) for array in arrays]
+            lists.append(pa.array(pieces, type=columns["pieces"]))
+            writer.write_batch(pa.RecordBatch.from_arrays(lists, schema=schema))
 
 
-def _piece_table(row: PackedRow) -> list[list[int]]:
-    """[document, start in it, length, offset in the row] of every piece."""
-    offsets = accumulate((len(piece) for piece in row.pieces), initial=0)
-    return [[p.document, p.start, len(p), offset] for p, offset in zip(row.pieces, offsets, strict=False)]
-
-
-def _arrays(rows: list[PackedRow], seq_len: int) -> tuple[_Array, _Array, _Array, _Array]:
-    """Ids, positions, document ids and mask, each [R, T]."""
+def _arrays(rows: list[PackedRow], seq_len: int) -> tuple[_Array, _Array, _Array, _Array, list[list[list[int]]]]:
+    """Ids, positions, document ids and mask, each [R, T]; and the pieces of every row (``pack``)."""
     shape = (len(rows), seq_len)
     ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     numbers, mask = np.full(shape, NO_DOCUMENT, np.int32), np.zeros(shape, np.bool_)
+    pieces: list[list[list[int]]] = [[] for _ in rows]
     for r, row in enumerate(rows):
-        for number, (piece, (_, _, length, offset)) in enumerate(zip(row.pieces, _piece_table(row), strict=True)):
-            here = slice(offset, offset + length)
-            ids[r, here] = piece.content.input_ids
-            mask[r, here] = piece.content.loss_mask
-            positions[r, here] = np.arange(length)
+        offset = 0
+        for number, (document, start, part) in enumerate(row.pieces):
+            here = slice(offset, offset + len(part))
+            ids[r, here] = part.input_ids
+            mask[r, here] = part.loss_mask
+            positions[r, here] = np.arange(len(part))
             numbers[r, here] = number
-    return ids, positions, numbers, mask
+            pieces[r].append([document, start, len(part), offset])
+            offset += len(part)
+    return ids, positions, numbers, mask, pieces

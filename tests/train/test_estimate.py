@@ -18,7 +18,7 @@ from drafthead.models.base.lora import LoraBase, LoraSettings
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.heads.common.size import HeadSize
 from drafthead.train.config import DataConfig, GenerationsConfig, OptimConfig, PhaseConfig, RunConfig, ShardConfig
-from drafthead.train.estimate import GATHERED_LAYERS, Estimate, estimate_of, render, size
+from drafthead.train.estimate import GATHERED_LAYERS, Estimate, render, size
 from drafthead.train.trainer.optim import build_optimizer
 from support import composed
 
@@ -66,17 +66,24 @@ SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.05, targets=SEVEN, checkpointing=False)
 
 
+def made(**parts: Any) -> Estimate:
+    """An estimate of these parts; the others are those of a run without sharding."""
+    found = Estimate(recipe("recipe=medusa_llama3"))
+    vars(found).update({"data": DataConfig(), **parts})
+    return found
+
+
 def phase(**changes: Any) -> PhaseConfig:
     return PhaseConfig(**{"corpus": "text", "seq_len": 4096, "micro_batch_size": 2, "steps": 100, **changes})
 
 
 def llama(head: HeadSize = MEDUSA_5, *, device: str = "cuda", **changes: Any) -> Estimate:
-    return Estimate(shape=LLAMA3_8B, head=head, phases={"pretrain": phase(**changes)}, device=device)
+    return made(shape=LLAMA3_8B, head=head, phases={"pretrain": phase(**changes)}, device=device)
 
 
 def small(head: HeadSize = SMALL_HEAD, shards: int = 8, **shard: Any) -> dict[str, int]:
     phases = {"pretrain": phase(seq_len=64)}
-    estimate = Estimate(shape=SMALL, head=head, phases=phases, shard=ShardConfig(**shard), shards=shards, devices=8)
+    estimate = made(shape=SMALL, head=head, phases=phases, shard=ShardConfig(**shard), shards=shards, devices=8)
     return estimate.memory("pretrain")
 
 
@@ -117,7 +124,7 @@ def test_all_experts_are_counted(model_type: str) -> None:
 def test_tokens() -> None:
     data = DataConfig(generations=GenerationsConfig(max_prompt_tokens=300, sampler=SamplerConfig(max_new_tokens=100)))
     phases = {"pretrain": phase(grad_accum_steps=4), "d": phase(corpus="generations")}
-    found = Estimate(shape=LLAMA3_8B, head=MEDUSA_5, phases=phases, data=data, devices=8)
+    found = made(shape=LLAMA3_8B, head=MEDUSA_5, phases=phases, data=data, devices=8)
     assert found.tokens("pretrain") == found.trained_tokens("pretrain") == 100 * 4 * 2 * 4096 * 8
     assert (found.tokens("d"), found.trained_tokens("d")) == (100 * 2 * 4096 * 8, 100 * 2 * 4096 * 2)
 
@@ -166,7 +173,7 @@ def test_a_cached_phase_trades_activations_for_disk() -> None:
 def test_disk() -> None:
     sampler = SamplerConfig(max_new_tokens=156)
     corpus = GenerationsConfig(prompts=900, self_prompted=100, max_prompt_tokens=100, sampler=sampler)
-    found = replace(llama(), data=DataConfig(generations=corpus)).disk
+    found = made(shape=LLAMA3_8B, head=MEDUSA_5, phases={}, data=DataConfig(generations=corpus)).disk
     assert found == {
         "generations": 256_000 * 4,
         "hidden states of generations": 256_000 * 4096 * 2,
@@ -214,7 +221,7 @@ def base_of(shape: dict[str, Any], dtype: str = "float32") -> BaseModel:
 def joint(lora: LoraSettings | None, shape: dict[str, Any] = LLAMA, head: HeadSize = SMALL_HEAD) -> Estimate:
     found = ModelShape.from_config(base_of(shape).config.transformers_config())
     phases = {"pretrain": phase(seq_len=64), "joint": phase(seq_len=64, train_base=True)}
-    return Estimate(shape=found, head=head, phases=phases, lora=lora)
+    return made(shape=found, head=head, phases=phases, lora=lora)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +310,7 @@ def test_a_target_that_the_base_does_not_have_is_refused() -> None:
 
 def test_adapters_of_a_recipe() -> None:
     """Rank 32 on the seven projections of 32 layers: the 83.9 million of Llama 3 8B."""
-    found = estimate_of(recipe("recipe=medusa2_llama3"), 8)
+    found = Estimate(recipe("recipe=medusa2_llama3"), 8)
     assert found.adapters == 83_886_080
     text = shown(found)
     for wanted in ("adapters of the base", "83,886,080", "adapter weights", f"{found.trained:,}"):
@@ -313,7 +320,7 @@ def test_adapters_of_a_recipe() -> None:
 
 def test_every_number_is_shown() -> None:
     run = recipe("recipe=medusa_llama3", "shard=full")
-    found = estimate_of(run, 8)
+    found = Estimate(run, 8)
     text = shown(found)
     for wanted in ("8,030,261,248", f"{found.head.parameters:,}", f"{found.tokens('pretrain'):,}", "one checkpoint"):
         assert wanted in text
@@ -322,21 +329,21 @@ def test_every_number_is_shown() -> None:
         assert size(found.total(name)) in lines["total"]
         assert found.total(name, "full") == found.total(name) < found.total(name, "head") < found.total(name, "none")
         for mode in ("none", "head", "full"):
-            alone = estimate_of(replace(run, shard=replace(run.shard, mode=mode)), 8)
+            alone = Estimate(replace(run, shard=replace(run.shard, mode=mode)), 8)
             assert alone.total(name) == found.total(name, mode)
             assert size(alone.total(name)) in lines[f"shard={mode}"]
-    assert "shard=full" not in shown(estimate_of(run, 1))
+    assert "shard=full" not in shown(Estimate(run, 1))
 
 
 def test_hybrid_shards_within_a_node() -> None:
-    hybrid = estimate_of(recipe("recipe=medusa_llama3", "shard=hybrid"), 32, per_node=8)
-    full = estimate_of(recipe("recipe=medusa_llama3", "shard=full"), 8)
+    hybrid = Estimate(recipe("recipe=medusa_llama3", "shard=hybrid"), 32, per_node=8)
+    full = Estimate(recipe("recipe=medusa_llama3", "shard=full"), 8)
     assert hybrid.memory("pretrain") == full.memory("pretrain")
 
 
 def test_a_trained_base_has_a_second_copy_of_sharded_layers() -> None:
     """Without sharding, the copy shares the base's layers."""
-    found, alone = (estimate_of(recipe(f"recipe={name}_llama3", "shard=full"), 8) for name in ("medusa2", "medusa"))
+    found, alone = (Estimate(recipe(f"recipe={name}_llama3", "shard=full"), 8) for name in ("medusa2", "medusa"))
     layers = 2 * found.shape.num_layers * found.shape.layer_parameters
     difference = found.memory("joint")["base weights"] - alone.memory("pretrain")["base weights"]
     assert difference == pytest.approx(layers / 8, abs=8)

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from drafthead.data.utils.errors import UserError
 from drafthead.train.config import RunConfig
-from drafthead.train.estimate import estimate_of
+from drafthead.train.estimate import Estimate
 from drafthead.train.pipeline import run_pipeline
 from support import composed
 
@@ -79,7 +79,7 @@ def test_it_composes_for_its_real_base_and_says_what_to_expect(name: str, tmp_pa
     assert "Not run here: no figures of our own. Published" in said
     assert re.search(r"Not measured; by arithmetic at least \d+ h", said)
     devices, size = (int(number) for number in hardware.groups())
-    plan = estimate_of(run, devices)
+    plan = Estimate(run, devices)
     for phase in plan.phases:
         assert 2**30 < plan.total(phase) < 0.9 * size * 10**9 - 2**30, f"{phase} does not fit {hardware[0]}"
 

@@ -197,16 +197,16 @@ class AnswerGenerator:
     def _messages(self) -> list[list[Message]]:
         """The conversations to answer; kept on disk so that a later run has the same."""
         path = self.folder / PROMPTS
-        if not path.exists() and self.group.rank:
-            raise UserError(
-                f"process {self.group.rank} does not see {path}, which process 0 has written; put data.folder on a "
-                "file system that the nodes share"
-            )
         if not path.exists():
+            if self.group.rank:
+                raise UserError(
+                    f"process {self.group.rank} does not see {path}, which process 0 has written; put data.folder on a "
+                    "file system that the nodes share"
+                )
             write_checksummed_json(path, self._new_messages())
         found = read_json(path)  # a plain list in earlier versions
         messages: list[list[Message]] = found if isinstance(found, list) else read_checksummed_json(path)
-        if not _are_prompts(messages):
+        if not (isinstance(messages, list) and all(map(_is_conversation, messages))):
             raise UserError(f"{path} holds no list of prompts; restore it, or remove {self.folder}")
         return messages
 
@@ -234,13 +234,10 @@ class AnswerGenerator:
         return found
 
 
-def _are_prompts(found: Any) -> bool:
-    """Whether a JSON value is a list of conversations."""
-    return isinstance(found, list) and all(isinstance(m, list) and m and all(map(_is_turn, m)) for m in found)
-
-
-def _is_turn(found: Any) -> bool:
-    return isinstance(found, dict) and all(isinstance(found.get(key), str) for key in ("role", "content"))
+def _is_conversation(found: Any) -> bool:
+    turns = found if isinstance(found, list) else []
+    texts = [turn.get(key) for turn in turns if isinstance(turn, dict) for key in ("role", "content")]
+    return len(texts) == 2 * len(turns) > 0 and all(isinstance(text, str) for text in texts)
 
 
 def _interleave(first: list[Any], second: list[Any]) -> list[Any]:

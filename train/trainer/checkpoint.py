@@ -49,15 +49,12 @@ from drafthead.train.distributed.processes import Processes
 from drafthead.train.distributed.sharding import full_state_dict
 from drafthead.train.trainer.step import LossSpikeFilter
 
-Plain = Any
-"""What JSON can say."""
 
-
-def split_tensors(value: Any, name: str = "") -> tuple[Plain, dict[str, Tensor]]:
+def split_tensors(value: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
     """Nested dictionaries, lists and tuples as JSON with each tensor replaced by its name; and the tensors by name."""
     tensors: dict[str, Tensor] = {}
 
-    def walk(item: Any, path: str) -> Plain:
+    def walk(item: Any, path: str) -> Any:
         if isinstance(item, Tensor):
             tensors[path] = item.detach().cpu().contiguous()
             return {"tensor": path}
@@ -78,7 +75,7 @@ def split_tensors(value: Any, name: str = "") -> tuple[Plain, dict[str, Tensor]]
     return walk(value, name), tensors
 
 
-def join_tensors(plain: Plain, tensors: Mapping[str, Tensor]) -> Any:
+def join_tensors(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The inverse of ``split_tensors``."""
     if not isinstance(plain, dict):
         return plain
