@@ -102,7 +102,6 @@ class GenerationStore:
             write_manifest(folder, manifest)
         self._tables: dict[int, pa.Table] = {}
         self._entries: dict[int, _Entry] = {}
-        self._clean = False
         self._open_hidden_states = lru_cache(maxsize=32)(self._map_hidden_states)
         self._checked: set[int] = set()
         for path in sorted(folder.glob("shard-*.parquet")):
@@ -132,8 +131,7 @@ class GenerationStore:
         if twice := sorted((set(numbers) & self.done) | {n for n in numbers if numbers.count(n) > 1}):
             raise UserError(f"prompts {twice[:5]} are answered twice in {self.folder}; write each prompt once")
         if shard is None:
-            if not self._clean:
-                self.remove_leftovers()
+            self.remove_leftovers()
             shard = self.next_shard
         path = self._path(shard, "parquet")
         if path.exists():
@@ -248,7 +246,6 @@ class GenerationStore:
         orphans = [p for p in self.folder.glob("shard-*.safetensors") if not p.with_suffix(".parquet").exists()]
         for path in [*self.folder.glob(".shard-*.tmp"), *orphans]:
             path.unlink()
-        self._clean = True
 
 
 def as_documents(generations: Iterable[Generation]) -> Iterator[Document]:

@@ -56,10 +56,9 @@ def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path 
     where it fits best; a longer one loses its end, and how many did is logged. Rows are written to a file in ``folder``
     and memory-mapped; None keeps them in memory (13 bytes a token).
 
-    Returns:
-        Columns input_ids, position_ids, document_ids (int32) and loss_mask (bool), each [R, T], and pieces: per
-        row a list of [number of the document, start in it, length, offset in the row]. Padding has document
-        id ``NO_DOCUMENT`` and is not trained.
+    Columns are input_ids, position_ids, document_ids (int32) and loss_mask (bool), each [R, T], and pieces: per row a
+    list of [number of the document, start in it, length, offset in the row]. Padding has document id ``NO_DOCUMENT``
+    and is not trained.
     """
     rows = split_rows(documents, seq_len) if split else _whole_rows(documents, seq_len)
     if folder is None:

@@ -74,10 +74,8 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {
 def update_names(value: Any, path: str = "", renamed: Callable[[str, str], None] = lambda old, new: None) -> Any:
     """``value`` (of a recipe, a saved head, a run folder, a manifest) with today's keys and values.
 
-    Args:
-        value: nested dicts and lists; keys may be dotted.
-        path: dotted key of ``value`` itself in a run's settings, such as ``head``.
-        renamed: called with every old key or value and its new one ("" for a setting that is gone).
+    ``path`` is the dotted key of ``value`` itself in a run's settings, such as ``head``; ``renamed`` is called with
+    every old key or value and its new one ("" for a setting that is gone).
     """
     if isinstance(value, list):
         return [update_names(item, path, renamed) for item in value]

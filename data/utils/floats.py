@@ -22,13 +22,9 @@ def finite(value: Any) -> Any:
 def bootstrap_interval(
     rows: Floats, statistic: Callable[[Floats], Floats], seed: int = 0, resamples: int = 2000
 ) -> tuple[float, float]:
-    """95 % percentile bootstrap over ``rows`` [n, C]; NaN with fewer than two.
+    """95 % percentile bootstrap over ``rows`` [n, C], each drawn as a whole; NaN with fewer than two.
 
-    Args:
-        rows: what is drawn together, such as the totals of one prompt.
-        statistic: of the column sums [resamples, C].
-        seed: of the draws.
-        resamples: draws.
+    ``statistic`` is of the column sums [resamples, C].
     """
     if len(rows) < 2:
         return math.nan, math.nan

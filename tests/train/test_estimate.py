@@ -347,10 +347,3 @@ def test_a_trained_base_has_a_second_copy_of_sharded_layers() -> None:
     layers = 2 * found.shape.num_layers * found.shape.layer_parameters
     difference = found.memory("joint")["base weights"] - alone.memory("pretrain")["base weights"]
     assert difference == pytest.approx(layers / 8, abs=8)
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**30, "3.0 GiB"), (2**52, "4096.0 TiB")]
-)
-def test_size(count: int, text: str) -> None:
-    assert size(count) == text

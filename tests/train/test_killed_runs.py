@@ -154,20 +154,3 @@ def test_a_stream_killed_at_every_delicate_moment(
     assert adapt(folder) == 0, runs.said(folder)[-2000:]
     assert runs.said(folder).count("going on after") >= 3
     assert_same_stream(folder, whole_stream)
-
-
-@pytest.mark.slow
-def test_a_stream_killed_at_random(runs: Any, adapt: Callable[..., int], whole_stream: Path, tmp_path: Path) -> None:
-    """kill -9 from outside at random times, ten times; streams that end are begun anew."""
-    duration, draw, kills, ended = runs.seconds, random.Random(0), 0, 0
-    folder = tmp_path / "stream0"
-    while kills < 10:
-        code = adapt(folder, kill_after=draw.uniform(0.2, 1.0) * duration)
-        assert code in (0, KILLED), runs.said(folder)[-2000:]
-        kills += code == KILLED
-        if code == 0:
-            assert_same_stream(folder, whole_stream)
-            ended += 1
-            folder = tmp_path / f"stream{ended}"
-    assert adapt(folder) == 0, runs.said(folder)[-2000:]
-    assert_same_stream(folder, whole_stream)

@@ -1,7 +1,5 @@
 """Whole runs on a random tiny base: bad input is one line before any work; stages, and what a second start repeats."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +26,11 @@ from support import TinyBase, composed
 ROOT = Path(__file__).parent.parent.parent
 
 
+SHORT = ("phases.pretrain.steps=2", "phases.distill.steps=4", "eval.limit=1", "eval.max_new_tokens=8")
+
+
 def train(folder: Path, *overrides: str) -> Path:
-    run_pipeline(*composed(folder, "recipe=medusa_smollm2", "debug=tiny", *overrides))
+    run_pipeline(*composed(folder, "recipe=medusa_smollm2", "debug=tiny", *SHORT, *overrides))
     return folder / "run"
 
 
@@ -84,14 +85,6 @@ def test_settings_of_another_head_are_named_at_once(tmp_path: Path) -> None:
 def test_overlong_messages_keep_both_ends() -> None:
     said = str(UserError(f"a.json has a bad name {'9' * 5000!r}; copy it again"))
     assert len(said) < 2300 and said.startswith("a.json has a bad name '999") and said.endswith("'; copy it again")
-
-
-def test_command_line_errors_are_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "train" / "run.py"), "recipe=medusa_smollm2", f"out={tmp_path}/run"]
-    done = subprocess.run([*command, "phases.distill.steps=0"], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 1
-    wanted = "error: config: phases.*.steps must be at least 1, got 0"
-    assert done.stderr.strip().splitlines() == [wanted], done.stderr
 
 
 def stream(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
@@ -221,37 +214,28 @@ def test_validation_and_saving_do_not_count_as_training_time(tmp_path: Path, mon
         clock[0] += 3600
 
     monkeypatch.setattr(loop.Trainer, "_validate", slow)
-    run = train(tmp_path, "stages=[corpora,train]", "log_every=2", "validate_every=3")
+    run = train(tmp_path, "stages=[corpora,train]", "phases.distill.steps=10", "log_every=2", "validate_every=3")
     rows = loop.MetricsLog(run / "metrics.jsonl").rows()
     assert max(row["step_ms"] for row in rows if "step_ms" in row) < 1000
 
 
-@pytest.mark.parametrize("content", ["null", "[1]", "3", "{"])
-def test_damaged_settings_are_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "training-settings.json").write_text(content)
-    with pytest.raises(UserError, match=r"training-settings.json (holds a|is not valid JSON)"):
-        train(tmp_path)
-
-
 def test_each_stage_runs_alone(tmp_path: Path) -> None:
     """From what the stages before it left on disk; without that, the line names the stage that is missing."""
-    short = ("eval.limit=1", "eval.max_new_tokens=8")
     for stage, missing in (("tree", "train"), ("evaluate", "train"), ("card", "evaluate")):
         with pytest.raises(UserError, match=f"run the stage {missing} first"):
-            train(tmp_path, *short, f"stages=[{stage}]")
-    train(tmp_path, *short, "stages=[corpora]")
+            train(tmp_path, f"stages=[{stage}]")
+    train(tmp_path, "stages=[corpora]")
     assert not (tmp_path / "run" / "checkpoints").exists()
-    train(tmp_path, *short, "stages=[train]")
+    train(tmp_path, "stages=[train]")
     assert not (tmp_path / "run" / "calibration.json").exists()
     with pytest.raises(UserError, match="run the stage tree first"):
-        train(tmp_path, *short, "stages=[evaluate]")
+        train(tmp_path, "stages=[evaluate]")
     for stage in ("tree", "evaluate", "card"):
-        train(tmp_path, *short, f"stages=[{stage}]")
+        train(tmp_path, f"stages=[{stage}]")
     run = tmp_path / "run"
     assert (run / "head" / "README.md").exists() and (run / "report.html").exists()
     kept = read_json(run / "eval.json")
-    train(tmp_path, *short, "stages=[evaluate]", "resume=false")
+    train(tmp_path, "stages=[evaluate]", "resume=false")
     assert read_json(run / "eval.json")["suite"] == kept["suite"] and (run / "checkpoints").exists()
     with pytest.raises(UserError, match=r"stages must be a list of corpora, train, .*, got \['trein'\]"):
         train(tmp_path, "stages=[trein]")

@@ -83,12 +83,6 @@ def launched(run: RunConfig) -> Iterator[Launch]:
         log_with=None if run.tracker.kind == "none" else run.tracker.kind,
         project_dir=run.out,
     )
-    kind = accelerator.distributed_type.value
-    if kind != "NO" and not kind.startswith("MULTI_"):
-        raise UserError(
-            f"accelerate is set to {kind}, which training does not follow; choose plain multi-GPU (accelerate launch "
-            "--multi_gpu, or no accelerate config at all), and shard=full to shard"
-        )
     processes = Processes(run.heartbeat_timeout_s)
     with processes.heartbeat():
         yield Launch(accelerator, processes, Sharding(shard, accelerator.device), Display(accelerator.is_main_process))

@@ -163,11 +163,8 @@ def base_link(head: DraftHead) -> str:
 
 
 def formats(head: DraftHead) -> tuple[list[tuple[str, str, str]], bool]:
-    """The formats for heads of this kind, who loads them, and whether they can hold this head.
-
-    Returns:
-        (format, engines whose current release loads it, what of this head it cannot say), and whether any current
-        engine loads this head in any format.
+    """The formats for heads of this kind: (format, engines whose current release loads it, what of this head it cannot
+    say), and whether any current engine loads this head in any of them.
     """
     rows, is_loaded = [], False
     for found in FORMATS.values():

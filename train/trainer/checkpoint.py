@@ -185,10 +185,8 @@ def save_checkpoint(
     """Write ``folder/step-<global_step>``, then remove all but the newest ``keep`` checkpoints and the best one.
 
     Call it on one process only. Checkpoints of later steps are removed as well: a run that reaches this step
-    again did not resume from them (they were damaged, or belong to a run that was started anew).
-
-    ``state.global_step`` names it; ``head`` and ``optimizer`` are full tensors, ``rng`` is ``capture_rng()`` of every
-    rank, ``manifests`` are what made the corpora that were trained on.
+    again did not resume from them (they were damaged, or belong to a run that was started anew). ``head`` and
+    ``optimizer`` are full tensors; the other arguments are those of ``Checkpoint``.
     """
     plain_optimizer, optimizer_tensors = split_tensors(optimizer)
     plain_rng, rng_tensors = split_tensors(list(rng), "rank")

@@ -38,15 +38,9 @@ def build_optimizer(
 ) -> Optimizer:
     """AdamW over the trainable ``parameters``, and Muon over ``matrices``; matrices decay, vectors do not.
 
-    Before every step the loop sets a group's ``lr`` to ``lr_at(...)`` times the group's ``lr_mult``. The state takes
-    8 bytes per parameter in float32. Groups come in the order of their factors, matrices first, and parameters in the
-    order given, so that a resumed run finds its state where it left it.
-
-    Args:
-        parameters: those that do not require a gradient are left out.
-        config: AdamW's settings.
-        lr_mult: what a parameter's learning rate is multiplied by, > 0.
-        matrices: those of the parameters that Muon updates.
+    Before every step the loop sets a group's ``lr`` to ``lr_at(...)`` times the group's ``lr_mult``. Groups come in the
+    order of their factors, matrices first, and parameters in the order given, so that a resumed run finds its state
+    where it left it.
     """
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     orthogonal: dict[float, list[nn.Parameter]] = {}

@@ -1,14 +1,11 @@
 """The cache of hidden states returns what was written, resumes, and refuses what it cannot hold."""
 
 import os
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from drafthead.data.answers import hidden_states as feature_cache
 from drafthead.data.answers.hidden_states import HiddenStateCache
 from drafthead.data.utils.errors import UserError
 
@@ -30,24 +27,6 @@ def test_round_trip_and_resume(tmp_path: Path, dtype: str) -> None:
     read = again.read([1, 4, 1])
     expected = values.to(getattr(torch, dtype)).float()
     assert read.dtype == torch.float32 and torch.equal(read, expected[[1, 0, 1]])
-
-
-def test_created_at_once_by_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second one must not empty the files that the first one has mapped."""
-    reserved: list[Path] = []
-    original = feature_cache._reserve
-
-    def slowly(path: Path, size: int) -> None:
-        reserved.append(path)
-        time.sleep(0.02)
-        original(path, size)
-
-    monkeypatch.setattr(feature_cache, "_reserve", slowly)
-    with ThreadPoolExecutor(5) as pool:
-        caches = list(pool.map(lambda _: create(tmp_path), range(5)))
-    for row, cache in enumerate(caches):
-        cache.write([row], torch.full((1, 3, 2), float(row)))
-    assert len(reserved) == 2 and create(tmp_path).missing_rows() == []
 
 
 def test_space_is_really_taken(tmp_path: Path) -> None:

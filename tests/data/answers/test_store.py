@@ -141,13 +141,9 @@ def test_bad_stores(tmp_path: Path) -> None:
 def test_damage_is_found(tmp_path: Path) -> None:
     GenerationStore(tmp_path, MADE_BY).append_shard([generation(1)])
     shard = tmp_path / "shard-00000.parquet"
-    content = shard.read_bytes()
-    (tmp_path / "shard-00001.parquet").write_bytes(content)
+    (tmp_path / "shard-00001.parquet").write_bytes(shard.read_bytes())
     (tmp_path / "shard-00001.safetensors").write_bytes((tmp_path / "shard-00000.safetensors").read_bytes())
     with pytest.raises(UserError, match=r"prompt 1 is twice .* shard-00000.parquet and shard-00001.parquet"):
-        GenerationStore(tmp_path, MADE_BY)
-    (tmp_path / "shard-00001.parquet").write_bytes(content[:50])
-    with pytest.raises(UserError, match=r"shard-00001.parquet cannot be read"):
         GenerationStore(tmp_path, MADE_BY)
     (tmp_path / "shard-00001.parquet").unlink()
     (tmp_path / "shard-00000.safetensors").unlink()
@@ -156,10 +152,3 @@ def test_damage_is_found(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(UserError, match="holds generations but no manifest"):
         GenerationStore(tmp_path, MADE_BY)
-
-
-def test_disk_too_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = GenerationStore(tmp_path, MADE_BY)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
-    with pytest.raises(UserError, match="the next shard of generations needs"):
-        store.append_shard([generation(1)])

@@ -207,11 +207,6 @@ def test_a_server_of_another_model_is_refused(
     assert not (tmp_path / "prompts.json").exists(), "the other model wrote prompts"
 
 
-def test_features_are_not_a_servers_to_give() -> None:
-    with pytest.raises(ValueError, match="keep_hidden_states must be false with a server"):
-        replace(CONFIG, server=ServerConfig(url="http://host"))
-
-
 @pytest.mark.slow
 def test_killed_beside_a_server_every_prompt_is_answered_once(
     completions_server: Callable[..., Any], tmp_path: Path

@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from drafthead.data.utils.errors import UserError
 from drafthead.train.config import ShardConfig
-from drafthead.train.distributed import launcher
 from drafthead.train.distributed.launcher import FSDP, NO_EFFECT, follow_launcher, with_launcher_settings
 from drafthead.train.trainer.trainer import Trainer
-from support import composed
 
 LAUNCH = Path(__file__).parents[3] / "recipes" / "launch"
 NONE, FULL = ShardConfig(), ShardConfig(mode="full")
@@ -106,16 +103,6 @@ def test_transformers_does_not_see_the_plugin(monkeypatch: pytest.MonkeyPatch) -
     assert fsdp.is_fsdp_enabled()
     assert follow_launcher(NONE) == replace(FULL, precision="bfloat16")
     assert not fsdp.is_fsdp_enabled() and os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
-
-
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
-def test_launchers_that_the_loop_would_not_follow(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = SimpleNamespace(distributed_type=DistributedType[kind])
-    monkeypatch.setattr(launcher, "Accelerator", lambda **_: accelerator)
-    run, _ = composed(tmp_path, "recipe=medusa_smollm2")
-    with pytest.raises(UserError, match=f"accelerate is set to {kind}, .* choose plain multi-GPU .* and shard=full"):
-        with launcher.launched(run):
-            pass
 
 
 def test_corpora_that_differ_between_nodes_are_refused() -> None:

@@ -51,7 +51,6 @@ def test_a_signal_to_one_stops_both_and_both_go_on(runs: Any, whole_of_two: Path
     assert checkpoint is not None and checkpoint.state.global_step == 7 and checkpoint.state.processes == 2
     first, second = (state["torch"] for state in checkpoint.rng)
     assert not first.equal(second)
-    assert runs.all(tmp_path, processes=2, at=events(0, ("step", 8), "SIGINT")) == [130, 130]
     assert runs.all(tmp_path, processes=2) == [0, 0]
     runs.assert_equal(tmp_path, whole_of_two)
 
@@ -69,7 +68,7 @@ def test_killed_while_generating_two_go_on_bit_for_bit(runs: Any, whole_of_two: 
     runs.assert_equal(tmp_path, whole_of_two)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_another_number_of_processes_goes_on(runs: Any, tmp_path: Path, before: int, after: int) -> None:
     """The losses are those of the number that began, up to rounding (``TOLERANCE``)."""
     whole, moved = tmp_path / "whole", tmp_path / "moved"
@@ -92,13 +91,18 @@ SILENT, FAILED = "has sent no heartbeat for", "error: process {} of 2 ended, and
 @pytest.mark.parametrize(
     ("rank", "call", "do", "codes", "says"),
     [
-        (1, ("step", 4), "SIGKILL", [1, KILLED], f"error: process 1 of 2 .*{SILENT}.*resumes from"),
         (0, ("step", 4), "SIGKILL", [KILLED, 1], "process 0"),
-        (1, ("step", 4), "SIGSTOP", [1, KILLED], f"error: process 1 of 2 .*{SILENT}"),  # its connections stay open
+        (
+            1,
+            ("step", 4),
+            "SIGSTOP",
+            [1, KILLED],
+            f"error: process 1 of 2 .*{SILENT}.*resumes from",
+        ),  # its connections stay open
         (1, ("step", 4), "raise", [1, 70], FAILED.format(1) + "it failed; its own output says how$"),
         (0, ("save tensors", 1), "full", [1, 1], FAILED.format(0) + "a checkpoint could not be written to"),
     ],
-    ids=["killed", "the first killed", "hangs", "fails", "full disk"],
+    ids=["the first killed", "hangs", "fails", "full disk"],
 )
 def test_the_other_ends_and_names_the_one_that_was_lost(
     runs: Any, tmp_path: Path, rank: int, call: tuple[str, int], do: str, codes: list[int], says: str

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 from drafthead.train.config import OptimConfig
 from drafthead.train.distributed.sharding import full_state_dict, load_optimizer
 from drafthead.train.trainer.checkpoint import (
@@ -182,15 +181,6 @@ def test_the_best_is_marked_and_kept(tmp_path: Path) -> None:
     best, latest = load_best(tmp_path), load_latest(tmp_path)
     assert best is not None and latest is not None
     assert (best.state.score, best.state.global_step, latest.state.global_step) == (1.5, 5, 6)
-
-
-@pytest.mark.parametrize("change", [{"phase": -1}, {"step": "3"}, {"global_step": True}, {"losses": ["nan"]}])
-def test_an_impossible_state_with_the_right_checksum_is_damage(tmp_path: Path, change: dict[str, object]) -> None:
-    path = Run().save(tmp_path, 1) / "state.json"
-    content = read_checksummed_json(path)
-    write_checksummed_json(path, {**content, "state": {**content["state"], **change}})
-    with pytest.raises(UserError, match="state.json is not a checkpoint's"):
-        load_latest(tmp_path)
 
 
 def test_no_space_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

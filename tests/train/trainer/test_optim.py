@@ -37,15 +37,6 @@ def test_rises_to_the_peak_then_falls_to_the_floor(schedule: str, warmup: str) -
     assert all(a > b for a, b in zip(rates[9:-1], rates[10:], strict=True))
 
 
-def test_midpoints() -> None:
-    """Half of the warm-up: 1/2 linear, 3/4 parabolic. Half of the decay: halfway between peak and floor."""
-    assert lr_at(OptimConfig(lr=0.1, warmup_steps=10), 4, 100) == pytest.approx(0.05)
-    assert lr_at(OptimConfig(lr=0.1, warmup_steps=10, warmup="parabolic"), 4, 100) == pytest.approx(0.075)
-    for schedule in ("cosine", "linear"):
-        config = OptimConfig(lr=0.1, warmup_steps=20, schedule=schedule, final_lr_ratio=0.5)
-        assert lr_at(config, 20 + 40 - 1, 100) == pytest.approx(0.075)
-
-
 def test_short_curves() -> None:
     assert curve(OptimConfig(lr=0.1, final_lr_ratio=0.5), 1) == pytest.approx([0.05])
     for start in ("warmup", "start"):
