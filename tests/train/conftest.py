@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from drafthead.data.utils.files import read_json_lines
+from drafthead.eval.trees.cost_model import measure_costs
 
 OPTIONS = (
     "recipe=hydra_pp_smollm2",  # a head with attention and dropout
@@ -96,6 +98,12 @@ class Runs:
 
     def close(self) -> None:
         self._server.communicate()
+
+
+@pytest.fixture(autouse=True)
+def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The costs of a step are measured once, which is enough for trees that only have to be there."""
+    monkeypatch.setattr("drafthead.train.pipeline.measure_costs", partial(measure_costs, repeats=1))
 
 
 @pytest.fixture(scope="session")

@@ -130,7 +130,7 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("how", ["full", "small files"])
+@pytest.mark.parametrize("how", ["full", pytest.param("small files", marks=pytest.mark.slow)])
 def test_a_full_disk_costs_nothing_that_was_done(runs: Any, whole: Path, tmp_path: Path, how: str) -> None:
     """``full``: the call fails. ``small files``: the system refuses to write more than 3 kB into one file."""
     for when, (call, what) in FULL.items():

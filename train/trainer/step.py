@@ -18,13 +18,6 @@ from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.common.losses import LossConfig
 from drafthead.train.config import HISTORY, LossSpikeConfig
 
-ShouldSkip = Callable[[float, float], str | None]
-"""(mean loss, gradient norm) of a step -> the reason to skip its update, None to do it."""
-Reduce = Callable[[Tensor], Tensor]
-"""Sum of a tensor over all processes."""
-ProfileHook = Callable[[str], None]
-"""Called when a part of a step is done: ``head`` after a backward pass, ``optimiser`` after the update."""
-
 
 @dataclass(frozen=True)
 class StepResult:
@@ -62,14 +55,16 @@ def train_step(
     *,
     lr: float,
     clip_norm: float,
-    reduce: Reduce,
-    should_skip: ShouldSkip = lambda loss, grad_norm: None,
-    profile_hook: ProfileHook = lambda part: None,
+    reduce: Callable[[Tensor], Tensor],
+    should_skip: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
+    profile_hook: Callable[[str], None] = lambda part: None,
 ) -> StepResult:
     """Accumulate, reduce, divide, clip, update. It waits for the device once, for the numbers ``should_skip`` reads.
 
     ``reduce`` sums over processes; sharded gradients are summed by their backward pass. ``clip_norm`` is the largest
-    norm of the mean loss's gradient, 0 is off. ``should_skip`` is not called for a step without trained tokens.
+    norm of the mean loss's gradient, 0 is off. ``should_skip`` gets mean loss and gradient norm and gives the reason to
+    skip the update, or None; it is not called for a step without trained tokens. ``profile_hook`` is called when a part
+    of the step is done: with ``head`` after a backward pass, ``optimiser`` after the update.
     """
     optimizer.zero_grad(set_to_none=True)
     parts = []
