@@ -1,6 +1,8 @@
 """The estimate of a run against things that exist: transformers' models, an optimiser's state, autograd, adapters."""
 
+from copy import copy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +68,14 @@ SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.05, targets=SEVEN, checkpointing=False)
 
 
+@cache
+def of_one_device() -> Estimate:
+    return Estimate(recipe("recipe=medusa_llama3"))
+
+
 def made(**parts: Any) -> Estimate:
     """An estimate of these parts; the others are those of a run without sharding."""
-    found = Estimate(recipe("recipe=medusa_llama3"))
+    found = copy(of_one_device())
     vars(found).update({"data": DataConfig(), **parts})
     return found
 
