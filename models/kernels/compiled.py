@@ -116,8 +116,11 @@ def _cpu_features() -> str:
 
 
 def _is_right(library: ctypes.CDLL) -> bool:
-    """Whether a product agrees with torch's."""
+    """Whether both products agree with torch's."""
     generator = torch.Generator().manual_seed(0)  # a run's own random numbers do not depend on this
     weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((200, 96), (200,), (7, 96)))
-    wanted = F.linear(x, weight, bias)
-    return bool((CompiledWeight(weight, bias, library)(x) - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
+    for compiled in (CompiledWeight(weight, bias, library, dtype) for dtype in (torch.float32, torch.int8)):
+        wanted = F.linear(x, compiled.dense(), bias)
+        if not (compiled(x) - wanted).abs().max() <= TOLERANCE * wanted.abs().max():
+            return False
+    return True

@@ -20,15 +20,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Q
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
 
 from drafthead.models.kernels import attention
-from drafthead.models.kernels.linear import (
-    Kernel,
-    KernelTable,
-    PrepackedLinear,
-    can_prepack,
-    is_skinny,
-    joined_linear,
-    pad_rows,
-)
+from drafthead.models.kernels.linear import KernelTable, PrepackedLinear, can_prepack, joined_linear
 
 ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention, GemmaAttention)
 MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP, GemmaMLP)
@@ -75,10 +67,6 @@ class FusedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        joined, rows = self._gate_up, x.numel() // x.shape[-1]
-        if isinstance(joined, PrepackedLinear) and joined.kernel(rows) is Kernel.PADDED and is_skinny(x):
-            # Once for both products.
-            return self.forward(pad_rows(x)).narrow(-2, 0, x.shape[-2])
         gate, up = self._gate_up(x).chunk(2, -1)
         out: Tensor = self._down(self._act(gate) * up)
         return out

@@ -45,10 +45,6 @@ class InferenceWeights(nn.Module):
 
 ROWS_HINT = 8
 """Input rows that the packed layout is chosen for; every number from 2 on gives the same layout."""
-FULL_ROWS = 4
-"""oneDNN multiplies three or four rows faster than one or two."""
-PAD_FROM = 2**19
-"""Weights from which copying one or two rows up to ``FULL_ROWS`` costs less than it saves."""
 DRAFT_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 """What copies of a head's weights may be in, by name."""
 
@@ -60,8 +56,6 @@ class Kernel(StrEnum):
     """``F.linear`` over the weight as it was loaded."""
     PACKED = "packed"
     """oneDNN over the blocked copy."""
-    PADDED = "padded"
-    """The same with one or two rows repeated up to ``FULL_ROWS``."""
     COMPILED = "compiled"
     """``skinny.cpp`` over a copy in its layout."""
 
@@ -74,7 +68,7 @@ class KernelTable:
     """The kernel for each small number of rows, shared by the layers of a base, and how it was found."""
 
     def __init__(self) -> None:
-        self.by_rows: dict[int, Kernel] = {n: Kernel.PADDED if n <= 2 else Kernel.PACKED for n in MEASURED_ROWS}
+        self.by_rows: dict[int, Kernel] = dict.fromkeys(MEASURED_ROWS, Kernel.PACKED)
         self.bfloat16_reads = False
         """Whether hidden states to train on, which need not be exact, are computed by bfloat16 products."""
         self.drafts_in: torch.dtype | None = None
@@ -97,16 +91,6 @@ class KernelTable:
 
 
 DEFAULT_TABLE = KernelTable()
-
-
-def pad_rows(x: Tensor) -> Tensor:
-    """[..., T, in] of one or two rows in all, repeated along T to ``FULL_ROWS``; the caller drops the copies."""
-    return torch.cat((x,) * (FULL_ROWS * x.shape[-1] // x.numel()), -2)
-
-
-def is_skinny(x: Tensor) -> bool:
-    """Whether ``x`` [..., T, in] has one or two rows in all."""
-    return x.ndim > 1 and 0 < x.numel() <= 2 * x.shape[-1]
 
 
 class PrepackedLinear(nn.Module):
@@ -135,7 +119,6 @@ class PrepackedLinear(nn.Module):
         use_huge_pages(torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed))
         self._bias = None if bias is None else bias.detach().to(dtype)
         self._product = torch.ops.mkldnn._linear_pointwise.default
-        self._pads = weight.numel() >= PAD_FROM
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``: [..., in] -> [..., out], float32."""
@@ -144,8 +127,6 @@ class PrepackedLinear(nn.Module):
             return F.linear(x, self._weight, self._bias)  # type: ignore[arg-type]
         if kernel is Kernel.COMPILED:
             return self._compiled(x.float()).to(x.dtype)  # type: ignore[misc]
-        if kernel is Kernel.PADDED and is_skinny(x):
-            return self.forward(pad_rows(x)).narrow(-2, 0, x.shape[-2])
         product: Tensor = self._product(x.to(self._dtype), self._packed, self._bias, "none", [], "")
         return product.to(x.dtype)
 
@@ -156,7 +137,7 @@ class PrepackedLinear(nn.Module):
             return Kernel.COMPILED
         if kernel is Kernel.PLAIN and self._weight is not None:
             return kernel
-        return Kernel.PADDED if kernel is Kernel.PADDED and self._pads else Kernel.PACKED
+        return Kernel.PACKED
 
     def dense(self) -> Tensor:
         """[out, in] the weight."""

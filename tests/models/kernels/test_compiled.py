@@ -62,11 +62,17 @@ def test_none_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, c
     assert not fresh.exists() or not list(fresh.iterdir())
 
 
-def test_none_where_the_build_is_wrong(fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("right, wrong", [("sums[m][v] += weights", "sums[m][v] -= weights"), ("cvtepi8", "cvtepu8")])
+def test_none_where_the_build_is_wrong(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, right: str, wrong: str
+) -> None:
+    """In both products, and in that of 8 bits alone (where the CPU has AVX2)."""
+    if wrong == "cvtepu8" and "avx2" not in compiled._cpu_features():
+        pytest.skip("the source has no such instruction for this CPU")
     if skinny_library() is None:
         pytest.skip("no C++ compiler here")
     source = tmp_path / "skinny.cpp"
-    source.write_text(compiled.SOURCE.read_text().replace("sums[m][v] += weights", "sums[m][v] -= weights"))
+    source.write_text(compiled.SOURCE.read_text().replace(right, wrong))
     monkeypatch.setattr(compiled, "SOURCE", source)
     skinny_library.cache_clear()
     assert skinny_library() is None

@@ -18,7 +18,6 @@ from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInput
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
-from drafthead.models.kernels import linear
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, fuse_modules, rotate
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, row_of, stacked
@@ -59,12 +58,10 @@ def test_every_layer_is_fused(pair: _Pair) -> None:
     assert pair.fused.prepacked == 3 * 7 + 1
 
 
-@pytest.mark.parametrize("pad_from", [0, 2**60], ids=["padded", "as_is"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("tree", [TokenTree.chain(0), TokenTree.chain(1), TokenTree.chain(3), TREE], ids=len)
-def test_passes(pair: _Pair, monkeypatch: pytest.MonkeyPatch, batch: int, tree: TokenTree, pad_from: int) -> None:
+def test_passes(pair: _Pair, batch: int, tree: TokenTree) -> None:
     """Of a prompt, and of a tree after it."""
-    monkeypatch.setattr(linear, "PAD_FROM", pad_from)
     config = replace(pair.stock.config, prepack=True)
     pair.fused = BaseModel(copy.deepcopy(pair.stock.model), pair.stock.tokenizer, config)
     ids = torch.randint(1, 250, (batch, 9 + len(tree)), generator=torch.Generator().manual_seed(0))

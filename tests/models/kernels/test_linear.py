@@ -23,7 +23,6 @@ from drafthead.models.kernels.linear import (
     KernelTable,
     PrepackedLinear,
     can_prepack,
-    pad_rows,
     prepack_linears,
 )
 from support import TinyBase, random_ids, row_of
@@ -31,13 +30,6 @@ from support import TinyBase, random_ids, row_of
 SHAPES = [(), (1, 1), (1, 2), (2, 1), (1, 3), (1, 8), (3, 1), (3, 5), (1,), (2,), (7,), (0, 4), (1, 0)]
 
 
-@pytest.fixture(params=[0, 2**60], ids=["padded", "as_is"])
-def padding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small weights with and without the padding of large ones."""
-    monkeypatch.setattr(linear, "PAD_FROM", request.param)
-
-
-@pytest.mark.usefixtures("padding")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", SHAPES, ids=str)
 def test_product_equals_f_linear(rows: tuple[int, ...], bias: bool) -> None:
@@ -79,10 +71,6 @@ def test_loaded_weights_are_the_ones_that_draft(tiny_base: TinyBase) -> None:
         assert not torch.equal(first.draft_logits(hidden, last, 2), wanted := second.draft_logits(hidden, last, 2))
         first.load_state_dict(second.state_dict())
         torch.testing.assert_close(first.draft_logits(hidden, last, 2), wanted)
-
-
-def test_padding_makes_exactly_full_rows() -> None:
-    assert [pad_rows(torch.zeros(*rows, 8)).shape[:-1].numel() for rows in [(1, 1), (2, 1), (1, 2), (1,)]] == [4] * 4
 
 
 @pytest.mark.parametrize("compiles", [True, False])
@@ -129,11 +117,11 @@ def test_the_fastest_kernel_is_chosen_once(compiles: bool, monkeypatch: pytest.M
     again = KernelTable()
     choose_kernels(again, layer, lambda rows: pytest.fail("measured again"), "a base")
     assert vars(again) == vars(table)
-    assert str(again).startswith("1 packed, 2-32 compiled" if compiles else "1 plain, 2 padded, 3-32 packed; a faster")
+    assert str(again).startswith("1 packed, 2-32 compiled" if compiles else "1 plain, 2-32 packed; a faster")
     same = KernelTable()
     monkeypatch.setattr(choice, "COPY_SHARE", 0.0)
     choose_kernels(same, layer, lambda rows: None, "another base")
-    assert set(same.by_rows.values()) == ({Kernel.COMPILED} if compiles else {Kernel.PACKED, Kernel.PADDED})
+    assert set(same.by_rows.values()) == {default}
     assert layer._weight is None, "nothing is faster than the default"
     assert (layer._packed is None) == compiles, "without room for both, the compiled form serves all rows"
     torch.testing.assert_close(layer(x := torch.randn(50, 64)), F.linear(x, layer.dense()), rtol=1e-4, atol=1e-4)
