@@ -51,7 +51,7 @@ hooks: $(READY) ## lint, format and types before every commit (pre-commit)
 	$(BIN)/pre-commit install
 
 demo: $(READY) ## train, evaluate and time Medusa heads on a real model, on a CPU
-	$(BIN)/python train/run.py recipe=medusa_smollm2
+	$(BIN)/python train/run.py recipe=medusa_smollm2 phases.distill.max_tokens=48000
 
 clean: ## remove .venv, build leftovers and tool caches; outputs/ and the download cache stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -74,8 +74,8 @@ def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -
 
 
 def made_of(base: BaseModel, drafter: Drafter, draft_config: DraftConfig) -> str:
-    """Hash of what drafts: weights, settings, the base, this machine and these versions."""
-    return hashlib.sha256(repr((_weights(base, drafter), draft_config)).encode()).hexdigest()[:8]
+    """Hash of what drafts: weights, settings, the base and its kernels, this machine and these versions."""
+    return hashlib.sha256(repr((_weights(base, drafter), draft_config, str(base.kernels))).encode()).hexdigest()[:8]
 
 
 def _weights(base: BaseModel, drafter: Drafter) -> str:
