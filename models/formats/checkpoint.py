@@ -116,3 +116,13 @@ def contents(folder: Path) -> str:
     """What a folder holds, for messages."""
     names = sorted(path.name for path in folder.iterdir())
     return f"it holds {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}" if names else "it is empty"
+
+
+def to_offsets(target_ids: Tensor) -> Tensor:
+    """The target ids [W] int64 of a draft vocabulary as files have them: how far each is from its draft id."""
+    return target_ids - torch.arange(len(target_ids), device=target_ids.device)
+
+
+def from_offsets(offsets: Tensor) -> Tensor:
+    """The inverse of :func:`to_offsets`."""
+    return offsets.long() + torch.arange(len(offsets), device=offsets.device)

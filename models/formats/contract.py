@@ -92,7 +92,7 @@ class Format(ABC):
         return {key: getattr(head.config, name) for key, name in {**self.required, **self.optional}.items()}
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-        """The head's settings, from a normalized checkpoint."""
+        """The head's settings, from a normalized checkpoint; the size of its draft vocabulary is set besides."""
         found: dict[str, Any] = {name: checkpoint.integer(key) for key, name in self.required.items()}
         defaults = self.head_config()
         for key, name in self.optional.items():
@@ -192,8 +192,9 @@ class Format(ABC):
                     f"{getattr(base, size)}; name the base that it was trained for"
                 )
         try:
-            settings = self.head_config(**self.settings(checkpoint))
-            head = settings.build(base, self.vocabulary(checkpoint))
+            settings, ids = self.settings(checkpoint), self.vocabulary(checkpoint)
+            config = self.head_config(**settings, draft_vocab_size=None if ids is None else len(ids))
+            head = config.build(base, ids)
         except UserError as error:
             raise UserError(f"{'' if checkpoint.source in str(error) else f'{checkpoint.source}: '}{error}") from None
         except (ValueError, TypeError) as error:
@@ -255,9 +256,15 @@ def unsupported_vocabulary(head: DraftHead, instead: str = "") -> Unsupported:
         yield what, f"head.draft_vocab_size=null{instead}"
 
 
-def is_the_bases(tensor: Tensor, own: Tensor) -> bool:
-    """Whether a published copy of a weight is the base's own; a copy rounded to bfloat16 still is."""
-    return tensor.shape == own.shape and torch.allclose(tensor.to(own), own, rtol=2**-7, atol=1e-6)
+def require_bases_own(checkpoint: PublishedCheckpoint, base: BaseModel, name: str, own: Tensor) -> None:
+    """Refuse a tensor, where there is one, that is not the base's ``own``; a copy rounded to bfloat16 still is."""
+    found = checkpoint.tensors.get(name)
+    if found is None or (found.shape == own.shape and torch.allclose(found.to(own), own, rtol=2**-7, atol=1e-6)):
+        return
+    raise UserError(
+        f"{checkpoint.source} has a {name} that is not {base.name}'s, and heads here read the base's; name the base "
+        "that it was trained for"
+    )
 
 
 def published_name(base: BaseModel) -> str:

@@ -17,13 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.contract import Engine, Format, Unsupported, is_the_bases, vllm
-from drafthead.models.formats.eagle3 import target_ids
+from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
+from drafthead.models.formats.contract import Engine, Format, Unsupported, require_bases_own, vllm
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, TiedMarkov
 
@@ -73,7 +71,7 @@ class _BlockFormat(Format):
             found[W1] = cast(TiedMarkov, head.markov_in).inference().weight
         if len(head.d2t) < head.base.vocab_size:
             found[OUTPUT] = head.target_lm_head.weight
-            found["d2t"] = head.d2t - torch.arange(len(head.d2t), device=head.d2t.device)
+            found["d2t"] = to_offsets(head.d2t)
         return found
 
     def config(self, head: DSparkHead) -> dict[str, Any]:
@@ -150,14 +148,12 @@ class _BlockFormat(Format):
         mask, size = config.get("mask_token_id"), checkpoint.integer("vocab_size")
         if type(mask) is not int or not 0 <= mask < size:
             raise UserError(f"{checkpoint.source} has mask_token_id {mask!r}, expected a token's id below {size}")
-        draft_ids = self.vocabulary(checkpoint)
         return {
             "num_layers": checkpoint.integer("num_hidden_layers"),
             "layers": [i + 1 for i in ids],
             "mask_token": mask,
             "causal": config["is_causal"],
             "intermediate_size": checkpoint.width("intermediate_size", "layers.0.mlp.gate_proj.weight"),
-            "draft_vocab_size": None if draft_ids is None else len(draft_ids),
             "tied_markov": False,
             "copy_layers": False,
         }
@@ -166,7 +162,7 @@ class _BlockFormat(Format):
         if checkpoint.integer("draft_vocab_size") >= checkpoint.integer("vocab_size"):
             return None
         checkpoint.width("draft_vocab_size", "d2t")
-        return target_ids(checkpoint.tensors["d2t"])
+        return from_offsets(checkpoint.tensors["d2t"])
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: DSparkHead) -> None:
         require_same_layer(checkpoint, head.base)
@@ -178,12 +174,7 @@ class _BlockFormat(Format):
                 "name the base that it was trained for"
             )
         for name, own in ((SHARED, head.base.embedding), (OUTPUT, head.target_lm_head.weight)):
-            found = checkpoint.tensors.get(name)
-            if found is not None and not is_the_bases(found, own):
-                raise UserError(
-                    f"{checkpoint.source} has a {name} that is not {head.base.name}'s, and heads here read the base's; "
-                    "name the base that it was trained for"
-                )
+            require_bases_own(checkpoint, head.base, name, own)
 
 
 class DSparkFormat(_BlockFormat):

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.contract import Engine, Format, Unsupported, is_the_bases, vllm
+from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
+from drafthead.models.formats.contract import Engine, Format, Unsupported, require_bases_own, vllm
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 
@@ -79,7 +79,7 @@ class Eagle3Format(Format):
         output = head.output_head(0)
         return {
             "lm_head.weight": output.weight * output.scale,
-            "d2t": head.d2t - torch.arange(len(head.d2t), device=head.d2t.device),
+            "d2t": to_offsets(head.d2t),
             "t2d": head.t2d >= 0,
         }
 
@@ -150,7 +150,7 @@ class Eagle3Format(Format):
         if "d2t" in tensors and isinstance(config.get("vocab_size"), int):
             # Engines ignore t2d, so it is derived; what a file says may be missing or wrong.
             marks = torch.zeros(config["vocab_size"], dtype=torch.bool)
-            ids = target_ids(tensors["d2t"])
+            ids = from_offsets(tensors["d2t"])
             marks[ids[(ids >= 0) & (ids < len(marks))]] = True
             tensors["t2d"] = marks
         checkpoint = checkpoint.updated(config=config, tensors=tensors)
@@ -163,13 +163,11 @@ class Eagle3Format(Format):
         config, default = checkpoint.config, Eagle3Config()
         found = super().settings(checkpoint)
         found.setdefault("ttt_steps", min(default.ttt_steps, found.get("num_draft_tokens", default.num_draft_tokens)))
-        ids = self.vocabulary(checkpoint)
         return {
             **found,
             "layers": self._layers(checkpoint),
             "intermediate_size": checkpoint.width("intermediate_size", "midlayer.mlp.gate_proj.weight"),
             "norm_before_fc": bool(_eagle_config(checkpoint).get("norm_before_fc", config.get("norm_before_fc"))),
-            "draft_vocab_size": None if ids is None else len(ids),
         }
 
     def _layers(self, checkpoint: PublishedCheckpoint) -> list[int] | None:
@@ -196,16 +194,11 @@ class Eagle3Format(Format):
         if size >= checkpoint.integer("vocab_size"):
             return None
         checkpoint.width("draft_vocab_size", "d2t")
-        return target_ids(checkpoint.tensors["d2t"])
+        return from_offsets(checkpoint.tensors["d2t"])
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Eagle3Head) -> None:
         require_same_layer(checkpoint, head.base)
-        embedding = checkpoint.tensors.get(EMBEDDING)
-        if embedding is not None and not is_the_bases(embedding, head.base.embedding):
-            raise UserError(
-                f"{checkpoint.source} has an embedding that is not {head.base.name}'s, and heads here read the base's; "
-                "name the base that it was trained for"
-            )
+        require_bases_own(checkpoint, head.base, EMBEDDING, head.base.embedding)
 
 
 def _ignores(engine: str, key: str, how: str) -> Engine:
@@ -215,8 +208,3 @@ def _ignores(engine: str, key: str, how: str) -> Engine:
 def _eagle_config(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     found = checkpoint.config.get("eagle_config")
     return found if isinstance(found, dict) else {}
-
-
-def target_ids(offsets: Tensor) -> Tensor:
-    """Offsets -> the target ids [W] int64."""
-    return offsets.long() + torch.arange(len(offsets))

@@ -22,7 +22,7 @@ from drafthead.models.formats.contract import (
     Engine,
     Format,
     Unsupported,
-    is_the_bases,
+    require_bases_own,
     unsupported_vocabulary,
     vllm,
 )
@@ -217,12 +217,7 @@ class VllmMedusaFormat(MedusaFormat):
         return checkpoint.updated(config=config, tensors=tensors)
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-        ids = self.vocabulary(checkpoint)
-        return {
-            **super().settings(checkpoint),
-            "own_lm_head": not checkpoint.config.get("original_lm_head"),
-            "draft_vocab_size": None if ids is None else len(ids),
-        }
+        return {**super().settings(checkpoint), "own_lm_head": not checkpoint.config.get("original_lm_head")}
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
         if checkpoint.integer("truncated_vocab_size") >= checkpoint.integer("vocab_size"):
@@ -237,12 +232,8 @@ class VllmMedusaFormat(MedusaFormat):
                 f"{checkpoint.source} scales its logits by {scale}, {head.base.name} by {own.scale} (soft-cap "
                 f"{own.softcap}); name the base that it was trained for"
             )
-        shared = checkpoint.tensors.get("lm_heads.0.weight")
-        if not head.config.own_lm_head and shared is not None and not is_the_bases(shared, own.weight):
-            raise UserError(
-                f"{checkpoint.source} shares one output head that is not {head.base.name}'s own; name the base that it "
-                "was trained for"
-            )
+        if not head.config.own_lm_head:
+            require_bases_own(checkpoint, head.base, "lm_heads.0.weight", own.weight)
 
 
 def can_widen(head: MedusaHead) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import require_space
-from drafthead.models.formats.checkpoint import PublishedCheckpoint
+from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
 from drafthead.models.formats.contract import BASE_NAME, Engine, Unsupported
 from drafthead.models.formats.dspark import CONFIDENCE, NAMES, DFlashFormat, DSparkFormat
 from drafthead.models.formats.gguf.eagle3 import DTYPES, FILE, LLAMACPP, RECORDED
@@ -103,7 +103,7 @@ class DSparkGgufFormat(DSparkFormat):
             if name in tensors:
                 file.add(theirs, tensors[name])
         if "d2t" in tensors:
-            file.add("d2t", tensors["d2t"] + torch.arange(len(tensors["d2t"]), device=tensors["d2t"].device))
+            file.add("d2t", from_offsets(tensors["d2t"]))
         file.close()
 
     def read_files(self, folder: Path) -> PublishedCheckpoint:
@@ -120,7 +120,7 @@ class DSparkGgufFormat(DSparkFormat):
             raise UserError(f"{folder / FILE} has tensors that heads here do not have: {', '.join(unknown[:4])}")
         own = {name: found[theirs] for name, theirs in names.items() if theirs in found}
         if "d2t" in found:
-            own["d2t"] = found["d2t"] - torch.arange(len(found["d2t"]))
+            own["d2t"] = to_offsets(found["d2t"])
         confident = CONFIDENCE[0] in own
         config: dict[str, Any] = {
             **{name: get[key] for key, name in SIZES.items()},

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import require_space
-from drafthead.models.formats.checkpoint import PublishedCheckpoint
+from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
 from drafthead.models.formats.contract import BASE_NAME, Engine, Unsupported
 from drafthead.models.formats.eagle3 import LAYER_IDS, Eagle3Format
 from drafthead.models.formats.gguf.files import LAYER, SIZES, GgufFile, read_gguf, to_halves, to_pairs, with_scaling_of
@@ -91,7 +91,7 @@ class GgufFormat(Eagle3Format):
         for name, theirs in NAMES.items():
             if name in tensors:
                 file.add(theirs, _rotated(name, tensors[name], config, to_pairs))
-        file.add("d2t", tensors["d2t"] + torch.arange(len(tensors["d2t"]), device=tensors["d2t"].device))
+        file.add("d2t", from_offsets(tensors["d2t"]))
         file.close()
 
     def read_files(self, folder: Path) -> PublishedCheckpoint:
@@ -99,7 +99,7 @@ class GgufFormat(Eagle3Format):
             raise UserError(f"{folder} has no {FILE}; export with to=gguf writes one")
         keys, found = read_gguf(folder / FILE)
         own = {name: found[theirs] for name, theirs in NAMES.items() if theirs in found}
-        own["d2t"] = found["d2t"] - torch.arange(len(found["d2t"]))
+        own["d2t"] = to_offsets(found["d2t"])
         get = {name.removeprefix("eagle3."): value for name, value in keys.items()}
         config: dict[str, Any] = {
             **{name: get[key] for key, name in SIZES.items()},

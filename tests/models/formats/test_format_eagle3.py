@@ -172,7 +172,7 @@ def test_eagle3_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
     assert again.depth == 7 and torch.equal(logits_of(base, again), logits_of(base, head))
     theirs["model.embed_tokens.weight"] += 1
     rewrite(tmp_path, theirs)
-    with pytest.raises(UserError, match="has an embedding that is not random-llama's"):
+    with pytest.raises(UserError, match="has a embed_tokens.weight that is not random-llama's"):
         EAGLE.load(tmp_path, base)
 
 
