@@ -25,7 +25,7 @@ from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
 from drafthead.models.heads.common.induction import InductionHead, InductionReader, InductionText
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.heads.common.losses import LossConfig, heads_loss, loss_output
-from drafthead.models.heads.common.targets import DraftTargets
+from drafthead.models.heads.common.targets import DraftTargets, rank_of
 from drafthead.models.kernels.cuda_graphs import StaticCalls
 
 
@@ -63,9 +63,13 @@ class MultiPositionHead(DraftHead):
     def candidate_ranks(self, batch: TrainBatch, base_hidden: HiddenStates, top: int) -> Tensor:
         draft_targets = DraftTargets.of(batch, self.depth)
         hidden = self.position_hidden(batch, base_hidden, draft_targets)
-        heads = [self.output_head(k) for k in range(self.depth)]
         wanted = self.t2d[batch.input_ids.flatten()[draft_targets.target_idx]]
-        return draft_targets.ranks(wanted, hidden, heads, batch.input_ids.shape, top)
+        ranks = torch.full((batch.input_ids.numel(), self.depth), -1, dtype=torch.int64, device=wanted.device)
+        for k in range(self.depth):
+            there = draft_targets.valid[k].nonzero()[:, 0]
+            found = rank_of(hidden[k, there], self.output_head(k), wanted[there], top)
+            ranks[draft_targets.source_idx[k, there], k] = found
+        return ranks.view(*batch.input_ids.shape, self.depth)
 
 
 @dataclass(kw_only=True)

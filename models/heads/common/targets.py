@@ -98,22 +98,6 @@ class DraftTargets:
             target_lm_head=target_lm_head,
         )
 
-    def ranks(self, wanted: Tensor, hidden: Tensor, heads: list[LMHead], shape: torch.Size, top: int) -> Tensor:
-        """Rank of every target among the candidates, at its source: [B, T, K] int64 as ``DraftHead.candidate_ranks``.
-
-        Args:
-            wanted: [n] int64 draft ids of the targets, -1 outside the draft vocabulary.
-            hidden: [K, n, D] what the projections read.
-            heads: the K projections.
-            shape: (B, T).
-            top: rank of whatever is not among the first ``top``.
-        """
-        ranks = torch.full((shape.numel(), len(heads)), -1, dtype=torch.int64, device=wanted.device)
-        for k, head in enumerate(heads):
-            there = self.valid[k].nonzero()[:, 0]
-            ranks[self.source_idx[k, there], k] = rank_of(hidden[k, there], head, wanted[there], top)
-        return ranks.view(*shape, len(heads))
-
 
 def rank_of(hidden: Tensor, head: LMHead, wanted: Tensor, top: int) -> Tensor:
     """[n] int64: how many candidates are likelier than the wanted draft id, at most ``top``; ``top`` where it is -1."""
