@@ -35,7 +35,7 @@ from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
 from drafthead.models.heads.common.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer, attend_block
 from drafthead.models.heads.common.contract import DraftHeadConfig
-from drafthead.models.heads.common.induction import InductionHead, InductionReader, InductionText
+from drafthead.models.heads.common.induction import InductionHead, InductionPlaces, InductionReader, InductionText
 from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.common.lm_heads import DraftLMHeads
 from drafthead.models.heads.common.multi_position import MultiPositionHead
@@ -322,7 +322,7 @@ class DSparkHead(MultiPositionHead):
             )
             x = layer.add_mlp(x, layer.self_attn.join(out.flatten(2, 3)))
         x = self.norm(torch.unflatten(x, 1, block))
-        induction = None if self.induction is None else self.induction.in_training(batch, places)
+        induction = None if self.induction is None else InductionPlaces(self.induction, batch, places)
         found = []
         for k in range(depth):
             at_slot = x[:, :, self.first_slot + k]

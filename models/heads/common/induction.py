@@ -112,17 +112,13 @@ class InductionHead(nn.Module):
         places, slots = drafting_places(draft_targets, batch.input_ids)
         rows = torch.arange(len(places), device=places.device)[:, None]
         state = final[rows, places].nan_to_num().to(self.sharpness.dtype)
-        reader = self.in_training(batch, places)
+        reader = InductionPlaces(self, batch, places)
         found = [reader.read(k, state).flatten(0, 1) for k in range(depth)]
         return torch.stack([out[slots[idx]] for out, idx in zip(found, draft_targets.source_idx, strict=True)])
 
-    def in_training(self, batch: TrainBatch, places: Tensor) -> "InductionPlaces":
-        """To be read at ``places`` [B, S] of packed rows."""
-        return InductionPlaces(self, batch, places)
-
 
 class InductionPlaces:
-    """An induction head over the text of a training batch, as it is seen from some places."""
+    """An induction head over the packed rows of a training batch, as they are seen from ``places`` [B, S]."""
 
     def __init__(self, head: InductionHead, batch: TrainBatch, places: Tensor) -> None:
         self._head, self._places, self._codes = head, places, head.codes(batch.input_ids)

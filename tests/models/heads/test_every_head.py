@@ -102,8 +102,7 @@ GROUPED = {
 }
 
 
-@pytest.mark.parametrize("vocabulary", [None, 100])
-@pytest.mark.parametrize("grouping", GROUPED)
+@pytest.mark.parametrize(("grouping", "vocabulary"), [("one key head", None), ("wide heads", 100)])
 @every_head
 def test_size_is_the_built_head(grouping: str, kind: str, vocabulary: int | None) -> None:
     shape = {**SHAPE, **GROUPED[grouping]}
