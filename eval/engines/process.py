@@ -59,19 +59,20 @@ class EngineProcess:
                 if key in said:
                     return said[key]
                 continue
-            self.check()
-            if time.monotonic() > deadline:
-                raise EngineError(f"{self.name} did not start in time{self._tail()}")
+            self._check_start(deadline)
             if select.select([self._reports], [], [], 0.2)[0]:
                 self._buffer += os.read(self._reports, 4096)
 
     def wait_until(self, ready: Callable[[], bool], deadline: float) -> None:
         """Until ``ready``; an :class:`EngineError` when the process dies or the deadline passes."""
         while not ready():
-            self.check()
-            if time.monotonic() > deadline:
-                raise EngineError(f"{self.name} did not start in time{self._tail()}")
+            self._check_start(deadline)
             time.sleep(0.3)
+
+    def _check_start(self, deadline: float) -> None:
+        self.check()
+        if time.monotonic() > deadline:
+            raise EngineError(f"{self.name} did not start in time{self._tail()}")
 
     def check(self) -> None:
         """An :class:`EngineError` where the process has ended."""

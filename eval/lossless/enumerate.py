@@ -37,6 +37,10 @@ class EnumeratedRng:
         """[B] probability of the choices so far."""
         self.others: list[tuple[Tensor, Tensor]] = []
         """Choices and lengths of the scripts still to be run."""
+        self.drafting = True
+        """False: what is drawn without an ``offset`` is the bonus."""
+        self.bonus: Tensor | None = None
+        """[B, V] distribution of the bonus token, which is not drawn."""
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
         """As ``RandomSource.bernoulli``, all [B]: true with probability ``min(1, p / q)``, where ``active``."""
@@ -45,7 +49,13 @@ class EnumeratedRng:
         return active & (self._choose(torch.stack([1 - prob, prob], -1), active) == 1)
 
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
-        """As ``RandomSource.categorical``, [B, C, V] -> [B, C] int64: a choice of V per sample."""
+        """As ``RandomSource.categorical``, [B, C, V] -> [B, C] int64: a choice of V per sample.
+
+        The bonus is no choice: its distribution is kept. A draw with an ``offset`` decides where the walk goes.
+        """
+        if not self.drafting and offset is None:
+            self.bonus = probs[:, 0] / probs[:, 0].sum(-1, keepdim=True)
+            return probs.argmax(-1)
         drawn = []
         for dist in probs.unbind(1):
             mass = dist.sum(-1, keepdim=True)
@@ -72,29 +82,6 @@ class EnumeratedRng:
         if len(row):
             choices = self._choices[row].scatter(1, self._used[row, None], option[:, None].to(torch.int8))
             self.others.append((choices, self._used[row] + 1))
-
-
-class Verification:
-    """``RandomSource`` of the verification: tests from the script, the bonus as its distribution."""
-
-    def __init__(self, script: EnumeratedRng) -> None:
-        self._script = script
-        self.bonus: Tensor | None = None
-        """[B, V] distribution of the bonus token."""
-
-    def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
-        """The script's choice."""
-        return self._script.bernoulli(p, q, active)
-
-    def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
-        """Keeps the distribution of the bonus, [B, 1, V], and returns its likeliest token, [B, 1] int64.
-
-        With an ``offset`` it is no bonus yet, but a draw that decides where the walk goes: the script's choice.
-        """
-        if offset is not None:
-            return self._script.categorical(probs)
-        self.bonus = probs[:, 0] / probs[:, 0].sum(-1, keepdim=True)
-        return probs.argmax(-1)
 
 
 @dataclass
@@ -152,13 +139,13 @@ def committed(
             script = EnumeratedRng(some, given)
             proposal = draft(torch.full((len(some),), ROOT_TOKEN), script)
             logits = target.logits[target.of_nodes(proposal)]
-            rng = Verification(script)
+            script.drafting = False
             if greedy:
                 accepted = accept_greedily(proposal, logits.argmax(-1))
             else:
                 context = torch.full((len(some), 1), ROOT_TOKEN) if sampler.repetition_penalty != 1 else None
-                accepted = rule.verify(proposal, target_probs(logits, sampler, context, proposal), rng)
-            bonus = rng.bonus
+                accepted = rule.verify(proposal, target_probs(logits, sampler, context, proposal), script)
+            bonus = script.bonus
             if bonus is None:
                 bonus = torch.nn.functional.one_hot(accepted.bonus, target.vocabulary).double()
             path = proposal.tokens.gather(1, accepted.nodes)[:, 1:]

@@ -56,8 +56,9 @@ def run_interleaved(
     """
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
-    turns = sum(prompt.turns for prompt in prompts)
-    rounds = _Rounds(decoders, ResultLog(log, made_of), turns, seed, on_progress)
+    count = sum(prompt.turns for prompt in prompts)
+    orders, results = iter(_orders(list(decoders), count, seed)), ResultLog(log, made_of)
+    cold, done, resumed = set(decoders), 0, 0
     answered: dict[tuple[int, int], tuple[list[int], dict[str, DecodeResult]]] = {}
     for place in order:
         prompt = prompts[place]
@@ -70,12 +71,25 @@ def run_interleaved(
                     ids = build(prompt, answers)
                 except UserError as error:
                     failure = failed(error)
-            row = rounds.answer(prompt, turn, ids, failure)
+            names, key = next(orders), prompt_key(prompt, ids, turn)
+            if failure is not None or all((key, name) in results for name in names):
+                resumed += failure is None
+                done += len(names)
+                on_progress(done, len(decoders) * count)
+            else:
+                for name in names:
+                    if name in cold and not isinstance(_decode(decoders[name], ids), FailedDecode):
+                        cold.discard(name)
+                for name in names:
+                    results.add(key, name, prompt, _decode(decoders[name], ids), turn)
+                    done += 1
+                    on_progress(done, len(decoders) * count)
+            row = {name: failure or results[key, name] for name in decoders}
+            if fault := next((result for result in row.values() if isinstance(result, FailedDecode)), None):
+                row = dict.fromkeys(row, fault)
+                failure = failed(f"the turn before it failed: {fault.error}")
             answered[place, turn] = ids, row
-            answer = row["autoregressive"]
-            answers.append(answer.tokens)
-            if isinstance(answer, FailedDecode):
-                failure = failed(f"the turn before it failed: {answer.error}")
+            answers.append(row["autoregressive"].tokens)
     keys = sorted(answered)
     return TimedResults(
         prompts=[prompts[place] for place, _ in keys],
@@ -83,50 +97,8 @@ def run_interleaved(
         ids=[answered[key][0] for key in keys],
         results={name: [answered[key][1][name] for key in keys] for name in decoders},
         order=[prompts[place].number for place in order],
-        resumed=rounds.resumed,
+        resumed=resumed,
     )
-
-
-class _Rounds:
-    """One turn after the other, answered by all decoders or taken from the log."""
-
-    def __init__(
-        self,
-        decoders: dict[str, Decoder],
-        log: ResultLog,
-        turns: int,
-        seed: int,
-        on_progress: Callable[[int, int], None],
-    ) -> None:
-        self._decoders, self._log, self._on_progress = decoders, log, on_progress
-        self._orders = iter(_orders(list(decoders), turns, seed))
-        self._cold = set(decoders)
-        self._total, self._done = len(decoders) * turns, 0
-        self.resumed = 0
-        """Turns that the log held."""
-
-    def answer(
-        self, prompt: EvalPrompt, turn: int, ids: list[int], failure: FailedDecode | None
-    ) -> dict[str, DecodeResult]:
-        """The answers to ``ids``, one of each decoder; ``failure``: why this turn has none."""
-        names, key = next(self._orders), prompt_key(prompt, ids, turn)
-        if failure is None and not all((key, name) in self._log for name in names):
-            for name in names:
-                if name in self._cold and not isinstance(_decode(self._decoders[name], ids), FailedDecode):
-                    self._cold.discard(name)
-            for name in names:
-                self._log.add(key, name, prompt, _decode(self._decoders[name], ids), turn)
-                self._report(1)
-        else:
-            self.resumed += failure is None
-            self._report(len(names))
-        row = {name: failure or self._log[key, name] for name in self._decoders}
-        failure = failure or next((result for result in row.values() if isinstance(result, FailedDecode)), None)
-        return row if failure is None else dict.fromkeys(row, failure)
-
-    def _report(self, answers: int) -> None:
-        self._done += answers
-        self._on_progress(self._done, self._total)
 
 
 def _orders(names: list[str], count: int, seed: int) -> list[list[str]]:
