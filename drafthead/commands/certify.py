@@ -87,19 +87,15 @@ def table(rows: Sequence[Row]) -> Table:
     shown.add_column("result", no_wrap=True)
     for row in rows:
         style = {"FAILED": "[bold red]", "lossy": "[yellow]", "biased": "[yellow]"}.get(row.result, "[default]")
-        enumerated = row.total_variation is not None
+        enumerated, digits = row.total_variation is not None, ".1e" if row.result == "exact" else ".4f"
         shown.add_row(
             *(row.rule, row.draft_sampling, row.sampler, row.shape),
             str(row.vocabulary) if enumerated else "",
             f"{row.outcomes:,}" if enumerated else "",
-            f"{row.total_variation:.1e}" if row.result == "exact" else _plain(row.total_variation),
+            "" if row.total_variation is None else format(row.total_variation, digits),
             f"{style}{row.result}[/]",
         )
     return shown
-
-
-def _plain(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
 
 
 def summary(rows: Sequence[Row]) -> str:

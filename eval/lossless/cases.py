@@ -13,7 +13,7 @@ import torch
 from drafthead.eval.lossless.tabular_lm import Draft, TableDraft, TabularLM, combined_draft, relay_draft
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree, Proposal
-from drafthead.models.decoding.random_source import RandomSource
+from drafthead.models.decoding.random_source import DRAFT, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import combine
 from drafthead.models.token_tree import TokenTree, TreeShape
@@ -206,15 +206,8 @@ def _argmax_with_probs() -> Proposal:
 def _two_kinds() -> Proposal:
     target = TabularLM.random(4, 1, 0)
     drafts = [CHAINS[0].draft(kind, RAW, target, 0) for kind in SAMPLED]
-    return combine([draft(torch.zeros(1, dtype=torch.int64), _Likeliest()) for draft in drafts])
-
-
-class _Likeliest:
-    def bernoulli(self, p: torch.Tensor, q: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-        return active
-
-    def categorical(self, probs: torch.Tensor, offset: int | None = None) -> torch.Tensor:
-        return probs.argmax(-1)
+    rng = PerRowRng([0], [0], DRAFT, torch.device("cpu"))
+    return combine([draft(torch.zeros(1, dtype=torch.int64), rng) for draft in drafts])
 
 
 def refusals() -> tuple[Refusal, ...]:
@@ -252,6 +245,7 @@ class Counterexample:
     depth: int
     expected: float
     """Total variation, by hand."""
+    rule: str = "exact"
 
 
 def _table(*rows: tuple[float, float]) -> TabularLM:

@@ -64,41 +64,35 @@ def rule_total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = D
     return total / PAIRS
 
 
-def check_case(case: Case, seed: int) -> Row:
-    """Enumerate ``case`` on the random target and drafter of ``seed``."""
-    target, draft = case.tables(seed)
-    found = committed(draft, target, case.sampler, case.rule, case.shape.depth, greedy=case.greedy)
-    distance = total_variation(found, target.probs(case.sampler))
-    exact = "exact" if distance < EXACT_BELOW else "FAILED"
+def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
+    """Enumerate ``case``, a ``Case`` on the random target and drafter of ``seed``; or try to build a ``Refusal``."""
+    if isinstance(case, Refusal):
+        reason = ""
+        try:
+            case.build()
+        except (UserError, ValueError) as error:
+            reason = str(error)
+        return Row(**labels(case), result="refused" if reason else "FAILED", reason=reason)
+    if isinstance(case, Counterexample):
+        target, sampler = case.target, RAW
+        found = committed(case.draft, target, sampler, EXACT, case.depth)
+    else:
+        target, draft = case.tables(seed)
+        sampler = case.sampler
+        found = committed(draft, target, sampler, case.rule, case.shape.depth, greedy=case.greedy)
+    distance = total_variation(found, target.probs(sampler))
+    if isinstance(case, Counterexample):
+        result = "biased" if abs(distance - case.expected) < EXACT_BELOW else "FAILED"
+    elif case.rule.lossless:
+        result = "exact" if distance < EXACT_BELOW else "FAILED"
+    else:
+        result = "lossy"
     return Row(
         **labels(case),
-        vocabulary=case.shape.vocabulary,
+        result=result,
+        vocabulary=target.vocabulary,
         outcomes=found.outcomes,
         total_variation=distance,
-        result=exact if case.rule.lossless else "lossy",
-    )
-
-
-def check_refusal(refusal: Refusal) -> Row:
-    """Try to build what must be refused."""
-    reason = ""
-    try:
-        refusal.build()
-    except (UserError, ValueError) as error:
-        reason = str(error)
-    return Row(**labels(refusal), result="refused" if reason else "FAILED", reason=reason)
-
-
-def check_counterexample(case: Counterexample) -> Row:
-    """Enumerate what must be found biased, by as much as is known."""
-    found = committed(case.draft, case.target, RAW, EXACT, case.depth)
-    distance = total_variation(found, case.target.probs(RAW))
-    return Row(
-        **labels(case),
-        vocabulary=case.target.vocabulary,
-        outcomes=found.outcomes,
-        total_variation=distance,
-        result="biased" if abs(distance - case.expected) < EXACT_BELOW else "FAILED",
     )
 
 
@@ -115,10 +109,7 @@ def check_lossless(only: str = "", progress: Callable[[int, int], None] | None =
         raise UserError(f"no enumerated case has {only!r}; run drafthead certify to see them all")
     rows = []
     for done, (number, case) in enumerate(chosen, start=1):
-        if isinstance(case, Case):
-            rows.append(check_case(case, seed=10 * number))
-        else:
-            rows.append(check_refusal(case) if isinstance(case, Refusal) else check_counterexample(case))
+        rows.append(check(case, seed=10 * number))
         if progress:
             progress(done, len(chosen))
     return rows
@@ -126,15 +117,9 @@ def check_lossless(only: str = "", progress: Callable[[int, int], None] | None =
 
 def labels(case: Case | Refusal | Counterexample) -> dict[str, Any]:
     """What a row is about."""
-    if isinstance(case, Counterexample):
-        return {
-            "rule": "exact",
-            "draft_sampling": case.draft_sampling,
-            "sampler": settings_label(RAW, "temperature"),
-            "shape": case.shape,
-        }
-    if isinstance(case, Refusal):
-        return {"rule": case.rule, "draft_sampling": case.draft_sampling, "sampler": "any", "shape": case.shape}
+    if not isinstance(case, Case):
+        sampler = "any" if isinstance(case, Refusal) else settings_label(RAW, "temperature")
+        return {"rule": case.rule, "draft_sampling": case.draft_sampling, "sampler": sampler, "shape": case.shape}
     sampler = settings_label(case.sampler, "temperature")
     if case.draft_sampler is not None and case.draft_sampler != case.sampler:
         sampler += f"; drafts {settings_label(case.draft_sampler, 'temperature')}"

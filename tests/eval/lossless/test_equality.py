@@ -1,6 +1,5 @@
 """Equality with autoregressive decoding, and the diagnosis of a difference."""
 
-import json
 import math
 
 import pytest
@@ -12,7 +11,6 @@ from drafthead.eval.lossless.equality import (
     Equality,
     compare_outputs,
     draw_margin,
-    equality_rate,
     fresh_logits,
 )
 from drafthead.models.decoding.random_source import sampling_point
@@ -79,10 +77,3 @@ def test_two_sampled_tokens_tie_where_the_drawn_number_lies_between_them() -> No
     assert draw_margin(base, sampler, seed, ids, [drawn], [drawn], 0) == 0
     apart = [draw_margin(base, sampler, seed, ids, [drawn], [drawn + step], 0) for step in (1, 2, 3)]
     assert apart == sorted(apart) and apart[0] == pytest.approx(float(ends[drawn]) - sampling_point(seed, 0), abs=1e-6)
-
-
-def test_the_rate_counts_diagnoses() -> None:
-    tie = Equality(False, 3, (1, 2), 0.1, True, Diagnosis.TIE)
-    rate = equality_rate([Equality(True), tie, tie, Equality(False, 9, diagnosis=Diagnosis.STOP)], torch.bfloat16)
-    assert rate == {"dtype": "bfloat16", "same": 1, "of": 4, "found": {"tie": 2, "one answer ends early": 1}}
-    assert json.loads(json.dumps(tie.to_json()))["diagnosis"] == "tie"
