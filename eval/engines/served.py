@@ -230,21 +230,19 @@ class EngineStart:
     def server(self, plain: bool) -> EngineServer | None:
         """The engine, ready to answer; None where it runs by url and no plain one is named."""
         kind, timeout, own = SERVERS[self.name], self.settings.answer_timeout_s, self.own
+        drafts = 0 if plain else self.drafts
         if own.url or self.name == "sglang":
             if not (url := own.plain_url if plain else own.url):
                 return None
-            found = kind(url, self.base.eos_ids, timeout)
+            found = kind(url, self.base.eos_ids, timeout, drafts=drafts)
             if not found.is_ready():
                 raise EngineError(
                     f"no {kind.name} server answers at {url}; start it, or correct engine.{self.name}.url"
                 )
-            found.drafts = 0 if plain else self.drafts
             return found
         process, url = self._vllm(plain) if self.name == "vllm" else self._llamacpp(plain)
-        found = kind(url, self.base.eos_ids, timeout, process)
-        found.drafts = 0 if plain else self.drafts
+        found = kind(url, self.base.eos_ids, timeout, process, drafts)
         process.wait_until(found.is_ready, self._deadline)
-        found.installed = process.version
         return found
 
     def _vllm(self, plain: bool) -> tuple[EngineProcess, str]:

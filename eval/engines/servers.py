@@ -61,16 +61,19 @@ class EngineServer(ABC):
     """One engine at one address."""
 
     name: ClassVar[str]
-    installed = ""
-    """The version of the package that was started; empty: a server that runs already, see :meth:`version`."""
-    drafts = 0
-    """The length of its chain; 0: it decodes plainly."""
 
     def __init__(
-        self, url: str, eos_ids: frozenset[int], timeout_s: float, process: EngineProcess | None = None
+        self,
+        url: str,
+        eos_ids: frozenset[int],
+        timeout_s: float,
+        process: EngineProcess | None = None,
+        drafts: int = 0,
     ) -> None:
-        """``process`` is the server's, where it is ours: its death is named as such."""
+        """``process`` is the server's, where it is ours: its death is named as such. ``drafts``: its chain's length."""
         self.url, self.eos_ids, self._timeout_s, self._process = url.rstrip("/"), eos_ids, timeout_s, process
+        self._drafts = drafts
+        self.installed = "" if process is None else process.version
         # A proxy of the environment is for other machines.
         handlers = [urllib.request.ProxyHandler({})] if re.match(r"https?://(127\.|localhost)", url) else []
         self._opener = urllib.request.build_opener(*handlers)
@@ -177,7 +180,7 @@ class VllmServer(EngineServer):
         return EngineAnswer(
             tokens=self._complete(tokens, choice.get("finish_reason") == "stop", choice.get("stop_reason")),
             steps=steps,
-            accepted=_by_position(found, f"{prefix}accepted_tokens_per_pos", self.drafts),
+            accepted=_by_position(found, f"{prefix}accepted_tokens_per_pos", self._drafts),
             prefill_s=min(found.get("vllm:time_to_first_token_seconds_sum", 0.0), total_s),
             total_s=total_s,
         )
@@ -204,7 +207,7 @@ class LlamaCppServer(EngineServer):
         return EngineAnswer(
             tokens=self._complete(found["tokens"], found.get("stop_type") in ("eos", "word")),
             steps=round(counted.get(f"{prefix}drafts", 0)),
-            accepted=_by_position(counted, f"{prefix}accepted_tokens_per_pos", self.drafts),
+            accepted=_by_position(counted, f"{prefix}accepted_tokens_per_pos", self._drafts),
             prefill_s=found["timings"]["prompt_ms"] / 1e3,
             total_s=total_s,
         )
