@@ -131,18 +131,12 @@ def alpha(results: Results) -> Ratio | None:
     """Leviathan's alpha = E[sum_x min(p, q)], from chains: accepted drafts / drafts tried; None for trees.
 
     A draft is tried when the one before it was accepted, so nothing is censored. With siblings a node's first
-    candidate is not in the log: use the first of :func:`acceptance_per_depth` and say so.
+    candidate is not in the log.
     """
     steps = drafting_steps(results)
     if any(step.proposed != step.depth for step in steps):
         return None
     return Ratio(sum(step.accepted for step in steps), sum(min(step.accepted + 1, step.depth) for step in steps))
-
-
-def alpha_or_first_depth(results: Results) -> tuple[Ratio, str]:
-    """:func:`alpha`, or the conditional acceptance at depth 1 where the log cannot give it; and which of them it is."""
-    found = alpha(results)
-    return (acceptance_per_depth(results)[0], "acceptance at depth 1") if found is None else (found, "alpha")
 
 
 def n_alpha(results: Results) -> list[Ratio] | None:
@@ -185,12 +179,9 @@ CONTEXTS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 def by_context(results: Results, prompt_tokens: Sequence[int]) -> list[Bin]:
     """Acceptance by all tokens before the step, those of its prompt included."""
-    pairs = [
-        (step, float(prompt + step.position))
-        for result, prompt in zip(results, prompt_tokens, strict=True)
-        for step in result.steps
-    ]
-    return _binned([step for step, _ in pairs], [tokens for _, tokens in pairs], [float(edge) for edge in CONTEXTS])
+    pairs = zip(results, prompt_tokens, strict=True)
+    keys = [float(prompt + step.position) for result, prompt in pairs for step in result.steps]
+    return _binned(steps_of(results), keys, [float(edge) for edge in CONTEXTS])
 
 
 def by_entropy(results: Results, bins: int = 5) -> list[Bin]:

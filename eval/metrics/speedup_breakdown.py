@@ -13,7 +13,7 @@ from operator import mul
 from typing import Any, Self
 
 from drafthead.data.utils.floats import finite
-from drafthead.eval.metrics.acceptance import Results, acceptance_per_depth, alpha, alpha_or_first_depth, steps_of
+from drafthead.eval.metrics.acceptance import Results, acceptance_per_depth, alpha, steps_of
 from drafthead.eval.metrics.speed import speedup
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import TreeOrder
@@ -112,13 +112,15 @@ class ClosedForm:
     @classmethod
     def of(cls, results: Results, baseline: StepTerms, method: StepTerms) -> Self:
         """From a run that drafted."""
-        ratio, name = alpha_or_first_depth(results)
-        rate, drafts = ratio.value, max(1, round(method.depth))
+        known = alpha(results)
+        # A tree's log does not tell alpha.
+        rate = (acceptance_per_depth(results)[0] if known is None else known).value
+        drafts = max(1, round(method.depth))
         cost = method.draft_s / method.depth / baseline.step_s
         best = optimal_lookahead(rate, cost)
         return cls(
             alpha=rate,
-            alpha_is=name,
+            alpha_is="acceptance at depth 1" if known is None else "alpha",
             draft_cost=cost,
             drafts=drafts,
             expected_tokens=expected_tokens(rate, drafts),

@@ -1,6 +1,7 @@
 """Training prompts that resemble evaluation prompts."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 SHARED = 0.5
@@ -20,10 +21,7 @@ class NearDuplicates:
 
     def __contains__(self, text: str) -> bool:
         sequences = _sequences(text)
-        shared: dict[int, int] = {}
-        for sequence in sequences:
-            for place in self._places.get(sequence, ()):
-                shared[place] = shared.get(place, 0) + 1
+        shared = Counter(place for sequence in sequences for place in self._places.get(sequence, ()))
         return any(count >= SHARED * min(self._sizes[place], len(sequences)) for place, count in shared.items())
 
 

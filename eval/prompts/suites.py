@@ -14,7 +14,6 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.files import read_dataset, read_jsonl
 from drafthead.eval.prompts.prompt import EvalPrompt
 
-__all__ = ["SUITES", "EvalPrompt", "load_suite", "suite_label"]
 SMOKE_PROMPTS = 12
 # Closed tasks whose answers repeat the question, and open ones: acceptance depends on that most.
 BUILTIN = (

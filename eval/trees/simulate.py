@@ -176,15 +176,14 @@ def simulate_steps(
     rows = np.array([[len(a), start.sum()] for a, start in zip(answers, started, strict=True) if len(a)])
     tokens, steps = rows.reshape(-1, 2).sum(0).tolist()
     low, high = bootstrap_interval(rows, lambda totals: totals[:, 0] / totals[:, 1], seed)
+    nodes = None
+    if sizes and steps:
+        counts, weights = np.concatenate(sizes), np.concatenate(started)
+        nodes = {int(n): float(weights[counts == n].sum() / weights.sum()) for n in np.unique(counts)}
     return SimulatedAcceptance(
         mean_accepted_length=tokens / steps if steps else float("nan"),
         interval=None if np.isnan(low) else (low, high),
         steps=steps,
         tokens=int(tokens),
-        nodes=_shares(np.concatenate(sizes), np.concatenate(started)) if sizes and steps else None,
+        nodes=nodes,
     )
-
-
-def _shares(sizes: Floats, weights: Floats) -> dict[int, float]:
-    """How much of the weight every size has."""
-    return {int(n): float(weights[sizes == n].sum() / weights.sum()) for n in np.unique(sizes)}

@@ -224,15 +224,6 @@ def test_an_import_says_what_is_wrong_with_its_source(saved: Path, tiny_base: Ti
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "list", "published", "run"]
 
 
-@pytest.mark.parametrize("command", ["export", "import"])
-def test_help_lists_the_formats(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    with pytest.raises(SystemExit) as stop:
-        call(command, "--help")
-    assert stop.value.code == 0
-    shown = capsys.readouterr().out
-    assert "vllm_medusa" in shown and max(map(len, shown.splitlines())) <= 130
-
-
 def test_an_import_without_sizes_that_fit_is_refused(saved: Path, tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
     MedusaFormat().export(fitted(base), tmp_path / "published")

@@ -51,19 +51,6 @@ def test_a_depth_that_was_not_offered_is_no_rejection() -> None:
     assert metrics.acceptance_per_depth(log) == [Ratio(2, 2), Ratio(1, 1)]
 
 
-def test_plain_decoding_commits_one_token_a_step() -> None:
-    plain = [answer([step(0, 1, depth=0)] * 5)]
-    assert metrics.mean_accepted_length(plain).value == 1
-    assert metrics.acceptance_per_depth(plain) == []
-    assert metrics.ctar(plain, 1).value == 0
-
-
-def test_nothing_counted_is_nan() -> None:
-    nothing = [DecodeResult(tokens=[], steps=[], prefill_s=0.0, total_s=0.0)]
-    for metric in (metrics.mean_accepted_length, speed.tokens_per_second, speed.loop_overhead):
-        assert math.isnan(metric(nothing).value)
-
-
 def test_a_step_without_a_draft_counts_for_the_target_and_not_for_the_draft() -> None:
     """Prompt lookup that finds a match in one of two steps."""
     log = [answer([step(0, 1, depth=0), step(2, 3, depth=2)])]
@@ -75,8 +62,6 @@ def test_a_step_without_a_draft_counts_for_the_target_and_not_for_the_draft() ->
 def test_a_tree_does_not_tell_alpha() -> None:
     tree = [answer([replace(step(1, 2, depth=2), proposed=5), replace(step(0, 1, depth=2), proposed=5)])]
     assert metrics.alpha(tree) is None and metrics.n_alpha(tree) is None
-    assert metrics.alpha_or_first_depth(tree) == (Ratio(1, 2), "acceptance at depth 1")
-    assert metrics.alpha_or_first_depth(LOG) == (Ratio(6, 9), "alpha")
     assert metrics.n_alpha(LOG) == metrics.acceptance_per_depth(LOG)
     assert metrics.node_efficiency(tree) == Ratio(1, 10) and metrics.acceptance_rate(tree) == Ratio(1, 4)
 

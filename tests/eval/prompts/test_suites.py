@@ -146,12 +146,15 @@ def test_tasks_are_chosen_before_the_limit_and_keep_their_numbers() -> None:
         suites.load_suite("mt_bench", tasks=["math", "maths"])
 
 
-def test_bad_requests_say_what_to_do() -> None:
+def test_bad_requests_say_what_to_do(tmp_path: Path) -> None:
     every = "smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, long_questions, code, builtin"
     with pytest.raises(UserError, match=f"unknown suite 'mtbench'; choose one of {every}, the path of a .jsonl"):
         suites.load_suite("mtbench")
     with pytest.raises(UserError, match="suite.limit must be at least 1, got 0"):
         suites.load_suite("builtin", limit=0)
+    (tmp_path / "one.jsonl").write_text('{"prompt": "hello"}')
+    with pytest.raises(UserError, match="has no reporting half; use split=all"):
+        suites.load_suite(str(tmp_path / "one.jsonl"), split="reporting")
 
 
 def test_a_label_is_one_file_name() -> None:
@@ -194,12 +197,6 @@ def test_halves_share_nothing_and_have_every_task(suite: str) -> None:
     assert not numbers[0] & numbers[1] and numbers[0] | numbers[1] == {prompt.number for prompt in whole}
     counts = [Counter(prompt.task for prompt in half) for half in halves]
     assert all(abs(counts[0][task] - counts[1][task]) <= 1 for task in {prompt.task for prompt in whole})
-
-
-def test_a_suite_of_one_prompt_has_no_reporting_half(tmp_path: Path) -> None:
-    (tmp_path / "one.jsonl").write_text('{"prompt": "hello"}')
-    with pytest.raises(UserError, match="has no reporting half; use split=all"):
-        suites.load_suite(str(tmp_path / "one.jsonl"), split="reporting")
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from drafthead.data.utils.errors import UserError
-from drafthead.eval.prompts.suites import EvalPrompt
+from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.interleaved import Decoder, run_interleaved
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.models.decoding.step_log import DecodeResult
