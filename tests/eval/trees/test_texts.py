@@ -170,7 +170,8 @@ def test_sampled_decoding_takes_the_simulated_steps(base: BaseModel, case: str) 
     config = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=Sampler(temperature=0.9))
     drafter, rule = ModelDrafter(base, num_tokens=3), AcceptanceRule(name=name)
     settings = {"max_new_tokens": 16, "draft_config": config, "sampler": WARM, "rule": rule, "ignore_eos": True}
-    prompts = [(seed, prompt) for prompt in PROMPTS for seed in range(8)]
+    seeds = 2 if draft_sampling is DraftSampling.TOP_K else 8  # without chance every answer agrees exactly
+    prompts = [(seed, prompt) for prompt in PROMPTS for seed in range(seeds)]
     results = [decode(base, drafter, prompt, seed=seed, **settings) for seed, prompt in prompts]
     texts = [Text(prompt + result.tokens, len(prompt)) for (_, prompt), result in zip(prompts, results, strict=True)]
     found = [simulate_texts(base, drafter, [text], config, WARM, rule) for text in texts]
