@@ -1,7 +1,7 @@
 """What the benchmarks share: recipes, comma lists, records, a figure of lines, and how bad input ends a script."""
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,6 @@ from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.report.plots import new_axes, save_png, short_name, styled
 from drafthead.train.config import RunConfig, parse_run
 
-BAD_INPUT = 2
-"""Exit code after bad input, as argparse's own; ``compare.py`` keeps 1 for numbers that got worse."""
-
 
 def composed(overrides: Sequence[str]) -> RunConfig:
     """The checked settings that `drafthead train` would run with."""
@@ -35,7 +32,7 @@ def composed(overrides: Sequence[str]) -> RunConfig:
 def parser(doc: str | None) -> ArgumentParser:
     """For a benchmark that writes a record."""
     found = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
-    found.add_argument("--json", type=Path, metavar="FILE", help="write the record here, for compare.py")
+    found.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
     return found
 
 
@@ -67,15 +64,6 @@ def save_record(arguments: Namespace, benchmark: str, found: dict[str, Any]) -> 
         date = datetime.now(UTC).isoformat(timespec="seconds")
         run = {"benchmark": benchmark, "date": date, "arguments": given, "hardware": hardware(), "versions": versions()}
         write_json(arguments.json, run | found)
-
-
-def trained_steps(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:
-    """The rows of metrics.jsonl that are means over training steps, with the number of these steps."""
-    done = 0
-    for row in rows:
-        if "step_ms" in row:
-            yield row, row["total_step"] - done
-            done = row["total_step"]
 
 
 @torch.inference_mode()
@@ -126,10 +114,9 @@ def draw_lines(
 def entry_point(main: Callable[[], object]) -> None:
     """Run ``main``; bad input becomes one line on stderr and exit code 2, an interruption 130."""
     try:
-        code = main()
+        main()
     except UserError as error:
         Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        raise SystemExit(BAD_INPUT) from None
+        raise SystemExit(2) from None  # as argparse's own
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    raise SystemExit(code)

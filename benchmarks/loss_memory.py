@@ -2,7 +2,7 @@
 
     python benchmarks/loss_memory.py                  5 heads, 128256 ids, 4096 tokens, width 256
     python benchmarks/loss_memory.py --width 4096     Llama-3-8B's width (weights and gradients alone take 21 GB)
-    python benchmarks/loss_memory.py --json FILE      write the record, for compare.py
+    python benchmarks/loss_memory.py --json FILE      write the record
 
 The width does not touch the [tokens, vocabulary] matrices that the chunked form avoids; the default keeps the
 projection itself small enough for a laptop. Each form runs in a process of its own and reports how far its

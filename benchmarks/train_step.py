@@ -3,7 +3,6 @@
     python benchmarks/train_step.py recipe=medusa_vicuna_7b head.own_lm_head=false shard.precision=bfloat16
     accelerate launch benchmarks/train_step.py recipe=medusa_llama3 shard=full --json step.json
     python benchmarks/train_step.py --steps 2 --warm 1 recipe=medusa_smollm2 debug=tiny        does it run?
-    python benchmarks/compare.py before.json step.json
 
 A recipe's phase (--phase, by default its first) is run on rows of random tokens with a base of the recipe's shape and
 random weights (no step is faster or slower for it); a base without a shape is loaded. Per device:
