@@ -19,7 +19,8 @@ from support import composed
 
 
 def train(folder: Path, *overrides: str) -> Path:
-    pipeline.run_pipeline(*composed(folder, "recipe=medusa_smollm2", "debug=tiny", "push=true", *overrides))
+    short = ["phases.pretrain.steps=3", "phases.distill.steps=3", "eval.max_new_tokens=8"]
+    pipeline.run_pipeline(*composed(folder, "recipe=medusa_smollm2", "debug=tiny", "push=true", *short, *overrides))
     return folder / "run"
 
 
@@ -75,8 +76,8 @@ def check_card(card: ModelCard, evaluation: dict[str, Any], head: DraftHead, fol
         'head = drafthead.load_head("team/medusa")',
         "revision not fixed, read in float32 |\n"
         f"| fingerprint of the base | `{head.base_fingerprint}`; drafthead refuses",
-        "| pretrain | text | 10 | 1,024 | 0.002, cosine, 10 steps of linear warm-up |",
-        "| distill | the base's answers | 10 | 1,024 | 0.002, cosine, 20 steps of linear warm-up |",
+        "| pretrain | text | 3 | 1,024 | 0.002, cosine, 10 steps of linear warm-up |",
+        "| distill | the base's answers | 3 | 1,024 | 0.002, cosine, 20 steps of linear warm-up |",
         "stdlib_tiny",
         "greedy, at most 24 each",
         "0.5 ce + 0.5 kl, decay 0.8 by position",
