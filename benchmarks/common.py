@@ -1,7 +1,7 @@
 """What the benchmarks share: recipes, comma lists, records, a figure of lines, and how bad input ends a script."""
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,15 @@ def save_record(arguments: Namespace, benchmark: str, found: dict[str, Any]) -> 
         write_json(arguments.json, run | found)
 
 
+def trained_steps(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:
+    """The rows of metrics.jsonl that are means over training steps, with the number of these steps."""
+    done = 0
+    for row in rows:
+        if "step_ms" in row:
+            yield row, row["total_step"] - done
+            done = row["total_step"]
+
+
 @torch.inference_mode()
 def generated(model: Any, prompts: Sequence[list[int]], new: int, eos: int | None = None) -> list[list[int]]:
     """transformers' batched greedy ``generate``, padded on the left; without ``eos`` answers have ``new`` tokens."""
@@ -114,9 +123,10 @@ def draw_lines(
 def entry_point(main: Callable[[], object]) -> None:
     """Run ``main``; bad input becomes one line on stderr and exit code 2, an interruption 130."""
     try:
-        main()
+        code = main()
     except UserError as error:
         Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(2) from None  # as argparse's own
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    raise SystemExit(code)

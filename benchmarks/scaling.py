@@ -13,12 +13,12 @@ Killed at any point, the same command resumes.
 """
 
 import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from common import draw_lines, entry_point, listed, numbers, parser, save_record
+from common import draw_lines, entry_point, listed, numbers, parser, save_record, trained_steps
+from heads import COMMAND, HEADS, cell
 from rich.console import Console
 from rich.table import Table
 
@@ -39,7 +39,6 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 
-HEADS = ("medusa", "hydra", "hydra_pp", "mlp_speculator", "kangaroo", "eagle3", "dspark", "draft_lm", "medusa2")
 PARTS = ("train", "measure")
 Row = dict[str, Any]
 
@@ -60,7 +59,7 @@ def train(args: Namespace, name: str, tokens: int, steps: int) -> None:
     settings += [f"data.folder={args.out / 'corpora'}"] + ([] if tiny else ["data=smollm2_large"])
     settings += [f"phases.distill.max_tokens={tokens}", f"phases.distill.steps={steps}"]
     settings += [f"validate_every={max(1, steps // 4)}", f"log_every={max(1, steps // 20)}", *args.overrides]
-    if subprocess.run([sys.executable, "-m", "drafthead.cli", "train", *settings], check=False).returncode:
+    if subprocess.run([*COMMAND, "train", *settings], check=False).returncode:
         raise UserError(f"training {name} on {tokens} tokens failed; what it printed says why")
 
 
@@ -82,13 +81,11 @@ def measure(args: Namespace, name: str, tokens: int) -> Row:
     chain = simulate_acceptance(answers, TokenTree.chain(head.depth))
     tree = cross_fitted(answers, [args.nodes])[0]
     rows = read_json_lines(folder / "metrics.jsonl")
-    means = [row for row in rows if "step_ms" in row]
-    pairs = zip((0, *(row["total_step"] for row in means)), means, strict=False)
     held_out = next((row for row in reversed(rows) if "held_out_accept_1" in row), {})
     return {
         "head": name,
         "tokens": tokens,
-        "seconds": sum(row["step_ms"] / 1e3 * (row["total_step"] - before) for before, row in pairs),
+        "seconds": sum(row["step_ms"] / 1e3 * steps for row, steps in trained_steps(rows)),
         "held_out_top1": held_out.get("held_out_accept_1"),
         "top1": float(sum(a[:, 0, 0].sum() for a in answers) / sum(len(a) for a in answers)),
         "chain": chain.mean_accepted_length,
@@ -100,13 +97,6 @@ def measure(args: Namespace, name: str, tokens: int) -> Row:
 def amount(tokens: int) -> str:
     """As on an axis."""
     return f"{tokens / 1e6:g} M" if tokens >= 1e6 else f"{tokens / 1e3:g} k"
-
-
-def cell(value: Any) -> str:
-    """A value of the table; an interval without its ends is none."""
-    if isinstance(value, list | tuple):
-        value = None if None in value else "–".join(f"{end:.2f}" for end in value)
-    return f"{value:.3g}" if isinstance(value, float) else "–" if value is None else str(value)
 
 
 def main(given: list[str] | None = None) -> None:

@@ -26,17 +26,33 @@ def head(tiny_base: TinyBase, tmp_path: Path) -> Path:
     return small_head(tiny_base(), tmp_path / "head")
 
 
+def test_decode_measures_every_part_of_a_step(script: Load, head: Path, tmp_path: Path) -> None:
+    out = tmp_path / "now.json"
+    script("decode").main(["--head", str(head), "--json", str(out), "--context", "40", "--repeats", "4"])
+    record = json.loads(out.read_text())
+    assert {"benchmark", "date", "arguments", "hardware", "versions"} <= record.keys()
+    assert list(record["costs"]["verify"]) == [str(n) for n in range(1, 33)] == list(record["verify_ratio"])
+    ways = record["one_token"]
+    fastest = min(ways["verify_s"], ways["transformers_s"], ways["stock_s"])
+    assert record["verify_ratio"]["4"] == pytest.approx(record["costs"]["verify"]["4"] / fastest)
+
+
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("name", "given", "says"),
     [
-        (["--steps", "0", "recipe=medusa_smollm2"], "--steps must be at least 1, got 0"),
-        (["--phase", "joint", "recipe=medusa_smollm2"], "the recipe has no phase 'joint'; it has"),
-        (["recipe=nowhere"], "recipe=nowhere: "),
+        ("decode", ["--repeats", "0"], "--repeats must be at least 1, got 0"),
+        ("train_step", ["--steps", "0", "recipe=medusa_smollm2"], "--steps must be at least 1, got 0"),
+        ("train_step", ["--phase", "joint", "recipe=medusa_smollm2"], "the recipe has no phase 'joint'; it has"),
+        ("train_step", ["recipe=nowhere"], "recipe=nowhere: "),
+        ("heads", ["--heads", "medsua"], "--heads knows medusa, .*, got medsua"),
+        ("heads", ["--minutes", "0"], "--minutes must be more than 0, got 0"),
+        ("heads", ["--shares", "1:2"], "--shares takes three whole numbers"),
+        ("heads", ["--only", "table", "--out", "nowhere"], "nowhere has no trained head; run the part train first"),
     ],
 )
-def test_bad_input_fails_before_anything_loads(script: Load, given: list[str], says: str) -> None:
+def test_bad_input_fails_before_anything_loads(script: Load, name: str, given: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        script("train_step").main(given)
+        script(name).main([*(["--head", "nowhere"] if name == "decode" else []), *given])
 
 
 def test_bad_input_ends_a_script_with_one_line(script: Load, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,6 +117,39 @@ def test_both_forms_of_the_loss_agree(script: Load, tmp_path: Path) -> None:
     script("loss_memory").main([*small, "--json", str(tmp_path / "memory.json")])
     record = json.loads((tmp_path / "memory.json").read_text())
     assert record["chunked"]["loss"] == pytest.approx(record["whole"]["loss"], rel=1e-4)
+
+
+# Heads ---------------------------------------------------------------------------------------------------------
+
+
+def test_steps_fill_the_budget_whatever_a_step_takes(script: Load) -> None:
+    text, answers = PhaseConfig(corpus="text", steps=40), PhaseConfig(corpus="generations", steps=300)
+    phases = {"pretrain": text, "distill": answers}
+    steps = script("heads").choose_steps(phases, {"pretrain": 2.0, "distill": 0.5}, 700, [1, 6, 3])
+    assert steps == {"pretrain": 50, "distill": 1200}
+    phases["joint"] = PhaseConfig(corpus="generations", steps=30, train_base=True)
+    times = {"pretrain": 1.0, "distill": 1.0, "joint": 10.0}
+    steps = script("heads").choose_steps(phases, times, 1000, [1, 6, 3])
+    assert steps == {"pretrain": 100, "distill": 600, "joint": 30}
+
+
+@pytest.mark.slow
+def test_heads_are_trained_measured_and_tabled(script: Load, tmp_path: Path) -> None:
+    out, record = tmp_path / "heads", tmp_path / "heads.json"
+    given = ["--heads", "medusa,hydra,medusa2", "--minutes", "0.02", "--suite", "builtin", "--limit", "2"]
+    given += ["--max-new-tokens", "8", "--out", str(out), "--json", str(record), "debug=tiny"]
+    assert script("heads").main([*given, "--markdown", str(tmp_path / "heads.md")]) == 0
+    found = json.loads(record.read_text())
+    assert set(found["heads"]) == {"medusa", "hydra", "medusa2"}
+    assert len(found["baselines"]) == 3, "prompt lookup beside the heads that share their base"
+    for numbers in found["heads"].values():
+        assert numbers["identical"] == "2 of 2" and numbers["training_minutes"] > 0 and numbers["draft_ms"] > 0
+    assert (tmp_path / "heads.md").read_text().count("\n| ") == 1 + 3 + 3
+    trained = (out / "medusa" / "eval.json").stat().st_mtime_ns
+    assert script("heads").main([*given, "--only", "train,table"]) == 0
+    assert (out / "medusa" / "eval.json").stat().st_mtime_ns == trained, "a finished head is not trained again"
+    with pytest.raises(UserError, match="begun with other settings"):
+        script("heads").train_head("medusa", script("heads").parse_arguments([*given, "--minutes", "1"]))
 
 
 @pytest.mark.slow
