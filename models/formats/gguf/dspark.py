@@ -23,11 +23,12 @@ from drafthead.models.formats.contract import BASE_NAME, Engine, Unsupported
 from drafthead.models.formats.dspark import CONFIDENCE, NAMES, DFlashFormat, DSparkFormat
 from drafthead.models.formats.gguf.eagle3 import DTYPES, FILE, LLAMACPP, RECORDED
 from drafthead.models.formats.gguf.files import (
+    DRAFTERS,
     LAYER,
     SIZES,
     GgufFile,
     add_tokenizer,
-    read_gguf,
+    read_drafter,
     rope_factors,
     split_name,
     with_scaling_of,
@@ -35,7 +36,7 @@ from drafthead.models.formats.gguf.files import (
 from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.dspark import DSparkHead
 
-ARCHITECTURE = "dflash"
+ARCHITECTURE = DRAFTERS["gguf_dspark"]
 OUTER = {
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "enc.output_norm.weight",
@@ -107,14 +108,7 @@ class DSparkGgufFormat(DSparkFormat):
         file.close()
 
     def read_files(self, folder: Path) -> PublishedCheckpoint:
-        if not (folder / FILE).is_file():
-            raise UserError(f"{folder} has no {FILE}; export with to={self.name} writes one")
-        keys, found = read_gguf(folder / FILE)
-        if (kind := keys.get("general.architecture")) != ARCHITECTURE:
-            raise UserError(f"{folder / FILE} is of the architecture {kind}, expected {ARCHITECTURE} (format=gguf)")
-        get = {name.removeprefix(f"{ARCHITECTURE}."): value for name, value in keys.items()}
-        if missing := sorted({*SIZES, "block_size", "target_layers"} - get.keys()):
-            raise UserError(f"{folder / FILE} lacks the keys {', '.join(missing)}, which an export writes")
+        get, found = read_drafter(folder / FILE, self.name, {"block_size", "target_layers"})
         names = _names(get["block_count"])
         if unknown := sorted(found.keys() - {*names.values(), "d2t", "rope_freqs.weight"}):
             raise UserError(f"{folder / FILE} has tensors that heads here do not have: {', '.join(unknown[:4])}")
@@ -127,7 +121,7 @@ class DSparkGgufFormat(DSparkFormat):
             "draft_vocab_size": len(own["d2t"]) if "d2t" in own else get["vocab_size"],
             "block_size": get["block_size"],
             "is_causal": get.get("attention.causal", False),
-            "mask_token_id": keys.get(MASK),
+            "mask_token_id": get.get(MASK),
             "target_layer_ids": [layer - 1 for layer in get["target_layers"]],
             "sample_from_anchor": get.get("sample_from_anchor", True),
             **{key: confident for key in ("enable_confidence_head", "confidence_head_with_markov")},

@@ -15,12 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import require_space
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
 from drafthead.models.formats.contract import BASE_NAME, Engine, Unsupported
 from drafthead.models.formats.eagle3 import LAYER_IDS, Eagle3Format
-from drafthead.models.formats.gguf.files import LAYER, SIZES, GgufFile, read_gguf, to_halves, to_pairs, with_scaling_of
+from drafthead.models.formats.gguf.files import (
+    LAYER,
+    SIZES,
+    GgufFile,
+    read_drafter,
+    to_halves,
+    to_pairs,
+    with_scaling_of,
+)
 from drafthead.models.heads.eagle3 import Eagle3Head
 
 FILE = "head.gguf"
@@ -95,17 +102,15 @@ class GgufFormat(Eagle3Format):
         file.close()
 
     def read_files(self, folder: Path) -> PublishedCheckpoint:
-        if not (folder / FILE).is_file():
-            raise UserError(f"{folder} has no {FILE}; export with to=gguf writes one")
-        keys, found = read_gguf(folder / FILE)
+        sizes = {"target_hidden_size", "norm_before_fc", "norm_before_residual"}
+        keys, found = read_drafter(folder / FILE, self.name, sizes | {"target_layers"})
         own = {name: found[theirs] for name, theirs in NAMES.items() if theirs in found}
         own["d2t"] = to_offsets(found["d2t"])
-        get = {name.removeprefix("eagle3."): value for name, value in keys.items()}
         config: dict[str, Any] = {
-            **{name: get[key] for key, name in SIZES.items()},
-            **{key: get[key] for key in ("target_hidden_size", "norm_before_fc", "norm_before_residual")},
+            **{name: keys[key] for key, name in SIZES.items()},
+            **{key: keys[key] for key in sizes},
             "draft_vocab_size": len(own["d2t"]),
-            LAYER_IDS: list(get["target_layers"]),
+            LAYER_IDS: list(keys["target_layers"]),
             **{name: keys[key] for key, name in OWN_KEYS.items() if key in keys},
         }
         tensors = {name: _rotated(name, tensor, config, to_halves) for name, tensor in own.items()}

@@ -34,6 +34,8 @@ KINDS = {
 """Name -> type of the matrices and of the file, as ``gguf`` calls them. No Python library quantises to Q4_K."""
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
 """transformers' model type -> llama.cpp's architecture, of the bases that are written here."""
+DRAFTERS = {"gguf": "eagle3", "gguf_dspark": "dflash"}
+"""Format -> llama.cpp's architecture, of the heads."""
 SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -127,6 +129,21 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors = {found.name: torch.from_numpy(_values(found)) for found in reader.tensors}
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise UserError(f"{path} is no GGUF file that can be read ({error}); copy it again") from None
+    return keys, tensors
+
+
+def read_drafter(path: Path, to: str, needed: set[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Keys, without the architecture that they begin with, and tensors of a head's file that ``to`` writes."""
+    if not path.is_file():
+        raise UserError(f"{path.parent} has no {path.name}; export with to={to} writes one")
+    keys, tensors = read_gguf(path)
+    wanted, kind = DRAFTERS[to], keys.get("general.architecture")
+    if kind != wanted:
+        hint = "".join(f" (format={name})" for name, architecture in DRAFTERS.items() if architecture == kind)
+        raise UserError(f"{path} is of the architecture {kind}, expected {wanted}{hint}")
+    keys = {name.removeprefix(f"{wanted}."): value for name, value in keys.items()}
+    if missing := sorted((needed | SIZES.keys()) - keys.keys()):
+        raise UserError(f"{path} lacks the keys {', '.join(missing)}, which an export writes")
     return keys, tensors
 
 

@@ -200,7 +200,12 @@ def test_files_of_other_projects(tmp_path: Path) -> None:
         DFLASH.load(tmp_path / "jetspec", base)
 
 
-def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
+def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path, smollm_like: None) -> None:
+    GGUF.export(block_head(deep_base()), tmp_path)
+    with pytest.raises(
+        UserError, match=r"head.gguf is of the architecture dflash, expected eagle3 \(format=gguf_dspark"
+    ):
+        FORMATS["gguf"].load(tmp_path, deep_base())
     FORMATS["gguf"].export(eagle(deep_base(), layers=[2, 3, 5]), tmp_path)
     with pytest.raises(UserError, match=r"head.gguf is of the architecture eagle3, expected dflash \(format=gguf\)"):
         GGUF.load(tmp_path, deep_base())
