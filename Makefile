@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(READY) ## the fast tests
-	$(PYTEST) -m "not slow and not gpu and not engines" -n 2
+	$(PYTEST) -m "not slow and not gpu and not engines" -n 2 --dist worksteal
 
 test-slow: $(READY) ## the tests that take longer or need the embedded model
 	$(PYTEST) -m "slow and not gpu and not engines"
