@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Two workers with one thread each: more threads on few cores only wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest
+TWO := -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -27,10 +27,10 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(READY) ## the fast tests
-	$(PYTEST) -m "not slow and not gpu and not engines" -n 2 --dist worksteal
+	$(PYTEST) -m "not slow and not gpu and not engines" $(TWO)
 
 test-slow: $(READY) ## the tests that take longer or need the embedded model
-	$(PYTEST) -m "slow and not gpu and not engines"
+	$(PYTEST) -m "slow and not gpu and not engines" $(TWO)
 
 test-engines: $(READY) ## a real llama.cpp serves a head, a real vLLM writes a corpus; both installed on first use
 	$(BIN)/drafthead engines install=llamacpp
@@ -44,7 +44,7 @@ check: $(READY) ## lint, format, types, fast tests: what must be green before a 
 	$(MAKE) test
 
 coverage: $(READY) ## the fast tests, and which lines of the source they reach
-	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -m "not slow and not gpu and not engines"; failed=$$?; \
+	$(BIN)/coverage run -m pytest -m "not slow and not gpu and not engines"; failed=$$?; \
 	  $(BIN)/coverage combine -q && $(BIN)/coverage report --skip-covered; exit $$failed
 
 hooks: $(READY) ## lint, format and types before every commit (pre-commit)

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.data.utils.floats import finite
@@ -130,7 +131,7 @@ def predict(
         return None
     if draft_config.draft_sampling is not DraftSampling.TOP_K and not isinstance(drafter, StepwiseDrafter):
         return None
-    texts = texts or development_answers(base, config, PREDICTED_ON)
+    texts = texts or development_answers(base, config, PREDICTED_ON, drafter.spec)
     # One by one, as they are decoded: a combined drafter shares its nodes out anew in every batch.
     simulated = simulate_texts(base, drafter, texts, draft_config, sampler, config.rule, in_order=True)
     tau = simulated.mean_accepted_length
@@ -142,8 +143,11 @@ def predict(
     return {"mean_accepted_length": tau, "interval_95": simulated.interval, "speedup": speedup, "nodes": average}
 
 
-def development_answers(base: BaseModel, config: EvalConfig, limit: int) -> list[Text]:
-    """The base's answers to ``limit`` prompts of the suite's development half, for choosing and predicting."""
+def development_answers(base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec) -> list[Text]:
+    """The base's answers to ``limit`` prompts of the suite's development half, for choosing and predicting.
+
+    A drafter of ``spec`` that reads final hidden states alone finds those of the answering: the texts are read once.
+    """
     return base_answers(
         base,
         suite=config.suite,
@@ -151,6 +155,7 @@ def development_answers(base: BaseModel, config: EvalConfig, limit: int) -> list
         max_new_tokens=config.max_new_tokens,
         temperature=config.sampler.temperature,
         split="development",
+        keep_hidden_states=not spec.layers,
     )
 
 

@@ -122,6 +122,15 @@ def _first(tree: TokenTree, nodes: int) -> TokenTree:
     return TokenTree.from_paths(by_guess[:nodes])
 
 
+def causal_mask(count: int, device: torch.device) -> Tensor:
+    """[count, count] bool: a position of a chain sees itself and what is before it.
+
+    On a CPU torch's ``tril`` starts all threads even for one value; a comparison of few does not.
+    """
+    places = torch.arange(count, device=device)
+    return places[:, None] >= places
+
+
 @dataclass(frozen=True, kw_only=True)
 class TreeShape:
     """Token trees of a batch. A padding node has parent -1 like the root, and is nobody's child."""
@@ -159,7 +168,8 @@ class TreeShape:
         ancestors = reach > 0
         depths = ancestors.sum(-1) - 1
         brothers = (parents[:, :, None] == parents[:, None, :]) & known
-        rank = brothers.tril(-1).sum(-1)  # how many of a node's siblings stand before it
+        # How many of a node's siblings stand before it:
+        rank = (brothers & causal_mask(nodes, parents.device)).sum(-1) - known[..., 0].long()
         count = width if width is not None else int(rank.max()) + 1
         table = torch.zeros(rows, nodes, count + 1, dtype=torch.int64, device=parents.device)
         # The root and padding have no parent: they go to a column that is dropped.

@@ -18,6 +18,8 @@ os.environ.pop("HF_HUB_OFFLINE", None)
 os.environ.pop("TRANSFORMERS_OFFLINE", None)
 os.environ.pop("HF_ENDPOINT", None)
 os.environ.pop("HF_TOKEN", None)
+# Also of the processes that tests start. More threads on few cores wait for each other: a run of seconds takes minutes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest

@@ -3,12 +3,14 @@
 Two short passes of the base say how fast the machine is; times of training follow from the products that it multiplies.
 """
 
+from statistics import mean
 from time import perf_counter
 
 import torch
 from rich.table import Table
 
 from drafthead.data.utils.display import duration
+from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.trees.cost_model import SIZES
 from drafthead.models.base.base_model import BaseModel
@@ -73,6 +75,7 @@ class Outlook:
             prompt = min(PROMPT_TOKENS, generations.max_prompt_tokens)
             answer = prompt + generations.sampler.max_new_tokens
             corpus = (generations.prompts + generations.self_prompted) * answer
+        corpus = min(corpus, phase.max_tokens or corpus)
         kept = phase.corpus == "generations" and generations.keep_hidden_states and not generations.copied
         read = 0 if kept else min(corpus, tokens) if phase.cached else tokens
         return f"{phase.steps:,} steps on {phase.corpus}, {int(tokens):,} tokens", seconds + read * self.cache_s
@@ -82,7 +85,7 @@ class Outlook:
         passes = repeats * sum(max(self.step_s, n * self.read_s) for n in SIZES)
         prompts = run.tree_prompts if run.eval.split == "reporting" else 0
         answers = run.eval.max_new_tokens * max(self.step_s, prompts * self.read_s)
-        read = prompts * (PROMPT_TOKENS + run.eval.max_new_tokens) * self.read_s
+        read = sum(self._prompt_tokens("development", prompts)) * self.read_s if prompts else 0
         return f"answers to {prompts} prompts, and the costs of a step", passes + answers + read
 
     def _evaluate(self) -> tuple[str, float]:
@@ -90,9 +93,17 @@ class Outlook:
         suite = load_suite(config.suite, config.limit, config.seed, config.tasks, config.split)
         turns = sum(prompt.turns for prompt in suite)
         decoders = 3 + config.stock_baseline + len(config.baselines)
-        answer = config.max_new_tokens * self.step_s + PROMPT_TOKENS * self.read_s
+        read = mean(self._prompt_tokens(config.split, config.limit)) * self.read_s
+        answer = config.max_new_tokens * self.step_s + read
         what = f"{turns} answers of {config.max_new_tokens} tokens ({config.suite}), each by {decoders} methods in turn"
         return what, (turns + 1) * decoders * answer
+
+    def _prompt_tokens(self, split: str, limit: int | None) -> list[int]:
+        """Of the suite's first turns."""
+        config, base = self.run.eval, self.base
+        suite = load_suite(config.suite, limit, config.seed, config.tasks, split)
+        kwargs = base.config.chat_template_kwargs
+        return [len(conversation_ids(base.tokenizer, prompt, template_kwargs=kwargs)) for prompt in suite]
 
     def table(self) -> Table:
         """For the console."""

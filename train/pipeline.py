@@ -123,7 +123,7 @@ class Workspace:
         """The base's answers to the suite's development half; None where the suite is evaluated whole."""
         run = self.run
         wanted = run.eval.split == "reporting" and run.tree_prompts > 0
-        return development_answers(self.base, run.eval, run.tree_prompts) if wanted else None
+        return development_answers(self.base, run.eval, run.tree_prompts, self.load_head().spec) if wanted else None
 
     def new_head(self) -> DraftHead:
         """The head to train: untrained, with adapters of its base if the run trains it; or that of ``init_from``."""

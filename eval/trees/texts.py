@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -63,6 +64,8 @@ class Text(NamedTuple):
     """Prompt, then answer."""
     boundary: int
     """Index of the first answer token."""
+    final: Tensor | None = None
+    """float16 [T - 1, D] final hidden states of the base, where they were kept while it answered."""
 
     @property
     def positions(self) -> int:
@@ -79,6 +82,7 @@ def base_answers(
     temperature: float = 0.0,
     seed: int = 0,
     split: str = "all",
+    keep_hidden_states: bool = False,
 ) -> list[Text]:
     """The base's own answers to a suite, later turns after its own answers; those that do not fit are left out."""
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
@@ -93,9 +97,18 @@ def base_answers(
             ids = conversation_ids(base.tokenizer, p, before, base.config.chat_template_kwargs)
             if len(ids) <= base.max_context - max_new_tokens:
                 asked.append((p.number, ids))
-        most = max((len(ids) for _, ids in asked), default=0)
-        for a in generate_answers(base, asked, sampler, batch_size=BATCH_SIZE, max_prompt_tokens=most) if asked else ():
-            found[a.prompt_number].append(Text(a.input_ids.tolist(), a.boundary))
+        if not asked:
+            break
+        for a in generate_answers(
+            base,
+            asked,
+            sampler,
+            batch_size=BATCH_SIZE,
+            max_prompt_tokens=max(len(ids) for _, ids in asked),
+            keep_hidden_states=keep_hidden_states,
+        ):
+            final = None if a.hidden_states is None else torch.from_numpy(a.hidden_states)
+            found[a.prompt_number].append(Text(a.input_ids.tolist(), a.boundary, final))
     texts = [text for _, answers in sorted(found.items()) for text in answers]
     if not texts:
         raise UserError(
@@ -108,7 +121,7 @@ def base_answers(
 def write_texts(path: Path, texts: Sequence[Text]) -> None:
     """One {"ids": [...], "boundary": n} a line."""
     try:
-        path.write_text("".join(json.dumps(text._asdict()) + "\n" for text in texts))
+        path.write_text("".join(json.dumps({"ids": t.ids, "boundary": t.boundary}) + "\n" for t in texts))
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); choose another file (save=...)") from None
 
@@ -161,8 +174,15 @@ def positions(
 
 
 def read_hidden_states(base: BaseModel, drafter: Drafter, texts: Sequence[Text]) -> list[HiddenStates]:
-    """Per text the base's hidden states [1, T, D], read in one pass."""
-    return [base.hidden_states(as_batch(text).to(base.device), drafter.spec) for text in texts]
+    """Per text the base's hidden states [1, T, D]: those that were kept, else read in one pass."""
+
+    def read(text: Text) -> HiddenStates:
+        if text.final is None or drafter.spec.layers:
+            return base.hidden_states(as_batch(text).to(base.device), drafter.spec)
+        kept = text.final.to(base.device, base.dtype)
+        return HiddenStates(final=F.pad(kept, (0, 0, 0, 1))[None])  # nothing drafts after the last token
+
+    return [read(text) for text in texts]
 
 
 def as_batch(text: Text) -> TrainBatch:
@@ -174,8 +194,8 @@ def text_ranks(head: DraftHead, texts: Sequence[Text]) -> list[Ranks]:
     """Per text the ranks [T, K] of its answer's tokens among the head's drafts, wherever a step may start."""
     found = []
     for text in texts:
-        batch = as_batch(text).to(head.base.device)
-        found += answer_ranks(head, batch, head.base.hidden_states(batch, head.spec))
+        (base_hidden,) = read_hidden_states(head.base, head, [text])
+        found += answer_ranks(head, as_batch(text).to(head.base.device), base_hidden)
     return found
 
 
@@ -398,7 +418,7 @@ def _matching_drafts(proposal: Proposal, texts: list[Text], t: int) -> Tensor:
     ahead = int(depths.max()) + 1
     starts = [text.boundary + t for text in texts]
     following = [torch.tensor(text.ids[start : start + ahead]) for text, start in zip(texts, starts, strict=True)]
-    wanted = torch.nn.functional.pad(pad_sequence(following, batch_first=True, padding_value=-1), (0, ahead), value=-1)
+    wanted = F.pad(pad_sequence(following, batch_first=True, padding_value=-1), (0, ahead), value=-1)
     wrong = tokens != wanted.to(tokens.device).gather(1, depths)
     wrong[:, 1:] |= proposal.shape.parents.expand_as(tokens)[:, 1:] < 0  # padding
     failed = (proposal.shape.ancestors.expand(len(texts), -1, -1) & wrong[:, None, :]).any(-1)

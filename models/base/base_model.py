@@ -26,7 +26,7 @@ from drafthead.models.kernels import attention
 from drafthead.models.kernels.choice import choose_kernels, worth_measuring
 from drafthead.models.kernels.fused import fuse_modules
 from drafthead.models.kernels.linear import MEASURED_ROWS, KernelTable, prepack_linears
-from drafthead.models.token_tree import TreeShape
+from drafthead.models.token_tree import TreeShape, causal_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +251,7 @@ class BaseModel:
         positions = cache.positions(torch.arange(new, device=self.device)[None])
         cache.reserve(new, committed=True)
         if isinstance(cache, RaggedCache) or (cache.length and new > 1):
-            mask = cache.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril_(), self.dtype)
+            mask = cache.mask(causal_mask(new, self.device)[None], self.dtype)
         masks = mask if self.windows is None else self._windowed(mask, cache, positions, None)
         found = self._decoder(tokens_BT, positions, masks, cache, spec)
         cache.commit(counts)

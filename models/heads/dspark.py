@@ -43,6 +43,7 @@ from drafthead.models.heads.common.targets import DraftTargets, drafting_places,
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import FusedRMSNorm, fresh_copy, rotate
 from drafthead.models.kernels.linear import joined_linear, reads_in
+from drafthead.models.token_tree import causal_mask
 
 
 @dataclass(kw_only=True)
@@ -251,8 +252,8 @@ class DSparkHead(MultiPositionHead):
 
     def seen_slots(self, device: torch.device) -> Tensor:
         """[P, P] bool: which slots of its block a slot sees."""
-        seen = torch.ones(self.config.slots, self.config.slots, dtype=torch.bool, device=device)
-        return seen.tril_() if self.config.causal else seen
+        seen = causal_mask(self.config.slots, device)
+        return seen if self.config.causal else torch.ones_like(seen)
 
     # Drafting ------------------------------------------------------------------------------------------------
 

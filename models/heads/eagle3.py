@@ -46,6 +46,7 @@ from drafthead.models.heads.common.multi_position import CopyingConfig, CopyingH
 from drafthead.models.heads.common.targets import DraftTargets, drafting_places, has_next
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.linear import reads_in
+from drafthead.models.token_tree import causal_mask
 
 
 class EagleLayer(nn.Module):
@@ -387,7 +388,7 @@ class Eagle3Head(CopyingHead):
         own = self.masked(count).expand(*places.shape, -1, -1).flatten(1, 2)  # [B, S P, 2 D]
         own_token, own_feature = own.chunk(2, -1)
         later = positions[rows, places][..., None] + torch.arange(1, steps, device=places.device)
-        order = torch.ones(count, count, dtype=torch.bool, device=places.device).tril_()
+        order = causal_mask(count, places.device)
         seen = mask[:, 0][rows, places][:, None]
         text, drafted = feature, own_feature
         layers: list[EagleLayer | HeadDecoderLayer] = [self.midlayer]

@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import sdpa_mask
 
 from drafthead.data.utils.errors import UserError
+from drafthead.models.token_tree import causal_mask
 
 NAME = "drafthead"
 _LENGTHS = "document_lengths"
@@ -155,7 +156,7 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """
     time, device = document_ids.shape[1], document_ids.device
     seen = document_ids[:, :, None] == document_ids[:, None, :]
-    seen &= torch.ones(time, time, dtype=torch.bool, device=device).tril_()
+    seen &= causal_mask(time, device)
     mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None]
     if device.type == "cpu":
         setattr(mask, _LENGTHS, [row.unique_consecutive(return_counts=True)[1].tolist() for row in document_ids])

@@ -18,6 +18,7 @@ from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
 from drafthead.models.decoding.contract import DraftState
 from drafthead.models.decoding.draft_cache import NodeCache, PendingNodes
 from drafthead.models.heads.common.attention_layer import Layer
+from drafthead.models.token_tree import causal_mask
 
 
 class LayerKVCache(NodeCache):
@@ -29,7 +30,7 @@ class LayerKVCache(NodeCache):
         ) -> Tensor:
             rows, new = inputs.shape[:2]
             if nodes is None:
-                ancestors = torch.ones(1, new, new, dtype=torch.bool, device=inputs.device).tril_()
+                ancestors = causal_mask(new, inputs.device)[None]
             else:
                 ancestors = nodes.ancestors[:, -new:]
             positions = cache.positions(ancestors.sum(-1) - 1).expand(rows, -1)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from drafthead.data.batch import HiddenStatesSpec
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.evaluate import development_answers, evaluate, predict
 from drafthead.eval.prompts.prompt import conversation_ids
@@ -112,8 +113,8 @@ def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: Tiny
 def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: TinyBase, others: list[str]) -> None:
     base = tiny_base()
     config = replace(CONFIG, split="reporting", max_new_tokens=24, combine=others)
-    texts = development_answers(base, config, 6)
-    head = leaning(MedusaConfig(num_draft_tokens=2).build(base), texts, 30.0, every=1)
+    texts = development_answers(base, config, 6, HiddenStatesSpec())
+    head = leaning(MedusaConfig(num_draft_tokens=2).build(base), [t[:2] for t in texts], 30.0, every=1)
     costs = CostModel(verify={1: 0.01, 8: 0.01}, draft=0.0, overhead=0.0, context=16)
     drafter, draft_config = build_drafter(
         parse_drafter(config.together), base, head, config.draft_config(head), config.combine_nodes

@@ -15,13 +15,22 @@ from drafthead.eval.metrics import acceptance as metrics
 from drafthead.eval.trees import texts as texts_module
 from drafthead.eval.trees.calibrate import answer_ranks
 from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance
-from drafthead.eval.trees.texts import AcceptProbsConfig, Text, simulate_texts, text_accept_probs
+from drafthead.eval.trees.texts import (
+    AcceptProbsConfig,
+    Text,
+    base_answers,
+    read_hidden_states,
+    simulate_texts,
+    text_accept_probs,
+    text_ranks,
+)
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.draft_model import ModelDrafter
+from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, leaning, row_of
@@ -193,3 +202,23 @@ def test_greedy_decoding_takes_exactly_the_simulated_steps(base: BaseModel) -> N
             found = simulate_texts(base, head, [Text(prompt + real.tokens, len(prompt))], draft_config, GREEDY)
             assert found.steps == len(real.steps)
             assert found.mean_accepted_length == metrics.mean_accepted_length([real]).value
+
+
+def test_hidden_states_of_the_answering_stand_in_for_a_pass_over_its_texts(
+    base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"suite": "builtin", "limit": 6, "max_new_tokens": 12}
+    read, kept = (base_answers(base, **settings, keep_hidden_states=keep) for keep in (False, True))
+    assert [text.ids for text in kept] == [text.ids for text in read]
+    assert len({len(text.ids) for text in kept}) > 1
+    head, config = fitted(base), DraftConfig(tree=TREE)
+    eagle = Eagle3Config(layers=[0, 1, 2]).build(base)
+    deep = read_hidden_states(base, eagle, kept[:1])[0]
+    assert deep.layers is not None, "what was kept is the final state alone"
+    expected = text_ranks(head, read), simulate_texts(base, head, read, config, GREEDY)
+    with monkeypatch.context() as patched:
+        patched.setattr(base, "hidden_states", None)
+        found = text_ranks(head, kept), simulate_texts(base, head, kept, config, GREEDY)
+    for a, b in zip(found[0], expected[0], strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert found[1].mean_accepted_length == expected[1].mean_accepted_length
