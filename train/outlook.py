@@ -64,18 +64,19 @@ class Outlook:
 
     def _phase(self, name: str, phase: PhaseConfig) -> tuple[str, float]:
         tokens = self.costs.tokens(name) / self.devices
-        trained = self.costs.head.trainable + self.costs.head.draft_vocab_size * self.base.hidden_size
+        head = self.costs.head
+        trained = head.trainable + head.positions * head.draft_vocab_size * self.base.hidden_size
         per_parameter = self.read_s / self.costs.shape.base_parameters
         seconds = self.costs.trained_tokens(name) / self.devices * trained * per_parameter
         seconds *= TRAINING_PASSES * TRAINING_OVERHEAD
         generations = self.run.data.generations
         if phase.corpus == "text":
-            corpus = self.run.data.text.max_tokens
+            corpus = min(self.run.data.text.max_tokens, phase.max_tokens or tokens)
         else:
             prompt = min(PROMPT_TOKENS, generations.max_prompt_tokens)
-            answer = prompt + generations.sampler.max_new_tokens
-            corpus = (generations.prompts + generations.self_prompted) * answer
-        corpus = min(corpus, phase.max_tokens or corpus)
+            answers = (generations.prompts + generations.self_prompted) * generations.sampler.max_new_tokens
+            answers = min(answers, phase.max_tokens or answers)
+            corpus = answers + answers * prompt // generations.sampler.max_new_tokens
         kept = phase.corpus == "generations" and generations.keep_hidden_states and not generations.copied
         read = 0 if kept else min(corpus, tokens) if phase.cached else tokens
         return f"{phase.steps:,} steps on {phase.corpus}, {int(tokens):,} tokens", seconds + read * self.cache_s

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data.embedded import training_sets
+from drafthead.data.embedded import eval_sets, training_sets
 from drafthead.data.embedded.tasks import TASKS
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts import suites
@@ -57,6 +57,7 @@ FILES = {
 @pytest.fixture(autouse=True)
 def packages(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "slow" not in request.keywords:
+        monkeypatch.setattr(eval_sets, "spec_bench_like", eval_sets.spec_bench_like.__wrapped__)  # not kept
         monkeypatch.setattr("drafthead.data.embedded.packages.read_member", lambda package, path: FILES.get(path, b""))
 
 
