@@ -22,6 +22,8 @@ LONG_PASS = 256
 """Tokens of the pass that stands for reading text and for training."""
 PROMPT_TOKENS = 100
 """Of a usual prompt with its chat template, where the real ones are not known yet."""
+MOST_TURNS = 2
+"""Of a conversation of a suite."""
 TRAINING_PASSES = 3
 """Forward, and twice as much backward."""
 TRAINING_OVERHEAD = 1.5
@@ -85,9 +87,11 @@ class Outlook:
         run, repeats = self.run, 11
         passes = repeats * sum(max(self.step_s, n * self.read_s) for n in SIZES)
         prompts = run.tree_prompts if run.eval.split == "reporting" else 0
-        answers = run.eval.max_new_tokens * max(self.step_s, prompts * self.read_s)
-        read = sum(self._prompt_tokens("development", prompts)) * self.read_s if prompts else 0
-        return f"answers to {prompts} prompts, and the costs of a step", passes + answers + read
+        if prompts:
+            asked = self._prompt_tokens("development", prompts)
+            answered = MOST_TURNS * run.eval.max_new_tokens * _seconds(self.base, prompts)
+            passes += answered + MOST_TURNS * sum(asked) * self.read_s
+        return f"answers to {prompts} prompts, and the costs of a step", passes
 
     def _evaluate(self) -> tuple[str, float]:
         config = self.run.eval
