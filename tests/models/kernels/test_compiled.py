@@ -33,6 +33,12 @@ def test_product(outputs: int, inputs: int, biased: bool) -> None:
         found = layer(x[:rows])
         torch.testing.assert_close(found, F.linear(x[:rows], weight, bias), rtol=1e-4, atol=1e-4)
         assert torch.equal(found, layer(x)[:rows]), "a row's result depends on the rows beside it"
+    threads = torch.get_num_threads()
+    for count in (1, 2, 3, 5):
+        torch.set_num_threads(count)
+        again = layer(x)
+        torch.set_num_threads(threads)
+        assert torch.equal(again, found), "the result depends on how blocks are dealt to threads"
     strided = torch.randn(2, inputs, 3).transpose(1, 2)
     torch.testing.assert_close(layer(strided), F.linear(strided, weight, bias), rtol=1e-4, atol=1e-4)
 
