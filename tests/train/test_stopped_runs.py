@@ -49,8 +49,8 @@ PROGRAM = """
 
     def leave():
         with signals.install_handlers(lambda line: print(line, flush=True)):
-            print("ready", flush=True)
             with signals.defer_signals():
+                print("ready", flush=True)
                 for _ in range(600):
                     time.sleep(0.01)
                     if signals.stop_signal() and "patient" not in sys.argv:
