@@ -51,7 +51,7 @@ hooks: $(READY) ## lint, format and types before every commit (pre-commit)
 	$(BIN)/pre-commit install
 
 # Fewer answers to read and fewer steps than the recipe has, for eight minutes from an empty machine.
-DEMO := data.text.max_tokens=6000 phases.pretrain.steps=8 phases.distill.max_tokens=28000 phases.distill.steps=100 validate_every=200
+DEMO := data.text.max_tokens=6000 phases.pretrain.steps=8 phases.distill.max_tokens=28000 phases.distill.steps=100 validate_every=200 eval.max_new_tokens=48
 
 demo: $(READY) ## train, evaluate and time Medusa heads on a real model, on a CPU
 	$(BIN)/python train/run.py recipe=medusa_smollm2 $(DEMO)
