@@ -15,14 +15,15 @@ help: ## list the targets
 
 setup: $(READY) ## make .venv with the pinned dependencies (PYTHON=python3.12 chooses the interpreter)
 
-# torch comes first and by itself, so that an installed or configured build (CPU or CUDA) is the one that is kept.
+# torch comes first and by itself, so that an installed or configured build (CPU or CUDA) is the one that is kept. Python
+# compiles what is imported: all of it beforehand takes pip as long again.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "drafthead needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1); try make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "== setting up $(VENV) with the pinned dependencies"; started=$$(date +%s); \
 	  $(PYTHON) -m venv $(VENV) && \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" && \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' && \
+	  $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" && \
+	  $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]' && \
 	  echo "   set-up: $$(($$(date +%s) - started)) s"
 	@touch $@
 
