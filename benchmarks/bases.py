@@ -35,20 +35,20 @@ from transformers.utils import logging as transformers_logging
 
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError, one_line
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.shape import ModelShape
-from drafthead.models.decoding.contract import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.draft_cache import TokenBuffer
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.drafters.prompt_lookup import PromptLookup
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
 
 PROMPTS, NEW = (7, 24, 60), 12

@@ -4,7 +4,7 @@
     python benchmarks/batches.py --head DIR --rows 1,4,16 --prompts 32
 
 For every number of rows b: the costs of a step of b rows with n nodes each; the tree that they make best for answers to
-the suite's development half; then all prompts of the reporting half, b at a time, by the head with that tree, by our
+the suite's dev half; then all prompts of the test half, b at a time, by the head with that tree, by our
 plain loop and by transformers' `generate` over stock modules (padded on the left), in turn. Speedup is over the faster
 plain one. Greedy; answers of one length, so that no row waits for another.
 """
@@ -21,14 +21,14 @@ from rich.table import Table
 from drafthead.data.utils.display import Display
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite
+from drafthead.eval.trees.answers import base_answers, text_ranks
 from drafthead.eval.trees.calibrate import calibrate
 from drafthead.eval.trees.cost_model import SIZES, measure_costs
-from drafthead.eval.trees.texts import base_answers, text_ranks
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig
+from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode_batch
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 
 Answer = Callable[[list[list[int]]], object]
@@ -72,10 +72,10 @@ def main(given: list[str] | None = None) -> int:
     base, head = load_base_and_head(arguments.head)
     stock, new, display = base.stock(), arguments.max_new_tokens, Display()
     texts = base_answers(
-        base, suite=arguments.suite, limit=arguments.prompts, max_new_tokens=new, temperature=0.0, split="development"
+        base, suite=arguments.suite, limit=arguments.prompts, max_new_tokens=new, temperature=0.0, split="dev"
     )
     answers = list(text_ranks(head, texts))
-    suite = load_suite(arguments.suite, arguments.prompts, 0, None, "reporting")
+    suite = load_suite(arguments.suite, arguments.prompts, 0, None, "test")
     prompts = [conversation_ids(base.tokenizer, prompt) for prompt in suite]
     found: dict[str, Any] = {}
     table = Table(

@@ -26,9 +26,9 @@ from drafthead.eval.prompts.suites import load_suite
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.cache.kv_cache import KVCache
-from drafthead.models.decoding.contract import DraftConfig
-from drafthead.models.drafters.budget import BudgetDrafter, BudgetState, Policy
-from drafthead.models.heads.common.loading import load_base
+from drafthead.models.decoding.drafter import DraftConfig
+from drafthead.models.drafters.experimental.triforce import BudgetState, Policy, TriForce
+from drafthead.models.heads.parts.loading import load_base
 from drafthead.models.token_tree import TokenTree
 
 REFRESH = 64
@@ -48,7 +48,7 @@ def greedy_answer(base: BaseModel, ids: list[int], count: int) -> tuple[list[int
     return answer, cache
 
 
-def accepted(base: BaseModel, ids: list[int], answer: list[int], whole: KVCache, drafter: BudgetDrafter) -> int:
+def accepted(base: BaseModel, ids: list[int], answer: list[int], whole: KVCache, drafter: TriForce) -> int:
     """How many of the answer's tokens after the first are what ``drafter`` drafts next."""
     state = drafter.attach(drafter.init_state(1), KVCache.view(whole.stacks, whole.places, len(ids)))
     found, read = 0, torch.tensor([ids], device=base.device)
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lengths.append(len(ids))
         for text, name, every in policies:
             for budget in budgets:
-                drafter = BudgetDrafter(base, budget, name, num_tokens=1, refresh=every)
+                drafter = TriForce(base, budget, name, num_tokens=1, refresh=every)
                 counts[text, budget] += accepted(base, ids, answer, whole, drafter)
         console.print(f"   prompt {number}: {len(ids)} tokens, {len(answer)} answered")
     mean_length = sum(lengths) // max(1, len(lengths))

@@ -12,10 +12,10 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from drafthead.data.utils.config import update_overrides
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.data.utils.machine import hardware, versions
+from drafthead.data.utils.settings import update_overrides
 from drafthead.eval.report.plots import new_axes, save_png, short_name, styled
 from drafthead.train.config import RunConfig, parse_run
 

@@ -23,11 +23,11 @@ from rich.table import Table
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.floats import bootstrap_interval
 from drafthead.eval.report.plots import short_name
-from drafthead.eval.trees.texts import Text, base_answers, positions, read_hidden_states, read_texts
+from drafthead.eval.trees.answers import FinishedAnswer, base_answers, positions, read_hidden_states, read_texts
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig, Drafter
+from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
-from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 
 BATCH = 16
@@ -36,7 +36,7 @@ Candidates = list[list[list[int]]]
 
 
 @torch.inference_mode()
-def candidates(base: BaseModel, drafter: Drafter, texts: Sequence[Text], width: int) -> Candidates:
+def candidates(base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer], width: int) -> Candidates:
     """What ``drafter`` names for the next token wherever a step may start."""
     siblings = DraftConfig(tree=TokenTree.from_paths([(rank,) for rank in range(width)]))
     found: Candidates = []
@@ -60,7 +60,9 @@ def in_turn(parts: Sequence[list[int]], width: int) -> Iterator[int]:
     yield from list(seen)[:width]
 
 
-def covered(texts: Sequence[Text], parts: Sequence[Candidates], width: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def covered(
+    texts: Sequence[FinishedAnswer], parts: Sequence[Candidates], width: int
+) -> np.ndarray[Any, np.dtype[np.float64]]:
     """[texts, 2] positions whose next token is among ``width`` candidates, and positions."""
     rows = []
     for number, text in enumerate(texts):

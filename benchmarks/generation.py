@@ -14,12 +14,12 @@ from common import entry_point, generated, parser, save_record
 from rich.console import Console
 from rich.table import Table
 
-from drafthead.data.answers.config import SamplerConfig
+from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.text.sources import SourceConfig, load_prompts
+from drafthead.models.base.base_config import EMBEDDED
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import EMBEDDED
 from drafthead.models.decoding.corpus import generate_answers
-from drafthead.models.heads.common.loading import load_base
+from drafthead.models.heads.parts.loading import load_base
 
 
 def ours(base: BaseModel, prompts: list[list[int]], batch: int, max_new: int, keep_hidden_states: bool) -> int:

@@ -39,7 +39,7 @@ from drafthead.train.config import PhaseConfig
 
 HEADS = ("medusa", "hydra", "hydra_pp", "mlp_speculator", "kangaroo", "eagle3", "dspark", "draft_lm", "medusa2")
 PARTS = ("train", "eval", "table")
-KINDS = ("text", "generations", "joint")
+KINDS = ("text", "answers", "joint")
 """Phases that share a part of the budget: on text, on answers, and those that train the base, too."""
 PROBE_STEPS, PROBE_WARM = 8, 3
 """Steps of every phase in a probe, and how many of them do not count."""
@@ -198,7 +198,7 @@ def measure(names: Sequence[str], folder: Path, arguments: Namespace) -> None:
     baselines = [f"head:{path}" for path in others] + list(LOOKUPS if folder.name.startswith("eval-shared") else ())
     settings = [f"head={first}", f"baselines=[{','.join(baselines)}]", f"suite={arguments.suite}"]
     settings += [f"limit={arguments.limit}", f"max_new_tokens={arguments.max_new_tokens}", f"out={folder}"]
-    settings += ["split=reporting", f"sampler.temperature={arguments.temperature:g}"]
+    settings += ["split=test", f"sampler.temperature={arguments.temperature:g}"]
     if subprocess.run([*COMMAND, "eval", *settings], check=False).returncode:
         raise UserError(f"measuring {', '.join(names)} failed; what it printed says why")
 

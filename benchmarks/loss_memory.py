@@ -24,7 +24,7 @@ from common import entry_point, parser, save_record
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.heads.common.losses import LossConfig, Targets, heads_loss
+from drafthead.models.heads.parts.losses import LossConfig, Targets, heads_loss
 
 
 class PeakMemory:

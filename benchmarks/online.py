@@ -27,13 +27,13 @@ from drafthead.data.embedded.tasks import TASKS
 from drafthead.data.embedded.training_sets import content_hash
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.report.plots import ACCENT, INK, MUTED, SOFT, WARM, new_axes, save_png, styled
-from drafthead.eval.trees.texts import Text
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.eval.trees.answers import FinishedAnswer
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
+from drafthead.train.adapt import OnlineConfig, OnlineExample, OnlineLearner, frozen_copy, hidden_of, replayed
 from drafthead.train.config import OptimConfig
 from drafthead.train.corpora.precomputed import FOLDERS
-from drafthead.train.online import Lesson, OnlineConfig, OnlineLearner, frozen_copy, hidden_of, replayed
 
 ANSWERS = "embedded:smollm2"
 TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
@@ -41,12 +41,12 @@ READ = 4000
 """Prompts of a task that are looked through."""
 WINDOW = 16
 """Answers of a point in the figure."""
-Stream = list[tuple[Text, HiddenStates]]
+Stream = list[tuple[FinishedAnswer, HiddenStates]]
 Curve = list[tuple[float, int]]
 """Steps and committed tokens of every answer."""
 
 
-def answers_of(head: DraftHead, folder: str, topics: Sequence[str]) -> list[Text]:
+def answers_of(head: DraftHead, folder: str, topics: Sequence[str]) -> list[FinishedAnswer]:
     """The answers of a corpus whose first turn is a prompt of ``topics``, in an order that depends on that turn alone.
 
     A corpus has all first turns before all second ones. The turns of a conversation stay together here, so that what is
@@ -58,13 +58,13 @@ def answers_of(head: DraftHead, folder: str, topics: Sequence[str]) -> list[Text
         ids = answer.input_ids.tolist()
         turn = TURN.search(head.base.tokenizer.decode(ids[: answer.boundary]))
         if turn and turn[1].strip() in wanted and len(ids) - answer.boundary > 2:
-            found.append((content_hash(turn[1]), answer.prompt_number, Text(ids, answer.boundary)))
+            found.append((content_hash(turn[1]), answer.prompt_number, FinishedAnswer(ids, answer.boundary)))
     if len(found) < 4:
         raise UserError(f"{folder} has {len(found)} answers to {', '.join(topics)}; name other topics")
     return [text for _, _, text in sorted(found)]
 
 
-def read_all(head: DraftHead, texts: Sequence[Text], console: Console, what: str) -> Stream:
+def read_all(head: DraftHead, texts: Sequence[FinishedAnswer], console: Console, what: str) -> Stream:
     """Every text with the base's hidden states: one pass each, for all curves."""
     found = []
     for number, text in enumerate(texts, start=1):
@@ -80,7 +80,7 @@ def taught(head: DraftHead, stream: Stream, epochs: int, lr: float) -> None:
     learner = OnlineLearner(head, config)
     for _ in range(epochs):
         for text, hidden in stream:
-            learner.learn(Lesson(text=text, hidden=hidden, rejected=[]))
+            learner.learn(OnlineExample(text=text, hidden=hidden, rejected=[]))
 
 
 def follow(head: DraftHead, stream: Stream, config: OnlineConfig | None) -> tuple[Curve, dict[str, float]]:

@@ -6,7 +6,7 @@
 
   train    `drafthead train recipe=<head>_smollm2 data=smollm2_large` for every head and amount; a larger part of the
            answers holds the smaller one, and all runs of a head share one cache of hidden states.
-  measure  the base's answers to the reporting half of a suite, replayed: chains, and the best tree of --nodes nodes,
+  measure  the base's answers to the test half of a suite, replayed: chains, and the best tree of --nodes nodes,
            each on answers that the tree was not chosen on.
 
 Killed at any point, the same command resumes.
@@ -24,19 +24,19 @@ from rich.table import Table
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json_lines
-from drafthead.eval.trees.search import cross_fitted
-from drafthead.eval.trees.simulate import simulate_acceptance
-from drafthead.eval.trees.texts import (
+from drafthead.eval.trees.answers import (
     AcceptProbsConfig,
-    Text,
+    FinishedAnswer,
     base_answers,
     read_texts,
     text_accept_probs,
     write_texts,
 )
+from drafthead.eval.trees.search import cross_fitted
+from drafthead.eval.trees.simulate import simulate_acceptance
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 
 PARTS = ("train", "measure")
@@ -63,18 +63,18 @@ def train(args: Namespace, name: str, tokens: int, steps: int) -> None:
         raise UserError(f"training {name} on {tokens} tokens failed; what it printed says why")
 
 
-def texts_of(base: BaseModel, args: Namespace) -> list[Text]:
-    """The base's answers to the reporting half, kept in the folder."""
+def texts_of(base: BaseModel, args: Namespace) -> list[FinishedAnswer]:
+    """The base's answers to the test half, kept in the folder."""
     path = args.out / f"{args.suite}-{args.limit}-{args.max_new_tokens}.jsonl"
     if not path.exists():
-        split = "all" if args.suite == "builtin" else "reporting"
+        split = "all" if args.suite == "builtin" else "test"
         found = base_answers(base, suite=args.suite, limit=args.limit, max_new_tokens=args.max_new_tokens, split=split)
         write_texts(path, found)
     return read_texts(path)
 
 
 def measure(args: Namespace, name: str, tokens: int) -> Row:
-    """Acceptance of one head on the reporting half, and the last training loss and top-1 of its run."""
+    """Acceptance of one head on the test half, and the last training loss and top-1 of its run."""
     folder = folder_of(args, name, tokens)
     base, head = load_base_and_head(str(folder / "head"))
     answers = text_accept_probs(base, head, texts_of(base, args), Sampler(temperature=0.0), AcceptProbsConfig())
@@ -132,7 +132,7 @@ def main(given: list[str] | None = None) -> None:
         raise UserError(f"{args.out} has no trained head; run the part train first")
     rows = [measure(args, name, tokens) for name, tokens in trained]
     columns = ("seconds", "held_out_top1", "top1", "chain", "tree")
-    shown = Table("head", "tokens", *columns, "95 %", title=f"mean accepted length, {args.suite}, reporting half")
+    shown = Table("head", "tokens", *columns, "95 %", title=f"mean accepted length, {args.suite}, test half")
     for row in rows:
         shown.add_row(row["head"], f"{row['tokens']:,}", *(cell(row[key]) for key in (*columns, "interval_95")))
     console = Console()

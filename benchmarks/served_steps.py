@@ -27,9 +27,9 @@ from drafthead.eval.metrics.acceptance import mean_accepted_length
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.step_log import DecodeResult
-from drafthead.models.formats.gguf.files import KINDS
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.formats.gguf.gguf_files import KINDS
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.loading import load_base_and_head
 
 WIDTHS = (1, 2, 3, 4, 5)
 """Numbers of tokens whose pass is timed."""
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     kinds = listed("bases", given.bases, list(KINDS)) if engine == "llamacpp" else ["f32"]
     lengths = [int(n) for n in listed("drafts", given.drafts, [str(n) for n in range(1, 9)])]
     base, head = load_base_and_head(given.head)
-    texts = load_suite(given.suite, given.prompts, 0, split="reporting")
+    texts = load_suite(given.suite, given.prompts, 0, split="test")
     prompts = [base.prompt_ids(prompt.messages) for prompt in texts]
     found: dict[str, Any] = {}
     for kind in kinds:

@@ -42,7 +42,7 @@ from drafthead.data.text.packing import pack
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.shape import ModelShape
-from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
+from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.distributed.launcher import follow_launcher
 from drafthead.train.distributed.sharding import Sharding

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.data.utils.files import read_json
-from drafthead.models.base.config import BaseConfig
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import AdaptiveLength, DraftConfig, Drafter, DraftSampling, DynamicTree
+from drafthead.models.decoding.drafter import AdaptiveLength, DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.expression import DrafterConfig
-from drafthead.models.heads.common.files import read_tree
+from drafthead.models.heads.parts.head_folder import read_tree
 from drafthead.models.token_tree import TokenTree
 
-SPLITS = ("all", "development", "reporting")
+SPLITS = ("all", "dev", "test")
 """Choices (trees, settings, recipes) are made on one half of a suite and reported on the other."""
 TREES = "head, chain, chain:K, expansion:1-1-3, dynamic:NODES[:WIDTH], or a tree.json"
 ENGINES = ("vllm", "llamacpp", "sglang")
@@ -73,7 +73,7 @@ class EvalConfig(DrafterConfig):
     tasks: list[str] = field(default_factory=list)
     """Only these tasks of the suite; empty: all."""
     split: str = "all"
-    """``reporting``: the half of the suite that recipes choose nothing on; ``development``: the other; ``all``."""
+    """``test``: the half of the suite that recipes choose nothing on; ``dev``: the other; ``all``."""
     limit: int | None = None
     """At most so many prompts, spread over the suite's tasks."""
     max_new_tokens: int = 128

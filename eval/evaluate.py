@@ -14,7 +14,7 @@ from drafthead.data.utils.files import write_json
 from drafthead.data.utils.floats import finite
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.served import PLAIN, ServedEngines, serve
-from drafthead.eval.lossless.check_lossless import rule_total_variation
+from drafthead.eval.lossless.certify import rule_total_variation
 from drafthead.eval.lossless.equality import (
     Equality,
     compare_outputs,
@@ -30,11 +30,11 @@ from drafthead.eval.report.report import write_report
 from drafthead.eval.timing.interleaved import TimedResults, run_interleaved
 from drafthead.eval.timing.methods import TRANSFORMERS, engine_methods, methods, prompt_seed
 from drafthead.eval.timing.result_log import FailedDecode
+from drafthead.eval.trees.answers import FinishedAnswer, base_answers, simulate_texts
 from drafthead.eval.trees.calibrate import Calibration
 from drafthead.eval.trees.cost_model import CostModel
-from drafthead.eval.trees.texts import Text, base_answers, simulate_texts
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.loop import check_ids
 from drafthead.models.decoding.sampling import Sampler
@@ -44,7 +44,7 @@ from drafthead.models.token_tree import TokenTree
 
 Progress = Callable[[str, int, int], None]
 PREDICTED_ON = 36
-"""Prompts of the development half that a prediction is made on."""
+"""Prompts of the dev half that a prediction is made on."""
 
 
 def evaluate(
@@ -58,7 +58,7 @@ def evaluate(
     calibration: Calibration | None = None,
     costs: CostModel | None = None,
     training_log: list[dict[str, Any]] | None = None,
-    development: Sequence[Text] | None = None,
+    development: Sequence[FinishedAnswer] | None = None,
 ) -> dict[str, Any]:
     """Answer a suite autoregressively, speculatively and with the config's baselines; write ``eval.json`` and a page.
 
@@ -118,16 +118,16 @@ def predict(
     draft_config: DraftConfig,
     config: EvalConfig,
     costs: CostModel,
-    texts: Sequence[Text] | None = None,
+    texts: Sequence[FinishedAnswer] | None = None,
 ) -> dict[str, Any] | None:
-    """Mean accepted length and speedup to expect of ``config``'s reporting half, simulated on its development half.
+    """Mean accepted length and speedup to expect of ``config``'s test half, simulated on its dev half.
 
     ``texts`` are the base's answers to that, where they are known. None where that cannot be simulated: without halves,
     with a lossy rule, with a distribution that is not the base's at some temperature, or with drafts that a combined
     drafter samples.
     """
     sampler = config.sampler
-    if config.split != "reporting" or not config.rule.lossless or sampler != Sampler(temperature=sampler.temperature):
+    if config.split != "test" or not config.rule.lossless or sampler != Sampler(temperature=sampler.temperature):
         return None
     if draft_config.draft_sampling is not DraftSampling.TOP_K and not isinstance(drafter, StepwiseDrafter):
         return None
@@ -143,8 +143,10 @@ def predict(
     return {"mean_accepted_length": tau, "interval_95": simulated.interval, "speedup": speedup, "nodes": average}
 
 
-def development_answers(base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec) -> list[Text]:
-    """The base's answers to ``limit`` prompts of the suite's development half, for choosing and predicting.
+def development_answers(
+    base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec
+) -> list[FinishedAnswer]:
+    """The base's answers to ``limit`` prompts of the suite's dev half, for choosing and predicting.
 
     A drafter of ``spec`` that reads final hidden states alone finds those of the answering: the texts are read once.
     """
@@ -154,16 +156,16 @@ def development_answers(base: BaseModel, config: EvalConfig, limit: int, spec: H
         limit=limit,
         max_new_tokens=config.max_new_tokens,
         temperature=config.sampler.temperature,
-        split="development",
+        split="dev",
         keep_hidden_states=not spec.layers,
     )
 
 
 def development_prompts(base: BaseModel, config: EvalConfig, limit: int) -> list[list[int]]:
-    """Token ids of ``limit`` prompts of the development half; none where a suite is not reported by halves."""
-    if config.split != "reporting":
+    """Token ids of ``limit`` prompts of the dev half; none where a suite is not reported by halves."""
+    if config.split != "test":
         return []
-    suite = load_suite(config.suite, limit, config.seed, config.tasks, "development")
+    suite = load_suite(config.suite, limit, config.seed, config.tasks, "dev")
     return [_prompt_ids(base, prompt, [], config.max_new_tokens) for prompt in suite]
 
 

@@ -25,8 +25,8 @@ import hypothesis
 import pytest
 import torch
 
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from support import TINY
 
 ARCHITECTURES = {

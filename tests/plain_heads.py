@@ -25,15 +25,15 @@ from torch import Tensor
 from drafthead.data.batch import HiddenStates
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.formats import recognise
-from drafthead.models.formats.contract import Format
-from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.formats.format import Format
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
+from drafthead.models.heads.parts.draft_head import DraftHead
 from support import TINY, drafted_logits, randomised, row_of
 
 IDS = [5, 17, 99, 42, 7, 250, 3]

@@ -27,16 +27,16 @@ from drafthead.eval.lossless.equality import Equality
 from drafthead.eval.metrics.summary import summarise
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.interleaved import TimedResults
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
-from drafthead.models.decoding.contract import DraftConfig, Drafter, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, Proposal
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.trainer.checkpoint import TrainState, capture_rng, save_checkpoint

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 import drafthead
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_json
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
-from drafthead.models.decoding.contract import DraftConfig
-from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, randomised
 

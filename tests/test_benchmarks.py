@@ -10,12 +10,12 @@ import torch
 from transformers import LlamaConfig
 
 from drafthead.data.utils.errors import UserError
-from drafthead.eval.trees.texts import Text
+from drafthead.eval.trees.answers import FinishedAnswer
 from drafthead.models.decoding.loop import decode
-from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.train.adapt import OnlineConfig, hidden_of
 from drafthead.train.config import OptimConfig, PhaseConfig
-from drafthead.train.online import OnlineConfig, hidden_of
 from support import TinyBase, small_head
 
 Load = Callable[[str], ModuleType]
@@ -124,11 +124,11 @@ def test_both_forms_of_the_loss_agree(script: Load, tmp_path: Path) -> None:
 
 
 def test_steps_fill_the_budget_whatever_a_step_takes(script: Load) -> None:
-    text, answers = PhaseConfig(corpus="text", steps=40), PhaseConfig(corpus="generations", steps=300)
+    text, answers = PhaseConfig(corpus="text", steps=40), PhaseConfig(corpus="answers", steps=300)
     phases = {"pretrain": text, "distill": answers}
     steps = script("heads").choose_steps(phases, {"pretrain": 2.0, "distill": 0.5}, 700, [1, 6, 3])
     assert steps == {"pretrain": 50, "distill": 1200}
-    phases["joint"] = PhaseConfig(corpus="generations", steps=30, train_base=True)
+    phases["joint"] = PhaseConfig(corpus="answers", steps=30, train_base=True)
     times = {"pretrain": 1.0, "distill": 1.0, "joint": 10.0}
     steps = script("heads").choose_steps(phases, times, 1000, [1, 6, 3])
     assert steps == {"pretrain": 100, "distill": 600, "joint": 30}
@@ -185,7 +185,7 @@ def test_a_stream_that_changes_its_topic(script: Load, tiny_base: TinyBase) -> N
     module = script("online")
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=2).build(base).eval()
-    texts = [Text([n, n + 1, *decode(base, None, [n, n + 1], max_new_tokens=20).tokens], 2) for n in range(8)]
+    texts = [FinishedAnswer([n, n + 1, *decode(base, None, [n, n + 1], max_new_tokens=20).tokens], 2) for n in range(8)]
     stream = [(text, hidden_of(base, head, text)) for text in texts] * 3
     frozen, _ = module.follow(head, stream, None)
     assert len(frozen) == 24 and frozen[:8] == frozen[8:16]
@@ -202,12 +202,12 @@ def test_coverage_at_equal_nodes(
     module = script("coverage")
     assert list(module.in_turn([[5, 6, 7], [6, 8]], 4)) == [5, 6, 8, 7]
     assert list(module.in_turn([[5, 6, 7], []], 2)) == [5, 6]
-    texts = [Text([1, 2, 3, 4, 5], 2)]
+    texts = [FinishedAnswer([1, 2, 3, 4, 5], 2)]
     assert module.covered(texts, [[[[4, 9], [7, 8]]]], 2).tolist() == [[1, 2]]
     assert module.covered(texts, [[[[9, 4], [8, 7]]], [[[4], [5]]]], 2).tolist() == [[2, 2]]
     base = tiny_base()
     drafter = DraftHead.from_pretrained(head, base)
-    answer = Text([1, 2, *decode(base, None, [1, 2], max_new_tokens=9).tokens], 2)
+    answer = FinishedAnswer([1, 2, *decode(base, None, [1, 2], max_new_tokens=9).tokens], 2)
     (named,) = module.candidates(base, drafter, [answer], 7)
     assert len(named) == answer.positions and all(len(set(each)) == 7 for each in named)
     arguments = ["--suite", "builtin", "--limit", "2", "--max-new-tokens", "8", "--widths", "2,50"]

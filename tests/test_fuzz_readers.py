@@ -18,9 +18,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from drafthead.data.answers.backend import RankGroup
+from drafthead.data.answers.backend import ProcessGroup
 from drafthead.data.answers.hidden_states import HiddenStateCache
-from drafthead.data.answers.store import Generation, GenerationStore
+from drafthead.data.answers.store import Answer, AnswerStore
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import collate, open_packed, pack
@@ -36,18 +36,18 @@ from drafthead.data.utils.files import (
     write_json,
     write_manifest,
 )
-from drafthead.eval.prompts.files import read_jsonl
+from drafthead.eval.prompts.prompt_files import read_jsonl
 from drafthead.eval.timing.result_log import ResultLog
-from drafthead.eval.trees.texts import read_texts
+from drafthead.eval.trees.answers import read_texts
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.files import read_trees
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.head_folder import read_trees
 from drafthead.models.token_tree import TokenTree
 from drafthead.train import pipeline
-from drafthead.train.config import GenerationsConfig
+from drafthead.train.config import AnswersConfig
 from drafthead.train.corpora.answers import AnswerGenerator
 from drafthead.train.tracking.tracker import wandb_run_id
 from drafthead.train.trainer.checkpoint import load_latest
@@ -96,14 +96,14 @@ def read_head(folder: Path) -> Any:
 
 
 def make_store(folder: Path) -> None:
-    store, draw = GenerationStore(folder, MADE_BY), np.random.default_rng(0)
+    store, draw = AnswerStore(folder, MADE_BY), np.random.default_rng(0)
     for numbers in ((0, 1), (2,)):
         rows = [(n, draw.integers(0, 50, 5).astype(np.int32), draw.normal(size=(4, 3))) for n in numbers]
-        store.append_shard([Generation(n, ids, 2, True, values.astype(np.float16)) for n, ids, values in rows])
+        store.append_shard([Answer(n, ids, 2, True, values.astype(np.float16)) for n, ids, values in rows])
 
 
 def read_store(folder: Path) -> Any:
-    store = GenerationStore(folder, MADE_BY)
+    store = AnswerStore(folder, MADE_BY)
     if store.done != {0, 1, 2}:  # a shard that is gone is no damage: its prompts are answered again
         raise UserError("prompts to be answered again")
     found = [(g.prompt_number, g.input_ids.tolist(), g.boundary, g.finished, g.hidden_states) for g in store.read()]
@@ -164,8 +164,8 @@ def read_stream(folder: Path) -> Any:
 
 
 def read_prompts(folder: Path) -> Any:
-    config = GenerationsConfig(sources=[SourceConfig(kind="builtin", name="tiny")], prompts=5, max_prompt_tokens=400)
-    return AnswerGenerator(base(), config, 0, folder, RankGroup(), lambda *progress: None)._messages()
+    config = AnswersConfig(sources=[SourceConfig(kind="builtin", name="tiny")], prompts=5, max_prompt_tokens=400)
+    return AnswerGenerator(base(), config, 0, folder, ProcessGroup(), lambda *progress: None)._messages()
 
 
 def make_run(folder: Path) -> None:
@@ -217,7 +217,7 @@ def source(kind: str, name: str) -> Callable[[Path], Any]:
 READERS = {
     "checkpoint": Reader(tiny_checkpoint, read_checkpoint),
     "head": Reader(lambda folder: small_head(base(), folder, TokenTree.chain(2)), read_head),
-    "generations": Reader(make_store, read_store),
+    "answers": Reader(make_store, read_store),
     "hidden states": Reader(lambda folder: open_cache(folder).write([0, 1, 2], torch.rand(3, 4, 5)), read_cache),
     "packed rows": Reader(lambda folder: pack([ROW], 16, split=True, folder=folder), read_rows),
     "checksummed json": Reader(

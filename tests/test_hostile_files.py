@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_checksummed_json, read_json, safe_join, write_checksummed_json, write_json
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.files import read_weights
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.head_folder import read_weights
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.trainer.checkpoint import TrainState, load_latest
 from support import TinyBase, fuzz, small_head, tiny_checkpoint

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafthead.data.utils.config import RENAMED_KEYS, original_names, update_key, update_names, update_overrides
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json
+from drafthead.data.utils.settings import RENAMED_KEYS, original_names, update_key, update_names, update_overrides
 from drafthead.models.decoding.loop import decode
-from drafthead.models.heads.common.contract import DraftHead, parse_head
-from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.heads.parts.draft_head import DraftHead, parse_head
+from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.train.pipeline import run_pipeline
 from support import call, composed
 
@@ -61,8 +61,8 @@ def test_its_corpora_are_used(old: Path, tmp_path: Path) -> None:
     """The packed text is found under its old name, and answers of other settings are still refused."""
     out = [f"out={tmp_path / 'run'}", f"data.folder={old / 'corpora'}"]
     with pytest.raises(SystemExit, match="was made with prompts = 24, expected 23"):
-        call("data", *SAME_RUN, *out, "data.generations.prompts=23")
-    shutil.rmtree(old / "corpora" / "generations")
+        call("data", *SAME_RUN, *out, "data.answers.prompts=23")
+    shutil.rmtree(old / "corpora" / "answers")
     rows = old / "corpora" / "text" / "e4394c0c" / "rows.arrow"
     before = rows.stat().st_mtime_ns
     call("data", *SAME_RUN, *out)
@@ -71,7 +71,7 @@ def test_its_corpora_are_used(old: Path, tmp_path: Path) -> None:
 
 def test_its_command_lines_compose(capsys: pytest.CaptureFixture[str]) -> None:
     old = ["phases.distill.row_length=1024", "phases.pretrain.batch_rows=3", "dead_after_s=60", "node_data=true"]
-    old += ["data.generations.synthesised=5", "data.generations.keep_features=false"]
+    old += ["data.answers.synthesised=5", "data.answers.keep_features=false"]
     call("train", "recipe=medusa_smollm2", *old, "--cfg", "job")
     said = capsys.readouterr()
     for line in ("seq_len: 1024", "micro_batch_size: 3", "heartbeat_timeout_s: 60.0", "per_node_data: true"):

@@ -11,21 +11,21 @@ import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 
-from drafthead.data.answers.config import SamplerConfig, ServerConfig
+from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, shares
-from drafthead.data.utils.config import parse, schema
 from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.data.utils.hub import HubConfig, require_login
+from drafthead.data.utils.settings import parse, schema
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.metrics.base_quality import QualityLimits
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.timing.methods import check_methods
 from drafthead.eval.trees.search import METHODS
-from drafthead.models.base.config import BaseConfig
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.drafters.expression import parse_drafter
-from drafthead.models.heads.common.contract import DraftHeadConfig, parse_head
-from drafthead.models.heads.common.files import read_head_config, resolve_folder
-from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.heads.parts.draft_head import DraftHeadConfig, parse_head
+from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder
+from drafthead.models.heads.parts.losses import LossConfig
 
 STAGES = ("corpora", "train", "quality", "tree", "evaluate", "card", "push")
 """What a run does, in order; ``train/pipeline.py`` has a function of each name."""
@@ -196,7 +196,7 @@ class TextConfig:
 
 
 @dataclass(kw_only=True)
-class GenerationsConfig:
+class AnswersConfig:
     """The base's own answers, for the distillation phase."""
 
     sources: list[SourceConfig] = field(default_factory=list)
@@ -212,7 +212,7 @@ class GenerationsConfig:
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     precomputed: str | None = None
     """Answers made before, used instead of generating: ``embedded:smollm2``, ``embedded:smollm2_large``, or the folder
-    ``generations`` of another corpus. As many are taken as prompts are wanted, after the base has repeated some."""
+    ``answers`` of another corpus. As many are taken as prompts are wanted, after the base has repeated some."""
     fresh: bool = False
     """Make the answers anew, whatever ``precomputed`` says."""
     batch_size: int = 64
@@ -226,7 +226,7 @@ class GenerationsConfig:
     def __post_init__(self) -> None:
         check_limits(
             self,
-            "data.generations.",
+            "data.answers.",
             prompts="[0, inf)",
             self_prompted="[0, inf)",
             max_prompt_tokens="[8, inf)",
@@ -258,7 +258,7 @@ class DataConfig:
     folder: str = "outputs/corpora"
     """Where corpora are kept; runs with equal settings share them."""
     text: TextConfig = field(default_factory=TextConfig)
-    generations: GenerationsConfig = field(default_factory=GenerationsConfig)
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
 
     def __post_init__(self) -> None:
         check_limits(self, "data.", folder=(bool(self.folder.strip()), "the name of a folder"))
@@ -282,7 +282,7 @@ class PhaseConfig:
     """One training phase."""
 
     corpus: str = MISSING
-    """``text`` (causal-LM pretraining) or ``generations`` (distillation on the base's own answers)."""
+    """``text`` (causal-LM pretraining) or ``answers`` (distillation on the base's own answers)."""
     seq_len: int = 512
     """Tokens a packed row."""
     micro_batch_size: int = 8
@@ -313,7 +313,7 @@ class PhaseConfig:
         check_limits(
             self,
             "phases.*.",
-            corpus=("text", "generations"),
+            corpus=("text", "answers"),
             hidden_states=("computed", "cached"),
             seq_len="[16, inf)",
             micro_batch_size="[1, inf)",
@@ -388,8 +388,8 @@ class RunConfig:
     tree_batches: list[int] = field(default_factory=list)
     """Rows side by side for which trees of their own are chosen, too: ``[2, 4, 8]``."""
     tree_prompts: int = 36
-    """Prompts of the development half of ``eval.suite`` that the base answers to choose the tree by, where
-    ``eval.split`` is ``reporting``; otherwise, or with 0, held-out answers of training choose it."""
+    """Prompts of the dev half of ``eval.suite`` that the base answers to choose the tree by, where
+    ``eval.split`` is ``test``; otherwise, or with 0, held-out answers of training choose it."""
     quality_limits: QualityLimits = field(default_factory=QualityLimits)
     """How far phases with ``train_base`` may take the base from what it was; a run that goes too far ends as failed."""
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -402,8 +402,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.phases:
             raise ValueError("the recipe has no phases; choose one, e.g. recipe=medusa_smollm2")
-        if not any(p.corpus == "generations" for p in self.phases.values()):
-            raise ValueError("no phase trains on generations, which acceptance and the tree are measured on; add one")
+        if not any(p.corpus == "answers" for p in self.phases.values()):
+            raise ValueError("no phase trains on answers, which acceptance and the tree are measured on; add one")
         name = re.fullmatch(r"[A-Za-z0-9._-]+", self.name) is not None
         unknown = [stage for stage in self.stages if stage not in STAGES]
         check_limits(
@@ -431,7 +431,7 @@ class RunConfig:
     @property
     def answer_row_length(self) -> int:
         """Tokens of the longest rows that answers are packed into."""
-        return max(p.seq_len for p in self.phases.values() if p.corpus == "generations")
+        return max(p.seq_len for p in self.phases.values() if p.corpus == "answers")
 
     def head_config(self) -> DraftHeadConfig:
         """The checked settings of the head that the recipe names."""
@@ -459,10 +459,10 @@ def parse_run(cfg: DictConfig) -> RunConfig:
             phase.loss.weights_of(run.head_config().trained_positions)
         except UserError as error:
             raise UserError(f"phases.{name}: {error}") from None
-    answer = run.data.generations.max_prompt_tokens + run.data.generations.sampler.max_new_tokens
+    answer = run.data.answers.max_prompt_tokens + run.data.answers.sampler.max_new_tokens
     if answer > run.answer_row_length:
         raise UserError(
-            f"data.generations makes rows of up to {answer} tokens (max_prompt_tokens + max_new_tokens), but phase "
+            f"data.answers makes rows of up to {answer} tokens (max_prompt_tokens + max_new_tokens), but phase "
             f"rows hold {run.answer_row_length}; raise phases.*.seq_len or lower them"
         )
     context = run.base.max_context or run.base.shape.get("max_position_embeddings")
@@ -551,10 +551,10 @@ def preflight(run: RunConfig) -> None:
                 f"init_from={run.init_from} holds a head of type {found}, and this run trains a "
                 f"{run.head_config().head_type}; choose a recipe or head={found}"
             )
-    if run.init_data is not None and not (Path(run.init_data) / "generations").is_dir():
-        raise UserError(f"init_data={run.init_data} has no folder generations; name the data.folder of an earlier run")
-    answers, text = run.data.generations, run.data.text
-    if answers.server.url is not None and not (Path(run.data.folder) / "generations" / COMPLETE).exists():
+    if run.init_data is not None and not (Path(run.init_data) / "answers").is_dir():
+        raise UserError(f"init_data={run.init_data} has no folder answers; name the data.folder of an earlier run")
+    answers, text = run.data.answers, run.data.text
+    if answers.server.url is not None and not (Path(run.data.folder) / "answers" / COMPLETE).exists():
         from drafthead.data.answers.server import check_server
 
         check_server(answers.server, run.base.name, answers.max_prompt_tokens + answers.sampler.max_new_tokens)
@@ -564,11 +564,11 @@ def preflight(run: RunConfig) -> None:
         wholly = source.kind in WHOLLY_READ and not text.stream
         _require_entries(iter_documents(source, max_characters=None if wholly else 1), wholly, "text", source)
     for source in answers.sources:
-        _require_entries(iter_prompts(source), source.kind in WHOLLY_READ, "generations", source)
+        _require_entries(iter_prompts(source), source.kind in WHOLLY_READ, "answers", source)
 
 
 def _require_entries(entries: Iterable[object], wholly: bool, corpus: str, source: SourceConfig) -> None:
     """Refuse an empty source; ``wholly`` reads all of it, which finds every broken entry."""
     if (sum(1 for _ in entries) if wholly else next(iter(entries), None)) in (0, None):
-        kind = "prompt" if corpus == "generations" else "text"
+        kind = "prompt" if corpus == "answers" else "text"
         raise UserError(f"{kind} source {source} is empty; name another one in data.{corpus}.sources")

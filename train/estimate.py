@@ -10,10 +10,10 @@ from dataclasses import replace
 from rich.console import Console, Group
 from rich.table import Table
 
-from drafthead.models.base.config import check_architecture
+from drafthead.models.base.base_config import check_architecture
 from drafthead.models.base.lora import LM_HEAD, LoraSettings
 from drafthead.models.base.shape import FLOAT32, ModelShape
-from drafthead.models.heads.common.losses import chunk_rows
+from drafthead.models.heads.parts.losses import chunk_rows
 from drafthead.train.config import AUTO, PRECISIONS, SHARD_MODES, PhaseConfig, RunConfig
 from drafthead.train.distributed.launcher import with_launcher_settings
 
@@ -58,7 +58,7 @@ class Estimate:
     @property
     def answer_tokens(self) -> int:
         """Tokens of prompts and answers, an upper bound: each as long as allowed."""
-        corpus = self.data.generations
+        corpus = self.data.answers
         prompts = corpus.prompts + corpus.self_prompted
         return prompts * (corpus.max_prompt_tokens + corpus.sampler.max_new_tokens)
 
@@ -68,8 +68,8 @@ class Estimate:
         return p.steps * p.grad_accum_steps * p.micro_batch_size * p.seq_len * self.devices
 
     def trained_tokens(self, name: str) -> int:
-        """Positions that a phase trains: all of text, the answers' part of generations; an upper bound."""
-        answer, prompt = self.data.generations.sampler.max_new_tokens, self.data.generations.max_prompt_tokens
+        """Positions that a phase trains: all of text, the answers' part of answers; an upper bound."""
+        answer, prompt = self.data.answers.sampler.max_new_tokens, self.data.answers.max_prompt_tokens
         share = 1.0 if self.phases[name].corpus == "text" else answer / (answer + prompt)
         return round(self.tokens(name) * share)
 
@@ -177,9 +177,9 @@ class Estimate:
     def disk(self) -> dict[str, int]:
         """Bytes on disk by purpose: ids 4 a token, hidden states 2 D a token and layer, a checkpoint with moments."""
         width = self.shape.hidden_size * CACHED
-        found = {"generations": self.answer_tokens * TOKEN_ID}
-        if self.data.generations.keep_hidden_states and not self.data.generations.copied:
-            found["hidden states of generations"] = self.answer_tokens * width
+        found = {"answers": self.answer_tokens * TOKEN_ID}
+        if self.data.answers.keep_hidden_states and not self.data.answers.copied:
+            found["hidden states of answers"] = self.answer_tokens * width
         for name, phase in self.phases.items():
             if phase.cached:
                 tokens = self.data.text.max_tokens if phase.corpus == "text" else self.answer_tokens

@@ -55,7 +55,7 @@ class Outlook:
         return rows
 
     def _corpora(self) -> tuple[str, float]:
-        config = self.run.data.generations
+        config = self.run.data.answers
         if config.copied:
             return f"answers made before ({config.precomputed}), compared with the base", 5.0
         answers = config.prompts + config.self_prompted
@@ -71,24 +71,24 @@ class Outlook:
         per_parameter = self.read_s / self.costs.shape.base_parameters
         seconds = self.costs.trained_tokens(name) / self.devices * trained * per_parameter
         seconds *= TRAINING_PASSES * TRAINING_OVERHEAD
-        generations = self.run.data.generations
+        answers = self.run.data.answers
         if phase.corpus == "text":
             corpus = min(self.run.data.text.max_tokens, phase.max_tokens or tokens)
         else:
-            prompt = min(PROMPT_TOKENS, generations.max_prompt_tokens)
-            answers = (generations.prompts + generations.self_prompted) * generations.sampler.max_new_tokens
+            prompt = min(PROMPT_TOKENS, answers.max_prompt_tokens)
+            answers = (answers.prompts + answers.self_prompted) * answers.sampler.max_new_tokens
             answers = min(answers, phase.max_tokens or answers)
-            corpus = answers + answers * prompt // generations.sampler.max_new_tokens
-        kept = phase.corpus == "generations" and generations.keep_hidden_states and not generations.copied
+            corpus = answers + answers * prompt // answers.sampler.max_new_tokens
+        kept = phase.corpus == "answers" and answers.keep_hidden_states and not answers.copied
         read = 0 if kept else min(corpus, tokens) if phase.cached else tokens
         return f"{phase.steps:,} steps on {phase.corpus}, {int(tokens):,} tokens", seconds + read * self.cache_s
 
     def _tree(self) -> tuple[str, float]:
         run, repeats = self.run, 11
         passes = repeats * sum(max(self.step_s, n * self.read_s) for n in SIZES)
-        prompts = run.tree_prompts if run.eval.split == "reporting" else 0
+        prompts = run.tree_prompts if run.eval.split == "test" else 0
         if prompts:
-            asked = self._prompt_tokens("development", prompts)
+            asked = self._prompt_tokens("dev", prompts)
             answered = MOST_TURNS * run.eval.max_new_tokens * _seconds(self.base, prompts)
             passes += answered + MOST_TURNS * sum(asked) * self.read_s
         return f"answers to {prompts} prompts, and the costs of a step", passes

@@ -15,15 +15,15 @@ from typing import Any
 import datasets
 from accelerate.utils import set_seed
 
-from drafthead.data.answers.backend import RankGroup
+from drafthead.data.answers.backend import ProcessGroup
 from drafthead.data.answers.draft_vocab import coverage
-from drafthead.data.answers.store import GenerationStore
+from drafthead.data.answers.store import AnswerStore
 from drafthead.data.batch import TrainBatch
 from drafthead.data.text.packing import collate
-from drafthead.data.utils.config import flatten, update_names
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, read_json_lines, write_json
 from drafthead.data.utils.hub import push as push_to_hub
+from drafthead.data.utils.settings import flatten, update_names
 from drafthead.eval.evaluate import development_answers
 from drafthead.eval.evaluate import evaluate as evaluate_drafter
 from drafthead.eval.metrics.base_quality import check_quality, compare_bases, quality_line
@@ -32,14 +32,14 @@ from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.plots import save_training_plots
 from drafthead.eval.report.side_by_side import side_by_side
 from drafthead.eval.report.tables import console_lines, console_table, quality_table
+from drafthead.eval.trees.answers import FinishedAnswer, text_ranks
 from drafthead.eval.trees.calibrate import answer_ranks, calibrate, load_calibration, save_calibration
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, simulate_acceptance
-from drafthead.eval.trees.texts import Text, text_ranks
+from drafthead.models.base.base_config import ADAPTER
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import ADAPTER
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
-from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import RunConfig, preflight
 from drafthead.train.corpora.corpora import Corpora, is_held_out
@@ -75,7 +75,7 @@ SHOWN = 96
 """Tokens of the answer that is shown at the end."""
 
 
-class Workspace:
+class RunContext:
     """What the stages of a run share: settings, run folder, processes, and the frozen bases."""
 
     def __init__(self, run: RunConfig, launch: Launch) -> None:
@@ -94,7 +94,7 @@ class Workspace:
                 self.display.line(f"   fastest products here, by rows: {base.kernels}")
         run.head_config().check_layers(base.num_layers)  # before hours of generation
         together = any(stage in COLLECTIVE for stage in run.stages)
-        group = rank_group(launch.accelerator, run.per_node_data) if together else RankGroup()
+        group = rank_group(launch.accelerator, run.per_node_data) if together else ProcessGroup()
         return Corpora(base, run.data, run.seed, self.display.progress, group, self.display.line)
 
     @cached_property
@@ -119,10 +119,10 @@ class Workspace:
         return DraftHead.from_pretrained(self.head_folder, self.base)
 
     @cached_property
-    def development_answers(self) -> list[Text] | None:
-        """The base's answers to the suite's development half; None where the suite is evaluated whole."""
+    def development_answers(self) -> list[FinishedAnswer] | None:
+        """The base's answers to the suite's dev half; None where the suite is evaluated whole."""
         run = self.run
-        wanted = run.eval.split == "reporting" and run.tree_prompts > 0
+        wanted = run.eval.split == "test" and run.tree_prompts > 0
         return development_answers(self.base, run.eval, run.tree_prompts, self.load_head().spec) if wanted else None
 
     def new_head(self) -> DraftHead:
@@ -143,7 +143,7 @@ class Workspace:
 def run_pipeline(run: RunConfig, resolved: str) -> None:
     """Run the stages of the recipe. ``resolved`` is the recipe as YAML, for the run folder."""
     with launched(run) as launch:
-        work = Workspace(run, launch)
+        work = RunContext(run, launch)
         if launch.is_main:
             preflight(run)
             _open_folder(work, resolved)
@@ -156,13 +156,13 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
         )
 
 
-def corpora(work: Workspace) -> None:
+def corpora(work: RunContext) -> None:
     """Have the base answer the prompts, and pack the text; all processes share the work."""
     corpora, display, run = work.corpora, work.display, work.run
     if work.launch.is_main:
         display.console.print(Outlook(run, corpora.base, work.launch.accelerator.num_processes).table())
     with undisturbed_rng(), display.stage("corpus: the base's own answers"):
-        stats = corpora.generations().stats
+        stats = corpora.answers().stats
         display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")
     lengths = {phase.seq_len for phase in run.phases.values() if phase.corpus == "text" and not run.data.text.stream}
     for seq_len in sorted(lengths):
@@ -173,15 +173,15 @@ def corpora(work: Workspace) -> None:
     display.line(f"corpora: {run.data.folder}")
 
 
-def train(work: Workspace) -> None:
+def train(work: RunContext) -> None:
     """Train the head through the phases and save it, on all processes."""
     run, launch = work.run, work.launch
     tracker = work.tracker if launch.is_main else None
-    work.corpora.generations()
+    work.corpora.answers()
     set_seed(run.seed)
     head = work.new_head()
     if len(head.d2t) < head.vocab_size:
-        counts = work.corpora.generations().token_counts(head.vocab_size)
+        counts = work.corpora.answers().token_counts(head.vocab_size)
         share = 100 * coverage(counts, head.d2t.cpu().numpy())
         work.display.line(
             f"   draft vocabulary: {len(head.d2t):,} of {head.vocab_size:,} ids, {share:.2f} % of the answers' tokens"
@@ -196,7 +196,7 @@ def train(work: Workspace) -> None:
     launch.sharding.close()
     if not launch.is_main:
         return
-    work.corpora.group = RankGroup()  # the main process continues alone
+    work.corpora.group = ProcessGroup()  # the main process continues alone
     if launch.sharding.shards_base:
         work.corpora.base = BaseModel.load(run.base, work.corpora.base.device)
     save_training_plots(read_json_lines(work.folder / "metrics.jsonl"), work.folder / "plots")
@@ -205,7 +205,7 @@ def train(work: Workspace) -> None:
         _measure_continued(work, work.load_head(), "after")
 
 
-def _measure_continued(work: Workspace, head: DraftHead, when: str) -> None:
+def _measure_continued(work: RunContext, head: DraftHead, when: str) -> None:
     """Mean accepted length of greedy chains on held-out answers, of the new data and of the old; kept in the folder."""
     path, run = work.folder / CONTINUED, work.run
     found = read_json(path) if path.exists() else {}
@@ -223,15 +223,17 @@ def _measure_continued(work: Workspace, head: DraftHead, when: str) -> None:
 
 def _held_out_length(head: DraftHead, folder: Path) -> float:
     """Simulated mean accepted length with a chain over all positions, on the held-out answers of a corpus."""
-    answers = GenerationStore(folder / "generations").read(with_hidden_states=False)
-    texts = [Text(g.input_ids.tolist(), g.boundary) for g in answers if is_held_out(g.prompt_number)][:MOST_TEXTS]
+    answers = AnswerStore(folder / "answers").read(with_hidden_states=False)
+    texts = [FinishedAnswer(g.input_ids.tolist(), g.boundary) for g in answers if is_held_out(g.prompt_number)][
+        :MOST_TEXTS
+    ]
     if not texts:
         raise UserError(f"{folder} has no held-out answers to measure acceptance on; name a larger corpus")
     probs = [accept_probs_of_ranks(ranks, 1) for ranks in text_ranks(head, texts)]
     return simulate_acceptance(probs, TokenTree.chain(head.depth)).mean_accepted_length
 
 
-def _save_trained_head(work: Workspace) -> None:
+def _save_trained_head(work: RunContext) -> None:
     """Write the head of the last checkpoint, or of the best one, to the run folder."""
     last, best = load_latest(work.checkpoints), load_best(work.checkpoints)
     assert last is not None
@@ -249,7 +251,7 @@ def _save_trained_head(work: Workspace) -> None:
     head.save_pretrained(work.head_folder)
 
 
-def quality(work: Workspace) -> None:
+def quality(work: RunContext) -> None:
     """Compare a trained base with the original one on text and answers that training has not seen."""
     run = work.run
     if not run.trains_base:
@@ -273,7 +275,7 @@ def quality(work: Workspace) -> None:
         work.display.line(quality_line(result))
 
 
-def tree(work: Workspace) -> None:
+def tree(work: RunContext) -> None:
     """Measure the costs of a step on this machine, and choose the tree with the highest expected speedup."""
     run, display, head = work.run, work.display, work.load_head()
     path = work.folder / "calibration.json"
@@ -302,8 +304,8 @@ def tree(work: Workspace) -> None:
         )
 
 
-def _tree_answers(work: Workspace, head: DraftHead) -> list[Ranks]:
-    """Ranks of the drafts along answers that training has not seen: to the suite's development half, where there is."""
+def _tree_answers(work: RunContext, head: DraftHead) -> list[Ranks]:
+    """Ranks of the drafts along answers that training has not seen: to the suite's dev half, where there is."""
     run = work.run
     if work.development_answers is not None:
         return text_ranks(head, work.development_answers)
@@ -312,7 +314,7 @@ def _tree_answers(work: Workspace, head: DraftHead) -> list[Ranks]:
     return [ranks for row in range(len(held_out)) for ranks in answer_ranks(head, *held_out.load([row]))]
 
 
-def evaluate(work: Workspace) -> None:
+def evaluate(work: RunContext) -> None:
     """Answer the suite with the head and its baselines; leaves ``eval.json`` and ``report.html``."""
     run, display, head = work.run, work.display, work.load_head()
     found = load_calibration(work.folder / "calibration.json", head)
@@ -350,7 +352,7 @@ def evaluate(work: Workspace) -> None:
         display.console.print(side_by_side(head.base, drafter, draft_config, ids, min(SHOWN, run.eval.max_new_tokens)))
 
 
-def card(work: Workspace) -> None:
+def card(work: RunContext) -> None:
     """Write the model card; end a run that took its base further from the original than the recipe allows."""
     folder, path = work.folder, work.folder / "eval.json"
     if not path.exists():
@@ -358,7 +360,7 @@ def card(work: Workspace) -> None:
     saved = checkpoints(work.checkpoints)
     processes = saved_state(saved[-1]).get("processes", 1) if saved else 1
     result = read_json(folder / QUALITY) if work.run.trains_base else None
-    write_card(work.run, work.load_head(), work.corpora.generations().stats, read_json(path), result, folder, processes)
+    write_card(work.run, work.load_head(), work.corpora.answers().stats, read_json(path), result, folder, processes)
     for does, command in (
         ("try it", f'drafthead generate head={work.head_folder} "Why is the sky blue?"'),
         ("measure it on other prompts", f"drafthead eval head={work.head_folder} suite=spec_bench_like limit=18"),
@@ -373,7 +375,7 @@ def card(work: Workspace) -> None:
         )
 
 
-def push(work: Workspace) -> None:
+def push(work: RunContext) -> None:
     """Upload the head to the Hub, where the recipe asks for it."""
     run = work.run
     if run.push:
@@ -384,14 +386,14 @@ def push(work: Workspace) -> None:
         work.display.line(f"pushed: {address}")
 
 
-STAGES: dict[str, Callable[[Workspace], None]] = {
+STAGES: dict[str, Callable[[RunContext], None]] = {
     stage.__name__: stage for stage in (corpora, train, quality, tree, evaluate, card, push)
 }
 COLLECTIVE = ("corpora", "train")
 """Stages that all processes take part in; the others are the main process's."""
 
 
-def _open_folder(work: Workspace, resolved: str) -> None:
+def _open_folder(work: RunContext, resolved: str) -> None:
     """Make the run folder, or check that what it holds came from the same settings."""
     run, settings = work.run, work.folder / SETTINGS
     wanted = json.loads(json.dumps(training_settings(run), default=str))
@@ -425,7 +427,7 @@ def check_settings(path: Path, wanted: dict[str, Any]) -> None:
 def training_settings(run: RunConfig) -> dict[str, Any]:
     """What may not change between a run's start and its continuation, by dotted key."""
     kept = {k: v for k, v in asdict(run).items() if k in ("seed", "base", "head", "init_from", "data", "phases")}
-    del kept["data"]["folder"], kept["data"]["generations"]["batch_size"], kept["data"]["generations"]["server"]
+    del kept["data"]["folder"], kept["data"]["answers"]["batch_size"], kept["data"]["answers"]["server"]
     del kept["base"]["kernels"]
     kept["head"].pop("draft_dtype", None)
     if kept["head"].get("head_type") == "eagle3" and kept["head"].get("num_layers") == 1:
@@ -439,13 +441,13 @@ def training_settings(run: RunConfig) -> dict[str, Any]:
         ):
             if phase[group][name] == default:
                 del phase[group][name]  # nor these
-    for source in (*kept["data"]["text"]["sources"], *kept["data"]["generations"]["sources"]):
+    for source in (*kept["data"]["text"]["sources"], *kept["data"]["answers"]["sources"]):
         if source["turns"] == 1:
             del source["turns"]  # which runs of earlier versions do not have
     return flatten(kept)
 
 
-def _clear(work: Workspace) -> None:
+def _clear(work: RunContext) -> None:
     """Remove what the run's stages left in its folder; the settings, which mark it as a run's, go last."""
     folder, settings = work.folder, work.folder / SETTINGS
     found = [path for stage in work.run.stages for name in RESULTS.get(stage, ()) for path in folder.glob(name)]

@@ -9,7 +9,7 @@ if not __package__:  # run as a file: look in the checkout, not in train/
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from drafthead.data.utils.config import one_line_errors, run_main, say
+from drafthead.data.utils.settings import one_line_errors, run_main, say
 from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.distributed import signals
 from drafthead.train.estimate import print_estimate

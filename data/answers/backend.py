@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from drafthead.data.answers.config import SamplerConfig
-from drafthead.data.answers.store import Generation
+from drafthead.data.answers.answer_config import SamplerConfig
+from drafthead.data.answers.store import Answer
 
 Prompt = tuple[int, list[int]]
 """Number of a prompt in its list, and its token ids."""
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class RankGroup:
+class ProcessGroup:
     """The processes that share a run, and which of them this is."""
 
     rank: int = 0
@@ -41,15 +41,15 @@ class Backend(Protocol):
         ...
 
     def shards(
-        self, prompts: Sequence[Prompt], done: Collection[int], group: RankGroup, on_done: Callable[[], None]
-    ) -> Iterator[tuple[int, list[Generation]]]:
-        """This process's answers as (index, generations) of one shard each; indices differ over all processes.
+        self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
+    ) -> Iterator[tuple[int, list[Answer]]]:
+        """This process's answers as (index, answers) of one shard each; indices differ over all processes.
 
         ``prompts`` are those of the whole corpus, ``done`` the numbers that are answered already; ``on_done`` is called
         after every answer. Answers that came before an error are yielded first.
         """
         ...
 
-    def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Generation]:
+    def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Answer]:
         """Answers with another sampler, for prompts that the base writes itself."""
         ...

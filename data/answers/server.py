@@ -17,9 +17,9 @@ import numpy as np
 import openai
 from openai.types import Completion, CompletionChoice
 
-from drafthead.data.answers.backend import Prompt, RankGroup
-from drafthead.data.answers.config import SamplerConfig, ServerConfig
-from drafthead.data.answers.store import Generation
+from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
+from drafthead.data.answers.backend import ProcessGroup, Prompt
+from drafthead.data.answers.store import Answer
 from drafthead.data.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Completions:
         openai_fields = {"n": 1, "top_p": sampler.top_p, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         return common | openai_fields | {"prompt": ids, "extra_body": extra}
 
-    def parse(self, completion: Completion, prompt: Prompt, capabilities: ServerCapabilities) -> Generation:
+    def parse(self, completion: Completion, prompt: Prompt, capabilities: ServerCapabilities) -> Answer:
         """The answer in a response."""
         choice = _only_choice(completion)
         number, ids = prompt
@@ -117,7 +117,7 @@ class Completions:
                 f"the server cut the answer to prompt {number} ({len(ids)} tokens) after {len(answer)} of "
                 f"{self.sampler.max_new_tokens} tokens; give it a longer context, or lower sampler.max_new_tokens"
             )
-        return Generation(number, np.array([*ids, *answer], dtype=np.int32), len(ids), finished)
+        return Answer(number, np.array([*ids, *answer], dtype=np.int32), len(ids), finished)
 
     def _token_ids(self, choice: CompletionChoice, capabilities: ServerCapabilities) -> list[int]:
         if capabilities.answers == "text":
@@ -197,7 +197,7 @@ class Server:
         except openai.OpenAIError as error:
             raise self._refusal(error, "the list of models") or UserError(
                 f"no completions server answers at {self.config.root} ({self._error_text(error)}); start it (such as "
-                "`vllm serve MODEL`) or correct data.generations.server.url"
+                "`vllm serve MODEL`) or correct data.answers.server.url"
             ) from None
         except ValueError:
             rows = []
@@ -246,7 +246,7 @@ class Server:
             return UserError(f"{root} refuses access ({text}); {state}. {RESUMES.capitalize()}")
         if isinstance(error, openai.NotFoundError):
             return UserError(
-                f"{root} has no completions, or not of this model ({text}); correct data.generations.server.url or "
+                f"{root} has no completions, or not of this model ({text}); correct data.answers.server.url or "
                 f".model. {RESUMES.capitalize()}"
             )
         if isinstance(error, openai.APIStatusError) and error.status_code < 500 and error.status_code not in TRANSIENT:
@@ -277,16 +277,14 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
     model = config.model or (base if base in served else next(iter(served), base))
     names = ", ".join(served) or "none"
     if config.model is not None and model not in served:
-        raise UserError(f"{config.root} does not serve {model!r}; it serves {names}: set data.generations.server.model")
+        raise UserError(f"{config.root} does not serve {model!r}; it serves {names}: set data.answers.server.model")
     if config.model is None and model != base and len(served) != 1 or not served:
-        raise UserError(
-            f"{config.root} serves {names}; name the one that is {base!r} with data.generations.server.model"
-        )
+        raise UserError(f"{config.root} serves {names}; name the one that is {base!r} with data.answers.server.model")
     context = served[model]
     if isinstance(context, int) and context < longest:
         raise UserError(
             f"{config.root} serves {model} with a context of {context} tokens, but prompts and answers have up to "
-            f"{longest} (data.generations.max_prompt_tokens + sampler.max_new_tokens); lower them or raise the server's"
+            f"{longest} (data.answers.max_prompt_tokens + sampler.max_new_tokens); lower them or raise the server's"
         )
     return model
 
@@ -304,7 +302,7 @@ class ServerBackend:
         *,
         base: str,
         max_prompt_tokens: int,
-        greedy_match_rate: Callable[[list[Generation]], float],
+        greedy_match_rate: Callable[[list[Answer]], float],
         log: Log = lambda line: None,
     ) -> None:
         self.config, self.completions, self.base, self.log = config, completions, base, log
@@ -330,19 +328,19 @@ class ServerBackend:
             raise UserError(
                 f"the base would choose {100 * share:.0f} % of the tokens that {model} at {self.config.root} answered, "
                 f"expected {100 * self.config.min_greedy_match_rate:.0f} % or more: it is another model, or strongly "
-                "quantised; serve the base, or lower data.generations.server.min_greedy_match_rate"
+                "quantised; serve the base, or lower data.answers.server.min_greedy_match_rate"
             )
 
     def shards(
-        self, prompts: Sequence[Prompt], done: Collection[int], group: RankGroup, on_done: Callable[[], None]
-    ) -> Iterator[tuple[int, list[Generation]]]:
+        self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
+    ) -> Iterator[tuple[int, list[Answer]]]:
         """All answers on the first process, in the order in which they come: one client keeps a server busy."""
         if group.rank:
             return
         missing = [prompt for prompt in prompts if prompt[0] not in done]
         answers = self._answers(missing, self.sampler)
         for index in count():
-            shard: list[Generation] = []
+            shard: list[Answer] = []
             try:
                 for generation in islice(answers, SHARD_ROWS):
                     shard.append(generation)
@@ -353,7 +351,7 @@ class ServerBackend:
             if len(shard) < SHARD_ROWS:
                 return
 
-    def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Generation]:
+    def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Answer]:
         """Answers in the order of their prompts' numbers, whatever came back first."""
         yield from sorted(self._answers(prompts, sampler), key=lambda g: g.prompt_number)
 
@@ -399,15 +397,15 @@ class ServerBackend:
 
     def _answers(
         self, prompts: Sequence[Prompt], sampler: SamplerConfig, check_prompts: bool = False
-    ) -> Iterator[Generation]:
+    ) -> Iterator[Answer]:
         """The asynchronous stream of answers, driven step by step; an interrupt cancels the requests under way."""
         if not prompts:
             return
         model, capabilities = self._model_and_capabilities()
         completions = replace(self.completions, sampler=sampler)
 
-        async def answer(server: Server, prompt: Prompt) -> Generation:
-            def parse(completion: Completion) -> Generation:
+        async def answer(server: Server, prompt: Prompt) -> Answer:
+            def parse(completion: Completion) -> Answer:
                 if check_prompts:
                     _check_prompt_length(completion, len(prompt[1]), capabilities)
                 return completions.parse(completion, prompt, capabilities)
@@ -417,7 +415,7 @@ class ServerBackend:
 
         stream = self._stream(prompts, answer)
 
-        async def step() -> Generation | None:
+        async def step() -> Answer | None:
             return await anext(stream, None)
 
         async def close() -> None:
@@ -431,11 +429,11 @@ class ServerBackend:
                 runner.run(close())
 
     async def _stream(
-        self, prompts: Sequence[Prompt], answer: Callable[[Server, Prompt], Coroutine[Any, Any, Generation]]
-    ) -> AsyncGenerator[Generation, None]:
+        self, prompts: Sequence[Prompt], answer: Callable[[Server, Prompt], Coroutine[Any, Any, Answer]]
+    ) -> AsyncGenerator[Answer, None]:
         """Answers as they come, ``concurrency`` requests at a time; none that came before an error is lost."""
         waiting = iter(prompts)
-        running = set[asyncio.Task[Generation]]()
+        running = set[asyncio.Task[Answer]]()
         async with Server(self.config, self.log) as server:
             try:
                 while True:

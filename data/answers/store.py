@@ -36,7 +36,7 @@ _SHARD = re.compile(r"shard-(\d{5,9})\.parquet")
 
 
 @dataclass(frozen=True)
-class Generation:
+class Answer:
     """A prompt and the base's answer, as token ids: never re-encoded text."""
 
     prompt_number: int
@@ -67,10 +67,10 @@ class GenerationStats:
     """Answers that the base ended itself."""
 
 
-def open_answers(folder: Path) -> "GenerationStore":
-    """The answers of a corpus: its folder, or the folder ``generations`` in it."""
-    inner = folder / "generations"
-    return GenerationStore(inner if inner.is_dir() else folder)
+def open_answers(folder: Path) -> "AnswerStore":
+    """The answers of a corpus: its folder, or the folder ``answers`` in it."""
+    inner = folder / "answers"
+    return AnswerStore(inner if inner.is_dir() else folder)
 
 
 class _Entry(NamedTuple):
@@ -80,15 +80,15 @@ class _Entry(NamedTuple):
     """First row of its hidden states in the shard's matrix."""
 
 
-class GenerationStore:
-    """A folder of generations, opened or created. Any number of processes read what is there; one writes, or several
+class AnswerStore:
+    """A folder of answers, opened or created. Any number of processes read what is there; one writes, or several
     that opened the same shards and each write the numbers of their own.
 
     A shard is ``shard-00012.parquet`` and, with hidden states, ``shard-00012.safetensors``. The parquet file is renamed
     into place last, so a kill costs what was not yet appended, and nothing else. Leftovers of a killed writer are
     ignored by readers and removed before the next shard is written.
 
-    ``manifest`` is what makes the generations (base, tokenizer, sampler, prompts; JSON values), compared with that of
+    ``manifest`` is what makes the answers (base, tokenizer, sampler, prompts; JSON values), compared with that of
     an existing store; None opens an existing store whatever made it.
     """
 
@@ -98,7 +98,7 @@ class GenerationStore:
             read_manifest(folder)
         elif not check_manifest(folder, manifest, "remove the folder or choose another one for these settings"):
             if any(folder.glob("shard-*.parquet")):
-                raise UserError(f"{folder} holds generations but no manifest; restore it or remove the folder")
+                raise UserError(f"{folder} holds answers but no manifest; restore it or remove the folder")
             write_manifest(folder, manifest)
         self._tables: dict[int, pa.Table] = {}
         self._entries: dict[int, _Entry] = {}
@@ -119,15 +119,15 @@ class GenerationStore:
         """The first free shard number."""
         return max(self._tables, default=-1) + 1
 
-    def append_shard(self, generations: list[Generation], shard: int | None = None) -> None:
+    def append_shard(self, answers: list[Answer], shard: int | None = None) -> None:
         """Write one shard: durable when this returns, absent if it does not. An empty list writes nothing.
 
         ``shard`` is its number, where several processes write (one of them calls ``remove_leftovers`` before any
         starts); None: the next one.
         """
-        if not generations:
+        if not answers:
             return
-        numbers = [g.prompt_number for g in generations]
+        numbers = [g.prompt_number for g in answers]
         if twice := sorted((set(numbers) & self.done) | {n for n in numbers if numbers.count(n) > 1}):
             raise UserError(f"prompts {twice[:5]} are answered twice in {self.folder}; write each prompt once")
         if shard is None:
@@ -136,40 +136,38 @@ class GenerationStore:
         path = self._path(shard, "parquet")
         if path.exists():
             raise UserError(f"{path} appeared while this run was writing; stop the other process that uses the folder")
-        hidden_states = _join_hidden_states(generations)
-        size = sum(4 * len(g.input_ids) for g in generations) + (0 if hidden_states is None else hidden_states.nbytes)
-        require_space(self.folder, 1_000_000 + size, "the next shard of generations")
+        hidden_states = _join_hidden_states(answers)
+        size = sum(4 * len(g.input_ids) for g in answers) + (0 if hidden_states is None else hidden_states.nbytes)
+        require_space(self.folder, 1_000_000 + size, "the next shard of answers")
         try:
-            with disk_errors("the next shard of generations", self.folder):
-                self._add(shard, self._write(shard, generations, hidden_states))
+            with disk_errors("the next shard of answers", self.folder):
+                self._add(shard, self._write(shard, answers, hidden_states))
         except UserError:
             self._discard(shard)  # it would keep the disk full
             raise
 
-    def _write(
-        self, shard: int, generations: list[Generation], hidden_states: npt.NDArray[np.float16] | None
-    ) -> pa.Table:
+    def _write(self, shard: int, answers: list[Answer], hidden_states: npt.NDArray[np.float16] | None) -> pa.Table:
         """Write a shard's files, the parquet last."""
         width, checksum = 0, ""
         if hidden_states is not None:
             save_file({"features": hidden_states}, tmp_path := self._tmp_path(shard, "safetensors"))
             width, checksum = hidden_states.shape[1], file_digest(tmp_path)
             atomic_rename(tmp_path, self._path(shard, "safetensors"))
-        table = make_table(generations, width, checksum)
+        table = make_table(answers, width, checksum)
         pq.write_table(table, tmp_path := self._tmp_path(shard, "parquet"), compression="zstd")
         atomic_rename(tmp_path, self._path(shard, "parquet"))
         return table
 
-    def read(self, with_hidden_states: bool = True) -> Iterator[Generation]:
-        """All generations in the order of their prompt numbers; without hidden states these are None."""
+    def read(self, with_hidden_states: bool = True) -> Iterator[Answer]:
+        """All answers in the order of their prompt numbers; without hidden states these are None."""
         for number in sorted(self._entries):
             yield self._generation(number, with_hidden_states)
 
-    def _generation(self, number: int, with_hidden_states: bool) -> Generation:
+    def _generation(self, number: int, with_hidden_states: bool) -> Answer:
         entry = self._entries[number]
         ids, boundary, finished = (self._tables[entry.shard][name][entry.row] for name in _ROW)
         hidden_states = self.hidden_states(number) if with_hidden_states else None
-        return Generation(number, ids.values.to_numpy(), boundary.as_py(), finished.as_py(), hidden_states)
+        return Answer(number, ids.values.to_numpy(), boundary.as_py(), finished.as_py(), hidden_states)
 
     def answer(self, prompt_number: int) -> npt.NDArray[np.int32]:
         """[n] ids of one answer."""
@@ -248,9 +246,9 @@ class GenerationStore:
             path.unlink()
 
 
-def as_documents(generations: Iterable[Generation]) -> Iterator[Document]:
+def as_documents(answers: Iterable[Answer]) -> Iterator[Document]:
     """Each generation as a document whose answer is trained."""
-    for g in generations:
+    for g in answers:
         yield Document(g.input_ids, np.arange(len(g.input_ids)) >= g.boundary)
 
 
@@ -265,9 +263,9 @@ _COLUMNS = {
 }
 
 
-def make_table(generations: list[Generation], width: int, checksum: str) -> pa.Table:
+def make_table(answers: list[Answer], width: int, checksum: str) -> pa.Table:
     """One row per generation; ``width`` and ``checksum`` are of the hidden states beside it (0 and "" for none)."""
-    columns = {name: pa.array([getattr(g, name) for g in generations], type=kind) for name, kind in _COLUMNS.items()}
+    columns = {name: pa.array([getattr(g, name) for g in answers], type=kind) for name, kind in _COLUMNS.items()}
     metadata = {_WIDTH: str(width).encode(), _FEATURES: checksum.encode()}
     table = pa.table(columns).replace_schema_metadata(metadata)
     return table.replace_schema_metadata({**metadata, _DIGEST: _digest(table)})
@@ -310,9 +308,9 @@ def _digest(table: pa.Table) -> bytes:
     return digest.hexdigest().encode()
 
 
-def _join_hidden_states(generations: list[Generation]) -> npt.NDArray[np.float16] | None:
+def _join_hidden_states(answers: list[Answer]) -> npt.NDArray[np.float16] | None:
     """[sum of n, D]: every row keeps as many hidden states as it has tokens; its last token has none (NaN)."""
-    present = [g.hidden_states for g in generations if g.hidden_states is not None]
+    present = [g.hidden_states for g in answers if g.hidden_states is not None]
     if not present:
         return None
     gap = np.full((1, present[0].shape[1]), np.nan, dtype=np.float16)

@@ -13,8 +13,8 @@ from typing import Any, cast
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from drafthead.data.utils.config import update_names
 from drafthead.data.utils.errors import UserError, one_line
+from drafthead.data.utils.settings import update_names
 
 
 def make_folder(path: Path, setting: str) -> None:

@@ -8,19 +8,19 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from drafthead.commands.settings import command
+from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.data.utils.files import make_folder, read_json_lines, write_atomic
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite, suite_label
 from drafthead.eval.report.plots import MUTED, new_axes, save_png, styled
-from drafthead.models.base.config import BaseConfig
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.decoding.loop import default_draft_config
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
-from drafthead.train.online import OnlineConfig, OnlineLearner, frozen_copy, replayed
+from drafthead.train.adapt import OnlineConfig, OnlineLearner, frozen_copy, replayed
 
 USAGE = """\
 Answer a stream of prompts, and train the head on it meanwhile (Online Speculative Decoding, 2310.07177).

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from drafthead.commands.settings import command
+from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.files import write_json
 from drafthead.eval.lossless.cases import LOSSY
-from drafthead.eval.lossless.check_lossless import PAIRS, Row, check_lossless, rule_total_variation, settings_label
+from drafthead.eval.lossless.certify import PAIRS, Row, certify, rule_total_variation, settings_label
 
 USAGE = """\
 usage: drafthead certify [key=value ...]
@@ -46,7 +46,7 @@ def main(config: CertifyConfig) -> None:
     torch.set_num_threads(1)  # the tensors are small
     display = Display()
     with display.stage("enumerating"):
-        rows = check_lossless(config.only, lambda done, total: display.progress("rows", done, total))
+        rows = certify(config.only, lambda done, total: display.progress("rows", done, total))
     if config.json:
         write_json(Path(config.json), [asdict(row) for row in rows])
     if not display.console.is_terminal:  # a pipe says that it has 80 columns, which would fold every cell

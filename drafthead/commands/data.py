@@ -3,11 +3,11 @@
 import hydra
 from omegaconf import DictConfig
 
-from drafthead.data.utils.config import one_line_errors, run_main, say
+from drafthead.data.utils.settings import one_line_errors, run_main, say
 from drafthead.train.config import RunConfig, parse_run, preflight
 from drafthead.train.distributed import signals
 from drafthead.train.distributed.launcher import launched
-from drafthead.train.pipeline import Workspace, corpora
+from drafthead.train.pipeline import RunContext, corpora
 
 
 @hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes", config_name="train")
@@ -18,7 +18,7 @@ def _main(cfg: DictConfig) -> None:
         if launch.is_main:
             preflight(run)
         launch.accelerator.wait_for_everyone()
-        corpora(Workspace(run, launch))
+        corpora(RunContext(run, launch))
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from drafthead.commands.settings import command
+from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json_lines, write_atomic
@@ -15,11 +15,11 @@ from drafthead.eval.report.tables import console_lines, console_table, markdown_
 from drafthead.eval.timing.methods import check_methods
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
 from drafthead.models.drafters.expression import build_drafter, is_drafter, load_base_and_drafter, parse_drafter
 
 TIMED_ON = 8
-"""Prompts of the development half on which drafting is timed for the prediction."""
+"""Prompts of the dev half on which drafting is timed for the prediction."""
 
 USAGE = """\
 Measure a saved head: mean accepted length, speedup over autoregressive decoding, identical outputs.

@@ -11,24 +11,24 @@ import torch
 from omegaconf import MISSING
 from rich.table import Table
 
-from drafthead.commands.settings import command, new_folder
+from drafthead.commands.command import command, new_folder
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.data.utils.files import write_json
 from drafthead.eval.lossless.export_check import ExportCheck, check_export, training_estimate
 from drafthead.eval.prompts.suites import load_suite
-from drafthead.eval.trees.texts import base_answers, read_texts
-from drafthead.models.base.config import DTYPES, BaseConfig
+from drafthead.eval.trees.answers import base_answers, read_texts
+from drafthead.models.base.base_config import DTYPES, BaseConfig
 from drafthead.models.formats import format_named, listed
-from drafthead.models.formats.contract import Format, published_name
-from drafthead.models.formats.gguf.dspark import DSparkGgufFormat
-from drafthead.models.formats.gguf.eagle3 import BASE_FILE, GgufFormat
-from drafthead.models.formats.gguf.files import check_base, write_base
+from drafthead.models.formats.format import Format, published_name
+from drafthead.models.formats.gguf.dspark_gguf import DSparkGgufFormat
+from drafthead.models.formats.gguf.eagle3_gguf import BASE_FILE, GgufFormat
+from drafthead.models.formats.gguf.gguf_files import check_base, write_base
 from drafthead.models.formats.medusa import can_widen, over_full_vocabulary
-from drafthead.models.heads.common.contract import DraftHead, config_class
-from drafthead.models.heads.common.files import read_head_config, resolve_folder, write_trees
-from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.heads.medusa import MedusaHead
+from drafthead.models.heads.parts.draft_head import DraftHead, config_class
+from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder, write_trees
+from drafthead.models.heads.parts.loading import load_base_and_head
 
 USAGE = """\
 usage: drafthead export head=DIR to=FORMAT out=DIR [setting=value ...]

@@ -8,11 +8,11 @@ from typing import Any
 from omegaconf import MISSING
 from rich.console import Console
 
-from drafthead.commands.settings import command
+from drafthead.commands.command import command
 from drafthead.data.text.chat import user_turn
 from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.expression import DrafterConfig, build_drafter, load_base_and_drafter, parse_drafter

@@ -6,16 +6,16 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from drafthead.commands.settings import command, new_folder
+from drafthead.commands.command import command, new_folder
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.formats import format_named, listed, recognise
 from drafthead.models.formats.checkpoint import CONFIG, contents, read_config
-from drafthead.models.formats.contract import BASE_NAME, published_name
-from drafthead.models.heads.common.files import read_trees, resolve_folder
-from drafthead.models.heads.common.loading import default_device
+from drafthead.models.formats.format import BASE_NAME, published_name
+from drafthead.models.heads.parts.head_folder import read_trees, resolve_folder
+from drafthead.models.heads.parts.loading import default_device
 
 USAGE = """\
 usage: drafthead import from=DIR base=NAME out=DIR [setting=value ...]

@@ -6,11 +6,11 @@ from pathlib import Path
 from omegaconf import MISSING
 from safetensors import SafetensorError, safe_open
 
-from drafthead.commands.settings import command
+from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import HubConfig, push, require_login
-from drafthead.models.heads.common.files import read_head_config
+from drafthead.models.heads.parts.head_folder import read_head_config
 from drafthead.train.publish.card import minimal_card
 
 USAGE = """\

@@ -7,16 +7,13 @@ from pathlib import Path
 from omegaconf import MISSING
 from rich.table import Table
 
-from drafthead.commands.settings import command
+from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.eval.report.plots import ACCENT, INK, SOFT, new_axes, save_png, short_name, styled
-from drafthead.eval.trees.cost_model import CostModel, measure_costs
-from drafthead.eval.trees.search import cross_fitted
-from drafthead.eval.trees.simulate import AcceptProbs, SimulatedAcceptance, simulate_acceptance
-from drafthead.eval.trees.texts import (
+from drafthead.eval.trees.answers import (
     AcceptProbsConfig,
-    Text,
+    FinishedAnswer,
     base_answers,
     check_writable,
     read_texts,
@@ -24,15 +21,18 @@ from drafthead.eval.trees.texts import (
     text_accept_probs,
     write_texts,
 )
+from drafthead.eval.trees.cost_model import CostModel, measure_costs
+from drafthead.eval.trees.search import cross_fitted
+from drafthead.eval.trees.simulate import AcceptProbs, SimulatedAcceptance, simulate_acceptance
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import DraftSampling
+from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.decoding.loop import check_ids, default_draft_config
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.expression import build_drafter, load_base_and_drafter, parse_drafter
-from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 
 USAGE = """\
@@ -136,7 +136,7 @@ def main(config: ReplayConfig) -> None:
 
 
 def head_rows(
-    base: BaseModel, head: DraftHead, texts: Sequence[Text], config: ReplayConfig, display: Display
+    base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], config: ReplayConfig, display: Display
 ) -> list[Row]:
     """Chains, trees and the head's own tree, from one pass over the texts."""
     probs_config = AcceptProbsConfig(
@@ -160,7 +160,7 @@ def head_rows(
     return found
 
 
-def own_row(base: BaseModel, head: DraftHead, texts: Sequence[Text], sampler: Sampler, seed: int = 0) -> Row:
+def own_row(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], sampler: Sampler, seed: int = 0) -> Row:
     """The head's own tree with its threshold, which the other rows ignore: they simulate whole trees."""
     own = default_draft_config(head)
     simulated = simulate_texts(base, head, texts, own, sampler, seed=seed)

@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from drafthead.commands.settings import command
+from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.data.utils.files import make_folder, write_json
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.report.plots import GRID, INK, new_axes, save_png, styled
+from drafthead.eval.trees.answers import FinishedAnswer, base_answers, text_ranks
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance
-from drafthead.eval.trees.texts import Text, base_answers, text_ranks
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.shape import ModelShape
-from drafthead.models.decoding.contract import DraftConfig
+from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.step_log import StepRecord
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.loading import default_device
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.loading import default_device
 from drafthead.models.token_tree import TokenTree
 
 USAGE = """\
@@ -130,7 +130,7 @@ def train(config: StudyConfig, depth: int, width: int, folder: Path) -> None:
         raise UserError(f"training {folder.name} ended with code {done.returncode}; its lines above say why")
 
 
-def predicted(base: BaseModel, head: DraftHead, texts: Sequence[Text]) -> dict[str, Any]:
+def predicted(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer]) -> dict[str, Any]:
     """Acceptance by replay, latencies, and the best chain's throughput as they have it. Tokens and seconds."""
     ranks = [accept_probs_of_ranks(found, 1) for found in text_ranks(head, texts)]
     costs = measure_costs(base, head)
@@ -151,7 +151,7 @@ def predicted(base: BaseModel, head: DraftHead, texts: Sequence[Text]) -> dict[s
 
 
 def decode_interleaved(
-    base: BaseModel, heads: Sequence[DraftHead], rows: Sequence[dict[str, Any]], texts: Sequence[Text]
+    base: BaseModel, heads: Sequence[DraftHead], rows: Sequence[dict[str, Any]], texts: Sequence[FinishedAnswer]
 ) -> None:
     """Add to every row what its best chain does, and plain decoding: text by text, so that a slow minute is shared."""
     steps: list[list[StepRecord]] = [[] for _ in (None, *heads)]

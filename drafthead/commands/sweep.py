@@ -17,7 +17,7 @@ from omegaconf import MISSING
 from rich.box import SIMPLE
 from rich.table import Table
 
-from drafthead.commands.settings import command
+from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.data.utils.files import write_json
@@ -31,14 +31,14 @@ from drafthead.eval.report.plots import MUTED, new_axes, save_png, styled
 from drafthead.eval.timing.interleaved import Decoder, run_interleaved
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.timing.transformers_generate import transformers_generate
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
-from drafthead.models.decoding.contract import DraftConfig
+from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.step_log import DecodeResult
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.files import read_head_config
-from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.head_folder import read_head_config
+from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 
 STOCK, TRANSFORMERS, OURS = AUTOREGRESSIVE

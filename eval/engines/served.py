@@ -26,16 +26,16 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EngineConfig, EnginesConfig, EvalConfig
 from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.eval.engines.servers import SERVERS, EngineServer
+from drafthead.models.base.base_config import EMBEDDED
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import EMBEDDED
-from drafthead.models.decoding.contract import Drafter
+from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.formats import FORMATS
-from drafthead.models.formats.contract import Format
-from drafthead.models.formats.gguf.eagle3 import BASE_FILE, FILE
-from drafthead.models.formats.gguf.files import write_base
-from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.formats.format import Format
+from drafthead.models.formats.gguf.eagle3_gguf import BASE_FILE, FILE
+from drafthead.models.formats.gguf.gguf_files import write_base
 from drafthead.models.heads.dspark import DSparkHead
+from drafthead.models.heads.parts.draft_head import DraftHead
 
 READS = {
     "vllm": ("eagle3", "vllm_medusa", "dflash", "dspark"),

@@ -12,7 +12,7 @@ import torch
 
 from drafthead.eval.lossless.tabular_lm import Draft, TableDraft, TabularLM, combined_draft, relay_draft
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree, Proposal
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import combine

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import Drafter
+from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.decoding.random_source import VERIFY, PerRowRng, sampling_point
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeConfig, DecodeState

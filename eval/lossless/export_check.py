@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.files import read_json_lines
-from drafthead.eval.trees.simulate import simulate_acceptance
-from drafthead.eval.trees.texts import (
+from drafthead.eval.trees.answers import (
     AcceptProbsConfig,
-    Text,
+    FinishedAnswer,
     forced_logits,
     positions,
     read_hidden_states,
     text_accept_probs,
 )
+from drafthead.eval.trees.simulate import simulate_acceptance
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 
 LOGIT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -106,7 +106,7 @@ def check_export(
     base: BaseModel,
     original: DraftHead,
     reloaded: DraftHead,
-    texts: Sequence[Text],
+    texts: Sequence[FinishedAnswer],
     dtype: torch.dtype,
     estimate: float | None = None,
     estimate_tolerance: float = 0.2,
@@ -126,7 +126,7 @@ def training_estimate(head: str | Path) -> float | None:
 
 
 @torch.inference_mode()
-def _quality(base: BaseModel, head: DraftHead, texts: Sequence[Text], tree: TokenTree) -> DraftQuality:
+def _quality(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], tree: TokenTree) -> DraftQuality:
     probs = text_accept_probs(base, head, texts, Sampler(temperature=0.0), AcceptProbsConfig())
     text = next(text for text in texts if text.positions)
     steps = islice(positions(head, [text], read_hidden_states(base, head, [text]), base.device), POSITIONS)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafthead.models.decoding.contract import DraftConfig, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, Proposal
 from drafthead.models.decoding.growth import grow, root_only
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import combine
-from drafthead.models.drafters.relay import concatenate, drafted_tokens
+from drafthead.models.drafters.experimental.horizontal_cascade import concatenate, drafted_tokens
 
 ROOT_TOKEN = 0
 """The last committed token, which every prefix follows."""

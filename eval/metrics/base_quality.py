@@ -17,7 +17,7 @@ from torch import Tensor
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.heads.common.losses import chunk_rows
+from drafthead.models.heads.parts.losses import chunk_rows
 
 
 @dataclass(kw_only=True)

@@ -11,8 +11,8 @@ from drafthead.data.embedded.eval_sets import EvalItem
 from drafthead.data.embedded.training_sets import content_hash
 from drafthead.data.text.chat import user_turn
 from drafthead.data.utils.errors import UserError
-from drafthead.eval.prompts.files import read_dataset, read_jsonl
 from drafthead.eval.prompts.prompt import EvalPrompt
+from drafthead.eval.prompts.prompt_files import read_dataset, read_jsonl
 
 SMOKE_PROMPTS = 12
 # Closed tasks whose answers repeat the question, and open ones: acceptance depends on that most.
@@ -40,7 +40,7 @@ def load_suite(
         limit: keep this many, spread evenly over the tasks; None keeps all.
         seed: which prompts of a task a ``limit`` keeps.
         tasks: keep these tasks only; None or none keeps all.
-        split: "development" or "reporting", the halves of every task's prompts; "all" is both.
+        split: "dev" or "test", the halves of every task's prompts; "all" is both.
     """
     if limit is not None and limit < 1:
         raise UserError(f"suite.limit must be at least 1, got {limit}; leave it out to use the whole suite")
@@ -100,7 +100,7 @@ SUITES = tuple(_SUITES)
 def _half(prompts: Sequence[EvalPrompt], split: str) -> list[EvalPrompt]:
     """Every second prompt, task by task in the order of the contents' hashes, which does not move with the suite's."""
     ordered = sorted(prompts, key=lambda p: (p.task, content_hash("\n".join(p.user_turns) or repr(p.input_ids))))
-    kept = ordered[("development", "reporting").index(split) :: 2]
+    kept = ordered[("dev", "test").index(split) :: 2]
     if not kept:
         raise UserError(f"a suite of one prompt has no {split} half; use split=all")
     return sorted(kept, key=lambda p: p.number)

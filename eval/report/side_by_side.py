@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig, Drafter
+from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.step_log import DecodeResult
 

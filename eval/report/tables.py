@@ -171,7 +171,7 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
     if predicted := evaluation.get("predicted"):
         around = predicted.get("interval_95")
         lines.append(
-            f"predicted on answers to the suite's development half: tau {number(predicted['mean_accepted_length'])}"
+            f"predicted on answers to the suite's dev half: tau {number(predicted['mean_accepted_length'])}"
             + (f" (95 %: {around[0]:.2f} to {around[1]:.2f})" if around else "")
             + f", {number(predicted['speedup'], '{:.2f}x')}"
         )

@@ -10,19 +10,19 @@ from drafthead.eval.engines.served import ServedEngines
 from drafthead.eval.timing.interleaved import Decoder
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.eval.trees.calibrate import measured_with
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
-from drafthead.models.decoding.contract import DraftConfig, Drafter
+from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.loop import EXACT, decode
 from drafthead.models.decoding.step_log import DecodeResult
-from drafthead.models.drafters.budget import BudgetDrafter
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.draft_model import ModelDrafter
+from drafthead.models.drafters.experimental.horizontal_cascade import HorizontalCascade
+from drafthead.models.drafters.experimental.triforce import TriForce
+from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
-from drafthead.models.drafters.nested import Nested
 from drafthead.models.drafters.prompt_lookup import PromptLookup
-from drafthead.models.drafters.relay import Relay
-from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 
 TRANSFORMERS = "hf_"
@@ -83,15 +83,15 @@ def _weights(base: BaseModel, drafter: Drafter) -> str:
         return measured_with(drafter)
     if isinstance(drafter, CombinedDrafter):
         return f"{drafter.nodes} nodes: " + " + ".join(_weights(base, part) for part in drafter.drafters)
-    if isinstance(drafter, Relay):
+    if isinstance(drafter, HorizontalCascade):
         return f"relay {drafter.lengths}: " + " + ".join(_weights(base, part) for part in drafter.drafters)
-    model = drafter.model.identity() if isinstance(drafter, (ModelDrafter, Nested)) else None
-    within = drafter.drafter if isinstance(drafter, (Nested, BudgetDrafter)) else None
+    model = drafter.model.identity() if isinstance(drafter, (ModelDrafter, VerticalCascade)) else None
+    within = drafter.drafter if isinstance(drafter, (VerticalCascade, TriForce)) else None
     inner = None if within is None else _weights(base, within)
     looks: tuple[int | None, ...] | None = None
     if isinstance(drafter, PromptLookup):
         looks = (drafter.max_ngram, drafter.memory, drafter.per_match)
-    if isinstance(drafter, BudgetDrafter):
+    if isinstance(drafter, TriForce):
         looks = (drafter.budget, drafter.refresh)
     name = type(drafter).__name__
     return repr((name, drafter.depth, looks, model, inner, base.identity(), hardware(), versions()))
@@ -99,9 +99,9 @@ def _weights(base: BaseModel, drafter: Drafter) -> str:
 
 def own_head(drafter: Drafter) -> Drafter:
     """What ``head`` means beside a drafter that was put together with others: the head among them."""
-    if isinstance(drafter, (CombinedDrafter, Relay)):
+    if isinstance(drafter, (CombinedDrafter, HorizontalCascade)):
         return own_head(drafter.drafters[0])
-    if isinstance(drafter, (Nested, BudgetDrafter)) and drafter.drafter is not None:
+    if isinstance(drafter, (VerticalCascade, TriForce)) and drafter.drafter is not None:
         return own_head(drafter.drafter)
     return drafter
 

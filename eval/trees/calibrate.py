@@ -16,7 +16,7 @@ from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import METHODS, TreeOrder, fastest, greedy_tree
 from drafthead.eval.trees.simulate import AcceptProbs, Ranks, accept_probs_of_ranks
-from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 
 LARGEST_TREE = 64
@@ -129,7 +129,7 @@ def calibrate(answers: Sequence[Ranks | AcceptProbs], costs: CostModel, method: 
     if not answers:
         raise UserError(
             "the held-out answers have one token each, too few to choose a tree by; raise "
-            "data.generations.sampler.max_new_tokens or data.generations.prompts"
+            "data.answers.sampler.max_new_tokens or data.answers.prompts"
         )
     probs = [accept_probs_of_ranks(a.astype(np.int64), WIDTH) if a.ndim == 2 else a.astype(np.float64) for a in answers]
     found = {name: find(probs, costs, LARGEST_TREE) for name, find in METHODS.items()}

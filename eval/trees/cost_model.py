@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from drafthead.models.base.base_model import BaseModel, PartialForward
-from drafthead.models.decoding.contract import DraftConfig, Drafter
+from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.growth import EarlyExit, StepwiseDrafter
 from drafthead.models.decoding.loop import EXACT, GREEDY, decode_batch
 from drafthead.models.decoding.step import DecodeConfig, DecodeState

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.floats import bootstrap_interval
-from drafthead.models.decoding.contract import DraftSampling
+from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.token_tree import TokenTree
 
 Floats = npt.NDArray[np.float64]

@@ -15,10 +15,10 @@ from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.chat import Message, prompt_ids, user_turn
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base import adapter
-from drafthead.models.base.check import Expected, check, logit_scale, measured_sizes
-from drafthead.models.base.config import BaseConfig, check_architecture, context_limit, load_weights
+from drafthead.models.base.base_config import BaseConfig, check_architecture, context_limit, load_weights
 from drafthead.models.base.layers import attention_sizes, capture_hidden_states, last_layers, llama_like
 from drafthead.models.base.lm_head import LMHead
+from drafthead.models.base.parity import Expected, check, logit_scale, measured_sizes
 from drafthead.models.base.windows import Masks, windows_of
 from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache, TreeMasks
 from drafthead.models.cache.static_cache import StaticKVCache, StaticModel, chain_shape

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError, check_limits
-from drafthead.models.decoding.contract import Acceptance, DraftConfig, DraftSampling, Proposal
+from drafthead.models.decoding.drafter import Acceptance, DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import NO_CHILD
 

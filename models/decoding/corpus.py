@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from drafthead.data.answers.backend import Backend, Prompt, RankGroup
-from drafthead.data.answers.config import SamplerConfig
-from drafthead.data.answers.store import Generation
+from drafthead.data.answers.answer_config import SamplerConfig
+from drafthead.data.answers.backend import Backend, ProcessGroup, Prompt
+from drafthead.data.answers.store import Answer
 from drafthead.data.batch import Ratio
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
@@ -34,7 +34,7 @@ def generate_answers(
     batch_size: int,
     keep_hidden_states: bool = False,
     max_prompt_tokens: int = 512,
-) -> Iterator[Generation]:
+) -> Iterator[Answer]:
     """Answers in the order in which they finish. The text of a row depends on its seed and prompt, not on its batch.
 
     Args:
@@ -67,7 +67,7 @@ def generate_answers(
         if 0 < len(ids) <= max_prompt_tokens
     ]
     for row in loop.run(rows):
-        yield Generation(
+        yield Answer(
             prompt_number=row.number,
             input_ids=torch.tensor(row.prompt + row.answer, dtype=torch.int32).numpy(),
             boundary=len(row.prompt),
@@ -112,8 +112,8 @@ class BuiltInBackend:
         check_context(self.base, self.max_prompt_tokens, self.sampler)
 
     def shards(
-        self, prompts: Sequence[Prompt], done: Collection[int], group: RankGroup, on_done: Callable[[], None]
-    ) -> Iterator[tuple[int, list[Generation]]]:
+        self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
+    ) -> Iterator[tuple[int, list[Answer]]]:
         """This process's blocks, dealt in turn; prompts of like length together, for a batch attends to its longest.
 
         The blocks come in random order: so the time left is known early, and a part of the corpus is like all of it.
@@ -137,14 +137,14 @@ class BuiltInBackend:
                 on_done()
             yield place, sorted(answers, key=lambda a: a.prompt_number)
 
-    def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Generation]:
+    def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Answer]:
         """Answers in the order in which they finish."""
         longest = max((len(ids) for _, ids in prompts), default=1)
         return generate_answers(self.base, prompts, sampler, batch_size=self.batch_size, max_prompt_tokens=longest)
 
 
 @torch.inference_mode()
-def greedy_match_rate(base: BaseModel, answers: Iterable[Generation]) -> float:
+def greedy_match_rate(base: BaseModel, answers: Iterable[Answer]) -> float:
     """Share of the answers' tokens, in [0, 1], that are the base's likeliest after the tokens before them.
 
     Of greedy answers by the same weights all are, but for ties and rounding (bfloat16, a quantised server).
@@ -193,7 +193,7 @@ def self_prompted_prompts(
                 break
         if attempt > 20 * wanted + 200:
             raise UserError(
-                f"the base ended only {len(found)} of {attempt} prompts it began; set data.generations.self_prompted=0 "
+                f"the base ended only {len(found)} of {attempt} prompts it began; set data.answers.self_prompted=0 "
                 "and name prompt sources"
             )
     return list(found)[:wanted]

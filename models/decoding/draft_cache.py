@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
+from drafthead.models.decoding.drafter import DraftConfig, DraftState, last_valid
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 

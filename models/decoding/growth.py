@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal, StateT
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal, StateT
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 

@@ -19,7 +19,7 @@ from drafthead.data.batch import HiddenStates, HiddenStatesSpec, pad_rows
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.acceptance import AcceptanceRule, Target, greedy
-from drafthead.models.decoding.contract import Acceptance, DraftConfig, Drafter, DraftSampling, Proposal
+from drafthead.models.decoding.drafter import Acceptance, DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.growth import UsesTargetCache, root_only
 from drafthead.models.decoding.random_source import DRAFT, VERIFY, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Sampler

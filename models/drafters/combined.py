@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal
 from drafthead.models.decoding.random_source import RandomSource
-from drafthead.models.drafters.several import SeveralDrafters, SeveralStates
+from drafthead.models.drafters.composite import CompositeDrafter, SeveralStates
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
 
 
-class CombinedDrafter(SeveralDrafters):
+class CombinedDrafter(CompositeDrafter):
     """Drafts the union of what ``drafters`` draft, each a tree of its own.
 
     Draft sampling, sampler, threshold and depth of a ``DraftConfig`` hold for all drafters; of a dynamic tree's nodes

@@ -14,8 +14,8 @@ from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
-from drafthead.models.decoding.contract import DraftConfig, Drafter, Proposal, StateT
 from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingTokens, TokenBuffer
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, Proposal, StateT
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.random_source import RandomSource
 

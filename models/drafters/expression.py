@@ -14,18 +14,18 @@ from torch import Tensor
 
 from drafthead.data.answers.store import open_answers
 from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
 from drafthead.models.decoding.loop import default_draft_config
-from drafthead.models.drafters.budget import BudgetDrafter, Policy
 from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
-from drafthead.models.drafters.nested import Nested
+from drafthead.models.drafters.experimental.horizontal_cascade import HorizontalCascade
+from drafthead.models.drafters.experimental.triforce import Policy, TriForce
+from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
 from drafthead.models.drafters.prompt_lookup import PromptLookup, bigram_table
-from drafthead.models.drafters.relay import Relay
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.loading import default_device, load_base_and_head
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.loading import default_device, load_base_and_head
 from drafthead.models.token_tree import TokenTree
 
 FORMS = (
@@ -213,7 +213,7 @@ def build_drafter(
         found: Drafter = CombinedDrafter([drafter for drafter, _ in parts], trees, size)
         config = replace(parts[0][1], tree=union(trees))
     elif expression.kind == "relay":
-        found = Relay([drafter for drafter, _ in parts], [config.depth for _, config in parts])
+        found = HorizontalCascade([drafter for drafter, _ in parts], [config.depth for _, config in parts])
         config = replace(parts[0][1], tree=TokenTree.chain(found.depth))
     elif expression.kind == "head" and not expression.name:
         if head is None or head_config is None:
@@ -244,7 +244,7 @@ def _single(expression: Expression, base: BaseModel) -> Drafter:
     if kind == "max_gram":
         return PromptLookup(tokens, None, bigrams=_bigrams(expression.name, base) if expression.name else None)
     if kind == "budget":
-        return BudgetDrafter(base, numbers[0], expression.name, num_tokens=tokens)
+        return TriForce(base, numbers[0], expression.name, num_tokens=tokens)
     if kind == "early_exit":
         return early_exit(base, numbers[0], num_tokens=tokens)
     return ModelDrafter(BaseModel.load(BaseConfig(name=expression.name), base.device), base, num_tokens=tokens)
@@ -255,20 +255,18 @@ def _nested(
 ) -> Drafter:
     """The decoding of the first part, which the second one speeds up."""
     (between, _), (inner, config), part = first, second, expression.parts[0]
-    if isinstance(between, BudgetDrafter):
-        return BudgetDrafter(
-            base, between.budget, part.name, num_tokens=between.depth, drafter=inner, draft_config=config
-        )
+    if isinstance(between, TriForce):
+        return TriForce(base, between.budget, part.name, num_tokens=between.depth, drafter=inner, draft_config=config)
     if not isinstance(between, ModelDrafter):
         raise UserError(
             f"in {expression.text!r} {part.text!r} is no model in between; give early_exit:LAYERS, budget:POSITIONS or "
             "model:NAME"
         )
-    return Nested(between.model, inner, num_tokens=between.depth, draft_config=config, target=base)
+    return VerticalCascade(between.model, inner, num_tokens=between.depth, draft_config=config, target=base)
 
 
 def _bigrams(folder: str, base: BaseModel) -> Tensor:
-    """The bigram table of a corpus of answers: a run's corpus folder, or its folder ``generations``."""
+    """The bigram table of a corpus of answers: a run's corpus folder, or its folder ``answers``."""
     answers = open_answers(Path(folder)).read(with_hidden_states=False)
     return bigram_table((a.input_ids[a.boundary - 1 :].tolist() for a in answers), base.vocab_size)
 

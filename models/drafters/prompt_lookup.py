@@ -23,8 +23,8 @@ from torch import Tensor
 
 from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.draft_cache import TokenBuffer
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape

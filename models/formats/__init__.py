@@ -4,11 +4,11 @@ from textwrap import wrap
 from typing import Any
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.formats.contract import Format
 from drafthead.models.formats.dspark import DFlashFormat, DSparkFormat
 from drafthead.models.formats.eagle3 import Eagle3Format
-from drafthead.models.formats.gguf.dspark import DSparkGgufFormat
-from drafthead.models.formats.gguf.eagle3 import GgufFormat
+from drafthead.models.formats.format import Format
+from drafthead.models.formats.gguf.dspark_gguf import DSparkGgufFormat
+from drafthead.models.formats.gguf.eagle3_gguf import GgufFormat
 from drafthead.models.formats.hydra import HydraFormat
 from drafthead.models.formats.kangaroo import KangarooFormat
 from drafthead.models.formats.medusa import MedusaFormat, TgiMedusaFormat, VllmMedusaFormat

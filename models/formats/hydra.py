@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.contract import Engine, Format, Unsupported, unsupported_vocabulary
+from drafthead.models.formats.format import Engine, Format, Unsupported, unsupported_vocabulary
 from drafthead.models.formats.medusa import tied
 from drafthead.models.heads.hydra import HydraBlocks, HydraConfig, HydraHead
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.contract import Engine, Format, Unsupported, unsupported_vocabulary
+from drafthead.models.formats.format import Engine, Format, Unsupported, unsupported_vocabulary
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
 from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
 

@@ -11,7 +11,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import attention_sizes
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.heads.common.attention_layer import head_rope, norm_eps
+from drafthead.models.heads.parts.attention_layer import head_rope, norm_eps
 
 LAYER_KEYS = frozenset(
     "model_type num_hidden_layers num_attention_heads num_key_value_heads head_dim attention_bias rms_norm_eps "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.contract import (
+from drafthead.models.formats.format import (
     BASE_NAME,
     Engine,
     Format,

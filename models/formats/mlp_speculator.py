@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.contract import Engine, Format, Unsupported, unsupported_vocabulary
+from drafthead.models.formats.format import Engine, Format, Unsupported, unsupported_vocabulary
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig, MLPSpeculatorHead, RNNCells
 
 PREFIX = "speculator."

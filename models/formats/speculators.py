@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.contract import BASE_NAME, Engine
 from drafthead.models.formats.eagle3 import LAYER_IDS, Eagle3Format
+from drafthead.models.formats.format import BASE_NAME, Engine
 from drafthead.models.heads.eagle3 import Eagle3Head
 
 TYPE = "speculators_model_type"

@@ -19,9 +19,9 @@ from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
-from drafthead.models.decoding.contract import DraftConfig, DraftState
 from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingTokens, TokenBuffer
-from drafthead.models.heads.common.autoregressive import AutoregressiveConfig, AutoregressiveHead
+from drafthead.models.decoding.drafter import DraftConfig, DraftState
+from drafthead.models.heads.parts.autoregressive import AutoregressiveConfig, AutoregressiveHead
 from drafthead.models.kernels.fused import fresh_copy, fuse_modules
 from drafthead.models.kernels.linear import prepack_linears
 

@@ -32,14 +32,14 @@ from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
-from drafthead.models.heads.common.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer, attend_block
-from drafthead.models.heads.common.contract import DraftHeadConfig
-from drafthead.models.heads.common.induction import InductionHead, InductionPlaces, InductionReader, InductionText
-from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
-from drafthead.models.heads.common.lm_heads import DraftLMHeads
-from drafthead.models.heads.common.multi_position import MultiPositionHead
-from drafthead.models.heads.common.targets import DraftTargets, drafting_places, has_next
+from drafthead.models.decoding.drafter import DraftConfig, DraftState, last_valid
+from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer, attend_block
+from drafthead.models.heads.parts.draft_head import DraftHeadConfig
+from drafthead.models.heads.parts.induction import InductionHead, InductionPlaces, InductionReader, InductionText
+from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
+from drafthead.models.heads.parts.lm_heads import DraftLMHeads
+from drafthead.models.heads.parts.multi_position import MultiPositionHead
+from drafthead.models.heads.parts.targets import DraftTargets, drafting_places, has_next
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import FusedRMSNorm, fresh_copy, rotate
 from drafthead.models.kernels.linear import joined_linear, reads_in

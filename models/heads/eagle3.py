@@ -32,18 +32,18 @@ from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftConfig, DraftState, last_valid
+from drafthead.models.decoding.drafter import DraftConfig, DraftState, last_valid
 from drafthead.models.decoding.growth import DraftPass
-from drafthead.models.heads.common.attention_layer import (
+from drafthead.models.heads.parts.attention_layer import (
     HeadAttention,
     HeadDecoderLayer,
     HeadMLP,
     HeadRMSNorm,
     attend_block,
 )
-from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
-from drafthead.models.heads.common.multi_position import CopyingConfig, CopyingHead, HeadState, LevelDraftPass
-from drafthead.models.heads.common.targets import DraftTargets, drafting_places, has_next
+from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
+from drafthead.models.heads.parts.multi_position import CopyingConfig, CopyingHead, HeadState, LevelDraftPass
+from drafthead.models.heads.parts.targets import DraftTargets, drafting_places, has_next
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.linear import reads_in
 from drafthead.models.token_tree import causal_mask

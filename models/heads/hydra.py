@@ -24,13 +24,13 @@ from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftState
-from drafthead.models.heads.common.attention_layer import HeadDecoderLayer, HeadRMSNorm
-from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
-from drafthead.models.heads.common.lm_heads import DraftLMHeads
-from drafthead.models.heads.common.multi_position import CopyingConfig, HeadState, RecurrentHead, States
-from drafthead.models.heads.common.targets import DraftTargets
+from drafthead.models.decoding.drafter import DraftState
 from drafthead.models.heads.medusa import ResBlock
+from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm
+from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
+from drafthead.models.heads.parts.lm_heads import DraftLMHeads
+from drafthead.models.heads.parts.multi_position import CopyingConfig, HeadState, RecurrentHead, States
+from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.attention import document_mask
 
 

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.base_model import BaseModel, PartialForward
-from drafthead.models.base.check import has_passed, note_passed, relative_error, tolerance
 from drafthead.models.base.layers import first_layers
+from drafthead.models.base.parity import has_passed, note_passed, relative_error, tolerance
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftConfig, DraftState, DynamicTree, Proposal
 from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingNodes, PendingTokens, TokenBuffer
+from drafthead.models.decoding.drafter import DraftConfig, DraftState, DynamicTree, Proposal
 from drafthead.models.decoding.growth import DraftPass, EarlyExit
-from drafthead.models.heads.common.attention_layer import HeadAttention, HeadRMSNorm
-from drafthead.models.heads.common.autoregressive import AutoregressiveConfig, AutoregressiveHead
-from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
+from drafthead.models.heads.parts.attention_layer import HeadAttention, HeadRMSNorm
+from drafthead.models.heads.parts.autoregressive import AutoregressiveConfig, AutoregressiveHead
+from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.token_tree import TokenTree
 

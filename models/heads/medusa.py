@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig, DraftState
-from drafthead.models.heads.common.lm_heads import DraftLMHeads
-from drafthead.models.heads.common.multi_position import CopyingConfig, HeadState, LastStateHead, LevelDraftPass
-from drafthead.models.heads.common.targets import DraftTargets
+from drafthead.models.decoding.drafter import DraftConfig, DraftState
+from drafthead.models.heads.parts.lm_heads import DraftLMHeads
+from drafthead.models.heads.parts.multi_position import CopyingConfig, HeadState, LastStateHead, LevelDraftPass
+from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.linear import inference_copy, joined_linear
 
 

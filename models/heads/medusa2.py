@@ -29,11 +29,11 @@ from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.models.base.base_config import ADAPTER
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import ADAPTER
 from drafthead.models.base.lora import LM_HEAD, LoraBase, LoraSettings
-from drafthead.models.heads.common.losses import STATS, LossConfig, Targets, heads_loss
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from drafthead.models.heads.parts.losses import STATS, LossConfig, Targets, heads_loss
 
 CROSS_ENTROPY, SELF_DISTILLATION = "ce", "self_distillation"
 BASE_LOSSES = {

@@ -25,9 +25,9 @@ from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.heads.common.lm_heads import DraftLMHeads
-from drafthead.models.heads.common.multi_position import CopyingConfig, RecurrentHead, States
-from drafthead.models.heads.common.targets import DraftTargets
+from drafthead.models.heads.parts.lm_heads import DraftLMHeads
+from drafthead.models.heads.parts.multi_position import CopyingConfig, RecurrentHead, States
+from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.linear import reads_in
 
 NORM_EPS = 1e-6

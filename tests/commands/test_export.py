@@ -11,19 +11,19 @@ import torch
 
 from drafthead.data.utils.files import write_json
 from drafthead.eval.lossless.export_check import DraftQuality, check_export, training_estimate
-from drafthead.eval.trees.texts import Text, base_answers, write_texts
+from drafthead.eval.trees.answers import FinishedAnswer, base_answers, write_texts
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import format_named
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.kangaroo import KangarooFormat
 from drafthead.models.formats.medusa import MedusaFormat
-from drafthead.models.heads.common.contract import DraftHeadConfig
-from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
+from drafthead.models.heads.parts.draft_head import DraftHeadConfig
+from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, call, leaning
 
@@ -31,7 +31,7 @@ TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 
 
 @cache
-def answers(base: BaseModel) -> list[Text]:
+def answers(base: BaseModel) -> list[FinishedAnswer]:
     return base_answers(base, suite="builtin", limit=3, max_new_tokens=24)
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig
 
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from support import TinyBase, call
 
 

@@ -6,16 +6,16 @@ import pytest
 from hydra import compose, initialize, initialize_config_module
 
 from drafthead.commands import eval as command
-from drafthead.data.utils.config import parse, update_names
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import parse, update_names
 from drafthead.eval.config import EvalConfig, EvalRunConfig
 from drafthead.eval.timing.methods import check_methods
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DynamicTree
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.drafters.combined import CombinedDrafter
+from drafthead.models.drafters.experimental.horizontal_cascade import HorizontalCascade
+from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
 from drafthead.models.drafters.expression import build_drafter, is_drafter, parse_drafter
-from drafthead.models.drafters.nested import Nested
 from drafthead.models.drafters.prompt_lookup import PromptLookup
-from drafthead.models.drafters.relay import Relay
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
@@ -119,20 +119,26 @@ def test_drafters_are_put_together_by_one_grammar(head: MedusaHead) -> None:
         return build_drafter(parse_drafter(config.together), base, head, own)
 
     relay, config = built(EvalConfig(relay=["head@2", "prompt_lookup@4"]))
-    assert isinstance(relay, Relay) and relay.lengths == (2, 4) and config.tree == TokenTree.chain(6)
+    assert isinstance(relay, HorizontalCascade) and relay.lengths == (2, 4) and config.tree == TokenTree.chain(6)
     whole, _ = built(EvalConfig(relay=["suffix_memory:2:99"]))
-    assert isinstance(whole, Relay) and whole.lengths == (3, 2) and whole.drafters[0] is head
+    assert isinstance(whole, HorizontalCascade) and whole.lengths == (3, 2) and whole.drafters[0] is head
     assert isinstance(whole.drafters[1], PromptLookup) and whole.drafters[1].memory == 99
     cascade, config = build_drafter(parse_drafter("relay:(nested:early_exit:2@4+max_gram)@3+prompt_lookup@2"), base)
-    assert isinstance(cascade, Relay) and isinstance(cascade.drafters[0], Nested) and cascade.lengths == (3, 2)
+    assert (
+        isinstance(cascade, HorizontalCascade)
+        and isinstance(cascade.drafters[0], VerticalCascade)
+        and cascade.lengths == (3, 2)
+    )
     assert isinstance(cascade.drafters[0].drafter, PromptLookup) and cascade.drafters[0].drafter.max_ngram is None
     twice, _ = build_drafter(parse_drafter("nested:early_exit:2@5+early_exit:1@2+prompt_lookup"), base)
     assert (
-        isinstance(twice, Nested) and isinstance(twice.drafter, Nested) and (twice.depth, twice.drafter.depth) == (5, 2)
+        isinstance(twice, VerticalCascade)
+        and isinstance(twice.drafter, VerticalCascade)
+        and (twice.depth, twice.drafter.depth) == (5, 2)
     )
     sampled = EvalConfig(draft_sampling="with_replacement").draft_config(head)
     between, config = build_drafter(parse_drafter("nested:early_exit:2+prompt_lookup"), base, head, sampled)
-    assert config.draft_sampling is DraftSampling.WITH_REPLACEMENT and isinstance(between, Nested)
+    assert config.draft_sampling is DraftSampling.WITH_REPLACEMENT and isinstance(between, VerticalCascade)
 
 
 @pytest.mark.parametrize(

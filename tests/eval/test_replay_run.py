@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from drafthead.commands.replay import own_row, rows
-from drafthead.data.answers.store import Generation, GenerationStore
+from drafthead.data.answers.store import Answer, AnswerStore
 from drafthead.data.utils.errors import UserError
+from drafthead.eval.trees.answers import FinishedAnswer, base_answers, read_texts, write_texts
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.simulate import accept_probs_of_ranks
-from drafthead.eval.trees.texts import Text, base_answers, read_texts, write_texts
-from drafthead.models.decoding.contract import DraftSampling
+from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.medusa import MedusaConfig
@@ -86,7 +86,7 @@ def test_a_head_with_a_threshold_has_a_row_of_its_own(
     tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = tiny_base()
-    texts = [Text([5, 6, 7, *decode(base, None, [5, 6, 7], max_new_tokens=12, ignore_eos=True).tokens], 3)]
+    texts = [FinishedAnswer([5, 6, 7, *decode(base, None, [5, 6, 7], max_new_tokens=12, ignore_eos=True).tokens], 3)]
     head = MedusaConfig(num_draft_tokens=2).build(base).eval()
     plain = own_row(base, head, texts, Sampler())
     head.confidence_threshold = 0.999
@@ -113,7 +113,7 @@ def test_any_drafters_are_simulated_on_the_same_texts(
     base = tiny_base()
     head = small_head(base, tmp_path / "head")
     answer = decode(base, None, [7, 8, 9], max_new_tokens=30, ignore_eos=True).tokens
-    write_texts(tmp_path / "t.jsonl", [Text([7, 8, 9, *answer], 3)] * 2)
+    write_texts(tmp_path / "t.jsonl", [FinishedAnswer([7, 8, 9, *answer], 3)] * 2)
     drafters = "drafters=[prompt_lookup@4,suffix_memory@4,relay:head@1+prompt_lookup@3,head+prompt_lookup@2]"
     call(
         "replay",
@@ -133,7 +133,7 @@ def test_any_drafters_are_simulated_on_the_same_texts(
 
 
 def test_a_corpus_is_replayed(tmp_path: Path) -> None:
-    store = GenerationStore(tmp_path / "corpus" / "generations", {"made": "here"})
-    store.append_shard([Generation(n, np.array([1, 2, 3 + n], np.int32), 2, True) for n in (1, 0)])
-    assert read_texts(tmp_path / "corpus") == [Text([1, 2, 3], 2), Text([1, 2, 4], 2)]
-    assert read_texts(tmp_path / "corpus" / "generations", 1) == [Text([1, 2, 3], 2)]
+    store = AnswerStore(tmp_path / "corpus" / "answers", {"made": "here"})
+    store.append_shard([Answer(n, np.array([1, 2, 3 + n], np.int32), 2, True) for n in (1, 0)])
+    assert read_texts(tmp_path / "corpus") == [FinishedAnswer([1, 2, 3], 2), FinishedAnswer([1, 2, 4], 2)]
+    assert read_texts(tmp_path / "corpus" / "answers", 1) == [FinishedAnswer([1, 2, 3], 2)]

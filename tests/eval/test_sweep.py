@@ -9,8 +9,8 @@ import pytest
 from drafthead.commands import sweep
 from drafthead.commands.sweep import Candidate
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, call
 

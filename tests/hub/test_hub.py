@@ -16,9 +16,9 @@ import drafthead
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import REPOSITORY, HubConfig, fetch, push, require_login
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.heads.common.files import resolve_folder
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.medusa2 import Medusa2Config
+from drafthead.models.heads.parts.head_folder import resolve_folder
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, call
 

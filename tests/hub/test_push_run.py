@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import drafthead
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.metrics.summary import speedup_of
-from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.train import pipeline
 from support import composed
 

@@ -6,7 +6,6 @@ import pytest
 
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
@@ -14,6 +13,7 @@ from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.medusa2 import Medusa2Config
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
+from drafthead.models.heads.parts.losses import LossConfig
 
 NAN = float("nan")
 BAD: list[tuple[Any, dict[str, Any]]] = [

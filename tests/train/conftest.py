@@ -26,9 +26,9 @@ OPTIONS = (
     "base.shape.hidden_size=32",
     "base.shape.num_hidden_layers=2",
     "base.shape.head_dim=8",
-    "data.generations.batch_size=2",
-    "data.generations.max_prompt_tokens=240",
-    "data.generations.sampler.max_new_tokens=16",
+    "data.answers.batch_size=2",
+    "data.answers.max_prompt_tokens=240",
+    "data.answers.sampler.max_new_tokens=16",
     "phases.pretrain.seq_len=256",
     "phases.distill.seq_len=256",
 )

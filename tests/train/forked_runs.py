@@ -29,10 +29,10 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from drafthead import cli
-from drafthead.data.answers import store as generations
+from drafthead.data.answers import store as answers
 from drafthead.data.utils import files
-from drafthead.data.utils.config import say
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import say
 from drafthead.eval.engines.served import free_port
 from drafthead.models.decoding import corpus as batched_generation
 from drafthead.train import online, pipeline
@@ -49,9 +49,9 @@ CALLS: dict[str, tuple[Any, str]] = {
     "prune": (checkpoint, "_prune"),
     "save": (checkpoint, "save_checkpoint"),
     "rename": (files, "atomic_rename"),
-    "answer": (batched_generation, "Generation"),
-    "save features": (generations, "save_file"),
-    "rename shard": (generations, "atomic_rename"),
+    "answer": (batched_generation, "Answer"),
+    "save features": (answers, "save_file"),
+    "rename shard": (answers, "atomic_rename"),
     "step": (loop, "train_step"),
     "update": (online, "train_step"),
     "validate": (loop, "evaluate_loss"),

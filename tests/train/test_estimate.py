@@ -11,15 +11,15 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, LlamaConfig
 
-from drafthead.data.answers.config import SamplerConfig
+from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.batch import TrainBatch
 from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.lora import LoraBase, LoraSettings
 from drafthead.models.base.shape import ModelShape
-from drafthead.models.heads.common.size import HeadSize
-from drafthead.train.config import DataConfig, GenerationsConfig, OptimConfig, PhaseConfig, RunConfig, ShardConfig
+from drafthead.models.heads.parts.size import HeadSize
+from drafthead.train.config import AnswersConfig, DataConfig, OptimConfig, PhaseConfig, RunConfig, ShardConfig
 from drafthead.train.estimate import GATHERED_LAYERS, Estimate, render, size
 from drafthead.train.trainer.optim import build_optimizer
 from support import composed
@@ -129,8 +129,8 @@ def test_all_experts_are_counted(model_type: str) -> None:
 
 
 def test_tokens() -> None:
-    data = DataConfig(generations=GenerationsConfig(max_prompt_tokens=300, sampler=SamplerConfig(max_new_tokens=100)))
-    phases = {"pretrain": phase(grad_accum_steps=4), "d": phase(corpus="generations")}
+    data = DataConfig(answers=AnswersConfig(max_prompt_tokens=300, sampler=SamplerConfig(max_new_tokens=100)))
+    phases = {"pretrain": phase(grad_accum_steps=4), "d": phase(corpus="answers")}
     found = made(shape=LLAMA3_8B, head=MEDUSA_5, phases=phases, data=data, devices=8)
     assert found.tokens("pretrain") == found.trained_tokens("pretrain") == 100 * 4 * 2 * 4096 * 8
     assert (found.tokens("d"), found.trained_tokens("d")) == (100 * 2 * 4096 * 8, 100 * 2 * 4096 * 2)
@@ -179,11 +179,11 @@ def test_a_cached_phase_trades_activations_for_disk() -> None:
 
 def test_disk() -> None:
     sampler = SamplerConfig(max_new_tokens=156)
-    corpus = GenerationsConfig(prompts=900, self_prompted=100, max_prompt_tokens=100, sampler=sampler)
-    found = made(shape=LLAMA3_8B, head=MEDUSA_5, phases={}, data=DataConfig(generations=corpus)).disk
+    corpus = AnswersConfig(prompts=900, self_prompted=100, max_prompt_tokens=100, sampler=sampler)
+    found = made(shape=LLAMA3_8B, head=MEDUSA_5, phases={}, data=DataConfig(answers=corpus)).disk
     assert found == {
-        "generations": 256_000 * 4,
-        "hidden states of generations": 256_000 * 4096 * 2,
+        "answers": 256_000 * 4,
+        "hidden states of answers": 256_000 * 4096 * 2,
         "one checkpoint": MEDUSA_5.trainable * 12,
     }
 

@@ -20,7 +20,7 @@ def train(folder: Path, *overrides: str) -> Path:
 def test_trains_on_and_measures_old_and_new_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = train(tmp_path / "first")
     init = (f"init_from={first / 'head'}", f"init_data={tmp_path / 'first' / 'corpora'}")
-    other = "data.generations.prompts=20"
+    other = "data.answers.prompts=20"
     second = train(tmp_path / "second", *init, other, "phases.distill.optim.lr=1e-4")
     assert losses_of(second)[0] < losses_of(first)[0], "it begins where the first run ended"
     found = json.loads((second / "init_from.json").read_text())
@@ -38,7 +38,7 @@ def test_trains_on_and_measures_old_and_new_data(tmp_path: Path, capsys: pytest.
     # What is refused.
     with pytest.raises(UserError, match="holds a head of type medusa, and this run trains a eagle3"):
         run_pipeline(*composed(tmp_path / "x", "debug=tiny", "recipe=eagle3_smollm2", f"init_from={first / 'head'}"))
-    with pytest.raises(UserError, match="has no folder generations"):
+    with pytest.raises(UserError, match="has no folder answers"):
         train(tmp_path / "x", f"init_from={first / 'head'}", f"init_data={tmp_path}")
     with pytest.raises(UserError, match="init_data is measured with init_from"):
         train(tmp_path / "x", f"init_data={tmp_path}")

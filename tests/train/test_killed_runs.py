@@ -54,12 +54,12 @@ def test_other_corpora_than_the_checkpoint_was_trained_on_are_refused(runs: Any,
     assert runs.one(tmp_path, at=("step", 14)) == KILLED
     for path in (tmp_path / "run" / "checkpoints").glob("step-*/state.json"):
         content = read_checksummed_json(path)
-        assert content["manifests"]["generations"]["answers"] == 24 and len(content["manifests"]) == 2
-        content["manifests"]["generations"]["answers"] = 25
+        assert content["manifests"]["answers"]["answers"] == 24 and len(content["manifests"]) == 2
+        content["manifests"]["answers"]["answers"] = 25
         write_checksummed_json(path, content)
     assert runs.one(tmp_path) == 1
     last = runs.said(tmp_path).strip().splitlines()[-1]
-    assert "was trained on generations with answers = 25, which now has 24; restore that corpus" in last
+    assert "was trained on answers with answers = 25, which now has 24; restore that corpus" in last
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.pipeline import run_pipeline

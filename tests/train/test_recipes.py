@@ -64,7 +64,7 @@ def test_it_composes_for_its_real_base_and_says_what_to_expect(name: str, tmp_pa
     config = run.base.transformers_config()
     assert config.hidden_size > 500
     assert run.head_config().depth >= 1
-    assert [p.corpus for p in run.phases.values()][:2] == ["text", "generations"]
+    assert [p.corpus for p in run.phases.values()][:2] == ["text", "answers"]
     tiny = load(name, tmp_path, "debug=tiny").phases
     assert list(tiny) == list(run.phases)
     sizes = {(p.steps, p.seq_len, p.micro_batch_size, p.grad_accum_steps) for p in tiny.values()}

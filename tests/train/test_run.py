@@ -13,9 +13,9 @@ from drafthead.eval.timing import methods
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode_batch
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.loading import load_base_and_head
 from drafthead.models.heads.medusa import MedusaHead
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 from drafthead.train import pipeline
 from drafthead.train.config import RunConfig, preflight
@@ -40,9 +40,9 @@ def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"phases.distill.optim.lr=.*resume=false"):
         train(tmp_path, trained, "phases.distill.optim.lr=0.005")
     train(tmp_path, trained, "phases.distill.optim.lr=0.005", "resume=false")
-    with pytest.raises(UserError, match="generations was made with sampler.temperature = .* remove the folder"):
-        train(tmp_path, trained, "data.generations.sampler.temperature=0.5", "resume=false")
-    with pytest.raises(UserError, match="generations was made with base.fingerprint = "):
+    with pytest.raises(UserError, match="answers was made with sampler.temperature = .* remove the folder"):
+        train(tmp_path, trained, "data.answers.sampler.temperature=0.5", "resume=false")
+    with pytest.raises(UserError, match="answers was made with base.fingerprint = "):
         train(tmp_path, trained, "base.seed=1", "resume=false")
 
 

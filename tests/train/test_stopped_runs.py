@@ -123,8 +123,8 @@ def test_a_launcher_passes_the_signal_on_and_fails_itself(tmp_path: Path, signum
 # Faults -------------------------------------------------------------------------------------------------------
 
 FULL = {
-    "while features of answers are written": (("save features", 2), "the next shard of generations"),
-    "while answers are written": (("rename shard", 3), "the next shard of generations"),
+    "while features of answers are written": (("save features", 2), "the next shard of answers"),
+    "while answers are written": (("rename shard", 3), "the next shard of answers"),
     "in the first phase's checkpoints": (("save tensors", 3), "a checkpoint"),
     "in the state of a checkpoint": (("write state", 2), "a checkpoint"),
 }
@@ -160,7 +160,7 @@ def test_damaged_corpora_are_named_and_made_again(runs: Any, whole: Path, tmp_pa
     folder = next(tmp_path.glob("corpora/text/*/rows.arrow")).parent
     for path in folder.iterdir():
         path.unlink()
-    answers = tmp_path / "corpora" / "generations"
+    answers = tmp_path / "corpora" / "answers"
     for name, damage in (("shard-00001.parquet", cut), ("shard-00002.safetensors", flip)):
         damage(answers / name)
         assert runs.one(tmp_path, at=("step", 12)) == 1

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drafthead.data.answers.backend import Backend, Prompt, RankGroup
-from drafthead.data.answers.store import GenerationStore
+from drafthead.data.answers.backend import Backend, ProcessGroup, Prompt
+from drafthead.data.answers.store import AnswerStore
 from drafthead.data.embedded import training_sets
 from drafthead.data.text.chat import Message, num_turns, turns_of, user_turn
 from drafthead.data.text.sources import load_prompts
@@ -27,7 +27,7 @@ from drafthead.eval.prompts.near_duplicates import NearDuplicates
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import BuiltInBackend, greedy_match_rate, self_prompted_prompts
-from drafthead.train.config import COMPLETE, GenerationsConfig
+from drafthead.train.config import COMPLETE, AnswersConfig
 
 Progress = Callable[[str, int, int], None]
 """(what is being made, done, total)."""
@@ -39,7 +39,7 @@ TURN_STRIDE = 10**9
 """Between the numbers of a conversation's answers: the first one's, plus so much for each turn after it."""
 
 
-def backend_of(base: BaseModel, config: GenerationsConfig, log: Log) -> Backend:
+def backend_of(base: BaseModel, config: AnswersConfig, log: Log) -> Backend:
     """What answers the prompts; ``log`` receives lines about transient errors."""
     if config.server.url is None:
         return BuiltInBackend(
@@ -70,10 +70,10 @@ class AnswerGenerator:
     def __init__(
         self,
         base: BaseModel,
-        config: GenerationsConfig,
+        config: AnswersConfig,
         seed: int,
         folder: Path,
-        group: RankGroup,
+        group: ProcessGroup,
         progress: Progress,
         log: Log = lambda line: None,
     ) -> None:
@@ -81,7 +81,7 @@ class AnswerGenerator:
         self.group, self.progress = group, progress
         self.backend = backend_of(base, config, log)
 
-    def complete(self) -> GenerationStore:
+    def complete(self) -> AnswerStore:
         """The corpus with an answer to every prompt."""
         first = self.group.rank == 0
         with exclusive(self.folder, self.progress) if first else nullcontext():
@@ -98,19 +98,19 @@ class AnswerGenerator:
                 self._close()
         return self._open()
 
-    def _open(self) -> GenerationStore:
+    def _open(self) -> AnswerStore:
         found = read_json(self.folder / MANIFEST_NAME) if (self.folder / MANIFEST_NAME).exists() else {}
         recorded = found if isinstance(found, dict) else {}
         self._check_kind(recorded)
         made_by = {"base": self.base.identity(), "seed": self.seed, **self.config.manifest()}
-        return GenerationStore(self.folder, made_by | self.backend.identity(recorded))
+        return AnswerStore(self.folder, made_by | self.backend.identity(recorded))
 
     def _check_kind(self, recorded: dict[str, Any]) -> None:
         serves = self.config.server.url is not None
         if recorded and ("server" in recorded) != serves:
             kinds = ("a server", "the built-in decoding")
             was, now = kinds if "server" in recorded else reversed(kinds)
-            remedy = "leave data.generations.server.url out" if serves else "set data.generations.server.url"
+            remedy = "leave data.answers.server.url out" if serves else "set data.answers.server.url"
             raise UserError(
                 f"{self.folder} was started with {was}, and this run would continue with {now}; {remedy}, or choose "
                 "another data.folder"
@@ -140,7 +140,7 @@ class AnswerGenerator:
         found = [self.base.prompt_ids(user_turn(text)) for text in texts]
         return [(n, ids[: self.config.max_prompt_tokens]) for n, ids in enumerate(found)]
 
-    def _answer(self, prompts: list[Prompt], store: GenerationStore) -> None:
+    def _answer(self, prompts: list[Prompt], store: AnswerStore) -> None:
         """This process's part of what is missing."""
         done, total = sum(number in store.done for number, _ in prompts), len(prompts)
         label = "generating answers" + (f" (process 1 of {self.group.size})" if self.group.size > 1 else "")
@@ -162,7 +162,7 @@ class AnswerGenerator:
             for name in (PROMPTS, MANIFEST_NAME):  # nothing was made, so nothing binds the next try
                 (self.folder / name).unlink(missing_ok=True)
             raise UserError(
-                f"no answers were generated: none of the prompts fits data.generations.max_prompt_tokens="
+                f"no answers were generated: none of the prompts fits data.answers.max_prompt_tokens="
                 f"{self.config.max_prompt_tokens}; raise it or add sources"
             )
         left = [number for number, _ in self._missing(store)]
@@ -174,7 +174,7 @@ class AnswerGenerator:
         if not (self.folder / COMPLETE).exists():
             write_json(self.folder / COMPLETE, {"answers": len(store.done)})
 
-    def _prompts(self, turn: int, store: GenerationStore) -> list[Prompt]:
+    def _prompts(self, turn: int, store: AnswerStore) -> list[Prompt]:
         """Numbered prompts of one turn as token ids, within the length limit; earlier turns must be answered."""
         found = []
         for number, conversation in enumerate(self._messages()):
@@ -186,7 +186,7 @@ class AnswerGenerator:
                     found.append((number + turn * TURN_STRIDE, ids))
         return found
 
-    def _missing(self, store: GenerationStore) -> list[Prompt]:
+    def _missing(self, store: AnswerStore) -> list[Prompt]:
         """The prompts that can be answered now, of all turns."""
         turns = max(map(num_turns, self._messages()))
         return [p for turn in range(turns) for p in self._prompts(turn, store) if p[0] not in store.done]
@@ -230,7 +230,7 @@ class AnswerGenerator:
             )
             found = [m for m in found if not any(t["role"] == "user" and t["content"] in evaluated for t in m)]
         if not found:
-            raise UserError("data.generations names no prompts; set sources, or self_prompted to a number")
+            raise UserError("data.answers names no prompts; set sources, or self_prompted to a number")
         return found
 
 

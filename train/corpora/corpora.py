@@ -15,25 +15,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafthead.data.answers.backend import RankGroup
+from drafthead.data.answers.backend import ProcessGroup
 from drafthead.data.answers.draft_vocab import draft_vocabulary
 from drafthead.data.answers.hidden_states import FORMAT, HiddenStateCache
-from drafthead.data.answers.store import GenerationStore, as_documents
+from drafthead.data.answers.store import AnswerStore, as_documents
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import collate, digest_rows, is_packed, open_packed, pack, text_documents
 from drafthead.data.text.sources import load_documents, resolve_revision
 from drafthead.data.text.streaming import StreamedRows
-from drafthead.data.utils.config import original_names
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import check_manifest, exclusive, file_digest, read_manifest, write_manifest
+from drafthead.data.utils.settings import original_names
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import first_layers, reading_copy
 from drafthead.train.config import DataConfig
 from drafthead.train.corpora.answers import PROMPTS, TURN_STRIDE, AnswerGenerator, Log, Progress
 from drafthead.train.corpora.precomputed import complete_precomputed
 
-ALONE = RankGroup()
+ALONE = ProcessGroup()
 HELD_OUT_EVERY = 20
 """Each 20th answer is held out: it measures acceptance and calibrates the tree, and is never trained on."""
 HELD_OUT_MOST = 512
@@ -45,7 +45,7 @@ _CHARACTERS_A_TOKEN = 6
 class Corpora:
     """Builds and opens the corpora of one run; every method is idempotent.
 
-    ``generations`` shares the work among the processes of ``group``, each of which must call it; the other methods
+    ``answers`` shares the work among the processes of ``group``, each of which must call it; the other methods
     work alone.
     """
 
@@ -55,13 +55,13 @@ class Corpora:
         config: DataConfig,
         seed: int,
         progress: Progress,
-        group: RankGroup = ALONE,
+        group: ProcessGroup = ALONE,
         log: Log = lambda line: None,
     ) -> None:
         self.base, self.config, self.seed, self.progress, self.log = base, config, seed, progress, log
         self.group = group
         self.folder = Path(config.folder)
-        self._store: GenerationStore | None = None
+        self._store: AnswerStore | None = None
         self.manifests: dict[str, Any] = {}
         """What made the corpora that were opened, by name: what a checkpoint remembers of its data."""
 
@@ -123,33 +123,33 @@ class Corpora:
 
     # Generations ---------------------------------------------------------------------------------------------
 
-    def generations(self) -> GenerationStore:
+    def answers(self) -> AnswerStore:
         """The corpus of answers, complete."""
         if self._store is None:
-            folder, config = self.folder / "generations", self.config.generations
+            folder, config = self.folder / "answers", self.config.answers
             if config.copied:
                 self._store = complete_precomputed(self.base, config, folder, self.group, self.log)
             else:
                 maker = AnswerGenerator(self.base, config, self.seed, folder, self.group, self.progress, self.log)
                 self._store = maker.complete()
             prompts = {} if config.copied else {PROMPTS: file_digest(folder / PROMPTS)}
-            self.manifests["generations"] = {**read_manifest(folder), **prompts, "answers": len(self._store.done)}
+            self.manifests["answers"] = {**read_manifest(folder), **prompts, "answers": len(self._store.done)}
         return self._store
 
     def generation_rows(self, seq_len: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
         """The trained or the held-out answers packed into rows, and the prompt number of each packed document."""
-        answers = self.generations().read(with_hidden_states=False)
+        answers = self.answers().read(with_hidden_states=False)
         chosen = [g for g in answers if is_held_out(g.prompt_number) == held_out]
         if not chosen:
             raise UserError(
-                f"{len(self.generations().done)} answers are too few to {'hold some out' if held_out else 'train on'}; "
-                f"ask for more (data.generations.prompts or .self_prompted)"
+                f"{len(self.answers().done)} answers are too few to {'hold some out' if held_out else 'train on'}; "
+                f"ask for more (data.answers.prompts or .self_prompted)"
             )
         return pack(as_documents(chosen), seq_len, split=False), [g.prompt_number for g in chosen]
 
     def draft_vocabulary(self, size: int) -> Tensor:
         """[W] int64: the ``size`` ids most frequent in the answers, and those that end one."""
-        counts = self.generations().token_counts(self.base.vocab_size)
+        counts = self.answers().token_counts(self.base.vocab_size)
         return torch.from_numpy(draft_vocabulary(counts, size, self.base.eos_ids))
 
     # Hidden states ----------------------------------------------------------------------------------------
@@ -180,8 +180,8 @@ class Corpora:
             return cache
         wanted = len(rows) if only is None else len(only)
         label = f"hidden states of {name}"
-        generations = self.config.generations
-        kept = generations.keep_hidden_states and not generations.copied
+        answers = self.config.answers
+        kept = answers.keep_hidden_states and not answers.copied
         answers = prompts if kept else None
         # Where generation kept the final states, the base only has to run as far as the last layer that is read.
         if answers is not None and spec.layers:
@@ -201,7 +201,7 @@ class Corpora:
         """[1, T, D] of a row's pieces, out of the generation store; positions that nobody read are NaN."""
         values = np.full((1, seq_len, self.base.hidden_size), np.nan, dtype=np.float16)
         for document, start, length, offset in pieces:
-            base_hidden = self.generations().hidden_states(prompts[document])
+            base_hidden = self.answers().hidden_states(prompts[document])
             assert base_hidden is not None
             part = base_hidden[start : start + length]
             values[0, offset : offset + len(part)] = part

@@ -4,13 +4,13 @@ from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
-from drafthead.data.answers.backend import RankGroup
-from drafthead.data.answers.store import GenerationStore
+from drafthead.data.answers.backend import ProcessGroup
+from drafthead.data.answers.store import AnswerStore
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import exclusive, file_digest, read_manifest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import greedy_match_rate
-from drafthead.train.config import GenerationsConfig
+from drafthead.train.config import AnswersConfig
 from drafthead.train.corpora.answers import TURN_STRIDE, Log
 
 FOLDERS = {
@@ -24,8 +24,8 @@ MIN_MATCH_RATE = 0.98
 
 
 def complete_precomputed(
-    base: BaseModel, config: GenerationsConfig, folder: Path, group: RankGroup, log: Log
-) -> GenerationStore:
+    base: BaseModel, config: AnswersConfig, folder: Path, group: ProcessGroup, log: Log
+) -> AnswerStore:
     """The corpus in ``folder``, copied from the answers that ``config.precomputed`` names, after a comparison."""
     assert config.precomputed is not None
     source = FOLDERS.get(config.precomputed, Path(config.precomputed))
@@ -33,31 +33,31 @@ def complete_precomputed(
         with exclusive(folder):
             _copy(base, config, source, folder, log)
     group.wait()
-    return GenerationStore(folder, None)
+    return AnswerStore(folder, None)
 
 
-def _copy(base: BaseModel, config: GenerationsConfig, source: Path, folder: Path, log: Log) -> None:
+def _copy(base: BaseModel, config: AnswersConfig, source: Path, folder: Path, log: Log) -> None:
     made_by = read_manifest(source)
-    remedy = "set data.generations.fresh=true, and the base answers anew"
+    remedy = "set data.answers.fresh=true, and the base answers anew"
     if made_by.get("base", {}).get("fingerprint") != base.fingerprint:
         raise UserError(f"the answers in {source} are of another base than {base.name}; {remedy}")
     if "sampler" not in made_by:
-        raise UserError(f"{source} holds no answers of a base; name the folder generations of a corpus, or {remedy}")
+        raise UserError(f"{source} holds no answers of a base; name the folder answers of a corpus, or {remedy}")
     asked = asdict(config.sampler)
     for key, value in made_by["sampler"].items():
         if asked.get(key) != value:
             raise UserError(f"the answers in {source} were sampled with {key}={value}, not {asked.get(key)}; {remedy}")
-    answers = GenerationStore(source)
+    answers = AnswerStore(source)
     count, longest = config.prompts + config.self_prompted, config.max_prompt_tokens
     files = {path.name: file_digest(path) for path in sorted(source.glob("shard-*.parquet"))}
     chosen = {"prompts": count, "max_prompt_tokens": longest, "precomputed": files}
-    store = GenerationStore(folder, {**made_by, **chosen})
+    store = AnswerStore(folder, {**made_by, **chosen})
     if store.done:
         return
     wanted = [g for g in answers.read() if g.prompt_number % TURN_STRIDE < count and g.boundary <= longest]
     if not wanted:
         raise UserError(
-            f"none of the answers in {source} has a prompt of at most data.generations.max_prompt_tokens={longest}; "
+            f"none of the answers in {source} has a prompt of at most data.answers.max_prompt_tokens={longest}; "
             "raise it"
         )
     if made_by["sampler"]["temperature"] == 0:

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
-from drafthead.data.answers.backend import RankGroup
+from drafthead.data.answers.backend import ProcessGroup
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.train.config import RunConfig, ShardConfig
@@ -88,12 +88,12 @@ def launched(run: RunConfig) -> Iterator[Launch]:
         yield Launch(accelerator, processes, Sharding(shard, accelerator.device), Display(accelerator.is_main_process))
 
 
-def rank_group(accelerator: Accelerator, per_node_data: bool) -> RankGroup:
+def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
     """The processes that share a corpus: all that the launcher started, or with ``per_node_data`` those of a node."""
     if not per_node_data:
-        return RankGroup(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
+        return ProcessGroup(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-    return RankGroup(accelerator.local_process_index, local, accelerator.wait_for_everyone)
+    return ProcessGroup(accelerator.local_process_index, local, accelerator.wait_for_everyone)
 
 
 def follow_launcher(shard: ShardConfig) -> ShardConfig:

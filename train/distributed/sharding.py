@@ -38,10 +38,10 @@ from torch.utils.checkpoint import checkpoint
 
 from drafthead.data.batch import LossOutput
 from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.layers import drop_views
-from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.train.config import AUTO, PRECISIONS, ShardConfig
 
 

@@ -15,12 +15,12 @@ from drafthead.eval.metrics.summary import speedup_of
 from drafthead.eval.prompts.suites import suite_label
 from drafthead.eval.report.report import machine_line
 from drafthead.eval.report.tables import DEFINITIONS, lossy, markdown_table, quality_table, sentence
-from drafthead.models.base.config import EMBEDDED, BaseConfig
+from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.formats import FORMATS
-from drafthead.models.formats.contract import published_name, unsupported_adapter
-from drafthead.models.heads.common.contract import DraftHead, config_class
-from drafthead.models.heads.common.files import read_head_config
-from drafthead.models.heads.common.losses import TERMS
+from drafthead.models.formats.format import published_name, unsupported_adapter
+from drafthead.models.heads.parts.draft_head import DraftHead, config_class
+from drafthead.models.heads.parts.head_folder import read_head_config
+from drafthead.models.heads.parts.losses import TERMS
 from drafthead.train.config import PhaseConfig, RunConfig
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -104,7 +104,7 @@ def published_evaluation(evaluation: dict[str, Any]) -> dict[str, Any]:
 
 def metadata(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], licences: dict[str, Any]) -> ModelCardData:
     """The card's front matter, what the Hub searches and shows: also the results per task and overall."""
-    sources = [*run.data.text.sources, *run.data.generations.sources]
+    sources = [*run.data.text.sources, *run.data.answers.sources]
     datasets = [s.name for s in sources if s.kind == "hf" and not Path(s.name).exists()]
     machine, warning, suite = machine_line(evaluation["overall"]), lossy(evaluation), evaluation["suite"]
     note = f" ({warning})" if warning else ""
@@ -185,7 +185,7 @@ def obstacles(rows: list[tuple[str, str, str]]) -> str:
 
 def facts(run: RunConfig, head: DraftHead, answers: GenerationStats) -> list[tuple[str, str]]:
     """Base, data and seed of the training: name and text of each."""
-    sampler, data = run.data.generations.sampler, run.data
+    sampler, data = run.data.answers.sampler, run.data
     drawn = "greedy" if sampler.temperature == 0 else f"temperature {sampler.temperature:g}"
     drawn += f", top-k {sampler.top_k}" if sampler.top_k else ""
     drawn += f", top-p {sampler.top_p:g}" if sampler.top_p < 1 else ""
@@ -200,8 +200,8 @@ def facts(run: RunConfig, head: DraftHead, answers: GenerationStats) -> list[tup
     if any(phase.corpus == "text" for phase in run.phases.values()):
         limit = "read while training" if data.text.stream else f"at most {data.text.max_tokens:,} tokens"
         rows.append(("text", f"{_sources(data.text.sources)}; {limit}"))
-    prompts = [_sources(data.generations.sources)] if data.generations.prompts else []
-    if count := data.generations.self_prompted:
+    prompts = [_sources(data.answers.sources)] if data.answers.prompts else []
+    if count := data.answers.self_prompted:
         prompts.append(f"up to {count:,} written by the base itself")
     size = f"{answers.rows:,} of the base's own, {answers.tokens:,} tokens"
     return [
@@ -236,7 +236,7 @@ def phase_row(name: str, phase: PhaseConfig, processes: int) -> tuple[str, ...]:
     rate = f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of {optim.warmup} warm-up"
     terms = " + ".join(f"{getattr(loss, term):g} {term}" for term in TERMS if getattr(loss, term))
     weights = f"decay {loss.decay:g}" if loss.depth_weights is None else f"weights {loss.depth_weights}"
-    data = {"text": "text", "generations": "the base's answers"}[phase.corpus]
+    data = {"text": "text", "answers": "the base's answers"}[phase.corpus]
     return name, data, f"{phase.steps:,}", f"{tokens:,}", rate, f"{terms}, {weights} by position"
 
 

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from drafthead.data.utils.config import flatten
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
+from drafthead.data.utils.settings import flatten
 from drafthead.eval.report.tables import method_table, task_table
 from drafthead.train.config import TrackerConfig
 

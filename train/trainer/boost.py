@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.calibrate import WIDTH
-from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.trainer.batches import Batch
 

@@ -29,7 +29,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafthead.data.utils.config import update_names
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import (
@@ -42,7 +41,8 @@ from drafthead.data.utils.files import (
     safe_join,
     write_checksummed_json,
 )
-from drafthead.models.heads.common.contract import DraftHead
+from drafthead.data.utils.settings import update_names
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.distributed.processes import Processes

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.train.config import SCHEDULES, WARMUPS, OptimConfig
 
 

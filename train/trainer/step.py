@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.train.config import HISTORY, LossSpikeConfig
 
 

@@ -12,10 +12,10 @@ import pytest
 from openai.types import Completion
 
 from drafthead.data.answers import server as client
-from drafthead.data.answers.backend import RankGroup
-from drafthead.data.answers.config import SamplerConfig, ServerConfig
+from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
+from drafthead.data.answers.backend import ProcessGroup
 from drafthead.data.answers.server import BadAnswerError, Completions, ServerBackend, ServerCapabilities, check_server
-from drafthead.data.answers.store import Generation
+from drafthead.data.answers.store import Answer
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.errors import UserError
 
@@ -54,14 +54,14 @@ def backend(
     )
 
 
-def collect(made: ServerBackend, done: frozenset[int] = frozenset()) -> list[Generation]:
-    shards = list(made.shards(PROMPTS, done, RankGroup(), lambda: None))
+def collect(made: ServerBackend, done: frozenset[int] = frozenset()) -> list[Answer]:
+    shards = list(made.shards(PROMPTS, done, ProcessGroup(), lambda: None))
     assert [index for index, _ in shards] == list(range(len(shards)))
     assert all(len(rows) == client.SHARD_ROWS for _, rows in shards[:-1])
     return [row for _, rows in shards for row in rows]
 
 
-def assert_once(rows: list[Generation], sampler: SamplerConfig = SAMPLER) -> None:
+def assert_once(rows: list[Answer], sampler: SamplerConfig = SAMPLER) -> None:
     assert Counter(row.prompt_number for row in rows) == Counter(range(len(PROMPTS)))
     for row in rows:
         prompt = PROMPTS[row.prompt_number][1]
@@ -87,7 +87,7 @@ def test_every_prompt_is_answered_once(server: Any) -> None:
     rows = collect(made, done=frozenset(range(0, 70, 2)))
     assert sorted(row.prompt_number for row in rows) == list(range(1, 70, 2))
     assert len(server.bodies) - before == 35, "what is answered was requested again"
-    assert not list(made.shards(PROMPTS, frozenset(), RankGroup(1, 2), lambda: None)), "one process asks"
+    assert not list(made.shards(PROMPTS, frozenset(), ProcessGroup(1, 2), lambda: None)), "one process asks"
 
 
 def test_transient_errors(server: Any) -> None:
@@ -119,9 +119,9 @@ def test_slow_answers_are_given_up_and_requested_again(server: Any) -> None:
 )
 def test_final_errors_end_the_run_at_once_and_lose_nothing(server: Any, fault: str, says: str) -> None:
     server.fault = lambda number, body: fault if number == 30 else None
-    rows: list[Generation] = []
+    rows: list[Answer] = []
     with pytest.raises(UserError, match=says):
-        for _, shard in backend(server).shards(PROMPTS, frozenset(), RankGroup(), lambda: None):
+        for _, shard in backend(server).shards(PROMPTS, frozenset(), ProcessGroup(), lambda: None):
             rows += shard
     # One went to find out what it understands; those under way beside the refused one may have been dropped.
     assert 30 - 1 - 16 <= len({row.prompt_number for row in rows}) == len(rows)

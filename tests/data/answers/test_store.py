@@ -8,31 +8,31 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from drafthead.data.answers import store as generations
-from drafthead.data.answers.store import Generation, GenerationStore, as_documents
+from drafthead.data.answers import store as answers
+from drafthead.data.answers.store import Answer, AnswerStore, as_documents
 from drafthead.data.utils.errors import UserError
 
 MADE_BY = {"base": "tiny", "sampler": {"temperature": 0.0}}
 
 
-def generation(number: int, base_hidden: bool = True) -> Generation:
+def generation(number: int, base_hidden: bool = True) -> Answer:
     """A generation that its number determines."""
     rng = np.random.default_rng(number)
     ids = rng.integers(0, 50, rng.integers(3, 9)).astype(np.int32)
     matrix = rng.normal(size=(len(ids) - 1, 4)).astype(np.float16) if base_hidden else None
     if matrix is not None:
         matrix[0] = np.nan
-    return Generation(number, ids, 2, bool(number % 2), matrix)
+    return Answer(number, ids, 2, bool(number % 2), matrix)
 
 
-def same(a: Generation, b: Generation) -> bool:
+def same(a: Answer, b: Answer) -> bool:
     facts = (a.prompt_number, a.boundary, a.finished) == (b.prompt_number, b.boundary, b.finished)
     x, y = a.hidden_states, b.hidden_states
     equal = x is y if x is None or y is None else np.array_equal(x, y, equal_nan=True)
     return facts and equal and np.array_equal(a.input_ids, b.input_ids)
 
 
-def assert_holds(store: GenerationStore, numbers: set[int], base_hidden: bool = True) -> None:
+def assert_holds(store: AnswerStore, numbers: set[int], base_hidden: bool = True) -> None:
     read = list(store.read())
     assert [g.prompt_number for g in read] == sorted(numbers) and store.done == numbers
     assert all(same(g, generation(g.prompt_number, base_hidden)) for g in read)
@@ -40,10 +40,10 @@ def assert_holds(store: GenerationStore, numbers: set[int], base_hidden: bool = 
 
 @pytest.mark.parametrize("base_hidden", [True, False])
 def test_round_trip_in_prompt_order(tmp_path: Path, base_hidden: bool) -> None:
-    store = GenerationStore(tmp_path, MADE_BY)
+    store = AnswerStore(tmp_path, MADE_BY)
     for numbers in ([7, 2], [], [5, 0, 9]):
         store.append_shard([generation(n, base_hidden) for n in numbers])
-    for opened in (store, GenerationStore(tmp_path, MADE_BY), GenerationStore(tmp_path)):
+    for opened in (store, AnswerStore(tmp_path, MADE_BY), AnswerStore(tmp_path)):
         assert_holds(opened, {0, 2, 5, 7, 9}, base_hidden)
         assert all(same(g, generation(g.prompt_number, False)) for g in opened.read(with_hidden_states=False))
         for number in (9, 2):
@@ -54,7 +54,7 @@ def test_round_trip_in_prompt_order(tmp_path: Path, base_hidden: bool) -> None:
 
 
 def test_counts_and_stats(tmp_path: Path) -> None:
-    store = GenerationStore(tmp_path, MADE_BY)
+    store = AnswerStore(tmp_path, MADE_BY)
     store.append_shard([generation(n) for n in range(6)])
     answers = np.concatenate([generation(n).input_ids[2:] for n in range(6)])
     assert store.token_counts(60).tolist() == np.bincount(answers, minlength=60).tolist()
@@ -75,7 +75,7 @@ class Killed(BaseException):
 def test_killed_at_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, after: bool, call: int
 ) -> None:
-    owner = {"fsync": os, "replace": Path, "save_file": generations, "write_table": pq}[place]
+    owner = {"fsync": os, "replace": Path, "save_file": answers, "write_table": pq}[place]
     original: Any = getattr(owner, place)
     calls = 0
 
@@ -91,30 +91,30 @@ def test_killed_at_every_step(
             raise Killed
         return result
 
-    GenerationStore(tmp_path, MADE_BY).append_shard([generation(n) for n in (1, 2)])
-    store = GenerationStore(tmp_path, MADE_BY)
+    AnswerStore(tmp_path, MADE_BY).append_shard([generation(n) for n in (1, 2)])
+    store = AnswerStore(tmp_path, MADE_BY)
     monkeypatch.setattr(owner, place, dying)
     try:
         store.append_shard([generation(n) for n in (3, 4)])
     except Killed:
         pass
     monkeypatch.undo()
-    again = GenerationStore(tmp_path, MADE_BY)
+    again = AnswerStore(tmp_path, MADE_BY)
     assert again.done in ({1, 2}, {1, 2, 3, 4})
     assert_holds(again, again.done)
     again.append_shard([generation(n, base_hidden=True) for n in {3, 4, 5} - again.done])
-    assert_holds(GenerationStore(tmp_path, MADE_BY), {1, 2, 3, 4, 5})
+    assert_holds(AnswerStore(tmp_path, MADE_BY), {1, 2, 3, 4, 5})
     assert not list(tmp_path.glob(".*"))
     assert {p.stem for p in tmp_path.glob("*.safetensors")} == {p.stem for p in tmp_path.glob("*.parquet")}
 
 
 def test_leftovers_are_ignored_then_removed(tmp_path: Path) -> None:
-    store = GenerationStore(tmp_path, MADE_BY)
+    store = AnswerStore(tmp_path, MADE_BY)
     store.append_shard([generation(1)])
     leftovers = [tmp_path / ".shard-00007.parquet.tmp", tmp_path / "shard-00009.safetensors"]
     for path in leftovers:
         path.write_bytes(b"torn")
-    again = GenerationStore(tmp_path, MADE_BY)
+    again = AnswerStore(tmp_path, MADE_BY)
     assert_holds(again, {1})
     # A reader may open the folder while the writer works: it must not take the writer's files away.
     assert all(path.exists() for path in leftovers)
@@ -124,31 +124,31 @@ def test_leftovers_are_ignored_then_removed(tmp_path: Path) -> None:
 
 
 def test_bad_stores(tmp_path: Path) -> None:
-    store, other = (GenerationStore(tmp_path / "a", MADE_BY) for _ in range(2))
+    store, other = (AnswerStore(tmp_path / "a", MADE_BY) for _ in range(2))
     store.append_shard([generation(1)])
     with pytest.raises(UserError, match="stop the other process"):
         other.append_shard([generation(2)])
     with pytest.raises(UserError, match="sampler.temperature = 0.0, expected 1.0; remove the folder"):
-        GenerationStore(tmp_path / "a", {**MADE_BY, "sampler": {"temperature": 1.0}})
+        AnswerStore(tmp_path / "a", {**MADE_BY, "sampler": {"temperature": 1.0}})
     with pytest.raises(UserError, match=r"prompts \[1\] are answered twice"):
         store.append_shard([generation(1)])
     with pytest.raises(UserError, match=r"prompts \[3\] are answered twice"):
         store.append_shard([generation(3), generation(3)])
     with pytest.raises(UserError, match="does not exist"):
-        GenerationStore(tmp_path / "none")
+        AnswerStore(tmp_path / "none")
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
-    GenerationStore(tmp_path, MADE_BY).append_shard([generation(1)])
+    AnswerStore(tmp_path, MADE_BY).append_shard([generation(1)])
     shard = tmp_path / "shard-00000.parquet"
     (tmp_path / "shard-00001.parquet").write_bytes(shard.read_bytes())
     (tmp_path / "shard-00001.safetensors").write_bytes((tmp_path / "shard-00000.safetensors").read_bytes())
     with pytest.raises(UserError, match=r"prompt 1 is twice .* shard-00000.parquet and shard-00001.parquet"):
-        GenerationStore(tmp_path, MADE_BY)
+        AnswerStore(tmp_path, MADE_BY)
     (tmp_path / "shard-00001.parquet").unlink()
     (tmp_path / "shard-00000.safetensors").unlink()
     with pytest.raises(UserError, match=r"shard-00000.safetensors is missing"):
-        GenerationStore(tmp_path, MADE_BY)
+        AnswerStore(tmp_path, MADE_BY)
     (tmp_path / "manifest.json").unlink()
-    with pytest.raises(UserError, match="holds generations but no manifest"):
-        GenerationStore(tmp_path, MADE_BY)
+    with pytest.raises(UserError, match="holds answers but no manifest"):
+        AnswerStore(tmp_path, MADE_BY)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data.answers.store import GenerationStore
+from drafthead.data.answers.store import AnswerStore
 from drafthead.data.embedded.packages import smollm2_folder
 from drafthead.eval.engines.served import environment, free_port
 from drafthead.models.decoding.loop import decode
-from drafthead.models.heads.common.loading import load_base
+from drafthead.models.heads.parts.loading import load_base
 
 pytestmark = pytest.mark.engines
 ANSWERS, NEW = 24, 24
@@ -63,7 +63,7 @@ def vllm_serve(port: int) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def test_killed_with_its_server_every_prompt_is_answered_once(tmp_path: Path) -> None:
-    port, folder = free_port(), tmp_path / "corpora" / "generations"
+    port, folder = free_port(), tmp_path / "corpora" / "answers"
     script = (
         "import drafthead.data.answers.server as s; s.SHARD_ROWS = 3; from drafthead.commands.data import main; main()"
     )
@@ -77,7 +77,7 @@ def test_killed_with_its_server_every_prompt_is_answered_once(tmp_path: Path) ->
     ]
     command = [sys.executable, "-c", script, "recipe=medusa_smollm2", "data.text.max_tokens=1000"]
     command += [f"out={tmp_path / 'run'}", f"data.folder={folder.parent}"]
-    command += [f"data.generations.{setting}" for setting in settings]
+    command += [f"data.answers.{setting}" for setting in settings]
 
     def shards() -> int:
         return len(list(folder.glob("shard-*.parquet")))
@@ -94,7 +94,7 @@ def test_killed_with_its_server_every_prompt_is_answered_once(tmp_path: Path) ->
     with vllm_serve(port):
         assert client.wait(timeout=START_S) == 0
 
-    found = list(GenerationStore(folder).read())
+    found = list(AnswerStore(folder).read())
     numbers = sorted(generation.prompt_number for generation in found)
     assert numbers == list(range(len(found))) and len(found) > 20, "all but prompts that a suite has, too"
     base = load_base("embedded:smollm2")

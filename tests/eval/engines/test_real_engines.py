@@ -17,12 +17,12 @@ from drafthead.eval.engines import served
 from drafthead.eval.evaluate import evaluate
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode
-from drafthead.models.formats.contract import Format
-from drafthead.models.formats.gguf.eagle3 import FILE
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.loading import load_base
+from drafthead.models.formats.format import Format
+from drafthead.models.formats.gguf.eagle3_gguf import FILE
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.loading import load_base
 from support import fitted, rows_of
 
 pytestmark = pytest.mark.engines

@@ -28,7 +28,7 @@ from drafthead.eval.report.tables import console_lines, markdown_table
 from drafthead.eval.timing.interleaved import run_interleaved
 from drafthead.eval.timing.methods import engine_methods
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig
+from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head

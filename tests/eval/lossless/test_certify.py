@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from drafthead.commands import certify as command
-from drafthead.eval.lossless import check_lossless as certify
+from drafthead.eval.lossless import certify as certify
 from drafthead.eval.lossless.cases import cases, counterexamples
 from drafthead.eval.lossless.enumerate import committed, total_variation
 from drafthead.eval.lossless.tabular_lm import Draft, TableDraft, TabularLM, combined_draft
 from drafthead.models.decoding import acceptance as verify
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import DraftConfig, DraftSampling, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import NO_CHILD, TokenTree
 
@@ -49,7 +49,7 @@ def test_exact_rules_keep_the_distribution(number: int) -> None:
 
 @pytest.mark.slow
 def test_the_whole_certificate() -> None:
-    rows = certify.check_lossless()
+    rows = certify.certify()
     assert [row for row in rows if row.result == "FAILED"] == []
     assert len(rows) > 700 and sum(row.outcomes for row in rows) > 1e6
 
@@ -186,7 +186,7 @@ def test_total_variation_orders_the_lossy_rules() -> None:
 
 
 def test_biased_constructions_are_refused() -> None:
-    rows = certify.check_lossless(only="any")
+    rows = certify.certify(only="any")
     assert {row.result for row in rows} == {"refused"} and len(rows) == 7
     assert all(len(row.reason) > 30 for row in rows)
 
@@ -197,7 +197,7 @@ def test_published_ways_to_draft_less_are_found_biased() -> None:
     found = [certify.check(case) for case in (first, second)]
     assert [(row.result, round(row.total_variation or 0, 9)) for row in found] == [("biased", 0.05), ("biased", 0.15)]
     assert certify.check(replace(first, draft=second.draft)).result == "FAILED"
-    in_order = certify.check_lossless(only="<2,2>, stops by its prefix")
+    in_order = certify.certify(only="<2,2>, stops by its prefix")
     assert {row.result for row in in_order} == {"exact"} and {row.draft_sampling for row in in_order} == {
         "top k",
         "with replacement",

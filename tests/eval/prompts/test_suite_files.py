@@ -8,8 +8,8 @@ import datasets
 import pytest
 
 from drafthead.data.utils.errors import UserError
-from drafthead.eval.prompts.files import read_dataset, read_jsonl
 from drafthead.eval.prompts.prompt import EvalPrompt
+from drafthead.eval.prompts.prompt_files import read_dataset, read_jsonl
 
 USER = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Hello"}

@@ -154,8 +154,8 @@ def test_bad_requests_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="suite.limit must be at least 1, got 0"):
         suites.load_suite("builtin", limit=0)
     (tmp_path / "one.jsonl").write_text('{"prompt": "hello"}')
-    with pytest.raises(UserError, match="has no reporting half; use split=all"):
-        suites.load_suite(str(tmp_path / "one.jsonl"), split="reporting")
+    with pytest.raises(UserError, match="has no test half; use split=all"):
+        suites.load_suite(str(tmp_path / "one.jsonl"), split="test")
 
 
 def test_a_label_is_one_file_name() -> None:
@@ -192,7 +192,7 @@ def _sentences(text: str) -> set[str]:
 
 @pytest.mark.parametrize("suite", ["mt_bench", "spec_bench_like", "builtin"])
 def test_halves_share_nothing_and_have_every_task(suite: str) -> None:
-    halves = [suites.load_suite(suite, split=split) for split in ("development", "reporting")]
+    halves = [suites.load_suite(suite, split=split) for split in ("dev", "test")]
     numbers = [{prompt.number for prompt in half} for half in halves]
     whole = suites.load_suite(suite)
     assert not numbers[0] & numbers[1] and numbers[0] | numbers[1] == {prompt.number for prompt in whole}

@@ -14,7 +14,7 @@ from drafthead.eval.lossless.equality import Diagnosis, Equality
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.report import plots, report, tables
 from drafthead.eval.report.side_by_side import coloured, side_by_side
-from drafthead.models.decoding.contract import DraftConfig
+from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.drafters.draft_model import ModelDrafter

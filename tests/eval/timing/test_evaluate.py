@@ -16,7 +16,7 @@ from drafthead.eval.timing.methods import methods
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import Drafter, DraftSampling
+from drafthead.models.decoding.drafter import Drafter, DraftSampling
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.draft_model import early_exit
@@ -92,7 +92,7 @@ def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: Tiny
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=2).build(base)
     costs = measure_costs(base, head, context=16, repeats=1, sizes=(1, 2, 4))
-    config = replace(CONFIG, split="reporting")
+    config = replace(CONFIG, split="test")
     found = evaluate(base, head, config, tmp_path / "three", lambda *_: None, costs=costs)
     speeds = found["overall"]["autoregressive_tokens_per_second"]
     assert set(speeds) == {"transformers_stock", "transformers", "autoregressive"}
@@ -100,7 +100,7 @@ def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: Tiny
     stock = transformers_generate(base, ids, 8, model=base.stock())
     assert stock.tokens == decode(base, None, ids, max_new_tokens=8).tokens
     assert found["predicted"]["mean_accepted_length"] >= 1
-    assert any(line.startswith("predicted on answers to the suite's development half") for line in console_lines(found))
+    assert any(line.startswith("predicted on answers to the suite's dev half") for line in console_lines(found))
     without = evaluate(
         base, head, replace(CONFIG, stock_baseline=False), tmp_path / "two", lambda *_: None, costs=costs
     )
@@ -112,7 +112,7 @@ def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: Tiny
 @pytest.mark.parametrize("others", [[], ["prompt_lookup:4"]], ids=["head", "combined"])
 def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: TinyBase, others: list[str]) -> None:
     base = tiny_base()
-    config = replace(CONFIG, split="reporting", max_new_tokens=24, combine=others)
+    config = replace(CONFIG, split="test", max_new_tokens=24, combine=others)
     texts = development_answers(base, config, 6, HiddenStatesSpec())
     head = leaning(MedusaConfig(num_draft_tokens=2).build(base), [t[:2] for t in texts], 30.0, every=1)
     costs = CostModel(verify={1: 0.01, 8: 0.01}, draft=0.0, overhead=0.0, context=16)
@@ -120,7 +120,7 @@ def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: Tin
         parse_drafter(config.together), base, head, config.draft_config(head), config.combine_nodes
     )
     found = predict(base, drafter, draft_config, config, costs)
-    prompts = load_suite("builtin", split="development")
+    prompts = load_suite("builtin", split="dev")
     steps = [
         step
         for prompt in prompts

@@ -22,7 +22,7 @@ from drafthead.eval.trees.simulate import (
     top_k_accept_probs,
     trials_in_order,
 )
-from drafthead.models.decoding.contract import DraftSampling
+from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.token_tree import TokenTree
 from support import token_trees
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base import check
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.windows import Window
 from drafthead.models.decoding.loop import decode
 from drafthead.models.drafters.prompt_lookup import PromptLookup

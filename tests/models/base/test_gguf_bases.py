@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drafthead.data.embedded.packages import cache_dir
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import file_digest
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.drafters.prompt_lookup import PromptLookup
-from drafthead.models.formats.gguf.files import GgufFile, to_pairs
+from drafthead.models.formats.gguf.gguf_files import GgufFile, to_pairs
 from support import TINY, random_ids
 
 WIDE = {k: v for k, v in TINY.items() if k != "model_type"}

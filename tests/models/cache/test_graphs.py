@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.cache import static_cache
 from drafthead.models.cache.kv_cache import CacheShape
 from drafthead.models.cache.static_cache import MIN_WINDOW, WINDOW_STEP, StaticKVCache, StaticModel, window_for
-from drafthead.models.decoding.contract import DraftConfig, DynamicTree
+from drafthead.models.decoding.drafter import DraftConfig, DynamicTree
 from drafthead.models.decoding.loop import EXACT, decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeConfig, DecodeState

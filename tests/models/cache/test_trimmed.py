@@ -11,11 +11,11 @@ import torch
 
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DynamicTree
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DynamicTree
 from drafthead.models.decoding.loop import DecodeLoop, Row, decode_batch
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig

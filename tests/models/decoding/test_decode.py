@@ -6,7 +6,7 @@ import torch
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig
+from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import EXACT, GREEDY, decode
 from drafthead.models.decoding.step import DecodeConfig, DecodeState
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from drafthead.models.decoding.contract import DraftSampling
+from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.decoding.growth import MISSING, draw_candidates
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from support import p_value

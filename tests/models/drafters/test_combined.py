@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.contract import DraftConfig, DraftSampling, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.loop import decode
 from drafthead.models.drafters.combined import CombinedDrafter, combine, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit

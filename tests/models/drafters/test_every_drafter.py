@@ -9,15 +9,15 @@ from torch import Tensor
 
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding import draft_cache
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, DynamicTree
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DraftState, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch, default_draft_config
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
-from drafthead.models.drafters.nested import Nested
+from drafthead.models.drafters.experimental.horizontal_cascade import HorizontalCascade
+from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
 from drafthead.models.drafters.prompt_lookup import PromptLookup
-from drafthead.models.drafters.relay import Relay
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase
 
@@ -39,10 +39,12 @@ CASES: dict[str, tuple[Callable[[BaseModel], Drafter], DraftConfig | None]] = {
         DraftConfig(tree=TokenTree.chain(5), confidence_threshold=0.3),
     ),
     "the target itself": (lambda base: ModelDrafter(base), None),
-    "nested target itself": (lambda base: Nested(base, None, num_tokens=5), None),
-    "nested with lookup": (lambda base: Nested(early_exit(base, 2).model, PromptLookup(), num_tokens=5), None),
+    "nested target itself": (lambda base: VerticalCascade(base, None, num_tokens=5), None),
+    "nested with lookup": (lambda base: VerticalCascade(early_exit(base, 2).model, PromptLookup(), num_tokens=5), None),
     "nested twice": (
-        lambda base: Nested(early_exit(base, 2).model, Nested(early_exit(base, 1).model, None, num_tokens=2)),
+        lambda base: VerticalCascade(
+            early_exit(base, 2).model, VerticalCascade(early_exit(base, 1).model, None, num_tokens=2)
+        ),
         None,
     ),
     "combined": (combined, None),
@@ -53,14 +55,16 @@ CASES: dict[str, tuple[Callable[[BaseModel], Drafter], DraftConfig | None]] = {
     "lookup, three matches": (lambda base: PromptLookup(matches=3), None),
     "lookup, max-gram": (lambda base: PromptLookup(4, None, bigrams=torch.arange(1, 301) % 300), None),
     "lookup, memory": (lambda base: PromptLookup(memory=200), None),
-    "relay": (lambda base: Relay([early_exit(base, 2), PromptLookup(3)], [2, 3]), None),
-    "relay, lookup first": (lambda base: Relay([PromptLookup(3), early_exit(base, 2)], [3, 2]), None),
+    "relay": (lambda base: HorizontalCascade([early_exit(base, 2), PromptLookup(3)], [2, 3]), None),
+    "relay, lookup first": (lambda base: HorizontalCascade([PromptLookup(3), early_exit(base, 2)], [3, 2]), None),
     "relay, confident": (
-        lambda base: Relay([early_exit(base, 2), PromptLookup(3)], [3, 3]),
+        lambda base: HorizontalCascade([early_exit(base, 2), PromptLookup(3)], [3, 3]),
         DraftConfig(tree=TokenTree.chain(6), confidence_threshold=0.3),
     ),
     "relay of a cascade": (
-        lambda base: Relay([Nested(early_exit(base, 2).model, PromptLookup(), num_tokens=3), PromptLookup(3)], [3, 3]),
+        lambda base: HorizontalCascade(
+            [VerticalCascade(early_exit(base, 2).model, PromptLookup(), num_tokens=3), PromptLookup(3)], [3, 3]
+        ),
         None,
     ),
 }
@@ -96,7 +100,10 @@ SAMPLED = DraftConfig(
     tree=TokenTree.chain(3), draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=1.0, top_k=3)
 )
 STATES = CASES | {
-    "nested, sampled": (lambda base: Nested(base, early_exit(base, 2), num_tokens=3, draft_config=SAMPLED), SAMPLED)
+    "nested, sampled": (
+        lambda base: VerticalCascade(base, early_exit(base, 2), num_tokens=3, draft_config=SAMPLED),
+        SAMPLED,
+    )
 }
 Reads = list[tuple[Tensor, Tensor]]
 """Tokens [B, T] and counts [B], update by update."""

@@ -8,7 +8,7 @@ import torch
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import AdaptiveLength, DraftConfig
+from drafthead.models.decoding.drafter import AdaptiveLength, DraftConfig
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.token_tree import TokenTree

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.contract import DraftConfig, DraftState, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, DraftState, Proposal
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.drafters.prompt_lookup import PromptLookup, bigram_table
 from drafthead.models.token_tree import TokenTree

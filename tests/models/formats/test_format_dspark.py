@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.gguf_config import llama3_factors
 from drafthead.models.formats import FORMATS
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead

@@ -13,8 +13,8 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import FORMATS
-from drafthead.models.formats.contract import Format
 from drafthead.models.formats.eagle3 import LAYER_IDS
+from drafthead.models.formats.format import Format
 from plain_heads import (
     PlainLayer,
     check_refused,

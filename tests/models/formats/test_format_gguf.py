@@ -10,7 +10,7 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import FORMATS
-from drafthead.models.formats.gguf.files import read_gguf, rope_factors, write_base
+from drafthead.models.formats.gguf.gguf_files import read_gguf, rope_factors, write_base
 from plain_heads import (
     LLAMACPP_NAMES,
     PlainLayer,

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.models.decoding.loop import decode
-from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.draft_lm import DraftLMConfig
+from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.kernels.fused import copy_weights, fresh_copy, fuse_modules
 from support import TinyBase, assert_parity, random_ids, row_of
 

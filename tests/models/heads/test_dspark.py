@@ -10,10 +10,10 @@ from torch import Tensor
 from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig
-from drafthead.models.heads.common.losses import LossConfig
-from drafthead.models.heads.common.targets import DraftTargets
+from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, spread_layers
+from drafthead.models.heads.parts.losses import LossConfig
+from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.token_tree import TokenTree
 from plain_heads import drafted_block, of_head, unit
 from support import TinyBase, assert_parity, random_ids, randomised, row_of

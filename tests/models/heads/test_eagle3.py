@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.eagle3 import Eagle3Head, published_layers
+from drafthead.models.heads.parts.losses import LossConfig
 from plain_heads import eagle_chain, of_head, states
 from support import EAGLE3_VARIANTS, TinyBase, assert_parity, eagle3_head, random_ids, row_of
 

@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStatesSpec
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.decoding import draft_cache
-from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DraftState, DynamicTree
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DraftState, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
-from drafthead.models.heads.common.losses import LossConfig
-from drafthead.models.heads.common.multi_position import RecurrentHead
-from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.heads.draft_lm import DraftLMConfig
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config
@@ -26,6 +22,10 @@ from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
+from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
+from drafthead.models.heads.parts.losses import LossConfig
+from drafthead.models.heads.parts.multi_position import RecurrentHead
+from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.linear import DRAFT_DTYPES, KernelTable, PlainLinear, inference_linear
 from drafthead.models.token_tree import TokenTree
 from support import (

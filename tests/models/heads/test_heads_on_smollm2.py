@@ -9,16 +9,16 @@ import torch
 from hydra import compose, initialize_config_module
 
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DynamicTree
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.draft_model import early_exit
-from drafthead.models.drafters.nested import Nested
+from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
 from drafthead.models.drafters.prompt_lookup import PromptLookup
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.loading import load_base, load_base_and_head
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.loading import load_base, load_base_and_head
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import parse_run
 from support import p_value_of_answers, probs_of_answers
@@ -98,7 +98,7 @@ def test_greedy_text_of_other_drafters_is_plain_text(kind: str) -> None:
         "lookup": lookup,
         "early exit": exit_model,
         "combined": CombinedDrafter([untrained_head(), lookup]),
-        "nested": Nested(exit_model.model, lookup, num_tokens=3),
+        "nested": VerticalCascade(exit_model.model, lookup, num_tokens=3),
     }
     plain = plain_texts(base())
     batch = decode_batch(base(), drafters[kind], prompts(), max_new_tokens=NEW, ignore_eos=True)

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates
-from drafthead.models.decoding.contract import DraftConfig
-from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.hydra import HydraConfig, HydraHead
+from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
 from plain_heads import of_head
 from support import TinyBase, assert_parity, randomised, row_of

@@ -11,12 +11,12 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import FORMATS
-from drafthead.models.heads.common.induction import InductionHead, InductionReader, InductionText
-from drafthead.models.heads.common.targets import DraftTargets
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.heads.parts.induction import InductionHead, InductionReader, InductionText
+from drafthead.models.heads.parts.targets import DraftTargets
 from support import TinyBase, random_ids, randomised, row_of
 
 WITH_INDUCTION = {

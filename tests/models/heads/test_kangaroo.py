@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig, DraftSampling, DynamicTree
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, default_draft_config
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from drafthead.models.decoding.sampling import Sampler

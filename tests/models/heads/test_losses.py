@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.heads.common.losses import (
+from drafthead.models.heads.parts.losses import (
     FLOOR,
     STATS,
     LossChunk,

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStatesSpec
-from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.heads.parts.losses import LossConfig
 from support import TinyBase, assert_parity, randomised, row_of
 
 

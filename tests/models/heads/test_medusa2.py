@@ -15,11 +15,11 @@ from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.loading import load_base_and_head
-from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.loading import load_base_and_head
+from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.train.config import OptimConfig
 from drafthead.train.trainer.optim import build_optimizer
 from support import TinyBase, randomised, row_of

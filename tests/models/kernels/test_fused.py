@@ -12,12 +12,12 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.heads.common.attention_layer import HeadMLP, HeadRMSNorm
-from drafthead.models.heads.common.contract import DraftHeadConfig
-from drafthead.models.heads.common.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.heads.parts.attention_layer import HeadMLP, HeadRMSNorm
+from drafthead.models.heads.parts.draft_head import DraftHeadConfig
+from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, fuse_modules, rotate
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, row_of, stacked

@@ -16,21 +16,21 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_module
 
-from drafthead.data.answers.backend import RankGroup
-from drafthead.data.answers.config import SamplerConfig, ServerConfig
-from drafthead.data.answers.store import GenerationStore
+from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
+from drafthead.data.answers.backend import ProcessGroup
+from drafthead.data.answers.store import AnswerStore
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_manifest, write_checksummed_json, write_json, write_manifest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import generate_answers
-from drafthead.train.config import COMPLETE, GenerationsConfig, parse_run
+from drafthead.train.config import COMPLETE, AnswersConfig, parse_run
 from drafthead.train.corpora.answers import TURN_STRIDE, AnswerGenerator
 from drafthead.train.corpora.corpora import is_held_out
 from drafthead.train.corpora.precomputed import FOLDERS, complete_precomputed
 from support import TinyBase, composed
 
-CONFIG = GenerationsConfig(
+CONFIG = AnswersConfig(
     sources=[SourceConfig(kind="builtin", name="tiny")],
     prompts=24,
     self_prompted=3,
@@ -41,14 +41,14 @@ CONFIG = GenerationsConfig(
 Row = tuple[int, list[int], int, bool, bytes]
 
 
-ALONE = RankGroup()
+ALONE = ProcessGroup()
 
 
-def make(base: BaseModel, config: GenerationsConfig, folder: Path, group: RankGroup = ALONE) -> GenerationStore:
+def make(base: BaseModel, config: AnswersConfig, folder: Path, group: ProcessGroup = ALONE) -> AnswerStore:
     return AnswerGenerator(base, config, 0, folder, group, lambda *_: None).complete()
 
 
-def rows_of(store: GenerationStore) -> list[Row]:
+def rows_of(store: AnswerStore) -> list[Row]:
     return [
         (
             g.prompt_number,
@@ -79,7 +79,7 @@ def served(base: BaseModel, server: Callable[..., Any], **options: Any) -> Any:
     return server(answer, base.tokenizer, base.eos_ids, **options)
 
 
-def with_server(server: Any, **settings: Any) -> GenerationsConfig:
+def with_server(server: Any, **settings: Any) -> AnswersConfig:
     return replace(CONFIG, keep_hidden_states=False, server=ServerConfig(url=server.url, concurrency=4, **settings))
 
 
@@ -88,7 +88,7 @@ def together(base: BaseModel, folder: Path, waits: list[Callable[[], None]]) -> 
     found = dict[int, list[Row]]()
 
     def work(rank: int, wait: Callable[[], None]) -> None:
-        found[rank] = rows_of(make(base, CONFIG, folder, RankGroup(rank, len(waits), wait)))
+        found[rank] = rows_of(make(base, CONFIG, folder, ProcessGroup(rank, len(waits), wait)))
 
     threads = [threading.Thread(target=work, args=entry) for entry in enumerate(waits)]
     for thread in threads:
@@ -127,9 +127,9 @@ def test_a_late_process_does_not_take_the_blocks_of_another(base: BaseModel, tmp
 
 def test_processes_without_a_common_folder(base: BaseModel, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="process 1 does not see .*prompts.json, .*file system that the nodes share"):
-        make(base, CONFIG, tmp_path / "of another node", RankGroup(1, 2))
+        make(base, CONFIG, tmp_path / "of another node", ProcessGroup(1, 2))
     with pytest.raises(UserError, match=r"of the prompts have no answer in .*, 3 for one; all processes must see"):
-        make(base, CONFIG, tmp_path / "of the first", RankGroup(0, 2))
+        make(base, CONFIG, tmp_path / "of the first", ProcessGroup(0, 2))
 
 
 def test_a_corpus_begun_by_two_is_ended_by_one(base: BaseModel, tmp_path: Path) -> None:
@@ -147,8 +147,8 @@ def test_a_corpus_begun_by_two_is_ended_by_one(base: BaseModel, tmp_path: Path) 
             raise LeftAloneError
 
     with pytest.raises(LeftAloneError):
-        make(base, CONFIG, tmp_path / "part", RankGroup(0, 2, wait))
-    kept = rows_of(GenerationStore(tmp_path / "part"))
+        make(base, CONFIG, tmp_path / "part", ProcessGroup(0, 2, wait))
+    kept = rows_of(AnswerStore(tmp_path / "part"))
     longest_first = sorted(wanted, key=lambda row: -row[2])
     blocks = [longest_first[first : first + 4] for first in range(0, len(longest_first), 4)]
     random.Random(CONFIG.sampler.seed).shuffle(blocks)
@@ -169,7 +169,7 @@ def test_a_server_gives_what_the_built_in_decoding_gives(
     server.close()
     assert rows_of(make(base, config, tmp_path / "server")) == wanted, "a finished corpus needs no server"
     with pytest.raises(
-        UserError, match=r"was started with a server, .* with the built-in decoding; set data.generations.server.url"
+        UserError, match=r"was started with a server, .* with the built-in decoding; set data.answers.server.url"
     ):
         make(base, replace(CONFIG, keep_hidden_states=False, self_prompted=0), tmp_path / "server")
 
@@ -216,14 +216,14 @@ def test_killed_beside_a_server_every_prompt_is_answered_once(
         tiny = BaseModel.load(parse_run(compose("train", overrides=["recipe=medusa_smollm2", "debug=tiny"])).base)
     server = served(tiny, completions_server)
     server.fault = lambda number, body: "500" if number % 5 == 4 else None
-    options = ["recipe=medusa_smollm2", "debug=tiny", f"data.generations.server.url={server.url}"]
-    options += ["data.generations.server.concurrency=2", "data.generations.keep_hidden_states=false"]
+    options = ["recipe=medusa_smollm2", "debug=tiny", f"data.answers.server.url={server.url}"]
+    options += ["data.answers.server.concurrency=2", "data.answers.keep_hidden_states=false"]
     options += [f"out={tmp_path / 'run'}", f"data.folder={tmp_path / 'corpora'}"]
     script = (
         "import drafthead.data.answers.server as s; s.SHARD_ROWS = 3; from drafthead.commands.data import main; main()"
     )
     command = [sys.executable, "-c", script, *options]
-    folder = tmp_path / "corpora" / "generations"
+    folder = tmp_path / "corpora" / "answers"
     for shards in (1, 3):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
         while process.poll() is None and len(list(folder.glob("shard-*.parquet"))) < shards:
@@ -233,7 +233,7 @@ def test_killed_beside_a_server_every_prompt_is_answered_once(
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("shard-*.parquet")}
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept and len(kept) < 8
-    found = rows_of(GenerationStore(folder))
+    found = rows_of(AnswerStore(folder))
     assert [row[0] for row in found] == list(range(24))
     for number, ids, boundary, _, _ in found:
         (wanted,) = generate_answers(tiny, [(number, ids[:boundary])], SamplerConfig(max_new_tokens=24), batch_size=1)
@@ -296,7 +296,7 @@ def test_prompts_near_those_of_a_suite_are_left_out(base: BaseModel, tmp_path: P
     assert "Explain to a child why the sky is blue." in left_out and len(texts[1]) == 23
 
 
-def precomputed(base: BaseModel, source: Path, folder: Path, **settings: Any) -> GenerationStore:
+def precomputed(base: BaseModel, source: Path, folder: Path, **settings: Any) -> AnswerStore:
     config = replace(CONFIG, precomputed=str(source), **settings)
     return complete_precomputed(base, config, folder, ALONE, lambda line: None)
 
@@ -310,15 +310,15 @@ def test_precomputed_answers_are_compared_and_copied(base: BaseModel, tiny_base:
     )
     with pytest.raises(UserError, match="prompts = 10, expected 11"):
         precomputed(base, tmp_path / "made", tmp_path / "copy", prompts=11, self_prompted=0)
-    with pytest.raises(UserError, match="were sampled with temperature=0.0, not 1.0; set data.generations.fresh=true"):
+    with pytest.raises(UserError, match="were sampled with temperature=0.0, not 1.0; set data.answers.fresh=true"):
         precomputed(
             base, tmp_path / "made", tmp_path / "warm", sampler=SamplerConfig(temperature=1.0, max_new_tokens=8)
         )
     write_manifest(tmp_path / "text", {"base": base.identity()})
-    with pytest.raises(UserError, match="holds no answers of a base; name the folder generations"):
+    with pytest.raises(UserError, match="holds no answers of a base; name the folder answers"):
         precomputed(base, tmp_path / "text", tmp_path / "none")
     other = tiny_base("qwen3")
-    with pytest.raises(UserError, match=r"set data.generations.fresh=true, and the base answers anew"):
+    with pytest.raises(UserError, match=r"set data.answers.fresh=true, and the base answers anew"):
         precomputed(other, tmp_path / "made", tmp_path / "other")
 
 
@@ -327,7 +327,7 @@ def test_precomputed_answers_to_long_prompts_are_left_out(base: BaseModel, tmp_p
     longest = max(g.boundary for g in made.read())
     kept = precomputed(base, tmp_path / "made", tmp_path / "short", max_prompt_tokens=longest - 1)
     assert 0 < len(kept.done) < len(made.done) and max(g.boundary for g in kept.read()) < longest
-    with pytest.raises(UserError, match="has a prompt of at most data.generations.max_prompt_tokens=8; raise it"):
+    with pytest.raises(UserError, match="has a prompt of at most data.answers.max_prompt_tokens=8; raise it"):
         precomputed(base, tmp_path / "made", tmp_path / "none", max_prompt_tokens=8)
 
 
@@ -335,7 +335,7 @@ def test_precomputed_answers_of_other_weights_are_refused(base: BaseModel, tmp_p
     """The manifest names this base, but the tokens are not its own."""
     made = make(base, replace(CONFIG, keep_hidden_states=False), tmp_path / "made")
     wrong = [replace(g, input_ids=g.input_ids[::-1].copy()) for g in made.read()]
-    GenerationStore(tmp_path / "wrong", read_manifest(tmp_path / "made")).append_shard(wrong)
+    AnswerStore(tmp_path / "wrong", read_manifest(tmp_path / "made")).append_shard(wrong)
     with pytest.raises(UserError, match=r"chooses only .* % of the tokens .* at least 98 % expected"):
         precomputed(base, tmp_path / "wrong", tmp_path / "copy")
 
@@ -347,9 +347,9 @@ def test_the_answers_in_the_package_fit_their_recipe(
     data: str, answers: int, tokens: int, turns: int, tmp_path: Path
 ) -> None:
     run, _ = composed(tmp_path, "recipe=medusa_smollm2", f"data={data}")
-    config = run.data.generations
+    config = run.data.answers
     folder = FOLDERS[config.precomputed or ""]
-    store, made_by = GenerationStore(folder), read_manifest(folder)
+    store, made_by = AnswerStore(folder), read_manifest(folder)
     assert made_by["sampler"] == asdict(config.sampler) and made_by["exclude_suites"] == config.exclude_suites
     assert (made_by["prompts"], made_by["self_prompted"]) == (config.prompts, config.self_prompted)
     assert store.stats.rows == answers and store.stats.tokens == tokens

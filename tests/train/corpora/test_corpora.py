@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from drafthead.data.answers.config import SamplerConfig
+from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text import readers
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding import corpus as batched_generation
-from drafthead.train.config import DataConfig, GenerationsConfig, PhaseConfig, TextConfig
+from drafthead.train.config import AnswersConfig, DataConfig, PhaseConfig, TextConfig
 from drafthead.train.corpora import corpora
 from drafthead.train.corpora.corpora import Corpora, is_held_out
 from drafthead.train.trainer.batches import open_held_out, open_phase
@@ -26,7 +26,7 @@ def make(base: BaseModel, folder: Path, seed: int = 0) -> tuple[Corpora, list[tu
     config = DataConfig(
         folder=str(folder),
         text=TextConfig(sources=[SourceConfig(kind="builtin", name="stdlib_tiny")], max_tokens=3000),
-        generations=GenerationsConfig(
+        answers=AnswersConfig(
             sources=[SourceConfig(kind="builtin", name="tiny")],
             prompts=24,
             max_prompt_tokens=400,
@@ -73,7 +73,7 @@ def test_a_full_disk_is_noticed_before_generating(
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100_000}))
     monkeypatch.setattr(batched_generation, "generate_answers", lambda *_, **__: pytest.fail("generation was begun"))
     with pytest.raises(UserError, match=r"the answers with their hidden states \(keep_hidden_states\) needs about"):
-        make(tiny_base(), tmp_path)[0].generations()
+        make(tiny_base(), tmp_path)[0].answers()
 
 
 @pytest.mark.parametrize("layers", [(), (1,), (0, 2)])

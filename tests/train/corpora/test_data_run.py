@@ -3,17 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from drafthead.data.answers.store import GenerationStore
+from drafthead.data.answers.store import AnswerStore
 from drafthead.data.text.packing import is_packed, open_packed
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from support import TINY
 
 SHAPE = TINY | {"vocab_size": 320, "max_position_embeddings": 2048}
 
 
 def answers(corpora: Path) -> list[tuple[int, list[int], bytes]]:
-    found = GenerationStore(corpora / "generations").read()
+    found = AnswerStore(corpora / "answers").read()
     return [(g.prompt_number, g.input_ids.tolist(), g.hidden_states.tobytes()) for g in found]
 
 

@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from drafthead.data.batch import HiddenStates, TrainBatch
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
-from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
-from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.draft_lm import DraftLMConfig
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config
@@ -29,6 +27,8 @@ from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
+from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
+from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.train.config import OptimConfig, ShardConfig
 from drafthead.train.distributed.sharding import Sharding, full_state_dict, load_optimizer
 from drafthead.train.trainer.optim import head_optimizer

@@ -60,8 +60,8 @@ def test_killed_while_generating_two_go_on_bit_for_bit(runs: Any, whole_of_two: 
     for rank, answer in ((1, 4), (0, 3)):
         codes = runs.all(tmp_path, QUICK, processes=2, at=events(rank, ("answer", answer), "SIGKILL"))
         assert codes[rank] == KILLED and codes[1 - rank] == 1
-        assert not (tmp_path / "corpora" / "generations" / "complete.json").exists()
-    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("corpora/generations/shard-*")}
+        assert not (tmp_path / "corpora" / "answers" / "complete.json").exists()
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("corpora/answers/shard-*")}
     assert kept, "nothing was kept of two starts"
     assert runs.all(tmp_path, processes=2) == [0, 0], runs.said(tmp_path)[-2000:]
     assert {path: path.stat().st_mtime_ns for path in kept} == kept

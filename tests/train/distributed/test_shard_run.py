@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from drafthead.data.utils.files import read_json_lines
 from drafthead.eval.engines.served import free_port
-from drafthead.models.heads.common.loading import load_base_and_head
+from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.kernels.linear import KernelTable
 from drafthead.train import pipeline
 from drafthead.train.config import ShardConfig

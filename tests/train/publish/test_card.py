@@ -9,8 +9,8 @@ from huggingface_hub import ModelCard
 
 from drafthead.data.answers.store import GenerationStats
 from drafthead.data.text.sources import SourceConfig
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.train.config import PhaseConfig
@@ -112,7 +112,7 @@ def test_a_revision_is_named_by_the_recipe_or_else_by_the_file_that_was_read(
 
 def test_data_is_named_without_this_machines_folders_and_with_its_weights(tiny_base: TinyBase, tmp_path: Path) -> None:
     run, _ = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny")
-    run.data.generations.sources = [
+    run.data.answers.sources = [
         SourceConfig(kind="jsonl", name="/home/me/secret/prompts.jsonl", weight=3),
         SourceConfig(kind="hf", name="user/set", subset="en", revision="v1", weight=0.5),
     ]

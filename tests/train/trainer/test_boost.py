@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.trainer.boost import boosted, load_first, missed
 from support import TinyBase, fitted, random_ids, rows_of

@@ -81,7 +81,7 @@ def test_resume_is_bit_for_bit(tmp_path: Path, by_name: bool) -> None:
 
 def test_state_and_every_ranks_rng_survive(tmp_path: Path) -> None:
     run = Run()
-    manifests = {"generations": {"base": {"fingerprint": "ab"}, "answers": 3}}
+    manifests = {"answers": {"base": {"fingerprint": "ab"}, "answers": 3}}
     ranks = []
     for rank in range(2):
         seed_everything(rank)

@@ -10,11 +10,11 @@ from torch import nn
 
 from drafthead.data.batch import LossOutput
 from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.losses import LossConfig
 from drafthead.models.heads.dspark import DSparkConfig
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.train.config import OptimConfig
 from drafthead.train.distributed.sharding import full_state_dict, load_optimizer
 from drafthead.train.trainer.optim import build_optimizer, head_optimizer, lr_at

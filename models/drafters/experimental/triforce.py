@@ -22,10 +22,10 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftConfig, Drafter
 from drafthead.models.decoding.draft_cache import TokenBuffer, common_prefix
+from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.growth import UsesTargetCache
-from drafthead.models.drafters.nested import Nested, NestedState
+from drafthead.models.drafters.experimental.vertical_cascade import NestedState, VerticalCascade
 from drafthead.models.kernels.attention import captured_queries
 
 POLICIES = "recent, sinks:TOKENS, retrieval:CHUNK"
@@ -127,7 +127,7 @@ class BudgetState(NestedState):
         return self  # there is one row
 
 
-class BudgetDrafter(Nested, UsesTargetCache):
+class TriForce(VerticalCascade, UsesTargetCache):
     """Chains that the target itself drafts over a budget of its cache, one prompt at a time."""
 
     def __init__(
@@ -143,7 +143,7 @@ class BudgetDrafter(Nested, UsesTargetCache):
     ) -> None:
         """Keep ``budget`` positions, chosen by ``policy`` (``recent``, ``sinks:4``, ...) anew after ``refresh`` tokens.
 
-        The others as of ``Nested``: ``drafter`` drafts for the decoding over the budget; None: token by token.
+        The others as of ``VerticalCascade``: ``drafter`` drafts for the decoding over the budget; None: token by token.
         """
         super().__init__(base, drafter, num_tokens=num_tokens, draft_config=draft_config)
         if base.cache_shape.by_layer is not None or base.windows is not None:

@@ -13,20 +13,20 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.metrics import acceptance as metrics
 from drafthead.eval.trees import texts as texts_module
-from drafthead.eval.trees.calibrate import answer_ranks
-from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance
-from drafthead.eval.trees.texts import (
+from drafthead.eval.trees.answers import (
     AcceptProbsConfig,
-    Text,
+    FinishedAnswer,
     base_answers,
     read_hidden_states,
     simulate_texts,
     text_accept_probs,
     text_ranks,
 )
+from drafthead.eval.trees.calibrate import answer_ranks
+from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DynamicTree
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.draft_model import ModelDrafter
@@ -40,7 +40,7 @@ TREE = TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 3), (
 GREEDY, WARM = Sampler(temperature=0.0), Sampler(temperature=0.7)
 
 
-def answered(base: BaseModel, temperature: float, new: int, copies: int = 1, seed: int = 0) -> list[Text]:
+def answered(base: BaseModel, temperature: float, new: int, copies: int = 1, seed: int = 0) -> list[FinishedAnswer]:
     """Plain answers, sampled without any cache; the rows' lengths differ."""
     generator = torch.Generator().manual_seed(seed)
     texts = []
@@ -53,7 +53,7 @@ def answered(base: BaseModel, temperature: float, new: int, copies: int = 1, see
             else:
                 token = (logits / temperature).softmax(-1).multinomial(1, generator=generator)
             ids = torch.cat([ids, token], 1)
-        texts += [Text(row.tolist(), len(prompt)) for row in ids]
+        texts += [FinishedAnswer(row.tolist(), len(prompt)) for row in ids]
     return texts
 
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_simulated_is_refused(base: BaseModel) -> None:
     with pytest.raises(UserError, match="block verification judges a chain as a whole"):
         run(base, head, texts, DraftConfig(tree=TREE, **sampled), WARM, rule=block)
     with pytest.raises(UserError, match="no text has two answer tokens"):
-        run(base, head, [Text([1, 2, 3], 2)], chain, GREEDY)
+        run(base, head, [FinishedAnswer([1, 2, 3], 2)], chain, GREEDY)
     with pytest.raises(UserError, match="Silent has no distributions of its own"):
         text_accept_probs(base, Silent(), texts, GREEDY, AcceptProbsConfig())
 
@@ -182,7 +182,10 @@ def test_sampled_decoding_takes_the_simulated_steps(base: BaseModel, case: str) 
     seeds = 2 if draft_sampling is DraftSampling.TOP_K else 8  # without chance every answer agrees exactly
     prompts = [(seed, prompt) for prompt in PROMPTS for seed in range(seeds)]
     results = [decode(base, drafter, prompt, seed=seed, **settings) for seed, prompt in prompts]
-    texts = [Text(prompt + result.tokens, len(prompt)) for (_, prompt), result in zip(prompts, results, strict=True)]
+    texts = [
+        FinishedAnswer(prompt + result.tokens, len(prompt))
+        for (_, prompt), result in zip(prompts, results, strict=True)
+    ]
     found = [simulate_texts(base, drafter, [text], config, WARM, rule) for text in texts]
     assert [f.tokens for f in found] == [sum(s.committed for s in result.steps) for result in results]
     expected, steps = np.array([f.steps for f in found]), np.array([len(result.steps) for result in results])
@@ -199,7 +202,9 @@ def test_greedy_decoding_takes_exactly_the_simulated_steps(base: BaseModel) -> N
     for prompt, new in product([*PROMPTS, [7]], (2, 3, 30)):
         for draft_config in (DraftConfig(tree=TREE), DraftConfig(tree=TREE, confidence_threshold=0.2), chain):
             real = decode(base, head, prompt, max_new_tokens=new, draft_config=draft_config, ignore_eos=True)
-            found = simulate_texts(base, head, [Text(prompt + real.tokens, len(prompt))], draft_config, GREEDY)
+            found = simulate_texts(
+                base, head, [FinishedAnswer(prompt + real.tokens, len(prompt))], draft_config, GREEDY
+            )
             assert found.steps == len(real.steps)
             assert found.mean_accepted_length == metrics.mean_accepted_length([real]).value
 

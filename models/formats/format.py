@@ -17,10 +17,10 @@ from torch import Tensor
 
 from drafthead.data.embedded.packages import SMOLLM2_NAME
 from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_config import EMBEDDED
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import EMBEDDED
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
+from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 
 BASE_NAME = "base_model_name_or_path"
 """Config key by which engines find the base. All formats carry it; engines that do not know it ignore it."""

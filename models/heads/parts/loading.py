@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from drafthead.models.base.base_config import ADAPTER, SAVED_KEYS, BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import ADAPTER, SAVED_KEYS, BaseConfig
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.files import read_head_config, resolve_folder
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder
 
 
 def load_base(name: str, **settings: Any) -> BaseModel:

@@ -17,7 +17,7 @@ from drafthead.eval.lossless.cases import EXACT, RAW, Case, Counterexample, Refu
 from drafthead.eval.lossless.enumerate import committed, total_variation
 from drafthead.eval.lossless.tabular_lm import TableDraft, TabularLM
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import DraftConfig, DraftSampling
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling
 from drafthead.models.token_tree import TokenTree
 
 EXACT_BELOW = 1e-9
@@ -96,7 +96,7 @@ def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
     )
 
 
-def check_lossless(only: str = "", progress: Callable[[int, int], None] | None = None) -> list[Row]:
+def certify(only: str = "", progress: Callable[[int, int], None] | None = None) -> list[Row]:
     """All rows, or those in whose rule, draft sampling, sampler or shape the words ``only`` occur.
 
     Args:

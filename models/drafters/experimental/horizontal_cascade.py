@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import RandomSource
-from drafthead.models.drafters.several import SeveralDrafters, SeveralStates
+from drafthead.models.drafters.composite import CompositeDrafter, SeveralStates
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 
-class Relay(SeveralDrafters):
+class HorizontalCascade(CompositeDrafter):
     """Chains whose positions are shared out to ``drafters``, ``lengths`` of them to each.
 
     A drafter that stops early or finds nothing leaves its place to the next one, row by row. Draft sampling, sampler

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.contract import Drafter, DraftState
+from drafthead.models.decoding.drafter import Drafter, DraftState
 
 
 @dataclass
@@ -21,7 +21,7 @@ class SeveralStates(DraftState):
         return SeveralStates(parts=tuple(part.select(rows) for part in self.parts))
 
 
-class SeveralDrafters(Drafter[SeveralStates]):
+class CompositeDrafter(Drafter[SeveralStates]):
     """Drafters that read the same text; a subclass says what they draft together."""
 
     def __init__(self, drafters: Sequence[Drafter], kind: str) -> None:

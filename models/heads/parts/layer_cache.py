@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftState
 from drafthead.models.decoding.draft_cache import NodeCache, PendingNodes
-from drafthead.models.heads.common.attention_layer import Layer
+from drafthead.models.decoding.drafter import DraftState
+from drafthead.models.heads.parts.attention_layer import Layer
 from drafthead.models.token_tree import causal_mask
 
 

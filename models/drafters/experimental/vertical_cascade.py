@@ -16,8 +16,8 @@ from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.draft_cache import DraftCache, PendingTokens, TokenBuffer
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.loop import EXACT, check_drafter, default_draft_config
 from drafthead.models.decoding.random_source import RandomSource
@@ -36,7 +36,7 @@ class NestedState(PendingTokens):
     inner: Any
 
 
-class Nested(LMDrafter[NestedState]):
+class VerticalCascade(LMDrafter[NestedState]):
     """Chains drafted by speculative decoding of ``model``.
 
     With top-k candidates the inner model decodes greedily; otherwise it samples from ``draft_config.sampler``'s

@@ -48,7 +48,7 @@ RENAMED_KEYS: dict[str, str | None] = {
     "head.heads_lr_factor": "heads_lr_mult",
     "phases.*.accumulate": "grad_accum_steps",
     "phases.*.features": "hidden_states",
-    "generations.slots": "batch_size",
+    "answers.slots": "batch_size",
     "guard": "loss_spikes",
     "gate": "quality_limits",
     "quality_limits.min_agreement": "min_greedy_match_rate",

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from drafthead.data.answers.config import SamplerConfig
+from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.answers.store import open_answers
 from drafthead.data.batch import HiddenStates, TrainBatch, pad_rows
 from drafthead.data.text.readers import json_object, read_lines
@@ -41,11 +41,11 @@ from drafthead.eval.trees.simulate import (
 )
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling, DraftState, Proposal
 from drafthead.models.decoding.corpus import generate_answers
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DraftState, Proposal
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.heads.common.contract import DraftHead
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 
 EXACT = AcceptanceRule()
@@ -57,7 +57,7 @@ pass of another shape may choose otherwise where two logits are nearly equal, in
 BATCH_SIZE = 32
 
 
-class Text(NamedTuple):
+class FinishedAnswer(NamedTuple):
     """A finished answer, as token ids."""
 
     ids: list[int]
@@ -83,11 +83,11 @@ def base_answers(
     seed: int = 0,
     split: str = "all",
     keep_hidden_states: bool = False,
-) -> list[Text]:
+) -> list[FinishedAnswer]:
     """The base's own answers to a suite, later turns after its own answers; those that do not fit are left out."""
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     prompts = load_suite(suite, limit, seed, split=split)
-    found: dict[int, list[Text]] = {p.number: [] for p in prompts}
+    found: dict[int, list[FinishedAnswer]] = {p.number: [] for p in prompts}
     for turn in range(1 + max(len(p.later_turns) for p in prompts)):
         asked = []
         for p in prompts:
@@ -108,7 +108,7 @@ def base_answers(
             keep_hidden_states=keep_hidden_states,
         ):
             final = None if a.hidden_states is None else torch.from_numpy(a.hidden_states)
-            found[a.prompt_number].append(Text(a.input_ids.tolist(), a.boundary, final))
+            found[a.prompt_number].append(FinishedAnswer(a.input_ids.tolist(), a.boundary, final))
     texts = [text for _, answers in sorted(found.items()) for text in answers]
     if not texts:
         raise UserError(
@@ -118,7 +118,7 @@ def base_answers(
     return texts
 
 
-def write_texts(path: Path, texts: Sequence[Text]) -> None:
+def write_texts(path: Path, texts: Sequence[FinishedAnswer]) -> None:
     """One {"ids": [...], "boundary": n} a line."""
     try:
         path.write_text("".join(json.dumps({"ids": t.ids, "boundary": t.boundary}) + "\n" for t in texts))
@@ -133,16 +133,16 @@ def check_writable(path: Path) -> None:
     make_folder(path.parent, "save")
 
 
-def read_texts(path: Path, limit: int | None = None) -> list[Text]:
+def read_texts(path: Path, limit: int | None = None) -> list[FinishedAnswer]:
     """What ``write_texts`` wrote, or the answers of a corpus (its folder); the first ``limit``."""
     if path.is_dir():
         answers = open_answers(path).read(with_hidden_states=False)
-        return [Text(a.input_ids.tolist(), a.boundary) for a in islice(answers, limit)]
+        return [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in islice(answers, limit)]
     texts = []
     for line, content in read_lines(path):
         try:
             row = json_object(content)
-            text = Text([int(i) for i in row["ids"]], int(row["boundary"]))
+            text = FinishedAnswer([int(i) for i in row["ids"]], int(row["boundary"]))
             if not 1 <= text.boundary < len(text.ids):
                 raise ValueError("the boundary is the index of the first answer token")
         except (KeyError, TypeError, ValueError, OverflowError):
@@ -155,7 +155,7 @@ def read_texts(path: Path, limit: int | None = None) -> list[Text]:
 
 
 def positions(
-    drafter: Drafter, texts: list[Text], base_hidden: list[HiddenStates], device: torch.device
+    drafter: Drafter, texts: list[FinishedAnswer], base_hidden: list[HiddenStates], device: torch.device
 ) -> Iterator[tuple[list[int], DraftState, Tensor, int]]:
     """The drafter's state and last token wherever a step may start: rows that are not finished, and the position."""
     prompts = pad_sequence([torch.tensor(text.ids[: text.boundary], device=device) for text in texts], batch_first=True)
@@ -173,10 +173,10 @@ def positions(
         state = drafter.update(state, last[:, None], now)
 
 
-def read_hidden_states(base: BaseModel, drafter: Drafter, texts: Sequence[Text]) -> list[HiddenStates]:
+def read_hidden_states(base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer]) -> list[HiddenStates]:
     """Per text the base's hidden states [1, T, D]: those that were kept, else read in one pass."""
 
-    def read(text: Text) -> HiddenStates:
+    def read(text: FinishedAnswer) -> HiddenStates:
         if text.final is None or drafter.spec.layers:
             return base.hidden_states(as_batch(text).to(base.device), drafter.spec)
         kept = text.final.to(base.device, base.dtype)
@@ -185,12 +185,12 @@ def read_hidden_states(base: BaseModel, drafter: Drafter, texts: Sequence[Text])
     return [read(text) for text in texts]
 
 
-def as_batch(text: Text) -> TrainBatch:
+def as_batch(text: FinishedAnswer) -> TrainBatch:
     """A text as a packed row of one document."""
     return TrainBatch.of([text.ids], text.boundary)
 
 
-def text_ranks(head: DraftHead, texts: Sequence[Text]) -> list[Ranks]:
+def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
     """Per text the ranks [T, K] of its answer's tokens among the head's drafts, wherever a step may start."""
     found = []
     for text in texts:
@@ -216,7 +216,7 @@ class LikelihoodCheck:
         self.tokens = self.impossible = 0
         self.excess = self.variance = 0.0
 
-    def read(self, base: BaseModel, texts: Sequence[Text], base_hidden: list[HiddenStates]) -> None:
+    def read(self, base: BaseModel, texts: Sequence[FinishedAnswer], base_hidden: list[HiddenStates]) -> None:
         """Add the answers of ``texts``, whose hidden states [1, T, D] are ``base_hidden``."""
         size = max(1, MAX_VALUES // base.vocab_size)
         for text, feature in zip(texts, base_hidden, strict=True):
@@ -265,7 +265,7 @@ class AcceptProbsConfig:
 def simulate_texts(
     base: BaseModel,
     drafter: Drafter,
-    texts: Sequence[Text],
+    texts: Sequence[FinishedAnswer],
     draft_config: DraftConfig,
     sampler: Sampler,
     rule: AcceptanceRule = EXACT,
@@ -301,7 +301,7 @@ def simulate_texts(
 
 @torch.inference_mode()
 def text_accept_probs(
-    base: BaseModel, drafter: Drafter, texts: Sequence[Text], sampler: Sampler, config: AcceptProbsConfig
+    base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer], sampler: Sampler, config: AcceptProbsConfig
 ) -> list[AcceptProbs]:
     """Per text with a step [T, K, S]: acceptance of every draft position and candidate, good for any static tree.
 
@@ -338,7 +338,7 @@ def text_accept_probs(
 
 
 def forced_logits(
-    drafter: StepwiseDrafter, state: DraftState, last: Tensor, texts: Sequence[Text], t: int, depth: int
+    drafter: StepwiseDrafter, state: DraftState, last: Tensor, texts: Sequence[FinishedAnswer], t: int, depth: int
 ) -> list[Tensor]:
     """Per draft position the drafter's logits [B, W] after the text's own tokens."""
     draft_pass = drafter.start(state, last, DraftConfig(tree=TokenTree.chain(depth)))
@@ -384,7 +384,7 @@ def _node_probs(
 def _drafted_length_probs(
     base: BaseModel,
     drafter: Drafter,
-    texts: Sequence[Text],
+    texts: Sequence[FinishedAnswer],
     draft_config: DraftConfig,
     sampler: Sampler,
     in_order: bool = False,
@@ -412,7 +412,7 @@ def _drafted_length_probs(
     return found, sizes
 
 
-def _matching_drafts(proposal: Proposal, texts: list[Text], t: int) -> Tensor:
+def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) -> Tensor:
     """[B] drafts on the longest drafted path that the texts follow after their t-th position."""
     tokens, depths = proposal.tokens, proposal.shape.depths.expand_as(proposal.tokens)
     ahead = int(depths.max()) + 1
@@ -425,7 +425,7 @@ def _matching_drafts(proposal: Proposal, texts: list[Text], t: int) -> Tensor:
     return torch.where(failed, 0, depths).amax(1)
 
 
-def _batches(texts: Sequence[Text], size: int) -> Iterator[list[Text]]:
+def _batches(texts: Sequence[FinishedAnswer], size: int) -> Iterator[list[FinishedAnswer]]:
     """Texts that have a step, at most ``size`` at a time."""
     with_steps = [text for text in texts if text.positions]
     if not with_steps:

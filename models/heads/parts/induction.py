@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from drafthead.data.batch import TrainBatch
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftState
 from drafthead.models.decoding.draft_cache import TokenBuffer
-from drafthead.models.heads.common.targets import DraftTargets, drafting_places
+from drafthead.models.decoding.drafter import DraftState
+from drafthead.models.heads.parts.targets import DraftTargets, drafting_places
 
 SHARPNESS = (16.0, 6.0)
 """Score of the same last token, and of the same token before it, in an untrained head."""

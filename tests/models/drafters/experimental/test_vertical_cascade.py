@@ -10,14 +10,14 @@ import torch
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftSampling
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters import nested
 from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
-from drafthead.models.drafters.nested import Nested
+from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, assert_distributed, assert_same_in_any_batch
@@ -32,18 +32,18 @@ def sampled(tree: TokenTree, draft_sampling: DraftSampling = WITH) -> DraftConfi
     return DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=SAMPLER)
 
 
-def two_deep(model: BaseModel, base: BaseModel) -> Nested:
+def two_deep(model: BaseModel, base: BaseModel) -> VerticalCascade:
     """A nested drafter in a nested drafter, every level sampling its own drafts."""
-    inner = Nested(
+    inner = VerticalCascade(
         early_exit(base, 1).model, early_exit(base, 2), num_tokens=2, draft_config=sampled(TokenTree.chain(2))
     )
-    return Nested(model, inner, num_tokens=3, draft_config=sampled(TokenTree.chain(2)))
+    return VerticalCascade(model, inner, num_tokens=3, draft_config=sampled(TokenTree.chain(2)))
 
 
 def test_the_target_itself_is_always_right(tiny_base: TinyBase) -> None:
     """When sampling: q equals p, so every draft is accepted."""
     base, draft_config = tiny_base(), sampled(TokenTree.chain(4))
-    drafter = Nested(base, early_exit(base, 2), num_tokens=4, draft_config=draft_config)
+    drafter = VerticalCascade(base, early_exit(base, 2), num_tokens=4, draft_config=draft_config)
     for r in decode_batch(
         base, drafter, PROMPTS, max_new_tokens=26, draft_config=draft_config, sampler=SAMPLER, ignore_eos=True
     ):
@@ -84,7 +84,7 @@ DRAFTERS: dict[str, tuple[Callable[[BaseModel, BaseModel], Drafter], DraftConfig
         sampled(union([TokenTree.expansion([2, 2]), TokenTree.chain(2)]), WITHOUT),
     ),
     "nested": (
-        lambda base, other: Nested(other, early_exit(base, 1), draft_config=sampled(TokenTree.chain(2))),
+        lambda base, other: VerticalCascade(other, early_exit(base, 1), draft_config=sampled(TokenTree.chain(2))),
         sampled(CHAIN),
     ),
     "nested twice": (lambda base, other: two_deep(other, base), sampled(CHAIN)),
@@ -107,5 +107,9 @@ def test_refusals(tiny_base: TinyBase) -> None:
     base = tiny_base()
     with pytest.raises(UserError, match="nested drafting drafts chains"):
         decode(
-            base, Nested(base, None), [1, 2], max_new_tokens=8, draft_config=DraftConfig(tree=TokenTree.expansion([2]))
+            base,
+            VerticalCascade(base, None),
+            [1, 2],
+            max_new_tokens=8,
+            draft_config=DraftConfig(tree=TokenTree.expansion([2])),
         )

@@ -15,10 +15,10 @@ from torch import Tensor
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.heads.common.contract import DraftHead, DraftHeadConfig
-from drafthead.models.heads.common.lm_heads import DraftLMHeads
-from drafthead.models.heads.common.losses import LossConfig, heads_loss, loss_output
-from drafthead.models.heads.common.targets import DraftTargets, rank_of
+from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
+from drafthead.models.heads.parts.lm_heads import DraftLMHeads
+from drafthead.models.heads.parts.losses import LossConfig, heads_loss, loss_output
+from drafthead.models.heads.parts.targets import DraftTargets, rank_of
 
 
 @dataclass(kw_only=True)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.contract import DraftConfig, DraftSampling
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.drafters.budget import BudgetCache, BudgetDrafter, Policy
+from drafthead.models.drafters.experimental.triforce import BudgetCache, Policy, TriForce
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.token_tree import TokenTree
@@ -53,7 +53,7 @@ def test_greedy_text_is_plain_text(
     base = tiny_base(architecture)
     plain = decode(base, None, PROMPT, max_new_tokens=60, ignore_eos=True).tokens
     for budget in (16, 999):
-        drafter = BudgetDrafter(base, budget, policy, num_tokens=4, refresh=9, drafter=inner)
+        drafter = TriForce(base, budget, policy, num_tokens=4, refresh=9, drafter=inner)
         found = decode(base, drafter, PROMPT, max_new_tokens=60, ignore_eos=True)
         assert found.tokens == plain
         accepted = [step.accepted == step.depth for step in found.steps]
@@ -62,7 +62,7 @@ def test_greedy_text_is_plain_text(
 
 def test_sampled_answers_have_the_targets_distribution(tiny_base: TinyBase) -> None:
     base, sampler = tiny_base(), Sampler(temperature=1.0, top_k=2)
-    drafter = BudgetDrafter(base, 16, "retrieval:4", num_tokens=2, drafter=PromptLookup(3))
+    drafter = TriForce(base, 16, "retrieval:4", num_tokens=2, drafter=PromptLookup(3))
     wanted = DraftConfig(
         tree=TokenTree.chain(2),
         draft_sampling=DraftSampling.WITH_REPLACEMENT,
@@ -78,7 +78,7 @@ def test_sampled_answers_have_the_targets_distribution(tiny_base: TinyBase) -> N
 
 def test_a_state_without_the_targets_cache_drafts_the_same(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    drafter = BudgetDrafter(base, 16, "retrieval:4", num_tokens=3, refresh=5)
+    drafter = TriForce(base, 16, "retrieval:4", num_tokens=3, refresh=5)
     own = drafter.init_state(1)
     cache = base.new_cache(120)
     attached = drafter.attach(drafter.init_state(1), cache)
@@ -96,14 +96,14 @@ def test_a_state_without_the_targets_cache_drafts_the_same(tiny_base: TinyBase) 
 def test_by_name(tiny_base: TinyBase) -> None:
     base = tiny_base()
     drafter, config = build_drafter(parse_drafter("budget:64@4"), base)
-    assert isinstance(drafter, BudgetDrafter) and (drafter.budget, drafter.policy) == (64, Policy("retrieval", 8))
+    assert isinstance(drafter, TriForce) and (drafter.budget, drafter.policy) == (64, Policy("retrieval", 8))
     assert config.tree == TokenTree.chain(4)
     drafter, _ = build_drafter(parse_drafter("nested:budget:32:sinks:4@5+prompt_lookup@3"), base)
-    assert isinstance(drafter, BudgetDrafter) and drafter.policy == Policy("sinks", 4) and drafter.depth == 5
+    assert isinstance(drafter, TriForce) and drafter.policy == Policy("sinks", 4) and drafter.depth == 5
     assert isinstance(drafter.drafter, PromptLookup)
     with pytest.raises(UserError, match="drafts for one prompt at a time, got 2"):
         decode_batch(base, drafter, [[1, 2], [3]], max_new_tokens=4)
     with pytest.raises(UserError, match="too small for retrieval:8; give at least twice its size"):
-        BudgetDrafter(base, 15)
+        TriForce(base, 15)
     with pytest.raises(UserError, match="unknown policy 'newest'"):
         parse_drafter("budget:64:newest")

@@ -23,16 +23,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
-from drafthead.data.utils.config import schema
 from drafthead.data.utils.errors import UserError, check_limits, one_line
 from drafthead.data.utils.files import atomic_rename, disk_errors, file_digest, write_json
+from drafthead.data.utils.settings import schema
 from drafthead.models.base import adapter
+from drafthead.models.base.base_config import ADAPTER
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import ADAPTER
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.lora import LoraSettings
 from drafthead.models.decoding.growth import StepwiseDrafter
-from drafthead.models.heads.common.files import (
+from drafthead.models.heads.parts.head_folder import (
     FORMAT,
     check_base,
     check_settings,
@@ -43,8 +43,8 @@ from drafthead.models.heads.common.files import (
     resolve_folder,
     write_trees,
 )
-from drafthead.models.heads.common.losses import LossConfig
-from drafthead.models.heads.common.size import HeadSize, head_size
+from drafthead.models.heads.parts.losses import LossConfig
+from drafthead.models.heads.parts.size import HeadSize, head_size
 from drafthead.models.kernels.linear import DRAFT_DTYPES, InferenceWeights, inference_copy
 from drafthead.models.token_tree import TokenTree
 

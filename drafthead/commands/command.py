@@ -16,9 +16,9 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 
-from drafthead.data.utils.config import one_line_errors, parse, run_main, say, schema, update_key
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder
+from drafthead.data.utils.settings import one_line_errors, parse, run_main, say, schema, update_key
 
 T = TypeVar("T")
 Task = Callable[[T], None]

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from drafthead.data.utils.files import require_space
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
-from drafthead.models.formats.contract import BASE_NAME, Engine, Unsupported
 from drafthead.models.formats.eagle3 import LAYER_IDS, Eagle3Format
-from drafthead.models.formats.gguf.files import (
+from drafthead.models.formats.format import BASE_NAME, Engine, Unsupported
+from drafthead.models.formats.gguf.gguf_files import (
     LAYER,
     SIZES,
     GgufFile,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drafthead.data.batch import NO_DOCUMENT, HiddenStates, TrainBatch
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.heads.common.losses import Targets, chunk_rows
+from drafthead.models.heads.parts.losses import Targets, chunk_rows
 
 
 @dataclass(frozen=True, kw_only=True)

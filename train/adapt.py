@@ -25,17 +25,17 @@ from torch import Tensor
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.data.utils.files import difference
+from drafthead.eval.trees.answers import FinishedAnswer, as_batch
 from drafthead.eval.trees.calibrate import WIDTH, answer_ranks
 from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, accepted_length_probs, start_probs
-from drafthead.eval.trees.texts import Text, as_batch
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import DraftConfig, Drafter, DraftState, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftState, Proposal
 from drafthead.models.decoding.loop import EXACT, GREEDY, decode, default_draft_config
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step_log import DecodeResult
-from drafthead.models.heads.common.contract import DraftHead
-from drafthead.models.heads.common.losses import LossConfig
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import OptimConfig
 from drafthead.train.trainer.checkpoint import TrainState, capture_rng, load_latest, restore_rng, save_checkpoint
@@ -83,10 +83,10 @@ class OnlineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lesson:
+class OnlineExample:
     """An answer to learn from."""
 
-    text: Text
+    text: FinishedAnswer
     hidden: HiddenStates
     """[1, n, ...] the base's, without a gradient; the last token's are zeros."""
     rejected: list[tuple[int, int]]
@@ -127,7 +127,7 @@ class Recorder(Drafter[RecorderState]):
         self.head = head
         self.tree, self.spec, self.reads_base = head.tree, head.spec, head.reads_base
         self.confidence_threshold = head.confidence_threshold
-        self.lessons: list[Lesson] = []
+        self.lessons: list[OnlineExample] = []
         self._latest: RecorderState | None = None
         self._drafted: tuple[RecorderState, Proposal] | None = None
 
@@ -182,8 +182,8 @@ class Recorder(Drafter[RecorderState]):
         if not parts:
             return
         parts.reverse()
-        text = Text(list(tokens), parts[0].final.shape[1])  # the prompt is the first update
-        self.lessons.append(Lesson(text=text, hidden=join(parts, len(tokens)), rejected=rejected[::-1]))
+        text = FinishedAnswer(list(tokens), parts[0].final.shape[1])  # the prompt is the first update
+        self.lessons.append(OnlineExample(text=text, hidden=join(parts, len(tokens)), rejected=rejected[::-1]))
 
 
 def join(parts: list[HiddenStates], length: int) -> HiddenStates:
@@ -224,7 +224,7 @@ class OnlineLearner:
         self.head, self.config = head, config
         self.recorder = Recorder(head)
         self.optimizer = head_optimizer(head, config.optim)
-        self.buffer: deque[Lesson] = deque()
+        self.buffer: deque[OnlineExample] = deque()
         self.answered = self.updates = 0
         self.decode_s = self.update_s = 0.0
 
@@ -236,7 +236,7 @@ class OnlineLearner:
         draft_config: DraftConfig | None = None,
         sampler: Sampler = GREEDY,
         seed: int = 0,
-    ) -> tuple[DecodeResult, Lesson]:
+    ) -> tuple[DecodeResult, OnlineExample]:
         """Answer a prompt with the head as it is now, by the exact rule; then learn from it."""
         result = decode(
             self.head.base,
@@ -253,7 +253,7 @@ class OnlineLearner:
         self.learn(lesson)
         return result, lesson
 
-    def learn(self, lesson: Lesson) -> None:
+    def learn(self, lesson: OnlineExample) -> None:
         """Keep an answer, and update the head where it is time to."""
         self.buffer.append(lesson)
         while len(self.buffer) > 1 and sum(len(each.text.ids) for each in self.buffer) > self.config.max_tokens:
@@ -317,7 +317,9 @@ class OnlineLearner:
         return True
 
 
-def replayed(head: DraftHead, tree: TokenTree, text: Text, hidden: HiddenStates) -> tuple[float, Lesson]:
+def replayed(
+    head: DraftHead, tree: TokenTree, text: FinishedAnswer, hidden: HiddenStates
+) -> tuple[float, OnlineExample]:
     """What greedy decoding with ``head`` would do on a finished answer: steps, and the lesson of it.
 
     ``hidden`` [1, n, ...] are the base's. One pass of the head over the text; nothing is decoded.
@@ -325,14 +327,16 @@ def replayed(head: DraftHead, tree: TokenTree, text: Text, hidden: HiddenStates)
     batch = as_batch(text).to(head.base.device)
     found = answer_ranks(head, batch, hidden)
     if not found:
-        return 0.0, Lesson(text=text, hidden=hidden, rejected=[])
+        return 0.0, OnlineExample(text=text, hidden=hidden, rejected=[])
     ranks = found[0]
     lengths = accepted_length_probs(accept_probs_of_ranks(ranks, WIDTH), tree)
     (starts,) = start_probs([lengths])
-    return float(starts.sum()), Lesson(text=text, hidden=hidden, rejected=_rejected_ranks(text, ranks, lengths, tree))
+    return float(starts.sum()), OnlineExample(
+        text=text, hidden=hidden, rejected=_rejected_ranks(text, ranks, lengths, tree)
+    )
 
 
-def _rejected_ranks(text: Text, ranks: Ranks, lengths: Any, tree: TokenTree) -> list[tuple[int, int]]:
+def _rejected_ranks(text: FinishedAnswer, ranks: Ranks, lengths: Any, tree: TokenTree) -> list[tuple[int, int]]:
     """The rejected positions of a greedy replay; a path that ends in a leaf of the tree rejects nothing."""
     found, t = [], 0
     inner = {path[:-1] for path in tree.paths[1:]}
@@ -355,6 +359,6 @@ def frozen_copy(head: DraftHead) -> DraftHead:
     return copy.eval()
 
 
-def hidden_of(base: BaseModel, head: DraftHead, text: Text) -> HiddenStates:
+def hidden_of(base: BaseModel, head: DraftHead, text: FinishedAnswer) -> HiddenStates:
     """[1, n, ...] what decoding would have seen, in one pass of the base."""
     return base.hidden_states(as_batch(text).to(base.device), head.spec)

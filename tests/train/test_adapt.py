@@ -9,16 +9,16 @@ from safetensors.torch import load_file
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json_lines
-from drafthead.models.decoding.contract import DraftConfig, DraftSampling, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.draft_lm import DraftLMConfig
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
+from drafthead.train.adapt import OnlineConfig, OnlineLearner, first_undrafted, frozen_copy, hidden_of, replayed
 from drafthead.train.config import OptimConfig
-from drafthead.train.online import OnlineConfig, OnlineLearner, first_undrafted, frozen_copy, hidden_of, replayed
 from support import (
     TinyBase,
     call,

@@ -8,16 +8,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafthead.data.utils.config import update_names
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import file_digest, read_json, safe_join, write_json
 from drafthead.data.utils.hub import fetch, refuse_pickles
+from drafthead.data.utils.settings import update_names
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.contract import Drafter
+from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.token_tree import TokenTree
 
 if TYPE_CHECKING:
-    from drafthead.models.heads.common.contract import DraftHeadConfig
+    from drafthead.models.heads.parts.draft_head import DraftHeadConfig
 
 FORMAT = 2
 """Format 1 names the head by the path of a class (``head``), format 2 by its type (``head_type``)."""

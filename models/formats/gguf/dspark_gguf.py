@@ -19,10 +19,10 @@ import torch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import require_space
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
-from drafthead.models.formats.contract import BASE_NAME, Engine, Unsupported
 from drafthead.models.formats.dspark import CONFIDENCE, NAMES, DFlashFormat, DSparkFormat
-from drafthead.models.formats.gguf.eagle3 import DTYPES, FILE, LLAMACPP, RECORDED
-from drafthead.models.formats.gguf.files import (
+from drafthead.models.formats.format import BASE_NAME, Engine, Unsupported
+from drafthead.models.formats.gguf.eagle3_gguf import DTYPES, FILE, LLAMACPP, RECORDED
+from drafthead.models.formats.gguf.gguf_files import (
     DRAFTERS,
     LAYER,
     SIZES,
@@ -33,8 +33,8 @@ from drafthead.models.formats.gguf.files import (
     split_name,
     with_scaling_of,
 )
-from drafthead.models.heads.common.contract import DraftHead
 from drafthead.models.heads.dspark import DSparkHead
+from drafthead.models.heads.parts.draft_head import DraftHead
 
 ARCHITECTURE = DRAFTERS["gguf_dspark"]
 OUTER = {

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.config import BaseConfig
 from drafthead.models.base.text_model import build
 
 if TYPE_CHECKING:
-    from drafthead.models.heads.common.contract import DraftHeadConfig
+    from drafthead.models.heads.parts.draft_head import DraftHeadConfig
 
 
 @dataclass(frozen=True, kw_only=True)
