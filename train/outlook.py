@@ -76,9 +76,9 @@ class Outlook:
             corpus = min(self.run.data.text.max_tokens, phase.max_tokens or tokens)
         else:
             prompt = min(PROMPT_TOKENS, answers.max_prompt_tokens)
-            answers = (answers.prompts + answers.self_prompted) * answers.sampler.max_new_tokens
-            answers = min(answers, phase.max_tokens or answers)
-            corpus = answers + answers * prompt // answers.sampler.max_new_tokens
+            answered = (answers.prompts + answers.self_prompted) * answers.sampler.max_new_tokens
+            answered = min(answered, phase.max_tokens or answered)
+            corpus = answered + answered * prompt // answers.sampler.max_new_tokens
         kept = phase.corpus == "answers" and answers.keep_hidden_states and not answers.copied
         read = 0 if kept else min(corpus, tokens) if phase.cached else tokens
         return f"{phase.steps:,} steps on {phase.corpus}, {int(tokens):,} tokens", seconds + read * self.cache_s
