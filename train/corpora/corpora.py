@@ -180,8 +180,7 @@ class Corpora:
             return cache
         wanted = len(rows) if only is None else len(only)
         label = f"hidden states of {name}"
-        answers = self.config.answers
-        kept = answers.keep_hidden_states and not answers.copied
+        kept = self.config.answers.keep_hidden_states and not self.config.answers.copied
         answers = prompts if kept else None
         # Where generation kept the final states, the base only has to run as far as the last layer that is read.
         if answers is not None and spec.layers:
