@@ -35,7 +35,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import say
 from drafthead.eval.engines.served import free_port
 from drafthead.models.decoding import corpus as batched_generation
-from drafthead.train import online, pipeline
+from drafthead.train import adapt, pipeline
 from drafthead.train.config import parse_run
 from drafthead.train.distributed import signals
 from drafthead.train.tracking import tracker as tracking
@@ -53,7 +53,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     "save features": (answers, "save_file"),
     "rename shard": (answers, "atomic_rename"),
     "step": (loop, "train_step"),
-    "update": (online, "train_step"),
+    "update": (adapt, "train_step"),
     "validate": (loop, "evaluate_loss"),
     "track": (tracking, "_numbers"),
 }
