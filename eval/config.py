@@ -99,7 +99,7 @@ class EvalConfig(DrafterConfig):
     baselines: list[str] = field(default_factory=list)
     """Other methods in the same interleaved run: drafters by the grammar of ``models/drafters/expression.py``
     (``prompt_lookup``, ``early_exit:24``, ``model:NAME``, ``head+prompt_lookup:3``, ``relay:head@2+prompt_lookup@4``;
-    ``head`` is the head alone, where ``combine``, ``relay`` or ``nested`` put others to it), and transformers'
+    ``head`` is the head alone), and transformers'
     ``hf_prompt_lookup:3``, ``hf_assisted:NAME``. Three kinds of autoregressive decoding are always among them: our
     loop, and transformers' ``generate`` over our modules and over the stock ones."""
     stock_baseline: bool = True
@@ -125,8 +125,8 @@ class EvalConfig(DrafterConfig):
             length=("constant", "heuristic"),
             engines=(set(self.engines) <= set(ENGINES), f"of {', '.join(ENGINES)}"),
         )
-        if self.engines and not (self.sampler.greedy and self.rule.lossless and not self.combine):
-            raise ValueError("eval.engines compares greedy decoding with a head alone: leave sampler, rule and combine")
+        if self.engines and not (self.sampler.greedy and self.rule.lossless and self.drafter == "head"):
+            raise ValueError("eval.engines compares greedy decoding with a head alone: leave sampler, rule and drafter")
         if parse_tree(self.tree, depth=1) is None and self.tree != "head":
             read_json(Path(self.tree))
 

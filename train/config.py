@@ -22,7 +22,6 @@ from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.timing.methods import check_methods
 from drafthead.eval.trees.search import METHODS
 from drafthead.models.base.base_config import BaseConfig
-from drafthead.models.drafters.expression import parse_drafter
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig, parse_head
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder
 from drafthead.models.heads.parts.losses import LossConfig
@@ -540,7 +539,6 @@ def preflight(run: RunConfig) -> None:
         require_login("push=true")
     load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks, run.eval.split)
     check_methods(run.eval.baselines)
-    parse_drafter(run.eval.together)
     for phase in run.phases.values():
         if phase.boost.head:
             read_head_config(resolve_folder(phase.boost.head))

@@ -38,7 +38,6 @@ from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.base.base_config import ADAPTER
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import RunConfig, preflight
@@ -327,9 +326,7 @@ def evaluate(work: RunContext) -> None:
     head.tree = calibration.tree
     log = read_json_lines(work.folder / "metrics.jsonl")
     with display.stage(f"evaluation: {run.eval.suite}"):
-        drafter, draft_config = build_drafter(
-            parse_drafter(run.eval.together), head.base, head, run.eval.draft_config(head), run.eval.combine_nodes
-        )
+        drafter, draft_config = run.eval.build(head.base, head, run.eval.draft_config(head))
         evaluation = evaluate_drafter(
             head.base,
             drafter,

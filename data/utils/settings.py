@@ -53,8 +53,6 @@ RENAMED_KEYS: dict[str, str | None] = {
     "gate": "quality_limits",
     "quality_limits.min_agreement": "min_greedy_match_rate",
     "against": "baselines",
-    "merge": "combine",
-    "merge_nodes": "combine_nodes",
 }
 RENAMED_VALUES: dict[str, dict[str, str]] = {
     # New key, with as many parents as it needs: old value -> new value.

@@ -16,7 +16,7 @@ from drafthead.eval.timing.methods import check_methods
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
-from drafthead.models.drafters.expression import build_drafter, is_drafter, load_base_and_drafter, parse_drafter
+from drafthead.models.drafters.expression import is_drafter, load_base_and_drafter, parse_drafter
 
 TIMED_ON = 8
 """Prompts of the dev half on which drafting is timed for the prediction."""
@@ -33,9 +33,9 @@ drafthead eval head=outputs/medusa_smollm2/head baselines=[prompt_lookup:3,head+
 drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 draft_sampling=without_replacement
 drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 rule.name=typical
 drafthead eval head=outputs/eagle3_smollm2_served/head engines=[vllm,llamacpp] suite=spec_bench_like limit=24
-drafthead eval head=outputs/hydra_smollm2/head 'relay=[head@2,prompt_lookup@4]'
+drafthead eval head=outputs/hydra_smollm2/head drafter=relay:head@2+prompt_lookup@4
 drafthead eval head=prompt_lookup:3 base=embedded:smollm2
-drafthead eval head=prompt_lookup:3 nested=early_exit:12@6 base=embedded:smollm2
+drafthead eval head=prompt_lookup:3 drafter=nested:early_exit:12@6+head base=embedded:smollm2
 
 suite           smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, long_questions, code, builtin,
                 FILE.jsonl, hf:NAME[:SPLIT[:COLUMN]] (a line holds prompt, messages, turns or input_ids, and optionally
@@ -51,13 +51,13 @@ drafters        prompt_lookup[:TOKENS], suffix_memory[:TOKENS[:MEMORY]] (earlier
                 match of any length, else the corpus's bigrams), early_exit:LAYERS[:TOKENS], model:NAME[:TOKENS],
                 head:FOLDER; as head=, and in the following, where head is the command's own. Put together:
                 A+B one tree of both, relay:A@2+B@4 along one path, nested:A@6+B (B drafts for A, A for the base)
-combine         head+...: one tree;  relay: relay:head+..., along one path;  nested: nested:...+head
+drafter         any drafter around the head, head+prompt_lookup:8:2 for one; head alone by default
 baselines       any drafter (head: alone, where others are put to it), hf_prompt_lookup[:TOKENS] and
                 hf_assisted:NAME (transformers' own)
 engines         vllm, llamacpp, sglang: export the head, start the engine, and measure it on the same prompts beside
                 our own chain of the same length; fails where acceptance or texts differ. engine.vllm.python=PATH (an
                 interpreter that has vLLM; `drafthead engines install=vllm` makes one), engine.NAME.url=http://...
-combine_nodes   of a combined tree, as many as the head's own by default: the others first, then the head's likeliest
+tree_nodes      of a combined tree, as many as the head's own by default: the others first, then the head's likeliest
 """
 
 
@@ -68,8 +68,8 @@ def main(config: EvalRunConfig) -> None:
         config.suite, config.limit, config.seed, config.tasks, config.split
     )  # a wrong name fails before the model loads
     check_methods(config.baselines)
-    for spec in (config.together, *([config.head] if is_drafter(config.head) else [])):
-        parse_drafter(spec)
+    if is_drafter(config.head):
+        parse_drafter(config.head)
     display = Display()
     with display.stage(f"head {config.head}"):
         base, drafter, draft_config = _load(config)
@@ -108,5 +108,4 @@ def main(config: EvalRunConfig) -> None:
 def _load(config: EvalRunConfig) -> tuple[BaseModel, Drafter, DraftConfig]:
     """The base, what drafts for it, and what it drafts."""
     base, own, _ = load_base_and_drafter(config.head, config.base)
-    together = parse_drafter(config.together)
-    return base, *build_drafter(together, base, own, config.draft_config(own), config.combine_nodes)
+    return base, *config.build(base, own, config.draft_config(own))

@@ -15,7 +15,7 @@ from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.drafters.expression import DrafterConfig, build_drafter, load_base_and_drafter, parse_drafter
+from drafthead.models.drafters.expression import DrafterConfig, load_base_and_drafter
 
 USAGE = """\
 usage: drafthead generate head=DIR [key=value ...] PROMPT
@@ -23,7 +23,7 @@ usage: drafthead generate head=DIR [key=value ...] PROMPT
   PROMPT              the user's message; - reads standard input
   head=DIR            head folder (outputs/NAME/head) or Hub repository (user/name), or a drafter: prompt_lookup:3,
                       relay:head:DIR@2+prompt_lookup@4, ... (see drafthead eval --help)
-  combine=[...]       drafters in one tree with the head, [prompt_lookup:8:2]; relay=[...] after it, nested=... between
+  drafter=head+...    a drafter around the head, head+prompt_lookup:8:2 (see drafthead eval --help)
   base=NAME           base model; by default the one that the head was trained for (base.dtype=..., and so on, too)
   max_new_tokens=256  length of the answer
   temperature=0       0 is greedy: the base's own text exactly; else top_p=1, top_k=0 (all tokens) and seed=0 count, too
@@ -62,9 +62,8 @@ def main(config: GenerateConfig) -> None:
         raise UserError("the prompt is no UTF-8 text; convert it, for example with iconv -t UTF-8") from None
     if not text.strip():
         raise UserError("the prompt is empty; give some words")
-    together = parse_drafter(config.together)
     base, head, draft_config = load_base_and_drafter(config.head, config.base)
-    drafter, draft_config = build_drafter(together, base, head, draft_config, config.combine_nodes)
+    drafter, draft_config = config.build(base, head, draft_config)
     if config.raw:
         ids = base.tokenizer(text).input_ids
     else:

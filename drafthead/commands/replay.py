@@ -51,7 +51,7 @@ usage: drafthead replay head=DIR [key=value ...]
   rule=exact            or block: block verification of chains
   drafters=[A,B]        drafters to simulate beside the head, by the grammar of drafthead eval, where head is this one:
                         [prompt_lookup@6,head+prompt_lookup:4,relay:head@2+prompt_lookup@4,suffix_memory:4]. A suffix
-                        memory keeps the texts before. combine_nodes=N are the nodes of a combined tree
+                        memory keeps the texts before. tree_nodes=N are the nodes of a combined tree
   plot=FILE.png         the mean accepted lengths as a figure
   seed=0                of sampling
 """
@@ -75,7 +75,7 @@ class ReplayConfig:
     draft_temperature: float = 1.0
     rule: str = "exact"
     drafters: list[str] = field(default_factory=list)
-    combine_nodes: int | None = None
+    tree_nodes: int | None = None
     plot: str | None = None
     seed: int = 0
 
@@ -125,7 +125,7 @@ def main(config: ReplayConfig) -> None:
     others = [*([] if found else [config.head]), *config.drafters]
     for spec in others:
         with display.stage(f"{spec}, drafted at every position"):
-            drafter, wanted = build_drafter(parse_drafter(spec), base, head, own, config.combine_nodes)
+            drafter, wanted = build_drafter(parse_drafter(spec), base, head, own, config.tree_nodes)
             simulated = simulate_texts(base, drafter, texts, wanted, target, seed=config.seed, in_order=True)
             nodes = drafter.nodes if isinstance(drafter, CombinedDrafter) and drafter.nodes else wanted.nodes
             found.append(Row(spec, nodes, wanted.depth, simulated, None))

@@ -146,7 +146,7 @@ def method_of(target: Format, head: DraftHead) -> str:
 def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict[str, Format]]:
     """What of ``config.engines`` can be told before anything is started, and the format that each reads."""
     if not isinstance(drafter, DraftHead):
-        raise UserError("engines=[...] serves a head: name one with head=FOLDER, without combine=")
+        raise UserError("engines=[...] serves a head: name one with head=FOLDER, without drafter=")
     settings = config.engine
     check_drafts(drafter, _chain(drafter, config))
     formats = {name: format_for(name, drafter) for name in config.engines}

@@ -140,7 +140,7 @@ def _baseline(base: BaseModel, head: Drafter, head_config: DraftConfig, spec: st
     if (found := _transformers_method(spec)) is None:
         own = own_head(head)
         own_config = head_config if own is head else config.draft_config(own)
-        return _decoded(base, *build_drafter(parse_drafter(spec), base, own, own_config, config.combine_nodes), config)
+        return _decoded(base, *build_drafter(parse_drafter(spec), base, own, own_config, config.tree_nodes), config)
     kind, detail = found
     if kind == "hf_prompt_lookup":
         return _generated(base, config, prompt_lookup_num_tokens=int(detail or 3))

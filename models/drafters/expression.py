@@ -7,7 +7,7 @@ head of the command, ``head:FOLDER`` another one.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -78,36 +78,22 @@ class Expression:
 
 @dataclass(kw_only=True)
 class DrafterConfig:
-    """What is put together with a command's head; at most one of the three."""
+    """The drafter that is built around a command's head."""
 
-    combine: list[str] = field(default_factory=list)
-    """Drafters whose drafts join the head's in one tree: ``prompt_lookup:8:2``, ``early_exit:24``, ``model:NAME``."""
-    combine_nodes: int | None = None
-    """Nodes of a combined tree, root included: the others draft first, the head's likeliest drafts fill what is left.
-    null: as many as the head's own tree has."""
-    relay: list[str] = field(default_factory=list)
-    """Drafters that continue the head's path one after the other: ``relay=[prompt_lookup@4]``, or with the head's own
-    length ``relay=[head@2,prompt_lookup@4]``."""
-    nested: str = ""
-    """A model in between, whose decoding the head speeds up and which drafts for the base: ``early_exit:12@6``."""
+    drafter: str = "head"
+    """Expression of drafters in which ``head`` is the command's head: ``head+prompt_lookup:8:2``,
+    ``relay:head@2+prompt_lookup@4`` or ``nested:early_exit:12@6+head``."""
+    tree_nodes: int | None = None
+    """Nodes of a combined tree (``A+B``), root included: the other drafters draft first, and the head's likeliest
+    drafts fill the rest. null: as many nodes as the head's own tree has."""
 
     def __post_init__(self) -> None:
-        chosen = [key for key in ("combine", "relay", "nested") if getattr(self, key)]
-        if len(chosen) > 1:
-            raise UserError(f"{' and '.join(chosen)} are both set; put the drafters together in head= itself: {FORMS}")
-        check_limits(self, "eval.", combine_nodes="[2, inf)")
+        check_limits(self, "eval.", tree_nodes="[2, inf)")
+        parse_drafter(self.drafter)
 
-    @property
-    def together(self) -> str:
-        """The drafter as an expression over ``head``."""
-        if self.combine:
-            return "+".join(["head", *self.combine])
-        if self.relay:
-            own = any(
-                part.kind == "head" and not part.name for spec in self.relay for part in parse_drafter(spec).walk()
-            )
-            return "relay:" + "+".join([*([] if own else ["head"]), *self.relay])
-        return f"nested:{self.nested}+head" if self.nested else "head"
+    def build(self, base: BaseModel, head: Drafter, head_config: DraftConfig) -> tuple[Drafter, DraftConfig]:
+        """Return ``drafter`` with ``head``, which drafts by ``head_config`` alone, and what the drafter drafts."""
+        return build_drafter(parse_drafter(self.drafter), base, head, head_config, self.tree_nodes)
 
 
 def parse_drafter(text: str) -> Expression:

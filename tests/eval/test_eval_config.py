@@ -7,7 +7,7 @@ from hydra import compose, initialize, initialize_config_module
 
 from drafthead.commands import eval as command
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import parse, update_names
+from drafthead.data.utils.settings import parse
 from drafthead.eval.config import EvalConfig, EvalRunConfig
 from drafthead.eval.timing.methods import check_methods
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
@@ -97,17 +97,16 @@ def test_peers(tiny_base: TinyBase) -> None:
 
 def test_a_merged_tree_holds_both(head: MedusaHead) -> None:
     def combined(tree: str, nodes: int | None = None) -> tuple[Drafter, DraftConfig]:
-        config = EvalConfig(tree=tree, combine=["prompt_lookup:4"], combine_nodes=nodes)
-        own = config.draft_config(head)
-        return build_drafter(parse_drafter(config.together), head.base, head, own, config.combine_nodes)
+        config = EvalConfig(tree=tree, drafter="head+prompt_lookup:4", tree_nodes=nodes)
+        return config.build(head.base, head, config.draft_config(head))
 
     union, draft_config = combined("chain:2")
     assert (union.depth, draft_config.depth, draft_config.nodes) == (4, 4, 7)
     assert isinstance(union, CombinedDrafter) and union.nodes == 3, "as many as the head's own"
     union, _ = combined("head", nodes=9)
     assert isinstance(union, CombinedDrafter) and union.nodes == 9
-    with pytest.raises(ValueError, match="combine_nodes must be at least 2"):
-        EvalConfig(combine_nodes=1)
+    with pytest.raises(ValueError, match="tree_nodes"):
+        EvalConfig(tree_nodes=1)
     with pytest.raises(UserError, match="only a static tree of the head can be combined"):
         combined("dynamic:8")
 
@@ -115,12 +114,9 @@ def test_a_merged_tree_holds_both(head: MedusaHead) -> None:
 def test_drafters_are_put_together_by_one_grammar(head: MedusaHead) -> None:
     base, own = head.base, EvalConfig().draft_config(head)
 
-    def built(config: EvalConfig) -> tuple[Drafter, DraftConfig]:
-        return build_drafter(parse_drafter(config.together), base, head, own)
-
-    relay, config = built(EvalConfig(relay=["head@2", "prompt_lookup@4"]))
+    relay, config = EvalConfig(drafter="relay:head@2+prompt_lookup@4").build(base, head, own)
     assert isinstance(relay, HorizontalCascade) and relay.lengths == (2, 4) and config.tree == TokenTree.chain(6)
-    whole, _ = built(EvalConfig(relay=["suffix_memory:2:99"]))
+    whole, _ = EvalConfig(drafter="relay:head+suffix_memory:2:99").build(base, head, own)
     assert isinstance(whole, HorizontalCascade) and whole.lengths == (3, 2) and whole.drafters[0] is head
     assert isinstance(whole.drafters[1], PromptLookup) and whole.drafters[1].memory == 99
     cascade, config = build_drafter(parse_drafter("relay:(nested:early_exit:2@4+max_gram)@3+prompt_lookup@2"), base)
@@ -159,11 +155,6 @@ def test_drafters_that_cannot_be_put_together(tiny_base: TinyBase, spec: str, me
         build_drafter(parse_drafter(spec), hydra.base, hydra, EvalConfig().draft_config(hydra))
 
 
-def test_one_way_to_put_together_at_a_time() -> None:
-    with pytest.raises(UserError, match="combine and relay are both set"):
-        EvalConfig(combine=["prompt_lookup"], relay=["prompt_lookup"])
-
-
 def test_nested_settings_can_be_overridden_on_the_command_line() -> None:
     """Frozen dataclasses are read-only nodes to Hydra, unless the schema opens them."""
     assert train_config, "its import registers the schema of train.yaml"
@@ -175,14 +166,3 @@ def test_nested_settings_can_be_overridden_on_the_command_line() -> None:
     with initialize_config_module("drafthead.recipes", version_base="1.3"):
         run = compose("train", overrides=["recipe=medusa_smollm2", "eval.sampler.temperature=0.7"])
     assert run.eval.sampler.temperature == 0.7
-
-
-def test_settings_of_version_0_1_0_are_read() -> None:
-    old = {"against": ["prompt_lookup"], "merge": ["prompt_lookup:4"], "merge_nodes": 6, "siblings": "deterministic"}
-    new = EvalConfig(**update_names(old))
-    assert (new.baselines, new.combine, new.combine_nodes) == (["prompt_lookup"], ["prompt_lookup:4"], 6)
-    assert new.draft_sampling == "top_k"
-    assert update_names({"gate": {"min_agreement": 0.9}, "tree_search": "search"}) == {
-        "quality_limits": {"min_greedy_match_rate": 0.9},
-        "tree_search": "greedy",
-    }

@@ -20,7 +20,6 @@ from drafthead.models.decoding.drafter import Drafter, DraftSampling
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.draft_model import early_exit
-from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from support import TinyBase, leaning
@@ -77,8 +76,10 @@ def test_what_is_measured_is_known_by_more_than_its_name(tiny_base: TinyBase, tm
 def test_a_combined_head_is_also_timed_alone(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=2).build(base)
-    config = replace(CONFIG, combine=["prompt_lookup:4"], baselines=["head"], stock_baseline=False, max_new_tokens=24)
-    drafter, draft_config = build_drafter(parse_drafter(config.together), base, head, config.draft_config(head))
+    config = replace(
+        CONFIG, drafter="head+prompt_lookup:4", baselines=["head"], stock_baseline=False, max_new_tokens=24
+    )
+    drafter, draft_config = config.build(base, head, config.draft_config(head))
     compared = methods(base, drafter, draft_config, config)
     ids = [5, 9, 11, 40, 5, 9, 11, 40, 5, 9]
     alone, joined = (compared[name].answer(ids) for name in ("head", "speculative"))
@@ -109,16 +110,14 @@ def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: Tiny
     assert "stock transformers was not timed (stock_baseline=false)" in console_lines(without)[0]
 
 
-@pytest.mark.parametrize("others", [[], ["prompt_lookup:4"]], ids=["head", "combined"])
-def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: TinyBase, others: list[str]) -> None:
+@pytest.mark.parametrize("spec", ["head", "head+prompt_lookup:4"])
+def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: TinyBase, spec: str) -> None:
     base = tiny_base()
-    config = replace(CONFIG, split="test", max_new_tokens=24, combine=others)
+    config = replace(CONFIG, split="test", max_new_tokens=24, drafter=spec)
     texts = development_answers(base, config, 6, HiddenStatesSpec())
     head = leaning(MedusaConfig(num_draft_tokens=2).build(base), [t[:2] for t in texts], 30.0, every=1)
     costs = CostModel(verify={1: 0.01, 8: 0.01}, draft=0.0, overhead=0.0, context=16)
-    drafter, draft_config = build_drafter(
-        parse_drafter(config.together), base, head, config.draft_config(head), config.combine_nodes
-    )
+    drafter, draft_config = config.build(base, head, config.draft_config(head))
     found = predict(base, drafter, draft_config, config, costs)
     prompts = load_suite("builtin", split="dev")
     steps = [
@@ -137,6 +136,6 @@ def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: Tin
     assert found["nodes"] == pytest.approx(nodes, rel=0.05), "not the room of the tree, which is seldom filled"
     assert predict(base, drafter, draft_config, replace(config, split="all"), costs) is None
     sampled = replace(draft_config, draft_sampling=DraftSampling.WITH_REPLACEMENT)
-    assert (predict(base, drafter, sampled, config, costs) is None) == bool(others), (
+    assert (predict(base, drafter, sampled, config, costs) is None) == (spec != "head"), (
         "its parts' samples are not simulated"
     )
