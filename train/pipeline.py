@@ -23,6 +23,7 @@ from drafthead.data.text.packing import collate
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, read_json_lines, write_json
 from drafthead.data.utils.hub import push as push_to_hub
+from drafthead.data.utils.machine import other_processes_line
 from drafthead.data.utils.settings import flatten, update_names
 from drafthead.eval.evaluate import development_answers
 from drafthead.eval.evaluate import evaluate as evaluate_drafter
@@ -301,6 +302,7 @@ def tree(work: RunContext) -> None:
             f"speedup {calibration.expected_speedup:.2f}; {calibration.expected_tokens_largest:.2f} with 64 nodes"
             + (f" (without its threshold of {head.confidence_threshold:g})" if head.confidence_threshold else "")
         )
+        display.line(f"   {other_processes_line(found[0].other_processes_cores)}")
 
 
 def _tree_answers(work: RunContext, head: DraftHead) -> list[Ranks]:

@@ -11,6 +11,7 @@ from rich.console import Console
 from drafthead.commands.command import command
 from drafthead.data.text.chat import user_turn
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.machine import OtherProcesses, other_processes_line
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode
@@ -73,13 +74,15 @@ def main(config: GenerateConfig) -> None:
     )  # warm up, so that the first answer is timed like any other
     console = Console(highlight=False)
     settings: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "sampler": config.sampler, "seed": config.seed}
-    result = decode(base, drafter, ids, **settings, draft_config=draft_config, on_tokens=_printer(base, console))
+    with OtherProcesses() as others:
+        result = decode(base, drafter, ids, **settings, draft_config=draft_config, on_tokens=_printer(base, console))
     console.out("")
     rate = len(result.tokens) / result.total_s
     mean = sum(s.committed for s in result.steps) / max(1, len(result.steps))
     line = f"{len(result.tokens)} tokens, {rate:.1f} tokens/s, mean accepted length {mean:.2f}"
     if config.compare:
-        baseline = decode(base, None, ids, **settings)
+        with others:
+            baseline = decode(base, None, ids, **settings)
         if baseline.tokens == result.tokens:
             same = "the same text"
         elif config.sampler.greedy:
@@ -88,7 +91,7 @@ def main(config: GenerateConfig) -> None:
             same = "another sample of the same distribution"
         baseline_rate = len(baseline.tokens) / baseline.total_s
         line += f"; autoregressive {baseline_rate:.1f} tokens/s and {same}: speedup {rate / baseline_rate:.2f}"
-    console.print(f"\n[dim]{line}[/dim]", soft_wrap=True)
+    console.print(f"\n[dim]{line}; {other_processes_line(others.cores)}[/dim]", soft_wrap=True)
     if base.ignored_settings:
         left = f"not applied, of the base's generation_config.json: {', '.join(base.ignored_settings)}"
         console.print(f"{left} (docs/bases.md)", style="dim", markup=False, soft_wrap=True)

@@ -75,7 +75,8 @@ def summarise(
     every = _Answers([(prompt.task, prompt.number) for prompt in prompts], places, results, equalities)
     failed = {n: row for n, row in enumerate(results[headline]) if isinstance(row, FailedDecode)}
     kept = [n for n in range(len(prompts)) if n not in failed]
-    answers, machine = every.choose(kept), {"hardware": hardware(), "versions": versions()}
+    measured_on = hardware() | {"other_processes_cores": timed.other_processes_cores}
+    answers, machine = every.choose(kept), {"hardware": measured_on, "versions": versions()}
     tasks = {
         task: every.choose([n for n in kept if prompts[n].task == task])
         for task in dict.fromkeys(prompt.task for prompt in prompts)

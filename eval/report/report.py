@@ -7,6 +7,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from drafthead.data.utils.files import write_atomic
+from drafthead.data.utils.machine import other_processes_line
 from drafthead.eval.metrics.served import engine_lines
 from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
 from drafthead.eval.report.plots import draw_figures, save_png
@@ -95,7 +96,8 @@ def machine_line(overall: dict[str, Any]) -> str:
     """What the numbers were measured on."""
     machine = overall["hardware"]
     return (
-        f"{machine['gpu'] or machine['cpu']}; CPU cores: {machine['cores']}, torch threads: {machine['torch_threads']}"
+        f"{machine['gpu'] or machine['cpu']}; CPU cores: {machine['cores']}, torch threads: "
+        f"{machine['torch_threads']}; {other_processes_line(machine.get('other_processes_cores'))}"
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from drafthead.data.utils.machine import other_processes_line
 from drafthead.eval.metrics.served import engine_lines
 from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
 
@@ -184,6 +185,7 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
     if outputs := overall.get("identical_outputs"):
         lines.append(f"outputs identical: {identical(overall)}, near-ties: {len(outputs['near_ties'])}")
     lines += [rule_line(evaluation), *engine_lines(evaluation), *failures(evaluation)]
+    lines.append(other_processes_line(overall["hardware"].get("other_processes_cores")))
     resumed, turns = evaluation.get("resumed", (0, 0))
     if resumed:
         lines.append(f"{resumed} of {turns} answers were timed by an earlier run (resume=false times all again)")

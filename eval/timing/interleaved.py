@@ -1,11 +1,12 @@
 """Wall clock against autoregressive decoding, in one process, with the prompts interleaved."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.machine import OtherProcesses, cores_used
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.result_log import FailedDecode, ResultLog, prompt_key
 from drafthead.models.decoding.step_log import DecodeResult
@@ -31,6 +32,8 @@ class TimedResults:
     """Numbers of the prompts as they were run."""
     resumed: int = 0
     """Turns that an earlier run had answered."""
+    other_processes_cores: float | None = None
+    """Cores that other processes used while these answers were decoded; None where that is unknown."""
 
 
 def run_interleaved(
@@ -59,6 +62,7 @@ def run_interleaved(
     count = sum(prompt.turns for prompt in prompts)
     orders, results = iter(_orders(list(decoders), count, seed)), ResultLog(log, made_of)
     cold, done, resumed = set(decoders), 0, 0
+    other_cpu_s: list[float | None] = []
     answered: dict[tuple[int, int], tuple[list[int], dict[str, DecodeResult]]] = {}
     for place in order:
         prompt = prompts[place]
@@ -81,13 +85,17 @@ def run_interleaved(
                     if name in cold and not isinstance(_decode(decoders[name], ids), FailedDecode):
                         cold.discard(name)
                 for name in names:
-                    results.add(key, name, prompt, _decode(decoders[name], ids), turn)
+                    with OtherProcesses() as others:
+                        result = _decode(decoders[name], ids)
+                    results.add(key, name, prompt, result, turn, others.cpu_s)
                     done += 1
                     on_progress(done, len(decoders) * count)
             row = {name: failure or results[key, name] for name in decoders}
             if fault := next((result for result in row.values() if isinstance(result, FailedDecode)), None):
                 row = dict.fromkeys(row, fault)
                 failure = failed(f"the turn before it failed: {fault.error}")
+            else:
+                other_cpu_s += [results.other_cpu_s[key, name] for name in decoders]
             answered[place, turn] = ids, row
             answers.append(row["autoregressive"].tokens)
     keys = sorted(answered)
@@ -98,7 +106,15 @@ def run_interleaved(
         results={name: [answered[key][1][name] for key in keys] for name in decoders},
         order=[prompts[place].number for place in order],
         resumed=resumed,
+        other_processes_cores=_cores(other_cpu_s, answered.values()),
     )
+
+
+def _cores(cpu_s: list[float | None], answered: Iterable[tuple[list[int], dict[str, DecodeResult]]]) -> float | None:
+    known = [seconds for seconds in cpu_s if seconds is not None]
+    if not known or len(known) < len(cpu_s):
+        return None
+    return cores_used(sum(known), sum(result.total_s for _, row in answered for result in row.values()))
 
 
 def _orders(names: list[str], count: int, seed: int) -> list[list[str]]:

@@ -43,6 +43,8 @@ class ResultLog:
         """
         self._path, self._made_of = path, made_of or {}
         self._results: dict[tuple[str, str], DecodeResult] = {}
+        self.other_cpu_s: dict[tuple[str, str], float | None] = {}
+        """CPU seconds of other processes during each decoding; None where they are unknown."""
         if path is not None and path.exists():
             self._read(path)
 
@@ -64,21 +66,33 @@ class ResultLog:
                     self._results.pop((row["key"], row["decoder"]), None)
                 elif "error" not in row:
                     self._results[row["key"], row["decoder"]] = _from_json(row["result"])
+                    self.other_cpu_s[row["key"], row["decoder"]] = row.get("other_cpu_s")
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise UserError(
                     f"{path} line {number} is no decoding ({error!r}); remove the file to start again"
                 ) from None
 
-    def add(self, key: str, decoder: str, prompt: EvalPrompt, result: DecodeResult, turn: int = 0) -> None:
+    def add(
+        self,
+        key: str,
+        decoder: str,
+        prompt: EvalPrompt,
+        result: DecodeResult,
+        turn: int = 0,
+        other_cpu_s: float | None = None,
+    ) -> None:
         """Keep a result, and append it to the file before returning."""
-        self._results[key, decoder] = result
+        self._results[key, decoder], self.other_cpu_s[key, decoder] = result, other_cpu_s
         if self._path is None:
             return
         row: dict[str, Any] = {"key": key, "task": prompt.task, "prompt": prompt.number, "turn": turn}
         row["decoder"] = decoder
         if decoder in self._made_of:
             row["made_of"] = self._made_of[decoder]
-        row |= {"error": result.error} if isinstance(result, FailedDecode) else {"result": finite(asdict(result))}
+        if isinstance(result, FailedDecode):
+            row["error"] = result.error
+        else:
+            row |= {"other_cpu_s": other_cpu_s, "result": finite(asdict(result))}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")

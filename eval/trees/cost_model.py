@@ -10,6 +10,7 @@ from typing import Any, Self, cast
 import numpy as np
 import torch
 
+from drafthead.data.utils.machine import OtherProcesses
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.growth import EarlyExit, StepwiseDrafter
@@ -47,6 +48,8 @@ class CostModel:
     """The same of a step of autoregressive decoding; None: as ``overhead``."""
     draft_prefill: float = 0.0
     """What the drafter adds to ``prefill``."""
+    other_processes_cores: float | None = None
+    """Cores that other processes used during the measurement; None where that is unknown."""
 
     def verify_at(self, nodes: float) -> float:
         """v(n), linear between measured sizes and in proportion after the last; ``nodes`` may be a mean."""
@@ -99,7 +102,6 @@ class CostModel:
         return cls(**{**found, "verify": {int(n): float(seconds) for n, seconds in found["verify"].items()}})
 
 
-@torch.inference_mode()
 def measure_costs(
     base: BaseModel,
     drafter: Drafter,
@@ -139,20 +141,22 @@ def measure_costs(
         ("prefill", 0): partial(_prefill, base, ids),
     }
     times: dict[tuple[str, int], list[float]] = {part: [] for part in parts}
-    for repeat in range(repeats + 2):
-        for part, work in parts.items():
-            if part[0] in ("draft", "tree"):
-                parts["verify", 1]()  # as in a step, which leaves no weights of the drafter in the CPU's caches
-            seconds = _timed(base, work)
-            if repeat >= 2:
-                times[part].append(seconds)
     new = min(24, base.max_context - max([context, *map(len, prompts)]))
+    answer = partial(decode_batch, base, max_new_tokens=new, ignore_eos=True)
     batches = [[prompt] * rows for prompt in prompts or [ids[0].tolist()] * ANSWERS]
     answers, plain = [], []
-    for number, batch in enumerate(batches):
-        answers.append(decode_batch(base, drafter, batch, max_new_tokens=new, draft_config=whole, ignore_eos=True)[0])
-        if number < ANSWERS:
-            plain.append(decode_batch(base, None, batch, max_new_tokens=new, ignore_eos=True)[0])
+    with OtherProcesses() as others:
+        for repeat in range(repeats + 2):
+            for part, work in parts.items():
+                if part[0] in ("draft", "tree"):
+                    parts["verify", 1]()  # as in a step, which leaves no weights of the drafter in the CPU's caches
+                seconds = _timed(base, work)
+                if repeat >= 2:
+                    times[part].append(seconds)
+        for number, batch in enumerate(batches):
+            answers.append(answer(drafter, batch, draft_config=whole)[0])
+            if number < ANSWERS:
+                plain.append(answer(None, batch)[0])
     steps = [step for answer in answers for step in answer.steps[:-1] or answer.steps]  # the last may have no drafts
     on_text = bool(prompts) and not depths
     read_more = [
@@ -168,6 +172,7 @@ def measure_costs(
         prefill=median(times["prefill", 0]),
         draft_prefill=max(0.0, median(read_more)),
         draft_by_depth=[0.0, *(median(times["draft", d]) for d in depths)] if depths else None,
+        other_processes_cores=others.cores,
     )
 
 
