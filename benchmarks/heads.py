@@ -7,9 +7,10 @@
 
 A loop over `drafthead train` and `drafthead eval`; three parts, all of them unless --only names some:
 
-  train  the recipe `<head>_smollm2` of every head on one corpus (--data), with cached hidden states. A probe of a few
-         steps measures what a step of each phase takes; the steps are set so that all phases together take --minutes,
-         divided by --shares. Corpora, caches, held-out measurements and checkpoints are no part of the budget.
+  train  the recipe `<head>_smollm2` of every head (`head=<head> phases=cpu` if it has none) on one corpus (--data),
+         with cached hidden states. A probe of a few steps measures what a step of each phase takes; the steps are set
+         so that all phases together take --minutes, divided by --shares. Corpora, caches, held-out measurements and
+         checkpoints are not part of the budget.
   eval   the suite, answered by all heads, prompt lookup and both baselines in one interleaved run. A head that changed
          its base has a run of its own, against autoregressive decoding of that base.
   table  from what both left in --out.
@@ -37,7 +38,8 @@ from drafthead.eval.metrics.summary import METHOD, speedup_of
 from drafthead.eval.report.tables import ResultTable
 from drafthead.train.config import PhaseConfig
 
-HEADS = ("medusa", "hydra", "hydra_pp", "mlp_speculator", "kangaroo", "eagle3", "dspark", "draft_lm", "medusa2")
+RECIPES = Path(__file__).parent.parent / "recipes"
+HEADS = tuple(sorted(path.stem for path in RECIPES.glob("head/*.yaml")))
 PARTS = ("train", "eval", "table")
 KINDS = ("text", "answers", "joint")
 """Phases that share a part of the budget: on text, on answers, and those that train the base, too."""
@@ -102,7 +104,9 @@ COMMAND = [sys.executable, "-m", "drafthead.cli"]
 
 def settings_of(name: str, arguments: Namespace) -> list[str]:
     """What `drafthead train` gets, but for the steps."""
-    found = [f"recipe={name}_smollm2", f"out={arguments.out / name}", "eval.limit=2", "eval.max_new_tokens=24"]
+    recipe = f"{name}_smollm2"
+    found = [f"recipe={recipe}"] if (RECIPES / "recipe" / f"{recipe}.yaml").exists() else [f"head={name}", "phases=cpu"]
+    found += [f"out={arguments.out / name}", "eval.limit=2", "eval.max_new_tokens=24"]
     tiny = any(override.startswith("debug=") for override in arguments.overrides)
     found += [f"data.folder={arguments.out / 'corpora'}" if tiny else f"data={arguments.data}", *arguments.overrides]
     return [*found, *(f"phases.{phase}.hidden_states=cached" for phase in composed(found).phases)]

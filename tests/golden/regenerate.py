@@ -15,6 +15,7 @@ def regenerate(recipe: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "train" / "run.py"), f"recipe={recipe}", "debug=tiny", "log_every=1"]
         command.append("head.induction_rank=0")  # the published heads
+        command += ["head.layers=null"] if recipe.startswith("eagle3") else []
         command.append(f"data.text.sources=[{{kind: text, name: {ROOT / 'LICENSE'}}}]")
         subprocess.run([*command, f"out={folder}/run", f"data.folder={folder}/corpora"], check=True)
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]

@@ -1,11 +1,11 @@
 """What every head keeps: its text is the base's own, its size is known beforehand, what is saved drafts the same."""
 
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from head_cases import HEADS, MAIN, cases_of, every_case, every_head
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStatesSpec
@@ -15,14 +15,8 @@ from drafthead.models.decoding import draft_cache
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DraftState, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.heads.draft_lm import DraftLMConfig
-from drafthead.models.heads.dspark import DSparkConfig
-from drafthead.models.heads.eagle3 import Eagle3Config
-from drafthead.models.heads.hydra import HydraConfig
-from drafthead.models.heads.kangaroo import KangarooConfig
-from drafthead.models.heads.medusa import MedusaConfig
-from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
-from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
+from drafthead.models.heads.parts.autoregressive import AutoregressiveConfig
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.heads.parts.multi_position import RecurrentHead
 from drafthead.models.heads.parts.targets import DraftTargets
@@ -40,49 +34,9 @@ from support import (
     small_base,
 )
 
-MULTI_POSITION: dict[str, DraftHeadConfig] = {
-    "hydra": HydraConfig(num_draft_tokens=3, num_layers=2, projection_bias=True),
-    "hydra_pp": HydraConfig(num_draft_tokens=3, prefix_layer=True, own_lm_head=False),
-    "hydra_induction": HydraConfig(num_draft_tokens=3, own_lm_head=False, induction_rank=6),
-    "hydra_pp_induction": HydraConfig(num_draft_tokens=3, own_lm_head=False, prefix_layer=True, induction_rank=6),
-    "mlp_induction": MLPSpeculatorConfig(num_draft_tokens=3, own_embedding=False, own_lm_head=False, induction_rank=6),
-    "medusa_induction": MedusaConfig(num_draft_tokens=3, own_lm_head=False, reads_last_token=True, induction_rank=6),
-    "mlp": MLPSpeculatorConfig(num_draft_tokens=3, inner_dim=24),
-    "lstm": MLPSpeculatorConfig(num_draft_tokens=3, cell="lstm", tie_weights=True, scale_input=True),
-    "mlp_on_base": MLPSpeculatorConfig(num_draft_tokens=3, inner_dim=24, own_embedding=False, own_lm_head=False),
-    "medusa": MedusaConfig(num_draft_tokens=3, num_layers=2),
-    "medusa_last": MedusaConfig(num_draft_tokens=3, own_lm_head=False, reads_last_token=True),
-    "medusa_tied": MedusaConfig(num_draft_tokens=3, num_layers=3, tie_blocks=True),
-    "eagle3": Eagle3Config(num_draft_tokens=3, ttt_steps=3, draft_vocab_size=None),
-    "eagle3_induction": Eagle3Config(num_draft_tokens=3, ttt_steps=2, own_lm_head=False, induction_rank=6),
-    "p_eagle_induction": Eagle3Config(
-        num_draft_tokens=3, ttt_steps=3, own_lm_head=False, parallel=True, induction_rank=6
-    ),
-    "eagle3_late": Eagle3Config(
-        num_draft_tokens=3,
-        ttt_steps=2,
-        layers=[1, 2],
-        intermediate_size=40,
-        norm_before_fc=True,
-        norm_output=True,
-        own_lm_head=False,
-    ),
-    "eagle3_final": Eagle3Config(num_draft_tokens=3, ttt_steps=3, layers=[]),
-    "eagle31": Eagle3Config(
-        num_draft_tokens=3, ttt_steps=3, fc_norm=True, qk_norm=True, norm_output=True, norm_before_residual=True
-    ),
-    "peagle": Eagle3Config(num_draft_tokens=3, ttt_steps=3, parallel=True, num_layers=2, fc_norm=True),
-    "dspark": DSparkConfig(num_draft_tokens=3, markov_rank=8),
-    "dspark_causal": DSparkConfig(num_draft_tokens=3, causal=True, tied_markov=False, markov_rank=4, confidence=False),
-    "dspark_state": DSparkConfig(num_draft_tokens=3, num_layers=1, copy_layers=False, reads_state=True),
-    "dspark_induction": DSparkConfig(num_draft_tokens=3, markov_rank=4, induction_rank=6),
-    "dflash_induction": DSparkConfig(num_draft_tokens=3, markov_rank=0, induction_rank=6, anchor_predicts=False),
-    "dflash": DSparkConfig(num_draft_tokens=3, markov_rank=0, anchor_predicts=False, layers=[1, 3]),
-}
-HEADS = MULTI_POSITION | {
-    "kangaroo": KangarooConfig(num_draft_tokens=3, exit_layer=2, confidence_threshold=0.0),
-    "draft_lm": DraftLMConfig(num_draft_tokens=3, num_layers=2),
-}
+MULTI_POSITION = [kind for kind, config in HEADS.items() if not isinstance(config, AutoregressiveConfig)]
+SAMPLED = ("hydra_pp", "mlp", "lstm", "medusa", "eagle3", "draft_lm", "dspark")
+UNTRAINED_AS_BASE = ("hydra", "hydra_pp", "mlp_on_base", "medusa", "medusa_last", "medusa_tied", "dspark_state")
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
 PLANS = {
     "chain": DraftConfig(tree=TokenTree.chain(3)),
@@ -90,7 +44,6 @@ PLANS = {
     "dynamic": DraftConfig(tree=DynamicTree(width=3, depth=3, nodes=9)),
     "stops": DraftConfig(tree=TokenTree.expansion([2, 2, 1]), confidence_threshold=0.3),
 }
-every_head = pytest.mark.parametrize("kind", HEADS)
 
 
 # Sizes and settings ------------------------------------------------------------------------------------------
@@ -103,7 +56,7 @@ GROUPED = {
 
 
 @pytest.mark.parametrize(("grouping", "vocabulary"), [("one key head", None), ("wide heads", 100)])
-@every_head
+@every_case
 def test_size_is_the_built_head(grouping: str, kind: str, vocabulary: int | None) -> None:
     shape = {**SHAPE, **GROUPED[grouping]}
     base = BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", prepack=False))
@@ -174,8 +127,14 @@ def text_logits(head: DraftHead, base: BaseModel, ids: list[int]) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize(("architecture", "graphs"), [("qwen2", "auto"), ("gemma", "auto"), ("llama", "always")])
-@pytest.mark.parametrize("kind", MULTI_POSITION)
+@pytest.mark.parametrize(
+    ("architecture", "graphs", "kind"),
+    [
+        *(("qwen2", "auto", kind) for kind in MULTI_POSITION),
+        *cases_of(("gemma", "auto"), MULTI_POSITION, fast=()),
+        *cases_of(("llama", "always"), MULTI_POSITION, fast=("medusa", "hydra", "mlp")),
+    ],
+)
 def test_drafting_along_a_text_is_the_training_path(
     tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, kind: str, architecture: str, graphs: str
 ) -> None:
@@ -247,9 +206,9 @@ def test_ranks_are_those_of_drafting(tiny_base: TinyBase, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["hydra", "hydra_pp", "mlp_on_base", "medusa", "medusa_last", "medusa_tied", "dspark_state"]
+    ("architecture", "kind"),
+    [*(("llama", kind) for kind in UNTRAINED_AS_BASE), *cases_of(("gemma",), UNTRAINED_AS_BASE, fast=("hydra_pp",))],
 )
-@pytest.mark.parametrize("architecture", ["llama", "gemma"])
 def test_an_untrained_head_is_the_bases_next_token_head(tiny_base: TinyBase, architecture: str, kind: str) -> None:
     base, ids = tiny_base(architecture), list(range(20, 40))
     final = base.hidden_states(rows_of([ids]), HiddenStatesSpec()).final[0, : len(ids)]
@@ -266,7 +225,12 @@ def test_an_untrained_head_is_the_bases_next_token_head(tiny_base: TinyBase, arc
 
 @pytest.mark.parametrize(
     ("architecture", "kind"),
-    [*product(["llama", "qwen2", "gemma"], HEADS), *product(["gpt_bigcode"], ["medusa", "hydra", "mlp"])],
+    [
+        *cases_of(("llama",), HEADS, fast=MAIN),
+        *cases_of(("qwen2",), HEADS, fast=("eagle3",)),
+        *cases_of(("gemma",), HEADS, fast=("dspark_state",)),
+        *cases_of(("gpt_bigcode",), ("medusa", "hydra", "mlp"), fast=("medusa",)),
+    ],
 )
 def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, kind: str) -> None:
     """Alone and in a batch, with every kind of tree; a head that is often right, so that states move on."""
@@ -373,7 +337,7 @@ def test_training_renews_what_drafting_packed(tiny_base: TinyBase, kind: str) ->
     assert head.inference() is packed and head.to("cpu").inference() is not packed
 
 
-@pytest.mark.parametrize("kind", ["hydra_pp", "mlp", "lstm", "medusa", "eagle3", "draft_lm", "dspark"])
+@pytest.mark.parametrize("kind", cases_of((), SAMPLED, fast=("mlp", "dspark")))
 def test_sampled_text_is_distributed_as_without_a_head(kind: str) -> None:
     """Trees of nodes sampled without replacement, in a batch of two prompts: chi-square over all answers."""
     base, sampler, length = small_base(), Sampler(temperature=1.0, top_k=3), 3

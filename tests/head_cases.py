@@ -1,0 +1,90 @@
+"""The heads that tests cover: every module under ``models/heads``, and the example head of ``docs/add_a_head.md``."""
+
+import re
+from collections.abc import Container, Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from drafthead.models import heads
+from drafthead.models.heads.parts.draft_head import DraftHeadConfig, config_class, head_types
+
+PAGE = Path(__file__).parent.parent / "docs" / "add_a_head.md"
+EXAMPLE = "my_head"
+INDUCTION: dict[str, Any] = {"own_lm_head": False, "induction_rank": 6}
+TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "hydra": {
+        "hydra": {"num_layers": 2, "projection_bias": True},
+        "hydra_pp": {"prefix_layer": True, "own_lm_head": False},
+        "hydra_induction": INDUCTION,
+        "hydra_pp_induction": {**INDUCTION, "prefix_layer": True},
+    },
+    "mlp_speculator": {
+        "mlp": {"inner_dim": 24},
+        "lstm": {"cell": "lstm", "tie_weights": True, "scale_input": True},
+        "mlp_on_base": {"inner_dim": 24, "own_embedding": False, "own_lm_head": False},
+        "mlp_induction": {**INDUCTION, "own_embedding": False},
+    },
+    "medusa": {
+        "medusa": {"num_layers": 2},
+        "medusa_last": {"own_lm_head": False, "reads_last_token": True},
+        "medusa_tied": {"num_layers": 3, "tie_blocks": True},
+        "medusa_induction": {**INDUCTION, "reads_last_token": True},
+    },
+    "eagle3": {
+        "eagle3": {"ttt_steps": 3},
+        "eagle3_induction": {**INDUCTION, "ttt_steps": 2},
+        "eagle3_late": {
+            **{"ttt_steps": 2, "layers": [1, 2], "intermediate_size": 40},
+            **{"norm_before_fc": True, "norm_output": True, "own_lm_head": False},
+        },
+        "eagle3_final": {"ttt_steps": 3, "layers": []},
+        "eagle31": {
+            **{"ttt_steps": 3, "fc_norm": True, "qk_norm": True},
+            **{"norm_output": True, "norm_before_residual": True},
+        },
+        "p_eagle": {"ttt_steps": 3, "parallel": True, "num_layers": 2, "fc_norm": True},
+        "p_eagle_induction": {**INDUCTION, "ttt_steps": 3, "parallel": True},
+    },
+    "dspark": {
+        "dspark": {"markov_rank": 8},
+        "dspark_causal": {"causal": True, "tied_markov": False, "markov_rank": 4, "confidence": False},
+        "dspark_state": {"num_layers": 1, "copy_layers": False, "reads_state": True},
+        "dspark_induction": {"markov_rank": 4, "induction_rank": 6},
+        "dflash": {"markov_rank": 0, "anchor_predicts": False, "layers": [1, 3]},
+        "dflash_induction": {"markov_rank": 0, "induction_rank": 6, "anchor_predicts": False},
+    },
+    "medusa2": {"medusa2": {"num_layers": 2}},
+    "kangaroo": {"kangaroo": {"exit_layer": 2, "confidence_threshold": 0.0}},
+}
+"""Head type -> name of a case -> settings; a type that is not listed is tested with its defaults."""
+
+
+def example_blocks() -> dict[str, str]:
+    """Return the example's files as the page shows them: path -> content."""
+    blocks = re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return dict(blocks)
+
+
+_folder = TemporaryDirectory()
+(Path(_folder.name) / f"{EXAMPLE}.py").write_text(example_blocks()[f"models/heads/{EXAMPLE}.py"])
+heads.__path__.append(_folder.name)  # where head types are found
+
+HEADS: dict[str, DraftHeadConfig] = {
+    name: config_class(head_type)(**{"num_draft_tokens": 3, **settings})
+    for head_type in head_types()
+    for name, settings in TEST_SETTINGS.get(head_type, {head_type: {}}).items()
+}
+MAIN = {next(iter(TEST_SETTINGS.get(head_type, {head_type: {}}))) for head_type in head_types()}
+"""One case per head type: the fast tests run every check on these, and the slow ones on all."""
+
+
+def cases_of(values: tuple[str, ...], kinds: Iterable[str], fast: Container[str]) -> list[Any]:
+    """Return parameter sets of ``values`` and each of ``kinds``; those that are not ``fast`` run as slow tests."""
+    return [pytest.param(*values, kind, marks=() if kind in fast else pytest.mark.slow) for kind in kinds]
+
+
+every_case = pytest.mark.parametrize("kind", HEADS)
+every_head = pytest.mark.parametrize("kind", cases_of((), HEADS, fast=MAIN))
