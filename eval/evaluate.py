@@ -55,6 +55,7 @@ def evaluate(
     progress: Progress,
     *,
     draft_config: DraftConfig | None = None,
+    head: Drafter | None = None,
     calibration: Calibration | None = None,
     costs: CostModel | None = None,
     training_log: list[dict[str, Any]] | None = None,
@@ -71,7 +72,7 @@ def evaluate(
     config.rule.check(draft_config)
     suite = load_suite(config.suite, config.limit, config.seed, config.tasks, config.split)
     with serve(base, drafter, config, folder, lambda line: progress(line, 0, 0)) as served:
-        compared = methods(base, drafter, draft_config, config) | engine_methods(base, served, config)
+        compared = methods(base, drafter, draft_config, config, head or drafter) | engine_methods(base, served, config)
         marked = [*config.baselines, *served.methods, *([served.chain] if served.chain else [])]
         timed = run_interleaved(
             suite,

@@ -143,6 +143,9 @@ class Recorder(Drafter[RecorderState]):
     def base_fingerprint(self) -> str:
         return self.head.base_fingerprint
 
+    def identity(self) -> tuple[object, ...]:
+        return self.head.identity()
+
     def init_state(self, batch: int) -> RecorderState:
         return RecorderState(inner=self.head.init_state(1))
 

@@ -336,6 +336,7 @@ def evaluate(work: RunContext) -> None:
             work.folder,
             display.progress,
             draft_config=draft_config,
+            head=head,
             calibration=calibration,
             costs=costs,
             training_log=log,

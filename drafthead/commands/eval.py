@@ -14,8 +14,7 @@ from drafthead.eval.prompts.suites import load_suite, suite_label
 from drafthead.eval.report.tables import console_lines, console_table, markdown_table
 from drafthead.eval.timing.methods import check_methods
 from drafthead.eval.trees.cost_model import measure_costs
-from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
+from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.drafters.expression import is_drafter, load_base_and_drafter, parse_drafter
 
 TIMED_ON = 8
@@ -72,7 +71,8 @@ def main(config: EvalRunConfig) -> None:
         parse_drafter(config.head)
     display = Display()
     with display.stage(f"head {config.head}"):
-        base, drafter, draft_config = _load(config)
+        base, head, _ = load_base_and_drafter(config.head, config.base)
+        drafter, draft_config = config.build(base, head, config.draft_config(head))
     config.rule.check(draft_config)
     if config.engines:
         check_engines(drafter, config)
@@ -93,6 +93,7 @@ def main(config: EvalRunConfig) -> None:
             folder,
             display.progress,
             draft_config=draft_config,
+            head=head,
             costs=costs,
             training_log=training_log,
         )
@@ -103,9 +104,3 @@ def main(config: EvalRunConfig) -> None:
     if failures := engine_failures(result):
         raise UserError(f"the head is not served as it was trained: {'; '.join(failures)} (all in {folder}/eval.json)")
     display.line(f"report: {folder / 'report.html'}   for a model card: {folder / 'results.md'}")
-
-
-def _load(config: EvalRunConfig) -> tuple[BaseModel, Drafter, DraftConfig]:
-    """The base, what drafts for it, and what it drafts."""
-    base, own, _ = load_base_and_drafter(config.head, config.base)
-    return base, *config.build(base, own, config.draft_config(own))

@@ -95,9 +95,9 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
                     version = server.installed or server.version()
                     fact = {"engine": server.name, "version": version, "format": target.name}
                     found.facts.setdefault(name, fact)
-                    mark = repr((fact, start.own.base_type, _hash(fitted), base.fingerprint, settings.threads))
+                    mark = repr((fact, start.own.base_type, fitted.identity(), base.fingerprint, settings.threads))
                     found.marks[method] = hashlib.sha256(mark.encode()).hexdigest()[:8]
-                    found.marks[found.chain] = f"{_hash(fitted)[:8]} {found.head.config.draft_dtype}"
+                    found.marks[found.chain] = repr(found.head.identity())
             yield found
         except EngineError as error:
             kept = "; what is answered is kept, and the same command resumes there" if found.methods else ""
@@ -197,14 +197,6 @@ def environment() -> Path:
 def base_folder(base: BaseModel) -> str:
     """The base as an engine loads it: a folder, or its name on the Hub."""
     return str(smollm2_folder()) if base.name == EMBEDDED else base.config.name
-
-
-def _hash(head: DraftHead) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(head.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 @dataclass

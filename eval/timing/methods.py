@@ -9,20 +9,13 @@ from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.served import ServedEngines
 from drafthead.eval.timing.interleaved import Decoder
 from drafthead.eval.timing.transformers_generate import transformers_generate
-from drafthead.eval.trees.calibrate import measured_with
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.loop import EXACT, decode
 from drafthead.models.decoding.step_log import DecodeResult
-from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.draft_model import ModelDrafter
-from drafthead.models.drafters.experimental.horizontal_cascade import HorizontalCascade
-from drafthead.models.drafters.experimental.triforce import TriForce
-from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
-from drafthead.models.drafters.expression import build_drafter, parse_drafter
-from drafthead.models.drafters.prompt_lookup import PromptLookup
-from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.drafters.expression import parse_drafter
 from drafthead.models.token_tree import TokenTree
 
 TRANSFORMERS = "hf_"
@@ -52,8 +45,13 @@ class Method(NamedTuple):
     """Hash of what it drafts with where that may change under one name: weights and trees."""
 
 
-def methods(base: BaseModel, drafter: Drafter, draft_config: DraftConfig, config: EvalConfig) -> dict[str, Method]:
-    """All kinds of autoregressive decoding, ``drafter`` and the config's baselines, by the summary's names."""
+def methods(
+    base: BaseModel, drafter: Drafter, draft_config: DraftConfig, config: EvalConfig, head: Drafter
+) -> dict[str, Method]:
+    """Return all kinds of autoregressive decoding, ``drafter`` and the config's baselines, by the summary's names.
+
+    ``head`` is what that name means in ``config.baselines``.
+    """
     exact = replace(config, rule=EXACT)
     found = {
         **({"transformers_stock": _generated(base, config, model=base.stock())} if config.stock_baseline else {}),
@@ -61,7 +59,7 @@ def methods(base: BaseModel, drafter: Drafter, draft_config: DraftConfig, config
         "autoregressive": _decoded(base, None, None, exact),
         "speculative": _decoded(base, drafter, draft_config, config),
     }
-    return found | {spec: _baseline(base, drafter, draft_config, spec, exact) for spec in config.baselines}
+    return found | {spec: _baseline(base, head, spec, exact) for spec in config.baselines}
 
 
 def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -> dict[str, Method]:
@@ -74,36 +72,10 @@ def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -
 
 
 def made_of(base: BaseModel, drafter: Drafter, draft_config: DraftConfig) -> str:
-    """Hash of what drafts: weights, settings, the base and its kernels, this machine and these versions."""
-    return hashlib.sha256(repr((_weights(base, drafter), draft_config, str(base.kernels))).encode()).hexdigest()[:8]
-
-
-def _weights(base: BaseModel, drafter: Drafter) -> str:
-    if isinstance(drafter, DraftHead):
-        return measured_with(drafter)
-    if isinstance(drafter, CombinedDrafter):
-        return f"{drafter.nodes} nodes: " + " + ".join(_weights(base, part) for part in drafter.drafters)
-    if isinstance(drafter, HorizontalCascade):
-        return f"relay {drafter.lengths}: " + " + ".join(_weights(base, part) for part in drafter.drafters)
-    model = drafter.model.identity() if isinstance(drafter, (ModelDrafter, VerticalCascade)) else None
-    within = drafter.drafter if isinstance(drafter, (VerticalCascade, TriForce)) else None
-    inner = None if within is None else _weights(base, within)
-    looks: tuple[int | None, ...] | None = None
-    if isinstance(drafter, PromptLookup):
-        looks = (drafter.max_ngram, drafter.memory, drafter.per_match)
-    if isinstance(drafter, TriForce):
-        looks = (drafter.budget, drafter.refresh)
-    name = type(drafter).__name__
-    return repr((name, drafter.depth, looks, model, inner, base.identity(), hardware(), versions()))
-
-
-def own_head(drafter: Drafter) -> Drafter:
-    """What ``head`` means beside a drafter that was put together with others: the head among them."""
-    if isinstance(drafter, (CombinedDrafter, HorizontalCascade)):
-        return own_head(drafter.drafters[0])
-    if isinstance(drafter, (VerticalCascade, TriForce)) and drafter.drafter is not None:
-        return own_head(drafter.drafter)
-    return drafter
+    """Return a hash of the drafter, the base and its kernels, this machine and the versions of libraries."""
+    machine = (str(base.device), base.prepacked, str(base.kernels), hardware(), versions())
+    measured = (drafter.identity(), draft_config, base.identity(), str(base.dtype), *machine)
+    return hashlib.sha256(repr(measured).encode()).hexdigest()[:8]
 
 
 def prompt_seed(config: EvalConfig, ids: list[int]) -> int:
@@ -136,11 +108,9 @@ def _generated(base: BaseModel, config: EvalConfig, **speculation: Any) -> Metho
     return Method(lambda ids: transformers_generate(base, ids, new, sampler, prompt_seed(config, ids), **speculation))
 
 
-def _baseline(base: BaseModel, head: Drafter, head_config: DraftConfig, spec: str, config: EvalConfig) -> Method:
+def _baseline(base: BaseModel, head: Drafter, spec: str, config: EvalConfig) -> Method:
     if (found := _transformers_method(spec)) is None:
-        own = own_head(head)
-        own_config = head_config if own is head else config.draft_config(own)
-        return _decoded(base, *build_drafter(parse_drafter(spec), base, own, own_config, config.tree_nodes), config)
+        return _decoded(base, *replace(config, drafter=spec).build(base, head, config.draft_config(head)), config)
     kind, detail = found
     if kind == "hf_prompt_lookup":
         return _generated(base, config, prompt_lookup_num_tokens=int(detail or 3))

@@ -243,6 +243,13 @@ class Drafter(ABC, Generic[StateT]):
         return None
 
     @abstractmethod
+    def identity(self) -> tuple[object, ...]:
+        """Return all settings and weights (as a hash) that decide what it drafts, with a stable ``repr``.
+
+        An interrupted evaluation resumes only if the identity is unchanged.
+        """
+
+    @abstractmethod
     def init_state(self, batch: int) -> StateT:
         """The state before anything is read."""
 

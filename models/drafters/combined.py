@@ -55,6 +55,9 @@ class CombinedDrafter(CompositeDrafter):
     def depth(self) -> int:
         return max(drafter.depth for drafter in self.drafters)
 
+    def identity(self) -> tuple[object, ...]:
+        return (*super().identity(), self.trees, self.nodes)
+
     @torch.inference_mode()
     def draft(
         self, state: SeveralStates, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None

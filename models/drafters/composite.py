@@ -42,6 +42,9 @@ class CompositeDrafter(Drafter[SeveralStates]):
     def base_fingerprint(self) -> str | None:
         return next((d.base_fingerprint for d in self.drafters if d.base_fingerprint is not None), None)
 
+    def identity(self) -> tuple[object, ...]:
+        return (type(self).__name__, *(drafter.identity() for drafter in self.drafters))
+
     def remember(self, tokens: list[int]) -> None:
         for drafter in self.drafters:
             drafter.remember(tokens)

@@ -43,6 +43,9 @@ class LMDrafter(Drafter[StateT]):
     def depth(self) -> int:
         return self._depth
 
+    def identity(self) -> tuple[object, ...]:
+        return (type(self).__name__, self._depth, self.model.identity())
+
     @property
     def vocab_size(self) -> int:
         # Without a target, its probs are as wide as its own vocabulary, and so must be the target's.

@@ -14,6 +14,7 @@ tokens of a table where nothing matches.
 Shape legend: B rows, T tokens, M matches, K draft positions, N nodes, V vocabulary.
 """
 
+import hashlib
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -78,6 +79,11 @@ class PromptLookup(Drafter[TokenBuffer]):
     @property
     def depth(self) -> int:
         return self._depth
+
+    def identity(self) -> tuple[object, ...]:
+        bigrams = None if self.bigrams is None else hashlib.sha256(self.bigrams.cpu().numpy().tobytes()).hexdigest()
+        settings = (self.depth, self.max_ngram, self.matches, self.memory, self.per_match)
+        return (type(self).__name__, *settings, bigrams)
 
     def init_state(self, batch: int) -> TokenBuffer:
         return TokenBuffer.none(batch)

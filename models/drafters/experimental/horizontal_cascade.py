@@ -51,6 +51,9 @@ class HorizontalCascade(CompositeDrafter):
     def depth(self) -> int:
         return sum(self.lengths)
 
+    def identity(self) -> tuple[object, ...]:
+        return (*super().identity(), self.lengths)
+
     @torch.inference_mode()
     def draft(
         self, state: SeveralStates, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None

@@ -161,6 +161,9 @@ class TriForce(VerticalCascade, UsesTargetCache):
     def base_fingerprint(self) -> str:
         return self.model.fingerprint
 
+    def identity(self) -> tuple[object, ...]:
+        return (*super().identity(), self.budget, self.policy, self.refresh)
+
     def extra_cache_slots(self, draft_config: DraftConfig) -> int:
         return 1  # the pass that chooses positions writes the last token's states behind the committed ones
 

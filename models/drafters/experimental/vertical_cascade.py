@@ -69,6 +69,10 @@ class VerticalCascade(LMDrafter[NestedState]):
             )
         check_drafter(model, drafter, self.draft_config, EXACT)
 
+    def identity(self) -> tuple[object, ...]:
+        inner = None if self.drafter is None else self.drafter.identity()
+        return (*super().identity(), inner, self.draft_config)
+
     def remember(self, tokens: list[int]) -> None:
         if self.drafter is not None:
             self.drafter.remember(tokens)

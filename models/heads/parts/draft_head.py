@@ -6,6 +6,7 @@ A head is one file under ``models/heads/`` with a ``DraftHeadConfig`` and a ``Dr
 Shape legend: B batch, T time, N tree nodes, D base width, V target vocabulary, W draft vocabulary.
 """
 
+import hashlib
 import json
 import pkgutil
 from abc import ABC, abstractmethod
@@ -150,6 +151,13 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
     @property
     def vocab_size(self) -> int:
         return self.base.vocab_size
+
+    def identity(self) -> tuple[object, ...]:
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.state_dict().items()):
+            # Compared as bytes, because NumPy has no bfloat16.
+            digest.update(name.encode() + tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return (type(self).__name__, self.config, self.config.inference_dtype(self.base), digest.hexdigest())
 
     @property
     def dtype(self) -> torch.dtype:

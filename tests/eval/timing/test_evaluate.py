@@ -20,6 +20,7 @@ from drafthead.models.decoding.drafter import Drafter, DraftSampling
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.draft_model import early_exit
+from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from support import TinyBase, leaning
@@ -73,6 +74,16 @@ def test_what_is_measured_is_known_by_more_than_its_name(tiny_base: TinyBase, tm
     assert resumed(tmp_path, other, base) == [2, 2]
 
 
+def test_every_setting_of_a_drafter_is_part_of_its_identity(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    specs = ["prompt_lookup:4", "prompt_lookup:4:2", "suffix_memory:4:9", "suffix_memory:4:8", "early_exit:1:4"]
+    specs += ["early_exit:2:4", "budget:32:recent@4", "budget:33:recent@4", "budget:32:sinks:4@4"]
+    specs += [f"{form}{specs[4]}+{specs[n]}" for form in ("", "relay:", "nested:") for n in (0, 1)]
+    specs += ["relay:early_exit:1@2+prompt_lookup@3", "relay:early_exit:1@2+prompt_lookup@2"]
+    identities = [repr(build_drafter(parse_drafter(spec), base)[0].identity()) for spec in specs * 2]
+    assert len(set(identities)) == len(specs) and identities[len(specs) :] == identities[: len(specs)]
+
+
 def test_a_combined_head_is_also_timed_alone(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=2).build(base)
@@ -80,7 +91,7 @@ def test_a_combined_head_is_also_timed_alone(tiny_base: TinyBase) -> None:
         CONFIG, drafter="head+prompt_lookup:4", baselines=["head"], stock_baseline=False, max_new_tokens=24
     )
     drafter, draft_config = config.build(base, head, config.draft_config(head))
-    compared = methods(base, drafter, draft_config, config)
+    compared = methods(base, drafter, draft_config, config, head)
     ids = [5, 9, 11, 40, 5, 9, 11, 40, 5, 9]
     alone, joined = (compared[name].answer(ids) for name in ("head", "speculative"))
     wanted = decode(base, head, ids, max_new_tokens=24, draft_config=config.draft_config(head))

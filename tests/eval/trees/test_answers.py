@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.metrics import acceptance as metrics
-from drafthead.eval.trees import texts as texts_module
+from drafthead.eval.trees import answers as answers_module
 from drafthead.eval.trees.answers import (
     AcceptProbsConfig,
     FinishedAnswer,
@@ -104,7 +104,7 @@ def test_probs_do_not_depend_on_the_batch(base: BaseModel, monkeypatch: pytest.M
     head, texts = fitted(base), answered(base, 0.7, 8, copies=2)
     draft_config = AcceptProbsConfig(draft_sampling=DraftSampling.WITH_REPLACEMENT, width=3)
     together = text_accept_probs(base, head, texts, WARM, draft_config)
-    monkeypatch.setattr(texts_module, "MAX_VALUES", 1000)
+    monkeypatch.setattr(answers_module, "MAX_VALUES", 1000)
     for a, b in zip(together, text_accept_probs(base, head, texts, WARM, draft_config), strict=True):
         assert np.allclose(a, b, rtol=1e-4, equal_nan=True)
 
@@ -122,7 +122,7 @@ def test_a_draft_vocabulary_misses_the_tokens_outside_it(base: BaseModel) -> Non
 
 class Silent(Drafter):
     depth = 2
-    init_state = update = draft = None  # type: ignore[assignment]
+    identity = init_state = update = draft = None  # type: ignore[assignment]
 
 
 def test_what_cannot_be_simulated_is_refused(base: BaseModel) -> None:
