@@ -1,6 +1,7 @@
-"""Tiny configurations of the families that ``bases.py`` tries: sizes of our own, kinds of layer as the family has them.
+"""Tiny configurations of the families that ``bases.py`` compares, with the family's kinds of layers.
 
-Windows and chunks are 32 positions, below the longest prompt; ``_full`` has windows that hold the whole context.
+Windows and chunks have 32 positions, fewer than the longest prompt. Names with ``_full`` have windows as large as the
+whole context.
 """
 
 from typing import Any
@@ -26,9 +27,9 @@ WIDE = {"sliding_window": 4096}
 
 
 def rope(kind: str, factor: float | None = None, original: int | None = None, **settings: Any) -> dict[str, Any]:
-    """Rotary settings; ``original``: positions before they were scaled by ``factor``."""
-    found = {"rope_type": kind, "rope_theta": 10000.0, "factor": factor, "original_max_position_embeddings": original}
-    return {key: value for key, value in found.items() if value is not None} | settings
+    """Return rotary settings; ``original`` is the context length before scaling by ``factor``."""
+    known = {"rope_type": kind, "rope_theta": 10000.0, "factor": factor, "original_max_position_embeddings": original}
+    return {key: value for key, value in known.items() if value is not None} | settings
 
 
 ROPE = rope("default")
@@ -40,21 +41,20 @@ VISION: dict[str, Any] = {
 MROPE = {**ROPE, "mrope_section": [2, 3, 3]}
 
 
-def shape(model_type: str, *parts: dict[str, Any], without: tuple[str, ...] = (), **settings: Any) -> dict[str, Any]:
-    """A transformers config as ``base.shape`` has it."""
-    found = {"model_type": model_type, **SIZES}
-    for part in parts:
-        found |= part
-    found |= settings
-    return {key: value for key, value in found.items() if key not in without}
+def shape(model_type: str, *groups: dict[str, Any], without: tuple[str, ...] = (), **settings: Any) -> dict[str, Any]:
+    """Return a transformers config in the form of ``base.shape``."""
+    config = {"model_type": model_type, **SIZES}
+    for group in groups:
+        config |= group
+    return {key: value for key, value in (config | settings).items() if key not in without}
 
 
 def composite(
     model_type: str, text: dict[str, Any], vision: dict[str, Any] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """A composite of a text and a vision model."""
-    parts = {"text_config": text, "vision_config": VISION | (vision or {})}
-    return {"model_type": model_type, **parts, "tie_word_embeddings": False, **more}
+    """Return the config of a composite of a text and a vision model."""
+    models = {"text_config": text, "vision_config": VISION | (vision or {})}
+    return {"model_type": model_type, **models, "tie_word_embeddings": False, **more}
 
 
 GEMMA4 = {
@@ -79,7 +79,7 @@ WITH_WINDOWS: dict[str, dict[str, Any]] = {
     **{"olmo3": {}, "exaone4": {}, "gemma3_text": {"query_pre_attn_scalar": 16}},
     **{"cohere2": {"logit_scale": 0.25}, "granite_swa": {"logits_scaling": 8.0}},
 }
-"""Layers with windows of 32 between ones without; as ``_full`` with windows that hold the whole context."""
+"""Families that mix layers with and without a window; each also has a ``_full`` configuration."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     **{name: shape(name) for name in (*PLAIN, *RECURRENT)},
@@ -179,7 +179,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama4_text": shape("llama4_text", LLAMA4),
     "llama4_text_chunk": shape("llama4_text", LLAMA4_CHUNK),
     "llama4_text_scaled": shape("llama4_text", LLAMA4_CHUNK, floor_scale=80),
-    # The text of composite checkpoints
+    # The text models of composite checkpoints
     "gemma3": composite("gemma3", shape("gemma3_text", MIXED, query_pre_attn_scalar=16), mm_tokens_per_image=4),
     "gemma4_vision": composite(
         "gemma4", shape("gemma4_text", GEMMA4, ENDS_FULL), {"global_head_dim": 16, "num_key_value_heads": 2}
@@ -205,7 +205,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
     "llava_llama": composite("llava", shape("llama"), {"model_type": "clip_vision_model", "projection_dim": 16}),
     "paligemma": composite("paligemma", shape("gemma"), {"model_type": "siglip_vision_model", "projection_dim": 64}),
-    # Not built like a Llama, or without a plain cache
+    # Not structured like Llama, or without a plain cache
     "gpt2": shape("gpt2", n_embd=64, n_head=4, n_layer=4, n_positions=512),
     "gptj": shape("gptj", n_embd=64, n_head=4, n_layer=4, n_positions=512, rotary_dim=8),
     "opt": shape("opt", ffn_dim=96, word_embed_proj_dim=64),
@@ -226,7 +226,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "xlstm": shape("xlstm", num_heads=4),
     "zaya": shape("zaya", EXPERTS, num_experts_per_tok=1),
 }
-"""By a name for each: what ``bases.py`` tries."""
+"""The configurations by name."""
 
 AFTER: dict[str, str] = {
     **{"llama_rope3": "Llama-3.1-405B", "llama": "Vicuna-33B", "llama_yarn": "Yarn-Llama-2-70B", "cwm": "cwm (32B)"},
@@ -246,4 +246,4 @@ AFTER: dict[str, str] = {
     **{"nemotron": "Minitron-8B", "glm4v_moe": "GLM-4.5V", "qwen3_next": "Qwen3-Next-80B-A3B"},
     **{"gpt_bigcode": "starcoder (15B)", "dots1": "dots.llm1 (142B)"},
 }
-"""Checkpoints of the Hub whose kinds of layer a configuration has, the largest known of each; sizes are our own."""
+"""The largest known checkpoint on the Hub with the configuration's kinds of layers."""

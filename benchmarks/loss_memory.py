@@ -1,17 +1,16 @@
-"""Peak memory of a Medusa training step's loss: chunked against whole matrices.
+"""Measure the peak memory of a Medusa training step's loss: chunked and with whole matrices.
 
     python benchmarks/loss_memory.py                  5 heads, 128256 ids, 4096 tokens, width 256
     python benchmarks/loss_memory.py --width 4096     Llama-3-8B's width (weights and gradients alone take 21 GB)
     python benchmarks/loss_memory.py --json FILE      write the record
 
-The width does not touch the [tokens, vocabulary] matrices that the chunked form avoids; the default keeps the
-projection itself small enough for a laptop. Each form runs in a process of its own and reports how far its
-resident memory rose above what it held before the loss (weights, inputs, gradient buffers).
+The chunked form avoids the [tokens, vocabulary] matrices, whose size does not depend on the width. The default width
+keeps the projections small enough for a laptop. Each form runs in a separate process and reports by how much its
+resident memory rose above weights, inputs and gradient buffers.
 """
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from common import entry_point, parser, save_record
+from common import entry_point, parser, print_table, save_record
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.lm_head import LMHead
@@ -28,7 +27,7 @@ from drafthead.models.heads.parts.losses import LossConfig, Targets, heads_loss
 
 
 class PeakMemory:
-    """Highest resident memory of this process while in the block, sampled every millisecond. Bytes."""
+    """Highest resident memory of this process inside the ``with`` block in bytes, sampled every millisecond."""
 
     def __enter__(self) -> "PeakMemory":
         self.before = self.peak = self.resident()
@@ -42,20 +41,19 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stop.is_set():
+        while not self._stop.wait(0.001):
             self.peak = max(self.peak, self.resident())
-            time.sleep(0.001)
 
     @staticmethod
     def resident() -> int:
-        """Bytes that this process holds in memory now."""
+        """Return the resident memory of this process in bytes."""
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def whole_step(hidden: torch.Tensor, heads: list[LMHead], targets: Targets, config: LossConfig) -> float:
-    """Loss and gradients with whole matrices and autograd's graph, one head after the other.
+    """Compute loss and gradients with whole matrices and autograd, one head after the other.
 
-    The strongest such form: all heads in one graph would keep five times as much.
+    One graph for all heads would need five times as much memory.
     """
     assert targets.target_lm_head is not None and targets.target_hidden is not None
     probs = targets.target_lm_head.logits(targets.target_hidden).float().softmax(-1)
@@ -71,7 +69,7 @@ def whole_step(hidden: torch.Tensor, heads: list[LMHead], targets: Targets, conf
 
 
 def measure(form: str, heads: int, vocabulary: int, tokens: int, width: int) -> dict[str, float]:
-    """Rise of resident memory over one forward and backward pass of the loss."""
+    """Return by how much one forward and backward pass of the loss raises resident memory."""
     torch.manual_seed(0)
     weight = torch.randn(vocabulary, width)
     hidden = torch.randn(heads, tokens, width, requires_grad=True)
@@ -97,7 +95,7 @@ def measure(form: str, heads: int, vocabulary: int, tokens: int, width: int) -> 
 
 
 def main(given: list[str] | None = None) -> None:
-    """Entry point."""
+    """Measure each form in a separate process."""
     options, sizes = parser(__doc__), {"heads": 5, "vocabulary": 128256, "tokens": 4096, "width": 256}
     for name, default in sizes.items():
         options.add_argument(f"--{name}", type=int, default=default)
@@ -107,17 +105,17 @@ def main(given: list[str] | None = None) -> None:
     if arguments.form:
         print(json.dumps(measure(arguments.form, **sizes)))
         return
-    found = {}
+    results = {}
     for form in ("chunked", "whole"):
         command = [sys.executable, __file__, "--form", form, *(f"--{name}={size}" for name, size in sizes.items())]
         output = subprocess.run(command, check=False, capture_output=True, text=True)
         if output.returncode:
-            raise UserError(f"the {form} form ended with {output.returncode} (killed for memory?)\n{output.stderr}")
-        found[form] = json.loads(output.stdout)
-        print(f"{form:8} {found[form]['bytes'] / 1e9:6.2f} GB above weights and inputs, {found[form]['seconds']:.1f} s")
-    ratio = found["whole"]["bytes"] / found["chunked"]["bytes"]
-    print(f"the chunked loss needs {ratio:.1f} times less (torch {torch.__version__}, {platform.machine()})")
-    save_record(arguments, "loss_memory", found | {"times_less": ratio})
+            raise UserError(f"the {form} form ended with {output.returncode} (out of memory?)\n{output.stderr}")
+        results[form] = json.loads(output.stdout)
+    print_table("memory above weights and inputs", [{"form": form, **row} for form, row in results.items()])
+    ratio = results["whole"]["bytes"] / results["chunked"]["bytes"]
+    print(f"the chunked loss needs {ratio:.1f} times less memory")
+    save_record(arguments, "loss_memory", results | {"times_less": ratio})
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""Tokens per second of a training step, its parts, and how it compares with the base's bare forward pass.
+"""Measure a training step: tokens per second, its parts, memory, and the ratio to the base's bare forward pass.
 
     python benchmarks/train_step.py recipe=medusa_vicuna_7b head.own_lm_head=false shard.precision=bfloat16
     accelerate launch benchmarks/train_step.py recipe=medusa_llama3 shard=full --json step.json
-    python benchmarks/train_step.py --steps 2 --warm 1 recipe=medusa_smollm2 debug=tiny        does it run?
+    python benchmarks/train_step.py --steps 2 --warm 1 recipe=medusa_smollm2 debug=tiny        a quick test
 
-A recipe's phase (--phase, by default its first) is run on rows of random tokens with a base of the recipe's shape and
-random weights (no step is faster or slower for it); a base without a shape is loaded. Per device:
+A phase of the recipe (--phase, by default the first) runs on rows of random tokens. The base has the recipe's shape and
+random weights, which do not change the times; a base without a shape is loaded. Results per device:
 
-  tokens/s     positions read, over --steps steps after --warm ones that do not count, without a stop between parts.
-  floor        the same of the base alone, reading the same rows: a step that computes its features cannot beat it.
-  parts        seconds of a step in data (waiting for rows), base (features), head (loss, forward and backward) and
-               optimiser (sum over processes, clipping, update), from other steps, with a stop after each part.
-  MFU          of the device's bfloat16 peak, where that is known, by the products of base and head alone.
-  memory       the peak of the steps, and what `mode=estimate` says: allocated bytes on a GPU; on a CPU
-               how far resident memory rose above what the interpreter had.
+  tokens/s     positions read, over --steps steps after --warm uncounted ones, without synchronising inside a step
+  floor        the same for the base alone, a lower bound for a step that computes hidden states
+  parts        seconds per step for data (waiting for rows), base (hidden states), head (loss, forward and backward) and
+               optimiser (reduction, clipping, update), from other steps, synchronised after every part
+  MFU          share of the device's bfloat16 peak, if known, counting only the matrix products of base and head
+  memory       the peak of these steps, and the estimate of `mode=estimate`: allocated bytes on a GPU; on a CPU the rise
+               of resident memory since the interpreter started
 """
 
 import os
@@ -29,10 +29,8 @@ import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator
-from common import at_least, composed, entry_point, parser, save_record
+from common import at_least, composed, entry_point, parser, print_table, save_record
 from loss_memory import PeakMemory
-from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedConfig
 
 from drafthead.data.answers.hidden_states import HiddenStateCache
@@ -53,25 +51,25 @@ from drafthead.train.trainer.step import StepResult, train_step
 
 PEAKS = {"A10": 125, "A100": 312, "L40S": 362, "RTX 4090": 165}
 PEAKS |= {"H100": 989, "H100 PCIe": 756, "H200": 989, "B200": 2250}
-"""Dense bfloat16 operations a second, in 10**12, by part of a GPU's name; of several the longest counts."""
+"""Dense bfloat16 operations per second in 10**12, by words of a GPU's name; the longest match counts."""
 PARTS = ("data", "base", "head", "optimiser")
 ROWS = 32
-"""Different rows, at least; steps repeat them."""
+"""Least number of different rows; steps repeat them."""
 
 
 class Clock:
-    """Seconds between marks; waits for the device at each."""
+    """Timer of a step's parts, which synchronises the device at every mark."""
 
     def __init__(self, base: BaseModel) -> None:
         self.base, self.seconds = base, dict.fromkeys(PARTS, 0.0)
 
     def start(self) -> None:
-        """Begin after whatever went before."""
+        """Start a part."""
         self.base.synchronise()
         self._last = perf_counter()
 
     def mark(self, part: str, waited: float = 0.0) -> None:
-        """All since the last mark was ``part``, but for ``waited`` seconds that were for data."""
+        """End ``part``, which began at the last mark and waited ``waited`` seconds for data; start the next part."""
         self.base.synchronise()
         self.seconds[part] += perf_counter() - self._last - waited
         self.seconds["data"] += waited
@@ -79,7 +77,7 @@ class Clock:
 
 
 def random_rows(phase: PhaseConfig, vocabulary: int) -> datasets.Dataset:
-    """Full rows of random tokens, one document each, all of them trained."""
+    """Return full rows of random tokens, one document each, all trained."""
     random, length = np.random.default_rng(0), phase.seq_len
     count = max(ROWS, phase.micro_batch_size * phase.grad_accum_steps)
     documents = (
@@ -90,7 +88,7 @@ def random_rows(phase: PhaseConfig, vocabulary: int) -> datasets.Dataset:
 
 
 def random_cache(folder: Path, rows: datasets.Dataset, head: DraftHead) -> HiddenStateCache:
-    """A cache of random features for ``rows``."""
+    """Return a cache of random hidden states for ``rows``."""
     length, width = len(rows[0]["input_ids"]), head.base.hidden_size * (1 + len(head.spec.layers))
     dtype = "bfloat16" if head.base.dtype == torch.bfloat16 else "float16"
     cache = HiddenStateCache.create(folder, len(rows), length, width, dtype, {"benchmark": "train_step"})
@@ -100,17 +98,17 @@ def random_cache(folder: Path, rows: datasets.Dataset, head: DraftHead) -> Hidde
 
 
 class Bench:
-    """One phase of a recipe, ready to step."""
+    """One phase of a recipe, ready to train."""
 
     def __init__(self, run: RunConfig, phase: str, accelerator: Accelerator, sharding: Sharding, folder: Path) -> None:
         self.phase, self.accelerator, self.sharding = run.phases[phase], accelerator, sharding
         torch.manual_seed(run.seed)
         self.base = BaseModel.load(sharding.base_config(run.base), accelerator.device)
         rows = random_rows(self.phase, self.base.vocab_size)
-        # The draft vocabulary is the first ids, as a random corpus has no frequent ones.
-        wanted = run.head_config().draft_vocab_size
-        cut = wanted is not None and wanted < self.base.vocab_size
-        self.head = run.head_config().build(self.base, torch.arange(wanted or 0) if cut else None)
+        size = run.head_config().draft_vocab_size or self.base.vocab_size
+        # A random corpus has no frequent ids: the first ones are the draft vocabulary.
+        d2t = torch.arange(size) if size < self.base.vocab_size else None
+        self.head = run.head_config().build(self.base, d2t)
         if run.trains_base:
             self.head.train_base(now=self.phase.train_base)
         cache = random_cache(folder, rows, self.head) if self.phase.hidden_states == "cached" else None
@@ -119,13 +117,13 @@ class Bench:
         self.optimizer = head_optimizer(self.head, self.phase.optim)
 
     def rows(self) -> Iterator[list[int]]:
-        """Row numbers of one micro-batch after the other, without end."""
+        """Yield the row numbers of micro-batches without end."""
         numbers = cycle(range(len(self.data)))
         while True:
             yield list(islice(numbers, self.phase.micro_batch_size))
 
     def step(self, batches: Iterator[tuple[TrainBatch, HiddenStates]], clock: Clock | None = None) -> StepResult:
-        """One optimizer step over the next micro-batches; ``clock`` is told when each part of it ends."""
+        """Run one optimiser step over the next micro-batches; ``clock`` is called at the end of each part."""
         return train_step(
             self.head,
             self.optimizer,
@@ -134,11 +132,11 @@ class Bench:
             lr=self.phase.optim.lr,
             clip_norm=self.phase.optim.clip_norm,
             reduce=lambda value: self.accelerator.reduce(value, "sum"),
-            profile_hook=(lambda part: None) if clock is None else clock.mark,
+            profile_hook=(lambda name: None) if clock is None else clock.mark,
         )
 
     def whole_steps(self, steps: int, warm: int) -> float:
-        """Seconds of a step."""
+        """Return seconds per step."""
         batches = self.data.stream(self.rows())
         for _ in range(warm):
             self.step(batches)
@@ -150,7 +148,7 @@ class Bench:
         return (perf_counter() - started) / steps
 
     def parted_steps(self, steps: int, clock: Clock) -> None:
-        """Steps with a stop after every part."""
+        """Run steps that are synchronised after every part."""
 
         def marked() -> Iterator[tuple[TrainBatch, HiddenStates]]:
             batches = self.data.stream(self.rows())
@@ -166,7 +164,7 @@ class Bench:
             self.step(batches, clock)
 
     def bare_forward(self, steps: int, warm: int) -> float:
-        """Seconds of the base's pass over the rows of a step."""
+        """Return seconds per pass of the base over the rows of a step."""
         batches = [self.data.read(numbers)[0] for numbers in islice(self.rows(), self.phase.grad_accum_steps)]
         for number in range(warm + steps):
             if number == warm:
@@ -179,12 +177,12 @@ class Bench:
 
 
 def operations_per_token(head: DraftHeadConfig, phase: PhaseConfig, settings: PreTrainedConfig) -> float:
-    """Floating-point operations of the products for one position: two per multiplied weight.
+    """Return the floating-point operations per position in matrix products, two per multiplied weight.
 
-    The base's layers once, unless its features are cached, with causal attention over half a row on average; where it
-    is trained along, twice more (forward, and the gradient of the inputs; the adapters are left out). The head's
-    trained weights three times: forward, and both gradients. A projection that heads share and do not train: forward
-    and the gradient of its input, for every trained draft position.
+    The base's layers count once unless hidden states are cached, with causal attention over half a row on average. If
+    the base is trained, they count twice more (forward pass and input gradients; adapters are neglected). The head's
+    trained weights count three times: forward pass and both gradients. A frozen shared projection counts twice per
+    trained draft position: forward pass and input gradient.
     """
     shape, sizes = ModelShape.from_config(settings), head.size(settings)
     attention = phase.seq_len * shape.num_heads * shape.head_dim
@@ -195,17 +193,17 @@ def operations_per_token(head: DraftHeadConfig, phase: PhaseConfig, settings: Pr
 
 
 def peak_operations(device: torch.device) -> float | None:
-    """The device's bfloat16 peak, None where it is not known."""
+    """Return the device's bfloat16 peak in operations per second, or None if it is unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
     words = name.replace("-", " ").split()
-    known = [part for part in PEAKS if all(word in words for word in part.split())]
+    known = [gpu for gpu in PEAKS if all(word in words for word in gpu.split())]
     return 1e12 * PEAKS[max(known, key=len)] if known else None
 
 
 def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, warm: int) -> dict[str, Any]:
-    """The record's numbers, of this process."""
+    """Return the results of this process."""
     sharding = Sharding(run.shard, accelerator.device)
     before = PeakMemory.resident()
     with TemporaryDirectory(prefix="drafthead-step-") as folder:
@@ -235,33 +233,19 @@ def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, wa
         "floor": {"forward_s": floor_s, "tokens_per_second": tokens / floor_s},
         "ratio_to_floor": floor_s / step_s,
         "data_wait": waited / step_s,
-        "parts_s": {part: clock.seconds[part] / steps for part in PARTS},
+        "parts_s": {name: clock.seconds[name] / steps for name in PARTS},
         "mfu": None if top is None else tokens / step_s * operations / top,
         "memory": {"peak_bytes": peak, "planned": planned, "peak_to_plan": peak / planned},
     }
 
 
-def show(found: dict[str, Any]) -> Table:
-    """The numbers for a person."""
-    table = Table(title=f"a training step of phase {found['phase']}, per device of {found['processes']}")
-    for number, column in enumerate(("", "ms", "share")):
-        table.add_column(column, justify="right" if number else "left")
-    whole = sum(found["parts_s"].values())
-    for part, seconds in found["parts_s"].items():
-        table.add_row(part, f"{1e3 * seconds:.1f}", f"{seconds / whole:.1%}")
-    table.add_section()
-    table.add_row("step, whole", f"{1e3 * found['step_s']:.1f}")
-    table.add_row("bare forward of the base", f"{1e3 * found['floor']['forward_s']:.1f}")
-    return table
-
-
 def main(given: list[str] | None = None) -> None:
-    """Entry point."""
+    """Measure and print."""
     options = parser(__doc__)
     add = options.add_argument
-    add("--phase", metavar="NAME", help="of the recipe; by default its first")
-    add("--steps", type=int, default=10, metavar="N", help="that are measured, of either kind (default 10)")
-    add("--warm", type=int, default=3, metavar="N", help="before them (default 3)")
+    add("--phase", metavar="NAME", help="a phase of the recipe; default: the first")
+    add("--steps", type=int, default=10, metavar="N", help="measured steps of each kind (default 10)")
+    add("--warm", type=int, default=3, metavar="N", help="uncounted steps before them (default 3)")
     add("overrides", nargs="+", metavar="key=value", help="recipe=NAME and settings, as for `drafthead train`")
     arguments = options.parse_intermixed_args(given)
     at_least(arguments, 1, "steps")
@@ -274,19 +258,19 @@ def main(given: list[str] | None = None) -> None:
         run = replace(run, base=replace(run.base, random=True, tokenizer="builtin:tiny"))
     run = replace(run, shard=follow_launcher(run.shard))
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    found = measure(run, phase, accelerator, arguments.steps, arguments.warm)
+    results = measure(run, phase, accelerator, arguments.steps, arguments.warm)
     if not accelerator.is_main_process:
         return
-    console = Console(highlight=False)
-    console.print(show(found))
-    mfu = "unknown here" if found["mfu"] is None else f"{found['mfu']:.1%}"
-    console.print(
-        f"{found['tokens_per_second']:,.0f} tokens/s, {found['ratio_to_floor']:.2f} of the base's bare forward pass; "
-        f"waiting for data {found['data_wait']:.1%}; MFU {mfu}; peak memory {found['memory']['peak_to_plan']:.2f} of "
-        f"the plan's {size(found['memory']['planned'])}",
-        soft_wrap=True,
+    seconds = {**results["parts_s"], "step, whole": results["step_s"], "base alone": results["floor"]["forward_s"]}
+    rows = [{"part": name, "ms": 1e3 * s, "of the step": s / results["step_s"]} for name, s in seconds.items()]
+    print_table(f"a training step of phase {phase}, per device of {results['processes']}", rows)
+    mfu = "unknown here" if results["mfu"] is None else f"{results['mfu']:.1%}"
+    print(
+        f"{results['tokens_per_second']:,.0f} tokens/s, {results['ratio_to_floor']:.2f} of the base's bare forward "
+        f"pass; waiting for data {results['data_wait']:.1%}; MFU {mfu}; peak memory "
+        f"{results['memory']['peak_to_plan']:.2f} of the estimated {size(results['memory']['planned'])}"
     )
-    save_record(arguments, "train_step", found)
+    save_record(arguments, "train_step", results)
 
 
 if __name__ == "__main__":
