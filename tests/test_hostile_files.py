@@ -192,22 +192,22 @@ def test_settings_without_limits_are_held_against_the_file(tiny_base: TinyBase, 
     config = read_json(tmp_path / "config.json")
     config["settings"]["inner_dim"] = 10**9
     write_json(tmp_path / "config.json", config)
-    with pytest.raises(UserError, match=r"its settings name [\d,]{13,} parameters, the file has [\d,]+; copy the head"):
+    with pytest.raises(UserError, match=r"describe [\d,]{13,} parameters"):
         DraftHead.from_pretrained(tmp_path, tiny_base())
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"paths": []}, r"is no tree.json \('choices'\)"),
-        ([[0]], "is no tree.json"),
-        ({"choices": [[0, 0]]}, "is no tree.json .*has no parent"),
+        ({"paths": []}, r"is not a tree.json \('choices'\)"),
+        ([[0]], "is not a tree.json"),
+        ({"choices": [[0, 0]]}, "is not a tree.json .*has no parent"),
         ({"choices": [[0] * d for d in range(1, 5)]}, "is 4 deep, but the head drafts 2 positions"),
-        ({"choices": [[0], [1 << 20]]}, "is no tree.json .*whole numbers below 65536"),
-        ({"choices": [[0.5]]}, "is no tree.json .*whole numbers"),
-        ({"choices": [[True]]}, "is no tree.json .*whole numbers"),
-        ({"choices": ["ab"]}, "is no tree.json .*whole numbers"),
-        ({"choices": [[n] for n in range(5000)]}, "is no tree.json .*it has 5000 nodes, at most 4096"),
+        ({"choices": [[0], [1 << 20]]}, "is not a tree.json .*whole numbers below 65536"),
+        ({"choices": [[0.5]]}, "is not a tree.json .*whole numbers"),
+        ({"choices": [[True]]}, "is not a tree.json .*whole numbers"),
+        ({"choices": ["ab"]}, "is not a tree.json .*whole numbers"),
+        ({"choices": [[n] for n in range(5000)]}, "is not a tree.json .*it has 5000 nodes, at most 4096"),
     ],
 )
 def test_a_tree_that_wants_too_much(head: Path, tiny_base: TinyBase, content: Any, says: str) -> None:

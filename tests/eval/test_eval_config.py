@@ -52,7 +52,7 @@ def test_length(head: MedusaHead) -> None:
     ("tree", "message"),
     [
         ("[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]", "is 4 deep, but the head drafts 3 positions"),
-        ("[[0, 0]]", r"is no tree.json \(tree path \[0, 0\] has no parent \[0\]"),
+        ("[[0, 0]]", r"is not a tree.json \(tree path \[0, 0\] has no parent \[0\]"),
         ("chain:5", "tree chain:5 is 5 deep, but the drafter drafts 3 positions"),
     ],
 )

@@ -1,7 +1,7 @@
-"""The contract of every draft head, and how one is saved and loaded.
+"""The contract of every draft head, with saving and loading.
 
 A head is one file under ``models/heads/`` with a ``DraftHeadConfig`` and a ``DraftHead`` subclass, plus one YAML under
-``recipes/head/``; its type is the name of that file. Training, decoding and evaluation know nothing else of it.
+``recipes/head/``. Its type is the name of that file. Training, decoding and evaluation use only this contract.
 
 Shape legend: B batch, T time, N tree nodes, D base width, V target vocabulary, W draft vocabulary.
 """
@@ -36,7 +36,7 @@ from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.heads.parts.head_folder import (
     FORMAT,
     check_base,
-    check_settings,
+    check_parameters,
     draft_ids,
     read_head_config,
     read_trees,
@@ -45,7 +45,7 @@ from drafthead.models.heads.parts.head_folder import (
     write_trees,
 )
 from drafthead.models.heads.parts.losses import LossConfig
-from drafthead.models.heads.parts.size import HeadSize, head_size
+from drafthead.models.heads.parts.size import HeadSize, meta_base, recomputed_activations, stored_activations
 from drafthead.models.kernels.linear import DRAFT_DTYPES, InferenceWeights, inference_copy
 from drafthead.models.token_tree import TokenTree
 
@@ -71,7 +71,7 @@ class DraftHeadConfig(ABC):
 
     @property
     def head_type(self) -> str:
-        """The name of the module under ``models/heads/``."""
+        """Name of the module under ``models/heads/``."""
         return type(self).__module__.rpartition(".")[2]
 
     @property
@@ -80,39 +80,42 @@ class DraftHeadConfig(ABC):
         return self.num_draft_tokens
 
     def inference_dtype(self, base: BaseModel) -> torch.dtype | None:
-        """Of the weights that it drafts with beside ``base``; None: as they are."""
+        """Return the dtype of the weights to draft with for ``base``, or None to draft with the trained weights."""
         if self.draft_dtype == "auto":
             return None if base.kernels is None else base.kernels.drafts_in
         return None if self.draft_dtype is None else DRAFT_DTYPES[self.draft_dtype]
 
     @property
     def trained_positions(self) -> int:
-        """Draft positions with a term of their own in the loss: those that ``loss.depth_weights`` lists."""
+        """Draft positions that have a term in the loss; ``loss.depth_weights`` has one weight for each."""
         return self.depth
 
     def drafted_ids(self, vocab_size: int) -> int:
-        """Ids W that it drafts over, of a base that has ``vocab_size``."""
+        """Return the size W of the draft vocabulary for a base of ``vocab_size`` ids."""
         return min(self.draft_vocab_size or vocab_size, vocab_size)
 
     def check_layers(self, num_layers: int) -> None:
-        """Refuse settings that name a layer which a base of so many does not have (UserError)."""
+        """Raise a UserError if the settings name a layer that a base of ``num_layers`` layers does not have."""
         return
 
     def lora(self) -> LoraSettings | None:
-        """The adapters through which it can train its base; None: it cannot."""
+        """Return the adapters through which the head trains its base, or None if it cannot."""
         return None
 
     @abstractmethod
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":
-        """The untrained head for ``base``; ``d2t`` ([W] int64) lists the draft vocabulary's target ids."""
+        """Return the untrained head for ``base``; ``d2t`` ([W] int64) lists the draft vocabulary's target ids."""
 
     def size(self, settings: PreTrainedConfig) -> HeadSize:
-        """Sizes on a base of transformers' ``settings``; no weights are made."""
-        return head_size(self, settings)
+        """Return the head's sizes for a base of transformers' ``settings``; no memory is allocated for weights."""
+        base = meta_base(settings)
+        d2t = None if self.draft_vocab_size is None else torch.arange(self.drafted_ids(base.vocab_size))
+        with torch.device("meta"):
+            return self.build(base, d2t).size()
 
 
 class DraftHead(InferenceWeights, StepwiseDrafter):
-    """A draft head, attached to the frozen base it drafts for."""
+    """A draft head, attached to the frozen base that it drafts for."""
 
     reads_base = True
 
@@ -122,16 +125,16 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         self.base = base
         self.base_identity = base.identity()
         self.tree: TokenTree | None = None
-        """The tree calibrated for it; None until evaluation has chosen one."""
+        """Tree calibrated for this head; None before calibration."""
         self.batch_trees: Mapping[int, TokenTree] = {}
         self.progress = 0.0
-        """Part of the phase that is done after the current step, in (0, 1]; the trainer sets it."""
-        self._inference: tuple[Self] | None = None  # in a tuple, it is no part of this module
+        """Share of the phase that is done after the current step, in (0, 1]; set by the trainer."""
+        self._inference: tuple[Self] | None = None  # in a tuple, so that it is not a submodule
         ids = torch.arange(base.vocab_size, device="cpu") if d2t is None else d2t.to(torch.int64)
         if len(ids) == 0 or int(ids.max()) >= base.vocab_size or int(ids.min()) < 0:
             raise UserError(f"the draft vocabulary must hold ids in [0, {base.vocab_size}), got {ids.tolist()[:4]}...")
-        if (equal := len(ids) - len(set(ids.tolist()))) > 0:
-            raise UserError(f"the draft vocabulary must hold {len(ids)} different ids, and {equal} are there before")
+        if (repeated := len(ids) - len(set(ids.tolist()))) > 0:
+            raise UserError(f"the draft vocabulary must hold different ids, but {repeated} of {len(ids)} are repeated")
         self.d2t: Tensor
         self.register_buffer("d2t", ids.to(base.device))
         t2d = torch.full((base.vocab_size,), -1, dtype=torch.int64, device="cpu")
@@ -161,11 +164,11 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the head's weights."""
+        """Dtype of the head's weights."""
         return next(self.parameters()).dtype
 
     def inference(self) -> Self:
-        """The head with packed copies of its weights, to draft with; made anew after training."""
+        """Return a copy with packed weights to draft with; the copy is renewed after training."""
         if self._inference is None:
             self._inference = (inference_copy(self, self.config.inference_dtype(self.base)),)
         return self._inference[0]
@@ -175,51 +178,74 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
 
     @abstractmethod
     def output_head(self, k: int) -> LMHead:
-        """The vocabulary projection of draft position k (0-based)."""
+        """Return the vocabulary projection of draft position k (0-based)."""
 
     @abstractmethod
     def loss(self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig) -> LossOutput:
-        """Summed loss and metrics over the batch's trained tokens."""
+        """Return the summed loss and metrics over the batch's trained tokens."""
 
     @abstractmethod
     def candidate_ranks(self, batch: TrainBatch, base_hidden: HiddenStates, top: int) -> Tensor:
-        """Rank of the true token among the candidates at every draft position, for tree calibration.
+        """Return the rank of the true token among the candidates of every draft position, for tree calibration.
 
         Returns:
-            [B, T, K] int64: 0 when the likeliest candidate for ``x_{t+1+k}`` is right, ``top`` when it is not
-            among the first ``top``, -1 where position k has no target.
+            [B, T, K] int64: 0 if the most likely candidate for ``x_{t+1+k}`` is right, ``top`` if the true token is
+            not among the first ``top`` candidates, -1 if position k has no target.
         """
 
     def num_calls(self, name: str) -> int:
-        """How often training calls the module of that name for a token; more than once where weights are shared."""
+        """Return how often training calls the named module per token; more than once if its weights are shared."""
         return 1
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        """Methods of modules, around attention, whose activations training may compute again instead of keeping."""
+        """Return (module, method) pairs whose activations training may recompute; attention itself is left out."""
         return []
 
-    # Of heads that can train their base ------------------------------------------------------------------------
+    def size(self) -> HeadSize:
+        """Return the head's sizes; a head on the meta device has the same.
+
+        Every trained draft position also stores four vectors of the base's width: its source state, the input of its
+        projection, and the gradients of both. The loss's own matrices are not counted.
+        """
+        weights = [self.output_head(k).trained for k in range(self.depth)]
+        projections = {id(weight): weight.numel() for weight in weights if weight.requires_grad}
+        stored = stored_activations(self, set(projections), self.num_calls)
+        names = {module: name for name, module in self.named_modules()}
+        checkpointed = [names[module] for module, _ in self.checkpointable()]
+        width = self.base.hidden_size
+        return HeadSize(
+            parameters=sum(parameter.numel() for parameter in self.parameters()),
+            trainable=sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad),
+            positions=self.depth,
+            draft_vocab_size=len(self.d2t),
+            projections=sum(projections.values()),
+            feature_layers=len(self.spec.layers),
+            activations_per_token=4 * width * self.config.trained_positions + sum(stored.values()),
+            recomputable_per_token=recomputed_activations(stored, checkpointed, self.num_calls, width),
+        )
+
+    # Heads that can train their base ---------------------------------------------------------------------------
 
     def train_base(self, now: bool) -> None:
-        """Make ready to train the base; ``now`` says whether the next phase does. The first call makes the adapters."""
+        """Prepare to train the base; ``now``: in the next phase. The first call creates the adapters."""
         raise NotImplementedError
 
     def tuned_decoders(self) -> list[nn.Module]:
-        """Stacks of base layers with adapters, which training runs beside the frozen ones; none before they exist."""
+        """Return the base's layer stacks that have adapters, none before the adapters exist."""
         return []
 
     def lr_mult(self, parameter: nn.Parameter) -> float:
-        """What the phase's learning rate is multiplied by for a parameter."""
+        """Return the factor on the phase's learning rate for a parameter."""
         return 1.0
 
     # Saving and loading --------------------------------------------------------------------------------------
 
     def saved_weights(self) -> dict[str, Tensor]:
-        """What ``model.safetensors`` holds: the head's weights without adapters of the base."""
+        """Return the tensors of ``model.safetensors``: the head's weights, without adapters of the base."""
         return self.state_dict()
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``config.json`` and ``model.safetensors`` (and ``tree.json`` once a tree is chosen)."""
+        """Write ``config.json``, ``model.safetensors`` and, once a tree is calibrated, ``tree.json``."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         weights = self.saved_weights()
@@ -239,7 +265,7 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         write_trees(folder, self)
 
     def save_base(self, folder: Path) -> dict[str, Any]:
-        """Write the base's adapter, if any, into the head's folder; returns the base's identity as seen from there."""
+        """Copy the base's adapter, if any, into the head's folder; return the identity of the base to save."""
         identity = self.base_identity
         if self.base.config.adapter is None:
             return identity
@@ -248,24 +274,28 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, base: BaseModel, revision: str | None = None) -> Self:
-        """Load a head from a folder or a Hub repository and attach it to ``base``; a UserError says what is wrong."""
+        """Load a head from a folder or a Hub repository and attach it to ``base``.
+
+        Raises:
+            UserError: a file is missing, damaged or unsafe, or the head belongs to another base or class.
+        """
         folder = resolve_folder(name, revision)
         config = read_head_config(folder)
         check_base(folder, config["base"], base)
         weights = read_weights(folder, config.get("weights_sha256"))
         d2t = draft_ids(folder, config, weights, base.vocab_size)
-        chosen = _settings(folder, config)
-        check_settings(folder, chosen, weights, base)
-        head = chosen.build(base, d2t)
+        settings = _settings(folder, config)
+        check_parameters(folder, lambda: settings.size(base.model.config).parameters, weights)
+        head = settings.build(base, d2t)
         try:
             missing, unexpected = head.load_state_dict(weights, strict=False)
         except RuntimeError as error:
-            wrong = str(error).splitlines()[-1].strip()
-            raise UserError(f"{folder}/model.safetensors does not fit its config: {wrong}; copy both again") from None
+            reason = str(error).splitlines()[-1].strip()
+            raise UserError(f"{folder}/model.safetensors does not fit its config: {reason}; copy both again") from None
         if missing or unexpected:
             raise UserError(
-                f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}; the two "
-                "files are of different heads, or a setting was changed: copy both again"
+                f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}. The two "
+                "files are of different heads, or a setting was changed; copy both again"
             )
         read_trees(folder, head)
         if not isinstance(head, cls):
@@ -274,27 +304,27 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
 
 
 def head_types() -> list[str]:
-    """The names of the modules under ``models/heads/``."""
-    return [found.name for found in pkgutil.iter_modules(import_module(PACKAGE).__path__) if not found.ispkg]
+    """Return the names of the modules under ``models/heads/``."""
+    return [module.name for module in pkgutil.iter_modules(import_module(PACKAGE).__path__) if not module.ispkg]
 
 
 def config_class(head_type: str) -> type[DraftHeadConfig]:
-    """The settings of the heads in that module; others are refused, so a config cannot run foreign code."""
+    """Return the settings class of a head type; only modules under ``models/heads/`` can be named."""
     if head_type not in head_types():
         raise UserError(f"head_type must be one of {', '.join(head_types())}, got {head_type!r}")
     module = import_module(f"{PACKAGE}.{head_type}")
-    kinds = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, DraftHeadConfig)]
-    (found,) = (kind for kind in kinds if kind.__module__ == module.__name__)
-    return found
+    classes = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, DraftHeadConfig)]
+    (config,) = (kind for kind in classes if kind.__module__ == module.__name__)
+    return config
 
 
 def parse_head(node: dict[str, Any]) -> DraftHeadConfig:
-    """Checked settings of a head: ``{head_type: medusa, num_draft_tokens: 3, ...}``."""
+    """Return the checked settings of a head from ``{head_type: medusa, num_draft_tokens: 3, ...}``."""
     settings = {**node}
     kind = config_class(str(settings.pop("head_type", "")))
     known = [field.name for field in fields(kind)]
     if unknown := [name for name in settings if name not in known]:
-        # Recipes set the keys of the head that they are for, whichever one the command line puts in its place.
+        # A recipe's keys belong to the recipe's head, also if the command line chooses another head.
         raise UserError(
             f"head: {kind.__name__} has no {', '.join(unknown)}; the recipe sets them for another head, or they are "
             f"misspelt (it has {', '.join(known)}). Choose a recipe of this head, or leave them out: "
@@ -303,12 +333,12 @@ def parse_head(node: dict[str, Any]) -> DraftHeadConfig:
     try:
         return cast(DraftHeadConfig, OmegaConf.to_object(OmegaConf.merge(schema(kind), settings)))
     except (OmegaConfBaseException, TypeError, ValueError) as error:
-        said = one_line(error)
-        raise UserError(said if said.startswith("head.") else f"head: {said}") from None
+        message = one_line(error)
+        raise UserError(message if message.startswith("head.") else f"head: {message}") from None
 
 
 def _settings(folder: Path, config: dict[str, Any]) -> DraftHeadConfig:
-    """The settings of a saved head, with names, types and limits checked."""
+    """Return the settings of a saved head after checking their names, types and limits."""
     if "${" in json.dumps(config["settings"]):
         raise UserError(f"{folder}/config.json has settings that refer to others (${{...}}); copy the head again")
     try:

@@ -1,7 +1,8 @@
-"""The files of a saved head: where they are, and what is checked before a head is made of them."""
+"""The files of a saved head: finding, reading and checking them before a head is built."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,20 +17,18 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.token_tree import TokenTree
 
-if TYPE_CHECKING:
-    from drafthead.models.heads.parts.draft_head import DraftHeadConfig
-
 FORMAT = 2
-"""Format 1 names the head by the path of a class (``head``), format 2 by its type (``head_type``)."""
+"""Version of ``config.json``. Format 1 names the head by the path of a class, format 2 by its ``head_type``."""
 EXTRA_PARAMETERS = 10_000_000
-"""Parameters that a head may have besides twice those in its file: what it takes from the base, and no bomb."""
+"""Parameters that a config may describe beyond twice those in its file. The margin covers tensors copied from the
+base; the bound stops a config that would exhaust memory."""
 TREES = "tree.json"
 MAX_NODES, MAX_RANKS = 4096, 1 << 16
-"""Of a tree that is read: more nodes than a pass could verify, more candidates than a head could draft."""
+"""Limits of a tree read from a file: more nodes than a pass could verify, more candidates than a head could draft."""
 
 
 def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
-    """A local folder as it is, a Hub repository downloaded."""
+    """Return a local folder unchanged, or download a Hub repository and return its folder."""
     path = Path(name)
     if path.is_dir():
         return path
@@ -41,99 +40,101 @@ def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
 
 
 def read_head_config(folder: Path) -> dict[str, Any]:
-    """The checked ``config.json`` of a saved head (no weights are read)."""
+    """Read and check the ``config.json`` of a saved head; its weights are not read."""
     config = read_json(safe_join(folder, "config.json"))
-    kinds = {"format": int, "head_type": str, "settings": dict, "base": dict, "draft_vocab": int}
+    types = {"format": int, "head_type": str, "settings": dict, "base": dict, "draft_vocab": int}
     if isinstance(config, dict) and "head" in config:
         config = {"head_type": update_names(config["head"], "head_type"), **config}
-    if not isinstance(config, dict) or not set(kinds) <= set(config):
+    if not isinstance(config, dict) or not set(types) <= set(config):
         raise UserError(
-            f"{folder}/config.json is no drafthead config (it needs {sorted(kinds)}); is this a head folder?"
+            f"{folder}/config.json is not a drafthead config, which has {sorted(types)}; is this a head folder?"
         )
     if config["format"] not in (1, FORMAT):
         raise UserError(f"{folder} has format {config['format']}, this version reads {FORMAT}; update drafthead")
-    for key, kind in kinds.items():
-        if not isinstance(config[key], kind) and not (key == "draft_vocab" and config[key] is None):
+    for key, expected in types.items():
+        if not isinstance(config[key], expected) and not (key == "draft_vocab" and config[key] is None):
             raise UserError(
-                f"{folder}/config.json has a {type(config[key]).__name__} as {key}, expected a {kind.__name__}; copy "
-                "the head again"
+                f"{folder}/config.json has a {type(config[key]).__name__} as {key}, expected a {expected.__name__}; "
+                "copy the head again"
             )
     config["settings"] = update_names(config["settings"], "head")
     return config
 
 
-def check_settings(folder: Path, config: "DraftHeadConfig", weights: dict[str, Tensor], base: BaseModel) -> None:
-    """Refuse settings that speak of far more parameters than the file has, before memory is taken for them."""
+def check_parameters(folder: Path, described: Callable[[], int], weights: dict[str, Tensor]) -> None:
+    """Reject settings that describe far more parameters than the file has, before memory is allocated for them."""
     try:
-        named = config.size(base.model.config).parameters
+        count = described()
     except UserError:
         raise
     except (RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"{folder}/config.json has bad settings ({one_line(error)}); copy the head again") from None
     stored = sum(tensor.numel() for tensor in weights.values())
-    if named > 2 * stored + EXTRA_PARAMETERS:
+    if count > 2 * stored + EXTRA_PARAMETERS:
         raise UserError(
-            f"{folder}/model.safetensors does not fit its config: its settings name {named:,} parameters, the file has "
-            f"{stored:,}; copy the head again"
+            f"{folder}/model.safetensors does not fit its config: the settings describe {count:,} parameters, the file "
+            f"has {stored:,}; copy the head again"
         )
 
 
 def write_trees(folder: Path, drafter: Drafter) -> None:
-    """``tree.json``: the drafter's trees, if it has any, and its threshold."""
+    """Write ``tree.json`` with the drafter's trees and confidence threshold, if it has a tree."""
     if drafter.tree is None:
         return
-    found: dict[str, Any] = {"choices": drafter.tree.paths[1:], "confidence_threshold": drafter.confidence_threshold}
+    content: dict[str, Any] = {"choices": drafter.tree.paths[1:], "confidence_threshold": drafter.confidence_threshold}
     if drafter.batch_trees:
-        found["batches"] = {str(rows): tree.paths[1:] for rows, tree in drafter.batch_trees.items()}
-    write_json(folder / TREES, found)
+        content["batches"] = {str(rows): tree.paths[1:] for rows, tree in drafter.batch_trees.items()}
+    write_json(folder / TREES, content)
 
 
 def read_trees(folder: Path, drafter: Drafter) -> None:
-    """Give ``drafter`` the trees and the threshold of a folder's ``tree.json``, where there is one."""
+    """Set the trees and the confidence threshold of ``drafter`` from a folder's ``tree.json``, if it has one."""
     path = safe_join(folder, TREES)
     if not path.exists():
         return
     content = update_names(read_json(path))
-    drafter.tree = _tree(path, content, drafter.depth)
+    drafter.tree = _parse_tree(path, content, drafter.depth)
     batches = content.get("batches", {})
     if not isinstance(batches, dict) or not all(rows.isdecimal() and int(rows) > 1 for rows in batches):
-        raise UserError(f"{path} is no tree.json: batches must map numbers of rows above 1 to trees; choose them anew")
-    drafter.batch_trees = {int(n): _tree(path, {"choices": c}, drafter.depth) for n, c in batches.items()}
+        raise UserError(
+            f"{path} is not a tree.json: batches must map numbers of rows above 1 to trees; calibrate the trees again"
+        )
+    drafter.batch_trees = {int(n): _parse_tree(path, {"choices": c}, drafter.depth) for n, c in batches.items()}
     threshold = content.get("confidence_threshold", drafter.confidence_threshold)
     if not isinstance(threshold, int | float) or not 0 <= threshold < 1:
         raise UserError(
-            f"{path} has confidence_threshold={threshold!r}, which must be in [0, 1); correct it or choose a tree anew"
+            f"{path} has confidence_threshold={threshold!r}, which must be in [0, 1); correct it or calibrate again"
         )
     drafter.confidence_threshold = float(threshold)
 
 
 def read_tree(path: Path, depth: int) -> TokenTree:
-    """The tree in a ``tree.json``."""
-    return _tree(path, read_json(safe_join(path.parent, path.name)), depth)
+    """Read the tree in a ``tree.json``, at most ``depth`` levels deep."""
+    return _parse_tree(path, read_json(safe_join(path.parent, path.name)), depth)
 
 
-def _tree(path: Path, content: Any, depth: int) -> TokenTree:
+def _parse_tree(path: Path, content: Any, depth: int) -> TokenTree:
     try:
         choices = content["choices"]
         if not all(isinstance(c, list) and all(type(rank) is int and rank < MAX_RANKS for rank in c) for c in choices):
             raise ValueError(f"a path is a list of ranks, whole numbers below {MAX_RANKS}")
         if len(choices) > MAX_NODES:
-            raise ValueError(f"it has {len(choices)} nodes, at most {MAX_NODES} are read")
+            raise ValueError(f"it has {len(choices)} nodes, the limit is {MAX_NODES}")
         tree = TokenTree.from_paths([tuple(c) for c in choices])
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is no tree.json ({error}); it needs choices: a list of rank paths") from None
+        raise UserError(f"{path} is not a tree.json ({error}); it needs choices: a list of rank paths") from None
     if tree.depth > depth:
         raise UserError(
-            f"the tree in {path} is {tree.depth} deep, but the head drafts {depth} positions; give a shallower one"
+            f"the tree in {path} is {tree.depth} deep, but the head drafts {depth} positions; give a shallower tree"
         )
     return tree
 
 
 def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a saved head; ``checksum``: the sha256 that the file must have, None for heads that state none."""
+    """Read the tensors of a saved head; ``checksum`` is the expected sha256 of the file, if the config states it."""
     path = safe_join(folder, "model.safetensors")
     if not path.exists():
-        refuse_pickles(folder, [found.name for found in folder.iterdir()])
+        refuse_pickles(folder, [file.name for file in folder.iterdir()])
     try:
         if checksum is not None and file_digest(path) != checksum:
             raise SafetensorError("it does not have the checksum that config.json states")
@@ -147,15 +148,15 @@ def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]
 
 
 def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], vocab_size: int) -> Tensor | None:
-    """[W] int64: the ids of a saved head's draft vocabulary; None when it drafts over the whole one."""
+    """Return the ids of a saved head's draft vocabulary, [W] int64, or None if it drafts over the whole vocabulary."""
     count = config["draft_vocab"]
     if count is None:
         return None
     ids = weights.get("d2t")
     if ids is None or ids.ndim != 1 or ids.dtype != torch.int64 or len(ids) != count or len(set(ids.tolist())) != count:
-        found = "no d2t" if ids is None else f"a d2t of {list(ids.shape)} {str(ids.dtype).removeprefix('torch.')}"
+        saved = "no d2t" if ids is None else f"a d2t of {list(ids.shape)} {str(ids.dtype).removeprefix('torch.')}"
         raise UserError(
-            f"{folder}/model.safetensors has {found}, expected the {count} different ids of the draft vocabulary; copy "
+            f"{folder}/model.safetensors has {saved}, expected the {count} different ids of the draft vocabulary; copy "
             "the head again"
         )
     if count == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
@@ -164,11 +165,11 @@ def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], 
 
 
 def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
-    """Compare the base that a head was ``trained`` for with ``base``."""
+    """Reject a ``base`` that differs from the identity of the base that the head was ``trained`` for."""
     actual = base.identity()
     for key in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
         if trained.get(key) != actual[key]:
             raise UserError(
                 f"the head in {folder} was trained for {trained.get('name')} ({key} {trained.get(key)}), but the base "
-                f"is {actual['name']} ({key} {actual[key]}); name no base, and the head's own is loaded"
+                f"is {actual['name']} ({key} {actual[key]}); leave out the base to load the head's own"
             )

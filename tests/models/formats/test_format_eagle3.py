@@ -224,5 +224,5 @@ def test_what_a_file_leaves_open_or_says_twice(tiny_base: TinyBase, tmp_path: Pa
     )
     tensors["d2t"][7] -= 1
     rewrite(tmp_path, tensors, layers=[1, 2])
-    with pytest.raises(UserError, match=f"{tmp_path}: the draft vocabulary must hold 50 different ids, and 1 are"):
+    with pytest.raises(UserError, match=f"{tmp_path}: the draft vocabulary must hold different ids, but 1 of 50"):
         EAGLE.load(tmp_path, base)
