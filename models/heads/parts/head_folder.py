@@ -119,7 +119,7 @@ def _parse_tree(path: Path, content: Any, depth: int) -> TokenTree:
         if not all(isinstance(c, list) and all(type(rank) is int and rank < MAX_RANKS for rank in c) for c in choices):
             raise ValueError(f"a path is a list of ranks, whole numbers below {MAX_RANKS}")
         if len(choices) > MAX_NODES:
-            raise ValueError(f"it has {len(choices)} nodes, the limit is {MAX_NODES}")
+            raise ValueError(f"it has {len(choices)} nodes, at most {MAX_NODES} are allowed")
         tree = TokenTree.from_paths([tuple(c) for c in choices])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is not a tree.json ({error}); it needs choices: a list of rank paths") from None
