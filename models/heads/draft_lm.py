@@ -1,9 +1,9 @@
-"""A small causal LM made of some of the base's own layers, trained to draft for it (vanilla speculative decoding).
+"""A small causal LM made of some of the base's layers, trained to draft for it (vanilla speculative decoding,
+2211.17192 and 2302.01318).
 
-It reads tokens, not hidden states: the base's embedding, copies of a few decoder layers and of the final norm, which
-are trained, and the base's output head, frozen and shared, over the draft vocabulary. Copying layers and distilling
-from the base is how DistilBERT and Distil-Whisper start; as a draft model it needs no tokenizer and no weights from
-elsewhere.
+It reads tokens, not hidden states. The base's embedding and output head are frozen and shared; copies of a few decoder
+layers and of the final norm are trained. DistilBERT and Distil-Whisper start the same way. As a draft model it needs no
+tokenizer and no published weights.
 
 Shape legend: B batch, T time, D width, W draft vocabulary.
 """
@@ -99,7 +99,7 @@ class DraftLM(AutoregressiveHead):
         return CachedDraftPass(state.cache, text, draft_config, self.projection.logits)
 
     def _inference_model(self) -> BaseModel:
-        """The trunk, with layers fit for few rows where the base has such."""
+        """Return the trunk to draft with; its layers are fused and packed if the base's are."""
         if self._inference_trunk is None:
             self._inference_trunk = self._trunk
             if self.base.prepacked:
@@ -112,7 +112,7 @@ class DraftLM(AutoregressiveHead):
     # Training ------------------------------------------------------------------------------------------------
 
     def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
-        """[B, T, D] after the final norm, in the dtype that the layers compute in."""
+        """Return the states after the final norm, [B, T, D], in the layers' dtype."""
         decoder, dtype = self._trunk.model.model, next(self.parameters()).dtype
         out = decoder(
             inputs_embeds=decoder.get_input_embeddings()(batch.input_ids).to(dtype),
@@ -126,19 +126,23 @@ class DraftLM(AutoregressiveHead):
 
 @torch.no_grad()
 def resize_mlp(mlp: Any, width: int) -> None:
-    """Keep the ``width`` channels of a gated MLP with the largest weights, or add channels that put out zero."""
+    """Cut a gated MLP to the ``width`` channels with the largest weights, or add channels whose output is zero.
+
+    Raises:
+        UserError: the MLP has biases.
+    """
     gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    have = gate.weight.shape[0]
-    if width <= have:
+    old_width = gate.weight.shape[0]
+    if width <= old_width:
         size = gate.weight.norm(dim=1) * up.weight.norm(dim=1) * down.weight.norm(dim=0)
-        kept = size.topk(width).indices.sort().values
-        weights = [gate.weight[kept], up.weight[kept], down.weight[:, kept]]
+        channels = size.topk(width).indices.sort().values
+        weights = [gate.weight[channels], up.weight[channels], down.weight[:, channels]]
     else:
-        more = [torch.randn_like(w[:1].expand(width - have, -1)) * w.std() for w in (gate.weight, up.weight)]
-        weights = [torch.cat([gate.weight, more[0]]), torch.cat([up.weight, more[1]])]
-        weights.append(torch.nn.functional.pad(down.weight, (0, width - have)))
+        added = [torch.randn_like(w[:1].expand(width - old_width, -1)) * w.std() for w in (gate.weight, up.weight)]
+        weights = [torch.cat([gate.weight, added[0]]), torch.cat([up.weight, added[1]])]
+        weights.append(torch.nn.functional.pad(down.weight, (0, width - old_width)))
     for linear, weight in zip((gate, up, down), weights, strict=True):
         if linear.bias is not None and linear is not down:
-            raise UserError("head.intermediate_size is for MLPs without a bias; leave it out for this base")
+            raise UserError("head.intermediate_size is for MLPs without biases, and this base has some; leave it out")
         linear.weight = nn.Parameter(weight.contiguous())
         linear.out_features, linear.in_features = weight.shape

@@ -1,21 +1,26 @@
 """DSpark (DeepSeek's DeepSpec, 2026): a few layers draft a whole block in one pass, and a Markov head corrects it.
 
-The block is the embedding of ``x_{t+1}``, the anchor, and of mask tokens after it, at the positions that follow. Every
-layer attends to the block and to keys and values of the base's hidden states up to t, which are fused once for all
-layers and kept between steps. So drafting is one pass over K rows whatever the depth. Slot k alone cannot know what
-was drafted before it: the Markov head adds ``W2 W1[x_{t+k}]`` to its logits, a product of rank r, which gives every
-node of a tree a distribution of its own. A confidence head reads the same and says how likely the draft is accepted.
+A block has P slots at the positions after t. The first holds the embedding of ``x_{t+1}`` (the first token), the others
+a mask token. Every layer attends to the block and to keys and values of the context: the base's hidden states up to t,
+fused once for all layers and stored between steps. So drafting is one pass over P rows at any depth::
 
-The family: ``markov_rank: 0`` is DFlash, ``causal`` is JetSpec's block, and ``anchor_predicts: false`` leaves the
-anchor's own slot unused, as both of them do. Names of weights as in DeepSpec's checkpoints, but for the Markov head.
+    context  h_0 .. h_t  |  slot 0: x_{t+1}   slot 1: mask   slot 2: mask
+    drafts               |  x_{t+2}           x_{t+3}        x_{t+4}
 
-Differences from the reference code: layers may start as the base's last ones and the Markov table as a projection of
-the base's embedding (``tied_markov``), because random starts lose on small data (``docs/log.md``); all places are
-trained unless ``places`` bounds them; the head may draft over some of the base's rows; ``reads_state`` and the
-induction head are ours.
+A slot cannot know which tokens were drafted before it. The Markov head corrects its logits by ``W2 W1[x_{t+k}]``, a
+product of rank r that depends on the token before, so every node of a tree has its own distribution. A confidence head
+reads the same input and predicts how likely the draft is accepted.
 
-Shape legend: B batch, T time, S places that are drafted from, P slots of a block, F frontier nodes, K draft positions,
-N layers, n targets, D width, r Markov rank, W draft vocabulary.
+The family: ``markov_rank: 0`` is DFlash, ``causal`` is JetSpec's block, and ``anchor_predicts: false`` leaves slot 0
+unused for drafts, as both do. Weights have the names of DeepSpec's checkpoints, except for the Markov head.
+
+Differences from the reference code: layers can start as the base's last ones, and the Markov table as a projection of
+the base's embedding (``tied_markov``), because random starts lose on small data (``docs/log.md``). All anchors are
+trained unless ``places`` limits them. The head can draft over a part of the vocabulary. ``reads_state`` and the
+induction head are our additions.
+
+Shape legend: B batch, T time, S anchors, P slots of a block, F frontier nodes, K draft positions, N layers, n targets,
+D width, r Markov rank, W draft vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -35,11 +40,11 @@ from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.drafter import DraftConfig, DraftState, last_valid
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer, attend_block
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
-from drafthead.models.heads.parts.induction import InductionHead, InductionPlaces, InductionReader, InductionText
+from drafthead.models.heads.parts.induction import InductionAnchors, InductionContext, InductionHead, InductionReader
 from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads
 from drafthead.models.heads.parts.multi_position import MultiPositionHead
-from drafthead.models.heads.parts.targets import DraftTargets, drafting_places, has_next
+from drafthead.models.heads.parts.targets import DraftTargets, anchors_of, has_next
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import FusedRMSNorm, fresh_copy, rotate
 from drafthead.models.kernels.linear import joined_linear, reads_in
@@ -113,14 +118,14 @@ class DSparkConfig(DraftHeadConfig):
 
 @dataclass
 class BlockState(DraftState):
-    """What the layers have read of the context, and what is still to be read."""
+    """State of a :class:`DSparkHead` between steps."""
 
-    text: PendingInputs
+    context: PendingInputs
     """Fused hidden states of the base."""
     hidden: Tensor
-    """[B, D] the base's last state; NaN before there is one."""
-    copied: InductionText | None
-    """What the induction head reads."""
+    """[B, D] the base's last state; NaN before the prompt."""
+    copied: InductionContext | None
+    """Context of the induction head."""
 
 
 class DSparkHead(MultiPositionHead):
@@ -160,12 +165,12 @@ class DSparkHead(MultiPositionHead):
         if config.confidence:
             self.confidence = nn.Linear(width + config.low_rank, 1, device=base.device)
         self._start(layers.index(max(layers)))
-        self._shared = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype(base))
+        self._projections = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype(base))
         self._context_reader: Layer | None = None
 
     @torch.no_grad()
     def _start(self, deepest: int) -> None:
-        """Begin with the base's last layers over its deepest state that is read, or as its next-token head."""
+        """Start as the base's last layers over its deepest state that the head reads, or as its next-token head."""
         base, width = self.base, self.base.hidden_size
         self.fc.weight.zero_()
         self.fc.weight[:, deepest * width : (deepest + 1) * width] = torch.eye(width)
@@ -178,7 +183,7 @@ class DSparkHead(MultiPositionHead):
             self.hidden_norm.weight.copy_(self.decoder_layers[0].input_layernorm.weight)
         if self.slot_state is not None:
             self.slot_state.weight.zero_()
-            self.norm.weight.fill_(scale.square().mean().sqrt())  # the state has been normed once already
+            self.norm.weight.fill_(scale.square().mean().sqrt())  # the final state has been normed once already
         if self.markov_out is not None:
             self.markov_out.weight.zero_()
         if self.markov_out is not None and self.induction is not None:
@@ -193,7 +198,7 @@ class DSparkHead(MultiPositionHead):
 
     @property
     def decoder_layers(self) -> list[HeadDecoderLayer]:
-        """The layers, in order."""
+        """Decoder layers, in order."""
         return [cast(HeadDecoderLayer, layer) for layer in self.layers]
 
     def invalidate(self) -> None:
@@ -206,40 +211,45 @@ class DSparkHead(MultiPositionHead):
     def num_calls(self, name: str) -> int:
         if not name.startswith("layers."):
             return self.config.num_draft_tokens if name in ("norm", "markov_in", "induction.sink") else 1
-        keys_or_values = name.rpartition(".")[2] in ("k_proj", "v_proj", "k_norm")  # the context has them too
-        return self.config.slots + keys_or_values
+        also_on_context = name.rpartition(".")[2] in ("k_proj", "v_proj", "k_norm")
+        return self.config.slots + also_on_context
 
     def output_head(self, k: int) -> LMHead:
         low_rank = None if self.markov_out is None else self.markov_out.weight
         return replace(self.target_lm_head, low_rank=low_rank)
 
     def confidence_logits(self, hidden: Tensor) -> Tensor | None:
-        # Detached: what is easy to be sure of must not decide what is drafted.
+        # Detached, so that the confidence loss cannot change the drafts.
         return None if self.confidence is None else self.confidence(hidden.detach())[..., 0]
 
     def trained_targets(self, draft_targets: DraftTargets) -> DraftTargets:
         places = self.config.places
         return draft_targets.subset(places) if self.training and places else draft_targets
 
-    def fuse(self, read: Tensor) -> Tensor:
-        """The base's states of ``spec``, [..., n D] -> context [..., D]."""
-        context: Tensor = self.hidden_norm(self.fc(read.to(reads_in(self.fc))))
+    def fuse(self, sources: Tensor) -> Tensor:
+        """Fuse the base's states of ``spec`` to the context: [..., layers * D] -> [..., D]."""
+        context: Tensor = self.hidden_norm(self.fc(sources.to(reads_in(self.fc))))
         return context
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The base's embeddings, frozen: [...] -> [..., D]."""
+        """Return the base's embeddings, frozen: [...] -> [..., D]."""
         return F.embedding(tokens, self.base.embedding).to(reads_in(self.fc))
 
-    def block(self, anchors: Tensor, hidden: Tensor) -> Tensor:
-        """What the first layer reads at the slots: [...] anchors and [..., D] states of the base -> [..., P, D]."""
+    def block(self, first_tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Return the first layer's input at the slots, [..., P, D].
+
+        Args:
+            first_tokens: [...] int64 tokens ``x_{t+1}`` of slot 0.
+            hidden: [..., D] the base's states ``h_t``, which are read with ``reads_state``.
+        """
         assert self.config.mask_token is not None
-        tokens = torch.full((*anchors.shape, self.config.slots), self.config.mask_token, device=anchors.device)
-        tokens[..., 0] = anchors
+        tokens = torch.full((*first_tokens.shape, self.config.slots), self.config.mask_token, device=hidden.device)
+        tokens[..., 0] = first_tokens
         embedded = self.embed(tokens)
         if self.slot_state is None:
             return embedded
-        read: Tensor = self.slot_state(F.rms_norm(embedded, embedded.shape[-1:]))
-        return hidden[..., None, :].to(read.dtype) + read + self.slot_offset
+        projected: Tensor = self.slot_state(F.rms_norm(embedded, embedded.shape[-1:]))
+        return hidden[..., None, :].to(projected.dtype) + projected + self.slot_offset
 
     @property
     def says_confidence(self) -> bool:
@@ -247,11 +257,11 @@ class DSparkHead(MultiPositionHead):
 
     @property
     def first_slot(self) -> int:
-        """The slot that drafts the first token."""
+        """Index of the slot that drafts the first token."""
         return int(not self.config.anchor_predicts)
 
     def seen_slots(self, device: torch.device) -> Tensor:
-        """[P, P] bool: which slots of its block a slot sees."""
+        """Return a mask [P, P] bool of the slots of its block that a slot sees."""
         seen = causal_mask(self.config.slots, device)
         return seen if self.config.causal else torch.ones_like(seen)
 
@@ -264,11 +274,9 @@ class DSparkHead(MultiPositionHead):
             self._context_reader = context_reader(self.decoder_layers, self.config.inference_dtype(self.base))
         shape = self.decoder_layers[0].self_attn.cache_shape(weight.dtype, weight.device, len(self.layers))
         cache = BlockCache(self._context_reader, shape)
-        text = PendingInputs.none(cache, batch, weight)
-        text = replace(text, unread=text.unread[..., : self.base.hidden_size])
         hidden = weight.new_full((batch, self.base.hidden_size), torch.nan)
-        copied = InductionText.none(batch) if self.induction else None
-        return BlockState(text=text, hidden=hidden, copied=copied)
+        copied = InductionContext.none(batch) if self.induction else None
+        return BlockState(context=PendingInputs.none(cache, batch, hidden), hidden=hidden, copied=copied)
 
     @torch.inference_mode()
     def update(
@@ -276,21 +284,20 @@ class DSparkHead(MultiPositionHead):
     ) -> BlockState:
         assert isinstance(state, BlockState) and base_hidden is not None and base_hidden.layers is not None
         head = self.inference()
-        text = state.text.append(head.fuse(base_hidden.layers), counts)
+        context = state.context.append(head.fuse(base_hidden.layers), counts)
         copied = state.copied
         if copied is not None:
             copied = copied.append(head.induction, tokens, counts)
-        return BlockState(text=text, hidden=last_valid(base_hidden.final, counts), copied=copied)
+        return BlockState(context=context, hidden=last_valid(base_hidden.final, counts), copied=copied)
 
     @torch.inference_mode()
     def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "BlockDraftPass":
-        assert isinstance(state, BlockState) and isinstance(state.text.cache, BlockCache)
+        assert isinstance(state, BlockState) and isinstance(state.context.cache, BlockCache)
         head = self.inference()
         slots = head.block(last_token, state.hidden)
         seen = self.seen_slots(slots.device)
-        out = state.text.cache.read_block(state.text, slots, seen[None], list(head.layers))
-        wanted = slice(self.first_slot, self.first_slot + draft_config.depth)
-        hidden = head.norm(out[:, wanted])
+        out = state.context.cache.read_block(state.context, slots, seen[None], list(head.layers))
+        hidden = head.norm(out[:, self.first_slot : self.first_slot + draft_config.depth])
         induction = None if state.copied is None else InductionReader(head.induction, state.copied, hidden)
         return BlockDraftPass(head, hidden, induction)
 
@@ -301,70 +308,72 @@ class DSparkHead(MultiPositionHead):
         if len(draft_targets.target_idx) == 0:
             return self.fc.weight.new_zeros(depth, 0, width + self.config.low_rank)
         assert base_hidden.layers is not None
-        # Where no token of the document follows nothing is drafted, and the states may be NaN.
-        read = torch.where(has_next(batch.document_ids)[..., None], base_hidden.layers, 0.0)
-        context = self.fuse(read)
-        places, slot_of_place = drafting_places(draft_targets, batch.input_ids)
-        rows = torch.arange(len(places), device=places.device)[:, None]
-        following = (places + 1).clamp(max=batch.input_ids.shape[1] - 1)
-        final = base_hidden.final[rows, places].nan_to_num()
-        x = self.block(batch.input_ids[rows, following], final).flatten(1, 2)
-        offsets = torch.arange(1, self.config.slots + 1, device=places.device)
-        positions = (batch.position_ids[rows, places][..., None] + offsets).flatten(1, 2)
-        seen = document_mask(batch.document_ids, context.dtype)[:, 0][rows, places][:, None]
-        own = self.seen_slots(places.device)
+        # Nothing is drafted after the last token of a document, and its states may be NaN.
+        context = self.fuse(torch.where(has_next(batch.document_ids)[..., None], base_hidden.layers, 0.0))
+        anchors, anchor_index = anchors_of(draft_targets, batch.input_ids)
+        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
+        next_idx = (anchors + 1).clamp(max=batch.input_ids.shape[1] - 1)
+        final = base_hidden.final[rows, anchors].nan_to_num()
+        x = self.block(batch.input_ids[rows, next_idx], final).flatten(1, 2)  # [B, S P, D]: all blocks in one pass
+        offsets = torch.arange(1, self.config.slots + 1, device=anchors.device)
+        positions = (batch.position_ids[rows, anchors][..., None] + offsets).flatten(1, 2)
+        context_seen = document_mask(batch.document_ids, context.dtype)[:, 0][rows, anchors][:, None]
+        slots_seen = self.seen_slots(anchors.device)
         block = (-1, self.config.slots)
         for layer in self.decoder_layers:
-            text_key, text_value = layer.self_attn.keys_values(context, batch.position_ids)
-            query, key, value = (torch.unflatten(part, 2, block) for part in layer.states(x, positions))
-            # Without recomputing its scores every layer would keep a matrix of S P times T for each head.
+            # The context is not changed by the layers: each makes keys and values of the same fused states.
+            context_key, context_value = layer.self_attn.keys_values(context, batch.position_ids)
+            query, key, value = (torch.unflatten(states, 2, block) for states in layer.states(x, positions))
+            # Recomputed in the backward pass; otherwise every layer would store S P x T scores per attention head.
             out: Tensor = checkpoint(
-                attend_block, query, text_key, text_value, seen, key, value, own, use_reentrant=False
+                attend_block,
+                *(query, context_key, context_value, context_seen, key, value, slots_seen),
+                use_reentrant=False,
             )
             x = layer.add_mlp(x, layer.self_attn.join(out.flatten(2, 3)))
         x = self.norm(torch.unflatten(x, 1, block))
-        induction = None if self.induction is None else InductionPlaces(self.induction, batch, places)
-        found = []
+        induction = None if self.induction is None else InductionAnchors(self.induction, batch, anchors)
+        inputs = []
         for k in range(depth):
             at_slot = x[:, :, self.first_slot + k]
             if induction is not None:
                 at_slot = torch.cat([at_slot, induction.read(k, at_slot)], -1)
-            read = at_slot.flatten(0, 1)[slot_of_place[draft_targets.source_idx[k]]]
+            hidden = at_slot.flatten(0, 1)[anchor_index[draft_targets.source_idx[k]]]
             if self.config.markov_rank:
                 before = self.markov_in(draft_targets.tokens(batch.input_ids, k + 1)[k])
-                read = torch.cat([read[:, :width], before, read[:, width:]], -1)
-            found.append(read)
-        return torch.stack(found)
+                hidden = torch.cat([hidden[:, :width], before, hidden[:, width:]], -1)
+            inputs.append(hidden)
+        return torch.stack(inputs)
 
 
 class TiedMarkov(nn.Linear):
-    """The Markov head's table as a projection of the base's embedding at unit RMS; drafting reads a table of it."""
+    """The Markov table as a projection of the base's embedding at unit RMS; an inference copy stores the table."""
 
     def __init__(self, base: BaseModel, rank: int) -> None:
         super().__init__(base.hidden_size, rank, bias=False, device=base.device)
-        self._embedding = (base.embedding,)  # the base's: in a tuple, it is no part of this module
+        self._embedding = (base.embedding,)  # the base's: in a tuple, so that it is not a parameter of this module
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[...] int64 -> [..., r]."""
+        """Map tokens [...] int64 to [..., r]."""
         embedded = F.embedding(tokens, self._embedding[0]).to(self.weight.dtype)
         return super().forward(F.rms_norm(embedded, embedded.shape[-1:]))
 
     @torch.no_grad()
     def inference(self, dtype: torch.dtype | None = None) -> nn.Embedding:
-        """The table, [V, r]."""
+        """Return the table of all ids, [V, r]."""
         ids = torch.arange(len(self._embedding[0]), device=self.weight.device)
-        table = torch.cat([self(part) for part in torch.split(ids, 8192)])
+        table = torch.cat([self(chunk) for chunk in torch.split(ids, 8192)])
         return nn.Embedding(len(table), table.shape[1], _weight=table)
 
 
 class BlockCache(LayerKVCache):
-    """Keys and values of the context for all layers; a block reads them and leaves nothing behind."""
+    """Keys and values of the context for all layers. Those of a block are dropped after its pass."""
 
-    def read_block(self, text: PendingInputs, x: Tensor, seen: Tensor, layers: list[Layer]) -> Tensor:
-        """Run ``layers`` over a block after ``text``: [B, P, D] -> [B, P, D]; ``seen`` [1, P, P] bool."""
-        self.prefill(text)
+    def read_block(self, context: PendingInputs, x: Tensor, seen: Tensor, layers: list[Layer]) -> Tensor:
+        """Run ``layers`` over a block after ``context``: [B, P, D] -> [B, P, D]; ``seen`` [1, P, P] bool."""
+        self.prefill(context)
         rows, count = x.shape[:2]
-        self._reserve(rows, int((text.lengths + text.counts).max()) + count)
+        self._reserve(rows, int((context.lengths + context.counts).max()) + count)
         cache = self.cache
         positions = cache.positions(torch.arange(count, device=x.device)[None]).expand(rows, -1)
         cache.reserve(count)
@@ -376,9 +385,9 @@ class BlockCache(LayerKVCache):
 
 
 def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) -> Layer:
-    """Writes the keys and values that ``layers`` have of a context: one product for all of them.
+    """Return a layer that writes the keys and values of all ``layers`` for a context, from one joined product.
 
-    They depend on the context alone, not on the layers below.
+    This works because they depend on the context alone, not on the layers below.
     """
     attentions = [layer.self_attn for layer in layers]
     product = joined_linear([linear for a in attentions for linear in (a.k_proj, a.v_proj)], dtype)
@@ -386,10 +395,10 @@ def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) ->
     head_dim = attentions[0].head_dim
 
     def read(context: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
-        turns = attentions[0].rotation(context, positions)
+        cos_sin = attentions[0].rotation(context, positions)
         states = product(context).unflatten(-1, (2 * len(layers), -1, head_dim))
         for n, norm in enumerate(norms):
-            key = rotate(norm(states[:, :, 2 * n]), *turns)
+            key = rotate(norm(states[:, :, 2 * n]), *cos_sin)
             cache.update(key.transpose(1, 2), states[:, :, 2 * n + 1].transpose(1, 2), n)
         return context
 
@@ -397,38 +406,41 @@ def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) ->
 
 
 class BlockDraftPass:
-    """All positions are drafted; a level adds what the tokens before it say."""
+    """Draft pass after the block: a level adds the Markov and induction heads' terms for its tokens."""
 
     def __init__(self, head: DSparkHead, hidden: Tensor, induction: InductionReader | None) -> None:
-        """For an inference copy of a head, with ``hidden`` [B, K, D] after the final norm."""
+        """Start with an inference copy of a head and the slots' states ``hidden`` [B, K, D] after the final norm."""
         self._head, self._hidden, self._induction = head, hidden, induction
-        self._products = head._shared.product(hidden)
+        self._products = head._projections.product(hidden)
         self._level = -1
-        self._read = hidden[:, :0]  # [B, F, D + r] of the nodes expanded last
+        self._inputs = hidden[:, :0]  # [B, F, D + r] of the level expanded last
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """As ``DraftPass.step``: [B, F, W], or [B, 1, W] with neither a Markov nor an induction head."""
+        """Return draft logits [B, F, W], or [B, 1, W] without Markov and induction heads; see ``DraftPass.step``."""
         head = self._head
         self._level += 1
-        product, self._read = self._products[:, self._level, None], self._hidden[:, self._level, None]
+        product, self._inputs = self._products[:, self._level, None], self._hidden[:, self._level, None]
         if head.markov_out is not None:
-            state = self._read.expand(-1, tokens.shape[1], -1)
+            state = self._inputs.expand(-1, tokens.shape[1], -1)
             added = [head.markov_in(tokens)] if head.config.markov_rank else []
             if self._induction is not None:
                 added.append(self._induction.read(tokens, parents))
             product = product + head.markov_out(torch.cat(added, -1))
-            self._read = torch.cat([state, *added], -1)
+            self._inputs = torch.cat([state, *added], -1)
         return head.target_lm_head.scale_and_cap(product)
 
     def confidence(self) -> Tensor:
-        """As ``ConfidentPass.confidence``: [B, F], or [B, 1] as ``step``."""
+        """Return the level's acceptance probabilities, [B, F], or [B, 1] if ``step`` returned [B, 1, W]."""
         assert self._head.confidence is not None
-        found: Tensor = self._head.confidence(self._read)[..., 0].sigmoid()
-        return found
+        confidence: Tensor = self._head.confidence(self._inputs)[..., 0].sigmoid()
+        return confidence
 
 
 def spread_layers(layers: int, count: int) -> tuple[int, ...]:
-    """The taps of all published heads: L // 2, or ``count`` outputs spread from layer 1 to L - 3, counted from 0."""
+    """Return the layers that published heads read: L // 2, or ``count`` layers spread from 1 to L - 3, from 0.
+
+    The result counts from 1, as ``head.layers`` does.
+    """
     if count == 1:
         return (layers // 2 + 1,)
     spread = (round(1 + n * (layers - 4) / (count - 1)) + 1 for n in range(count))
@@ -437,9 +449,12 @@ def spread_layers(layers: int, count: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
-    """Give ``layer`` the weights of a base's decoder layer, float32; biases have no place in it.
+    """Copy the weights of a base's decoder layer into ``layer``, in float32 and without biases.
 
-    Norms of queries and keys that the base lacks begin with the size that these have on average.
+    Query and key norms that the base lacks start with the average size of its queries and keys.
+
+    Raises:
+        UserError: the base's layer is not like Llama's.
     """
     if not _is_llama_like(stock):
         raise UserError(
@@ -447,31 +462,29 @@ def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
             "head.copy_layers=false"
         )
     attention = layer.self_attn
-    for norm, own in (
-        (stock.input_layernorm, layer.input_layernorm),
-        (stock.post_attention_layernorm, layer.post_attention_layernorm),
-    ):
-        own.weight.copy_(norm.weight + 1 if isinstance(norm, GemmaRMSNorm) else norm.weight)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        norm = getattr(stock, name)
+        getattr(layer, name).weight.copy_(norm.weight + 1 if isinstance(norm, GemmaRMSNorm) else norm.weight)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         getattr(attention, name).weight.copy_(getattr(stock.self_attn, name).weight)
     for name in ("gate_proj", "up_proj", "down_proj"):
         getattr(layer.mlp, name).weight.copy_(getattr(stock.mlp, name).weight)
     for name in ("q", "k"):
-        own = getattr(attention, f"{name}_norm")
+        norm = getattr(attention, f"{name}_norm")
         if hasattr(stock.self_attn, f"{name}_norm"):
-            own.weight.copy_(getattr(stock.self_attn, f"{name}_norm").weight)
+            norm.weight.copy_(getattr(stock.self_attn, f"{name}_norm").weight)
         else:
             rows = getattr(attention, f"{name}_proj").weight * layer.input_layernorm.weight
-            own.weight.fill_(rows.square().sum(1).mean().sqrt())
+            norm.weight.fill_(rows.square().sum(1).mean().sqrt())
 
 
 def _is_llama_like(stock: Any) -> bool:
-    """Whether a base's decoder layer has the parts that ``copy_layer`` copies, and no others."""
-    parts = {name: {child for child, _ in part.named_children()} for name, part in stock.named_children()}
+    """Return True if a base's decoder layer has the modules that ``copy_layer`` copies, and no others."""
+    modules = {name: {child for child, _ in module.named_children()} for name, module in stock.named_children()}
     norms = ("input_layernorm", "post_attention_layernorm")
     return (
-        set(parts) == {*norms, "self_attn", "mlp"}
-        and {"q_proj", "k_proj", "v_proj", "o_proj"} <= parts["self_attn"]
-        and {"gate_proj", "up_proj", "down_proj"} <= parts["mlp"]
+        set(modules) == {*norms, "self_attn", "mlp"}
+        and {"q_proj", "k_proj", "v_proj", "o_proj"} <= modules["self_attn"]
+        and {"gate_proj", "up_proj", "down_proj"} <= modules["mlp"]
         and not any(getattr(getattr(stock, name), "bias", None) is not None for name in norms)
     )

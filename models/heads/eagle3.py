@@ -1,21 +1,23 @@
 """EAGLE-3 (Li et al., 2503.01840): one decoder layer that drafts from the base's features and then from its own.
 
 The hidden states of three layers of the base are projected to one feature ``f_t``. The layer reads it together with
-the embedding of ``x_{t+1}`` and predicts ``x_{t+2}``; what it puts out takes the place of ``f_{t+1}``, which the base
-has not computed yet, for the next draft, and so on. Training goes through the same steps (the training-time test), so
-that the layer learns to read its own output. Drafts come from a projection of its own over a draft vocabulary.
+the embedding of ``x_{t+1}`` and predicts ``x_{t+2}``. For the next draft, its output stands for ``f_{t+1}``, which the
+base has not computed yet, and so on. Training runs the same steps (the training-time test), so the layer learns to
+read its own output. Drafts come from the head's own projection over a draft vocabulary.
 
-Differences from the reference code: losses are of trained tokens only (there, the mean runs over padding too), the
-head starts as about the base's next-token head instead of at random, attention stays inside a document, and the
-distribution to imitate is that of every target, also where the base's likeliest token cannot be drafted; an induction
-head is ours. Trees are those of any head; EAGLE-2's (2406.16858) are ``DynamicTree``.
+Differences from the reference code:
+
+- The loss covers trained tokens only; there, the mean includes padding.
+- The untrained head is about the base's next-token head; there, it is random.
+- Attention stays inside a document.
+- All targets are imitated; there, only those at which the base's most likely token can be drafted.
+- The induction head is our addition. EAGLE-2's trees (2406.16858) are ``DynamicTree``, for any head.
 
 ``parallel`` is P-EAGLE (2602.01469): deeper positions read a learnt state and a mask token instead of the layer's own
-output, so all of them are one pass of as many layers as one likes. All places and depths are trained, where the paper
-samples depths.
+output. So all positions are drafted in one pass, which can have several layers. All anchors and depths are trained;
+the paper samples depths.
 
-Shape legend: B batch, T time, S places that are drafted from, F frontier nodes, K draft positions, n targets, D width,
-W draft vocabulary.
+Shape legend: B batch, T time, S anchors, F frontier nodes, K draft positions, n targets, D width, W draft vocabulary.
 """
 
 from collections.abc import Callable
@@ -43,17 +45,27 @@ from drafthead.models.heads.parts.attention_layer import (
 )
 from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.parts.multi_position import CopyingConfig, CopyingHead, HeadState, LevelDraftPass
-from drafthead.models.heads.parts.targets import DraftTargets, drafting_places, has_next
+from drafthead.models.heads.parts.targets import DraftTargets, anchors_of, has_next
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.linear import reads_in
 from drafthead.models.token_tree import causal_mask
 
 
 class EagleLayer(nn.Module):
-    """Attention over [norm(embedding); norm(feature)], MLP, both added to the feature; names as in checkpoints."""
+    """Layer with attention over [norm(embedding), norm(feature)] and an MLP, both added to the feature.
+
+    Weights have the names of published checkpoints.
+    """
 
     def __init__(self, base: BaseModel, inner: int | None, qk_norm: bool, norm_before_residual: bool) -> None:
-        """For ``base``, with an MLP of width ``inner`` or the base's; what it adds to may be the normed feature."""
+        """Create the layer; it starts as the identity of the feature.
+
+        Args:
+            base: model that the head drafts for.
+            inner: width of the MLP; None: the base's.
+            qk_norm: see ``HeadAttention``.
+            norm_before_residual: add to the normed feature instead of the feature.
+        """
         super().__init__()
         self.norm_before_residual = norm_before_residual
         self.self_attn = HeadAttention(base, 2 * base.hidden_size, qk_norm)
@@ -61,16 +73,16 @@ class EagleLayer(nn.Module):
         self.input_layernorm = HeadRMSNorm(base)
         self.hidden_norm = HeadRMSNorm(base)
         self.post_attention_layernorm = HeadRMSNorm(base)
-        for last in (self.self_attn.o_proj, self.mlp.down_proj):  # an untrained layer adds nothing to the feature
+        for last in (self.self_attn.o_proj, self.mlp.down_proj):
             nn.init.zeros_(last.weight)
 
     def forward(self, pairs: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
-        """Drafting: [B, F, 2 D] embeddings and features, side by side -> [B, F, D]; arguments of ``HeadAttention``."""
+        """Map concatenated embeddings and features [B, F, 2 D] to [B, F, D]; see ``HeadAttention.forward``."""
         embedded, feature = pairs.chunk(2, -1)
         return self.add_mlp(feature, self.self_attn(self.normed(embedded, feature), positions, mask, cache))
 
     def normed(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        """What attention reads of embeddings and features [B, T, D]: [B, T, 2 D]."""
+        """Return the attention's input from embeddings and features [B, T, D]: [B, T, 2 D]."""
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1)
 
     def unroll(
@@ -79,53 +91,60 @@ class EagleLayer(nn.Module):
         embedded: Callable[[int, Tensor], Tensor],
         positions: Tensor,
         mask: Tensor,
-        places: Tensor,
+        anchors: Tensor,
         steps: int,
         between: Callable[[Tensor], Tensor],
     ) -> list[Tensor]:
-        """The training-time test: the ``steps`` outputs [B, S, D] when it drafts so many tokens from every place.
+        """Run the training-time test: draft ``steps`` tokens from every anchor at once.
 
-        Step 0 is causal attention over the text. Step i reads the true token and the layer's own output of step
-        i - 1, one position later; besides the text up to its place it sees only the steps of its own place, which
-        are diagonals of keys and values.
+        Step 0 is causal attention over the context. Step i reads the true token and the layer's output of step i - 1,
+        one position later. It sees the context up to its anchor, which step 0 has made keys and values of, and the
+        steps of its own anchor. With ``a0`` the query at anchor t = 1 of step 0, and ``a1, a2`` its next steps::
+
+            keys:   context 0  1  2  3    a1 a2
+            a0              x  x  .  .    .  .
+            a1              x  x  .  .    x  .
+            a2              x  x  .  .    x  x
 
         Args:
-            feature: [B, T, D] of the text.
-            embedded: (i, places [B, S]) -> [B, S, D], embedding of the token that step i reads at these places.
+            feature: [B, T, D] features of the context.
+            embedded: (i, anchors [B, S]) -> [B, S, D], the embedding of the token that step i reads.
             positions: [B, T] int64.
             mask: [B, 1, T, T] additive.
-            places: [B, S] int64 the positions to draft from; keys and values of the text are made for all T.
+            anchors: [B, S] int64 positions to draft from; keys and values of the context are made for all T.
             steps: at least 1.
-            between: [B, S, D] output of a step -> the feature that the next one reads.
+            between: output of a step [B, S, D] -> the next step's feature.
+
+        Returns:
+            The outputs [B, S, D] of each step.
         """
-        rows = torch.arange(len(places), device=places.device)[:, None]
-        everywhere = torch.arange(feature.shape[1], device=places.device).expand(len(places), -1)
-        states = self.step_states(embedded(0, everywhere), feature, positions)
-        query, text_key, text_value = states
-        seen = mask[:, 0][rows, places][:, None]
-        query = query.transpose(1, 2)[rows, places].transpose(1, 2)
-        attended = self.self_attn.output(query, text_key, text_value, seen)
-        found = [self.add_mlp(feature[rows, places], attended)]
-        own: list[tuple[Tensor, Tensor]] = []
+        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
+        everywhere = torch.arange(feature.shape[1], device=anchors.device).expand(len(anchors), -1)
+        query, context_key, context_value = self.step_states(embedded(0, everywhere), feature, positions)
+        seen = mask[:, 0][rows, anchors][:, None]
+        query = query.transpose(1, 2)[rows, anchors].transpose(1, 2)
+        attended = self.self_attn.output(query, context_key, context_value, seen)
+        outputs = [self.add_mlp(feature[rows, anchors], attended)]
+        step_kv: list[tuple[Tensor, Tensor]] = []
         for step in range(1, steps):
-            feature = between(found[-1])
-            query, key, value = self.step_states(embedded(step, places), feature, positions[rows, places] + step)
-            own.append((key, value))
-            keys, values = (torch.stack(part, 3) for part in zip(*own, strict=True))
-            # Without recomputing its scores every step would keep a matrix of S times T for each head.
+            feature = between(outputs[-1])
+            query, *kv = self.step_states(embedded(step, anchors), feature, positions[rows, anchors] + step)
+            step_kv.append((kv[0], kv[1]))
+            keys, values = (torch.stack(states, 3) for states in zip(*step_kv, strict=True))
+            # Recomputed in the backward pass; otherwise every step would store S x T scores per attention head.
             out: Tensor = checkpoint(
-                attend_block, query[:, :, :, None], text_key, text_value, seen, keys, values, use_reentrant=False
+                attend_block, query[:, :, :, None], context_key, context_value, seen, keys, values, use_reentrant=False
             )
             attended = self.self_attn.join(out[:, :, :, 0])
-            found.append(self.add_mlp(feature, attended))
-        return found
+            outputs.append(self.add_mlp(feature, attended))
+        return outputs
 
     def step_states(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values ``HeadAttention.states`` of pairs [B, T, D] at ``positions`` [B, T]."""
+        """Return queries, keys and values of embeddings and features [B, T, D]; see ``HeadAttention.states``."""
         return self.self_attn.states(self.normed(embedded, feature), positions)
 
     def add_mlp(self, feature: Tensor, attended: Tensor) -> Tensor:
-        """What the layer puts out, of its feature and what attention adds to it: [B, S, D]."""
+        """Return the layer's output from its feature and the attention's output: [B, S, D]."""
         hidden = (self.hidden_norm(feature) if self.norm_before_residual else feature) + attended
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
@@ -195,18 +214,18 @@ class Eagle3Config(CopyingConfig):
 
 @dataclass
 class EagleState(HeadState):
-    """What the layer has read, and the feature that waits for its token."""
+    """Context of the layer, and the last feature, whose next token is not committed yet."""
 
-    text: PendingInputs
-    """Pairs of a feature ``f_t`` and the token ``x_{t+1}``."""
+    context: PendingInputs
+    """Inputs of the layer: the embedding of ``x_{t+1}`` and the feature ``f_t``, concatenated."""
     feature: Tensor
-    """[B, D] the feature of the last token that the base has read; NaN before there is one."""
+    """[B, D] feature of the last token that the base has read; NaN before the prompt."""
     started: bool = False
-    """Whether the base has read anything."""
+    """True once the base has read the prompt."""
 
 
 class Eagle3Head(CopyingHead):
-    """EAGLE-3's fused features, decoder layer, final norm and projection; names of weights as in its checkpoints."""
+    """EAGLE-3's fused features, decoder layer, final norm and projection; weights have the names of its checkpoints."""
 
     config: Eagle3Config
 
@@ -236,22 +255,23 @@ class Eagle3Head(CopyingHead):
         if config.own_lm_head:
             self.lm_head = nn.Linear(width, len(self.d2t), bias=False, device="meta")
             rows = self.target_lm_head.weight.detach().float()
-            # Scaled here and not capped: checkpoints have no place for either.
+            # Checkpoints have neither a scale nor a soft-cap, so the scale goes into the weight.
             self.lm_head.weight = nn.Parameter(rows * self.target_lm_head.scale)
         self._start_as_base(layers.index(max(layers)) if layers else None)
-        self._shared = self.shared_projection()
+        self._projections = self.shared_projection()
 
     @torch.no_grad()
     def _start_as_base(self, deepest: int | None) -> None:
-        """Begin with the base's prediction of the next token, as far as its deepest state that is read has it.
+        """Start as the base's next-token prediction from its deepest state that the head reads.
 
-        The layer starts as the identity, so the feature is that state, and the final norm as the base's.
+        ``fc`` starts as that state, the layer as the identity, and the final norm as the base's.
         """
         width = self.base.hidden_size
         self.fc.weight.zero_()
         start = width * (deepest or 0)
         self.fc.weight[:, start : start + width] = torch.eye(width)
-        # Gemma stores a norm's scale as its distance from one. The final state has been normed once already.
+        # The norm of ones gives its scale in any convention (Gemma stores the distance from one). A final state has
+        # been normed once already, so that norm's scale starts as the final state's size.
         scale = self.base.model.model.norm(torch.ones_like(self.target_lm_head.weight[0])).float()
         self.norm.weight.copy_(scale.square().mean().sqrt() if deepest is None else scale)
 
@@ -265,33 +285,33 @@ class Eagle3Head(CopyingHead):
     def projection(self, k: int) -> LMHead:
         return self.target_lm_head if self.lm_head is None else LMHead(weight=self.lm_head.weight)
 
-    def _read(self, base_hidden: HiddenStates) -> Tensor:
-        """[..., sources * D] the base's states that make the feature."""
+    def _sources(self, base_hidden: HiddenStates) -> Tensor:
+        """Return the base's states that are fused to a feature, [..., sources * D]."""
         return (base_hidden.final if base_hidden.layers is None else base_hidden.layers).to(reads_in(self.fc))
 
-    def fuse(self, read: Tensor) -> Tensor:
-        """[..., sources * D] -> [..., D] features."""
+    def fuse(self, sources: Tensor) -> Tensor:
+        """Fuse the base's states to features: [..., sources * D] -> [..., D]."""
         if self.input_norm is not None:
-            read = self.input_norm(read)
+            sources = self.input_norm(sources)
         if self.fc_norm is not None:
-            parts = read.chunk(len(self.fc_norm), -1)
-            read = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        fused: Tensor = self.fc(read)
+            chunks = sources.chunk(len(self.fc_norm), -1)
+            sources = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
+        fused: Tensor = self.fc(sources)
         return fused
 
     def masked(self, count: int) -> Tensor:
-        """The pairs that positions after the first read with ``parallel``: [count, 2 D], all alike."""
+        """Return the input of P-EAGLE's positions after the first, [count, 2 D], the same for each."""
         token = torch.tensor(self.config.mask_token, device=self.base.device)
         feature = self.fuse(self.mask_hidden[0, 0])
         return torch.cat([self.embed(token), feature], -1).expand(count, -1)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The base's embeddings, frozen: [...] -> [..., D]."""
+        """Return the base's embeddings, frozen: [...] -> [..., D]."""
         return F.embedding(tokens, self.base.embedding).to(reads_in(self.fc))
 
     def project(self, normed: Tensor) -> Tensor:
-        """Draft logits for inference, before they are scaled beside an induction head: [..., D] -> [..., W]."""
-        logits: Tensor = self._shared.logits(normed) if self.lm_head is None else self.lm_head(normed)
+        """Return draft logits for inference, unscaled if an induction head adds to them: [..., D] -> [..., W]."""
+        logits: Tensor = self._projections.logits(normed) if self.lm_head is None else self.lm_head(normed)
         return logits
 
     # Drafting ------------------------------------------------------------------------------------------------
@@ -309,26 +329,27 @@ class Eagle3Head(CopyingHead):
             return x
 
         cache = LayerKVCache(layers, shape)
-        text = PendingInputs.none(cache, batch, weight.new_empty(2 * width))
-        seen = super().init_state(batch)
+        context = PendingInputs.none(cache, batch, weight.new_empty(2 * width))
+        state = super().init_state(batch)
         feature = weight.new_full((batch, width), torch.nan)
-        return EagleState(hidden=seen.hidden, copied=seen.copied, text=text, feature=feature)
+        return EagleState(hidden=state.hidden, copied=state.copied, context=context, feature=feature)
 
     @torch.inference_mode()
     def update(
         self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> EagleState:
         assert isinstance(state, EagleState) and base_hidden is not None
-        seen = super().update(state, tokens, base_hidden, counts)
-        fused = self.inference().fuse(self._read(base_hidden))
-        before, paired = fused[:, :-1], counts
+        updated = super().update(state, tokens, base_hidden, counts)
+        fused = self.inference().fuse(self._sources(base_hidden))
+        # The token x_{t+1} is paired with the feature f_t, so the last feature waits for the next update.
+        before, pair_counts = fused[:, :-1], counts
         if state.started:
             before = torch.cat([state.feature[:, None], before], 1)
-        else:  # nothing comes before the first token
-            tokens, paired = tokens[:, 1:], None if counts is None else counts - 1
-        text = state.text.append(torch.cat([self.embed(tokens), before], -1), paired)
+        else:  # the prompt's first token has no feature before it
+            tokens, pair_counts = tokens[:, 1:], None if counts is None else counts - 1
+        context = state.context.append(torch.cat([self.embed(tokens), before], -1), pair_counts)
         feature = last_valid(fused, counts)
-        return EagleState(hidden=seen.hidden, copied=seen.copied, text=text, feature=feature, started=True)
+        return EagleState(hidden=updated.hidden, copied=updated.copied, context=context, feature=feature, started=True)
 
     @torch.inference_mode()
     def levels(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
@@ -338,7 +359,7 @@ class Eagle3Head(CopyingHead):
         root = torch.cat([self.embed(last_token), state.feature], -1)[:, None]
         head = self.inference()
         masked = head.masked(draft_config.depth - 1).expand(len(last_token), -1, -1)
-        out = state.text.cache.prefill_block(state.text, torch.cat([root, masked], 1))
+        out = state.context.cache.prefill_block(state.context, torch.cat([root, masked], 1))
         return LevelDraftPass(head.project(head.norm(out)))
 
     # Training ------------------------------------------------------------------------------------------------
@@ -347,12 +368,11 @@ class Eagle3Head(CopyingHead):
         steps, (_, time) = len(draft_targets.valid), batch.input_ids.shape
         if len(draft_targets.target_idx) == 0:
             return self.fc.weight.new_zeros(steps, 0, self.base.hidden_size)
-        read = self._read(base_hidden)
-        # Where no token of the document follows there is no pair, and the states may be NaN.
-        read = torch.where(has_next(batch.document_ids)[..., None], read, 0.0)
-        feature = self.fuse(read)
-        places, slots = drafting_places(draft_targets, batch.input_ids)
-        row_starts = torch.arange(len(places), device=places.device)[:, None] * time
+        # The last token of a document has no next token to pair with, and its states may be NaN.
+        sources = torch.where(has_next(batch.document_ids)[..., None], self._sources(base_hidden), 0.0)
+        feature = self.fuse(sources)
+        anchors, slots = anchors_of(draft_targets, batch.input_ids)
+        row_starts = torch.arange(len(anchors), device=anchors.device)[:, None] * time
         flat = batch.input_ids.flatten()
 
         def embedded(step: int, at: Tensor) -> Tensor:
@@ -360,37 +380,32 @@ class Eagle3Head(CopyingHead):
 
         mask = document_mask(batch.document_ids, feature.dtype)
         if self.config.parallel:
-            everywhere = torch.arange(time, device=places.device).expand(len(places), -1)
-            found = self._at_once(feature, embedded(0, everywhere), batch.position_ids, mask, places, steps)
-            return self._normed(found, slots, draft_targets)
-        found = self.midlayer.unroll(feature, embedded, batch.position_ids, mask, places, steps, self._feature)
-        return self._normed(found, slots, draft_targets)
-
-    def _normed(self, found: list[Tensor], slots: Tensor, draft_targets: DraftTargets) -> Tensor:
-        """[K, n, D] of the outputs [B, S, D] of every position at all places."""
-        return torch.stack(
-            [
-                self.norm(out.flatten(0, 1)[slots[sources]])
-                for out, sources in zip(found, draft_targets.source_idx, strict=True)
-            ]
-        )
+            everywhere = torch.arange(time, device=anchors.device).expand(len(anchors), -1)
+            outputs = self._at_once(feature, embedded(0, everywhere), batch.position_ids, mask, anchors, steps)
+        else:
+            unroll = self.midlayer.unroll
+            outputs = unroll(feature, embedded, batch.position_ids, mask, anchors, steps, self._next_feature)
+        pairs = zip(outputs, draft_targets.source_idx, strict=True)
+        return torch.stack([self.norm(out.flatten(0, 1)[slots[sources]]) for out, sources in pairs])
 
     def _at_once(
-        self, feature: Tensor, embedded: Tensor, positions: Tensor, mask: Tensor, places: Tensor, steps: int
+        self, feature: Tensor, embedded: Tensor, positions: Tensor, mask: Tensor, anchors: Tensor, steps: int
     ) -> list[Tensor]:
-        """P-EAGLE's pass: the outputs [B, S, D] of ``steps`` positions at ``places``; arguments as of ``unroll``.
+        """Return the outputs [B, S, D] of ``steps`` draft positions at ``anchors`` in P-EAGLE's single pass.
 
-        Position 0 is causal attention over the text. Position i stands i later, and sees the text up to its place and
-        the positions of its own place up to itself.
+        The first position is causal attention over the context. Position i (from 0) is i tokens later and reads the
+        mask input. It sees the context up to its anchor and the positions of its anchor from 1 to i. So every layer
+        runs twice: over the context [B, T], and over the P = steps - 1 masked positions of all anchors [B, S P], which
+        attend to the first's keys and values. See ``EagleLayer.unroll`` for the arguments and a drawing of the mask.
         """
-        rows = torch.arange(len(places), device=places.device)[:, None]
+        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
         count, block = steps - 1, (-1, steps - 1)
-        own = self.masked(count).expand(*places.shape, -1, -1).flatten(1, 2)  # [B, S P, 2 D]
-        own_token, own_feature = own.chunk(2, -1)
-        later = positions[rows, places][..., None] + torch.arange(1, steps, device=places.device)
-        order = causal_mask(count, places.device)
-        seen = mask[:, 0][rows, places][:, None]
-        text, drafted = feature, own_feature
+        masked = self.masked(count).expand(*anchors.shape, -1, -1).flatten(1, 2)  # [B, S P, 2 D]
+        mask_token, drafted = masked.chunk(2, -1)
+        later = positions[rows, anchors][..., None] + torch.arange(1, steps, device=anchors.device)
+        order = causal_mask(count, anchors.device)
+        seen = mask[:, 0][rows, anchors][:, None]
+        context = feature
         layers: list[EagleLayer | HeadDecoderLayer] = [self.midlayer]
         layers += [cast(HeadDecoderLayer, layer) for layer in self.layers.values()]
 
@@ -399,39 +414,40 @@ class Eagle3Head(CopyingHead):
             return layer.step_states(tokens, x, at) if isinstance(layer, EagleLayer) else layer.states(x, at)
 
         for layer in layers:
-            query, key, value = states(layer, embedded, text, positions)
-            text = layer.add_mlp(text, layer.self_attn.output(query, key, value, mask))
+            query, key, value = states(layer, embedded, context, positions)
+            context = layer.add_mlp(context, layer.self_attn.output(query, key, value, mask))
             if not count:
                 continue
-            parts = states(layer, own_token, drafted, later.flatten(1))
-            query, own_key, own_value = (torch.unflatten(part, 2, block) for part in parts)
+            masked_states = states(layer, mask_token, drafted, later.flatten(1))
+            query, block_key, block_value = (torch.unflatten(part, 2, block) for part in masked_states)
             out: Tensor = checkpoint(
-                attend_block, query, key, value, seen, own_key, own_value, order, use_reentrant=False
+                attend_block, query, key, value, seen, block_key, block_value, order, use_reentrant=False
             )
             drafted = layer.add_mlp(drafted, layer.self_attn.join(out.flatten(2, 3)))
-        first = text[rows, places]
+        first = context[rows, anchors]
         return [first, *(torch.unflatten(drafted, 1, block).unbind(2) if count else ())]
 
-    def _feature(self, out: Tensor) -> Tensor:
-        """What the next step reads of a step's output."""
-        normed: Tensor = self.norm(out) if self.config.norm_output else out
-        return normed
+    def _next_feature(self, out: Tensor) -> Tensor:
+        """Return the next step's feature from a step's output [B, S, D]."""
+        feature: Tensor = self.norm(out) if self.config.norm_output else out
+        return feature
 
 
 def published_layers(count: int) -> tuple[int, int, int]:
-    """The layers that EAGLE-3 reads of a base of ``count``: the inputs of the layers 2, L // 2 and L - 3 from 0.
+    """Return the layers that EAGLE-3 reads of a base of ``count``: 2, L // 2 and L - 3, where 1 is the first.
 
-    The input of layer n counted from 0 is the output of the n-th layer, which is ``hidden_states[n]`` of transformers.
+    The reference code stores the inputs of these layers counted from 0. The input of layer n counted from 0 is the
+    output of the n-th layer, transformers' ``hidden_states[n]``.
     """
     return min(2, count), count // 2, max(0, count - 3)
 
 
 class _EagleDraftPass:
-    """Every level reads its parents' outputs as features."""
+    """Draft pass whose levels read their parents' outputs as features."""
 
     def __init__(self, head: Eagle3Head, state: EagleState) -> None:
-        self._head, self._read = head, state.text.reader()
-        self._above = state.feature[:, None]  # [B, F, D] features of the frontier
+        self._head, self._read = head, state.context.reader()
+        self._above = state.feature[:, None]  # [B, F, D] features of the level above
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         rows = torch.arange(len(parents), device=parents.device)[:, None]

@@ -1,14 +1,17 @@
 """Hydra heads (Ankner et al., 2402.05109): Medusa's heads made sequentially dependent, and Hydra++.
 
-Head k reads ``h_t`` and the base's embeddings of ``x_{t+1} .. x_{t+k}``, the tokens drafted so far, side by side; a
-first block brings them to the base's width, further residual blocks and a projection follow. Hydra++
-(``prefix_layer``) puts one decoder layer over all of the text's hidden states before them, which is run once per step
-over what was committed, with keys and values of its own.
+Head k reads the concatenation of ``h_t`` and the base's embeddings of ``x_{t+1} .. x_{t+k}``, the path so far. A first
+block maps it to the base's width; further residual blocks and a projection follow. Hydra++ (``prefix_layer``) adds a
+decoder layer over the context's hidden states before the heads. It has its own keys and values, and reads the newly
+committed tokens once per step.
 
-Differences from the reference code: embeddings are looked up at the tokens themselves, where there an embedding row is
-rolled and wraps around at its end; the blocks of a head are separate modules (there, all but the first are one); an
-untrained head is the base's next-token head, of Hydra++ up to a factor per token (there, its first block is random);
-the projections can be the base's own, frozen, or cut to a draft vocabulary; and an induction head is ours.
+Differences from the reference code:
+
+- Embeddings are looked up at the tokens themselves; there, a row of embeddings is rolled and wraps around.
+- The blocks of a head are separate modules; there, all but the first are one module.
+- An untrained head is the base's next-token head, with Hydra++ up to a factor per token; there, the first block is
+  random.
+- Projections can be the base's, frozen, or cut to a draft vocabulary. The induction head is our addition.
 
 Shape legend: B batch, T time, F frontier nodes, K heads, n picked targets, D width, W draft vocabulary.
 """
@@ -63,12 +66,12 @@ class HydraConfig(CopyingConfig):
 
 
 class FirstBlock(nn.Module):
-    """``R x + SiLU(W x + b)`` of D ``parts`` side by side; it begins as its first part."""
+    """First block ``R x + SiLU(W x + b)`` over ``inputs`` concatenated vectors; it starts as its first input."""
 
-    def __init__(self, width: int, parts: int) -> None:
+    def __init__(self, width: int, inputs: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(parts * width, width)
-        self.residual = nn.Linear(parts * width, width)
+        self.linear = nn.Linear(inputs * width, width)
+        self.residual = nn.Linear(inputs * width, width)
         for linear in (self.linear, self.residual):
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
@@ -76,32 +79,33 @@ class FirstBlock(nn.Module):
             self.residual.weight[:, :width] = torch.eye(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., parts * D] -> [..., D]."""
+        """Map [..., inputs * D] to [..., D]."""
         return cast(Tensor, self.residual(x) + F.silu(self.linear(x)))
 
 
 class HydraBlocks(nn.ModuleList):
-    """The blocks of one head."""
+    """Blocks of one head, with dropout before each block and after the last."""
 
-    def __init__(self, width: int, parts: int, config: HydraConfig) -> None:
+    def __init__(self, width: int, inputs: int, config: HydraConfig) -> None:
         further = min(config.num_layers - 1, 1) if config.tie_blocks else config.num_layers - 1
-        super().__init__([FirstBlock(width, parts), *(ResBlock(width) for _ in range(further))])
+        super().__init__([FirstBlock(width, inputs), *(ResBlock(width) for _ in range(further))])
         self._count, self._dropout = config.num_layers, config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., parts * D] -> [..., D]."""
-        for place in range(self._count):
-            block = self[min(place, len(self) - 1)]
+        """Map [..., inputs * D] to [..., D]."""
+        for index in range(self._count):
+            block = self[min(index, len(self) - 1)]
             x = block(F.dropout(x, self._dropout, self.training))
         return F.dropout(x, self._dropout, self.training)
 
 
 class PrefixLayer(HeadDecoderLayer):
-    """A decoder layer and a final norm over the base's hidden states; names of its weights as in Llama checkpoints.
+    """A decoder layer with a final norm over the base's hidden states; weights have the names of Llama checkpoints.
 
-    What it adds starts at zero, and its final norm's scale is that of the base's states, so it begins as the identity
-    up to a factor per token: what it norms has been normed by the base. The factor is 1 where the base's final norm has
-    one scale for all channels; on SmolLM2 it is 0.90 to 1.33, which costs an untrained head 0.064 nats.
+    The untrained layer adds nothing, and the final norm starts with the scale of the base's states. So the layer
+    starts as the identity up to a factor per token, because the states have been normed once already. The factor is 1
+    if the base's final norm has one scale for all channels. On SmolLM2 it is 0.90 to 1.33, which costs an untrained
+    head 0.064 nats.
     """
 
     def __init__(self, base: BaseModel) -> None:
@@ -114,20 +118,20 @@ class PrefixLayer(HeadDecoderLayer):
     def forward(
         self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache | None = None
     ) -> Tensor:
-        """As ``HeadDecoderLayer``, normed."""
+        """Return the normed output of the decoder layer, [B, T, D]."""
         return cast(Tensor, self.norm(super().forward(x, positions, mask, cache)))
 
 
 @dataclass
 class HydraState(HeadState):
-    """The state of Hydra++."""
+    """State of Hydra++."""
 
-    text: PendingInputs
-    """What the prefix layer has read, and what it has still to read."""
+    context: PendingInputs
+    """Context of the prefix layer."""
 
 
 class HydraHead(RecurrentHead):
-    """K Hydra heads. A node's state is what the next head reads: ``h`` and the embeddings on the node's path."""
+    """K Hydra heads. A node's state is the next head's input: ``h`` and the embeddings on the node's path."""
 
     config: HydraConfig
 
@@ -142,7 +146,7 @@ class HydraHead(RecurrentHead):
             return
         first = self.target_lm_head
         if config.projection_bias:
-            # The bias is one more column, whose input is 1.
+            # The bias is one more column of the weight, whose input is always 1.
             first = replace(first, weight=F.pad(first.weight, (0, 1)))
         self.projections = DraftLMHeads(first, config.num_draft_tokens, config.inference_dtype(base))
 
@@ -153,12 +157,12 @@ class HydraHead(RecurrentHead):
         return self.config.num_layers - 1 if self.config.tie_blocks and name.endswith(".1.linear") else 1
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """[...] int64 -> [..., D]: the base's embedding, frozen."""
+        """Return the base's embeddings, frozen: [...] int64 -> [..., D]."""
         embedded = F.embedding(tokens, self.base.embedding).to(self.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:]) if self.config.unit_embeddings else embedded
 
-    def _projected(self, x: Tensor) -> Tensor:
-        """What a projection reads of a head's output [..., D]."""
+    def _projection_input(self, x: Tensor) -> Tensor:
+        """Return a projection's input from a head's output [..., D]; a projection with a bias also reads a 1."""
         return F.pad(x, (0, 1), value=1.0) if self.config.projection_bias else x
 
     # Drafting ------------------------------------------------------------------------------------------------
@@ -169,40 +173,40 @@ class HydraHead(RecurrentHead):
             return state
         layer, shape = self.inference().prefix, self.prefix.self_attn.cache_shape(self.dtype, self.base.device)
         assert layer is not None
-        text = PendingInputs.none(LayerKVCache(layer, shape), batch, self.prefix.norm.weight)
-        return HydraState(hidden=state.hidden, copied=state.copied, text=text)
+        context = PendingInputs.none(LayerKVCache(layer, shape), batch, self.prefix.norm.weight)
+        return HydraState(hidden=state.hidden, copied=state.copied, context=context)
 
     def update(
         self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> HeadState:
-        seen = super().update(state, tokens, base_hidden, counts)
+        updated = super().update(state, tokens, base_hidden, counts)
         if not isinstance(state, HydraState):
-            return seen
+            return updated
         assert base_hidden is not None
         with torch.inference_mode():
-            text = state.text.append(base_hidden.final.to(self.dtype), counts)
-        return HydraState(hidden=seen.hidden, copied=seen.copied, text=text)
+            context = state.context.append(base_hidden.final.to(self.dtype), counts)
+        return HydraState(hidden=updated.hidden, copied=updated.copied, context=context)
 
     def read_state(self, state: HeadState) -> Tensor:
-        return state.text.cache.prefill(state.text) if isinstance(state, HydraState) else state.hidden
+        return state.context.cache.prefill(state.context) if isinstance(state, HydraState) else state.hidden
 
     def first_states(self, hidden: Tensor) -> States:
         return (hidden,)
 
     def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
         x = torch.cat([states[0], self._embed(tokens)], -1)
-        return self.projections.logits(self._projected(self.inference().blocks[k](x)), k), (x,)
+        return self.projections.logits(self._projection_input(self.inference().blocks[k](x)), k), (x,)
 
     # Training ------------------------------------------------------------------------------------------------
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         final = base_hidden.final.to(self.dtype)
         if self.prefix is not None:
-            # A kept feature is missing (NaN) where nobody read; zero times NaN would reach what does not see it.
+            # Features of positions that were not stored are NaN, and NaN times a zero weight is still NaN.
             mask = document_mask(batch.document_ids, final.dtype)
             final = self.prefix(final.nan_to_num(), batch.position_ids, mask)
-        hidden, found = draft_targets.at_sources(final), []
+        hidden, outputs = draft_targets.at_sources(final), []
         for k, blocks in enumerate(self.blocks):
             embedded = [self._embed(draft_targets.tokens(batch.input_ids, j + 1)[k]) for j in range(k + 1)]
-            found.append(self._projected(blocks(torch.cat([hidden[k], *embedded], -1))))
-        return torch.stack(found)
+            outputs.append(self._projection_input(blocks(torch.cat([hidden[k], *embedded], -1))))
+        return torch.stack(outputs)

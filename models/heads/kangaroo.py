@@ -1,13 +1,16 @@
 """Kangaroo (Liu et al., 2404.18911): the target's first layers and a small adapter draft for it.
 
-The adapter is one attention layer without an MLP, ``norm(x + attention(norm(x)))``, over what leaves layer
-``exit_layer``; the base's output head, frozen, reads it. Drafting stops after the first draft whose confidence is
-below ``confidence_threshold``, and verification resumes from the exit states through the remaining layers only: the
-shallow layers are part of the target's own pass and share its cache.
+The adapter is one attention layer without an MLP, ``norm(x + attention(norm(x)))``, over the output of layer
+``exit_layer`` (the exit states). The base's frozen output head turns it into logits. Drafting stops after the first
+draft whose confidence is below ``confidence_threshold``.
 
-Beyond the paper: trees, batches of rows, sampling, a reduced draft vocabulary, and training on the base's own answers.
+Drafting and verification share one pass (early exit). The shallow layers write the nodes' keys and values into the
+target's cache, and verification continues from the exit states through the remaining layers only.
 
-Shape legend: B rows, T time, F frontier nodes, D width, W draft vocabulary.
+Beyond the paper: trees, batches, sampling, a reduced draft vocabulary, and training on the base's own answers.
+
+Shape legend: B rows, T time, F frontier nodes, N nodes of a proposal, D width, W draft
+vocabulary.
 """
 
 from collections.abc import Callable
@@ -32,22 +35,29 @@ from drafthead.models.kernels.attention import document_mask
 from drafthead.models.token_tree import TokenTree
 
 UNREAD = -1
+"""Index of a node that the shallow layers have not read."""
 
 
 class ExitStatePass:
-    """One step's nodes in the first layers of the target: a ``DraftPass`` of exit states instead of logits."""
+    """One step's nodes in the first layers of the target: a ``DraftPass`` that returns exit states instead of logits.
+
+    Nodes are numbered in the order of reading. ``finish`` maps them to the order of the proposal.
+    """
 
     def __init__(self, first: BaseModel, cache: KVCache | RaggedCache) -> None:
-        """Start after what is committed in the target's ``cache``; ``first`` is the target cut to its first layers."""
+        """Start after the committed positions of the target's ``cache``; ``first`` is the target's first layers."""
         self._model, self._cache = first, cache.first_layers(first.num_layers)
         self._tokens: list[Tensor] = []
         self._parents: list[Tensor] = []
         self._hidden: list[Tensor] = []
         self._nodes: PendingNodes | None = None
-        self._level = 0  # node where the level before starts
+        self._level = 0  # number of the first node of the last level
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Read one more level ([B, F]); ``parents`` are places on the level before. Exit states [B, F, D]."""
+        """Read one more level of ``tokens`` [B, F] and return its exit states [B, F, D].
+
+        ``parents`` [B, F] are indices on the level above.
+        """
         level, self._level = self._level, sum(t.shape[1] for t in self._tokens)
         return self._read(tokens, parents + level if self._tokens else None)
 
@@ -61,78 +71,84 @@ class ExitStatePass:
         return self._hidden[-1]
 
     def finish(self, proposal: Proposal) -> PartialForward:
-        """Read the nodes of ``proposal`` that drafting has not read (its leaves), and put all in its order."""
-        places = self._match(proposal)
-        while bool((places == UNREAD).any()):
-            self._read_missing(proposal, places)
-        self._cache.commit_path(places, torch.full((len(places),), places.shape[1], device=places.device))
+        """Read the nodes of ``proposal`` that drafting has not read, and return all exit states in its order.
+
+        Drafting reads a node only to draft below it, so the leaves of the tree are unread. A dynamic tree may also have
+        read nodes that it did not select. Reordering the cache drops these, so that verification finds in the
+        shallow layers exactly the keys and values of the proposal's nodes.
+        """
+        numbers = self._match(proposal)
+        while bool((numbers == UNREAD).any()):
+            self._read_missing(proposal, numbers)
+        self._cache.commit_path(numbers, torch.full((len(numbers),), numbers.shape[1], device=numbers.device))
         hidden = torch.cat(self._hidden, 1)
         return PartialForward(
             layers=self._model.num_layers,
-            hidden=hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1])),
+            hidden=hidden.gather(1, numbers[..., None].expand(-1, -1, hidden.shape[-1])),
         )
 
     def _match(self, proposal: Proposal) -> Tensor:
-        """Where each node was read, [B, N] int64; ``UNREAD`` where it was not.
+        """Return the number of each node of the proposal, [B, N] int64; ``UNREAD`` if it was not read.
 
-        A node is known by the tokens of its path: with the same ones, two nodes have the same state.
+        A node is identified by its path's tokens: nodes with equal paths have equal states. So of equal nodes, which
+        sampling with replacement can draw, the one read first stands for all.
         """
         tokens, above = torch.cat(self._tokens, 1).tolist(), torch.cat(self._parents, 1).tolist()
-        wanted = proposal.tokens.tolist()
+        proposed = proposal.tokens.tolist()
         parents = proposal.shape.parents.expand_as(proposal.tokens).tolist()
-        places = []
-        for row in range(len(wanted)):
-            first: list[int] = []  # the first node read with the same path
-            known: dict[tuple[int, int], int] = {}
+        numbers = []
+        for row in range(len(proposed)):
+            first: list[int] = []  # for each node, the first node with the same path
+            by_path: dict[tuple[int, int], int] = {}  # (first node of the parent, token) -> first node
             for node, (a, t) in enumerate(zip(above[row], tokens[row], strict=True)):
-                first.append(known.setdefault((a if a == UNREAD else first[a], t), node))
-            found = [0]
-            for node in range(1, len(wanted[row])):
+                first.append(by_path.setdefault((a if a == UNREAD else first[a], t), node))
+            row_numbers = [0]
+            for node in range(1, len(proposed[row])):
                 parent = parents[row][node]
                 if parent < 0:
-                    found.append(0)  # padding, which nothing looks at
-                elif found[parent] == UNREAD:
-                    found.append(UNREAD)
+                    row_numbers.append(0)  # padding, which is not used
+                elif row_numbers[parent] == UNREAD:
+                    row_numbers.append(UNREAD)
                 else:
-                    found.append(known.get((found[parent], wanted[row][node]), UNREAD))
-            places.append(found)
-        return torch.tensor(places, device=proposal.tokens.device)
+                    row_numbers.append(by_path.get((row_numbers[parent], proposed[row][node]), UNREAD))
+            numbers.append(row_numbers)
+        return torch.tensor(numbers, device=proposal.tokens.device)
 
-    def _read_missing(self, proposal: Proposal, places: Tensor) -> None:
-        """Read in one pass the unread nodes of all rows whose parents are read; sets their ``places``."""
+    def _read_missing(self, proposal: Proposal, numbers: Tensor) -> None:
+        """Read in one pass the unread nodes of all rows whose parents are read, and set their ``numbers``."""
         parents = proposal.shape.parents.expand_as(proposal.tokens).clamp(min=0)
-        ready = (places == UNREAD) & (places.gather(1, parents) != UNREAD)
+        ready = (numbers == UNREAD) & (numbers.gather(1, parents) != UNREAD)
         width = int(ready.sum(1).max())
-        # A row with fewer reads others again, which nothing looks at.
+        # Rows with fewer such nodes read other nodes again, and ignore them.
         nodes = ready.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :width]
-        chosen = ready.gather(1, nodes)
-        above = places.gather(1, parents.gather(1, nodes)).clamp(min=0)
+        is_ready = ready.gather(1, nodes)
+        above = numbers.gather(1, parents.gather(1, nodes)).clamp(min=0)
         count = sum(t.shape[1] for t in self._tokens)
         self._read(proposal.tokens.gather(1, nodes), above)
-        read = torch.arange(count, count + width, device=places.device).expand_as(nodes)
-        places.scatter_(1, nodes, torch.where(chosen, read, places.gather(1, nodes)))
+        new_numbers = torch.arange(count, count + width, device=numbers.device).expand_as(nodes)
+        numbers.scatter_(1, nodes, torch.where(is_ready, new_numbers, numbers.gather(1, nodes)))
 
 
 def check_early_exit(base: BaseModel, first: BaseModel) -> None:
-    """Refuse a base whose pass, begun by its first layers alone, computes something else than the whole one."""
-    what = f"early exit after {first.num_layers}"
-    if base.device.type == "meta" or has_passed(base, what):
+    """Raise a UserError if a base's pass differs when its first layers run alone and the others continue."""
+    check = f"early exit after {first.num_layers}"
+    if base.device.type == "meta" or has_passed(base, check):
         return
     shape = TokenTree.from_paths([(0,), (1,), (0, 0)]).shape_on(base.device)
     tokens = torch.arange(3, 15, device=base.device)[None]
     nodes, cache = tokens[:, -len(shape) :], KVCache(base.cache_shape, 16)
     base.forward(tokens[:, : -len(shape)], cache)
-    wanted = base.verify(nodes, shape, cache).final
+    whole = base.verify(nodes, shape, cache).final
     cache.crop()
     hidden = first.verify(nodes, shape, cache.first_layers(first.num_layers)).final
-    begun = PartialForward(layers=first.num_layers, hidden=hidden)
-    found = base.verify(nodes, shape, cache, partial_forward=begun).final
-    if (error := relative_error(base, found, wanted)) > tolerance(base):
+    partial = PartialForward(layers=first.num_layers, hidden=hidden)
+    continued = base.verify(nodes, shape, cache, partial_forward=partial).final
+    if (error := relative_error(base, continued, whole)) > tolerance(base):
         raise UserError(
-            f"the layers of {base.model.config.model_type} after the first {first.num_layers} compute something else "
-            f"when they are run alone (by {error:.1%} of the largest state); choose a head without an exit layer"
+            f"the layers of {base.model.config.model_type} after the first {first.num_layers} give another result when "
+            f"they run alone (by {error:.1%} of the largest state); choose a head without an exit layer"
         )
-    note_passed(base, what)
+    note_passed(base, check)
 
 
 @dataclass(kw_only=True)
@@ -158,7 +174,7 @@ class KangarooConfig(AutoregressiveConfig):
 
 
 class KangarooHead(AutoregressiveHead, EarlyExit):
-    """An adapter over an exit state of the base."""
+    """Adapter over an exit state of the base."""
 
     config: KangarooConfig
 
@@ -178,7 +194,7 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
         return [(self.self_attn, "forward")]
 
     def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
-        # A kept feature is missing (NaN) where no token was read: there it has no value and no gradient.
+        # Features of positions that were not stored are NaN; zeros there carry no value and no gradient.
         x = base_hidden.layer(0).to(self.dtype).nan_to_num()
         mask = document_mask(batch.document_ids, x.dtype)
         return self.adapter(x, batch.position_ids, mask)
@@ -186,7 +202,7 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
     def adapter(
         self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache | None = None
     ) -> Tensor:
-        """[B, T, D] exit states -> [B, T, D], with the arguments of ``HeadAttention``."""
+        """Map exit states [B, T, D] to [B, T, D]; the other arguments are those of ``HeadAttention.forward``."""
         normed: Tensor = self.norm(x + self.self_attn(self.input_layernorm(x), positions, mask, cache))
         return normed
 
@@ -195,12 +211,12 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
     def init_state(self, batch: int) -> "KangarooState":
         adapter, shape = self.inference().adapter, self.self_attn.cache_shape(torch.float32, self.base.device)
         cache = LayerKVCache(lambda x, *rest: adapter(x.float(), *rest), shape)
-        own = PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self._first))
-        return KangarooState(adapter=PendingInputs.none(cache, batch, self.norm.weight), own=own, target=None)
+        shallow = PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self._first))
+        return KangarooState(adapter=PendingInputs.none(cache, batch, self.norm.weight), shallow=shallow, target=None)
 
     def attach(self, state: DraftState, cache: KVCache | RaggedCache) -> "KangarooState":
         assert isinstance(state, KangarooState)
-        return KangarooState(adapter=state.adapter, own=None, target=cache)
+        return KangarooState(adapter=state.adapter, shallow=None, target=cache)
 
     def update(
         self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
@@ -209,54 +225,54 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
         with torch.inference_mode():
             return KangarooState(
                 adapter=state.adapter.append(base_hidden.layer(0), counts),
-                own=None if state.own is None else state.own.append(tokens, counts),
+                shallow=None if state.shallow is None else state.shallow.append(tokens, counts),
                 target=state.target,
             )
 
     def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "_KangarooDraftPass":
         assert isinstance(state, KangarooState)
-        shallow: DraftPass
-        if state.own is None:
+        exit_states: DraftPass
+        if state.shallow is None:
             assert state.target is not None
-            shallow = ExitStatePass(self._first, state.target)
+            exit_states = ExitStatePass(self._first, state.target)
         else:
-            text = state.own.text.append(last_token[:, None])
-            shallow = CachedDraftPass(state.own.cache, text, draft_config, lambda hidden: hidden)
-        return _KangarooDraftPass(shallow, state.adapter, self.projection.logits)
+            text = state.shallow.text.append(last_token[:, None])
+            exit_states = CachedDraftPass(state.shallow.cache, text, draft_config, lambda hidden: hidden)
+        return _KangarooDraftPass(exit_states, state.adapter, self.projection.logits)
 
     def finish(self, draft_pass: DraftPass, proposal: Proposal) -> Proposal:
         assert isinstance(draft_pass, _KangarooDraftPass)
-        if not isinstance(draft_pass.shallow, ExitStatePass):
+        if not isinstance(draft_pass.exit_states, ExitStatePass):
             return proposal
-        return replace(proposal, partial_forward=draft_pass.shallow.finish(proposal))
+        return replace(proposal, partial_forward=draft_pass.exit_states.finish(proposal))
 
     def extra_cache_slots(self, draft_config: DraftConfig) -> int:
-        # Expanded nodes of a dynamic tree need not be among those it keeps.
+        # A dynamic tree may expand nodes that it does not select.
         tree = draft_config.tree
         return tree.width * tree.depth + 1 if isinstance(tree, DynamicTree) else 0
 
 
 @dataclass
 class KangarooState(DraftState):
-    """What the adapter has read, and where the shallow layers keep their states."""
+    """Context of the adapter, and the cache of the shallow layers."""
 
     adapter: PendingInputs
-    own: PendingTokens | None
-    """Shallow states of its own: when led along a text without a target's cache."""
+    shallow: PendingTokens | None
+    """Tokens and cache of the shallow layers, used without a target's cache (replay, calibration)."""
     target: KVCache | RaggedCache | None
-    """The target's cache; None: none, or not attached again since rows were selected."""
+    """The target's cache; None if there is none, or until ``attach`` after rows were selected."""
 
     def select(self, rows: list[int]) -> "KangarooState":
-        # ``attach`` follows wherever there is a target: its cache is selected by whom it belongs to.
-        own = None if self.own is None else self.own.select(rows)
-        return KangarooState(adapter=self.adapter.select(rows), own=own, target=None)
+        # The owner of the target's cache selects its rows and calls ``attach`` again.
+        shallow = None if self.shallow is None else self.shallow.select(rows)
+        return KangarooState(adapter=self.adapter.select(rows), shallow=shallow, target=None)
 
 
 class _KangarooDraftPass:
-    """Every level: the shallow layers, the adapter over their exit states, the output head."""
+    """Draft pass whose levels run the shallow layers, the adapter over their exit states, and the output head."""
 
-    def __init__(self, shallow: DraftPass, text: PendingInputs, logits: Callable[[Tensor], Tensor]) -> None:
-        self.shallow, self._read, self._logits = shallow, text.reader(), logits
+    def __init__(self, exit_states: DraftPass, context: PendingInputs, logits: Callable[[Tensor], Tensor]) -> None:
+        self.exit_states, self._read, self._logits = exit_states, context.reader(), logits
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self._logits(self._read(self.shallow.step(tokens, parents), parents))
+        return self._logits(self._read(self.exit_states.step(tokens, parents), parents))

@@ -1,14 +1,16 @@
 """Medusa heads (Cai et al., 2401.10774): K independent heads over the base's last hidden state.
 
 Head k predicts ``x_{t+1+k}`` from ``h_t`` through residual blocks and a projection to the vocabulary. Both published
-variants: a projection of its own per head, initialised from the base's (the paper), or the base's own, frozen and
-shared (the later recipe). Differences from the reference code: the blocks of a head are separate modules (there, one
-module is repeated), their bias starts at zero like their weight, so that an untrained head is exactly the base's
-next-token head, and the projections can be cut to a draft vocabulary.
+variants exist: one projection per head that starts as the base's (the paper), or the base's own projection, frozen
+and shared (the later recipe).
 
-``reads_last_token`` goes beyond the paper: at drafting time ``x_{t+1}`` is already committed, but a Medusa head has to
-guess it again from ``h_t``. With the option the first block of every head also reads its embedding, as the first Hydra
-head does (2402.05109); the heads stay independent of each other, so drafting still is one pass.
+Differences from the reference code: the blocks of a head are separate modules instead of one repeated module. Their
+biases start at zero like their weights, so an untrained head is exactly the base's next-token head. The projections
+can be cut to a draft vocabulary.
+
+``reads_last_token`` is our addition. When drafting starts, ``x_{t+1}`` is already committed, but a Medusa head has to
+guess it from ``h_t``. With the option, the first block of every head also reads its embedding, as the first Hydra head
+does (2402.05109). The heads remain independent of each other, so drafting is still one pass.
 
 Shape legend: B batch, T time, K heads, n targets, D width, W draft vocabulary.
 """
@@ -52,7 +54,7 @@ class MedusaConfig(CopyingConfig):
 
 
 class ResBlock(nn.Module):
-    """``x + SiLU(W [x; condition] + b)`` with W and b starting at zero; the condition is optional."""
+    """Residual block ``x + SiLU(W [x; condition] + b)``; W and b start at zero, and the condition is optional."""
 
     def __init__(self, width: int, conditioned: bool = False) -> None:
         super().__init__()
@@ -61,27 +63,27 @@ class ResBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
-        """[..., D] for ``x`` [..., D]; a conditioned block needs ``condition`` [..., D]."""
+        """Map ``x`` [..., D] to [..., D]; a conditioned block needs ``condition`` [..., D]."""
         return x + F.silu(self.linear(x if condition is None else torch.cat([x, condition], -1)))
 
 
 class Blocks(nn.ModuleList):
-    """The residual blocks of one head; the first may be conditioned. Tied: one block, applied ``count`` times."""
+    """Residual blocks of one head; the first can be conditioned. Tied: one block, applied ``count`` times."""
 
     def __init__(self, width: int, count: int, conditioned: bool = False, tied: bool = False) -> None:
         super().__init__(ResBlock(width, conditioned and i == 0) for i in range(1 if tied else count))
         self._order = [0] * count if tied else list(range(count))
 
     def in_order(self) -> list["ResBlock"]:
-        """The blocks as they are applied."""
-        return [cast(ResBlock, self[place]) for place in self._order]
+        """Return the blocks in the order of application."""
+        return [cast(ResBlock, self[index]) for index in self._order]
 
     def inference(self, dtype: torch.dtype | None = None) -> "Blocks":
-        """As it is: ``MedusaHead`` packs the blocks of all heads together."""
+        """Return the blocks unchanged: ``MedusaHead`` packs the blocks of all heads together."""
         return self
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
-        """[..., D] after all blocks; the first one alone is given ``condition``."""
+        """Apply all blocks to ``x`` [..., D]; only the first one reads ``condition``."""
         for i, block in enumerate(self.in_order()):
             x = block(x, condition if i == 0 else None)
         return x
@@ -113,7 +115,7 @@ class MedusaHead(LastStateHead):
         return self.config.num_layers if self.config.tie_blocks else 1
 
     def _condition(self, last_token: Tensor) -> Tensor | None:
-        """What the heads know of the last committed token: its embedding at unit RMS, [...] -> [..., D]."""
+        """Return the last committed token's embedding at unit RMS, [...] -> [..., D], if the heads read it."""
         if not self.config.reads_last_token:
             return None
         embedded = F.embedding(last_token, self.base.embedding).to(self.dtype)
@@ -129,32 +131,33 @@ class MedusaHead(LastStateHead):
 
     @torch.inference_mode()
     def draft_logits(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        """Logits of the first ``depth`` heads: [B, D], [B] -> [B, depth, W]."""
+        """Return draft logits of the first ``depth`` heads: ``h`` [B, D], last tokens [B] -> [B, depth, W]."""
         x, condition = hidden.to(self.dtype), self._condition(last_token)
-        heads, (first, *others) = self._packed_blocks(depth)
-        read = x if condition is None else torch.cat([x, condition], -1)
-        x = x[:, None] + F.silu(first[0](read).unflatten(-1, (heads, -1))[:, :depth])
-        for layer in others:
-            added = [linear(part) for linear, part in zip(layer, x.unbind(1), strict=False)]
-            x = x + F.silu(torch.stack(added, 1))
+        heads, (first, *deeper) = self._packed_blocks(depth)
+        inputs = x if condition is None else torch.cat([x, condition], -1)
+        x = x[:, None] + F.silu(first[0](inputs).unflatten(-1, (heads, -1))[:, :depth])
+        for linears in deeper:
+            outputs = [linear(hidden) for linear, hidden in zip(linears, x.unbind(1), strict=False)]
+            x = x + F.silu(torch.stack(outputs, 1))
         return self.projections.all_logits(x)
 
     def _packed_blocks(self, depth: int) -> tuple[int, list[list[nn.Module]]]:
-        """The linear layers of at least ``depth`` heads by block: those of the first, which read the same, as one.
+        """Return the number of packed heads, at least ``depth``, and their linear layers by block.
 
-        Also how many heads. An answer ends with fewer drafts than its tree has, which read a part of the same copies.
+        The first blocks of all heads read the same input, so they are packed as one layer. The end of an answer needs
+        fewer heads than the tree, and uses a part of the same copies.
         """
         if self._packed[0] < depth:
             dtype = self.config.inference_dtype(self.base)
             by_head = [[block.linear for block in cast(Blocks, blocks).in_order()] for blocks in self.blocks]
-            first, *others = zip(*by_head[:depth], strict=True)
+            first, *deeper = zip(*by_head[:depth], strict=True)
             joined = [joined_linear(list(first), dtype)]
-            self._packed = depth, [joined, *([inference_copy(linear, dtype) for linear in layer] for layer in others)]
+            self._packed = depth, [joined, *([inference_copy(linear, dtype) for linear in block] for block in deeper)]
         return self._packed
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        read = draft_targets.at_sources(base_hidden.final).to(self.dtype)
+        h = draft_targets.at_sources(base_hidden.final).to(self.dtype)
         condition = self._condition(draft_targets.tokens(batch.input_ids, 1))
         return torch.stack(
-            [blocks(read[k], None if condition is None else condition[k]) for k, blocks in enumerate(self.blocks)]
+            [blocks(h[k], None if condition is None else condition[k]) for k, blocks in enumerate(self.blocks)]
         )

@@ -1,19 +1,19 @@
 """Medusa-2 (Cai et al., 2401.10774, section 2.2): Medusa heads and their base trained jointly.
 
-The base learns through LoRA adapters, so that its hidden states become ones that tell more of the tokens to come; a
-loss of its own keeps it what it was. In phases with ``train_base`` the loss is::
+The base learns through LoRA adapters, so that its hidden states say more about later tokens; its own loss keeps it
+close to the original. In phases with ``train_base`` the loss is::
 
     L = L_base + heads_weight * s(progress) * sum_k decay^k L_k
 
-over the tuned base's hidden states, where L_base is the cross-entropy of the corpus, or (self-distillation) KL(p || q)
-from the original base's distribution p to the tuned one's. Every batch comes with the original base's hidden states,
-so p costs no second pass. Phases before them train the heads on the base as it is, which is Medusa-1: heads that
-start from nothing would pull the base towards noise.
+over the tuned base's hidden states. L_base is the cross-entropy of the corpus, or (self-distillation) KL(p || q) from
+the original base's distribution p to the tuned base's q. Every batch has the original base's hidden states, so p costs
+no second pass. Earlier phases train the heads on the original base, which is Medusa-1: untrained heads would pull
+the base towards noise.
 
-Differences from the reference code: L_base is taken over the trained tokens alone (there, prompts and padding count
-too), and the base's own loss is computed in chunks like the heads'. A head that is saved holds the adapter beside its
-weights and names it; it is loaded with the adapter merged into the base, and decoding is exact for *that* base. What
-was lost against the original one is for ``eval/metrics/base_quality.py`` to say.
+Differences from the reference code: L_base covers the trained tokens only (there, prompts and padding too), and is
+computed in chunks like the heads' loss. A saved head has the adapter in its folder. It is loaded with the adapter
+merged into the base, and decoding is exact for that base. ``eval/metrics/base_quality.py`` measures how far the tuned
+base is from the original.
 
 Shape legend: B batch, T time, n trained positions, D width, V vocabulary.
 """
@@ -45,10 +45,10 @@ HEAD_SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: done,
     "sine": lambda done: math.sin(math.pi / 2 * done),
 }
-"""Factor of the heads' loss over the part of a phase that is done, 0 -> 1."""
+"""Maps the share of a phase that is done (0 to 1) to the factor of the heads' loss."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MERGED = "merged"
-"""Folder beside the heads that holds the tuned base as a whole model."""
+"""Folder for the tuned base as a whole model, in the head's folder."""
 
 
 @dataclass(kw_only=True)
@@ -103,19 +103,19 @@ class Medusa2Config(MedusaConfig):
 
 
 class Medusa2Head(MedusaHead):
-    """Medusa heads whose base may be trained, too."""
+    """Medusa heads whose base can be trained too."""
 
     config: Medusa2Config
 
     def __init__(self, config: Medusa2Config, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
         self.adapter = nn.ParameterDict()
-        """The adapters' weights, once the base is to be trained; saved in checkpoints, not with the heads."""
+        """Weights of the adapters, after the first ``train_base``; saved in checkpoints, not with the heads."""
         self._tuned: LoraBase | None = None
         self._joint = False
 
     def train_base(self, now: bool) -> None:
-        """The first call makes the adapters, which add nothing yet."""
+        """Prepare to train the base; ``now``: in the next phase. New adapters change nothing until they are trained."""
         if self._tuned is None:
             if self.base.config.adapter is not None:
                 raise UserError(
@@ -130,7 +130,7 @@ class Medusa2Head(MedusaHead):
         self.train(self.training)
 
     def train(self, mode: bool = True) -> "Medusa2Head":
-        """As any module's; the adapters' dropout is on only while they are trained."""
+        """Set the training mode; the adapters' dropout is on only in phases that train the base."""
         super().train(mode)
         if self._tuned is not None:
             self._tuned.train(mode and self._joint)
@@ -140,31 +140,33 @@ class Medusa2Head(MedusaHead):
         return [] if self._tuned is None else [self._tuned.model.model]
 
     def lr_mult(self, parameter: nn.Parameter) -> float:
-        """``heads_lr_mult`` of the heads' parameters while adapters are trained with them, else 1."""
-        ours = any(parameter is other for other in self.adapter.values())
-        return 1.0 if ours or not self._joint else self.config.heads_lr_mult
+        """Return ``heads_lr_mult`` for the heads' parameters while the base is trained too, else 1."""
+        adapter = any(parameter is other for other in self.adapter.values())
+        return 1.0 if adapter or not self._joint else self.config.heads_lr_mult
 
     def loss(self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig) -> LossOutput:
-        """In phases that train the base the sum of both losses, of the tuned base's own states; ``base_hidden`` are the
-        original base's. Further metrics: base_loss, heads_loss (without its weight), base_accept.
+        """Return the heads' loss, and in phases that train the base its sum with the base's loss.
+
+        The latter reads the tuned base's states; ``base_hidden`` is always the original base's. It has the further
+        metrics base_loss, heads_loss (without its weight, which the schedule changes) and base_accept.
         """
         if not self._joint:
             return super().loss(batch, base_hidden, config)
-        read = self._tuned_hidden_states(batch)
-        heads = super().loss(batch, read, config)
-        base_sum, stats = self._base_loss(batch, read, base_hidden)
+        tuned_hidden = self._tuned_hidden_states(batch)
+        heads = super().loss(batch, tuned_hidden, config)
+        base_sum, stats = self._base_loss(batch, tuned_hidden, base_hidden)
         weight = self.config.heads_weight * HEAD_SCHEDULES[self.config.heads_schedule](self.progress)
         column = dict(zip(STATS, stats[0].double(), strict=True))
-        parts = {
+        metrics = {
             "base_loss": (base_sum.detach(), column["count"]),
-            "heads_loss": (heads.loss_sum.detach(), heads.tokens),  # without the weight, which the schedule changes
+            "heads_loss": (heads.loss_sum.detach(), heads.tokens),
             "base_accept": (column["accept"], column["count"]),
         }
         return replace(
             heads,
             loss_sum=base_sum + weight * heads.loss_sum,
-            sums=torch.cat([heads.sums, torch.stack([torch.stack(pair).double() for pair in parts.values()])]),
-            names=(*heads.names, *parts),
+            sums=torch.cat([heads.sums, torch.stack([torch.stack(pair).double() for pair in metrics.values()])]),
+            names=(*heads.names, *metrics),
         )
 
     @torch.no_grad()
@@ -172,16 +174,18 @@ class Medusa2Head(MedusaHead):
         return super().candidate_ranks(batch, self._tuned_hidden_states(batch) if self._joint else base_hidden, top)
 
     def _tuned_hidden_states(self, batch: TrainBatch) -> HiddenStates:
-        """What the heads read while the base is trained; ``final`` carries gradients for the adapters."""
+        """Return the tuned base's states, which the heads read while it is trained; they have gradients."""
         assert self._tuned is not None
         if self._tuned.adapts_head:
-            # What the heads' loss compares with. No gradient: the output head learns by the base's loss.
+            # The heads' loss compares with the tuned output head, which only the base's loss trains.
             head = self._tuned.output_head()
             self.target_lm_head = replace(head, weight=head.weight.detach()).rows(self.d2t)
         return HiddenStates(final=self._tuned.hidden_states(batch))
 
-    def _base_loss(self, batch: TrainBatch, read: HiddenStates, original: HiddenStates) -> tuple[Tensor, Tensor]:
-        """Sum over the trained tokens of the base's own loss, and its ``STATS`` [1, len(STATS)]."""
+    def _base_loss(
+        self, batch: TrainBatch, tuned_hidden: HiddenStates, original: HiddenStates
+    ) -> tuple[Tensor, Tensor]:
+        """Return the base's own loss, summed over the trained tokens, and its ``STATS`` [1, len(STATS)]."""
         assert self._tuned is not None
         next_ids, valid = batch.draft_targets(0)
         distils = self.config.base_loss == SELF_DISTILLATION
@@ -192,21 +196,21 @@ class Medusa2Head(MedusaHead):
             target_lm_head=self.base.lm_head if distils else None,
         )
         return heads_loss(
-            read.final[valid][None], [self._tuned.output_head()], targets, BASE_LOSSES[self.config.base_loss]
+            tuned_hidden.final[valid][None], [self._tuned.output_head()], targets, BASE_LOSSES[self.config.base_loss]
         )
 
     def saved_weights(self) -> dict[str, Tensor]:
-        """The heads alone: adapters are saved beside them."""
+        """Return the heads' weights; adapters are saved in a folder of their own."""
         return {name: value for name, value in self.state_dict().items() if not name.startswith("adapter.")}
 
     def save_base(self, folder: Path) -> dict[str, Any]:
-        """Write the adapter, and if requested the tuned base as a whole model."""
+        """Write the adapter and, with ``save_merged``, the tuned base as a whole model."""
         if self._tuned is None:
             return super().save_base(folder)
         fingerprint = self._tuned.save(folder / ADAPTER)
         if self.config.save_merged:
-            whole = replace(self.base.config, adapter=str(folder / ADAPTER), prepack=False)
-            merged = BaseModel.load(whole, self.base.device)
+            settings = replace(self.base.config, adapter=str(folder / ADAPTER), prepack=False)
+            merged = BaseModel.load(settings, self.base.device)
             merged.model.save_pretrained(folder / MERGED)
             merged.tokenizer.save_pretrained(folder / MERGED)
         identity = self.base_identity

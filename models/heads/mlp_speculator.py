@@ -1,15 +1,16 @@
 """Multi-stage MLP speculators (Wertheimer et al., 2404.19124; the LSTM of Snowflake's Arctic): a small recurrent head.
 
-Position k mixes the state that position k - 1 left with the embedding of the token drafted last, and a projection of
-its own reads the result. ``cell: rnn`` is the published MLPSpeculator, tied and untied; ``cell: lstm`` the Arctic
-variant of the same interface. Beyond the papers: a reduced draft vocabulary (projections only: tokens that are read
-are target ids), targets that stay in their document, trees of every kind, and two ways to train less where data and
-cores are few: ``own_embedding: false`` reads the base's embedding through a trained matrix, and ``own_lm_head:
-false`` adds what the state says to ``h`` and leaves the rest to the base's frozen projection, so that an untrained
-head is the base's next-token head.
+Position k mixes the state of position k - 1 with the embedding of the token drafted last, and its projection reads the
+result. ``cell: rnn`` is the published MLPSpeculator, tied or untied; ``cell: lstm`` is the Arctic variant.
 
-Shape legend: B batch, T time, F frontier nodes, K draft positions, n picked targets, m places, D base width, E inner
-width, W draft vocabulary.
+Beyond the papers: a reduced draft vocabulary (of the projections; input tokens are always target ids), targets that
+stay in their document, and all kinds of trees. Two options train fewer parameters, for small data and few cores.
+``own_embedding: false`` reads the base's embedding through a trained matrix. ``own_lm_head: false`` adds a linear map
+of the state to ``h`` and projects the sum with the base's frozen projection, so an untrained head is the base's
+next-token head.
+
+Shape legend: B batch, T time, F frontier nodes, K draft positions, n targets, D base width, E inner width, W draft
+vocabulary.
 """
 
 import math
@@ -33,13 +34,13 @@ from drafthead.models.kernels.linear import reads_in
 NORM_EPS = 1e-6
 GATES = ("forget", "input", "output", "cell")
 CellState = tuple[Tensor, ...]
-"""The state [..., E] that projections read, then what else the cell remembers."""
+"""The state [..., E] that projections read, followed by the cell's other memory."""
 Embed = Callable[[], nn.Module]
-"""Makes one more embedding: a module from tokens [...] int64 to [..., E]."""
+"""Creates an embedding: a module from tokens [...] int64 to [..., E]."""
 
 
 class ScaledShiftedRMSNorm(nn.Module):
-    """Root-mean-square norm with a scale and a shift; no mean is taken off."""
+    """Root-mean-square norm with a scale and a shift; the mean is not subtracted."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -47,35 +48,38 @@ class ScaledShiftedRMSNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., E] -> [..., E]."""
+        """Map [..., E] to [..., E]."""
         return F.rms_norm(x, self.weight.shape, self.weight, NORM_EPS) + self.bias
 
 
 class BaseEmbedding(nn.Module):
-    """The base's own embedding, frozen, through a trained matrix (ours).
+    """The base's embedding, frozen, through a trained matrix (our addition).
 
-    It is read at unit norm: what comes out starts as large as an embedding of one's own does.
+    Rows are normalised to unit norm, so that outputs initially have the size of a new embedding's.
     """
 
     def __init__(self, table: Tensor, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(table.shape[1], width, bias=False)
-        self._table = (table,)  # the base's: in a tuple, it is no part of this module
+        self._table = (table,)  # the base's: in a tuple, so that it is not a parameter of this module
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[...] int64 -> [..., E]."""
+        """Map tokens [...] int64 to [..., E]."""
         embedded = F.normalize(F.embedding(tokens, self._table[0]), dim=-1)
         return cast(Tensor, self.linear(embedded.to(reads_in(self.linear))))
 
 
 def embedding_weight(positions: int, width: int) -> float:
-    """``e / s``: ``s = 0.5 ** (0.5 / K)``, ``e = sqrt((1 - s^2) E / 2)``."""
-    kept = 0.5 ** (0.5 / positions)
-    return float(math.sqrt((1 - kept**2) * width / 2) / kept)
+    """Return the published weight of an embedding beside the state.
+
+    It is ``e / s`` with ``s = 0.5 ** (0.5 / K)`` and ``e = sqrt((1 - s^2) E / 2)``.
+    """
+    decay = 0.5 ** (0.5 / positions)
+    return float(math.sqrt((1 - decay**2) * width / 2) / decay)
 
 
 class RNNCells(nn.Module):
-    """``GELU(norm(P_k state + e/s E_k[x]))``; tied: all positions share everything but the first projection."""
+    """Cells ``GELU(norm(P_k state + e/s E_k[x]))``; tied cells share all weights but the first projection."""
 
     def __init__(self, embed: Embed, hidden_size: int, width: int, positions: int, tied: bool) -> None:
         super().__init__()
@@ -89,17 +93,17 @@ class RNNCells(nn.Module):
         _start(self, lambda shape: 1 / math.sqrt(width))
 
     def first(self, hidden: Tensor) -> CellState:
-        """The state before any token is read, of [..., D]."""
+        """Return the state before any token is read, from ``h`` [..., D]."""
         return (hidden,)
 
     def forward(self, k: int, state: CellState, tokens: Tensor) -> CellState:
-        """The state after position k (0-based) has read ``tokens`` ([...])."""
+        """Return the state after position k (0-based) has read ``tokens`` [...]."""
         mixed = torch.add(_at(self.proj, k)(state[0]), _at(self.emb, k)(tokens), alpha=self._weight)
         return (F.gelu(_at(self.ln, k)(mixed)),)
 
 
 class LSTMCells(nn.Module):
-    """Arctic's cell, shared by all positions but for the projections that read the base's state."""
+    """Arctic's LSTM cell; all positions share it, but for the projections of the base's state."""
 
     def __init__(self, embed: Embed, hidden_size: int, width: int, positions: int, one_embedding: bool) -> None:
         super().__init__()
@@ -112,32 +116,32 @@ class LSTMCells(nn.Module):
         _start(self, lambda shape: 1 / math.sqrt(min(shape)))
 
     def first(self, hidden: Tensor) -> CellState:
-        """The state and the cell before any token is read, of [..., D]."""
+        """Return the state and the cell before any token is read, from ``h`` [..., D]."""
         return hidden, hidden.new_zeros(*hidden.shape[:-1], self._width)
 
     def forward(self, k: int, state: CellState, tokens: Tensor) -> CellState:
-        """The state and the cell after position k (0-based) has read ``tokens`` ([...])."""
-        read, cell = state
+        """Return the state and the cell after position k (0-based) has read ``tokens`` [...]."""
+        hidden, cell = state
         embedded = {gate: self.emb[gate](tokens) for gate in self.emb}
-        forget, admit, show, new = (
+        forget_gate, input_gate, output_gate, update = (
             torch.add(
-                _at(cast(nn.ModuleList, self.proj[gate]), k)(read),
+                _at(cast(nn.ModuleList, self.proj[gate]), k)(hidden),
                 embedded.get(gate, embedded[GATES[0]]),
                 alpha=self._weight,
             )
             for gate in GATES
         )
-        cell = cell * forget.sigmoid() + F.gelu(self.cell_ln(new)) * admit.sigmoid()
-        return F.gelu(self.state_ln(cell)) * show.sigmoid(), cell
+        cell = cell * forget_gate.sigmoid() + F.gelu(self.cell_ln(update)) * input_gate.sigmoid()
+        return F.gelu(self.state_ln(cell)) * output_gate.sigmoid(), cell
 
 
 def _at(modules: nn.ModuleList, k: int) -> nn.Module:
-    """That of position k, or the last one there is."""
+    """Return the module of position k, or the last one if there are fewer."""
     return modules[min(k, len(modules) - 1)]
 
 
 def _start(cells: nn.Module, deviation: Callable[[torch.Size], float]) -> None:
-    """Normally distributed weights of embeddings and projections, as in the reference code; norms start as ones."""
+    """Draw normal weights of embeddings and projections, as the reference code does; norms start as ones."""
     for module in cells.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, 0, deviation(module.weight.shape))
@@ -202,7 +206,7 @@ class MLPSpeculatorHead(RecurrentHead):
         for output in self.outputs.parameters():
             nn.init.zeros_(output)
         if config.own_lm_head:
-            # Of a width of its own, so there is nothing to copy from the base.
+            # The width differs from the base's, so the base's projection cannot be copied.
             blank = torch.zeros(1, 1, device=base.device).expand(len(self.d2t), width)
             self.projections = DraftLMHeads(LMHead(weight=blank), stages, config.inference_dtype(base))
             for weight in self.projections.weights:
@@ -222,22 +226,23 @@ class MLPSpeculatorHead(RecurrentHead):
         return states if self.config.own_lm_head else (*states, hidden)
 
     def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
-        states, read = self.inference()._step(k, states, tokens)
-        return self.projections.logits(read, k), states
+        states, hidden = self.inference()._step(k, states, tokens)
+        return self.projections.logits(hidden, k), states
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         ids, hidden = batch.input_ids.flatten(), base_hidden.final.flatten(0, 1)
-        starts = torch.unique(draft_targets.source_idx[draft_targets.valid])  # [m]
-        place = torch.zeros_like(ids)
-        place[starts] = torch.arange(len(starts), device=ids.device)
-        states, found = self.first_states(hidden[starts].to(self.dtype)), []
+        # Each anchor is computed once, although the targets of up to K positions read it.
+        anchors = torch.unique(draft_targets.source_idx[draft_targets.valid])
+        index = torch.zeros_like(ids)
+        index[anchors] = torch.arange(len(anchors), device=ids.device)
+        states, outputs = self.first_states(hidden[anchors].to(self.dtype)), []
         for k in range(self.depth):
-            states, read = self._step(k, states, ids[(starts + k + 1).clamp(max=len(ids) - 1)])
-            found.append(read[place[draft_targets.source_idx[k]]])
-        return torch.stack(found)
+            states, out = self._step(k, states, ids[(anchors + k + 1).clamp(max=len(ids) - 1)])
+            outputs.append(out[index[draft_targets.source_idx[k]]])
+        return torch.stack(outputs)
 
     def _step(self, k: int, states: States, tokens: Tensor) -> tuple[States, Tensor]:
-        """The states after position k has read ``tokens``, and what its projection reads."""
+        """Return the states after position k has read ``tokens``, and its projection's input."""
         if not len(self.outputs):
             states = self.cells(k, states, tokens)
             return states, states[0]

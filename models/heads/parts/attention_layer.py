@@ -1,6 +1,6 @@
-"""Attention, MLP and norm of layers that a head trains itself; weights are named as in Llama checkpoints.
+"""Attention, MLP and norm of layers that a head trains itself; weights have the names of Llama checkpoints.
 
-``inference`` of each is its form for drafting: packed copies of the weights, fewer and larger products.
+``inference`` of each returns its form for drafting: packed copies of the weights, fewer and larger products.
 
 Shape legend: B batch, T time, H query heads, G key/value heads, E head width, I input width, D base width.
 """
@@ -31,10 +31,13 @@ class HeadAttention(nn.Module):
     def __init__(
         self, base: BaseModel, input_width: int | None = None, qk_norm: bool = False, layer_idx: int = 0
     ) -> None:
-        """In float32 on the base's device; inputs have the base's width unless ``input_width`` says otherwise.
+        """Create the weights in float32 on the base's device.
 
-        ``qk_norm``: norm every head's queries and keys before they are rotated (Qwen3). ``layer_idx``: its place among
-        the layers of one cache.
+        Args:
+            base: model whose sizes and rotary embedding are used.
+            input_width: width of the inputs; None: the base's.
+            qk_norm: norm every head's queries and keys before rotation (Qwen3).
+            layer_idx: index of this layer in its cache.
         """
         super().__init__()
         if getattr(base.model.model, "rotary_emb", None) is None:
@@ -46,7 +49,7 @@ class HeadAttention(nn.Module):
         rotary = _rotary(base, heads, head_dim)
         width = input_width or base.hidden_size
         self.kv_heads, self.grouped = kv_heads, heads != kv_heads
-        # What FusedAttention asks of a stock module.
+        # Attributes that FusedAttention reads from a stock module.
         self.layer_idx, self.head_dim, self.scaling = layer_idx, head_dim, head_dim**-0.5
         with torch.device(base.device):
             self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
@@ -55,26 +58,26 @@ class HeadAttention(nn.Module):
             self.o_proj = nn.Linear(heads * head_dim, base.hidden_size, bias=False)
         if qk_norm:
             self.q_norm, self.k_norm = HeadRMSNorm(base, head_dim), HeadRMSNorm(base, head_dim)
-        self._rotary = (rotary,)  # the base's: in a tuple, it is no part of this module
+        self._rotary = (rotary,)  # the base's: in a tuple, so that it is not a submodule
 
     def cache_shape(self, dtype: torch.dtype, device: torch.device, layers: int = 1) -> CacheShape:
-        """What a cache of so many layers like this one must hold."""
+        """Return the shape of a cache for ``layers`` layers like this one."""
         return CacheShape(layers=layers, heads=self.kv_heads, head_dim=self.head_dim, dtype=dtype, device=device)
 
     def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B, T, E] at ``positions`` ([B, T] int64), in the dtype of ``x``."""
-        found: tuple[Tensor, Tensor] = self._rotary[0](x, position_ids=positions)
-        return found
+        """Return cosines and sines [B, T, E] at ``positions`` ([B, T] int64), in the dtype of ``x``."""
+        cos_sin: tuple[Tensor, Tensor] = self._rotary[0](x, position_ids=positions)
+        return cos_sin
 
     def states(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [B, H, T, E] and keys, and values [B, G, T, E], of inputs [B, T, I]."""
+        """Return rotated queries [B, H, T, E], rotated keys and values [B, G, T, E] of inputs [B, T, I]."""
         query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         if hasattr(self, "q_norm"):
             query = self.q_norm(query)
         return rotate(query, *self.rotation(x, positions)).transpose(1, 2), *self.keys_values(x, positions)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [B, G, T, E] of inputs [B, T, I]."""
+        """Return rotated keys and values [B, G, T, E] of inputs [B, T, I]."""
         key, value = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.k_proj, self.v_proj))
         if hasattr(self, "k_norm"):
             key = self.k_norm(key)
@@ -83,10 +86,13 @@ class HeadAttention(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache | None = None
     ) -> Tensor:
-        """[B, T, I] at ``positions`` [B, T] int64 -> [B, T, D].
+        """Return the projected attention of inputs ``x`` [B, T, I]: [B, T, D].
 
-        ``mask``: [B, 1, T, keys] additive, or None when every query sees all keys; ``cache``: with these T positions
-        reserved, None in training.
+        Args:
+            x: inputs.
+            positions: [B, T] int64.
+            mask: [B, 1, T, keys] additive, or None if every query sees all keys.
+            cache: cache with these T positions reserved; None in training.
         """
         query, key, value = self.states(x, positions)
         if cache is not None:
@@ -94,17 +100,17 @@ class HeadAttention(nn.Module):
         return self.output(query, key, value, mask)
 
     def output(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention of given states, projected: [B, T, D]."""
+        """Return the projected attention of given queries, keys and values: [B, T, D]."""
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped)
         return self.join(out)
 
     def join(self, attended: Tensor) -> Tensor:
-        """What the heads put out, [B, H, T, E], projected: [B, T, D]."""
+        """Project the outputs of all attention heads: [B, H, T, E] -> [B, T, D]."""
         projected: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return projected
 
     def inference(self, dtype: torch.dtype | None = None) -> Layer:
-        """``forward`` with weights packed as ``dtype`` (None: as they are) where that is possible."""
+        """Return ``forward`` with weights packed as ``dtype`` (None: unchanged), if the CPU can pack them."""
         if dtype is None and not can_prepack(self.q_proj.weight):
             return self.forward
         fused = FusedAttention(self, dtype)
@@ -112,16 +118,16 @@ class HeadAttention(nn.Module):
 
 
 class HeadRMSNorm(nn.RMSNorm):
-    """Root-mean-square norm with a scale, the statistics in float32."""
+    """Root-mean-square norm with a scale; statistics are float32."""
 
     eps: float
 
     def __init__(self, base: BaseModel, width: int | None = None) -> None:
-        """With the base's epsilon, of its width unless ``width`` says otherwise."""
+        """Create a norm of ``width`` (None: the base's) with the base's epsilon."""
         super().__init__(width or base.hidden_size, norm_eps(base), device=base.device)
 
     def inference(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """The same in fewer operations; its weight keeps its dtype."""
+        """Return the norm in fewer operations; its weight keeps its dtype."""
         return FusedRMSNorm(self)
 
 
@@ -131,7 +137,7 @@ class HeadMLP(nn.Module):
     act_fn = staticmethod(F.silu)
 
     def __init__(self, base: BaseModel, inner: int | None = None) -> None:
-        """Of inner width ``inner``, or the base's."""
+        """Create an MLP of inner width ``inner`` (None: the base's)."""
         super().__init__()
         width, device = base.hidden_size, base.device
         inner = inner or smallest(base.model.config, "intermediate_size") or 4 * width
@@ -140,17 +146,17 @@ class HeadMLP(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
+        """Map [..., D] to [..., D]."""
         down: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return down
 
     def inference(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """With gate and up as one product."""
+        """Return the MLP with gate and up as one product."""
         return FusedMLP(self, dtype)
 
 
 def _rotary(base: BaseModel, heads: int, head_dim: int) -> nn.Module:
-    """The rotary embedding of a head's layer of these sizes: the base's, or one of a Llama."""
+    """Return the base's rotary embedding if it rotates like Llama's, else a new one of Llama's kind."""
     if rotates_like_llama(base, head_dim):
         stock: nn.Module = base.model.model.rotary_emb
         return stock
@@ -162,44 +168,46 @@ def _rotary(base: BaseModel, heads: int, head_dim: int) -> nn.Module:
         rope_parameters=head_rope(base),
     )
     with torch.device(base.device):
-        own: nn.Module = LlamaRotaryEmbedding(settings)
-    return own
+        rotary: nn.Module = LlamaRotaryEmbedding(settings)
+    return rotary
 
 
 def rotates_like_llama(base: BaseModel, head_dim: int) -> bool:
-    """Whether the base's rotary embedding is a Llama's.
+    """Return True if the base's rotary embedding rotates like Llama's.
 
-    Others rotate a part of a head, pair neighbours, return complex numbers, or have a rotation for each kind of layer.
+    Others rotate a part of a head, pair neighbours, return complex numbers, or differ between kinds of layers.
     """
     try:
         probe = torch.zeros(1, 1, base.hidden_size, dtype=base.dtype, device=base.device)
-        turns = base.model.model.rotary_emb(probe, position_ids=torch.ones(1, 1, dtype=torch.int64, device=base.device))
-        if isinstance(turns, Tensor) or not all(turn.shape == (1, 1, head_dim) for turn in turns):
+        position = torch.ones(1, 1, dtype=torch.int64, device=base.device)
+        cos_sin = base.model.model.rotary_emb(probe, position_ids=position)
+        if isinstance(cos_sin, Tensor) or not all(part.shape == (1, 1, head_dim) for part in cos_sin):
             return False
-        return base.device.type == "meta" or all(torch.equal(*turn.chunk(2, -1)) for turn in turns)
+        # Llama pairs channel i with i + E / 2, so both halves have the same angles.
+        return base.device.type == "meta" or all(torch.equal(*part.chunk(2, -1)) for part in cos_sin)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError):
         return False
 
 
 def head_rope(base: BaseModel) -> dict[str, Any]:
-    """Rotary settings of a head's layer: the base's where it is a Llama's, otherwise theta alone.
+    """Return the rotary settings of a head's layer: the base's if it rotates like Llama's, otherwise theta alone.
 
-    Where kinds of layer differ, theta is that of those which see the whole text.
+    If kinds of layers differ, theta is that of the layers with full attention.
     """
     config = base.model.config
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     if rotates_like_llama(base, attention_sizes(config)[1]):
         return ropes
-    found = ropes.get("full_attention") or next((part for part in ropes.values() if isinstance(part, dict)), ropes)
-    theta = found.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+    rope = ropes.get("full_attention") or next((rope for rope in ropes.values() if isinstance(rope, dict)), ropes)
+    theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
     return {"rope_type": "default", "rope_theta": float(theta)}
 
 
 class HeadDecoderLayer(nn.Module):
-    """Attention and MLP, each of a norm of what it is added to; names of its weights as in Llama checkpoints."""
+    """Pre-norm decoder layer: norm, attention, residual; norm, MLP, residual. It starts as the identity."""
 
     def __init__(self, base: BaseModel, inner: int | None = None, qk_norm: bool = False, layer_idx: int = 0) -> None:
-        """With an MLP of width ``inner`` or the base's; it begins as the identity."""
+        """Create the layer with an MLP of width ``inner`` (None: the base's); see ``HeadAttention`` for the rest."""
         super().__init__()
         self.input_layernorm = HeadRMSNorm(base)
         self.self_attn = HeadAttention(base, qk_norm=qk_norm, layer_idx=layer_idx)
@@ -211,15 +219,15 @@ class HeadDecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache | None = None
     ) -> Tensor:
-        """[B, T, D] -> [B, T, D], with ``positions``, ``mask`` and ``cache`` as ``HeadAttention`` has them."""
+        """Map [B, T, D] to [B, T, D]; the arguments are those of ``HeadAttention.forward``."""
         return self.add_mlp(x, self.self_attn(self.input_layernorm(x), positions, mask, cache))
 
     def states(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values ``HeadAttention.states`` of what it reads, [B, T, D]."""
+        """Return queries, keys and values of inputs [B, T, D]; see ``HeadAttention.states``."""
         return self.self_attn.states(self.input_layernorm(x), positions)
 
     def add_mlp(self, x: Tensor, attended: Tensor) -> Tensor:
-        """What it puts out, of its input and what attention adds to it: [B, T, D]."""
+        """Return the layer's output from its input and the attention's output: [B, T, D]."""
         x = x + attended
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -227,39 +235,51 @@ class HeadDecoderLayer(nn.Module):
 
 def attend_block(
     query: Tensor,
-    text_key: Tensor,
-    text_value: Tensor,
+    context_key: Tensor,
+    context_value: Tensor,
     mask: Tensor,
     keys: Tensor,
     values: Tensor,
     seen: Tensor | None = None,
 ) -> Tensor:
-    """Attention to the text, and of every query to the drafted positions of its own place: [B, H, S, P, E].
+    """Return the attention of draft positions, which see the context and the draft positions of their own anchor.
+
+    The keys of a query are the context's T and its own block's Q: one softmax over T + Q scores. The two products
+    stay apart because the context's keys are shared by all anchors, while each block's keys serve one anchor. With
+    T = 3, anchors at t = 0 and 1, and blocks of Q = 2 under a causal ``seen``, the queries of the second block see::
+
+        context  block of t = 0   block of t = 1
+        x x .        . .              x .
+        x x .        . .              x x
 
     Args:
-        query: [B, H, S, P, E], P queries at each of S places.
-        text_key: [B, G, T, E].
-        text_value: [B, G, T, E].
-        mask: [B, 1, S, T] additive, of the text.
-        keys: [B, G, S, Q, E], of the Q drafted positions at each place.
+        query: [B, H, S, P, E], P queries at each of S anchors.
+        context_key: [B, G, T, E].
+        context_value: [B, G, T, E].
+        mask: [B, 1, S, T] additive, which context an anchor sees.
+        keys: [B, G, S, Q, E] of the Q draft positions of each anchor.
         values: [B, G, S, Q, E].
-        seen: [P, Q] bool, which of them a query sees; None: all.
+        seen: [P, Q] bool, which draft positions a query sees; None: all.
+
+    Returns:
+        [B, H, S, P, E].
     """
-    groups, time = text_key.shape[1:3]
+    groups, time = context_key.shape[1:3]
     rows, heads, count, block, width = query.shape
-    query = query.reshape(rows, groups, -1, width) * width**-0.5  # [B, G, R * S * P, E]
+    # R = H / G query heads share a key head; for the product with the context they are R * S * P queries of one head.
+    query = query.reshape(rows, groups, -1, width) * width**-0.5
     grouped = (rows, groups, heads // groups, count, block)
-    to_text = (query @ text_key.transpose(2, 3)).view(*grouped, time) + mask[:, :, None, :, None]
-    to_own = torch.einsum("bgrspe,bgsqe->bgrspq", query.view(*grouped, width), keys)
+    to_context = (query @ context_key.transpose(2, 3)).view(*grouped, time) + mask[:, :, None, :, None]
+    to_block = torch.einsum("bgrspe,bgsqe->bgrspq", query.view(*grouped, width), keys)
     if seen is not None:
-        to_own = to_own.masked_fill(~seen, -torch.inf)
-    scores = torch.cat([to_text, to_own], -1)
+        to_block = to_block.masked_fill(~seen, -torch.inf)
+    scores = torch.cat([to_context, to_block], -1)
     weights = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(query.dtype)
-    out = (weights[..., :time].flatten(2, 4) @ text_value).view(*grouped, width)
+    out = (weights[..., :time].flatten(2, 4) @ context_value).view(*grouped, width)
     out += torch.einsum("bgrspq,bgsqe->bgrspe", weights[..., time:], values)
     return out.flatten(1, 2)
 
 
 def norm_eps(base: BaseModel) -> float:
-    """Epsilon of the base's norms."""
+    """Return the epsilon of the base's norms."""
     return float(getattr(base.model.config, "rms_norm_eps", None) or 1e-6)

@@ -1,7 +1,7 @@
-"""Heads whose one prediction serves every draft position: they read their own drafts like text.
+"""Heads with one prediction for every draft position: they read their own drafts like any other token.
 
-Position 1 predicts ``x_{t+2}`` from what was read up to ``x_{t+1}``; position k does the same k - 1 tokens later. So a
-token is one training target, and given the true tokens before it every position is the same prediction.
+Position 1 predicts ``x_{t+2}`` after reading ``x_{t+1}``, and position k does the same k - 1 tokens later. Given the
+true tokens before a target, its prediction is the same at every position, so a token is a single training target.
 
 Shape legend: B batch, T time, K draft positions, D width.
 """
@@ -23,19 +23,19 @@ from drafthead.models.heads.parts.targets import DraftTargets, rank_of
 
 @dataclass(kw_only=True)
 class AutoregressiveConfig(DraftHeadConfig):
-    """Settings that all such heads have."""
+    """Settings of an :class:`AutoregressiveHead`."""
 
     @property
     def trained_positions(self) -> int:
-        return 1  # the same prediction serves all
+        return 1  # all positions share one prediction
 
 
 class AutoregressiveHead(DraftHead):
-    """A head that is a causal LM of some kind, with the base's output head or one of its own."""
+    """A head that is a causal LM, with the base's frozen output head."""
 
     @abstractmethod
     def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
-        """[B, T, D] what the projection reads after every token; a token sees its own document only."""
+        """Return the projection's input after every token, [B, T, D]; a token sees its own document only."""
 
     def __init__(self, config: AutoregressiveConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
@@ -53,18 +53,17 @@ class AutoregressiveHead(DraftHead):
 
     @torch.no_grad()
     def candidate_ranks(self, batch: TrainBatch, base_hidden: HiddenStates, top: int) -> Tensor:
-        """As any head, given the text's own tokens before x_{t+1+k}.
+        """Return the ranks of ``DraftHead.candidate_ranks``, given the true tokens before ``x_{t+1+k}``.
 
-        No approximation: the only node at depth k that can be accepted there stands below the text's own tokens.
+        This is exact: a node at depth k can only be accepted below a path of true tokens.
         """
         hidden = self.hidden_states(batch, base_hidden)
         next_ids, _ = batch.draft_targets(0)
-        found = rank_of(hidden.flatten(0, 1), self.output_head(0), self.t2d[next_ids].flatten(), top)
-        rank = found.view_as(next_ids)
+        rank = rank_of(hidden.flatten(0, 1), self.output_head(0), self.t2d[next_ids].flatten(), top).view_as(next_ids)
         ranks = torch.full((*next_ids.shape, self.depth), -1, dtype=torch.int64, device=rank.device)
         for k in range(1, self.depth + 1):
             _, valid = batch.draft_targets(k)
             shifted = torch.full_like(rank, -1)
-            shifted[:, :-k] = rank[:, k:]  # from t + k the next token is x_{t+1+k}
+            shifted[:, :-k] = rank[:, k:]  # the token after t + k is x_{t+1+k}
             ranks[..., k - 1] = torch.where(valid, shifted, -1)
         return ranks

@@ -1,14 +1,16 @@
-"""An induction head (Olsson et al., 2209.11895) for draft heads: what followed the last two tokens the last times.
+"""An induction head (Olsson et al., 2209.11895) for draft heads: predicts what followed the last two tokens before.
 
-It attends from the last two tokens of a path to the two before every token of the text, and gives that token's code,
-which a projection of low rank adds to the draft logits. A layer of attention learns to copy late (``docs/log.md``);
-this one copies from the start: codes are random projections of the base's embeddings, so that a token agrees with
-itself and hardly with others, and the projection begins as the codes of the draft vocabulary. A sink takes the weight
-where nothing agrees. It reads ids alone, so the text needs no pass, and every node of a tree has a prediction of its
-own.
+It attends from the last two tokens of a path to every pair of neighbours in the context, and copies the code of the
+token after the pair. A low-rank projection adds that code to the draft logits. In the context ``a b c ... a b``, the
+path ``a b`` scores ``c`` by both of its tokens.
 
-Shape legend: B rows, T tokens of the text, S places that are drafted from, F frontier nodes, D width, r rank, W draft
-vocabulary.
+An attention layer learns to copy late (``docs/log.md``), while this head copies from the start. Codes are random
+projections of the base's embeddings, so a token's code matches itself and hardly any other, and the output
+projection starts as the codes of the draft vocabulary. A sink takes the weight if nothing matches. The head reads ids
+alone, so the context needs no pass, and every node of a tree has its own prediction.
+
+Shape legend: B rows, T tokens of the context, S anchors, F frontier nodes, n targets, D width, r rank, W draft
+vocabulary, V target vocabulary.
 """
 
 from copy import copy
@@ -23,35 +25,38 @@ from drafthead.data.batch import TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.draft_cache import TokenBuffer
 from drafthead.models.decoding.drafter import DraftState
-from drafthead.models.heads.parts.targets import DraftTargets, drafting_places
+from drafthead.models.heads.parts.targets import DraftTargets, anchors_of
 
 SHARPNESS = (16.0, 6.0)
-"""Score of the same last token, and of the same token before it, in an untrained head."""
+"""Initial scores of a match with the last token, and with the token before it."""
 SINK = 10.0
-"""Score of the sink: below a match, above what codes of other tokens reach by chance."""
+"""Initial score of the sink: below a match, above the chance similarity of other tokens' codes."""
 BOOST = 8.0
-"""What a match adds to the draft logit of the token that followed."""
+"""Initial increase of the draft logit of the token that followed a match."""
 INITIAL_ROOM = 256
-"""Positions to begin with, after twice what is read first."""
+"""Spare positions of a new cache, besides twice the length of the prompt."""
+LAST, BEFORE, COPIED = range(3)
+"""Index of a token's three codes: as the last token, as the one before it, and as the copied token."""
 
 
 class InductionHead(nn.Module):
-    """Attention from a path's last two tokens over every two tokens of the text and the one after them."""
+    """Attention from a path's last two tokens over every pair of the context and the token after it."""
 
     def __init__(self, base: BaseModel, rank: int) -> None:
-        """Codes of ``rank`` numbers; the score of the sink is a projection of a state of the base's width."""
+        """Create codes of ``rank`` numbers; the sink's score is a projection of a state of the base's width."""
         super().__init__()
         width, device = base.hidden_size, base.device
-        self._embedding = (base.embedding,)  # the base's: in a tuple, it is no part of this module
+        self._embedding = (base.embedding,)  # the base's: in a tuple, so that it is not a parameter of this module
         self.table: Tensor | None = None
-        """Of an inference copy: [V, 3, r] the codes of all ids."""
+        """[V, 3, r] codes of all ids; only in an inference copy."""
         self.codes_proj = nn.Linear(width, 3 * rank, device=device)
         self.sink = nn.Linear(width, 1, device=device)
         self.sharpness = nn.Parameter(torch.tensor(SHARPNESS, device=device))
         with torch.no_grad():
-            some = torch.arange(min(len(base.embedding), 8192), device=device)
+            sample = torch.arange(min(len(base.embedding), 8192), device=device)
             nn.init.normal_(self.codes_proj.weight, std=width**-0.5)
-            self.codes_proj.bias.copy_(-self.codes_proj.weight @ self._read(some).mean(0))
+            # Centred, so that codes of different tokens are about orthogonal.
+            self.codes_proj.bias.copy_(-self.codes_proj.weight @ self._embed(sample).mean(0))
             nn.init.zeros_(self.sink.weight)
             nn.init.constant_(self.sink.bias, SINK)
 
@@ -60,121 +65,128 @@ class InductionHead(nn.Module):
         return self.codes_proj.out_features // 3
 
     def inference(self, dtype: torch.dtype | None = None) -> "InductionHead":
-        """The same with the codes of all ids in a table."""
+        """Return a copy with the codes of all ids in a table."""
         twin = copy(self)
         with torch.no_grad():
             ids = torch.arange(len(self._embedding[0]), device=self.sharpness.device)
-            twin.table = torch.cat([self.codes(part) for part in torch.split(ids, 8192)])
+            twin.table = torch.cat([self.codes(chunk) for chunk in torch.split(ids, 8192)])
         return twin
 
-    def _read(self, tokens: Tensor) -> Tensor:
-        """The base's embeddings at unit RMS: [...] -> [..., D]."""
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Return the base's embeddings at unit RMS: [...] -> [..., D]."""
         embedded = F.embedding(tokens, self._embedding[0]).to(self.sharpness.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:])
 
     def codes(self, tokens: Tensor) -> Tensor:
-        """A token's codes as the last one, as the one before it, and as what is copied: [...] -> [..., 3, r]."""
+        """Return the three codes of each token, in the order LAST, BEFORE, COPIED: [...] -> [..., 3, r]."""
         if self.table is not None:
             return self.table[tokens]
-        return F.rms_norm(self.codes_proj(self._read(tokens)).unflatten(-1, (3, -1)), (self.rank,))
+        return F.rms_norm(self.codes_proj(self._embed(tokens)).unflatten(-1, (3, -1)), (self.rank,))
 
     @torch.no_grad()
     def start_projection(self, d2t: Tensor, scale: float) -> Tensor:
-        """[W, r] what the projection of what is copied begins as; its product will be multiplied by ``scale``."""
-        return self.codes(d2t)[:, 2] * (BOOST / (self.rank * scale))
+        """Return the initial output projection [W, r], whose product will be multiplied by ``scale``."""
+        return self.codes(d2t)[:, COPIED] * (BOOST / (self.rank * scale))
 
     def forward(
-        self, last: Tensor, before: Tensor, state: Tensor, text: Tensor, seen: Tensor, paired: Tensor
+        self, last: Tensor, before: Tensor, state: Tensor, context: Tensor, seen: Tensor, paired: Tensor
     ) -> Tensor:
-        """What is copied: [B, F, r].
+        """Return the copied codes, [B, F, r].
 
         Args:
             last: [B, F, 3, r] codes of the paths' last tokens.
-            before: [B, F, 3, r] of the ones before them.
-            state: [B, F, D] the score of the sink is read from.
-            text: [B, T, 3, r] codes of the text.
-            seen: [B, F or 1, T] bool, which of its tokens may be copied; of the first nothing is said.
-            paired: [B or 1, T] bool, which of them follow two tokens of their document.
+            before: [B, F, 3, r] codes of the tokens before them.
+            state: [B, F, D] input of the sink's score.
+            context: [B, T, 3, r] codes of the context.
+            seen: [B, F or 1, T] bool mask of the tokens that may be copied; the first token is never copied.
+            paired: [B or 1, T] bool mask of the tokens that follow two tokens of their document.
         """
+        # Column j - 1 scores copying token j: token j - 1 against the last one, and token j - 2 against the one before.
         one, two = self.sharpness / self.rank
-        scores = (one * last[..., 0, :]) @ text[:, :-1, 0].transpose(1, 2)  # by the token before each
-        pairs = (two * before[..., 1, :]) @ text[:, :-2, 1].transpose(1, 2)  # by the one before that
+        scores = (one * last[..., LAST, :]) @ context[:, :-1, LAST].transpose(1, 2)
+        pairs = (two * before[..., BEFORE, :]) @ context[:, :-2, BEFORE].transpose(1, 2)
         scores = scores + F.pad(pairs.masked_fill(~paired[:, None, 2:], 0.0), (1, 0))[..., : scores.shape[-1]]
         scores = torch.cat([scores.masked_fill(~seen[..., 1:], -torch.inf), self.sink(state).to(scores.dtype)], -1)
-        weights = scores.float().softmax(-1)[..., :-1].to(text.dtype)
-        return weights @ text[:, 1:, 2]
+        weights = scores.float().softmax(-1)[..., :-1].to(context.dtype)
+        return weights @ context[:, 1:, COPIED]
 
     def at_targets(self, batch: TrainBatch, final: Tensor, draft_targets: DraftTargets) -> Tensor:
-        """What is copied for every target, [K, n, r]; the sink's score is read from the base's ``final`` [B, T, D]."""
+        """Return the copied codes for every target, [K, n, r]; the sink reads the base's ``final`` [B, T, D]."""
         depth = len(draft_targets.valid)
         if len(draft_targets.target_idx) == 0:
             return final.new_zeros(depth, 0, self.rank)
-        places, slots = drafting_places(draft_targets, batch.input_ids)
-        rows = torch.arange(len(places), device=places.device)[:, None]
-        state = final[rows, places].nan_to_num().to(self.sharpness.dtype)
-        reader = InductionPlaces(self, batch, places)
-        found = [reader.read(k, state).flatten(0, 1) for k in range(depth)]
-        return torch.stack([out[slots[idx]] for out, idx in zip(found, draft_targets.source_idx, strict=True)])
+        anchors, slots = anchors_of(draft_targets, batch.input_ids)
+        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
+        state = final[rows, anchors].nan_to_num().to(self.sharpness.dtype)
+        reader = InductionAnchors(self, batch, anchors)
+        copied = [reader.read(k, state).flatten(0, 1) for k in range(depth)]
+        return torch.stack([out[slots[idx]] for out, idx in zip(copied, draft_targets.source_idx, strict=True)])
 
 
-class InductionPlaces:
-    """An induction head over the packed rows of a training batch, as they are seen from ``places`` [B, S]."""
+class InductionAnchors:
+    """An induction head over the packed rows of a training batch, seen from ``anchors`` [B, S]."""
 
-    def __init__(self, head: InductionHead, batch: TrainBatch, places: Tensor) -> None:
-        self._head, self._places, self._codes = head, places, head.codes(batch.input_ids)
-        self._rows = torch.arange(len(places), device=places.device)[:, None]
+    def __init__(self, head: InductionHead, batch: TrainBatch, anchors: Tensor) -> None:
+        self._head, self._anchors, self._codes = head, anchors, head.codes(batch.input_ids)
+        self._rows = torch.arange(len(anchors), device=anchors.device)[:, None]
         documents = batch.document_ids
-        causal = documents[:, None] == documents.gather(1, places)[..., None]
-        causal &= torch.arange(documents.shape[1], device=places.device) <= places[..., None]
-        self._seen = causal & (batch.position_ids > 0)[:, None]  # nothing stands before a document's first token
+        causal = documents[:, None] == documents.gather(1, anchors)[..., None]
+        causal &= torch.arange(documents.shape[1], device=anchors.device) <= anchors[..., None]
+        self._seen = causal & (batch.position_ids > 0)[:, None]  # nothing precedes a document's first token
         self._paired = batch.position_ids > 1
 
     def read(self, k: int, state: Tensor) -> Tensor:
-        """What is copied for draft position k (0-based), with the true tokens before it: [B, S, D] -> [B, S, r]."""
-        most = self._codes.shape[1] - 1
-        before, last = (self._codes[self._rows, (self._places + k + n).clamp(max=most)] for n in (0, 1))
-        # Without recomputing its scores every position would keep a matrix of S times T.
-        text = (self._codes, self._seen, self._paired)
-        found: Tensor = checkpoint(self._head, last, before, state, *text, use_reentrant=False)
-        return found
+        """Return the copied codes of draft position k (0-based), after true tokens: [B, S, D] -> [B, S, r]."""
+        last_index = self._codes.shape[1] - 1
+        before, last = (self._codes[self._rows, (self._anchors + k + n).clamp(max=last_index)] for n in (0, 1))
+        # Recomputed in the backward pass; otherwise every position would store S x T scores.
+        context = (self._codes, self._seen, self._paired)
+        copied: Tensor = checkpoint(self._head, last, before, state, *context, use_reentrant=False)
+        return copied
 
 
 class InductionCache:
-    """Keys and values of the text, kept between steps: only tokens that are new are looked up.
+    """Keys and values of the context, kept between steps, so that only new tokens are looked up.
 
-    A token is the value at its own position, and a part of the keys at the next one and at the one after that. Position
-    0, which is never copied, is the sink: its value is zero, and its key has a last column that takes the sink's score.
+    ``keys @ query`` gives the sum of both scores in one product. The key of position j is the LAST code of token
+    j - 1, the BEFORE code of token j - 2 and a 0; its value is the COPIED code of token j::
+
+        position       0       1            2            3
+        key      [0, 0, 1]  [a, 0, 0]   [b, a, 0]   [c, b, 0]
+        value          0       b            c            d
+
+    Position 0 is the sink: its last column picks the sink's score from the query, and its value is zero.
     """
 
     def __init__(self) -> None:
-        self._table: Tensor | None = None  # that the codes are of
+        self._table: Tensor | None = None  # the codes that the keys were made from
         self._tokens = torch.zeros(0, 0, dtype=torch.int64)
         self._keys = self._values = torch.zeros(0, 0, 0)
 
     def select(self, rows: list[int]) -> "InductionCache":
-        """Of these rows only: begun anew."""
+        """Return an empty cache; the selected rows are looked up again."""
         return InductionCache()
 
     @torch.inference_mode()
     def read(self, head: InductionHead, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, 2 r + 1] keys and [B, T, r] values of ``tokens`` [B, T], for an inference copy of a head."""
+        """Return keys [B, T, 2 r + 1] and values [B, T, r] of ``tokens`` [B, T], for an inference copy of a head."""
         assert head.table is not None
         (rows, total), rank = tokens.shape, head.rank
         if self._table is not head.table or len(self._tokens) != rows:
             self._table, self._tokens, self._keys = head.table, tokens[:, :0], head.table.new_zeros(rows, 0, 0)
         if total + 2 > self._keys.shape[1]:
             self._resize(2 * total + INITIAL_ROOM, self._tokens.shape[1])
-        if len(places := self._changed(tokens)):
-            codes, (one, two) = head.codes(tokens[:, places]), head.sharpness / rank
-            self._keys[:, places + 1, :rank] = codes[..., 0, :] * one
-            self._keys[:, places + 2, rank:-1] = codes[..., 1, :] * two
-            self._values[:, places] = codes[..., 2, :]
+        if len(changed := self._changed(tokens)):
+            codes, (one, two) = head.codes(tokens[:, changed]), head.sharpness / rank
+            self._keys[:, changed + 1, :rank] = codes[..., LAST, :] * one
+            self._keys[:, changed + 2, rank:-1] = codes[..., BEFORE, :] * two
+            self._values[:, changed] = codes[..., COPIED, :]
             self._values[:, 0] = 0.0
         self._tokens = tokens
         return self._keys[:, :total], self._values[:, :total]
 
     def _changed(self, tokens: Tensor) -> Tensor:
-        """[n] the positions at which some row holds something else than ``tokens``: codes depend on ids alone."""
+        """Return the positions [n] at which a row differs from ``tokens``; codes depend on ids alone."""
         total, width = tokens.shape[1], min(self._tokens.shape[1], tokens.shape[1])
         changed = torch.ones(total, dtype=torch.bool, device=tokens.device)
         changed[:width] = (self._tokens[:, :width] != tokens[:, :width]).any(0)
@@ -191,54 +203,65 @@ class InductionCache:
 
 
 @dataclass
-class InductionText(DraftState):
-    """What every row has committed, for an induction head."""
+class InductionContext(DraftState):
+    """Committed tokens of every row, for an induction head."""
 
     tokens: TokenBuffer
     cache: InductionCache
 
     @classmethod
-    def none(cls, rows: int) -> "InductionText":
-        """Nothing yet."""
+    def none(cls, rows: int) -> "InductionContext":
+        """Return the state before the prompt."""
         return cls(tokens=TokenBuffer.none(rows), cache=InductionCache())
 
-    def append(self, head: InductionHead | None, tokens: Tensor, counts: Tensor | None) -> "InductionText":
-        """With the first ``counts`` ([B], default all) of ``tokens`` ([B, T]); for an inference copy of a head."""
+    def append(self, head: InductionHead | None, tokens: Tensor, counts: Tensor | None) -> "InductionContext":
+        """Return the state after the first ``counts`` ([B], default all) of ``tokens`` ([B, T]).
+
+        ``head`` is an inference copy.
+        """
         assert head is not None
-        state = InductionText(tokens=self.tokens.append(tokens, counts), cache=self.cache)
-        if self.tokens.longest == 0:  # the prompt: belongs to the prefill, and not to the first step
+        state = InductionContext(tokens=self.tokens.append(tokens, counts), cache=self.cache)
+        if self.tokens.longest == 0:  # reading the prompt belongs to the prefill, not to the first step
             state.cache.read(head, state.tokens.tokens)
         return state
 
 
 class InductionReader:
-    """Reads one step's nodes level by level, as ``InductionHead.forward`` does, in few operations."""
+    """Reads one step's nodes level by level; the result is that of ``InductionHead.forward``, in fewer operations."""
 
-    def __init__(self, head: InductionHead | None, text: InductionText, states: Tensor) -> None:
-        """For an inference copy of a head; ``text``: all tokens but the root.
+    def __init__(self, head: InductionHead | None, context: InductionContext, states: Tensor) -> None:
+        """Start a step.
 
-        ``states``: [B, n, D] the sink's score is read from, of each level; the last one serves all after it.
+        Args:
+            head: inference copy of a head.
+            context: committed tokens without the root.
+            states: [B, n, D] inputs of the sink's score on each level; the last one serves all deeper levels.
         """
         assert head is not None
-        known = text.tokens
-        keys, self._values = text.cache.read(head, known.tokens)
+        buffer = context.tokens
+        keys, self._values = context.cache.read(head, buffer.tokens)
         self._head, self._keys = head, keys.transpose(1, 2)
         self._sinks = head.sink(states)
         self._mask: Tensor | None = None
         if len(keys) > 1:
-            positions = torch.arange(known.longest, device=keys.device)
-            padded = (positions >= known.lengths[:, None]) & (positions > 0)
+            positions = torch.arange(buffer.longest, device=keys.device)
+            padded = (positions >= buffer.lengths[:, None]) & (positions > 0)
             self._mask = torch.where(padded, -torch.inf, 0.0).to(keys.dtype)[:, None]
-        self._above = head.codes(known.tokens.gather(1, known.lengths[:, None] - 1))[..., 1, :]
+        self._above = head.codes(buffer.tokens.gather(1, buffer.lengths[:, None] - 1))[..., BEFORE, :]
         self._level = 0
 
     def read(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """What is copied after nodes ([B, F] tokens and places of their parents in the level before): [B, F, r]."""
+        """Return the codes copied after a level's nodes, [B, F, r].
+
+        Args:
+            tokens: [B, F] int64.
+            parents: [B, F] int64 index of each node's parent on the level above.
+        """
         codes, level = self._head.codes(tokens), min(self._level, self._sinks.shape[1] - 1)
         before = self._above.gather(1, parents[..., None].expand(-1, -1, self._above.shape[-1]))
         sink = self._sinks[:, level, None].expand(-1, tokens.shape[1], -1)
-        scores = torch.bmm(torch.cat([codes[..., 0, :], before, sink], -1), self._keys)
+        scores = torch.bmm(torch.cat([codes[..., LAST, :], before, sink], -1), self._keys)
         if self._mask is not None:
             scores = scores + self._mask
-        self._above, self._level = codes[..., 1, :], self._level + 1
+        self._above, self._level = codes[..., BEFORE, :], self._level + 1
         return torch.bmm(scores.softmax(-1), self._values)

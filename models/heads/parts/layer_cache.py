@@ -1,8 +1,8 @@
-"""Keys and values of a head's own attention layer, for the text and for the nodes that are being drafted.
+"""Keys and values of a head's own attention layers, for the context and for the nodes being drafted.
 
-A layer that reads one input per position (Hydra++'s prefix layer, Kangaroo's adapter, EAGLE's layer) is run over the
-committed text once. Which inputs are still to be read belongs to a head's state, which never changes; the keys and
-values do not, and are shared by successive states: what drafting has read of the text is not read again.
+Hydra++'s prefix layer, Kangaroo's adapter and EAGLE's layer read one input per committed token. A head's state says
+which inputs are unread and never changes. The keys and values do change, and successive states share them, so no
+context is read twice.
 
 Shape legend: B rows, P unread positions, F frontier nodes, I input width, D width.
 """
@@ -22,7 +22,7 @@ from drafthead.models.token_tree import causal_mask
 
 
 class LayerKVCache(NodeCache):
-    """Keys and values of one layer for rows of a batch."""
+    """Keys and values of a layer for the rows of a batch."""
 
     def __init__(self, layer: Layer, shape: CacheShape) -> None:
         def run(
@@ -33,43 +33,51 @@ class LayerKVCache(NodeCache):
                 ancestors = causal_mask(new, inputs.device)[None]
             else:
                 ancestors = nodes.ancestors[:, -new:]
+            # A node's position is its depth below the context: the number of its ancestors but itself.
             positions = cache.positions(ancestors.sum(-1) - 1).expand(rows, -1)
             cache.reserve(new)
-            found = layer(inputs, positions, cache.mask(ancestors, shape.dtype), cache)
+            out = layer(inputs, positions, cache.mask(ancestors, shape.dtype), cache)
             if nodes is None:
                 cache.commit(counts)
-            return found
+            return out
 
         super().__init__(run, shape, lambda capacity: KVCache(shape, capacity))
-        self.text: PendingInputs | None = None
-        """The text that was read last, all of its unread positions included."""
+        self.context: PendingInputs | None = None
+        """The context that was read last, with its then unread positions."""
         self._last_out: Tensor | None = None
-        """What the layer put out after that text; None when it was read together with a root."""
+        """[B, D] output after that context; None if it was read together with a block of nodes."""
 
-    def prefill(self, text: "PendingInputs") -> Tensor:
-        """Read what ``text`` has not read yet; [B, D] after every row's last position."""
-        if self.text is not text or self._last_out is None:
-            self._last_out = self._read_after(text.lengths, text.unread, text.counts)
-            self.text = text
-        else:  # a root or nodes may stand after the text
-            self.cache.crop(text.lengths + text.counts)
-            self._drop_nodes(len(text.counts))
+    def prefill(self, context: "PendingInputs") -> Tensor:
+        """Read the unread positions of ``context``; return the output after every row's last position, [B, D]."""
+        if self.context is not context or self._last_out is None:
+            self._last_out = self._read_after(context.lengths, context.unread, context.counts)
+            self.context = context
+        else:  # nodes of an earlier draft may follow the context in the cache
+            self.cache.crop(context.lengths + context.counts)
+            self._drop_nodes(len(context.counts))
         return self._last_out
 
-    def prefill_block(self, text: "PendingInputs", block: Tensor) -> Tensor:
-        """The same with a chain of draft nodes after it, [B, P, I] -> [B, P, D]. The next call drops them."""
+    def prefill_block(self, context: "PendingInputs", block: Tensor) -> Tensor:
+        """Read unread positions and a chain of draft nodes in one pass, [B, P, I] -> [B, P, D].
+
+        The nodes stay in the cache until the next call. Row b of the pass is its ``counts[b]`` unread inputs, then
+        the block, then padding::
+
+            counts 2, 1; block of 2:    u0 u1 n0 n1
+                                        u0 n0 n1 --
+        """
         rows, size = torch.arange(len(block), device=block.device)[:, None], block.shape[1]
         offsets = torch.arange(size, device=block.device).expand(len(block), -1)
-        if self.text is text:
-            start, inputs = text.lengths + text.counts, block
+        if self.context is context:
+            start, inputs = context.lengths + context.counts, block
         else:
-            start, offsets = text.lengths, text.counts[:, None] + offsets
-            inputs = torch.cat([text.unread, torch.zeros_like(block)], 1)
+            start, offsets = context.lengths, context.counts[:, None] + offsets
+            inputs = torch.cat([context.unread, torch.zeros_like(block)], 1)
             inputs[rows, offsets] = block
         self._reserve(len(inputs), int(start.max()) + inputs.shape[1])
         self.cache.crop(start)
         self._drop_nodes(len(inputs))
-        self.text, self._last_out = text, None
+        self.context, self._last_out = context, None
         return self._run(inputs, self.cache, offsets[:, -1] + 1, None)[rows, offsets]
 
     def extend(self, inputs: Tensor, parents: Tensor) -> Tensor:
@@ -79,7 +87,7 @@ class LayerKVCache(NodeCache):
         return super().extend(inputs, parents)
 
     def _read_after(self, start: Tensor, inputs: Tensor, counts: Tensor) -> Tensor:
-        """Read inputs [B, P, I], of which ``counts`` count, after the first ``start`` positions; [B, D] at the last."""
+        """Read the first ``counts`` inputs [B, P, I] after ``start`` [B] positions; return the last outputs [B, D]."""
         self._reserve(len(inputs), int(start.max()) + inputs.shape[1])  # padding is written too
         self.cache.crop(start)
         self._drop_nodes(len(inputs))
@@ -88,24 +96,27 @@ class LayerKVCache(NodeCache):
 
 @dataclass
 class PendingInputs(DraftState):
-    """How far a layer has read for one state, and what it has still to read. Never changed in place."""
+    """How far a layer has read the context, and the inputs that it has not read yet. Never changed in place."""
 
     cache: LayerKVCache
     lengths: Tensor
     """[B] int64 positions before the unread ones."""
     unread: Tensor
-    """[B, P, I] inputs of the positions after them; P may be 0."""
+    """[B, P, I] inputs of the following positions; P may be 0."""
     counts: Tensor
-    """[B] int64 how many of them count."""
+    """[B] int64 number of valid inputs in ``unread``."""
 
     @classmethod
     def none(cls, cache: LayerKVCache, rows: int, like: Tensor) -> "PendingInputs":
-        """Nothing yet; inputs will be as wide as ``like`` ([..., I]), of its dtype and on its device."""
+        """Return the state before any context; inputs will have the width, dtype and device of ``like`` ([..., I])."""
         zero = torch.zeros(rows, dtype=torch.int64, device=like.device)
         return cls(cache=cache, lengths=zero, unread=like.new_zeros(rows, 0, like.shape[-1]), counts=zero)
 
     def reader(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """Reads one step's nodes level by level, as ``NodeCache.extend``; the root with the text that is unread."""
+        """Return a function that reads one step's nodes level by level, as ``NodeCache.extend`` does.
+
+        It reads the root together with the unread context.
+        """
         levels = count()
 
         def read(inputs: Tensor, parents: Tensor) -> Tensor:
@@ -115,13 +126,13 @@ class PendingInputs(DraftState):
         return read
 
     def append(self, inputs: Tensor, counts: Tensor | None) -> "PendingInputs":
-        """With the inputs of more positions ([B, P, I]); those unread so far are read, if drafting has not done so."""
+        """Return the state after more positions ([B, P, I]); earlier unread ones are read now, if drafting has not."""
         if counts is None:
             counts = torch.full_like(self.lengths, inputs.shape[1])
         first = self.unread.shape[1] == 0
-        if not first and self.cache.text is not self:
+        if not first and self.cache.context is not self:
             self.cache.prefill(self)
         state = PendingInputs(cache=self.cache, lengths=self.lengths + self.counts, unread=inputs, counts=counts)
         if first and inputs.shape[1]:
-            self.cache.prefill(state)  # the prompt: belongs to the prefill, and not to the first step
+            self.cache.prefill(state)  # reading the prompt belongs to the prefill, not to the first step
         return state

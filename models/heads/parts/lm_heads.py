@@ -11,15 +11,22 @@ from drafthead.models.kernels.linear import InferenceWeights, inference_linear
 
 
 class DraftLMHeads(InferenceWeights):
-    """``count`` projections of its own, initialised from the base's and trained; 0: the base's one, frozen and shared.
+    """``count`` trained projections that start as the base's, or with 0 the base's own projection, frozen and shared.
 
-    Position k (0-based) reads projection k, or the last one there is.
+    Position k (0-based) uses projection k, or the last one if there are fewer.
     """
 
     def __init__(
         self, target_lm_head: LMHead, count: int, draft_dtype: torch.dtype | None = None, scaled: bool = True
     ) -> None:
-        """Drafting reads copies in ``draft_dtype``, if given; not ``scaled``, because more is added to the products."""
+        """Create the projections.
+
+        Args:
+            target_lm_head: the base's projection over the draft vocabulary.
+            count: number of trained projections.
+            draft_dtype: dtype of the packed copies for drafting; None: as trained.
+            scaled: False if more is added to the products before scale and soft-cap.
+        """
         super().__init__()
         self._draft_dtype, self._scaled = draft_dtype, scaled
         self.weights = nn.ParameterList(
@@ -32,30 +39,30 @@ class DraftLMHeads(InferenceWeights):
         self._packed.clear()
 
     def head(self, k: int) -> LMHead:
-        """The projection of draft position k (0-based), with the base's scale and soft-cap."""
+        """Return the projection of draft position k (0-based), with the base's scale and soft-cap."""
         shared = self._target_lm_head
         if not len(self.weights):
             return shared
-        return LMHead(weight=self.weights[self._place(k)], scale=shared.scale, softcap=shared.softcap)
+        return LMHead(weight=self.weights[self._index(k)], scale=shared.scale, softcap=shared.softcap)
 
     def logits(self, hidden: Tensor, k: int = 0) -> Tensor:
-        """Draft logits of position k (0-based), for inference: [..., D] -> [..., W]."""
+        """Return the draft logits of position k (0-based), for inference: [..., D] -> [..., W]."""
         product = self.product(hidden, k)
         return self._target_lm_head.scale_and_cap(product) if self._scaled else product
 
     def product(self, hidden: Tensor, k: int = 0) -> Tensor:
-        """The same before they are scaled."""
-        place, weight = self._place(k), self.head(k).weight
-        if place not in self._packed:
-            self._packed[place] = inference_linear(weight, dtype=self._draft_dtype)
-        found: Tensor = self._packed[place](hidden.to(weight.dtype))
-        return found
+        """Return the logits before scale and soft-cap: [..., D] -> [..., W]."""
+        index, weight = self._index(k), self.head(k).weight
+        if index not in self._packed:
+            self._packed[index] = inference_linear(weight, dtype=self._draft_dtype)
+        product: Tensor = self._packed[index](hidden.to(weight.dtype))
+        return product
 
     def all_logits(self, hidden: Tensor) -> Tensor:
-        """Draft logits of the first K positions at once, for inference: [B, K, D] -> [B, K, W]."""
+        """Return the draft logits of the first K positions, for inference: [B, K, D] -> [B, K, W]."""
         if len(self.weights) <= 1:
             return self.logits(hidden)
         return torch.stack([self.logits(hidden[:, k], k) for k in range(hidden.shape[1])], 1)
 
-    def _place(self, k: int) -> int:
+    def _index(self, k: int) -> int:
         return min(k, max(0, len(self.weights) - 1))

@@ -1,11 +1,11 @@
-"""Losses of draft heads, chunked so that a [tokens, vocabulary] matrix never exists whole.
+"""Losses of draft heads, computed in chunks so that a [tokens, vocabulary] matrix never exists as a whole.
 
-q is the head's distribution and p the base's, both on the draft vocabulary, and ``alpha = sum_v min(p_v, q_v)`` at
-each target. p is renormalised on that vocabulary, because the base's mass outside it would cost its whole projection.
-So alpha is the acceptance rate of speculative sampling given that the base's token can be drafted. The true rate, with
-p as it is, is at most that; q = p maximises both.
+q is the head's distribution and p the base's, both over the draft vocabulary; ``alpha = sum_v min(p_v, q_v)`` at each
+target. p is renormalised over that vocabulary, because the base's mass outside it would cost its whole projection.
+So alpha is the acceptance rate of speculative sampling given that the base's token can be drafted. It is an upper
+bound of the true rate, and q = p maximises both.
 
-Shape legend: K draft positions, n target positions, c those of a chunk, D width, W draft vocabulary.
+Shape legend: K draft positions, n targets, c targets of a chunk, D width, W draft vocabulary.
 """
 
 import math
@@ -21,21 +21,21 @@ from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.lm_head import LMHead
 
 SHARPNESS = 3.0
-"""eta of the adaptive mixture, the best of the LK paper."""
+"""eta of the adaptive mixture, the best value in the LK paper."""
 FLOOR = 1e-30
-"""Smallest alpha that is divided by; in float32 a sure base and a sure head that disagree have an alpha of 0."""
+"""Lower bound of alpha as a divisor. In float32, a sure base and a sure head that disagree have an alpha of 0."""
 STATS = ("accept", "ce", "count", "overlap", "known")
 """Sums per draft position: top-1 hits, cross-entropies of in-vocabulary targets, targets, min(p, q) (nan in training,
 where it would cost two passes over the logits for a metric), and in-vocabulary targets."""
 TERMS = ("ce", "kl", "reverse_kl", "jsd", "tv", "lk", "lk_adaptive")
 DPACE = "dpace"
 DPACE_FLOOR = 0.5
-"""alpha of D-PACE: the least that a position's probability counts, so that later ones weigh from the start."""
+"""alpha of D-PACE: the lower bound of a position's probability, so that later positions have weight from the start."""
 
 
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
-"""Size of one chunk's float32 logits: within a CPU's last-level cache; large enough to fill a GPU. About three
-matrices of that size are alive at the peak."""
+"""Size of one chunk's float32 logits: within a CPU's last-level cache, or large enough to fill a GPU. The peak memory
+is about three such matrices."""
 
 
 @dataclass(kw_only=True)
@@ -79,18 +79,18 @@ class LossConfig:
 
     @property
     def reads_alpha(self) -> bool:
-        """Whether a term needs ``alpha``."""
+        """True if a term of the loss needs alpha."""
         return self.tv > 0 or self.lk > 0 or self.lk_adaptive > 0
 
     @property
     def needs_target_probs(self) -> bool:
-        """Whether a term compares with the base's distribution."""
+        """True if a term compares with the base's distribution."""
         return self.kl > 0 or self.reverse_kl > 0 or self.jsd > 0 or self.reads_alpha
 
     def weights_of(self, depth: int) -> list[float]:
-        """The weight of each of ``depth`` draft positions; a UserError if ``depth_weights`` has another number."""
+        """Return the weight of each of ``depth`` draft positions; UserError if ``depth_weights`` has more or fewer."""
         if self.depth_weights is None:
-            # D-PACE's weights stand in their place; they differ from target to target.
+            # D-PACE's own weights, which differ between targets, are applied instead.
             return [1.0 if isinstance(self.decay, str) else self.decay**k for k in range(1, depth + 1)]
         if len(self.depth_weights) != depth:
             raise UserError(
@@ -102,31 +102,39 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class TargetDistribution:
-    """The base's distribution at a chunk of targets, on the draft vocabulary. Shared by all heads."""
+    """The base's distribution at a chunk of targets, over the draft vocabulary; all draft positions share it."""
 
     probs: Tensor
-    """[c, W] float32 or wider, rows sum to 1."""
+    """[c, W] float32 or wider; rows sum to 1."""
     negative_entropy: Tensor
     """[c] sum of p log p."""
 
     @staticmethod
     def of(head: LMHead, hidden: Tensor) -> "TargetDistribution":
-        """That of ``head`` (rows of the draft vocabulary) after ``hidden``, [c, D]."""
+        """Return the distribution of ``head``, cut to the draft vocabulary, after ``hidden`` [c, D]."""
         log_probs = _wide(head.logits(hidden.to(head.weight.dtype))).log_softmax(-1)
         probs = log_probs.exp()
         return TargetDistribution(probs, _row_dot(probs, log_probs))
 
 
 class LossChunk:
-    """One head's logits on a chunk: loss and analytic gradient in few passes, the last ones in place.
+    """One draft position's logits z on a chunk of targets, with the loss and its analytic gradient.
 
-    With q = softmax(logits), ``CE = lse - logit[target]`` and ``KL = sum p log p - sum p logit + lse`` have the
-    gradients ``q - onehot`` and ``q - p``. alpha grows with the logits of the ids that q gives less than p: with
-    ``short = q [q < p]``, alpha has the gradient ``short - q sum(short)``. All are linear in q, p, short and onehot,
-    so a row needs one factor for each. autograd would make about twice as many [c, W] matrices.
+    All terms but the reverse KL and the Jensen-Shannon divergence have gradients by z that are linear in four rows,
+    so each target needs only one factor per row::
+
+        term                              d term / d z            factors of q, p, onehot, s
+        CE   = lse - z[target]            q - onehot              +1,           -1
+        KL   = sum p log p - p z + lse    q - p                   +1,       -1
+        alpha = sum min(p, q)             s - q sum(s)            -sum(s),               +1
+
+    with ``s = q [q < p]``: raising z_v raises alpha only where q is below p. ``tv = 1 - alpha`` and
+    ``lk = -log alpha`` use the last line, scaled by -1 and by -1 / alpha. The gradient is built in place in the
+    matrix of exponentials; autograd would allocate about twice as many [c, W] matrices.
     """
 
     def __init__(self, head: LMHead, product: Tensor, ids: Tensor, valid: Tensor) -> None:
+        """Take the ``product`` [c, W] before scale and cap, the draft ``ids`` [c] (-1: unknown) and ``valid`` [c]."""
         self.head = head
         self.logits = _wide(head.scale_and_cap(product))
         self.valid = valid.to(self.logits.dtype)
@@ -135,15 +143,15 @@ class LossChunk:
         self.true = self.logits.gather(1, self.ids)[:, 0]
         self.largest = self.logits.amax(-1)
         self.exponentials = (self.logits - self.largest[:, None]).exp_()
-        self.sums = self.exponentials.sum(-1)
+        self.sums = self.exponentials.sum(-1)  # q is exponentials / sums
         self.lse = self.largest + self.sums.log()
 
     def weigh(self, factors: Tensor) -> None:
-        """Multiply each target's terms by ``factors`` [c]; for the loss, after the ``stats``."""
+        """Multiply each target's loss by ``factors`` [c]; call it after ``stats``, which are not weighted."""
         self.valid, self.known = self.valid * factors, self.known * factors
 
     def stats(self, target: TargetDistribution | None) -> Tensor:
-        """The ``STATS`` of the chunk, [len(STATS)] float32."""
+        """Return the ``STATS`` of the chunk, [len(STATS)] float32."""
         hits = (self.true >= self.largest) * self.known
         overlap = self.logits.new_full((), torch.nan)
         if target is not None:
@@ -155,17 +163,23 @@ class LossChunk:
     def loss_and_gradient(
         self, target: TargetDistribution | None, config: LossConfig, confidence: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Summed loss without the position's weight, and its gradient by the product ([c, W], the logits' dtype).
+        """Return the summed loss without the position's weight, and its gradients.
 
-        ``confidence`` [c]: logits of alpha, which add their cross-entropy; the third result is the gradient by them.
+        Args:
+            target: the base's distribution; None if no term compares with it.
+            config: weights of the terms.
+            confidence: [c] logits of the predicted alpha, which add their cross-entropy against alpha.
+
+        Returns:
+            The loss, the gradient by the product ([c, W], the logits' dtype), and the gradient by ``confidence``.
         """
-        on_target = config.ce * self.known
-        loss = (on_target * (self.lse - self.true)).sum()
-        on_q, on_p = on_target, config.kl * self.valid
+        on_onehot = config.ce * self.known
+        loss = (on_onehot * (self.lse - self.true)).sum()
+        on_q, on_p = on_onehot, config.kl * self.valid  # factors [c] of the rows q and (subtracted) p
         mode_seeking: Tensor | None = None
         if (config.reverse_kl > 0 or config.jsd > 0) and target is not None:
-            more, mode_seeking = self._mode_seeking(target, config)
-            loss = loss + more
+            term, mode_seeking = self._mode_seeking(target, config)
+            loss = loss + term
         short: Tensor | None = None
         by_confidence: Tensor | None = None
         if (config.reads_alpha or confidence is not None) and target is not None:
@@ -175,11 +189,12 @@ class LossChunk:
                 loss = loss + (factor * (torch.nn.functional.softplus(wide) - wide * alpha)).sum()
                 by_confidence = factor * (wide.sigmoid() - alpha)
             share = torch.exp(-SHARPNESS * alpha)
-            variation = self.valid * (config.tv + config.lk_adaptive * (1 - share))
+            on_tv = self.valid * (config.tv + config.lk_adaptive * (1 - share))
             log_alpha = alpha.clamp(min=FLOOR).log()
-            loss = loss + (variation * (1 - alpha) - config.lk * self.valid * log_alpha).sum()
+            loss = loss + (on_tv * (1 - alpha) - config.lk * self.valid * log_alpha).sum()
             on_p = on_p + config.lk_adaptive * self.valid * share
-            on_short = variation + config.lk * self.valid / alpha.clamp(min=FLOOR)
+            # d(1 - alpha) = -d alpha and d(-log alpha) = -d alpha / alpha: one factor for both, subtracted below.
+            on_short = on_tv + config.lk * self.valid / alpha.clamp(min=FLOOR)
             on_q = on_q + on_short * short.sum(-1)
             short.mul_(on_short[:, None])
         dist = target if config.kl > 0 or config.lk_adaptive > 0 else None
@@ -187,6 +202,7 @@ class LossChunk:
             kl = dist.negative_entropy - _row_dot(dist.probs, self.logits) + self.lse
             loss = loss + (on_p * kl).sum()
             on_q = on_q + on_p
+        # From here on the exponentials are overwritten by the gradient.
         gradient = self.exponentials.mul_((on_q / self.sums)[:, None])
         if dist is not None:
             gradient.addcmul_(dist.probs, on_p[:, None], value=-1)
@@ -194,13 +210,14 @@ class LossChunk:
             gradient.sub_(short)
         if mode_seeking is not None:
             gradient.add_(mode_seeking)
-        gradient.scatter_add_(1, self.ids, -on_target[:, None])
+        gradient.scatter_add_(1, self.ids, -on_onehot[:, None])
         return loss, self._through_cap(gradient), by_confidence
 
     def _mode_seeking(self, target: TargetDistribution, config: LossConfig) -> tuple[Tensor, Tensor]:
-        """Loss and gradient [c, W] of the reverse KL and the Jensen-Shannon divergence.
+        """Return loss and gradient [c, W] of the reverse KL and the Jensen-Shannon divergence.
 
-        For a divergence with the slope s_v by q_v the gradient by the logits is ``q (s - sum q s)``.
+        If a divergence has the slope s_v by q_v, its gradient by the logits is ``q (s - sum q s)``. Constants in s
+        cancel, so ``log(q / p)`` stands for the reverse KL's ``log(q / p) + 1``.
         """
         log_q = self.logits - self.lse[:, None]
         q = log_q.exp()
@@ -216,7 +233,7 @@ class LossChunk:
         return (self.valid * value).sum(), gradient * self.valid[:, None]
 
     def _short_and_alpha(self, target: TargetDistribution) -> tuple[Tensor, Tensor]:
-        """``q [q < p]`` ([c, W]) and alpha ([c]). Leaves q in place of the exponentials, to keep one matrix fewer."""
+        """Return ``s = q [q < p]`` [c, W] and alpha [c]; turns the exponentials into q to save a matrix."""
         q = self.exponentials.div_(self.sums[:, None])
         self.sums = torch.ones_like(self.sums)
         smaller = torch.minimum(q, target.probs)
@@ -224,48 +241,48 @@ class LossChunk:
         return smaller.mul_(q < target.probs), alpha
 
     def _through_cap(self, gradient: Tensor) -> Tensor:
-        """Chain rule through scale and soft-cap."""
+        """Apply the chain rule through soft-cap and scale: d cap tanh(x / cap) = 1 - (logit / cap)^2."""
         if self.head.softcap is not None:
             gradient = gradient * (1 - (self.logits / self.head.softcap) ** 2)
         return gradient * self.head.scale if self.head.scale != 1.0 else gradient
 
 
 def _wide(values: Tensor) -> Tensor:
-    """The values in float32, or in float64 when they are."""
+    """Return the values in float32, or unchanged if they are float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
-    """[c] row-wise dot products, without a [c, W] product matrix."""
+    """Return row-wise dot products [c] without a [c, W] product matrix."""
     return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """What the K heads should predict at n target positions."""
+    """Labels of the K draft positions at n targets."""
 
     ids: Tensor
-    """[n] int64 index in the draft vocabulary, -1 when the token is outside it."""
+    """[n] int64 index in the draft vocabulary, -1 for a token outside it."""
     valid: Tensor
-    """[K, n] bool: head k is trained on (and measured at) this target."""
+    """[K, n] bool: position k is trained and measured on this target."""
     weights: Tensor | None = None
-    """[K, n] float: of each prediction in the loss; None: all 1."""
+    """[K, n] float weight of each prediction in the loss; None: all 1."""
     source_idx: Tensor | None = None
-    """[K, n] int64 the place that head k predicts each target from; for D-PACE."""
+    """[K, n] int64 flat index of the anchor that position k predicts each target from; D-PACE needs it."""
     target_hidden: Tensor | None
-    """[n, D] the base's ``h`` one position before each target; None when nothing but ``ce`` is wanted."""
+    """[n, D] the base's ``h`` one token before each target; None if only ``ce`` is computed."""
     target_lm_head: LMHead | None
-    """The base's head over the draft vocabulary."""
+    """The base's output head over the draft vocabulary."""
 
-    def distribution(self, part: slice) -> TargetDistribution | None:
-        """The base's distribution at a chunk of targets, shared by all heads; None where it is not known."""
+    def distribution(self, rows: slice) -> TargetDistribution | None:
+        """Return the base's distribution at a chunk of targets, or None if it is not known."""
         if self.target_lm_head is None or self.target_hidden is None:
             return None
-        return TargetDistribution.of(self.target_lm_head, self.target_hidden[part])
+        return TargetDistribution.of(self.target_lm_head, self.target_hidden[rows])
 
 
 def chunk_rows(vocabulary: int, device: str) -> int:
-    """Target positions per chunk for a draft vocabulary of that size."""
+    """Return the number of targets per chunk for a draft vocabulary of that size."""
     return max(64, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
 
 
@@ -277,28 +294,31 @@ def heads_loss(
     rows: int | None = None,
     confidence: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``sum_k w_k loss_k`` over n target positions, in chunks, with gradients for ``hidden`` and the weights.
+    """Return ``sum_k w_k loss_k`` over n targets, with gradients by ``hidden`` and the projections' weights.
 
-    The gradients are computed in the forward pass, chunk by chunk, so nothing of size [n, W] is kept: memory is
-    flat in n * W.
+    The gradients are computed in the forward pass, chunk by chunk. Nothing of size [n, W] is stored, so memory does
+    not grow with n * W.
 
     Args:
-        hidden: [K, n, D] what each head's projection reads, aligned with the targets.
-        heads: K projections (the same object K times when shared).
-        targets: what to predict.
-        config: loss weights.
-        rows: positions per chunk; by default such that a chunk's logits take ``CHUNK_BYTES``.
-        confidence: [K, n] logits of how likely each draft is accepted, of heads that say it.
+        hidden: [K, n, D] inputs of the projections, aligned with the targets.
+        heads: K projections; the same object K times if shared.
+        targets: labels.
+        config: weights of the terms and of the draft positions.
+        rows: targets per chunk; by default as many as ``CHUNK_BYTES`` of logits hold.
+        confidence: [K, n] logits of the predicted acceptance of each draft, from heads with a confidence head.
 
     Returns:
-        Scalar loss sum (float32, or float64 for a float64 head), and the ``STATS`` of each position,
+        The scalar loss sum (float32, or float64 for a float64 head), and the ``STATS`` of each position,
         [K, len(STATS)] float32.
+
+    Raises:
+        ValueError: a term compares with the base's distribution, and the targets do not have it.
     """
     confidence = confidence if config.confidence else None
     if (config.needs_target_probs or confidence is not None) and (
         targets.target_lm_head is None or targets.target_hidden is None
     ):
-        raise ValueError("the loss compares with the base's distribution, but the targets name none")
+        raise ValueError("the loss compares with the base's distribution, but the targets do not have it")
     heads = [head.at_most(hidden.dtype) for head in heads]
     rows = rows or chunk_rows(heads[0].weight.shape[0], hidden.device.type)
     weights = [h.trained if torch.is_grad_enabled() else h.trained.detach() for h in heads]
@@ -310,37 +330,39 @@ def heads_loss(
 
 @torch.no_grad()
 def _true_probs(hidden: Tensor, heads: Sequence[LMHead], targets: Targets, rows: int) -> Tensor:
-    """[K, n] every head's probability of each target, 0 outside the draft vocabulary: one more product a chunk."""
-    found = torch.zeros(targets.valid.shape, device=hidden.device)
+    """Return each position's probability of each target, [K, n], 0 outside the draft vocabulary."""
+    probs = torch.zeros(targets.valid.shape, device=hidden.device)
     for start in range(0, hidden.shape[1], rows):
-        part = slice(start, start + rows)
+        span = slice(start, start + rows)
         for k, head in enumerate(heads):
-            read = hidden[k, part].to(head.trained.dtype)
-            chunk = LossChunk(head, head.product(read), targets.ids[part], targets.valid[k, part])
-            found[k, part] = (chunk.true - chunk.lse).exp() * chunk.known
-    return found
+            product = head.product(hidden[k, span].to(head.trained.dtype))
+            chunk = LossChunk(head, product, targets.ids[span], targets.valid[k, span])
+            probs[k, span] = (chunk.true - chunk.lse).exp() * chunk.known
+    return probs
 
 
 def dpace_weights(probs: Tensor, targets: Targets) -> Tensor:
-    """D-PACE's weights [K, n] of the targets, of the heads' probabilities of them, [K, n].
+    """Return D-PACE's weights [K, n] from the probabilities [K, n] of the true tokens.
 
-    With q_i at least half: w_j = sum over m from j to K of q_1 .. q_m, over the positions that a place predicts,
-    divided by K.
+    The expected accepted length of a draft is ``q_1 + q_1 q_2 + ...``; position j gets the part of the sum that
+    contains q_j, divided by K. For q = (0.8, 0.5, 0.5) the products are 0.8, 0.4 and 0.2, and the weights 1.4 / 3,
+    0.6 / 3 and 0.2 / 3. Probabilities are first mapped from [0, 1] to [``DPACE_FLOOR``, 1].
     """
     assert targets.source_idx is not None
     depth, source = len(probs), targets.source_idx
     floored = (1 - DPACE_FLOOR) * probs + DPACE_FLOOR
-    table = probs.new_zeros(depth, int(source.max()) + 1 if source.numel() else 0)
-    for k in range(depth):  # a place predicts one target at a position
+    # By anchor, because a product runs over the positions of one anchor, whose targets are different tokens.
+    by_anchor = probs.new_zeros(depth, int(source.max()) + 1 if source.numel() else 0)
+    for k in range(depth):
         valid = targets.valid[k]
-        table[k, source[k, valid]] = floored[k, valid]
-    reached = table.cumprod(0)
+        by_anchor[k, source[k, valid]] = floored[k, valid]
+    reached = by_anchor.cumprod(0)
     weights = reached.flip(0).cumsum(0).flip(0) / depth
     return weights.gather(1, source)
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Forward computes value and gradients; backward scales them."""
+    """A loss whose forward pass computes value and gradients, which the backward pass only scales."""
 
     @staticmethod
     def forward(
@@ -355,7 +377,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         depth, n, _ = hidden.shape
         grad_hidden = torch.zeros_like(hidden) if hidden.requires_grad else None
-        # Sums over many chunks: in bfloat16 the later ones would be lost beside the earlier ones.
+        # A bfloat16 sum over many chunks would lose the later ones: 256 + 1 rounds to 256.
         wide = torch.promote_types(weights[0].dtype, torch.float32)
         grad_weights = [torch.zeros_like(w, dtype=wide) if w.requires_grad else None for w in weights]
         grad_confidence = torch.zeros_like(confidence) if confidence is not None and confidence.requires_grad else None
@@ -367,33 +389,33 @@ class _ChunkedLoss(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=wide)
         stats = hidden.new_zeros((depth, len(STATS)), dtype=torch.float32)
         for start in range(0, n, rows):
-            part = slice(start, min(n, start + rows))
+            span = slice(start, min(n, start + rows))
             compared = config.needs_target_probs or confidence is not None or not training
-            target = targets.distribution(part) if compared else None
+            target = targets.distribution(span) if compared else None
             for k in range(depth):
-                h = hidden[k, part].to(weights[k].dtype)
-                valid = targets.valid[k, part]
-                chunk = LossChunk(heads[k], heads[k].product(h), targets.ids[part], valid)
+                h = hidden[k, span].to(weights[k].dtype)
+                valid = targets.valid[k, span]
+                chunk = LossChunk(heads[k], heads[k].product(h), targets.ids[span], valid)
                 stats[k] += chunk.stats(None if training else target)
                 if targets.weights is not None:
-                    chunk.weigh(targets.weights[k, part])
+                    chunk.weigh(targets.weights[k, span])
                 if paced is not None:
-                    chunk.weigh(paced[k, part])
-                said = None if confidence is None else confidence[k, part]
-                loss, gradient, by_confidence = chunk.loss_and_gradient(target, config, said)
+                    chunk.weigh(paced[k, span])
+                chunk_confidence = None if confidence is None else confidence[k, span]
+                loss, gradient, by_confidence = chunk.loss_and_gradient(target, config, chunk_confidence)
                 total += factors[k] * loss
                 if training:
                     gradient = (factors[k] * gradient).to(h.dtype)
                     if grad_hidden is not None:
-                        grad_hidden[k, part] = heads[k].input_gradient(gradient).to(grad_hidden.dtype)
+                        grad_hidden[k, span] = heads[k].input_gradient(gradient).to(grad_hidden.dtype)
                     if grad_confidence is not None and by_confidence is not None:
-                        grad_confidence[k, part] = (factors[k] * by_confidence).to(grad_confidence.dtype)
+                        grad_confidence[k, span] = (factors[k] * by_confidence).to(grad_confidence.dtype)
                     if (grad_weight := grad_weights[k]) is not None:
-                        read = h[:, -grad_weight.shape[1] :]
+                        inputs = h[:, -grad_weight.shape[1] :]  # a low-rank part reads the last columns only
                         if h.dtype == wide:
-                            grad_weight.addmm_(gradient.t(), read)
+                            grad_weight.addmm_(gradient.t(), inputs)
                         else:
-                            grad_weight += gradient.t() @ read
+                            grad_weight += gradient.t() @ inputs
         ctx.grads = grad_hidden, grad_confidence, grad_weights
         ctx.mark_non_differentiable(stats)
         return total, stats
@@ -406,19 +428,22 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 _METRICS = (("loss", "ce", "known"), ("accept", "accept", "count"), ("overlap", "overlap", "count"))
-"""Name, what is summed, what it is divided by. A target outside the draft vocabulary has no cross-entropy."""
+"""Name of a metric, its sum and its count. A target outside the draft vocabulary has no cross-entropy."""
 
 
 def loss_output(loss_sum: Tensor, stats: Tensor, training: bool) -> LossOutput:
-    """Metrics per draft position from the ``STATS``: loss_k, accept_k (top-1 hits) and, outside training, overlap_k."""
+    """Return the loss with metrics per draft position from ``STATS`` [K, len(STATS)].
+
+    The metrics are loss_k, accept_k (top-1 hits) and, outside training, overlap_k.
+    """
     column = dict(zip(STATS, stats.double().unbind(1), strict=True))
     names, pairs = [], []
     for k in range(stats.shape[0]):
-        for name, source, of in _METRICS:
-            if source == "overlap" and training:
+        for name, total, count in _METRICS:
+            if total == "overlap" and training:
                 continue
             names.append(f"{name}_{k + 1}")
-            pairs.append(torch.stack([column[source][k], column[of][k]]))
+            pairs.append(torch.stack([column[total][k], column[count][k]]))
     return LossOutput(
         loss_sum=loss_sum, tokens=stats[0, STATS.index("count")].long(), sums=torch.stack(pairs), names=tuple(names)
     )

@@ -1,10 +1,10 @@
-"""Heads with a prediction of its own for every draft position: Medusa, Hydra, MLP speculators, EAGLE-3.
+"""Heads with a prediction of its own for every draft position: Medusa, Hydra, MLP speculators, EAGLE-3, DSpark.
 
-``MultiPositionHead`` makes loss and ranks of them; ``CopyingHead`` may have an induction head beside it;
-``LastStateHead`` drafts from the base's last hidden state, and ``RecurrentHead`` from a state per node (Hydra and MLP
-speculators).
+``MultiPositionHead`` derives the loss and the ranks from them. ``CopyingHead`` can have an induction head.
+``LastStateHead`` drafts from the base's last hidden state, and ``RecurrentHead`` from a state per node.
 
-Shape legend: B batch, T time, K draft positions, F frontier nodes, n targets, D width.
+Shape legend: B batch, T time, K draft positions, F frontier nodes, P nodes of the level above, n targets, D base width,
+W draft vocabulary.
 """
 
 from abc import abstractmethod
@@ -22,7 +22,7 @@ from drafthead.models.base.lm_head import LMHead
 from drafthead.models.decoding.drafter import DraftConfig, DraftState, last_valid
 from drafthead.models.decoding.growth import DraftPass
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
-from drafthead.models.heads.parts.induction import InductionHead, InductionReader, InductionText
+from drafthead.models.heads.parts.induction import InductionContext, InductionHead, InductionReader
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads
 from drafthead.models.heads.parts.losses import LossConfig, heads_loss, loss_output
 from drafthead.models.heads.parts.targets import DraftTargets, rank_of
@@ -30,27 +30,27 @@ from drafthead.models.kernels.cuda_graphs import StaticCalls
 
 
 class MultiPositionHead(DraftHead):
-    """A head that says what each position's projection reads; loss and ranks follow."""
+    """A head that gives the projection's input at every position; loss and ranks follow."""
 
     @abstractmethod
     def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        """[K, n, width] what the projection of every position reads for every target.
+        """Return the input of every position's projection for every target, [K, n, width].
 
-        Any finite values where ``draft_targets.valid`` is false.
+        It may be any finite value where ``draft_targets.valid`` is false.
         """
 
     def confidence_logits(self, hidden: Tensor) -> Tensor | None:
-        """[K, n] logits of how likely every draft is accepted, of ``position_hidden``; None where it is not said."""
+        """Return logits [K, n] of the drafts' acceptance from ``position_hidden``; None without a confidence head."""
         return None
 
     def trained_targets(self, draft_targets: DraftTargets) -> DraftTargets:
-        """The targets that a training step reads; by default all."""
+        """Return the targets of a training step; all by default."""
         return draft_targets
 
     def loss(self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig) -> LossOutput:
         weights = config.weights_of(self.config.trained_positions)
-        depth = len(weights) if torch.is_grad_enabled() else self.depth  # deeper ones are only measured
-        decay = config.decay if config.depth_weights is None else 1.0  # given weights stand for themselves
+        depth = len(weights) if torch.is_grad_enabled() else self.depth  # untrained positions are only measured
+        decay = config.decay if config.depth_weights is None else 1.0  # explicit weights do not decay
         config = replace(config, depth_weights=weights + [0.0] * (depth - len(weights)), decay=decay)
         draft_targets = self.trained_targets(DraftTargets.of(batch, depth))
         targets = draft_targets.loss_targets(batch, base_hidden, self.t2d, self.target_lm_head)
@@ -63,12 +63,12 @@ class MultiPositionHead(DraftHead):
     def candidate_ranks(self, batch: TrainBatch, base_hidden: HiddenStates, top: int) -> Tensor:
         draft_targets = DraftTargets.of(batch, self.depth)
         hidden = self.position_hidden(batch, base_hidden, draft_targets)
-        wanted = self.t2d[batch.input_ids.flatten()[draft_targets.target_idx]]
-        ranks = torch.full((batch.input_ids.numel(), self.depth), -1, dtype=torch.int64, device=wanted.device)
+        target_ids = self.t2d[batch.input_ids.flatten()[draft_targets.target_idx]]
+        ranks = torch.full((batch.input_ids.numel(), self.depth), -1, dtype=torch.int64, device=target_ids.device)
         for k in range(self.depth):
-            there = draft_targets.valid[k].nonzero()[:, 0]
-            found = rank_of(hidden[k, there], self.output_head(k), wanted[there], top)
-            ranks[draft_targets.source_idx[k, there], k] = found
+            valid = draft_targets.valid[k].nonzero()[:, 0]
+            position_ranks = rank_of(hidden[k, valid], self.output_head(k), target_ids[valid], top)
+            ranks[draft_targets.source_idx[k, valid], k] = position_ranks
         return ranks.view(*batch.input_ids.shape, self.depth)
 
 
@@ -91,16 +91,16 @@ class CopyingConfig(DraftHeadConfig):
 
 @dataclass
 class HeadState(DraftState):
-    """What a :class:`CopyingHead` remembers of its rows between steps; subclasses add their own caches."""
+    """State of a :class:`CopyingHead` between steps; subclasses add caches."""
 
     hidden: Tensor
-    """[B, D] the base's ``h`` at the last position it has read; NaN before there is one."""
-    copied: InductionText | None
-    """What an induction head reads."""
+    """[B, D] the base's ``h`` at the last position it has read; NaN before the prompt."""
+    copied: InductionContext | None
+    """Context of the induction head."""
 
 
 class CopyingHead(MultiPositionHead):
-    """A head that may have an induction head beside it, whose codes are added to the base's projection."""
+    """A head that can have an induction head, whose codes are added to the base's projection."""
 
     config: CopyingConfig
 
@@ -114,37 +114,37 @@ class CopyingHead(MultiPositionHead):
                 self.induction_out.weight.copy_(self.induction.start_projection(self.d2t, self.target_lm_head.scale))
 
     def shared_projection(self) -> DraftLMHeads:
-        """The base's projection, frozen, for all positions."""
+        """Return the base's projection, frozen, for all positions."""
         config = self.config
         return DraftLMHeads(self.target_lm_head, 0, config.inference_dtype(self.base), scaled=not config.induction_rank)
 
     @abstractmethod
     def levels(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
-        """Drafting without the induction head."""
+        """Start drafting without the induction head; arguments as in ``StepwiseDrafter.start``."""
 
     @abstractmethod
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        """``position_hidden`` without the induction head."""
+        """Return ``position_hidden`` without the induction head, [K, n, width]."""
 
     @abstractmethod
     def projection(self, k: int) -> LMHead:
-        """``output_head`` without the induction head."""
+        """Return the projection of position k (0-based) without the induction head."""
 
     def output_head(self, k: int) -> LMHead:
         head = self.projection(k)
         return head if self.induction is None else replace(head, low_rank=self.induction_out.weight)
 
     def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        found = self.hidden_at_positions(batch, base_hidden, draft_targets)
+        hidden = self.hidden_at_positions(batch, base_hidden, draft_targets)
         if self.induction is None:
-            return found
+            return hidden
         copied = self.induction.at_targets(batch, base_hidden.final, draft_targets)
-        return torch.cat([found, copied.to(found.dtype)], -1)
+        return torch.cat([hidden, copied.to(hidden.dtype)], -1)
 
     def init_state(self, batch: int) -> HeadState:
         weight = self.target_lm_head.weight
         hidden = weight.new_full((batch, weight.shape[1]), torch.nan)
-        return HeadState(hidden=hidden, copied=InductionText.none(batch) if self.induction else None)
+        return HeadState(hidden=hidden, copied=InductionContext.none(batch) if self.induction else None)
 
     def update(
         self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
@@ -158,16 +158,16 @@ class CopyingHead(MultiPositionHead):
     @torch.inference_mode()
     def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
         assert isinstance(state, HeadState)
-        drafting = self.levels(state, last_token, draft_config)
+        draft_pass = self.levels(state, last_token, draft_config)
         if state.copied is None:
-            return drafting
+            return draft_pass
         head = self.inference()
         hidden = state.hidden[:, None].to(head.dtype)
-        return InductionPass(drafting, InductionReader(head.induction, state.copied, hidden), head)
+        return InductionPass(draft_pass, InductionReader(head.induction, state.copied, hidden), head)
 
 
 class LastStateHead(CopyingHead):
-    """A head that drafts from the base's last ``h``, by calls of fixed shapes where the base has graphs."""
+    """A head that drafts from the base's last ``h``, with CUDA graphs of fixed shapes if the base uses graphs."""
 
     projections: DraftLMHeads
 
@@ -185,47 +185,50 @@ class LastStateHead(CopyingHead):
 
 
 class InductionPass:
-    """Adds what an induction head copies to every level of a pass that gives products before they are scaled."""
+    """Adds the induction head's logits to every level of a pass that returns unscaled products."""
 
-    def __init__(self, drafting: DraftPass, reader: InductionReader, head: CopyingHead) -> None:
-        """For an inference copy of a head."""
-        self._drafting, self._reader, self._head = drafting, reader, head
+    def __init__(self, draft_pass: DraftPass, reader: InductionReader, head: CopyingHead) -> None:
+        """Wrap ``draft_pass`` of the inference copy ``head``."""
+        self._draft_pass, self._reader, self._head = draft_pass, reader, head
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """As ``DraftPass.step``: [B, F, W]."""
-        product = self._drafting.step(tokens, parents)
+        """Return draft logits [B, F, W]; see ``DraftPass.step``."""
+        product = self._draft_pass.step(tokens, parents)
         copied = self._reader.read(tokens, parents)
         return self._head.target_lm_head.scale_and_cap(product + self._head.induction_out(copied))
 
 
 States = tuple[Tensor, ...]
-"""What a node hands on to its children: tensors [..., width], [B, F, width] while drafting."""
+"""State that a node passes on to its children: tensors [..., width], [B, F, width] while drafting."""
 
 
 class LevelDraftPass:
-    """All nodes of a level have the distribution of that level."""
+    """A draft pass in which all nodes of a level share one distribution."""
 
     def __init__(self, logits: Tensor) -> None:
-        """``logits`` [B, K, W] of all levels."""
+        """Take the logits of all levels, [B, K, W]."""
         self._levels: Iterator[Tensor] = iter(logits.split(1, 1))  # type: ignore[no-untyped-call]
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """As ``DraftPass.step``: [B, F] int64 each -> [B, 1, W]."""
+        """Return the level's draft logits, [B, 1, W]; see ``DraftPass.step``."""
         return next(self._levels)
 
 
 class RecurrentHead(LastStateHead):
-    """A head that says how a state begins, and what one more token makes of it."""
+    """A head defined by its first state and by how one more token changes a state."""
 
     @abstractmethod
     def first_states(self, hidden: Tensor) -> States:
-        """The state before any token is read, of the base's ``h``: [..., D]."""
+        """Return the state before any token is read, from the base's ``h`` [..., D]."""
 
     @abstractmethod
     def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
-        """Draft logits [B, F, W] of position k (0-based) and the states after it, for inference.
+        """Return draft logits [B, F, W] of position k (0-based) and the states after it, for inference.
 
-        ``states``: of the parents, [B, F, ...]; ``tokens``: [B, F] int64 target ids, the root for k = 0, then drafts.
+        Args:
+            k: draft position, from 0.
+            states: states of the nodes' parents, [B, F, ...].
+            tokens: [B, F] int64 target ids; the root for k = 0, then drafts.
         """
 
     def levels(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
@@ -233,31 +236,38 @@ class RecurrentHead(LastStateHead):
         return RecurrentDraftPass(self.advance, self.first_states(self.read_state(state)[:, None].to(self.dtype)))
 
     def read_state(self, state: HeadState) -> Tensor:
-        """[B, D] what the first states are made of."""
+        """Return the input [B, D] of ``first_states``."""
         return state.hidden
 
     def advance(self, k: int, tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
-        """Logits and states of position k, from its parents' ``states`` [B, P, ...]; ``parents`` [B, F] index P."""
+        """Return the logits and states of position k.
+
+        Args:
+            k: draft position, from 0.
+            tokens: [B, F] int64 target ids.
+            parents: [B, F] int64 index of each node's parent on the level above.
+            *states: states of the level above, [B, P, ...].
+        """
         if self._static is None:
             return self._advance(k, tokens, parents, *states)
         return self._static(k, partial(self._advance, k), tokens, parents, *states)
 
     def _advance(self, k: int, tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
-        above = tuple(s.gather(1, parents[..., None].expand(-1, -1, s.shape[-1])) for s in states)
-        logits, below = self.read_token(k, above, tokens)
+        of_parents = tuple(s.gather(1, parents[..., None].expand(-1, -1, s.shape[-1])) for s in states)
+        logits, below = self.read_token(k, of_parents, tokens)
         return (logits, *below)
 
 
 class RecurrentDraftPass:
-    """Drafting in progress: the states of the level that was read last."""
+    """A draft pass that stores the states of the level read last."""
 
     def __init__(self, advance: Callable[..., States], states: States) -> None:
-        """``states`` [B, 1, ...] are those before the root is read."""
+        """Start from ``states`` [B, 1, ...] before the root is read."""
         self._advance, self._states = advance, states
         self._position = 0
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """As ``DraftPass.step``: [B, F] int64 each -> [B, F, W]."""
+        """Return draft logits [B, F, W]; see ``DraftPass.step``."""
         logits, *states = self._advance(self._position, tokens, parents, *self._states)
         self._states = tuple(states)
         self._position += 1

@@ -1,9 +1,10 @@
-"""Which tokens a head is trained to predict, and from where: shared by all heads.
+"""Training targets of a head and the anchors that they are predicted from; shared by all heads.
 
-Losses want predictions aligned with what they predict, so that the base's distribution at a token is computed once for
-all draft positions that predict it. Heads compute at the place they draft from. ``DraftTargets`` translates.
+The anchor of draft position k is the position t whose ``h_t`` the draft starts from; its target is ``x_{t+1+k}``.
+Losses need predictions in the order of targets, so that the base's distribution at a token is computed once for all
+draft positions. Heads compute at anchors. ``DraftTargets`` translates between the two.
 
-Shape legend: B batch, T time, K draft positions, n targets, D width, W draft vocabulary.
+Shape legend: B batch, T time, S anchors of a row, K draft positions, n targets, D width, W draft vocabulary.
 """
 
 from dataclasses import dataclass
@@ -18,23 +19,27 @@ from drafthead.models.heads.parts.losses import Targets, chunk_rows
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTargets:
-    """The targets of a batch, and the flat (row * T + t) places that every draft position predicts them from."""
+    """Targets of a batch, with the anchor of every draft position; indices are flat (row * T + t).
+
+    Example: in the row ``a b c d`` with K = 2, the target ``c`` is predicted by position 1 from ``a`` (t = 0), and
+    ``d`` by position 1 from ``b`` (t = 1) and by position 2 from ``a``.
+    """
 
     target_idx: Tensor
-    """[n] int64 flat place of each target ``x_{t+1+k}``."""
+    """[n] int64 flat index of each target ``x_{t+1+k}``."""
     valid: Tensor
     """[K, n] bool: position k is trained on this target."""
     source_idx: Tensor
-    """[K, n] int64 flat place of ``t``, whose ``h_t`` position k starts from; anything in range where not valid."""
+    """[K, n] int64 flat index of the anchor t; any index in range where ``valid`` is false."""
     weights: Tensor | None = None
-    """[K, n] float: weight of each prediction; None: all 1."""
+    """[K, n] float weight of each prediction; None: all 1."""
 
     @classmethod
     def of(cls, batch: TrainBatch, depth: int) -> "DraftTargets":
-        """Every token of the batch that some of ``depth`` draft positions is trained to predict.
+        """Return every token of the batch that at least one of ``depth`` draft positions is trained to predict.
 
-        With ``batch.weights`` only what has a weight. A head whose one prediction serves all positions (``depth`` 1)
-        takes the largest of a token's weights; positions deeper than the weights have none.
+        If the batch has weights, only predictions with a positive weight count. Positions deeper than the weights
+        have none. A head with one prediction for all positions (``depth`` 1) takes a token's largest weight.
         """
         valid = batch.loss_mask.new_zeros((depth, *batch.input_ids.shape))
         for k in range(1, depth + 1):
@@ -49,46 +54,45 @@ class DraftTargets:
             flat_valid = flat_valid & (weights > 0)
         target_idx = flat_valid.any(0).nonzero()[:, 0]
         offsets = torch.arange(2, depth + 2, device=target_idx.device)
-        source_idx = (target_idx[None] - offsets[:, None]).clamp_(min=0)
         return cls(
             target_idx=target_idx,
             valid=flat_valid[:, target_idx],
-            source_idx=source_idx,
+            source_idx=(target_idx[None] - offsets[:, None]).clamp_(min=0),
             weights=None if weights is None else weights[:, target_idx],
         )
 
-    def subset(self, places: int) -> "DraftTargets":
-        """What is predicted from at most ``places`` places, drawn at random."""
-        used = torch.unique(self.source_idx[self.valid])
-        if len(used) <= places:
+    def subset(self, count: int) -> "DraftTargets":
+        """Return the targets of at most ``count`` anchors, drawn at random."""
+        anchors = torch.unique(self.source_idx[self.valid])
+        if len(anchors) <= count:
             return self
-        kept = used[torch.randperm(len(used), device=used.device)[:places]]
-        valid = self.valid & torch.isin(self.source_idx, kept)
-        some = valid.any(0)
+        drawn = anchors[torch.randperm(len(anchors), device=anchors.device)[:count]]
+        valid = self.valid & torch.isin(self.source_idx, drawn)
+        used = valid.any(0)
         return DraftTargets(
-            target_idx=self.target_idx[some],
-            valid=valid[:, some],
-            source_idx=self.source_idx[:, some],
-            weights=None if self.weights is None else self.weights[:, some],
+            target_idx=self.target_idx[used],
+            valid=valid[:, used],
+            source_idx=self.source_idx[:, used],
+            weights=None if self.weights is None else self.weights[:, used],
         )
 
     def at_sources(self, values: Tensor) -> Tensor:
-        """Values [B, T, D] where each position starts: [K, n, D].
+        """Return values [B, T, D] at each position's anchor, [K, n, D].
 
-        Zero where a position has no valid source: a hidden state there may be another document's, or NaN where none
-        was kept, and zero carries neither value nor gradient.
+        They are zero where a position has no valid anchor: a hidden state there may belong to another document or be
+        NaN (not stored), and zero carries neither value nor gradient.
         """
         return torch.where(self.valid[..., None], values.flatten(0, 1)[self.source_idx], 0.0)
 
     def tokens(self, input_ids: Tensor, ahead: int) -> Tensor:
-        """[K, n] int64: ``x_{t+ahead}`` as seen from each position's source t. Any token where not valid."""
+        """Return ``x_{t+ahead}`` for each position's anchor t, [K, n] int64; any token where not valid."""
         flat = input_ids.flatten()
         return flat[(self.source_idx + ahead).clamp(max=len(flat) - 1)]
 
     def loss_targets(
         self, batch: TrainBatch, base_hidden: HiddenStates, t2d: Tensor, target_lm_head: LMHead
     ) -> Targets:
-        """What to predict, with the base's hidden states before it."""
+        """Return the labels for the loss, with the base's hidden states one token before each."""
         return Targets(
             ids=t2d[batch.input_ids.flatten()[self.target_idx]],
             valid=self.valid,
@@ -99,33 +103,44 @@ class DraftTargets:
         )
 
 
-def rank_of(hidden: Tensor, head: LMHead, wanted: Tensor, top: int) -> Tensor:
-    """[n] int64: how many candidates are likelier than the wanted draft id, at most ``top``; ``top`` where it is -1."""
-    found = [wanted.new_zeros(0)]
+def rank_of(hidden: Tensor, head: LMHead, target_ids: Tensor, top: int) -> Tensor:
+    """Return how many candidates are likelier than the target, at most ``top``, [n] int64.
+
+    ``target_ids`` [n] int64 index the draft vocabulary; the rank of -1 is ``top``.
+    """
+    ranks = [target_ids.new_zeros(0)]
     size = chunk_rows(head.weight.shape[0], hidden.device.type)
-    for start in range(0, len(wanted), size):
-        part = slice(start, start + size)
-        logits = head.logits(hidden[part].to(head.weight.dtype)).float()
-        true = logits.gather(1, wanted[part].clamp(min=0)[:, None])
-        found.append((logits > true).sum(-1).clamp(max=top))
-    return torch.where(wanted >= 0, torch.cat(found), top)
+    for start in range(0, len(target_ids), size):
+        rows = slice(start, start + size)
+        logits = head.logits(hidden[rows].to(head.weight.dtype)).float()
+        true = logits.gather(1, target_ids[rows].clamp(min=0)[:, None])
+        ranks.append((logits > true).sum(-1).clamp(max=top))
+    return torch.where(target_ids >= 0, torch.cat(ranks), top)
 
 
 def has_next(documents: Tensor) -> Tensor:
-    """[B, T] bool: another token of the same document follows."""
-    found = torch.zeros_like(documents, dtype=torch.bool)
-    found[:, :-1] = (documents[:, :-1] == documents[:, 1:]) & (documents[:, :-1] != NO_DOCUMENT)
-    return found
+    """Return a mask, [B, T] bool, of the tokens that another token of the same document follows."""
+    followed = torch.zeros_like(documents, dtype=torch.bool)
+    followed[:, :-1] = (documents[:, :-1] == documents[:, 1:]) & (documents[:, :-1] != NO_DOCUMENT)
+    return followed
 
 
-def drafting_places(draft_targets: DraftTargets, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Where any position drafts from: [B, S] places in the rows, and for every flat place its flat place in there."""
+def anchors_of(draft_targets: DraftTargets, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the anchors of each row and a map from flat indices to flat anchors.
+
+    Rows with fewer anchors than the longest are padded with other positions, whose results are not used. Example: two
+    rows of four tokens with anchors 0, 2 and 1 give the anchors [[0, 2], [1, 0]], and the flat anchor of flat index 5
+    (row 1, t = 1) is 2.
+
+    Returns:
+        [B, S] int64 positions in the rows, and [B * T] int64 indices into the flattened [B * S] anchors.
+    """
     rows, time = ids.shape
     used = torch.zeros(rows * time, dtype=torch.bool, device=ids.device)
     used[draft_targets.source_idx[draft_targets.valid]] = True
     used = used.view(rows, time)
     most = int(used.sum(1).max())
-    places = used.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
+    anchors = used.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
     slots = torch.zeros_like(used, dtype=torch.int64)
-    slots.scatter_(1, places, torch.arange(rows * most, device=ids.device).view(rows, most))
-    return places, slots.flatten()
+    slots.scatter_(1, anchors, torch.arange(rows * most, device=ids.device).view(rows, most))
+    return anchors, slots.flatten()

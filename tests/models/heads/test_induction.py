@@ -15,7 +15,7 @@ from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.medusa import MedusaConfig
-from drafthead.models.heads.parts.induction import InductionHead, InductionReader, InductionText
+from drafthead.models.heads.parts.induction import InductionHead, InductionReader, InductionContext
 from drafthead.models.heads.parts.targets import DraftTargets
 from support import TinyBase, random_ids, randomised, row_of
 
@@ -117,13 +117,13 @@ def test_only_what_a_row_said_anew_is_looked_up(tiny_base: TinyBase, monkeypatch
     counted: list[int] = []
     whole = InductionHead.codes
     monkeypatch.setattr(InductionHead, "codes", lambda h, tokens: counted.append(tokens.numel()) or whole(h, tokens))
-    known = InductionText.none(2).append(head, torch.tensor([random_ids(50), random_ids(50, 1)]), torch.tensor([50, 9]))
+    known = InductionContext.none(2).append(head, torch.tensor([random_ids(50), random_ids(50, 1)]), torch.tensor([50, 9]))
     counted.clear()
     for step in range(10):
         known = known.append(head, torch.tensor([random_ids(2, step), random_ids(2, step + 20)]), torch.tensor([2, 1]))
         known.cache.read(head, known.tokens.tokens)
     assert max(counted) <= 8, counted
-    alone = InductionText.none(2).append(head, known.tokens.tokens, known.tokens.lengths)
+    alone = InductionContext.none(2).append(head, known.tokens.tokens, known.tokens.lengths)
     for kept, fresh in zip(
         known.cache.read(head, known.tokens.tokens), alone.cache.read(head, known.tokens.tokens), strict=True
     ):
@@ -140,15 +140,15 @@ def test_states_that_share_what_was_read_do_not_disturb_each_other(tiny_base: Ti
     head = randomised(WITH_INDUCTION["hydra"].build(base), 0.1).eval().inference()
     assert head.induction is not None
     text, other = random_ids(40), random_ids(41)[1:]
-    first = InductionText.none(1).append(head.induction, torch.tensor([text[:30]]), None)
+    first = InductionContext.none(1).append(head.induction, torch.tensor([text[:30]]), None)
     longer = first.append(head.induction, torch.tensor([text[30:]]), None)
     branch = first.append(head.induction, torch.tensor([other[:7]]), None)
     node, state = torch.tensor([[text[3]]]), torch.randn(1, 1, base.hidden_size)
 
-    def read(known: InductionText) -> Tensor:
+    def read(known: InductionContext) -> Tensor:
         return InductionReader(head.induction, known, state).read(node, torch.zeros_like(node))
 
     with torch.inference_mode():
         for known, ids in [(longer, text), (branch, text[:30] + other[:7]), (first, text[:30]), (longer, text)]:
-            alone = InductionText.none(1).append(head.induction, torch.tensor([ids]), None)
+            alone = InductionContext.none(1).append(head.induction, torch.tensor([ids]), None)
             torch.testing.assert_close(read(known), read(alone))
