@@ -110,24 +110,25 @@ def test_a_match_adds_the_same_to_the_logits_of_any_base(
         assert float(added[7]) == pytest.approx(8.0, rel=1e-3)
 
 
-def test_only_what_a_row_said_anew_is_looked_up(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short row's padding moves every step; what a long row said before is not read again."""
+def test_only_new_tokens_are_looked_up(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step moves a short row's padding; the tokens that a long row already has are not read again."""
     head = randomised(WITH_INDUCTION["hydra"].build(tiny_base()), 0.1).eval().inference().induction
     assert head is not None
     counted: list[int] = []
-    whole = InductionHead.codes
-    monkeypatch.setattr(InductionHead, "codes", lambda h, tokens: counted.append(tokens.numel()) or whole(h, tokens))
-    known = InductionContext.none(2).append(head, torch.tensor([random_ids(50), random_ids(50, 1)]), torch.tensor([50, 9]))
+    codes = InductionHead.codes
+    monkeypatch.setattr(InductionHead, "codes", lambda h, tokens: counted.append(tokens.numel()) or codes(h, tokens))
+    prompts = torch.tensor([random_ids(50), random_ids(50, 1)])
+    context = InductionContext.none(2).append(head, prompts, torch.tensor([50, 9]))
     counted.clear()
     for step in range(10):
-        known = known.append(head, torch.tensor([random_ids(2, step), random_ids(2, step + 20)]), torch.tensor([2, 1]))
-        known.cache.read(head, known.tokens.tokens)
+        tokens = torch.tensor([random_ids(2, step), random_ids(2, step + 20)])
+        context = context.append(head, tokens, torch.tensor([2, 1]))
+        context.cache.read(head, context.tokens.tokens)
     assert max(counted) <= 8, counted
-    alone = InductionContext.none(2).append(head, known.tokens.tokens, known.tokens.lengths)
-    for kept, fresh in zip(
-        known.cache.read(head, known.tokens.tokens), alone.cache.read(head, known.tokens.tokens), strict=True
-    ):
-        torch.testing.assert_close(kept, fresh)
+    fresh = InductionContext.none(2).append(head, context.tokens.tokens, context.tokens.lengths)
+    states = (each.cache.read(head, context.tokens.tokens) for each in (context, fresh))
+    for incremental, whole in zip(*states, strict=True):
+        torch.testing.assert_close(incremental, whole)
 
 
 def test_it_needs_the_bases_projection() -> None:
