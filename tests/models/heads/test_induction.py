@@ -15,7 +15,7 @@ from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.medusa import MedusaConfig
-from drafthead.models.heads.parts.induction import InductionHead, InductionReader, InductionContext
+from drafthead.models.heads.parts.induction import InductionContext, InductionHead, InductionReader
 from drafthead.models.heads.parts.targets import DraftTargets
 from support import TinyBase, random_ids, randomised, row_of
 
