@@ -12,7 +12,6 @@ COMMANDS = {
     "eval": ("drafthead.commands.eval", "measure a saved head: mean accepted length, speedup, identical outputs"),
     "generate": ("drafthead.commands.generate", "stream an answer with a head, and say what it gained"),
     "replay": ("drafthead.commands.replay", "simulate any draft length and tree of a head, without decoding"),
-    "sweep": ("drafthead.commands.sweep", "find the fastest head, draft length and confidence threshold by decoding"),
     "study": ("drafthead.commands.study", "train draft models of several shapes, and find the one to have here"),
     "adapt": ("drafthead.commands.adapt", "answer a stream of prompts with a head that learns from it meanwhile"),
     "certify": ("drafthead.commands.certify", "prove that the acceptance rules keep the base's distribution"),

@@ -179,6 +179,25 @@ def parse_tree(spec: str, depth: int) -> TokenTree | DynamicTree | None:
 
 
 @dataclass(kw_only=True)
+class GridConfig:
+    """Combinations that ``drafthead eval`` decodes in one interleaved run; the fastest becomes its head's default."""
+
+    heads: list[str] = field(default_factory=list)
+    """Head folders of the same base to compare with ``head``, for example of several exit layers."""
+    confidence_threshold: list[float] = field(default_factory=list)
+    """Confidence thresholds; empty: each head's own."""
+    drafts: list[int] = field(default_factory=list)
+    """Lengths of chains; 0 is a head's own tree, and so is an empty list."""
+
+    def __post_init__(self) -> None:
+        limits = {"confidence_threshold": "[0, 1)", "drafts": "[0, inf)"}
+        check_limits(self, "grid.", **{key: limit for key, limit in limits.items() if getattr(self, key)})
+
+    def __bool__(self) -> bool:
+        return bool(self.heads or self.confidence_threshold or self.drafts)
+
+
+@dataclass(kw_only=True)
 class EvalRunConfig(EvalConfig):
     """``drafthead eval``: a saved head, or a drafter that needs no training, on a suite."""
 
@@ -190,8 +209,17 @@ class EvalRunConfig(EvalConfig):
     """Folder of ``eval.json`` and ``report.html``; by default ``eval-<suite>`` beside the head."""
     resume: bool = True
     """Keep the prompts that an interrupted evaluation has finished; false measures all again."""
+    grid: GridConfig = field(default_factory=GridConfig)
+    """Heads, draft lengths and thresholds to choose from by measured speed."""
+    dry: bool = False
+    """Measure a grid, but leave the heads as they are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.head:
             raise UserError("name a head: head=outputs/NAME/head or head=user/repo")
+        varied = self.tree != "head" or self.confidence_threshold is not None or self.drafter != "head"
+        if self.grid and (varied or not self.rule.lossless):
+            raise UserError(
+                "a grid varies tree and threshold of a head; leave tree, confidence_threshold, drafter, rule"
+            )

@@ -1,11 +1,12 @@
 """Evaluate a drafter: interleaved timing against autoregressive decoding and other methods, metrics, report."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import mean
+from types import MappingProxyType
 from typing import Any
 
 from drafthead.data.batch import HiddenStatesSpec
@@ -56,6 +57,7 @@ def evaluate(
     *,
     draft_config: DraftConfig | None = None,
     head: Drafter | None = None,
+    candidates: Mapping[str, tuple[Drafter, DraftConfig]] = MappingProxyType({}),
     calibration: Calibration | None = None,
     costs: CostModel | None = None,
     training_log: list[dict[str, Any]] | None = None,
@@ -72,8 +74,9 @@ def evaluate(
     config.rule.check(draft_config)
     suite = load_suite(config.suite, config.limit, config.seed, config.tasks, config.split)
     with serve(base, drafter, config, folder, lambda line: progress(line, 0, 0)) as served:
-        compared = methods(base, drafter, draft_config, config, head or drafter) | engine_methods(base, served, config)
-        marked = [*config.baselines, *served.methods, *([served.chain] if served.chain else [])]
+        compared = methods(base, drafter, draft_config, config, head or drafter, candidates)
+        compared |= engine_methods(base, served, config)
+        marked = [*config.baselines, *candidates, *served.methods, *([served.chain] if served.chain else [])]
         timed = run_interleaved(
             suite,
             lambda prompt, answers: _prompt_ids(base, prompt, answers, config.max_new_tokens),

@@ -21,7 +21,6 @@ SETTINGS = {
     "eval": ["head=x"],
     "generate": ["head=x", "hello"],
     "replay": ["head=x"],
-    "sweep": ["heads=[x]"],
     "certify": [],
     "adapt": ["head=x"],
     "study": [],
@@ -44,7 +43,7 @@ def test_every_command_explains_and_prints_its_settings(command: str, capsys: py
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_a_misspelt_setting_is_one_line_with_near_matches(command: str) -> None:
-    known = dict.fromkeys(("train", "sweep", "data"), "seed")
+    known = dict.fromkeys(("train", "data"), "seed")
     known |= {"certify": "each", "import": "revision", "push": "private", "engines": "folder"}
     key = known.get(command, "base")
     with pytest.raises(SystemExit, match=rf"^error: .*'{key}x'.*; did you mean {key}") as stop:
@@ -76,7 +75,6 @@ OLD_SPELLINGS = {
     "compare=false raw=true",
     "replay --head x --base embedded:smollm2 --nodes 6,16 --siblings with_replacement": "replay head=x "
     "base=embedded:smollm2 nodes=[6,16] draft_sampling=with_replacement",
-    "sweep --heads a=1/head b --drafts 0 4 --dry": "sweep heads=['a=1/head',b] drafts=[0,4] dry=true",
     "certify --each --only=block --json=rows.json": "certify each=true only=block json=rows.json",
 }
 

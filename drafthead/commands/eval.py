@@ -9,13 +9,16 @@ from drafthead.data.utils.files import read_json_lines, write_atomic
 from drafthead.eval.config import EvalRunConfig
 from drafthead.eval.engines.served import check_engines
 from drafthead.eval.evaluate import development_prompts, evaluate
+from drafthead.eval.grid import check_folders, grid_candidates, keep_fastest
 from drafthead.eval.metrics.served import engine_failures
+from drafthead.eval.metrics.summary import METHOD
 from drafthead.eval.prompts.suites import load_suite, suite_label
 from drafthead.eval.report.tables import console_lines, console_table, markdown_table
 from drafthead.eval.timing.methods import check_methods
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.drafters.expression import is_drafter, load_base_and_drafter, parse_drafter
+from drafthead.models.heads.parts.draft_head import DraftHead
 
 TIMED_ON = 8
 """Prompts of the dev half on which drafting is timed for the prediction."""
@@ -34,6 +37,7 @@ drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 rule.nam
 drafthead eval head=outputs/eagle3_smollm2_served/head engines=[vllm,llamacpp] suite=spec_bench_like limit=24
 drafthead eval head=outputs/hydra_smollm2/head drafter=relay:head@2+prompt_lookup@4
 drafthead eval head=prompt_lookup:3 base=embedded:smollm2
+drafthead eval head=DIR 'grid.heads=[DIR,DIR]' grid.confidence_threshold=[0,0.4,0.8] grid.drafts=[0,4]
 drafthead eval head=prompt_lookup:3 drafter=nested:early_exit:12@6+head base=embedded:smollm2
 
 suite           smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, long_questions, code, builtin,
@@ -56,6 +60,8 @@ baselines       any drafter (head: alone, where others are put to it), hf_prompt
 engines         vllm, llamacpp, sglang: export the head, start the engine, and measure it on the same prompts beside
                 our own chain of the same length; fails where acceptance or texts differ. engine.vllm.python=PATH (an
                 interpreter that has vLLM; `drafthead engines install=vllm` makes one), engine.NAME.url=http://...
+grid            decode with every combination of heads, chain lengths (0: the head's tree) and thresholds in one run.
+                The fastest becomes its head's default if its interval lies above that default; dry=true only measures
 tree_nodes      of a combined tree, as many as the head's own by default: the others first, then the head's likeliest
 """
 
@@ -67,6 +73,8 @@ def main(config: EvalRunConfig) -> None:
         config.suite, config.limit, config.seed, config.tasks, config.split
     )  # a wrong name fails before the model loads
     check_methods(config.baselines)
+    if config.grid:
+        check_folders([config.head, *config.grid.heads])
     if is_drafter(config.head):
         parse_drafter(config.head)
     display = Display()
@@ -74,6 +82,8 @@ def main(config: EvalRunConfig) -> None:
         base, head, _ = load_base_and_drafter(config.head, config.base)
         drafter, draft_config = config.build(base, head, config.draft_config(head))
     config.rule.check(draft_config)
+    assert isinstance(head, DraftHead) or not config.grid  # its folder was checked
+    candidates = grid_candidates(base, head, config) if isinstance(head, DraftHead) and config.grid else []
     if config.engines:
         check_engines(drafter, config)
     default = Path(config.head).parent if Path(config.head).is_dir() else Path("outputs") / suite_label(config.head)
@@ -94,6 +104,7 @@ def main(config: EvalRunConfig) -> None:
             display.progress,
             draft_config=draft_config,
             head=head,
+            candidates={c.name: (c.head, c.draft_config) for c in candidates if c.name != METHOD},
             costs=costs,
             training_log=training_log,
         )
@@ -101,6 +112,8 @@ def main(config: EvalRunConfig) -> None:
     display.console.print(console_table(result))
     for line in console_lines(result, training_log):
         display.line(line)
+    if candidates:
+        display.line(keep_fastest(result, candidates, config, config.dry))
     if failures := engine_failures(result):
         raise UserError(f"the head is not served as it was trained: {'; '.join(failures)} (all in {folder}/eval.json)")
     display.line(f"report: {folder / 'report.html'}   for a model card: {folder / 'results.md'}")

@@ -1,7 +1,9 @@
 """The methods that an evaluation times, by name: autoregressive decoding, the drafter, and other methods."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from drafthead.data.utils.machine import hardware, versions
@@ -46,11 +48,16 @@ class Method(NamedTuple):
 
 
 def methods(
-    base: BaseModel, drafter: Drafter, draft_config: DraftConfig, config: EvalConfig, head: Drafter
+    base: BaseModel,
+    drafter: Drafter,
+    draft_config: DraftConfig,
+    config: EvalConfig,
+    head: Drafter,
+    candidates: Mapping[str, tuple[Drafter, DraftConfig]] = MappingProxyType({}),
 ) -> dict[str, Method]:
     """Return all kinds of autoregressive decoding, ``drafter`` and the config's baselines, by the summary's names.
 
-    ``head`` is what that name means in ``config.baselines``.
+    ``head`` is what that name means in ``config.baselines``. ``candidates`` are more drafters under the same rule.
     """
     exact = replace(config, rule=EXACT)
     found = {
@@ -59,6 +66,7 @@ def methods(
         "autoregressive": _decoded(base, None, None, exact),
         "speculative": _decoded(base, drafter, draft_config, config),
     }
+    found |= {name: _decoded(base, *candidate, config) for name, candidate in candidates.items()}
     return found | {spec: _baseline(base, head, spec, exact) for spec in config.baselines}
 
 
