@@ -1,10 +1,10 @@
-"""Speeds of answers that ran one after the other, against a baseline in both conventions; and every metric by name.
+"""Speeds of answers against a baseline, in two conventions, and every metric by name.
 
-Exact: committed tokens, ratios of totals. Spec-Bench-compatible: as its evaluation scripts (2401.07851) count, which is
-what published tables hold.
+Exact: committed tokens, and ratios of totals. Spec-Bench-compatible: counted like its evaluation scripts (2401.07851),
+on which published tables are based.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,58 +16,32 @@ from drafthead.eval.metrics import acceptance
 from drafthead.eval.metrics.acceptance import Results, mean_of, steps_of
 
 Retokenised = Callable[[list[int]], int]
-"""Tokens of an answer after decoding it to text and tokenising that again, without a BOS token."""
-Measured = Ratio | list[Ratio] | None
-
-
-def step_seconds(results: Results) -> Ratio:
-    """Seconds per step."""
-    return mean_of(steps_of(results), lambda step: step.total_s)
+"""Number of tokens of an answer after decoding it to text and tokenising the text again, without a BOS token."""
 
 
 def tokens_per_second(results: Results) -> Ratio:
-    """Answer tokens, the prefill's included, per second of the whole decoding, prefill included."""
+    """Return answer tokens per second of whole decodings: the prefill's token and time are included."""
     return Ratio(sum(len(r.tokens) for r in results), sum(r.total_s for r in results))
 
 
 def decode_tokens_per_second(results: Results) -> Ratio:
-    """Tokens committed in steps per second after the prefill."""
+    """Return tokens committed in steps per second after the prefill."""
     seconds = sum(r.total_s - r.prefill_s for r in results)
     return Ratio(sum(step.committed for step in steps_of(results)), seconds)
 
 
-def loop_overhead(results: Results) -> Ratio:
-    """Share of the steps' wall time spent neither drafting nor in the base: 1 - (draft + verify) / total."""
-    steps = steps_of(results)
-    total = sum(step.total_s for step in steps)
-    return Ratio(total - sum(step.draft_s + step.verify_s for step in steps), total)
-
-
-def step_overhead(baseline: Results, method: Results) -> Ratio:
-    """Medusa's overhead: seconds of a speculative step / of an autoregressive one.
-
-    The mean accepted length divided by it is the speedup of the steps.
-    """
-    return Ratio(step_seconds(method).value, step_seconds(baseline).value)
-
-
 def speedup(baseline: Results, method: Results) -> Ratio:
-    """Tokens per second over the baseline's, totals over totals, prefill included."""
+    """Return tokens per second over the baseline's, totals over totals, prefill included."""
     return Ratio(tokens_per_second(method).value, tokens_per_second(baseline).value)
-
-
-def decode_speedup(baseline: Results, method: Results) -> Ratio:
-    """The same without the prefill, which no draft makes faster."""
-    return Ratio(decode_tokens_per_second(method).value, decode_tokens_per_second(baseline).value)
 
 
 def speedup_interval(
     baseline: Results, method: Results, groups: list[Any] | None = None, seed: int = 0
 ) -> tuple[float, float, float]:
-    """:func:`speedup` with a 95 % bootstrap interval over prompts, drawn in pairs: a slow prompt is slow for both.
+    """Return :func:`speedup` and its 95 % bootstrap interval over prompts as (ratio, low, high).
 
-    ``groups``: per answer its prompt, so that the turns of one conversation are drawn together. Returns ratio, low,
-    high; NaN where there are too few prompts.
+    Both methods' answers to a prompt are drawn as a pair, because a slow prompt is slow for both. ``groups`` names each
+    answer's prompt, so that the turns of a conversation are drawn together. Too few prompts give NaN bounds.
     """
     timed = [b.total_s > 0 and m.total_s > 0 for b, m in zip(baseline, method, strict=True)]
     columns = [[len(m.tokens), m.total_s, len(b.tokens), b.total_s] for b, m in zip(baseline, method, strict=True)]
@@ -81,19 +55,19 @@ def _ratio(totals: np.ndarray) -> np.ndarray:
         return np.asarray((tokens / seconds) / (base_tokens / base_s))
 
 
-def _by_group(columns: list[list[float]], groups: list[Any] | None, kept: list[bool]) -> np.ndarray:
-    """Totals [groups, C] of the rows that are kept, the groups in the order in which they come."""
+def _by_group(columns: list[list[float]], groups: list[Any] | None, included: list[bool]) -> np.ndarray:
+    """Return totals [groups, C] of the rows marked in ``included``, in the order of each group's first row."""
     names: list[Hashable] = list(range(len(columns))) if groups is None else groups
     totals: dict[Hashable, np.ndarray] = {}
-    for name, row, keep in zip(names, columns, kept, strict=True):
-        if keep:
+    for name, row, is_included in zip(names, columns, included, strict=True):
+        if is_included:
             totals[name] = totals.get(name, 0) + np.array(row)
     return np.array(list(totals.values())).reshape(-1, 4)
 
 
 @dataclass(frozen=True)
 class SpecBench:
-    """What Spec-Bench's ``speed.py`` would print."""
+    """The numbers that Spec-Bench's ``speed.py`` prints."""
 
     mean_accepted_length: float
     """Mean over the pooled steps, before truncation."""
@@ -106,11 +80,11 @@ class SpecBench:
 def spec_bench(
     baseline: Results, method: Results, retokenised: Retokenised, groups: list[Any] | None = None
 ) -> SpecBench:
-    """Spec-Bench's numbers: the ratio of the means over questions of tokens / seconds, prefill included.
+    """Return Spec-Bench's numbers: the ratio of the means over questions of tokens / seconds, prefill included.
 
-    Its scripts count the method's tokens as they were committed, and the baseline's by tokenising the decoded text
-    again, special tokens gone. Not imitated: counting tokens after EOS, and keeping the last answer's time for one
-    that failed. ``groups``: per answer its question; turns of one question make one rate.
+    Its scripts count the method's committed tokens, but the baseline's by tokenising the decoded text again, without
+    special tokens. Two of its faults are not imitated: it counts tokens after EOS, and gives a failed answer the time
+    of the one before. ``groups`` names each answer's question: turns of one question make one rate.
     """
     answered = [bool(b.tokens and m.tokens) for b, m in zip(baseline, method, strict=True)]
     columns = [
@@ -123,47 +97,30 @@ def spec_bench(
     return SpecBench(length, rate, base_rate, Ratio(rate, base_rate).value)
 
 
-METRICS: Mapping[str, Callable[[Results], Measured]] = {
-    metric.__name__: metric
-    for metric in (
-        acceptance.mean_accepted_length,
-        acceptance.mean_accepted_length_untruncated,
-        acceptance.mean_accepted_length_if_drafted,
-        acceptance.mean_accepted_drafts,
-        acceptance.simulated_accepted_drafts,
-        acceptance.acceptance_rate,
-        acceptance.node_efficiency,
-        acceptance.alpha,
-        acceptance.n_alpha,
-        acceptance.acceptance_per_depth,
-        acceptance.acceptance_per_depth_of_all,
-        acceptance.compression_ratio_as_released,
-        acceptance.tar_as_analysed,
-        tokens_per_second,
-        decode_tokens_per_second,
-        loop_overhead,
-    )
-} | {
-    "ctar": acceptance.ctar_curve,
-    "compression_ratio": acceptance.mean_accepted_length,  # Kangaroo's paper
-    "tar": acceptance.mean_accepted_length_untruncated,  # DSD's spec_decoding_demo.py
-    "acceleration_rate": acceptance.mean_accepted_length,  # Medusa
-}
-"""Metrics of one step log; the functions' docstrings name whose convention each one follows."""
-AGAINST_BASELINE = {metric.__name__: metric for metric in (step_overhead, speedup, decode_speedup)}
-
-
 def measure(
     baseline: Results, method: Results, retokenised: Retokenised, groups: list[Any] | None = None
 ) -> dict[str, float | None | list[float | None]]:
-    """Every metric of ``method`` by name, as plain values; None where the log cannot give one."""
-    found: dict[str, Measured] = {name: metric(method) for name, metric in METRICS.items()}
-    found |= {name: metric(baseline, method) for name, metric in AGAINST_BASELINE.items()}
-    values: dict[str, Any] = {
-        name: [ratio.value for ratio in value] if isinstance(value, list) else value and value.value
-        for name, value in found.items()
+    """Return every metric of ``method`` by name as plain values; None if the log cannot tell it."""
+    steps = steps_of(method)
+    step_s, baseline_step_s = (mean_of(steps_of(r), lambda step: step.total_s).value for r in (method, baseline))
+    total_s = sum(step.total_s for step in steps)
+    decode_speeds = [decode_tokens_per_second(results).value for results in (method, baseline)]
+    metrics: dict[str, Ratio | list[Ratio] | None] = acceptance.published_metrics(method) | {
+        "tokens_per_second": tokens_per_second(method),
+        "decode_tokens_per_second": decode_tokens_per_second(method),
+        # Share of the steps' wall time spent neither drafting nor in the base.
+        "loop_overhead": Ratio(total_s - sum(step.draft_s + step.verify_s for step in steps), total_s),
+        # Medusa's overhead: the mean accepted length divided by it is the speedup of the steps.
+        "step_overhead": Ratio(step_s, baseline_step_s),
+        "speedup": speedup(baseline, method),
+        # Without the prefill, which drafts cannot speed up.
+        "decode_speedup": Ratio(*decode_speeds),
     }
     compatible = spec_bench(baseline, method, retokenised, groups)
+    values: dict[str, Any] = {
+        name: [ratio.value for ratio in metric] if isinstance(metric, list) else metric and metric.value
+        for name, metric in metrics.items()
+    }
     values |= {"spec_bench_tokens_per_second": compatible.tokens_per_second, "spec_bench_speedup": compatible.speedup}
     plain: dict[str, float | None | list[float | None]] = finite(values)
     return plain
