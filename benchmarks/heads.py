@@ -48,7 +48,7 @@ def settings_of(name: str, arguments: Namespace) -> list[str]:
     tiny = any(override.startswith("debug=") for override in arguments.overrides)
     settings += [f"data.folder={arguments.out / 'corpora'}" if tiny else f"data={arguments.data}"]
     settings += [f"out={arguments.out / name}", "eval.limit=2", "eval.max_new_tokens=24", *arguments.overrides]
-    return [*settings, *(f"phases.{phase}.hidden_states=cached" for phase in composed(settings).phases)]
+    return [*settings, *(f"phases.{phase}.store_hidden_states=true" for phase in composed(settings).phases)]
 
 
 def probe(settings: Sequence[str], phases: Sequence[str]) -> dict[str, float]:

@@ -33,7 +33,7 @@ from common import at_least, composed, entry_point, parser, print_table, save_re
 from loss_memory import PeakMemory
 from transformers import PreTrainedConfig
 
-from drafthead.data.answers.hidden_states import HiddenStateCache
+from drafthead.data.answers.hidden_states import HiddenStateCache, StoredHiddenStates
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import pack
@@ -111,7 +111,7 @@ class Bench:
         self.head = run.head_config().build(self.base, d2t)
         if run.trains_base:
             self.head.train_base(now=self.phase.train_base)
-        cache = random_cache(folder, rows, self.head) if self.phase.hidden_states == "cached" else None
+        cache = StoredHiddenStates(random_cache(folder, rows, self.head)) if self.phase.store_hidden_states else None
         self.data = PhaseData(rows, self.base, self.head.spec, cache)
         sharding.shard(self.head.train())
         self.optimizer = head_optimizer(self.head, self.phase.optim)
@@ -188,7 +188,7 @@ def operations_per_token(head: DraftHeadConfig, phase: PhaseConfig, settings: Pr
     attention = phase.seq_len * shape.num_heads * shape.head_dim
     base = 2.0 * shape.num_layers * (shape.layer_parameters + attention)
     shared = 0 if sizes.projections else head.trained_positions * sizes.draft_vocab_size * shape.hidden_size
-    passes = (phase.hidden_states != "cached") + 2 * phase.train_base
+    passes = (not phase.store_hidden_states) + 2 * phase.train_base
     return passes * base + 6.0 * sizes.trainable + 4.0 * shared
 
 

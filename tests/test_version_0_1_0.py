@@ -6,17 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json
 from drafthead.data.utils.settings import RENAMED_KEYS, original_names, update_key, update_names, update_overrides
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.parts.draft_head import DraftHead, parse_head
 from drafthead.models.heads.parts.loading import load_base_and_head
-from drafthead.train.pipeline import run_pipeline
-from support import call, composed
+from support import call
 
 OLD = Path(__file__).parent / "version_0_1_0"
-SAME_RUN = ["recipe=kangaroo_smollm2", "debug=tiny"]
 
 
 @pytest.fixture
@@ -49,29 +46,9 @@ def test_its_threshold_counts(old: Path) -> None:
     assert load_base_and_head(tree.parent)[1].confidence_threshold == 0.7
 
 
-def test_its_run_is_the_same_run(old: Path, tmp_path: Path) -> None:
-    """Its folder is refused for the one setting that differs, and for no other."""
-    run, resolved = composed(tmp_path, *SAME_RUN, "seed=1")
-    run.out = str(old / "run")
-    with pytest.raises(UserError, match=r"was trained with seed=0, this recipe has 1"):
-        run_pipeline(run, resolved)
-
-
-def test_its_corpora_are_used(old: Path, tmp_path: Path) -> None:
-    """The packed text is found under its old name, and answers of other settings are still refused."""
-    out = [f"out={tmp_path / 'run'}", f"data.folder={old / 'corpora'}"]
-    with pytest.raises(SystemExit, match="was made with prompts = 24, expected 23"):
-        call("data", *SAME_RUN, *out, "data.answers.prompts=23")
-    shutil.rmtree(old / "corpora" / "answers")
-    rows = old / "corpora" / "text" / "e4394c0c" / "rows.arrow"
-    before = rows.stat().st_mtime_ns
-    call("data", *SAME_RUN, *out)
-    assert list((old / "corpora" / "text").iterdir()) == [rows.parent] and rows.stat().st_mtime_ns == before
-
-
 def test_its_command_lines_compose(capsys: pytest.CaptureFixture[str]) -> None:
     old = ["phases.distill.row_length=1024", "phases.pretrain.batch_rows=3", "dead_after_s=60", "node_data=true"]
-    old += ["data.answers.synthesised=5", "data.answers.keep_features=false"]
+    old += ["data.answers.synthesised=5"]
     call("train", "recipe=medusa_smollm2", *old, "--cfg", "job")
     said = capsys.readouterr()
     for line in ("seq_len: 1024", "micro_batch_size: 3", "heartbeat_timeout_s: 60.0", "per_node_data: true"):

@@ -217,10 +217,7 @@ class AnswersConfig:
     batch_size: int = 64
     """Answers generated at a time by the built-in decoding, on each process."""
     server: ServerConfig = field(default_factory=ServerConfig)
-    """A server that generates the answers instead (vLLM, SGLang, TGI)."""
-    keep_hidden_states: bool = True
-    """Keep the hidden states that generation computes anyway; the distillation phase then needs no pass of the base.
-    A server gives none."""
+    """A server that generates the answers instead (vLLM, SGLang)."""
 
     def __post_init__(self) -> None:
         check_limits(
@@ -230,16 +227,17 @@ class AnswersConfig:
             self_prompted="[0, inf)",
             max_prompt_tokens="[8, inf)",
             batch_size="[1, inf)",
-            keep_hidden_states=(
-                self.server.url is None or not self.keep_hidden_states,
-                "false with a server, which gives no hidden states; the distillation phase then computes them",
-            ),
         )
 
     @property
     def copied(self) -> bool:
-        """Whether the answers are precomputed ones."""
+        """Return True if the answers are precomputed ones."""
         return self.precomputed is not None and not self.fresh
+
+    @property
+    def decoded_here(self) -> bool:
+        """Return True if the built-in decoding generates the answers, which then has their final hidden states."""
+        return not self.copied and self.server.url is None
 
     def manifest(self) -> dict[str, Any]:
         """What decides on the answers; not how many are made at a time, and where."""
@@ -293,27 +291,22 @@ class PhaseConfig:
     max_tokens: int | None = None
     """Train on a random part of the corpus that has about so many trained tokens (a larger part holds a smaller one);
     None: on all of it."""
-    hidden_states: str = "computed"
-    """``cached``: the base's hidden states are computed once per row and kept on disk, those of the held-out answers
-    too. ``computed``: anew each time."""
+    store_hidden_states: bool = False
+    """Store the hidden states of the base on disk and read them from there, those of the held-out answers too. Answers
+    are stored with their final states while they are generated; the base computes all others once per row. Without it
+    the base computes them in every step."""
     train_base: bool = False
-    """Train the base along, through the head's adapters (head=medusa2). ``hidden_states`` are those of the
-    original base."""
+    """Train the base along, through the head's adapters (head=medusa2). Hidden states are those of the original
+    base."""
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     boost: BoostConfig = field(default_factory=BoostConfig)
-
-    @property
-    def cached(self) -> bool:
-        """Whether hidden states are kept on disk."""
-        return self.hidden_states == "cached"
 
     def __post_init__(self) -> None:
         check_limits(
             self,
             "phases.*.",
             corpus=("text", "answers"),
-            hidden_states=("computed", "cached"),
             seq_len="[16, inf)",
             micro_batch_size="[1, inf)",
             grad_accum_steps="[1, inf)",
@@ -428,6 +421,12 @@ class RunConfig:
         return any(p.train_base for p in self.phases.values())
 
     @property
+    def stores_answer_states(self) -> bool:
+        """Return True if answers are stored with their final hidden states while they are generated."""
+        stored = any(p.corpus == "answers" and p.store_hidden_states for p in self.phases.values())
+        return stored and self.data.answers.decoded_here
+
+    @property
     def answer_row_length(self) -> int:
         """Tokens of the longest rows that answers are packed into."""
         return max(p.seq_len for p in self.phases.values() if p.corpus == "answers")
@@ -526,10 +525,10 @@ def _check_stream(run: RunConfig) -> None:
             raise UserError(
                 f"phases.{name}.max_tokens takes a part of rows on disk, and data.text.stream keeps none; leave one out"
             )
-        if phase.corpus == "text" and phase.cached:
+        if phase.corpus == "text" and phase.store_hidden_states:
             raise UserError(
-                f"phases.{name}.hidden_states=cached keeps hidden states of text that data.text.stream reads once; set "
-                "it to computed"
+                f"phases.{name}.store_hidden_states stores hidden states of text that data.text.stream reads once; set "
+                "it to false"
             )
 
 

@@ -102,7 +102,7 @@ class Estimate:
             "head weights": head.parameters * FLOAT32,
             "gradients": head.trainable * FLOAT32,
             "optimiser": head.trainable * 2 * FLOAT32,
-            "base activations": states + (0 if phase.cached else computed),
+            "base activations": states + (0 if phase.store_hidden_states else computed),
             "head activations": tokens * head.activations_per_token * FLOAT32,
             "loss chunk": self._loss_chunk(tokens, head.draft_vocab_size),
             "gradients in flight": (2 if phase.grad_accum_steps > 1 else 1) * head.projections * FLOAT32,
@@ -178,12 +178,15 @@ class Estimate:
         """Bytes on disk by purpose: ids 4 a token, hidden states 2 D a token and layer, a checkpoint with moments."""
         width = self.shape.hidden_size * CACHED
         found = {"answers": self.answer_tokens * TOKEN_ID}
-        if self.data.answers.keep_hidden_states and not self.data.answers.copied:
+        storing = {name: phase for name, phase in self.phases.items() if phase.store_hidden_states}
+        with_answers = self.data.answers.decoded_here and any(p.corpus == "answers" for p in storing.values())
+        if with_answers:
             found["hidden states of answers"] = self.answer_tokens * width
-        for name, phase in self.phases.items():
-            if phase.cached:
-                tokens = self.data.text.max_tokens if phase.corpus == "text" else self.answer_tokens
-                found[f"hidden states of {name}"] = tokens * width * (1 + self.head.feature_layers)
+        for name, phase in storing.items():
+            tokens = self.data.text.max_tokens if phase.corpus == "text" else self.answer_tokens
+            states = self.head.feature_layers + (phase.corpus == "text" or not with_answers)
+            if states:
+                found[f"hidden states of {name}"] = tokens * width * states
         found["one checkpoint"] = (self.head.parameters + self.adapters + 2 * self.trained) * FLOAT32
         return found
 

@@ -79,8 +79,10 @@ class Outlook:
             answered = (answers.prompts + answers.self_prompted) * answers.sampler.max_new_tokens
             answered = min(answered, phase.max_tokens or answered)
             corpus = answered + answered * prompt // answers.sampler.max_new_tokens
-        kept = phase.corpus == "answers" and answers.keep_hidden_states and not answers.copied
-        read = 0 if kept else min(corpus, tokens) if phase.cached else tokens
+        if not phase.store_hidden_states:
+            read = tokens
+        else:
+            read = 0 if phase.corpus == "answers" and self.run.stores_answer_states else min(corpus, tokens)
         return f"{phase.steps:,} steps on {phase.corpus}, {int(tokens):,} tokens", seconds + read * self.cache_s
 
     def _tree(self) -> tuple[str, float]:

@@ -24,7 +24,8 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, read_json_lines, write_json
 from drafthead.data.utils.hub import push as push_to_hub
 from drafthead.data.utils.machine import other_processes_line
-from drafthead.data.utils.settings import flatten, update_names
+from drafthead.data.utils.renamed import update_names
+from drafthead.data.utils.settings import flatten
 from drafthead.eval.evaluate import development_answers
 from drafthead.eval.evaluate import evaluate as evaluate_drafter
 from drafthead.eval.metrics.base_quality import check_quality, compare_bases, quality_line
@@ -95,7 +96,8 @@ class RunContext:
         run.head_config().check_layers(base.num_layers)  # before hours of generation
         together = any(stage in COLLECTIVE for stage in run.stages)
         group = rank_group(launch.accelerator, run.per_node_data) if together else ProcessGroup()
-        return Corpora(base, run.data, run.seed, self.display.progress, group, self.display.line)
+        states = run.stores_answer_states
+        return Corpora(base, run.data, run.seed, self.display.progress, group, self.display.line, states)
 
     @cached_property
     def base(self) -> BaseModel:
@@ -263,7 +265,7 @@ def quality(work: RunContext) -> None:
             yield collate(part, [n])
 
     with work.display.stage("the trained base beside the original one"):
-        rows = {"answers": work.corpora.generation_rows(run.answer_row_length, held_out=True)[0]}
+        rows = {"answers": work.corpora.answer_rows(run.answer_row_length, held_out=True)[0]}
         text = unseen_text(work.corpora, run.phases)
         if text is not None:
             rows = {"text": text, **rows}
@@ -310,7 +312,7 @@ def _tree_answers(work: RunContext, head: DraftHead) -> list[Ranks]:
     run = work.run
     if work.development_answers is not None:
         return text_ranks(head, work.development_answers)
-    cached = any(phase.cached for phase in run.phases.values())  # then they are, since training
+    cached = any(phase.store_hidden_states for phase in run.phases.values())  # then they are, since training
     held_out = open_held_out(work.corpora, run.answer_row_length, head.spec, cached, head.base)
     return [ranks for row in range(len(held_out)) for ranks in answer_ranks(head, *held_out.load([row]))]
 

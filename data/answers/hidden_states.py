@@ -1,36 +1,38 @@
-"""The frozen base's hidden states per packed row, on disk. R rows, T row length, D width."""
+"""Stored hidden states of the frozen base for packed rows. R rows, T row length, D base width, L early layers."""
 
 import os
 import zlib
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from drafthead.data.answers.store import AnswerStore
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import check_manifest, disk_errors, exclusive, require_space, safe_join, write_manifest
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FORMAT = 2
-"""Of the files; caches of another one are not opened."""
+"""Version of the files; caches of other versions are not opened."""
 _REMEDY = "remove the folder or choose another one for these settings"
 
 
 class HiddenStateCache:
-    """Rows of hidden states in one memory-mapped file; filling it can be resumed.
+    """Hidden states of packed rows in one memory-mapped file, which can be filled in several runs.
 
     Several processes may fill different rows. A row's checksum is written after the row and compared when a process
-    first reads it, so neither a kill nor a power failure nor a bad disk can pass half a row off as a whole one.
+    first reads the row. A kill, a power failure or a bad disk is therefore noticed.
     """
 
     def __init__(self, folder: Path, shape: tuple[int, int, int], dtype: str) -> None:
         """Map existing files; use ``create``."""
         self.folder = folder
         self.rows, self.seq_len, self.width = shape
-        self._name = dtype
+        self._dtype_name = dtype
         self._dtype = _DTYPES[dtype]
         # numpy has no bfloat16: the file is mapped as integers of the same size and viewed by torch.
         self._stored = _map(folder, "features.bin", np.int16, shape)
@@ -42,10 +44,10 @@ class HiddenStateCache:
     def create(
         cls, folder: Path, rows: int, seq_len: int, width: int, dtype: str, manifest: dict[str, Any]
     ) -> "HiddenStateCache":
-        """A cache for [R, T, D] values; one that exists with the same settings is opened with what it holds.
+        """Create a cache for [R, T, width] values, or open the existing one with the same settings.
 
-        Of several processes that create the same cache at once one makes the files, and the others wait. ``manifest``
-        is what makes the hidden states (base, revision, corpus; JSON values).
+        If several processes call this at once, one creates the files and the others wait. ``manifest`` names all that
+        determines the hidden states (base, revision, corpus), as JSON values.
         """
         sizes = {"rows": rows, "seq_len": seq_len, "width": width, "dtype": dtype}
         entries = {**manifest, "cache": {**sizes, "format": FORMAT}}
@@ -60,15 +62,18 @@ class HiddenStateCache:
         return cls(folder, (rows, seq_len, width), dtype)
 
     def write(self, row_numbers: list[int], values: Tensor) -> None:
-        """Store ``values`` [b, T, D] (any float dtype, any device) as the rows ``row_numbers``."""
+        """Store ``values`` [b, T, width] (any float dtype, any device) as the rows ``row_numbers``.
+
+        Raises a ``UserError`` if a finite value overflows the cache's dtype.
+        """
         source = values.detach().cpu()
         stored = source.to(self._dtype)
         overflow = torch.isinf(stored) & torch.isfinite(source)
         if bool(overflow.any()):
             largest = float(source[overflow].abs().max())
             raise UserError(
-                f"a hidden state of {largest:.3g} does not fit {self._name} (largest "
-                f"{torch.finfo(self._dtype).max:.3g}); set base.dtype=bfloat16, whose hidden states are kept as such"
+                f"a hidden state of {largest:.3g} does not fit {self._dtype_name} (largest "
+                f"{torch.finfo(self._dtype).max:.3g}); set base.dtype=bfloat16 to store hidden states in bfloat16"
             )
         self._values[row_numbers] = stored
         for row in row_numbers:
@@ -76,7 +81,7 @@ class HiddenStateCache:
             self._checked[row] = True
 
     def read(self, row_numbers: list[int]) -> Tensor:
-        """The rows ``row_numbers`` as [b, T, D] float32."""
+        """Return the rows ``row_numbers`` as [b, T, width] float32."""
         missing = [row for row in row_numbers if not self._checksums[row]]
         if missing:
             raise UserError(f"rows {missing[:5]} of {self.folder} have no hidden states yet; fill the cache first")
@@ -84,37 +89,81 @@ class HiddenStateCache:
             if not self._checked[row] and self._checksums[row] != _checksum(self._stored[row]):
                 self._checksums[row] = 0
                 raise UserError(
-                    f"row {row} of {self.folder} does not have its checksum: the disk or a crash damaged it. Give the "
-                    "same command again, and the row is computed anew"
+                    f"row {row} of {self.folder} does not have its checksum: the disk or a crash damaged the row. Give "
+                    "the same command again to compute the row again"
                 )
             self._checked[row] = True
         return self._values[row_numbers].to(torch.float32)
 
     def missing_rows(self) -> list[int]:
-        """Numbers of the rows that are not filled, ascending."""
+        """Return the numbers of the rows that are not filled, ascending."""
         return [int(row) for row in np.flatnonzero(self._checksums == 0)]
 
 
+class AnswerStates:
+    """Final hidden states of packed answers, read from the answer store by document and position."""
+
+    def __init__(self, store: AnswerStore, rows: datasets.Dataset, prompt_numbers: list[int]) -> None:
+        """Read rows of ``pack``; ``prompt_numbers`` has the prompt number of each packed document."""
+        self._store, self._prompt_numbers = store, prompt_numbers
+        self._seq_len = len(rows[0]["input_ids"])
+        self._pieces = rows.select_columns(["pieces"]).with_format("arrow")
+
+    def read(self, row_numbers: list[int]) -> Tensor:
+        """Return the rows ``row_numbers`` as [b, T, D] float32; positions that the base never read are NaN."""
+        rows = []
+        for pieces in self._pieces[row_numbers]["pieces"].to_pylist():
+            row: npt.NDArray[np.float16] | None = None
+            for document, start, length, offset in pieces:
+                states = self._store.hidden_states(self._prompt_numbers[document])
+                assert states is not None
+                if row is None:
+                    row = np.full((self._seq_len, states.shape[1]), np.nan, dtype=np.float16)
+                # A document of n tokens has n - 1 states: the base never reads the last token.
+                states = states[start : start + length]
+                row[offset : offset + len(states)] = states
+            rows.append(torch.from_numpy(row))
+        return torch.stack(rows).to(torch.float32)
+
+
+class StoredHiddenStates:
+    """Hidden states of packed rows: the final ones from the answer store if it has them, all others from a cache."""
+
+    def __init__(self, cache: HiddenStateCache | None, answers: AnswerStates | None = None) -> None:
+        """Join the final states of ``answers`` and the rows of ``cache``.
+
+        A cache beside ``answers`` has early layers only; without ``answers`` its rows start with the final state.
+        """
+        self._cache = cache
+        self._parts = [part for part in (answers, cache) if part is not None]
+
+    def read(self, row_numbers: list[int]) -> Tensor:
+        """Return the rows ``row_numbers`` as [b, T, D (1 + L)] float32: the final state, then the early layers."""
+        return torch.cat([part.read(row_numbers) for part in self._parts], -1)
+
+    def missing_rows(self) -> list[int]:
+        """Return the numbers of the rows that cannot be read yet, ascending."""
+        return [] if self._cache is None else self._cache.missing_rows()
+
+
 def _map(folder: Path, name: str, dtype: type, shape: tuple[int, ...]) -> "np.memmap[Any, Any]":
-    path, size = safe_join(folder, name), int(np.prod(shape)) * np.dtype(dtype).itemsize
+    path, expected = safe_join(folder, name), int(np.prod(shape)) * np.dtype(dtype).itemsize
     try:
-        found = path.stat().st_size
-        if found != size:
-            raise UserError(f"{path} has {found} bytes, expected {size}; remove {folder}, and it is filled again")
+        size = path.stat().st_size
+        if size != expected:
+            raise UserError(f"{path} has {size} bytes, expected {expected}; remove {folder} to fill it again")
         return np.memmap(path, dtype=dtype, mode="r+", shape=shape)
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be opened ({error.strerror}); remove {folder}, and it is filled again"
-        ) from None
+        raise UserError(f"{path} cannot be opened ({error.strerror}); remove {folder} to fill it again") from None
 
 
 def _checksum(row: npt.NDArray[Any]) -> int:
-    """Of one row's bytes; 0 stands for a row that is not filled."""
+    """Return the checksum of a row's bytes, never 0: that marks a row that is not filled."""
     return zlib.crc32(np.ascontiguousarray(row).data) or 1
 
 
 def _reserve(path: Path, size: int) -> None:
-    """A file of ``size`` zero bytes that really has its blocks: a full disk under a sparse map kills the process."""
+    """Create a file of ``size`` zero bytes with all its blocks: a sparse map on a full disk kills the process."""
     with path.open("wb") as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)

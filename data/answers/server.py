@@ -1,7 +1,7 @@
-"""Answers of an OpenAI-compatible completions server (vLLM, SGLang, TGI), many requests at a time.
+"""Answers by an OpenAI-compatible completions server (vLLM, SGLang), many requests at a time.
 
-Transient errors (429, 5xx, cut connections, timeouts) are retried by the ``openai`` client, answers that cannot be
-right are retried here; all other errors end the run in one line.
+The ``openai`` client retries transient errors (429, 5xx, cut connections, timeouts). Malformed answers are retried
+here. All other errors end the run with one line.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,35 +29,20 @@ Log = Callable[[str], None]
 """Receives lines for the user."""
 T = TypeVar("T")
 API_KEY = "OPENAI_API_KEY"
-STOPPED = ("stop", "eos_token", "stop_sequence")
-"""What servers call the reason of an answer that the base ended itself."""
 TRANSIENT = (408, 409, 429)
-"""Client errors that the ``openai`` client retries, as all server errors."""
+"""Client errors that the ``openai`` client retries, as it does all server errors."""
 PROBE_TOKENS = 32
 SHARD_ROWS = 64
-"""Answers per shard: a kill loses fewer than these, and those under way."""
-RESUMES = "what is answered is kept, and the same command resumes there"
-
-
-@dataclass(frozen=True)
-class ServerCapabilities:
-    """What a server understands."""
-
-    prompts: str
-    """``ids``: token ids, with the fields that vLLM and SGLang add. ``text``: text, and OpenAI's own fields only."""
-    answers: str
-    """``ids``: the server gives token ids. ``text``: they come from encoding its text."""
-
-    def __str__(self) -> str:
-        return f"prompts as {self.prompts} and answers as {self.answers}"
+"""Answers per shard: a kill loses fewer than these and those under way."""
+RESUMES = "finished answers are kept, and the same command resumes there"
 
 
 class BadAnswerError(Exception):
-    """A response that is no answer; another try may help."""
+    """A malformed response; another try may help."""
 
 
 class RefusedError(UserError):
-    """A server does not accept a request as it is."""
+    """A server refuses a request as it is."""
 
 
 @dataclass(frozen=True)
@@ -69,24 +54,13 @@ class Completions:
     vocab_size: int
     sampler: SamplerConfig
 
-    def request(self, model: str, prompt: Prompt, capabilities: ServerCapabilities) -> dict[str, Any]:
-        """The arguments of ``completions.create``.
+    def request(self, model: str, prompt: Prompt) -> dict[str, Any]:
+        """Return the arguments of ``completions.create``, with token ids as the prompt.
 
         Every sampling parameter is sent: servers take missing ones from the model's ``generation_config.json``.
         """
         number, ids = prompt
         sampler = self.sampler
-        common: dict[str, Any] = {
-            "model": model,
-            "max_tokens": sampler.max_new_tokens,
-            "temperature": sampler.temperature,
-            "seed": (sampler.seed * 1_000_003 + number) % 2**31,
-        }
-        if capabilities.prompts == "text":
-            # Servers add the leading special token themselves. TGI refuses a top_p of 1.
-            top_p = {} if sampler.top_p == 1 else {"top_p": sampler.top_p}
-            leading = self.tokenizer("")["input_ids"][:1]
-            return common | top_p | {"prompt": self.tokenizer.decode(ids[1:] if ids[:1] == leading else ids)}
         extra: dict[str, Any] = {
             "top_k": sampler.top_k or -1,
             "min_p": 0.0,
@@ -97,46 +71,64 @@ class Completions:
         }
         if not sampler.ignore_eos:
             extra["stop_token_ids"] = sorted(self.eos_ids)
-        openai_fields = {"n": 1, "top_p": sampler.top_p, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        return common | openai_fields | {"prompt": ids, "extra_body": extra}
+        return {
+            "model": model,
+            "prompt": ids,
+            "max_tokens": sampler.max_new_tokens,
+            "temperature": sampler.temperature,
+            "top_p": sampler.top_p,
+            "n": 1,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": (sampler.seed * 1_000_003 + number) % 2**31,
+            "extra_body": extra,
+        }
 
-    def parse(self, completion: Completion, prompt: Prompt, capabilities: ServerCapabilities) -> Answer:
-        """The answer in a response."""
+    def parse(self, completion: Completion, prompt: Prompt, as_text: bool = False) -> Answer:
+        """Return the answer in a response; ``as_text``: the server gives no token ids, so its text is tokenised.
+
+        Raises a ``BadAnswerError`` if another try may help, and a ``UserError`` otherwise.
+        """
         choice = _only_choice(completion)
         number, ids = prompt
         reason = getattr(choice, "finish_reason", None)
-        finished = reason in STOPPED
-        if not finished and reason != "length":
+        if reason not in ("stop", "length"):
             raise BadAnswerError(f"an answer that ended by {reason!r}, expected 'stop' or 'length'")
-        answer = self._token_ids(choice, capabilities)
+        answer = self._encoded_text(choice) if as_text else self._token_ids(choice)
         if not answer and getattr(completion.usage, "completion_tokens", None) != 1:
             raise BadAnswerError("an empty answer")
-        answer, finished = self._with_eos(answer, finished, choice, number)
-        if not finished and len(answer) < self.sampler.max_new_tokens and capabilities.answers == "ids":
+        answer, finished = self._with_eos(answer, reason == "stop", choice, number)
+        if not finished and len(answer) < self.sampler.max_new_tokens and not as_text:
             raise UserError(
                 f"the server cut the answer to prompt {number} ({len(ids)} tokens) after {len(answer)} of "
-                f"{self.sampler.max_new_tokens} tokens; give it a longer context, or lower sampler.max_new_tokens"
+                f"{self.sampler.max_new_tokens} tokens; give the server a longer context, or lower "
+                "sampler.max_new_tokens"
             )
         return Answer(number, np.array([*ids, *answer], dtype=np.int32), len(ids), finished)
 
-    def _token_ids(self, choice: CompletionChoice, capabilities: ServerCapabilities) -> list[int]:
-        if capabilities.answers == "text":
-            text = getattr(choice, "text", None)
-            if not isinstance(text, str):
-                raise BadAnswerError("no text")
-            ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            return ids[: self.sampler.max_new_tokens]
-        found = getattr(choice, "token_ids", None)
-        if not isinstance(found, list) or not all(type(i) is int and 0 <= i < self.vocab_size for i in found):
+    def _encoded_text(self, choice: CompletionChoice) -> list[int]:
+        text = getattr(choice, "text", None)
+        if not isinstance(text, str):
+            raise BadAnswerError("no text")
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids[: self.sampler.max_new_tokens]
+
+    def _token_ids(self, choice: CompletionChoice) -> list[int]:
+        ids = getattr(choice, "token_ids", None)
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < self.vocab_size for i in ids):
             raise BadAnswerError(f"no token ids below {self.vocab_size} in token_ids")
-        if len(found) > self.sampler.max_new_tokens:
-            raise BadAnswerError(f"{len(found)} tokens where {self.sampler.max_new_tokens} were allowed")
-        return found
+        if len(ids) > self.sampler.max_new_tokens:
+            raise BadAnswerError(f"{len(ids)} tokens, but at most {self.sampler.max_new_tokens} were requested")
+        return ids
 
     def _with_eos(
         self, answer: list[int], finished: bool, choice: CompletionChoice, number: int
     ) -> tuple[list[int], bool]:
-        """The answer up to and including its end-of-turn token, which some servers leave out; and whether it ended."""
+        """Return the answer up to and including its end-of-turn token, and True if it has one.
+
+        Servers may leave that token out of a finished answer. Then the server's ``stop_reason`` names it, or else the
+        tokenizer's end-of-sequence token is taken.
+        """
         if self.sampler.ignore_eos:
             if finished:
                 raise UserError(
@@ -144,16 +136,16 @@ class Completions:
                     "sampler.ignore_eos=false or use vLLM or SGLang"
                 )
             return answer, False
-        for place, token in enumerate(answer):
+        for index, token in enumerate(answer):
             if token in self.eos_ids:
-                return answer[: place + 1], True
+                return answer[: index + 1], True
         if not finished or len(answer) == self.sampler.max_new_tokens:
             return answer, False
         stated = getattr(choice, "stop_reason", getattr(choice, "matched_stop", None))
         candidates = (stated, self.tokenizer.eos_token_id, *sorted(self.eos_ids))
         eos = next((token for token in candidates if token in self.eos_ids), None)
         if eos is None:
-            raise UserError(f"the server ended the answer to prompt {number}, but the base has no token that ends one")
+            raise UserError(f"the server ended the answer to prompt {number}, but the base has no end-of-turn token")
         return [*answer, eos], True
 
 
@@ -165,7 +157,7 @@ def _only_choice(completion: Any) -> CompletionChoice:
 
 
 class Server:
-    """A connection to one server: the ``openai`` client, and its errors in our words. Use as ``async with``."""
+    """A connection to one server: the ``openai`` client, with errors as ``UserError``. Use as ``async with``."""
 
     def __init__(self, config: ServerConfig, log: Log = lambda line: None) -> None:
         self.config, self._log = config, log
@@ -175,7 +167,7 @@ class Server:
         self._logged: set[str] = set()
 
     async def __aenter__(self) -> "Server":
-        # At INFO, which Hydra sets, it has a line for every answer.
+        # At INFO, which Hydra sets, they log a line for every answer.
         logging.getLogger("httpx2").setLevel(logging.WARNING)
         logging.getLogger("openai").setLevel(logging.WARNING)
         self._client = openai.AsyncOpenAI(
@@ -191,7 +183,7 @@ class Server:
         await self._client.close()
 
     async def models(self) -> dict[str, int | None]:
-        """Names it serves models under, each with its context length where the server gives it; one try."""
+        """Return the names of the served models, each with its context length if the server states it; one try."""
         try:
             rows = (await self._client.with_options(max_retries=0).models.list()).data
         except openai.OpenAIError as error:
@@ -204,7 +196,7 @@ class Server:
         return {row.id: getattr(row, "max_model_len", None) for row in rows or [] if getattr(row, "id", None)}
 
     async def ask(self, request: dict[str, Any], parse: Callable[[Completion], T], request_name: str) -> T:
-        """``parse`` of the response."""
+        """Return ``parse`` of the response to ``request``; retry responses that ``parse`` finds malformed."""
         root, tries = self.config.root, self.config.tries
         for tried in range(1, tries + 1):
             try:
@@ -239,14 +231,14 @@ class Server:
             self._log(f"warning: {line}; retried (logged once)")
 
     def _refusal(self, error: openai.OpenAIError, request_name: str) -> UserError | None:
-        """The error of a server that will not answer, however often it is asked."""
+        """Return the error that ends the run, or None if another try may help."""
         root, text = self.config.root, self._error_text(error)
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
             state = f"{API_KEY} is set, but not accepted" if self._key else f"{API_KEY} is not set"
             return UserError(f"{root} refuses access ({text}); {state}. {RESUMES.capitalize()}")
         if isinstance(error, openai.NotFoundError):
             return UserError(
-                f"{root} has no completions, or not of this model ({text}); correct data.answers.server.url or "
+                f"{root} does not serve completions of this model ({text}); correct data.answers.server.url or "
                 f".model. {RESUMES.capitalize()}"
             )
         if isinstance(error, openai.APIStatusError) and error.status_code < 500 and error.status_code not in TRANSIENT:
@@ -254,20 +246,23 @@ class Server:
         return None
 
     def _error_text(self, error: openai.OpenAIError) -> str:
-        """What went wrong, in one line and without the key, which some servers repeat."""
+        """Return the reason of an error in one line, without the key, which some servers repeat."""
         if not isinstance(error, openai.APIStatusError):
             cause = error.__cause__
             return f"{type(cause).__name__}: {cause}" if cause else str(error)
-        found: Any = error.body
+        body: Any = error.body
         for key in ("error", "message", "detail"):
-            if isinstance(found, dict) and key in found:
-                found = found[key]
-        text = " ".join((found if isinstance(found, str) else json.dumps(found)).split())
+            if isinstance(body, dict) and key in body:
+                body = body[key]
+        text = " ".join((body if isinstance(body, str) else json.dumps(body)).split())
         return f"{error.status_code}: {text.replace(self._key, '...') if self._key else text}"[:300]
 
 
 def check_server(config: ServerConfig, base: str, longest: int) -> str:
-    """The name that a server has ``base`` under; refuses one that cannot answer ``longest`` tokens, prompt included."""
+    """Return the name under which a server serves ``base``.
+
+    Raises a ``UserError`` if there is none, or if its context is shorter than ``longest`` tokens (prompt and answer).
+    """
 
     async def ask() -> dict[str, int | None]:
         async with Server(config) as server:
@@ -277,7 +272,7 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
     model = config.model or (base if base in served else next(iter(served), base))
     names = ", ".join(served) or "none"
     if config.model is not None and model not in served:
-        raise UserError(f"{config.root} does not serve {model!r}; it serves {names}: set data.answers.server.model")
+        raise UserError(f"{config.root} does not serve {model!r}, but {names}; set data.answers.server.model")
     if config.model is None and model != base and len(served) != 1 or not served:
         raise UserError(f"{config.root} serves {names}; name the one that is {base!r} with data.answers.server.model")
     context = served[model]
@@ -290,9 +285,9 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
 
 
 class ServerBackend:
-    """A :class:`~drafthead.data.answers.backend.Backend` whose answers a server gives.
+    """A :class:`~drafthead.data.answers.backend.Backend` that requests answers from a server.
 
-    ``greedy_match_rate``: share of the answers' tokens that the base would choose itself, in [0, 1].
+    ``greedy_match_rate`` returns the share of the answers' tokens, in [0, 1], that the base would choose itself.
     """
 
     def __init__(
@@ -309,20 +304,20 @@ class ServerBackend:
         self.sampler, self.greedy_match_rate = completions.sampler, greedy_match_rate
         self.longest = max_prompt_tokens + self.sampler.max_new_tokens
         self._recorded: dict[str, Any] | None = None
-        self._found: tuple[str, ServerCapabilities] | None = None
+        self._model: tuple[str, bool] | None = None
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """The server's name of the base, and whether prompts and answers are sent as token ids or as text."""
+        """Return the server's name of the base, and how it gives answers: as token ids or as text."""
         self._recorded = recorded.get("server")
-        if self._recorded is not None:
-            return {"server": self._recorded}
-        model, capabilities = self._model_and_capabilities()
-        return {"server": {"model": model, **asdict(capabilities)}}
+        if self._recorded is None:
+            model, as_text = self._find_model()
+            self._recorded = {"model": model, "prompts": "ids", "answers": "text" if as_text else "ids"}
+        return {"server": self._recorded}
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Greedy answers to the prompts: the server must read each as it is, and the base must mostly agree."""
+        """Check greedy answers: the server must read each prompt unchanged, and the base must mostly agree."""
         greedy = SamplerConfig(max_new_tokens=min(PROBE_TOKENS, self.sampler.max_new_tokens))
-        model, _ = self._model_and_capabilities()
+        model, _ = self._find_model()
         share = self.greedy_match_rate(list(self._answers(prompts, greedy, check_prompts=True)))
         if share < self.config.min_greedy_match_rate:
             raise UserError(
@@ -334,7 +329,7 @@ class ServerBackend:
     def shards(
         self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Answer]]]:
-        """All answers on the first process, in the order in which they come: one client keeps a server busy."""
+        """Yield all answers on the first process as they arrive: one client keeps a server busy."""
         if group.rank:
             return
         missing = [prompt for prompt in prompts if prompt[0] not in done]
@@ -342,76 +337,61 @@ class ServerBackend:
         for index in count():
             shard: list[Answer] = []
             try:
-                for generation in islice(answers, SHARD_ROWS):
-                    shard.append(generation)
+                for answer in islice(answers, SHARD_ROWS):
+                    shard.append(answer)
                     on_done()
-            finally:  # an error or an interrupt loses nothing that was answered
+            finally:  # an error or an interrupt loses no finished answer
                 if shard:
                     yield index, shard
             if len(shard) < SHARD_ROWS:
                 return
 
     def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Answer]:
-        """Answers in the order of their prompts' numbers, whatever came back first."""
+        """Yield the answers in the order of their prompt numbers."""
         yield from sorted(self._answers(prompts, sampler), key=lambda g: g.prompt_number)
 
-    def _model_and_capabilities(self) -> tuple[str, ServerCapabilities]:
-        """The server's name of the base, and what the server understands; requested once."""
-        if self._found is None:
+    def _find_model(self) -> tuple[str, bool]:
+        """Return the server's name of the base, and True if it gives answers as text; requested once."""
+        if self._model is None:
             model = check_server(self.config, self.base, self.longest)
-            found = asyncio.run(self._capabilities(model))
-            before = self._recorded and ServerCapabilities(self._recorded["prompts"], self._recorded["answers"])
-            if before and before != found:
+            as_text = asyncio.run(self._gives_text(model))
+            if self._recorded and self._recorded["answers"] != ("text" if as_text else "ids"):
                 raise UserError(
-                    f"the corpus was started with {before}, and {self.config.root} now gives {found}; resume with a "
-                    "server like the first, or choose another data.folder"
+                    f"the corpus was started with answers as {self._recorded['answers']}, and {self.config.root} now "
+                    "gives another form; resume with a server like the first, or choose another data.folder"
                 )
-            self._found = model, found
-        return self._found
+            self._model = model, as_text
+        return self._model
 
-    async def _capabilities(self, model: str) -> ServerCapabilities:
-        """Found out by a first prompt: as token ids, and if they are refused, as text."""
+    async def _gives_text(self, model: str) -> bool:
+        """Ask for one token; versions that do not know ``return_token_ids`` answer without ``token_ids``."""
         prompt = (0, list(self.completions.tokenizer("Hello")["input_ids"]))
         completions = replace(self.completions, sampler=replace(self.sampler, max_new_tokens=1))
-
         async with Server(self.config, self.log) as server:
-
-            async def probe(prompts: str) -> ServerCapabilities:
-                request = completions.request(model, prompt, ServerCapabilities(prompts, "ids"))
-                choice = await server.ask(request, _only_choice, "a first prompt")
-                return ServerCapabilities(
-                    prompts, "ids" if isinstance(getattr(choice, "token_ids", None), list) else "text"
-                )
-
             try:
-                return await probe("ids")
+                choice = await server.ask(completions.request(model, prompt), _only_choice, "a first prompt")
             except RefusedError as error:
-                refused = error
-            capabilities = await probe("text")
-        if self.sampler.top_k or self.sampler.ignore_eos:
-            raise UserError(
-                f"sampler.top_k and .ignore_eos cannot be requested: {refused}; it does answer requests of text and "
-                "OpenAI's own fields, so leave them out, or use vLLM or SGLang"
-            )
-        return capabilities
+                raise UserError(
+                    f"{error}. Prompts are sent as token ids with the fields of vLLM and SGLang; use one of these"
+                ) from None
+        return not isinstance(getattr(choice, "token_ids", None), list)
 
     def _answers(
         self, prompts: Sequence[Prompt], sampler: SamplerConfig, check_prompts: bool = False
     ) -> Iterator[Answer]:
-        """The asynchronous stream of answers, driven step by step; an interrupt cancels the requests under way."""
+        """Run the asynchronous stream step by step; an interrupt cancels the requests under way."""
         if not prompts:
             return
-        model, capabilities = self._model_and_capabilities()
+        model, as_text = self._find_model()
         completions = replace(self.completions, sampler=sampler)
 
         async def answer(server: Server, prompt: Prompt) -> Answer:
             def parse(completion: Completion) -> Answer:
                 if check_prompts:
-                    _check_prompt_length(completion, len(prompt[1]), capabilities)
-                return completions.parse(completion, prompt, capabilities)
+                    _check_prompt_length(completion, len(prompt[1]))
+                return completions.parse(completion, prompt, as_text)
 
-            request = completions.request(model, prompt, capabilities)
-            return await server.ask(request, parse, f"prompt {prompt[0]}")
+            return await server.ask(completions.request(model, prompt), parse, f"prompt {prompt[0]}")
 
         stream = self._stream(prompts, answer)
 
@@ -423,15 +403,15 @@ class ServerBackend:
 
         with asyncio.Runner() as runner:
             try:
-                while (generation := runner.run(step())) is not None:
-                    yield generation
+                while (finished := runner.run(step())) is not None:
+                    yield finished
             finally:
                 runner.run(close())
 
     async def _stream(
         self, prompts: Sequence[Prompt], answer: Callable[[Server, Prompt], Coroutine[Any, Any, Answer]]
     ) -> AsyncGenerator[Answer, None]:
-        """Answers as they come, ``concurrency`` requests at a time; none that came before an error is lost."""
+        """Yield answers as they arrive, with ``concurrency`` requests at a time; errors come after finished answers."""
         waiting = iter(prompts)
         running = set[asyncio.Task[Answer]]()
         async with Server(self.config, self.log) as server:
@@ -450,11 +430,11 @@ class ServerBackend:
                 await asyncio.gather(*running, return_exceptions=True)
 
 
-def _check_prompt_length(completion: Completion, sent: int, capabilities: ServerCapabilities) -> None:
+def _check_prompt_length(completion: Completion, sent: int) -> None:
     ids = getattr(_only_choice(completion), "prompt_token_ids", None)
-    read = len(ids) if isinstance(ids, list) else getattr(completion.usage, "prompt_tokens", None)
-    if isinstance(read, int) and read != sent:
+    length = len(ids) if isinstance(ids, list) else getattr(completion.usage, "prompt_tokens", None)
+    if isinstance(length, int) and length != sent:
         raise UserError(
-            f"the server read {read} tokens of a prompt that has {sent} (sent as {capabilities.prompts}); it has "
-            "another tokenizer, or puts special tokens around prompts: serve the base itself"
+            f"the server read {length} tokens of a prompt that has {sent}; its tokenizer differs or adds special "
+            "tokens around prompts: serve the base itself"
         )

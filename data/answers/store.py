@@ -57,8 +57,8 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class GenerationStats:
-    """Size of a store."""
+class AnswerStats:
+    """Size of an answer store."""
 
     rows: int
     tokens: int
@@ -67,9 +67,15 @@ class GenerationStats:
     """Answers that the base ended itself."""
 
 
+def answers_folder(corpora: Path) -> Path:
+    """Return the folder of the answers in ``data.folder``; version 0.2.0 named it ``generations``."""
+    today, earlier = corpora / "answers", corpora / "generations"
+    return earlier if earlier.is_dir() and not today.exists() else today
+
+
 def open_answers(folder: Path) -> "AnswerStore":
-    """The answers of a corpus: its folder, or the folder ``answers`` in it."""
-    inner = folder / "answers"
+    """Open the answers in ``folder``, or in the ``data.folder`` of a run."""
+    inner = answers_folder(folder)
     return AnswerStore(inner if inner.is_dir() else folder)
 
 
@@ -102,7 +108,7 @@ class AnswerStore:
             write_manifest(folder, manifest)
         self._tables: dict[int, pa.Table] = {}
         self._entries: dict[int, _Entry] = {}
-        self._open_hidden_states = lru_cache(maxsize=32)(self._map_hidden_states)
+        self._open_hidden_states = lru_cache(maxsize=1024)(self._map_hidden_states)
         self._checked: set[int] = set()
         for path in sorted(folder.glob("shard-*.parquet")):
             if (match := _SHARD.fullmatch(path.name)) is None:
@@ -113,6 +119,11 @@ class AnswerStore:
     def done(self) -> set[int]:
         """Numbers of the prompts that are answered on disk."""
         return set(self._entries)
+
+    @property
+    def has_hidden_states(self) -> bool:
+        """Return True if there are answers and all of them have hidden states."""
+        return bool(self._tables) and all(map(_width, self._tables.values()))
 
     @property
     def next_shard(self) -> int:
@@ -161,9 +172,9 @@ class AnswerStore:
     def read(self, with_hidden_states: bool = True) -> Iterator[Answer]:
         """All answers in the order of their prompt numbers; without hidden states these are None."""
         for number in sorted(self._entries):
-            yield self._generation(number, with_hidden_states)
+            yield self._answer(number, with_hidden_states)
 
-    def _generation(self, number: int, with_hidden_states: bool) -> Answer:
+    def _answer(self, number: int, with_hidden_states: bool) -> Answer:
         entry = self._entries[number]
         ids, boundary, finished = (self._tables[entry.shard][name][entry.row] for name in _ROW)
         hidden_states = self.hidden_states(number) if with_hidden_states else None
@@ -171,7 +182,7 @@ class AnswerStore:
 
     def answer(self, prompt_number: int) -> npt.NDArray[np.int32]:
         """[n] ids of one answer."""
-        found = self._generation(prompt_number, with_hidden_states=False)
+        found = self._answer(prompt_number, with_hidden_states=False)
         return found.input_ids[found.boundary :]
 
     def hidden_states(self, prompt_number: int) -> npt.NDArray[np.float16] | None:
@@ -194,11 +205,11 @@ class AnswerStore:
         return counts
 
     @property
-    def stats(self) -> GenerationStats:
+    def stats(self) -> AnswerStats:
         """Rows, answer tokens and finished answers on disk."""
         answers = list(self.read(with_hidden_states=False))
         tokens = sum(len(answer.input_ids) - answer.boundary for answer in answers)
-        return GenerationStats(rows=len(answers), tokens=tokens, finished=sum(answer.finished for answer in answers))
+        return AnswerStats(rows=len(answers), tokens=tokens, finished=sum(answer.finished for answer in answers))
 
     def _map_hidden_states(self, shard: int) -> Any:
         """A shard's hidden states, sliced from disk; the whole file must have the checksum kept with its answers."""

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.settings import update_names
+from drafthead.data.utils.renamed import update_names
 
 
 def make_folder(path: Path, setting: str) -> None:
@@ -185,6 +185,24 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder / MANIFEST_NAME} holds a {type(entries).__name__}, expected an object; remove the folder"
         )
     return cast(dict[str, Any], update_names(entries))
+
+
+def folder_of_manifest(parent: Path, manifest: dict[str, Any], prefix: str = "") -> Path:
+    """Return the folder in ``parent`` that has ``manifest``, or else the one to create, named ``prefix`` and a digest.
+
+    Folders are found by content, because earlier versions named them by other digests. An entry ``cache`` is ignored.
+    """
+    wanted = json.loads(json.dumps(manifest))
+    named = parent / f"{prefix}{_digest(wanted)[:8]}"
+    others = (path.parent for path in sorted(parent.glob(f"{prefix}*/{MANIFEST_NAME}")))
+    for folder in [named] if named.exists() else others:
+        try:
+            entries = read_manifest(folder)
+        except UserError:  # a damaged manifest in another folder is no obstacle here
+            continue
+        if {key: value for key, value in entries.items() if key != "cache"} == wanted:
+            return folder
+    return named
 
 
 def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:

@@ -34,7 +34,6 @@ RENAMED_KEYS: dict[str, str | None] = {
     "dead_after_s": "heartbeat_timeout_s",
     "node_data": "per_node_data",
     "synthesised": "self_prompted",
-    "keep_features": "keep_hidden_states",
     "stop_below": "confidence_threshold",
     "siblings": "draft_sampling",
     "lanes": "stream_shards",

@@ -170,7 +170,7 @@ def test_gradients_and_optimiser_equal_adamw() -> None:
 
 
 def test_a_cached_phase_trades_activations_for_disk() -> None:
-    plain, found = llama(), llama(hidden_states="cached")
+    plain, found = llama(), llama(store_hidden_states=True)
     assert found.memory("pretrain")["base activations"] == 2 * 4096 * 4096 * 2
     assert found.total("pretrain") < plain.total("pretrain")
     assert found.disk["hidden states of pretrain"] == DataConfig().text.max_tokens * 4096 * 2
@@ -179,13 +179,20 @@ def test_a_cached_phase_trades_activations_for_disk() -> None:
 
 def test_disk() -> None:
     sampler = SamplerConfig(max_new_tokens=156)
-    corpus = AnswersConfig(prompts=900, self_prompted=100, max_prompt_tokens=100, sampler=sampler)
-    found = made(shape=LLAMA3_8B, head=MEDUSA_5, phases={}, data=DataConfig(answers=corpus)).disk
-    assert found == {
-        "answers": 256_000 * 4,
-        "hidden states of answers": 256_000 * 4096 * 2,
-        "one checkpoint": MEDUSA_5.trainable * 12,
-    }
+    answers = AnswersConfig(prompts=900, self_prompted=100, max_prompt_tokens=100, sampler=sampler)
+    state = 256_000 * 4096 * 2  # one state of every token
+    fixed = {"answers": 256_000 * 4, "one checkpoint": MEDUSA_5.trainable * 12}
+
+    def disk(store: bool, layers: int = 0, **settings: Any) -> dict[str, int]:
+        phases = {"distill": phase(corpus="answers", store_hidden_states=store)}
+        data = DataConfig(answers=replace(answers, **settings))
+        head = replace(MEDUSA_5, feature_layers=layers)
+        return made(shape=LLAMA3_8B, head=head, phases=phases, data=data).disk
+
+    assert disk(False) == fixed
+    assert disk(True) == fixed | {"hidden states of answers": state}, "every state is on disk once"
+    assert disk(True, 3) == fixed | {"hidden states of answers": state, "hidden states of distill": 3 * state}
+    assert disk(True, 3, precomputed="embedded:smollm2") == fixed | {"hidden states of distill": 4 * state}
 
 
 def test_a_sharded_head() -> None:

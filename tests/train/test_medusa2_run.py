@@ -61,7 +61,7 @@ def test_past_a_limit_the_run_fails_and_all_is_saved(tmp_path: Path) -> None:
 
 
 def test_text_that_the_base_is_measured_on_is_not_trained_on(tmp_path: Path) -> None:
-    run, _ = load(tmp_path, *LOOSE, "phases.joint.corpus=text", "phases.joint.hidden_states=computed")
+    run, _ = load(tmp_path, *LOOSE, "phases.joint.corpus=text", "phases.joint.store_hidden_states=false")
     corpora = Corpora(BaseModel.load(run.base), run.data, run.seed, lambda *_: None)
     kept = unseen_text(corpora, run.phases)
     assert kept is not None and len(kept) >= 1

@@ -96,8 +96,8 @@ def stream(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
     ("overrides", "says"),
     [
         (
-            ["phases.pretrain.hidden_states=cached"],
-            "phases.pretrain.hidden_states=cached keeps hidden states of",
+            ["phases.pretrain.store_hidden_states=true"],
+            "phases.pretrain.store_hidden_states stores hidden states of",
         ),
         (["recipe=medusa2_smollm2"], "data.text.stream keeps no text for quality_limits"),
         (["data.text.stream_shards=0"], "data.text.stream_shards must be at least 1, got 0"),

@@ -4,29 +4,32 @@ Everything made here stays on disk under ``data.folder`` with a manifest and is 
 interrupted continues where it stopped.
 """
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
 from torch import Tensor
 
 from drafthead.data.answers.backend import ProcessGroup
 from drafthead.data.answers.draft_vocab import draft_vocabulary
-from drafthead.data.answers.hidden_states import FORMAT, HiddenStateCache
-from drafthead.data.answers.store import AnswerStore, as_documents
+from drafthead.data.answers.hidden_states import FORMAT, AnswerStates, HiddenStateCache, StoredHiddenStates
+from drafthead.data.answers.store import AnswerStore, answers_folder, as_documents
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import collate, digest_rows, is_packed, open_packed, pack, text_documents
 from drafthead.data.text.sources import load_documents, resolve_revision
 from drafthead.data.text.streaming import StreamedRows
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import check_manifest, exclusive, file_digest, read_manifest, write_manifest
-from drafthead.data.utils.settings import original_names
+from drafthead.data.utils.files import (
+    check_manifest,
+    exclusive,
+    file_digest,
+    folder_of_manifest,
+    read_manifest,
+    write_manifest,
+)
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import first_layers, reading_copy
 from drafthead.train.config import DataConfig
@@ -57,7 +60,10 @@ class Corpora:
         progress: Progress,
         group: ProcessGroup = ALONE,
         log: Log = lambda line: None,
+        store_states: bool = False,
     ) -> None:
+        """``store_states``: store the final hidden states of answers while the built-in decoding generates them."""
+        self.store_states = store_states
         self.base, self.config, self.seed, self.progress, self.log = base, config, seed, progress, log
         self.group = group
         self.folder = Path(config.folder)
@@ -78,7 +84,7 @@ class Corpora:
         Rows that are on disk are used even when a source has changed since, so that a run resumes with the same rows.
         """
         config, manifest = self.config.text, self._text_manifest(seq_len=seq_len)
-        folder = self.folder / "text" / _digest_json(manifest)
+        folder = folder_of_manifest(self.folder / "text", manifest)
         with exclusive(folder, self.progress):
             if not (check_manifest(folder, manifest, "remove the folder") and is_packed(folder)):
                 self.progress("packing text", 0, config.max_tokens)
@@ -93,7 +99,7 @@ class Corpora:
     def text_stream(self, seq_len: int, micro_batch_size: int) -> StreamedRows:
         """The pretraining text as rows packed while training; ``micro_batch_size`` in turn from one stream shard."""
         config, manifest = self.config.text, self._text_manifest(seq_len=seq_len, turn=micro_batch_size)
-        folder = self.folder / "stream" / _digest_json(manifest)
+        folder = folder_of_manifest(self.folder / "stream", manifest)
         with exclusive(folder, self.progress):
             if not check_manifest(folder, manifest, "remove the folder"):
                 write_manifest(folder, manifest)
@@ -121,22 +127,24 @@ class Corpora:
             self.progress("packing text", done, total)
         self.progress("packing text", done, done)
 
-    # Generations ---------------------------------------------------------------------------------------------
+    # Answers -------------------------------------------------------------------------------------------------
 
     def answers(self) -> AnswerStore:
         """The corpus of answers, complete."""
         if self._store is None:
-            folder, config = self.folder / "answers", self.config.answers
+            folder, config = answers_folder(self.folder), self.config.answers
             if config.copied:
                 self._store = complete_precomputed(self.base, config, folder, self.group, self.log)
             else:
-                maker = AnswerGenerator(self.base, config, self.seed, folder, self.group, self.progress, self.log)
-                self._store = maker.complete()
+                generator = AnswerGenerator(
+                    self.base, config, self.seed, folder, self.group, self.progress, self.log, self.store_states
+                )
+                self._store = generator.complete()
             prompts = {} if config.copied else {PROMPTS: file_digest(folder / PROMPTS)}
             self.manifests["answers"] = {**read_manifest(folder), **prompts, "answers": len(self._store.done)}
         return self._store
 
-    def generation_rows(self, seq_len: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
+    def answer_rows(self, seq_len: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
         """The trained or the held-out answers packed into rows, and the prompt number of each packed document."""
         answers = self.answers().read(with_hidden_states=False)
         chosen = [g for g in answers if is_held_out(g.prompt_number) == held_out]
@@ -154,64 +162,47 @@ class Corpora:
 
     # Hidden states ----------------------------------------------------------------------------------------
 
-    def cached_hidden_states(
+    def stored_hidden_states(
         self,
         rows: datasets.Dataset,
         name: str,
         spec: HiddenStatesSpec,
         prompts: list[int] | None,
         only: set[int] | None = None,
-    ) -> HiddenStateCache:
-        """The base's hidden states of every row, or of ``only`` those, on disk; from generation where it kept them.
+    ) -> StoredHiddenStates:
+        """Return the base's hidden states of ``rows``, or of the row numbers ``only``; the base computes missing ones.
 
-        ``prompts`` are, for answers, the prompt number of each packed document.
+        ``prompts`` has the prompt number of each packed document of answers; None for text. If the answer store has
+        the final states, the rest is the early layers, and the base runs as far as the last of them.
         """
-        seq_len = len(rows[0]["input_ids"])
-        width = self.base.hidden_size * (1 + len(spec.layers))
-        made_by = {"base": self.base.identity(), "layers": list(spec.layers), "rows": digest_rows(rows)}
+        finals = None
+        if prompts is not None and self.answers().has_hidden_states:
+            finals = AnswerStates(self.answers(), rows, prompts)
+            if not spec.layers:
+                return StoredHiddenStates(None, finals)
         reader = reading_copy(self.base)
-        products = {} if reader is self.base else {"products": "bfloat16"}
-        manifest = {**made_by, **products, "format": FORMAT}
+        manifest: dict[str, Any] = {"base": self.base.identity(), "rows": digest_rows(rows), "format": FORMAT}
+        manifest |= {"layers": list(spec.layers)} | ({} if finals is None else {"final": False})
+        manifest |= {} if reader is self.base else {"products": "bfloat16"}
+        width = self.base.hidden_size * (len(spec.layers) + (finals is None))
         dtype = "bfloat16" if self.base.dtype == torch.bfloat16 else "float16"
-        folder = self.folder / "features" / f"{name}-{_digest_json(manifest)}"
-        cache = HiddenStateCache.create(folder, len(rows), seq_len, width, dtype, manifest)
+        folder = folder_of_manifest(self.folder / "features", manifest, f"{name}-")
+        cache = HiddenStateCache.create(folder, len(rows), len(rows[0]["input_ids"]), width, dtype, manifest)
         missing = [row for row in cache.missing_rows() if only is None or row in only]
-        if not missing:
-            return cache
-        wanted = len(rows) if only is None else len(only)
-        label = f"hidden states of {name}"
-        kept = self.config.answers.keep_hidden_states and not self.config.answers.copied
-        answers = prompts if kept else None
-        # Where generation kept the final states, the base only has to run as far as the last layer that is read.
-        if answers is not None and spec.layers:
+        if missing and finals is not None:
             reader = first_layers(reader, max(spec.layers))
-        for done, row in enumerate(missing):
-            self.progress(label, wanted - len(missing) + done, wanted)
-            parts = [] if answers is None else [self._kept_hidden_states(rows[row]["pieces"], answers, seq_len)]
-            if answers is None or spec.layers:
-                found = reader.hidden_states(collate(rows, [row]), spec)
-                read = (found.final if answers is None else None, found.layers)
-                parts += [part.cpu() for part in read if part is not None]
-            cache.write([row], torch.cat([part.float() for part in parts], -1))
-        self.progress(label, wanted, wanted)
-        return cache
-
-    def _kept_hidden_states(self, pieces: list[list[int]], prompts: list[int], seq_len: int) -> Tensor:
-        """[1, T, D] of a row's pieces, out of the generation store; positions that nobody read are NaN."""
-        values = np.full((1, seq_len, self.base.hidden_size), np.nan, dtype=np.float16)
-        for document, start, length, offset in pieces:
-            base_hidden = self.answers().hidden_states(prompts[document])
-            assert base_hidden is not None
-            part = base_hidden[start : start + length]
-            values[0, offset : offset + len(part)] = part
-        return torch.from_numpy(values)
+        total = len(rows) if only is None else len(only)
+        for done, row in enumerate(missing, start=total - len(missing)):
+            self.progress(f"hidden states of {name}", done, total)
+            states = reader.hidden_states(collate(rows, [row]), spec)
+            parts = [states.final if finals is None else None, states.layers]
+            cache.write([row], torch.cat([part.cpu().float() for part in parts if part is not None], -1))
+        if missing:
+            self.progress(f"hidden states of {name}", total, total)
+        return StoredHiddenStates(cache, finals)
 
 
 def is_held_out(prompt_number: int) -> bool:
     """Whether an answer is held out from training."""
     place, last = divmod(prompt_number % TURN_STRIDE, HELD_OUT_EVERY)  # all turns of a conversation, or none
     return last == HELD_OUT_EVERY - 1 and place < HELD_OUT_MOST
-
-
-def _digest_json(value: object) -> str:
-    return hashlib.sha256(json.dumps(original_names(value), sort_keys=True).encode()).hexdigest()[:8]

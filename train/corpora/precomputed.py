@@ -1,8 +1,9 @@
-"""Answers that were made before: those of the embedded base come with the package."""
+"""Copies of precomputed answers: those of the embedded bases come with the package."""
 
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from drafthead.data.answers.backend import ProcessGroup
 from drafthead.data.answers.store import AnswerStore
@@ -18,15 +19,15 @@ FOLDERS = {
     for name in ("smollm2", "smollm2_large")
 }
 COMPARED = 4
-"""Answers that the base must repeat."""
+"""Number of answers that the base must repeat."""
 MIN_MATCH_RATE = 0.98
-"""Smallest share of their tokens that it must choose too: float32 on another CPU differs at near-ties."""
+"""Smallest share of their tokens that the base must choose: float32 on another CPU differs at near-ties."""
 
 
 def complete_precomputed(
     base: BaseModel, config: AnswersConfig, folder: Path, group: ProcessGroup, log: Log
 ) -> AnswerStore:
-    """The corpus in ``folder``, copied from the answers that ``config.precomputed`` names, after a comparison."""
+    """Return the corpus in ``folder``, copied from ``config.precomputed`` once the base has repeated some answers."""
     assert config.precomputed is not None
     source = FOLDERS.get(config.precomputed, Path(config.precomputed))
     if group.rank == 0:
@@ -38,35 +39,49 @@ def complete_precomputed(
 
 def _copy(base: BaseModel, config: AnswersConfig, source: Path, folder: Path, log: Log) -> None:
     made_by = read_manifest(source)
-    remedy = "set data.answers.fresh=true, and the base answers anew"
+    remedy = "set data.answers.fresh=true to generate answers"
     if made_by.get("base", {}).get("fingerprint") != base.fingerprint:
-        raise UserError(f"the answers in {source} are of another base than {base.name}; {remedy}")
+        raise UserError(
+            f"data.answers.precomputed={config.precomputed} holds answers of another base: {_base_name(made_by)}, but "
+            f"this run trains on {base.name}; {remedy} with this base"
+        )
     if "sampler" not in made_by:
-        raise UserError(f"{source} holds no answers of a base; name the folder answers of a corpus, or {remedy}")
-    asked = asdict(config.sampler)
+        raise UserError(f"{source} is not a folder of answers; name the folder answers of a corpus, or {remedy}")
+    sampler = asdict(config.sampler)
     for key, value in made_by["sampler"].items():
-        if asked.get(key) != value:
-            raise UserError(f"the answers in {source} were sampled with {key}={value}, not {asked.get(key)}; {remedy}")
-    answers = AnswerStore(source)
+        if sampler.get(key) != value:
+            raise UserError(
+                f"the answers in {source} were sampled with {key}={value}, but data.answers.sampler.{key} is "
+                f"{sampler.get(key)}; set that to {value}, or {remedy}"
+            )
     count, longest = config.prompts + config.self_prompted, config.max_prompt_tokens
     files = {path.name: file_digest(path) for path in sorted(source.glob("shard-*.parquet"))}
     chosen = {"prompts": count, "max_prompt_tokens": longest, "precomputed": files}
     store = AnswerStore(folder, {**made_by, **chosen})
     if store.done:
         return
-    wanted = [g for g in answers.read() if g.prompt_number % TURN_STRIDE < count and g.boundary <= longest]
-    if not wanted:
+    answers = [
+        answer
+        for answer in AnswerStore(source).read(with_hidden_states=False)
+        if answer.prompt_number % TURN_STRIDE < count and answer.boundary <= longest
+    ]
+    if not answers:
         raise UserError(
-            f"none of the answers in {source} has a prompt of at most data.answers.max_prompt_tokens={longest}; "
+            f"none of the answers in {source} has a prompt of at most data.answers.max_prompt_tokens={longest} tokens; "
             "raise it"
         )
     if made_by["sampler"]["temperature"] == 0:
-        rate = greedy_match_rate(base, islice(wanted, COMPARED))
+        rate = greedy_match_rate(base, islice(answers, COMPARED))
         share = f"{100 * rate:.1f} %"
-        log(f"   {len(wanted)} answers from {config.precomputed}; of {COMPARED} of them the base repeats {share}")
+        log(f"   {len(answers)} answers from {config.precomputed}; of {COMPARED} of them the base repeats {share}")
         if rate < MIN_MATCH_RATE:
             raise UserError(
-                f"the base chooses only {share} of the tokens of the answers in {source}, at least "
-                f"{100 * MIN_MATCH_RATE:.0f} % expected: they are of other weights or of another dtype; {remedy}"
+                f"the base chooses only {share} of the tokens of the answers in {source}, expected at least "
+                f"{100 * MIN_MATCH_RATE:.0f} %: they are of other weights or of another dtype; {remedy}"
             )
-    store.append_shard(wanted)
+    store.append_shard(answers)
+
+
+def _base_name(manifest: dict[str, Any]) -> str:
+    entry = manifest.get("base")
+    return str(entry.get("name") or "a random base") if isinstance(entry, dict) else "an unknown one"

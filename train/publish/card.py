@@ -6,7 +6,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from drafthead.data.answers.store import GenerationStats
+from drafthead.data.answers.store import AnswerStats
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.files import write_atomic, write_json
 from drafthead.data.utils.hub import REPOSITORY
@@ -31,7 +31,7 @@ UNKNOWN = "unknown"
 def write_card(
     run: RunConfig,
     head: DraftHead,
-    answers: GenerationStats,
+    answers: AnswerStats,
     evaluation: dict[str, Any],
     quality: dict[str, Any] | None,
     folder: Path,
@@ -183,7 +183,7 @@ def obstacles(rows: list[tuple[str, str, str]]) -> str:
     return f"What stands in the way of {'. '.join(found)}. " if found else ""
 
 
-def facts(run: RunConfig, head: DraftHead, answers: GenerationStats) -> list[tuple[str, str]]:
+def facts(run: RunConfig, head: DraftHead, answers: AnswerStats) -> list[tuple[str, str]]:
     """Base, data and seed of the training: name and text of each."""
     sampler, data = run.data.answers.sampler, run.data
     drawn = "greedy" if sampler.temperature == 0 else f"temperature {sampler.temperature:g}"

@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 from torch import Tensor
 
-from drafthead.data.answers.hidden_states import HiddenStateCache
+from drafthead.data.answers.hidden_states import StoredHiddenStates
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.packing import collate
 from drafthead.data.text.streaming import StreamedRows
@@ -31,7 +31,7 @@ class PhaseData:
         rows: datasets.Dataset | StreamedRows,
         base: BaseModel,
         spec: HiddenStatesSpec,
-        cache: HiddenStateCache | None,
+        cache: StoredHiddenStates | None,
         part: np.ndarray | None = None,
     ) -> None:
         """``part`` are the rows that steps take; by default all."""
@@ -144,11 +144,12 @@ def open_phase(
         if phase.train_base:
             rows = rows.select(range(len(rows) - _rows_left_out(rows)))
     else:
-        rows, prompts = corpora.generation_rows(phase.seq_len, held_out=False)
+        rows, prompts = corpora.answer_rows(phase.seq_len, held_out=False)
     part = np.arange(len(rows)) if phase.max_tokens is None else random_part(rows, phase.max_tokens)
     order = RowOrder(part)
     only = set(order.numbers(seed, 0, len(part) if wanted is None else min(wanted, len(part))))
-    cache = corpora.cached_hidden_states(rows, name, spec, prompts, only) if phase.cached else None
+    stored = phase.store_hidden_states
+    cache = corpora.stored_hidden_states(rows, name, spec, prompts, only) if stored else None
     return PhaseData(rows, corpora.base, spec, cache, part)
 
 
@@ -159,10 +160,10 @@ def open_held_out(
 
     Those of another ``base``, such as a trained one, are always computed.
     """
-    rows, prompts = corpora.generation_rows(seq_len, held_out=True)
+    rows, prompts = corpora.answer_rows(seq_len, held_out=True)
     if base is not None and base is not corpora.base:
         return PhaseData(rows, base, spec, None)
-    cache = corpora.cached_hidden_states(rows, "held-out", spec, prompts) if cached else None
+    cache = corpora.stored_hidden_states(rows, "held-out", spec, prompts) if cached else None
     return PhaseData(rows, corpora.base, spec, cache)
 
 

@@ -41,7 +41,7 @@ from drafthead.data.utils.files import (
     safe_join,
     write_checksummed_json,
 )
-from drafthead.data.utils.settings import update_names
+from drafthead.data.utils.renamed import update_names
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpora import Corpora

@@ -89,7 +89,7 @@ class Trainer:
     def _train_phase(self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer) -> None:
         with undisturbed_rng(), self.launch.main_process_first(self.run.per_node_data):
             data = self._open(name)
-            cached = phase.cached or self.sharding.shards_base
+            cached = phase.store_hidden_states or self.sharding.shards_base
             held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached)
         if self.run.per_node_data and not isinstance(data.rows, StreamedRows):  # streams of all nodes have one source
             self._check_common(name, digest_rows(data.rows))

@@ -67,7 +67,7 @@ def test_killed_with_its_server_every_prompt_is_answered_once(tmp_path: Path) ->
     script = (
         "import drafthead.data.answers.server as s; s.SHARD_ROWS = 3; from drafthead.commands.data import main; main()"
     )
-    settings = [f"server.url=http://127.0.0.1:{port}", "server.concurrency=4", "keep_hidden_states=false"]
+    settings = [f"server.url=http://127.0.0.1:{port}", "server.concurrency=4"]
     settings += [
         "sources=[{kind: embedded, name: questions}]",
         f"prompts={ANSWERS}",

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -13,13 +14,14 @@ from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text import readers
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json, write_manifest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding import corpus as batched_generation
 from drafthead.train.config import AnswersConfig, DataConfig, PhaseConfig, TextConfig
 from drafthead.train.corpora import corpora
 from drafthead.train.corpora.corpora import Corpora, is_held_out
 from drafthead.train.trainer.batches import open_held_out, open_phase
-from support import TinyBase
+from support import TinyBase, composed
 
 
 def make(base: BaseModel, folder: Path, seed: int = 0) -> tuple[Corpora, list[tuple[str, int, int]]]:
@@ -34,7 +36,7 @@ def make(base: BaseModel, folder: Path, seed: int = 0) -> tuple[Corpora, list[tu
         ),
     )
     seen: list[tuple[str, int, int]] = []
-    return Corpora(base, config, seed, lambda *step: seen.append(step)), seen
+    return Corpora(base, config, seed, lambda *step: seen.append(step), store_states=True), seen
 
 
 def test_text_is_packed_once(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +74,7 @@ def test_a_full_disk_is_noticed_before_generating(
     """Room for the ids, but not for the features."""
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100_000}))
     monkeypatch.setattr(batched_generation, "generate_answers", lambda *_, **__: pytest.fail("generation was begun"))
-    with pytest.raises(UserError, match=r"the answers with their hidden states \(keep_hidden_states\) needs about"):
+    with pytest.raises(UserError, match=r"the answers with their hidden states \(store_hidden_states\) needs about"):
         make(tiny_base(), tmp_path)[0].answers()
 
 
@@ -81,14 +83,18 @@ def test_kept_hidden_states_are_those_of_the_base(tiny_base: TinyBase, tmp_path:
     """With states of layers behind them, for which the base runs as far as the last of these."""
     base = tiny_base()
     made, _ = make(base, tmp_path)
-    rows, prompts = made.generation_rows(512, held_out=False)
+    rows, prompts = made.answer_rows(512, held_out=False)
     runs = []
     hook = base.model.model.layers[2].register_forward_hook(lambda *_: runs.append(1))
-    kept = made.cached_hidden_states(rows, "distill", HiddenStatesSpec(layers=layers), prompts)
+    kept = made.stored_hidden_states(rows, "distill", HiddenStatesSpec(layers=layers), prompts)
     hook.remove()
     assert not runs
-    shutil.rmtree(tmp_path / "features")
-    computed = made.cached_hidden_states(rows, "distill", HiddenStatesSpec(layers=layers), None)
+    if layers:  # the row cache has no second copy of the final states
+        (features,) = tmp_path.glob("features/*/features.bin")
+        assert features.stat().st_size == 2 * len(rows) * 512 * base.hidden_size * len(layers)
+        shutil.rmtree(tmp_path / "features")
+    assert not (tmp_path / "features").exists()
+    computed = made.stored_hidden_states(rows, "distill", HiddenStatesSpec(layers=layers), None)
     numbers = list(range(len(rows)))
     a, b = kept.read(numbers).numpy(), computed.read(numbers).numpy()
     read = ~np.isnan(a)
@@ -96,9 +102,47 @@ def test_kept_hidden_states_are_those_of_the_base(tiny_base: TinyBase, tmp_path:
     np.testing.assert_allclose(a[read], b[read], rtol=0.02, atol=0.02)
 
 
+def test_states_are_stored_with_answers_only_if_a_phase_reads_them(tiny_base: TinyBase, tmp_path: Path) -> None:
+    settings = ["recipe=medusa_smollm2", "debug=tiny"]
+    assert composed(tmp_path, *settings)[0].stores_answer_states
+    assert not composed(tmp_path, *settings, "phases.distill.store_hidden_states=false")[0].stores_answer_states
+    base = tiny_base()
+    config = make(base, tmp_path)[0].config
+    assert not Corpora(base, config, 0, lambda *_: None).answers().has_hidden_states
+    assert not list(tmp_path.rglob("*.safetensors"))
+    # A later run that stores hidden states has the base compute them once.
+    made, _ = make(base, tmp_path)
+    phase = PhaseConfig(corpus="answers", seq_len=512, store_hidden_states=True)
+    data = open_phase(made, "distill", phase, HiddenStatesSpec())
+    assert data.cache is not None and not data.cache.missing_rows() and not made.answers().has_hidden_states
+
+
+def test_corpora_of_version_0_2_0_are_found(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """Version 0.2.0 named folders by another digest, the folder of answers ``generations``, and had one more key."""
+    base, spec = tiny_base(), HiddenStatesSpec(layers=(1,))
+    phase = PhaseConfig(corpus="answers", seq_len=512, store_hidden_states=True)
+
+    def contents() -> tuple[list[Any], list[Any]]:
+        made, progress = make(base, tmp_path)
+        data = open_phase(made, "distill", phase, spec)
+        states = data.load(list(range(len(data))))[1]
+        assert states.layers is not None
+        values = [states.final.numpy().tobytes(), states.layers.numpy().tobytes()]
+        return [made.text_rows(64).to_dict(), *values], progress
+
+    first, made_now = contents()
+    (tmp_path / "answers").rename(tmp_path / "generations")
+    manifest = read_json(tmp_path / "generations" / "manifest.json")
+    write_manifest(tmp_path / "generations", {**manifest, "keep_hidden_states": True})
+    for path in [*tmp_path.glob("text/*"), *tmp_path.glob("features/*")]:
+        path.rename(path.with_name(f"{path.name[:-8]}01234567"))
+    assert made_now and contents() == (first, [])
+    assert not (tmp_path / "answers").exists()
+
+
 def test_a_short_phase_has_the_base_read_its_own_rows_only(tiny_base: TinyBase, tmp_path: Path) -> None:
     made, _ = make(tiny_base(), tmp_path)
-    phase = PhaseConfig(corpus="text", seq_len=64, hidden_states="cached")
+    phase = PhaseConfig(corpus="text", seq_len=64, store_hidden_states=True)
     data = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, wanted=4)
     assert data.cache is not None
     numbers = data.numbers(5, 0, 4)
@@ -112,7 +156,7 @@ def test_a_phase_may_train_on_a_random_part_and_a_larger_part_holds_it(tiny_base
     made, _ = make(tiny_base(), tmp_path)
 
     def taken(max_tokens: int | None) -> set[int]:
-        phase = PhaseConfig(corpus="text", seq_len=64, hidden_states="cached", max_tokens=max_tokens)
+        phase = PhaseConfig(corpus="text", seq_len=64, store_hidden_states=True, max_tokens=max_tokens)
         data = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, wanted=10**6)
         numbers = data.numbers(5, 0, 3 * len(data))
         assert max_tokens is None or data.cache is not None

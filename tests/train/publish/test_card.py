@@ -7,7 +7,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from drafthead.data.answers.store import GenerationStats
+from drafthead.data.answers.store import AnswerStats
 from drafthead.data.text.sources import SourceConfig
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
@@ -17,7 +17,7 @@ from drafthead.train.config import PhaseConfig
 from drafthead.train.publish import card
 from support import TinyBase, composed, evaluation_of, task_results
 
-ANSWERS = GenerationStats(rows=3, tokens=50, finished=1)
+ANSWERS = AnswerStats(rows=3, tokens=50, finished=1)
 
 
 @pytest.mark.parametrize(
