@@ -1,49 +1,12 @@
 """What version 0.1.0 wrote and how it was called: heads, runs, corpora, recipes and command lines stay readable."""
 
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
-from drafthead.data.utils.files import read_json
 from drafthead.data.utils.settings import RENAMED_KEYS, original_names, update_key, update_names, update_overrides
-from drafthead.models.decoding.loop import decode
-from drafthead.models.heads.parts.draft_head import DraftHead, parse_head
-from drafthead.models.heads.parts.loading import load_base_and_head
+from drafthead.models.heads.parts.draft_head import parse_head
 from support import call
-
-OLD = Path(__file__).parent / "version_0_1_0"
-
-
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    """A copy of a run folder and its corpora: a Kangaroo head of 20 steps on a random base."""
-    shutil.copytree(OLD, tmp_path / "old")
-    return tmp_path / "old"
-
-
-@pytest.mark.parametrize(
-    ("name", "head_type"), [("run/head", "kangaroo"), ("medusa", "medusa"), ("mlp_speculator", "mlp_speculator")]
-)
-def test_its_heads_decode_and_are_saved_anew(name: str, head_type: str, tmp_path: Path) -> None:
-    """In today's format, with the same weights."""
-    base, head = load_base_and_head(OLD / name)
-    ids = [5, 6, 7, 8]
-    found = decode(base, head, ids, max_new_tokens=12)
-    assert found.tokens == decode(base, None, ids, max_new_tokens=12).tokens
-    head.save_pretrained(tmp_path)
-    saved = read_json(tmp_path / "config.json")
-    assert saved["head_type"] == head_type and "head" not in saved and "drafthead." not in str(saved)
-    again, weights = DraftHead.from_pretrained(tmp_path, base), head.state_dict()
-    assert again.config == head.config and again.tree == head.tree
-    assert all(torch.equal(value, weights[key]) for key, value in again.state_dict().items())
-
-
-def test_its_threshold_counts(old: Path) -> None:
-    tree = old / "run" / "head" / "tree.json"
-    tree.write_text(tree.read_text().replace('"stop_below": 0.4', '"stop_below": 0.7'))
-    assert load_base_and_head(tree.parent)[1].confidence_threshold == 0.7
 
 
 def test_its_command_lines_compose(capsys: pytest.CaptureFixture[str]) -> None:

@@ -258,7 +258,7 @@ class Eagle3Head(CopyingHead):
             # Checkpoints have neither a scale nor a soft-cap, so the scale goes into the weight.
             self.lm_head.weight = nn.Parameter(rows * self.target_lm_head.scale)
         self._start_as_base(layers.index(max(layers)) if layers else None)
-        self._projections = self.shared_projection()
+        self.projections = self.shared_projection()
 
     @torch.no_grad()
     def _start_as_base(self, deepest: int | None) -> None:
@@ -283,7 +283,7 @@ class Eagle3Head(CopyingHead):
         return self.config.ttt_steps if name.startswith(("midlayer.", "layers.")) else 1
 
     def projection(self, k: int) -> LMHead:
-        return self.target_lm_head if self.lm_head is None else LMHead(weight=self.lm_head.weight)
+        return super().projection(k) if self.lm_head is None else LMHead(weight=self.lm_head.weight)
 
     def _sources(self, base_hidden: HiddenStates) -> Tensor:
         """Return the base's states that are fused to a feature, [..., sources * D]."""
@@ -311,7 +311,7 @@ class Eagle3Head(CopyingHead):
 
     def project(self, normed: Tensor) -> Tensor:
         """Return draft logits for inference, unscaled if an induction head adds to them: [..., D] -> [..., W]."""
-        logits: Tensor = self._projections.logits(normed) if self.lm_head is None else self.lm_head(normed)
+        logits: Tensor = self.projections.logits(normed) if self.lm_head is None else self.lm_head(normed)
         return logits
 
     # Drafting ------------------------------------------------------------------------------------------------

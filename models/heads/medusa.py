@@ -27,7 +27,7 @@ from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, DraftState
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads
-from drafthead.models.heads.parts.multi_position import CopyingConfig, HeadState, LastStateHead, LevelDraftPass
+from drafthead.models.heads.parts.multi_position import CopyingConfig, CopyingHead, HeadState, LevelDraftPass
 from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.linear import inference_copy, joined_linear
 
@@ -89,7 +89,7 @@ class Blocks(nn.ModuleList):
         return x
 
 
-class MedusaHead(LastStateHead):
+class MedusaHead(CopyingHead):
     """K Medusa heads."""
 
     config: MedusaConfig

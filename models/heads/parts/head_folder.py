@@ -12,13 +12,12 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import file_digest, read_json, safe_join, write_json
 from drafthead.data.utils.hub import fetch, refuse_pickles
-from drafthead.data.utils.settings import update_names
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.token_tree import TokenTree
 
 FORMAT = 2
-"""Version of ``config.json``. Format 1 names the head by the path of a class, format 2 by its ``head_type``."""
+"""Version of ``config.json``."""
 EXTRA_PARAMETERS = 10_000_000
 """Parameters that a config may describe beyond twice those in its file. The margin covers tensors copied from the
 base; the bound stops a config that would exhaust memory."""
@@ -43,13 +42,11 @@ def read_head_config(folder: Path) -> dict[str, Any]:
     """Read and check the ``config.json`` of a saved head; its weights are not read."""
     config = read_json(safe_join(folder, "config.json"))
     types = {"format": int, "head_type": str, "settings": dict, "base": dict, "draft_vocab": int}
-    if isinstance(config, dict) and "head" in config:
-        config = {"head_type": update_names(config["head"], "head_type"), **config}
     if not isinstance(config, dict) or not set(types) <= set(config):
         raise UserError(
             f"{folder}/config.json is not a drafthead config, which has {sorted(types)}; is this a head folder?"
         )
-    if config["format"] not in (1, FORMAT):
+    if config["format"] != FORMAT:
         raise UserError(f"{folder} has format {config['format']}, this version reads {FORMAT}; update drafthead")
     for key, expected in types.items():
         if not isinstance(config[key], expected) and not (key == "draft_vocab" and config[key] is None):
@@ -57,7 +54,6 @@ def read_head_config(folder: Path) -> dict[str, Any]:
                 f"{folder}/config.json has a {type(config[key]).__name__} as {key}, expected a {expected.__name__}; "
                 "copy the head again"
             )
-    config["settings"] = update_names(config["settings"], "head")
     return config
 
 
@@ -92,7 +88,7 @@ def read_trees(folder: Path, drafter: Drafter) -> None:
     path = safe_join(folder, TREES)
     if not path.exists():
         return
-    content = update_names(read_json(path))
+    content = read_json(path)
     drafter.tree = _parse_tree(path, content, drafter.depth)
     batches = content.get("batches", {})
     if not isinstance(batches, dict) or not all(rows.isdecimal() and int(rows) > 1 for rows in batches):

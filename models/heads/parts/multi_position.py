@@ -1,14 +1,14 @@
 """Heads with a prediction of its own for every draft position: Medusa, Hydra, MLP speculators, EAGLE-3, DSpark.
 
-``MultiPositionHead`` derives the loss and the ranks from them. ``CopyingHead`` can have an induction head.
-``LastStateHead`` drafts from the base's last hidden state, and ``RecurrentHead`` from a state per node.
+``MultiPositionHead`` derives the loss and the ranks from them. ``CopyingHead`` drafts from the base's last hidden state
+and can have an induction head. ``RecurrentHead`` drafts from a state per node.
 
 Shape legend: B batch, T time, K draft positions, F frontier nodes, P nodes of the level above, n targets, D base width,
 W draft vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -100,12 +100,18 @@ class HeadState(DraftState):
 
 
 class CopyingHead(MultiPositionHead):
-    """A head that can have an induction head, whose codes are added to the base's projection."""
+    """A head that drafts from the base's last state, and can have an induction head.
+
+    Codes of the induction head are added to the base's projection. ``levels``, ``hidden_at_positions`` and
+    ``projection`` leave them out.
+    """
 
     config: CopyingConfig
+    projections: DraftLMHeads
 
     def __init__(self, config: CopyingConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
+        self._static = StaticCalls(base.device) if base.uses_graphs else None
         self.induction: InductionHead | None = None
         if config.induction_rank:
             self.induction = InductionHead(base, config.induction_rank)
@@ -126,9 +132,14 @@ class CopyingHead(MultiPositionHead):
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         """Return ``position_hidden`` without the induction head, [K, n, width]."""
 
-    @abstractmethod
     def projection(self, k: int) -> LMHead:
         """Return the projection of position k (0-based) without the induction head."""
+        return self.projections.head(k)
+
+    def invalidate(self) -> None:
+        super().invalidate()
+        if self._static is not None:
+            self._static.clear()
 
     def output_head(self, k: int) -> LMHead:
         head = self.projection(k)
@@ -166,24 +177,6 @@ class CopyingHead(MultiPositionHead):
         return InductionPass(draft_pass, InductionReader(head.induction, state.copied, hidden), head)
 
 
-class LastStateHead(CopyingHead):
-    """A head that drafts from the base's last ``h``, with CUDA graphs of fixed shapes if the base uses graphs."""
-
-    projections: DraftLMHeads
-
-    def __init__(self, config: CopyingConfig, base: BaseModel, d2t: Tensor | None) -> None:
-        super().__init__(config, base, d2t)
-        self._static = StaticCalls(base.device) if base.uses_graphs else None
-
-    def projection(self, k: int) -> LMHead:
-        return self.projections.head(k)
-
-    def invalidate(self) -> None:
-        super().invalidate()
-        if self._static is not None:
-            self._static.clear()
-
-
 class InductionPass:
     """Adds the induction head's logits to every level of a pass that returns unscaled products."""
 
@@ -214,7 +207,7 @@ class LevelDraftPass:
         return next(self._levels)
 
 
-class RecurrentHead(LastStateHead):
+class RecurrentHead(CopyingHead):
     """A head defined by its first state and by how one more token changes a state."""
 
     @abstractmethod
@@ -233,42 +226,41 @@ class RecurrentHead(LastStateHead):
 
     def levels(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
         assert isinstance(state, HeadState)
-        return RecurrentDraftPass(self.advance, self.first_states(self.read_state(state)[:, None].to(self.dtype)))
+        return RecurrentDraftPass(self, self.first_states(self.read_state(state)[:, None].to(self.dtype)))
 
     def read_state(self, state: HeadState) -> Tensor:
         """Return the input [B, D] of ``first_states``."""
         return state.hidden
 
     def advance(self, k: int, tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
-        """Return the logits and states of position k.
+        """Return the logits and states of position k (0-based), in one CUDA graph if the base uses graphs.
 
         Args:
-            k: draft position, from 0.
+            k: draft position.
             tokens: [B, F] int64 target ids.
             parents: [B, F] int64 index of each node's parent on the level above.
             *states: states of the level above, [B, P, ...].
         """
-        if self._static is None:
-            return self._advance(k, tokens, parents, *states)
-        return self._static(k, partial(self._advance, k), tokens, parents, *states)
 
-    def _advance(self, k: int, tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
-        of_parents = tuple(s.gather(1, parents[..., None].expand(-1, -1, s.shape[-1])) for s in states)
-        logits, below = self.read_token(k, of_parents, tokens)
-        return (logits, *below)
+        def call(tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
+            of_parents = tuple(s.gather(1, parents[..., None].expand(-1, -1, s.shape[-1])) for s in states)
+            logits, below = self.read_token(k, of_parents, tokens)
+            return (logits, *below)
+
+        return (call if self._static is None else partial(self._static, k, call))(tokens, parents, *states)
 
 
 class RecurrentDraftPass:
     """A draft pass that stores the states of the level read last."""
 
-    def __init__(self, advance: Callable[..., States], states: States) -> None:
+    def __init__(self, head: RecurrentHead, states: States) -> None:
         """Start from ``states`` [B, 1, ...] before the root is read."""
-        self._advance, self._states = advance, states
+        self._head, self._states = head, states
         self._position = 0
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Return draft logits [B, F, W]; see ``DraftPass.step``."""
-        logits, *states = self._advance(self._position, tokens, parents, *self._states)
+        logits, *states = self._head.advance(self._position, tokens, parents, *self._states)
         self._states = tuple(states)
         self._position += 1
         return logits
