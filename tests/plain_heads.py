@@ -74,9 +74,9 @@ def states(base: BaseModel, ids: list[int] = IDS) -> tuple[Tensor, ...]:
 
 def logits_of(base: BaseModel, head: DraftHead) -> Tensor:
     """[K, W] after the text, and then after given drafts; Kangaroo's first one, which needs no cache of the base."""
-    found = states(base)
-    layers = [found[i] for i in head.spec.layers]
-    base_hidden = HiddenStates(final=found[-1], layers=torch.cat(layers, -1) if layers else None)
+    outputs = states(base)
+    layers = [outputs[i] for i in head.spec.layers]
+    base_hidden = HiddenStates(final=outputs[-1], layers=torch.cat(layers, -1) if layers else None)
     if isinstance(head, KangarooHead):
         return head.output_head(0).logits(head.hidden_states(row_of([IDS], padding=0), base_hidden))[0].detach()
     chain = [*DRAFTED, 7, 250][: head.depth] if isinstance(head.config, MLPSpeculatorConfig) else DRAFTED
@@ -100,8 +100,8 @@ class PlainLayer:
 
     def heads(self, x: Tensor, name: str) -> Tensor:
         """[H, T, E] queries, keys or values; normed where the file has a norm for them."""
-        found = F.linear(x, self.get(f"{name}_proj.weight")).unflatten(-1, (-1, self.size)).transpose(0, 1)
-        return self.norm(found, f"{name}_norm") if f"{name}_norm.weight" in self.w else found
+        outputs = F.linear(x, self.get(f"{name}_proj.weight")).unflatten(-1, (-1, self.size)).transpose(0, 1)
+        return self.norm(outputs, f"{name}_norm") if f"{name}_norm.weight" in self.w else outputs
 
     def attention(self, x: Tensor, prefix: str) -> Tensor:
         at = torch.arange(len(x))
@@ -109,7 +109,7 @@ class PlainLayer:
         return self.attend(self.rotated(q, at), self.rotated(k, at), v, at <= at[:, None], prefix)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, prefix: str) -> Tensor:
-        k, v = (part.repeat_interleave(self.groups, 0) for part in (k, v))
+        k, v = (tensor.repeat_interleave(self.groups, 0) for tensor in (k, v))
         mixed = (q @ k.mT / self.size**0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
         return F.linear(mixed.transpose(0, 1).flatten(1), self.get(f"{prefix}o_proj.weight"))
 
@@ -162,10 +162,10 @@ def eagle_chain(
     """[K, W] after a text whose states are ``taps`` [T, D], and along ``drafts``."""
     if config["fc_norm"]:
         taps = [layer.norm(tap, f"fc_norm.{n}") for n, tap in enumerate(taps)]
-    read = torch.cat(taps, -1)
+    inputs = torch.cat(taps, -1)
     if config["norm_before_fc"]:
-        read = layer.norm(read, "input_norm")
-    base_hidden, tokens, logits = F.linear(read, layer.get("fc.weight")), ids[1:], []
+        inputs = layer.norm(inputs, "input_norm")
+    base_hidden, tokens, logits = F.linear(inputs, layer.get("fc.weight")), ids[1:], []
     for draft in drafts:
         tokens = [*tokens, draft]
         embedded = base.embedding[torch.tensor(tokens)]
@@ -184,14 +184,14 @@ def drafted_block(
     layer: PlainLayer, base: BaseModel, block: dict[str, Any], ids: list[int] = IDS, drafts: list[int] = DRAFTED
 ) -> Tensor:
     """[K, W] of one pass over a block after the text, each draft corrected by the token before it."""
-    found = states(base, ids)
+    outputs = states(base, ids)
     context = layer.norm(
-        F.linear(torch.cat([found[n][0] for n in block["layers"]], -1), layer.get("fc.weight")), "hidden_norm"
+        F.linear(torch.cat([outputs[n][0] for n in block["layers"]], -1), layer.get("fc.weight")), "hidden_norm"
     )
     time, slots = len(ids), block["size"]
     x = base.embedding[torch.tensor([drafts[0], *[block["mask"]] * (slots - 1)])]
     if "slot_state.weight" in layer.w:
-        x = found[-1][0, -1] + F.linear(unit(x), layer.get("slot_state.weight")) + layer.get("slot_offset")
+        x = outputs[-1][0, -1] + F.linear(unit(x), layer.get("slot_state.weight")) + layer.get("slot_offset")
     everywhere, factors = torch.arange(time + slots), block.get("factors", 1.0)
     at = everywhere[time:]
     seen = everywhere <= (at[:, None] if block["causal"] else time + slots)
@@ -199,7 +199,7 @@ def drafted_block(
         name = f"layers.{n}.self_attn."
         normed = layer.norm(x, f"layers.{n}.input_layernorm")
         both = torch.cat([context, normed])
-        q, k, v = (layer.heads(part, f"{name}{p}") for part, p in ((normed, "q"), (both, "k"), (both, "v")))
+        q, k, v = (layer.heads(tensor, f"{name}{p}") for tensor, p in ((normed, "q"), (both, "k"), (both, "v")))
         q, k = layer.rotated(q, at, factors), layer.rotated(k, everywhere, factors)
         x = x + layer.attend(q, k, v, seen, name)
         x = x + layer.mlp(layer.norm(x, f"layers.{n}.post_attention_layernorm"), f"layers.{n}.mlp.")
@@ -265,8 +265,8 @@ LLAMACPP_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_output": "self_attn.o_proj",
-    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
-    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"attn_{tensor}": f"self_attn.{tensor}_proj" for tensor in "qkv"},
+    **{f"ffn_{tensor}": f"mlp.{tensor}_proj" for tensor in ("gate", "up", "down")},
     "output_norm": "norm",
     "output": "lm_head",
 }
@@ -280,11 +280,11 @@ def read_llamacpp(folder: Path, names: dict[str, str]) -> tuple[dict[str, Any], 
     sizes |= {"num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv"}
     config = {name: keys[f"{keys['general.architecture']}.{key}"] for name, key in sizes.items()}
     tensors = {}
-    for found in reader.tensors:
-        block, name = re.fullmatch(r"(blk\.\d+\.)?(.+)", found.name).groups()  # type: ignore[union-attr]
+    for entry in reader.tensors:
+        block, name = re.fullmatch(r"(blk\.\d+\.)?(.+)", entry.name).groups()  # type: ignore[union-attr]
         ours = names.get(name.removesuffix(".weight"))
         name = (block or "").replace("blk", "layers") + (f"{ours}.weight" if ours else name)
-        tensors[name] = torch.from_numpy(np.array(found.data))
+        tensors[name] = torch.from_numpy(np.array(entry.data))
     return keys, config, tensors
 
 
@@ -301,14 +301,14 @@ def check_round_trip(form: Format, engine: Callable[..., Tensor], head: DraftHea
     """What a plain loader computes from the exported folder, and what it is when it is read again, is the head."""
     base = deep_base()
     form.export(head, folder)
-    wanted, found = logits_of(base, head), engine(folder, base)
-    if found.shape != wanted.shape:
-        assert int(found.isfinite().sum()) == wanted.numel()
-        found = found[:, head.d2t]
-    assert torch.allclose(found, wanted, atol=1e-3, rtol=1e-3)
+    expected, outputs = logits_of(base, head), engine(folder, base)
+    if outputs.shape != expected.shape:
+        assert int(outputs.isfinite().sum()) == expected.numel()
+        outputs = outputs[:, head.d2t]
+    assert torch.allclose(outputs, expected, atol=1e-3, rtol=1e-3)
     again = form.load(folder, base)
     assert type(again) is type(head) and torch.equal(again.d2t, head.d2t)
-    assert torch.allclose(logits_of(base, again), wanted, atol=1e-5)
+    assert torch.allclose(logits_of(base, again), expected, atol=1e-5)
     if getattr(head.config, "own_lm_head", True):
         rewritten = ("inner_dim", "tied_markov")  # another size or form of the same weights
         same: Any = {name: getattr(again.config, name) for name in rewritten if hasattr(again.config, name)}

@@ -32,13 +32,13 @@ def test_packed_weights_are_read_back_exactly(tiny_base: TinyBase) -> None:
     with torch.no_grad():
         for parameter in stock.parameters():
             parameter.normal_()  # norms and biases too, which start as ones and zeros
-    wanted = {name: parameter.detach().clone() for name, parameter in stock.named_parameters()}
+    expected = {name: parameter.detach().clone() for name, parameter in stock.named_parameters()}
     fused = nn.ModuleList([stock])
     assert fuse_modules(fused) == 7
     again = fresh_copy(tiny_base("qwen2").model.model.layers[0], settings, 0)
     copy_weights(fused[0], again)
     for name, parameter in again.named_parameters():
-        torch.testing.assert_close(parameter.detach(), wanted[name], rtol=1e-6 if "norm" in name else 0.0, atol=0.0)
+        torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-6 if "norm" in name else 0.0, atol=0.0)
 
 
 def test_loss_is_that_of_the_next_token_but_one(tiny_base: TinyBase) -> None:
@@ -61,11 +61,11 @@ def test_width_of_the_mlp(tiny_base: TinyBase) -> None:
     wider = DraftLMConfig(num_layers=2, intermediate_size=96).build(base).eval()
     torch.testing.assert_close(wider.hidden_states(DOCUMENTS, hidden), whole.hidden_states(DOCUMENTS, hidden))
     narrow = DraftLMConfig(num_layers=2, intermediate_size=48).build(base).eval()
-    every, kept = (
+    every, narrowed = (
         mlp.down_proj.weight.norm(dim=0) * mlp.up_proj.weight.norm(dim=1) * mlp.gate_proj.weight.norm(dim=1)
         for mlp in (whole.layers[0].mlp, narrow.layers[0].mlp)
     )
-    torch.testing.assert_close(kept.sort().values, every.sort().values[-48:])
+    torch.testing.assert_close(narrowed.sort().values, every.sort().values[-48:])
     plain = decode(base, None, PROMPT, max_new_tokens=20, ignore_eos=True).tokens
     for head in (wider, narrow):
         assert decode(base, head, PROMPT, max_new_tokens=20, ignore_eos=True).tokens == plain

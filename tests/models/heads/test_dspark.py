@@ -47,8 +47,8 @@ def reference(head: DSparkHead, base: BaseModel, ids: list[int]) -> dict[tuple[i
     block["num_layers"], logits = config.num_layers, {}
     for t in range(len(ids) - 2):
         drafts = [*ids, *[0] * 4][t + 1 : t + 5]  # what is drafted after the end is not compared
-        found = drafted_block(layer, base, block, ids[: t + 1], drafts)
-        logits |= {(k, t): row for k, row in enumerate(found, start=1)}
+        actual = drafted_block(layer, base, block, ids[: t + 1], drafts)
+        logits |= {(k, t): row for k, row in enumerate(actual, start=1)}
     return logits
 
 
@@ -73,18 +73,18 @@ def test_confidence_learns_alpha(tiny_base: TinyBase) -> None:
         if weight == 0.0:
             without = out.loss_sum.item()
     assert {n for n in gradients[1] if "confidence" in n} == {"confidence.weight", "confidence.bias"}
-    torch.testing.assert_close(*({n: g for n, g in found.items() if "confidence" not in n} for found in gradients))
+    torch.testing.assert_close(*({n: g for n, g in actual.items() if "confidence" not in n} for actual in gradients))
     targets = DraftTargets.of(batch, 4)
     with torch.no_grad():
         hidden = head.position_hidden(batch, base_hidden, targets)
         p = base.lm_head.logits(base_hidden.final[0])[targets.target_idx - 1].softmax(-1)
-        wanted = 0.0
+        expected = 0.0
         for k in range(4):
             alpha = torch.minimum(p, head.output_head(k).logits(hidden[k]).softmax(-1)).sum(-1)
             said = head.confidence_logits(hidden)[k].sigmoid()  # type: ignore[index]
             entropy = F.binary_cross_entropy(said, alpha, reduction="none")
-            wanted += 2.0 * 0.5 ** (k + 1) * float((entropy * targets.valid[k]).sum())
-    assert out.loss_sum.item() - without == pytest.approx(wanted, rel=1e-4)
+            expected += 2.0 * 0.5 ** (k + 1) * float((entropy * targets.valid[k]).sum())
+    assert out.loss_sum.item() - without == pytest.approx(expected, rel=1e-4)
 
 
 def test_only_the_markov_columns_of_the_projection_are_trained(tiny_base: TinyBase) -> None:
@@ -97,15 +97,15 @@ def test_only_the_markov_columns_of_the_projection_are_trained(tiny_base: TinyBa
     torch.autograd.backward(head.loss(batch, base_hidden, loss).loss_sum)
     for name in ("markov_out.weight", "markov_in.weight", "norm.weight", "fc.weight"):
         parameter = head.get_parameter(name)
-        place, step = (3, 1)[: parameter.ndim], 1e-5
+        index, step = (3, 1)[: parameter.ndim], 1e-5
         with torch.no_grad():
             values = []
             for sign in (1, -1):
-                parameter[place] += sign * step
+                parameter[index] += sign * step
                 values.append(head.loss(batch, base_hidden, loss).loss_sum.item())
-                parameter[place] -= sign * step
+                parameter[index] -= sign * step
         assert parameter.grad is not None
-        assert float(parameter.grad[place]) == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-4, abs=1e-7)
+        assert float(parameter.grad[index]) == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-4, abs=1e-7)
 
 
 def test_a_few_places_are_trained(tiny_base: TinyBase) -> None:
@@ -146,11 +146,11 @@ def test_layers_start_as_the_bases_last(tiny_base: TinyBase) -> None:
     stock, (attention,) = base.stock().model.layers[-1], [layer.self_attn for layer in head.layers]
     hidden = base.hidden_states(batch, head.spec)
     _, values = attention.keys_values(head.fuse(hidden.layers), batch.position_ids)  # type: ignore[arg-type]
-    wanted = stock.self_attn.v_proj(stock.input_layernorm(hidden.layers))
-    torch.testing.assert_close(values.transpose(1, 2).flatten(2), wanted)
+    expected = stock.self_attn.v_proj(stock.input_layernorm(hidden.layers))
+    torch.testing.assert_close(values.transpose(1, 2).flatten(2), expected)
     keys, _ = attention.keys_values(head.fuse(hidden.layers), batch.position_ids)  # type: ignore[arg-type]
-    wanted = stock.self_attn.k_proj(stock.input_layernorm(hidden.layers))
-    assert float((keys.norm() / wanted.norm()).detach()) == pytest.approx(1.0, abs=0.2)
+    expected = stock.self_attn.k_proj(stock.input_layernorm(hidden.layers))
+    assert float((keys.norm() / expected.norm()).detach()) == pytest.approx(1.0, abs=0.2)
 
 
 def test_paths_have_distributions_of_their_own(tiny_base: TinyBase) -> None:
@@ -163,8 +163,8 @@ def test_paths_have_distributions_of_their_own(tiny_base: TinyBase) -> None:
         state = head.update(head.init_state(1), torch.tensor([text]), hidden)
         draft_pass = head.start(state, torch.tensor([3]), DraftConfig(tree=TokenTree.chain(2)))
         draft_pass.step(torch.tensor([[3]]), torch.tensor([[0]]))
-        found = draft_pass.step(torch.tensor([[4, 5]]), torch.zeros(1, 2, dtype=torch.int64))
-        assert found.shape == (1, width, 300) and (width == 1 or not torch.allclose(found[0, 0], found[0, 1]))
+        actual = draft_pass.step(torch.tensor([[4, 5]]), torch.zeros(1, 2, dtype=torch.int64))
+        assert actual.shape == (1, width, 300) and (width == 1 or not torch.allclose(actual[0, 0], actual[0, 1]))
 
 
 def test_dpace_weighs_by_how_far_drafts_get(tiny_base: TinyBase) -> None:
@@ -196,6 +196,6 @@ def test_dpace_weighs_by_how_far_drafts_get(tiny_base: TinyBase) -> None:
     assert total < 0.7 * unweighted
     head.zero_grad()
     torch.autograd.backward(out.loss_sum)
-    wanted = head.loss(batch, base_hidden, LossConfig(depth_weights=[1.0] * 4))
-    assert float(wanted.loss_sum.detach()) == pytest.approx(unweighted, rel=1e-4)
-    assert torch.equal(out.sums, wanted.sums), "metrics are not weighted"
+    expected = head.loss(batch, base_hidden, LossConfig(depth_weights=[1.0] * 4))
+    assert float(expected.loss_sum.detach()) == pytest.approx(unweighted, rel=1e-4)
+    assert torch.equal(out.sums, expected.sums), "metrics are not weighted"

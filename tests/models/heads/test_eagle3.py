@@ -16,26 +16,26 @@ from support import EAGLE3_VARIANTS, TinyBase, assert_parity, eagle3_head, rando
 
 def reference(head: Eagle3Head, base: BaseModel, ids: list[int], steps: int) -> dict[tuple[int, int], Tensor]:
     """Logits of step i (from 1) at place t of one document: a chain of drafts after every place."""
-    found, logits = states(base, ids), {}
-    read = [found[n][0] for n in head.spec.layers] or [found[-1][0]]
+    layer_states, logits = states(base, ids), {}
+    sources = [layer_states[n][0] for n in head.spec.layers] or [layer_states[-1][0]]
     for t in range(len(ids) - 2):
         text, drafts = ids[: t + 1], ids[t + 1 : min(t + 1 + steps, len(ids) - 1)]
-        chain = eagle_chain(of_head(head), base, [state[: t + 1] for state in read], vars(head.config), text, drafts)
+        chain = eagle_chain(of_head(head), base, [state[: t + 1] for state in sources], vars(head.config), text, drafts)
         logits |= {(i, t): row for i, row in enumerate(chain, start=1)}
     return logits
 
 
 def parallel_reference(head: Eagle3Head, base: BaseModel, ids: list[int], steps: int) -> dict[tuple[int, int], Tensor]:
     """P-EAGLE's logits from its definition: all elements (place a, depth d) at once, under one mask."""
-    layer, found = of_head(head), states(base, ids)
+    layer, layer_states = of_head(head), states(base, ids)
     elements = [(a, d) for a in range(len(ids) - 1) for d in range(steps)]
 
     def fuse(parts: Sequence[Tensor]) -> Tensor:
-        normed = [layer.norm(part, f"fc_norm.{n}") for n, part in enumerate(parts)]
+        normed = [layer.norm(source, f"fc_norm.{n}") for n, source in enumerate(parts)]
         return F.linear(torch.cat(normed, -1), layer.get("fc.weight"))
 
     masked = fuse(layer.get("mask_hidden")[0, 0].chunk(3))
-    real = fuse([found[n][0] for n in head.spec.layers])
+    real = fuse([layer_states[n][0] for n in head.spec.layers])
     x = torch.stack([masked if d else real[a] for a, d in elements])
     tokens = base.embedding[torch.tensor([head.config.mask_token if d else ids[a + 1] for a, d in elements])]
     seen = torch.tensor([[(e == 0 and b <= a) or (b == a and e <= d) for b, e in elements] for a, d in elements])
@@ -82,9 +82,9 @@ def test_fewer_steps_are_trained_than_drafted(tiny_base: TinyBase) -> None:
     base, batch = tiny_base(), row_of([random_ids(12)])
     base_hidden = base.hidden_states(batch, eagle3_head(base).spec)
     head, short = eagle3_head(base, ttt_steps=2), eagle3_head(base, num_draft_tokens=2, ttt_steps=2)
-    out, wanted = (h.loss(batch, base_hidden, LossConfig(decay=0.5)) for h in (head, short))
-    assert out.loss_sum.item() == wanted.loss_sum.item() and out.names == wanted.names
+    out, expected = (h.loss(batch, base_hidden, LossConfig(decay=0.5)) for h in (head, short))
+    assert out.loss_sum.item() == expected.loss_sum.item() and out.names == expected.names
     with torch.no_grad():
         measured = head.loss(batch, base_hidden, LossConfig(decay=0.5))
-    assert measured.loss_sum.item() == pytest.approx(wanted.loss_sum.item(), rel=1e-6)
+    assert measured.loss_sum.item() == pytest.approx(expected.loss_sum.item(), rel=1e-6)
     assert measured.ratios()["accept_4"].den == 12 - 5

@@ -1,5 +1,6 @@
-"""What every head keeps: its text is the base's own, its size is known beforehand, what is saved drafts the same."""
+"""The checks of every head: output equals the base's, sizes are known in advance, saved heads draft the same."""
 
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,8 +64,8 @@ def test_size_is_the_built_head(grouping: str, kind: str, vocabulary: int | None
     config = replace(HEADS[kind], draft_vocab_size=vocabulary)
     head, size = config.build(base, vocabulary and torch.arange(vocabulary)), config.size(base.model.config)
     assert size.parameters == size.trainable == sum(p.numel() for p in head.parameters() if p.requires_grad)
-    own = {id(p): p.numel() for p in (head.output_head(k).trained for k in range(3)) if p.requires_grad}
-    assert size.projections == sum(own.values())
+    projections = {id(p): p.numel() for p in (head.output_head(k).trained for k in range(3)) if p.requires_grad}
+    assert size.projections == sum(projections.values())
     assert (size.positions, size.draft_vocab_size) == (3, len(head.d2t))
     assert size.feature_layers == len(head.spec.layers)
     assert 0 <= size.recomputable_per_token < size.activations_per_token
@@ -75,11 +76,11 @@ def test_activations_are_an_upper_estimate_of_what_autograd_keeps(tiny_base: Tin
     base = tiny_base()
     head = HEADS[kind].build(base).train()
     batch = rows_of([random_ids(120, seed) for seed in range(4)])
-    kept = {}
+    stored = {}
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 4
+            stored[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 4
         return tensor
 
     base_hidden = base.hidden_states(batch, head.spec)
@@ -87,7 +88,7 @@ def test_activations_are_an_upper_estimate_of_what_autograd_keeps(tiny_base: Tin
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = head.loss(batch, base_hidden, LossConfig())
     del out
-    measured = sum(count for place, count in kept.items() if place not in known) / batch.input_ids.numel()
+    measured = sum(count for pointer, count in stored.items() if pointer not in known) / batch.input_ids.numel()
     estimated = HEADS[kind].size(base.model.config).activations_per_token
     assert 1.0 < estimated / measured < 2.5, (estimated, measured)
 
@@ -95,15 +96,17 @@ def test_activations_are_an_upper_estimate_of_what_autograd_keeps(tiny_base: Tin
 @pytest.mark.parametrize(
     ("kind", "settings", "says"),
     [
-        ("hydra", {"own_lm_head": False}, "head.projection_bias needs head.own_lm_head: true"),
-        ("eagle3", {"ttt_steps": 8}, r"head.ttt_steps must be in \[1, head.num_draft_tokens=3\]"),
-        ("mlp", {"cell": "lstm"}, "head.cell: lstm needs head.tie_weights: true"),
-        ("mlp", {"tie_lstm_embs": True}, "head.tie_lstm_embs is for head.cell: lstm"),
-        ("lstm", {"num_draft_tokens": 1}, "head.tie_weights needs head.num_draft_tokens of at least 2"),
-        ("draft_lm", {"from_layers": [0]}, "head.from_layers must name 2 layers"),
-        ("dspark", {"layers": []}, "head.layers must name at least one layer"),
-        ("dspark", {"reads_state": True}, "head.copy_layers excludes head.reads_state"),
-        ("dspark", {"intermediate_size": 8}, "head.copy_layers excludes head.intermediate_size"),
+        ("hydra", {"own_lm_head": False}, "head.projection_bias .*head.own_lm_head"),
+        ("medusa", {"induction_rank": 8}, "head.induction_rank .*head.own_lm_head"),
+        ("medusa2", {"lora_lm_head": True, "own_lm_head": False}, "lora_lm_head.* head.own_lm_head"),
+        ("eagle3", {"ttt_steps": 8}, "head.ttt_steps .*head.num_draft_tokens"),
+        ("mlp", {"cell": "lstm"}, "head.cell.* head.tie_weights"),
+        ("mlp", {"tie_lstm_embs": True}, "head.tie_lstm_embs .*head.cell"),
+        ("lstm", {"num_draft_tokens": 1}, "head.tie_weights .*head.num_draft_tokens"),
+        ("draft_lm", {"from_layers": [0]}, "head.from_layers .*head.num_layers"),
+        ("dspark", {"layers": []}, "head.layers"),
+        ("dspark", {"reads_state": True}, "head.copy_layers .*head.reads_state"),
+        ("dspark", {"intermediate_size": 8}, "head.copy_layers .*head.intermediate_size"),
     ],
 )
 def test_settings_that_exclude_each_other(kind: str, settings: dict[str, object], says: str) -> None:
@@ -116,15 +119,15 @@ def test_settings_that_exclude_each_other(kind: str, settings: dict[str, object]
 
 @torch.no_grad()
 def text_logits(head: DraftHead, base: BaseModel, ids: list[int]) -> Tensor:
-    """[K, T, W] draft logits of the training path, every position at the place it drafts from."""
+    """Return draft logits of training, [K, T, W], every position at its anchor."""
     batch = rows_of([ids])
     draft_targets = DraftTargets.of(batch, head.depth)
     hidden = head.position_hidden(batch, base.hidden_states(batch, head.spec), draft_targets)  # type: ignore[operator]
-    found = torch.full((head.depth, len(ids), len(head.d2t)), torch.nan)
+    actual = torch.full((head.depth, len(ids), len(head.d2t)), torch.nan)
     for k in range(head.depth):
         valid = draft_targets.valid[k]
-        found[k, draft_targets.source_idx[k, valid]] = head.output_head(k).logits(hidden[k, valid])
-    return found
+        actual[k, draft_targets.source_idx[k, valid]] = head.output_head(k).logits(hidden[k, valid])
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -138,9 +141,9 @@ def text_logits(head: DraftHead, base: BaseModel, ids: list[int]) -> Tensor:
 def test_drafting_along_a_text_is_the_training_path(
     tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, kind: str, architecture: str, graphs: str
 ) -> None:
-    """Rows of lengths of their own, read in pieces, with drafts in between: every level's logits are a step's.
+    """Rows of different lengths are read in pieces, with drafts in between: drafting logits equal those of training.
 
-    On each level the text's token is the second of two nodes, so parents matter. Caches grow on the way.
+    On each level the true token is the second of two nodes, so parents matter. Caches grow meanwhile.
     """
     monkeypatch.setattr(draft_cache, "INITIAL_CAPACITY", 8)
     base = BaseModel.load(replace(tiny_base(architecture).config, graphs=graphs))
@@ -148,57 +151,57 @@ def test_drafting_along_a_text_is_the_training_path(
     head = randomised(config.build(base, torch.arange(0, 300, 2)), 0.05).eval()
     assert not isinstance(head, RecurrentHead) or (head._static is None) == (graphs == "auto")
     texts = [random_ids(60), random_ids(25, seed=1), random_ids(30, seed=2)]
-    wanted = [text_logits(head, base, ids) for ids in texts]
+    expected = [text_logits(head, base, ids) for ids in texts]
     for rows in ([0], [0, 1, 2], [1, 2]):
         starts, state = torch.zeros(len(rows), dtype=torch.int64), head.init_state(len(rows))
         cache = base.new_slots(len(rows), 128) if len(rows) > 1 else base.new_cache(128)
-        chosen = [texts[row] for row in rows], [wanted[row] for row in rows]
+        chosen = [texts[row] for row in rows], [expected[row] for row in rows]
         for counts in ([40, 1, 3], [1, 4, 2], [3, 1, 5], [1, 1, 1]):
             count = torch.tensor([counts[row] for row in rows])
             most = int(count.max())
             taken = [text[s : s + c] for text, s, c in zip(chosen[0], starts.tolist(), count.tolist(), strict=True)]
-            tokens = torch.tensor([part + [7] * (most - len(part)) for part in taken])
+            tokens = torch.tensor([row_texts + [7] * (most - len(row_texts)) for row_texts in taken])
             earlier, before = state, starts
             state = head.update(state, tokens, base.forward(tokens, cache, count, head.spec), count)
             starts = starts + count
-            for _ in range(2):  # the same state drafts the same again
+            for _ in range(2):  # a state can draft twice
                 follow(head, state, *chosen, starts)
             if int(before.min()):  # so does the one before it, and some of its rows
                 follow(head, earlier, *chosen, before)
                 last = len(rows) - 1
-                follow(head, state.select([last]), *([part[last]] for part in chosen), starts[last:])  # type: ignore[arg-type]
+                follow(head, state.select([last]), *([row_texts[last]] for row_texts in chosen), starts[last:])  # type: ignore[arg-type]
 
 
 @torch.inference_mode()
-def follow(head: DraftHead, state: DraftState, texts: list[list[int]], wanted: list[Tensor], starts: Tensor) -> None:
-    """Expand nodes of the texts' tokens after what is read; their logits must be those of the training path."""
+def follow(head: DraftHead, state: DraftState, texts: list[list[int]], expected: list[Tensor], starts: Tensor) -> None:
+    """Expand nodes of the true tokens after the context; their logits must be those of training."""
 
     def tokens(ahead: int) -> Tensor:
         return torch.tensor([text[start + ahead] for text, start in zip(texts, starts.tolist(), strict=True)])
 
     draft_pass = head.start(state, tokens(0), DraftConfig(tree=TokenTree.chain(head.depth)))
-    found = draft_pass.step(tokens(0)[:, None], torch.zeros_like(tokens(0))[:, None])[:, 0]
+    actual = draft_pass.step(tokens(0)[:, None], torch.zeros_like(tokens(0))[:, None])[:, 0]
     for k in range(head.depth):
-        steps = torch.stack([w[k, start - 1] for w, start in zip(wanted, starts.tolist(), strict=True)])
-        torch.testing.assert_close(found, steps, rtol=1e-3, atol=1e-3)
+        steps = torch.stack([w[k, start - 1] for w, start in zip(expected, starts.tolist(), strict=True)])
+        torch.testing.assert_close(actual, steps, rtol=1e-3, atol=1e-3)
         if k + 1 < head.depth:
             nodes = torch.stack([tokens(k + 2), tokens(k + 1)], 1)
             parents = torch.full_like(nodes, min(k, 1))
             parents[:, 0] = 0
-            found = draft_pass.step(nodes, parents)[:, -1]
+            actual = draft_pass.step(nodes, parents)[:, -1]
 
 
 @every_head
 def test_ranks_are_those_of_drafting(tiny_base: TinyBase, kind: str) -> None:
-    """Along a text: the place of each of its tokens among a drafted position's candidates."""
+    """The rank of each token of a text among a draft position's candidates is its rank in drafting."""
     base, ids = tiny_base(), random_ids(16)
     head = randomised(HEADS[kind].build(base, torch.arange(0, 300, 2))).eval()
     batch = rows_of([ids])
     base_hidden = base.hidden_states(batch, head.spec)
     ranks = head.candidate_ranks(batch, base_hidden, top=40)[0]
     for t in range(len(ids) - 2):
-        read = base_hidden.map(lambda states, t=t: states[:, : t + 1])  # type: ignore[misc]
-        drafted = drafted_logits(head, ids[: t + 1], read, [*ids[t + 1 : t + 4], 7, 7][:3])
+        context = base_hidden.map(lambda states, t=t: states[:, : t + 1])  # type: ignore[misc]
+        drafted = drafted_logits(head, ids[: t + 1], context, [*ids[t + 1 : t + 4], 7, 7][:3])
         for k, logits in enumerate(drafted):
             listed = head.d2t[logits.topk(40).indices].tolist()
             target = ids[t + 2 + k] if t + 2 + k < len(ids) else None
@@ -212,15 +215,15 @@ def test_ranks_are_those_of_drafting(tiny_base: TinyBase, kind: str) -> None:
 def test_an_untrained_head_is_the_bases_next_token_head(tiny_base: TinyBase, architecture: str, kind: str) -> None:
     base, ids = tiny_base(architecture), list(range(20, 40))
     final = base.hidden_states(rows_of([ids]), HiddenStatesSpec()).final[0, : len(ids)]
-    for found in text_logits(HEADS[kind].build(base).eval(), base, ids):
-        there = found.isfinite().all(-1)
-        logits, wanted = found[there], base.lm_head.logits(final)[there]
+    for actual in text_logits(HEADS[kind].build(base).eval(), base, ids):
+        valid = actual.isfinite().all(-1)
+        logits, expected = actual[valid], base.lm_head.logits(final)[valid]
         if kind in ("hydra_pp", "dspark_state"):
             # The final norm of the base leaves an RMS that varies a little; the prefix layer's does not.
-            assert there.sum() > 10 and (logits.argmax(-1) == wanted.argmax(-1)).all()
-            assert float(logits.norm() / wanted.norm()) == pytest.approx(1.0, abs=0.1)
+            assert valid.sum() > 10 and (logits.argmax(-1) == expected.argmax(-1)).all()
+            assert float(logits.norm() / expected.norm()) == pytest.approx(1.0, abs=0.1)
         else:
-            torch.testing.assert_close(logits, wanted)
+            torch.testing.assert_close(logits, expected)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +236,7 @@ def test_an_untrained_head_is_the_bases_next_token_head(tiny_base: TinyBase, arc
     ],
 )
 def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, kind: str) -> None:
-    """Alone and in a batch, with every kind of tree; a head that is often right, so that states move on."""
+    """Alone and in a batch, with every kind of tree; the head is fitted, so that drafts are accepted."""
     base = tiny_base(architecture)
     plain = [decode(base, None, p, max_new_tokens=16, ignore_eos=True).tokens for p in PROMPTS]
     d2t = torch.tensor(sorted({t for text in plain for t in text} | set(range(0, 300, 2))))
@@ -247,24 +250,24 @@ def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, kind:
         assert [r.tokens for r in both] == plain and alone.tokens == plain[0], name
         accepted = [(step.accepted, step.depth) for r in both for step in r.steps]
         assert sum(a for a, _ in accepted) > 3 and any(a < depth for a, depth in accepted), name
-        # At the end a step drafts what is still wanted, in a batch by any row.
+        # The last step drafts no more than remains; in a batch, the row with the most remaining tokens decides.
         assert [s.accepted for s in alone.steps][:-1] == [s.accepted for s in both[0].steps][:-1], name
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.02), ("int8", 0.1)])
 @every_head
-def test_copies_to_draft_with_are_rounded_and_nothing_else(
+def test_low_precision_copies_change_drafts_only(
     tiny_base: TinyBase, tmp_path: Path, kind: str, dtype: str, error: float
 ) -> None:
-    """Other bits in the drafts, the same text, the weights as they were trained; and the setting is saved."""
+    """Drafts are rounded, the output and the trained weights are not, and the setting is saved."""
     base = tiny_base()
     full = randomised(HEADS[kind].build(base)).eval()
     rounded = replace(HEADS[kind], draft_dtype=dtype).build(base).eval()
     rounded.load_state_dict(full.state_dict())
-    wanted, found = first_logits(full), first_logits(rounded)
-    assert all(p.dtype == torch.float32 for p in rounded.parameters()) and found.dtype == torch.float32
-    assert "medusa_last" == kind or not torch.equal(found, wanted)
-    torch.testing.assert_close(found, wanted, rtol=error, atol=error * float(wanted.abs().max()))
+    expected, actual = first_logits(full), first_logits(rounded)
+    assert all(p.dtype == torch.float32 for p in rounded.parameters()) and actual.dtype == torch.float32
+    assert "medusa_last" == kind or not torch.equal(actual, expected)
+    torch.testing.assert_close(actual, expected, rtol=error, atol=error * float(expected.abs().max()))
     plain = decode(base, None, PROMPTS[0], max_new_tokens=20).tokens
     rounded.save_pretrained(tmp_path)
     loaded = DraftHead.from_pretrained(tmp_path, base)
@@ -272,21 +275,19 @@ def test_copies_to_draft_with_are_rounded_and_nothing_else(
     assert loaded.config.inference_dtype(base) == DRAFT_DTYPES[dtype]
 
 
-def test_copies_to_draft_with_are_made_where_that_was_measured_to_be_faster(
-    tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base, config = tiny_base(), HEADS["medusa"]
+def test_the_default_draft_dtype_is_the_one_measured_to_be_faster(tiny_base: TinyBase) -> None:
+    base, config = copy(tiny_base()), HEADS["medusa"]
     assert config.draft_dtype == "auto" and config.inference_dtype(base) is None
-    monkeypatch.setattr(base, "kernels", table := KernelTable())
+    base.kernels = KernelTable()
     assert config.inference_dtype(base) is None
-    table.drafts_in = torch.int8
+    base.kernels.drafts_in = torch.int8
     assert config.inference_dtype(base) == torch.int8
     assert replace(config, draft_dtype=None).inference_dtype(base) is None
 
 
 @torch.inference_mode()
 def first_logits(head: DraftHead, ids: list[int] | None = None) -> Tensor:
-    """Of the first two draft positions after a short text."""
+    """Return the logits of the first two draft positions after a short text."""
     base, tokens = head.base, torch.tensor([ids or random_ids(7)])
     base_hidden = base.forward(tokens, base.new_cache(64), spec=head.spec)
     draft_pass = head.start(head.update(head.init_state(1), tokens, base_hidden), tokens[:, -1], PLANS["chain"])
@@ -294,14 +295,14 @@ def first_logits(head: DraftHead, ids: list[int] | None = None) -> Tensor:
     return torch.cat([draft_pass.step(token, torch.tensor([[0]])) for token in chain], 1)
 
 
-@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_layer_rounds_its_product(rows: int, packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafthead.models.kernels.linear.packs_bfloat16", lambda: packs)
+def test_bfloat16_layer_rounds_its_product(rows: int, packed: bool) -> None:
+    """The packed layer, if the CPU has one, and the layer without packing."""
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(*shape, generator=generator) for shape in [(24, 16), (24,), (1, rows, 16)])
-    layer = inference_linear(weight, bias, torch.bfloat16)
-    assert isinstance(layer, PlainLinear) != packs
+    plain = PlainLinear(weight.bfloat16(), bias.bfloat16())
+    layer = inference_linear(weight, bias, torch.bfloat16) if packed else plain
     exact = x.bfloat16().float() @ weight.bfloat16().float().t() + bias.bfloat16().float()
     assert layer(x).dtype == torch.float32
     torch.testing.assert_close(layer(x), exact, rtol=2**-7, atol=2**-6)
@@ -325,7 +326,7 @@ def test_save_and_load(tiny_base: TinyBase, tmp_path: Path, kind: str) -> None:
 
 @every_head
 def test_training_renews_what_drafting_packed(tiny_base: TinyBase, kind: str) -> None:
-    """Drafts after a step of training are those of a fresh head with the same weights; so they are once it moved."""
+    """After a training step, drafts are those of a new head with the same weights; moving a head repacks it too."""
     base, text = tiny_base(), list(range(30, 60))
     head, fresh = HEADS[kind].build(base).eval(), HEADS[kind].build(base).eval()
     before = first_logits(head, text[:5])
@@ -343,7 +344,7 @@ def test_sampled_text_is_distributed_as_without_a_head(kind: str) -> None:
     base, sampler, length = small_base(), Sampler(temperature=1.0, top_k=3), 3
     prompts = [[9, 10, 11, 12, 13, 14, 15], [250]]
     answers = {tuple(prompt): probs_of_answers(base, prompt, sampler, length) for prompt in prompts}
-    texts = [[*prompt, *answer] for prompt, found in answers.items() for answer in found]
+    texts = [[*prompt, *answer] for prompt, actual in answers.items() for answer in actual]
     config = replace(HEADS[kind], num_layers=1) if kind in ("draft_lm", "dspark") else HEADS[kind]
     head = fitted(config.build(base), rows_of(texts), 12)
     draft_config = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
@@ -355,7 +356,7 @@ def test_sampled_text_is_distributed_as_without_a_head(kind: str) -> None:
 
 @every_head
 def test_unread_features_carry_nothing(tiny_base: TinyBase, kind: str) -> None:
-    """NaN where nobody read (the last token of a document, padding) reaches neither the loss nor a gradient."""
+    """NaN in states that are never read (the last token of a document, padding) reaches neither loss nor gradients."""
     base = tiny_base()
     head = randomised(HEADS[kind].build(base))
     batch = rows_of([list(range(20, 30)), list(range(50, 58))])

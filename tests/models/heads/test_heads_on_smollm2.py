@@ -8,6 +8,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 
+from drafthead import recipes
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
@@ -24,7 +25,7 @@ from drafthead.train.config import parse_run
 from support import p_value_of_answers, probs_of_answers
 
 pytestmark = pytest.mark.slow
-RECIPES = ("medusa", "medusa2", "hydra", "hydra_pp", "mlp_speculator", "kangaroo", "eagle3", "draft_lm")
+RECIPES = sorted(path.stem.removesuffix("_smollm2") for path in Path(recipes.__path__[0]).glob("recipe/*_smollm2.yaml"))
 TEXTS = (
     "The capital of France is",
     "One, two, three, four, five, six,",

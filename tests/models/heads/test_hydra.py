@@ -57,8 +57,8 @@ def test_parity_with_the_papers_equations(tiny_base: TinyBase, variant: str) -> 
     def reference(ids: list[int], states: Tensor) -> dict[tuple[int, int], Tensor]:
         if head.config.prefix_layer:
             states = layer.norm(layer.decoder(states, "prefix."), "prefix.norm")
-        places = product((1, 2, 3), range(len(ids)))
-        return {(k, t): reference_logits(head, k, states[t], ids[t + 1 :]) for k, t in places if t + k < len(ids)}
+        keys = product((1, 2, 3), range(len(ids)))
+        return {(k, t): reference_logits(head, k, states[t], ids[t + 1 :]) for k, t in keys if t + k < len(ids)}
 
     assert_parity(head, reference)
 

@@ -75,10 +75,10 @@ def test_verification_goes_on_from_the_exit_states(tiny_base: TinyBase, name: st
             proposal = head.draft(state, torch.arange(30, 30 + rows), draft_config, rng)
             assert proposal.partial_forward is not None and proposal.partial_forward.layers == 2
             partial_forward = proposal.partial_forward if begun else None
-            found = base.verify(proposal.tokens, proposal.shape, cache, head.spec, partial_forward).final
-            real = (proposal.shape.parents.expand(rows, -1) >= 0) | (torch.arange(found.shape[1]) == 0)
+            actual = base.verify(proposal.tokens, proposal.shape, cache, head.spec, partial_forward).final
+            real = (proposal.shape.parents.expand(rows, -1) >= 0) | (torch.arange(actual.shape[1]) == 0)
             cache.crop()
-            shared.append((found[real], cache.keys[:, :, :, 4 : 4 + found.shape[1]].clone(), proposal.tokens))
+            shared.append((actual[real], cache.keys[:, :, :, 4 : 4 + actual.shape[1]].clone(), proposal.tokens))
         (a, keys_a, tokens_a), (b, keys_b, tokens_b) = shared
         assert torch.equal(tokens_a, tokens_b)
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -112,13 +112,13 @@ def test_led_along_a_text_it_drafts_the_same(tiny_base: TinyBase, rows: int) -> 
     ids, last = torch.arange(3, 3 + 6 * rows).view(rows, 6), torch.tensor([9, 2])[:rows]
     cache = base.new_cache(64) if rows == 1 else base.new_slots(rows, 64)
     hidden = base.forward(ids, cache, spec=head.spec)
-    own = head.update(head.init_state(rows), ids, hidden)
+    led = head.update(head.init_state(rows), ids, hidden)
     shared = head.update(head.attach(head.init_state(rows), cache), ids, hidden)
     for draft_config in PLANS.values():
-        later = head.update(own, ids + 30, hidden)
-        found = [head.draft(state, last, draft_config).tokens for state in (own, shared, later, own)]
-        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[3])
-        assert torch.equal(head.draft(own.select([rows - 1]), last[-1:], draft_config).tokens, found[0][-1:])
+        later = head.update(led, ids + 30, hidden)
+        actual = [head.draft(state, last, draft_config).tokens for state in (led, shared, later, led)]
+        assert torch.equal(actual[0], actual[1]) and torch.equal(actual[0], actual[3])
+        assert torch.equal(head.draft(led.select([rows - 1]), last[-1:], draft_config).tokens, actual[0][-1:])
 
 
 def test_threshold_is_the_default_and_stops_drafting(tiny_base: TinyBase, tmp_path: Path) -> None:

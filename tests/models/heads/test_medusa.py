@@ -23,17 +23,17 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, own: bool, last: 
 
     def logits(k: int, x: Tensor, token: int) -> Tensor:
         for j in range(2):
-            linear, read = head.blocks[k - 1][j].linear, x
+            linear, inputs = head.blocks[k - 1][j].linear, x
             if last and j == 0:
                 e = base.embedding[token]
-                read = torch.cat([x, e / (e.square().mean() + torch.finfo(e.dtype).eps).sqrt()])
-            x = x + F.silu(read @ linear.weight.t() + linear.bias)
+                inputs = torch.cat([x, e / (e.square().mean() + torch.finfo(e.dtype).eps).sqrt()])
+            x = x + F.silu(inputs @ linear.weight.t() + linear.bias)
         weight = head.projections.weights[k - 1] if own else base.lm_head.weight[d2t]
         return weight @ x
 
     def reference(ids: list[int], states: Tensor) -> dict[tuple[int, int], Tensor]:
-        places = product((1, 2, 3), range(len(ids) - 1))
-        return {(k, t): logits(k, states[t], ids[t + 1]) for k, t in places}
+        keys = product((1, 2, 3), range(len(ids) - 1))
+        return {(k, t): logits(k, states[t], ids[t + 1]) for k, t in keys}
 
     assert_parity(head, reference)
 
@@ -47,6 +47,6 @@ def test_loss_of_a_position_is_a_mean_over_what_it_can_draft(tiny_base: TinyBase
     ratios = MedusaConfig(num_draft_tokens=1).build(base, d2t).loss(batch, base_hidden, LossConfig()).ratios()
     even = [t for t in range(18) if batch.input_ids[0, t + 2] % 2 == 0]
     logits = base_hidden.final[0, even] @ base.lm_head.weight[d2t].t()
-    wanted = F.cross_entropy(logits, batch.input_ids[0, [t + 2 for t in even]] // 2)
-    assert ratios["loss_1"].value == pytest.approx(wanted.item(), rel=1e-5)
+    expected = F.cross_entropy(logits, batch.input_ids[0, [t + 2 for t in even]] // 2)
+    assert ratios["loss_1"].value == pytest.approx(expected.item(), rel=1e-5)
     assert ratios["accept_1"].den == 18

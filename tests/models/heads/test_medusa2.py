@@ -87,16 +87,18 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, base_loss: str, s
     head = tuned_head(base, base_loss=base_loss, heads_schedule=schedule, lora_lm_head=lm_head, heads_weight=0.3)
     out = head.loss(batch(), base.hidden_states(batch(), HiddenStatesSpec()), LossConfig(ce=1.0, decay=0.8))
     out.loss_sum.backward()
-    found = {name: p.grad.clone() for name, p in head.named_parameters()}
+    actual = {name: p.grad.clone() for name, p in head.named_parameters()}
     head.zero_grad()
 
-    wanted = reference(head, base, dict(head.adapter.items()))
-    wanted.backward()
-    assert out.loss_sum.item() == pytest.approx(wanted.item(), rel=1e-4)
+    expected = reference(head, base, dict(head.adapter.items()))
+    expected.backward()
+    assert out.loss_sum.item() == pytest.approx(expected.item(), rel=1e-4)
     assert len(head.adapter) == 2 * (7 * base.num_layers + lm_head)
     for name, parameter in head.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
-        assert found[name].abs().sum() > 0, name
+        torch.testing.assert_close(
+            actual[name], parameter.grad, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
+        )
+        assert actual[name].abs().sum() > 0, name
 
 
 def test_both_parts_of_the_loss_are_metrics(tiny_base: TinyBase) -> None:
@@ -116,8 +118,8 @@ def test_before_its_joint_phase_it_is_medusa_1(tiny_base: TinyBase) -> None:
     head = Medusa2Config(num_draft_tokens=2).build(base)
     head.train_base(now=False)
     head.load_state_dict({**head.state_dict(), **plain.state_dict()})
-    out, wanted = head.loss(batch(), base_hidden, LossConfig()), plain.loss(batch(), base_hidden, LossConfig())
-    assert out.names == wanted.names and out.loss_sum.item() == wanted.loss_sum.item()
+    out, expected = head.loss(batch(), base_hidden, LossConfig()), plain.loss(batch(), base_hidden, LossConfig())
+    assert out.names == expected.names and out.loss_sum.item() == expected.loss_sum.item()
     out.loss_sum.backward()
     assert all(p.grad is None and not p.requires_grad for p in head.adapter.values())
     assert {head.lr_mult(p) for p in head.parameters()} == {1.0}
@@ -158,9 +160,9 @@ def test_loaded_from_its_folder_it_drafts_for_the_tuned_base(tiny_base: TinyBase
     shutil.move(tmp_path / "head", tmp_path / "moved")
     tuned, loaded = load_base_and_head(tmp_path / "moved")
     assert tuned.fingerprint != base.fingerprint
-    found = loaded.candidate_ranks(batch(), tuned.hidden_states(batch(), HiddenStatesSpec()), 20)
-    wanted = head.candidate_ranks(batch(), HiddenStates(final=torch.full((1, 23, base.hidden_size), torch.nan)), 20)
-    assert torch.equal(found, wanted)
+    actual = loaded.candidate_ranks(batch(), tuned.hidden_states(batch(), HiddenStatesSpec()), 20)
+    expected = head.candidate_ranks(batch(), HiddenStates(final=torch.full((1, 23, base.hidden_size), torch.nan)), 20)
+    assert torch.equal(actual, expected)
     loaded.save_pretrained(tmp_path / "again")
     shutil.rmtree(tmp_path / "moved")
     assert load_base_and_head(tmp_path / "again")[0].fingerprint == tuned.fingerprint, "with its adapter"
@@ -181,8 +183,8 @@ def test_saved_merged_it_is_a_whole_model_beside_the_heads(tiny_base: TinyBase, 
     merged = BaseModel.load(replace(tiny_base().config, random=False, name=str(tmp_path / "merged"), shape={}))
     assert isinstance(DraftHead.from_pretrained(tmp_path, merged), Medusa2Head)
     other, _ = load_base_and_head(tmp_path)
-    wanted, found = (b.hidden_states(batch(), HiddenStatesSpec()).final for b in (other, merged))
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    expected, actual = (b.hidden_states(batch(), HiddenStatesSpec()).final for b in (other, merged))
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_a_second_adapter_is_refused(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -190,8 +192,3 @@ def test_a_second_adapter_is_refused(tiny_base: TinyBase, tmp_path: Path) -> Non
     tuned, head = load_base_and_head(tmp_path)
     with pytest.raises(UserError, match="already has the adapter .*merge_and_unload"):
         head.train_base(now=True)
-
-
-def test_an_adapted_output_head_needs_projections_of_the_heads_own() -> None:
-    with pytest.raises(ValueError, match="lora_lm_head=true needs head.own_lm_head=true"):
-        Medusa2Config(lora_lm_head=True, own_lm_head=False)

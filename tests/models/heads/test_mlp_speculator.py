@@ -28,8 +28,8 @@ def test_parity_with_the_published_equations(tiny_base: TinyBase, variant: str) 
     layer = of_head(head)
 
     def reference(ids: list[int], states: Tensor) -> dict[tuple[int, int], Tensor]:
-        found = [mlp_chain(layer, head.config, head.base, h, ids[t + 1 :] + [0] * 5) for t, h in enumerate(states)]
-        return {(k, t): logits for t, row in enumerate(found) for k, logits in enumerate(row, start=1)}
+        chains = [mlp_chain(layer, head.config, head.base, h, ids[t + 1 :] + [0] * 5) for t, h in enumerate(states)]
+        return {(k, t): logits for t, row in enumerate(chains) for k, logits in enumerate(row, start=1)}
 
     assert_parity(head, reference)
 
@@ -56,8 +56,8 @@ def test_start(tiny_base: TinyBase, cell: str, tied: bool) -> None:
         if "ln" in name:
             assert torch.equal(parameter, torch.full_like(parameter, float(name.endswith("weight")))), name
         else:
-            wanted = 256 if cell == "rnn" else min(parameter.shape)
-            assert float(parameter.detach().std()) == pytest.approx(wanted**-0.5, rel=0.1), name
-            assert abs(float(parameter.detach().mean())) < 0.1 * wanted**-0.5
+            expected = 256 if cell == "rnn" else min(parameter.shape)
+            assert float(parameter.detach().std()) == pytest.approx(expected**-0.5, rel=0.1), name
+            assert abs(float(parameter.detach().mean())) < 0.1 * expected**-0.5
     first = [float(p.detach().flatten()[0]) for p in head.parameters() if p.ndim == 2]
     assert len(set(first)) == len(first) > 3, "starts are independent"
