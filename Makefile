@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 TWO := -n 2 --dist worksteal
+# Containers often set this variable; without cached bytecode every process compiles torch and transformers again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -13,10 +15,10 @@ TWO := -n 2 --dist worksteal
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
-setup: $(READY) ## make .venv with the pinned dependencies (PYTHON=python3.12 chooses the interpreter)
+setup: $(READY) ## create .venv with the pinned dependencies (PYTHON=python3.12 selects the interpreter)
 
-# torch comes first and by itself, so that an installed or configured build (CPU or CUDA) is the one that is kept. Python
-# compiles what is imported: all of it beforehand takes pip as long again.
+# torch is installed first and alone, so that an installed or configured build (CPU or CUDA) is kept. --no-compile:
+# Python compiles what is imported; compiling every file would double the time of pip.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "drafthead needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1); try make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
@@ -27,36 +29,36 @@ $(READY): pyproject.toml constraints.txt
 	  echo "   set-up: $$(($$(date +%s) - started)) s"
 	@touch $@
 
-test: $(READY) ## the fast tests
+test: $(READY) ## run the fast tests
 	$(PYTEST) -m "not slow and not gpu and not engines" $(TWO)
 
-test-slow: $(READY) ## the tests that take longer or need the embedded model
+test-slow: $(READY) ## run the tests that take longer or need the embedded model
 	$(PYTEST) -m "slow and not gpu and not engines" $(TWO)
 
-test-engines: $(READY) ## a real llama.cpp serves a head, a real vLLM writes a corpus; both installed on first use
+test-engines: $(READY) ## test with a real llama.cpp and a real vLLM, installed on first use
 	$(BIN)/drafthead engines install=llamacpp
 	$(BIN)/drafthead engines install=vllm
 	$(PYTEST) -m engines
 
-check: $(READY) ## lint, format, types, fast tests: what must be green before a commit
+check: $(READY) ## ruff, format, mypy and the fast tests; must pass before every commit
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(MAKE) test
 
-coverage: $(READY) ## the fast tests, and which lines of the source they reach
+coverage: $(READY) ## run the fast tests and report the source lines they reach
 	$(BIN)/coverage run -m pytest -m "not slow and not gpu and not engines"; failed=$$?; \
 	  $(BIN)/coverage combine -q && $(BIN)/coverage report --skip-covered; exit $$failed
 
-hooks: $(READY) ## lint, format and types before every commit (pre-commit)
+hooks: $(READY) ## install pre-commit hooks: ruff, format and mypy
 	$(BIN)/pre-commit install
 
-# Fewer answers to read and fewer steps than the recipe has, for eight minutes from an empty machine.
+# Fewer answers and steps than in the recipe, so that the demo takes less than eight minutes on a new machine.
 DEMO := data.text.max_tokens=6000 phases.pretrain.steps=8 phases.distill.max_tokens=28000 phases.distill.steps=100 validate_every=200 eval.max_new_tokens=48
 
 demo: $(READY) ## train, evaluate and time Medusa heads on a real model, on a CPU
 	$(BIN)/python train/run.py recipe=medusa_smollm2 $(DEMO)
 
-clean: ## remove .venv, build leftovers and tool caches; outputs/ and the download cache stay
+clean: ## remove .venv, build files and tool caches; keep outputs/ and the download cache
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
