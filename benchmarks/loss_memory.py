@@ -39,6 +39,7 @@ class PeakMemory:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        self.peak = max(self.peak, self.resident())
 
     def _watch(self) -> None:
         while not self._stop.wait(0.001):
@@ -113,7 +114,7 @@ def main(given: list[str] | None = None) -> None:
             raise UserError(f"the {form} form ended with {output.returncode} (out of memory?)\n{output.stderr}")
         results[form] = json.loads(output.stdout)
     print_table("memory above weights and inputs", [{"form": form, **row} for form, row in results.items()])
-    ratio = results["whole"]["bytes"] / results["chunked"]["bytes"]
+    ratio = results["whole"]["bytes"] / max(1, results["chunked"]["bytes"])
     print(f"the chunked loss needs {ratio:.1f} times less memory")
     save_record(arguments, "loss_memory", results | {"times_less": ratio})
 
