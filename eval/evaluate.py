@@ -268,12 +268,12 @@ def served_as_trained(
         return [
             compare_outputs(
                 plain.tokens,
-                found.tokens,
-                partial(logit_margin, base, ids, plain.tokens, found.tokens),
+                speculative.tokens,
+                partial(logit_margin, base, ids, plain.tokens, speculative.tokens),
                 dtype=base.rounds_to,
                 tie=config.engine.tie,
             )
-            for ids, plain, found in pairs
+            for ids, plain, speculative in pairs
         ]
 
     plain = {engine: against_plain(engine) for engine in served.facts if engine + PLAIN in timed.results}

@@ -158,8 +158,8 @@ class Recorder(Drafter[RecorderState]):
         failed = None
         if self._drafted is not None and self._drafted[0] is state:
             failed = first_undrafted(self._drafted[1], tokens[0, 1:count].tolist(), state.length)
-        kept = base_hidden.map(lambda part: part[:, :count].clone())
-        new = RecorderState(inner, state.length + count, state, kept, failed)
+        hidden = base_hidden.map(lambda part: part[:, :count].clone())
+        new = RecorderState(inner, state.length + count, state, hidden, failed)
         self._latest = new
         return new
 
@@ -207,15 +207,15 @@ def first_undrafted(proposal: Proposal, accepted: list[int], length: int) -> tup
     drafted after them. Another drafter's accepted drafts may lead off the proposal: there it was wrong too.
     """
     tokens, parents = proposal.tokens[0].tolist(), proposal.shape.parents[0].tolist()
-    node, place = 0, 0
+    node, depth = 0, 0
     while True:
-        place += 1
+        depth += 1
         children = {tokens[n]: n for n in range(len(parents) - 1, 0, -1) if parents[n] == node}
         if not children:
             return None
-        if place > len(accepted) or accepted[place - 1] not in children:
-            return length + place, place, tuple(children)
-        node = children[accepted[place - 1]]
+        if depth > len(accepted) or accepted[depth - 1] not in children:
+            return length + depth, depth, tuple(children)
+        node = children[accepted[depth - 1]]
 
 
 class OnlineLearner:
@@ -302,21 +302,21 @@ class OnlineLearner:
 
     def restore(self, folder: Path, made_by: dict[str, Any]) -> bool:
         """Continue from the newest checkpoint of the same stream; False where there is none."""
-        found = load_latest(folder)
-        if found is None:
+        checkpoint = load_latest(folder)
+        if checkpoint is None:
             return False
-        if (other := difference(found.manifests.get("stream"), made_by)) is not None:
+        if (other := difference(checkpoint.manifests.get("stream"), made_by)) is not None:
             key, was, now = other
             raise UserError(
                 f"{folder} is of a stream with {key} = {was}, which now is {now}; use the old settings, another out=, "
                 "or resume=false"
             )
-        self.head.load_state_dict(found.head)
+        self.head.load_state_dict(checkpoint.head)
         self.head.eval()
-        self.optimizer.load_state_dict(found.optimizer)
-        restore_rng(found.rng[0])
-        self.answered, self.updates = found.state.global_step, found.state.step
-        self.decode_s, self.update_s = found.manifests["seconds"]
+        self.optimizer.load_state_dict(checkpoint.optimizer)
+        restore_rng(checkpoint.rng[0])
+        self.answered, self.updates = checkpoint.state.global_step, checkpoint.state.step
+        self.decode_s, self.update_s = checkpoint.manifests["seconds"]
         return True
 
 
@@ -328,10 +328,10 @@ def replayed(
     ``hidden`` [1, n, ...] are the base's. One pass of the head over the text; nothing is decoded.
     """
     batch = as_batch(text).to(head.base.device)
-    found = answer_ranks(head, batch, hidden)
-    if not found:
+    document_ranks = answer_ranks(head, batch, hidden)
+    if not document_ranks:
         return 0.0, OnlineExample(text=text, hidden=hidden, rejected=[])
-    ranks = found[0]
+    ranks = document_ranks[0]
     lengths = accepted_length_probs(accept_probs_of_ranks(ranks, WIDTH), tree)
     (starts,) = start_probs([lengths])
     return float(starts.sum()), OnlineExample(
@@ -341,16 +341,16 @@ def replayed(
 
 def _rejected_ranks(text: FinishedAnswer, ranks: Ranks, lengths: Any, tree: TokenTree) -> list[tuple[int, int]]:
     """The rejected positions of a greedy replay; a path that ends in a leaf of the tree rejects nothing."""
-    found, t = [], 0
+    rejected, t = [], 0
     inner = {path[:-1] for path in tree.paths[1:]}
     while t < len(ranks):
         accepted = int(lengths[t].argmax())
         path = tuple(int(rank) for rank in ranks[t, :accepted])
         index = text.boundary + t + accepted + 1
         if path in inner and index < len(text.ids):
-            found.append((index, accepted + 1))
+            rejected.append((index, accepted + 1))
         t += accepted + 1
-    return found
+    return rejected
 
 
 def frozen_copy(head: DraftHead) -> DraftHead:

@@ -84,8 +84,8 @@ def main(config: AdaptConfig) -> None:
         display.line(f"   going on after {learner.answered} answers and {learner.updates} updates")
     rows: list[dict[str, Any]] = read_json_lines(log)[: learner.answered] if learner.answered else []
     with display.stage(f"answering {len(fits)} prompts of {config.suite}"):
-        for place in range(learner.answered, len(fits)):
-            number = fits[place]
+        for position in range(learner.answered, len(fits)):
+            number = fits[position]
             seed = config.seed + number
             result, lesson = learner.answer(
                 ids[number], max_new_tokens=config.max_new_tokens, sampler=config.sampler, seed=seed
@@ -101,7 +101,7 @@ def main(config: AdaptConfig) -> None:
                 # The log first: it is cut to the checkpoint's answers when a stream goes on.
                 write_atomic(log, "".join(json.dumps(each) + "\n" for each in rows))
                 learner.save(folder / "checkpoints", made_by)
-            display.progress("answers", place + 1, len(fits))
+            display.progress("answers", position + 1, len(fits))
     write_atomic(log, "".join(json.dumps(each) + "\n" for each in rows))
     head.save_pretrained(folder / "head")
     for line in summary(rows, learner):
@@ -131,15 +131,15 @@ def accepted_length(rows: Sequence[dict[str, Any]], key: str = "steps") -> float
 
 def summary(rows: Sequence[dict[str, Any]], learner: OnlineLearner) -> list[str]:
     """What the stream bought, and what it cost."""
-    part = max(1, len(rows) // 4)
+    quarter = max(1, len(rows) // 4)
     lines = [
-        f"mean accepted length: {accepted_length(rows):.2f} over {len(rows)} answers; the first {part}: "
-        f"{accepted_length(rows[:part]):.2f}, the last {part}: {accepted_length(rows[-part:]):.2f}"
+        f"mean accepted length: {accepted_length(rows):.2f} over {len(rows)} answers; the first {quarter}: "
+        f"{accepted_length(rows[:quarter]):.2f}, the last {quarter}: {accepted_length(rows[-quarter:]):.2f}"
     ]
     if all("steps_frozen" in row for row in rows):
         lines.append(
             f"the head as it was, simulated on the same answers: {accepted_length(rows, 'steps_frozen'):.2f}; the last "
-            f"{part}: {accepted_length(rows[-part:], 'steps_frozen'):.2f}"
+            f"{quarter}: {accepted_length(rows[-quarter:], 'steps_frozen'):.2f}"
         )
     share = learner.update_s / learner.decode_s if learner.decode_s else float("nan")
     if not learner.updates:
@@ -154,11 +154,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, interval: int) -> None:
     """Mean accepted length of every ``interval`` answers, learning and frozen."""
     figure, axes = new_axes(height=3.2)
     groups = [rows[start : start + interval] for start in range(0, len(rows), interval)]
-    places = [start + len(group) / 2 for start, group in zip(range(0, len(rows), interval), groups, strict=True)]
-    axes.plot(places, [accepted_length(group) for group in groups], marker="o", label="learning")
+    centres = [start + len(group) / 2 for start, group in zip(range(0, len(rows), interval), groups, strict=True)]
+    axes.plot(centres, [accepted_length(group) for group in groups], marker="o", label="learning")
     if all("steps_frozen" in row for row in rows):
         frozen = [accepted_length(group, "steps_frozen") for group in groups]
-        axes.plot(places, frozen, marker="o", color=MUTED, label="as it was (simulated)")
+        axes.plot(centres, frozen, marker="o", color=MUTED, label="as it was (simulated)")
     axes.set_xlabel("answers")
     axes.set_ylabel("mean accepted length")
     axes.legend(fontsize=8, frameon=False)

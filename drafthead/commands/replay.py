@@ -108,7 +108,7 @@ def main(config: ReplayConfig) -> None:
         check_writable(save)
     display = Display()
     with display.stage(f"head {config.head}"):
-        base, head, own = load_base_and_drafter(config.head, config.base)
+        base, head, head_config = load_base_and_drafter(config.head, config.base)
     if isinstance(head, DraftHead) and max(config.chain) > head.depth:
         raise UserError(f"chain={config.chain}: the head drafts 1 to {head.depth} positions")
     if not texts:
@@ -121,17 +121,17 @@ def main(config: ReplayConfig) -> None:
     if save:
         write_texts(save, texts)
     target = Sampler(temperature=config.temperature)
-    found = head_rows(base, head, texts, config, display) if isinstance(head, DraftHead) else []
-    others = [*([] if found else [config.head]), *config.drafters]
+    rows = head_rows(base, head, texts, config, display) if isinstance(head, DraftHead) else []
+    others = [*([] if rows else [config.head]), *config.drafters]
     for spec in others:
         with display.stage(f"{spec}, drafted at every position"):
-            drafter, wanted = build_drafter(parse_drafter(spec), base, head, own, config.tree_nodes)
-            simulated = simulate_texts(base, drafter, texts, wanted, target, seed=config.seed, in_order=True)
-            nodes = drafter.nodes if isinstance(drafter, CombinedDrafter) and drafter.nodes else wanted.nodes
-            found.append(Row(spec, nodes, wanted.depth, simulated, None))
-    display.console.print(table(found, config))
+            drafter, draft_config = build_drafter(parse_drafter(spec), base, head, head_config, config.tree_nodes)
+            simulated = simulate_texts(base, drafter, texts, draft_config, target, seed=config.seed, in_order=True)
+            nodes = drafter.nodes if isinstance(drafter, CombinedDrafter) and drafter.nodes else draft_config.nodes
+            rows.append(Row(spec, nodes, draft_config.depth, simulated, None))
+    display.console.print(table(rows, config))
     if config.plot:
-        draw(found, Path(config.plot))
+        draw(rows, Path(config.plot))
         display.line(f"figure: {config.plot}")
 
 
@@ -152,19 +152,21 @@ def head_rows(
     with display.stage("step costs on this machine"):
         costs = measure_costs(base, head)
     sizes = [] if config.rule == "block" else config.nodes
-    found = rows(answers, costs, config.chain, sizes, probs_config.draft_sampling, config.seed)
+    simulated = rows(answers, costs, config.chain, sizes, probs_config.draft_sampling, config.seed)
     top_k = probs_config.draft_sampling is DraftSampling.TOP_K and config.rule == "exact"
     if head.confidence_threshold and top_k:
         with display.stage("the head's own tree, drafted at every position for its threshold"):
-            found.append(own_row(base, head, texts, target, config.seed))
-    return found
+            simulated.append(own_row(base, head, texts, target, config.seed))
+    return simulated
 
 
 def own_row(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], sampler: Sampler, seed: int = 0) -> Row:
     """The head's own tree with its threshold, which the other rows ignore: they simulate whole trees."""
-    own = default_draft_config(head)
-    simulated = simulate_texts(base, head, texts, own, sampler, seed=seed)
-    return Row(f"own, threshold {own.confidence_threshold:g}", own.nodes, own.depth, simulated, None)
+    draft_config = default_draft_config(head)
+    simulated = simulate_texts(base, head, texts, draft_config, sampler, seed=seed)
+    return Row(
+        f"own, threshold {draft_config.confidence_threshold:g}", draft_config.nodes, draft_config.depth, simulated, None
+    )
 
 
 def rows(
@@ -177,24 +179,24 @@ def rows(
 ) -> list[Row]:
     """Chains of these lengths, and the best trees of these sizes, each measured on answers it was not searched on."""
     depth = answers[0].shape[1]
-    found = []
+    simulated_rows = []
     for length in lengths:
         simulated = simulate_acceptance(answers, TokenTree.chain(length), seed)
         speedup = costs.speedup(simulated.mean_accepted_length, length + 1, length)
-        found.append(Row(f"chain of {length}", length + 1, length, simulated, speedup))
+        simulated_rows.append(Row(f"chain of {length}", length + 1, length, simulated, speedup))
     # Sampled candidates are tried in order, which only Sequoia's program respects.
     method = "greedy" if draft_sampling is DraftSampling.TOP_K else "sequoia"
     for size, simulated in zip(sizes, cross_fitted(answers, sizes, method, seed) if sizes else [], strict=True):
         speedup = costs.speedup(simulated.mean_accepted_length, size, depth)
-        found.append(Row(f"best tree of {size}", size, depth, simulated, speedup))
-    return found
+        simulated_rows.append(Row(f"best tree of {size}", size, depth, simulated, speedup))
+    return simulated_rows
 
 
-def table(found: Sequence[Row], config: ReplayConfig) -> Table:
+def table(rows: Sequence[Row], config: ReplayConfig) -> Table:
     """The rows as printed."""
     title = f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}"
     shown = Table("draft", "nodes", "mean accepted length", "95 %", "predicted speedup", title=title)
-    for row in found:
+    for row in rows:
         between = " to ".join(f"{end:.2f}" for end in row.simulated.interval or ())
         speedup = "" if row.speedup is None else f"{row.speedup:.2f}"
         shown.add_row(row.name, str(row.nodes), f"{row.simulated.mean_accepted_length:.2f}", between, speedup)
@@ -202,16 +204,16 @@ def table(found: Sequence[Row], config: ReplayConfig) -> Table:
 
 
 @styled
-def draw(found: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path) -> None:
     """A bar for every row with its interval, under its name: names of drafters are long."""
-    figure, axes = new_axes(height=0.8 + 0.5 * len(found))
-    for place, row in enumerate(reversed(found)):
+    figure, axes = new_axes(height=0.8 + 0.5 * len(rows))
+    for y, row in enumerate(reversed(rows)):
         low, high = row.simulated.interval or (row.simulated.mean_accepted_length,) * 2
         mean = row.simulated.mean_accepted_length
-        axes.barh(place, mean, color=ACCENT if row.speedup is None else SOFT, height=0.35)
-        axes.plot([low, high], [place, place], color=INK, linewidth=1)
-        axes.text(high + 0.02, place, f"{mean:.2f}", va="center", fontsize=8)
-        axes.text(1.01, place + 0.22, f"{short_name(row.name)}, {row.nodes} nodes", va="bottom", fontsize=8)
+        axes.barh(y, mean, color=ACCENT if row.speedup is None else SOFT, height=0.35)
+        axes.plot([low, high], [y, y], color=INK, linewidth=1)
+        axes.text(high + 0.02, y, f"{mean:.2f}", va="center", fontsize=8)
+        axes.text(1.01, y + 0.22, f"{short_name(row.name)}, {row.nodes} nodes", va="bottom", fontsize=8)
     axes.set_yticks([])
     axes.set_xlim(1, None)
     axes.set_xlabel("mean accepted length, simulated")

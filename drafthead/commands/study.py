@@ -132,7 +132,7 @@ def train(config: StudyConfig, depth: int, width: int, folder: Path) -> None:
 
 def predicted(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer]) -> dict[str, Any]:
     """Acceptance by replay, latencies, and the best chain's throughput as they have it. Tokens and seconds."""
-    ranks = [accept_probs_of_ranks(found, 1) for found in text_ranks(head, texts)]
+    ranks = [accept_probs_of_ranks(answer, 1) for answer in text_ranks(head, texts)]
     costs = measure_costs(base, head)
     lengths = range(1, head.depth + 1)
     tokens = {d: simulate_acceptance(ranks, TokenTree.chain(d)).mean_accepted_length for d in lengths}
@@ -156,23 +156,25 @@ def decode_interleaved(
     """Add to every row what its best chain does, and plain decoding: text by text, so that a slow minute is shared."""
     steps: list[list[StepRecord]] = [[] for _ in (None, *heads)]
     for text in texts:
-        for found, head, row in zip(steps, (None, *heads), (None, *rows), strict=True):
+        for head_steps, head, row in zip(steps, (None, *heads), (None, *rows), strict=True):
             chain = DraftConfig(tree=TokenTree.chain(row["draft_tokens"] if row else 0))
             new = len(text.ids) - text.boundary
-            found += decode(base, head, text.ids[: text.boundary], max_new_tokens=new, draft_config=chain).steps
-    speeds = [sum(step.committed for step in found) / sum(step.total_s for step in found) for found in steps]
-    for row, speed, found in zip(rows, speeds[1:], steps[1:], strict=True):
-        committed = sum(step.committed for step in found)
-        row |= {"measured": speed, "tokens_decoded": committed / len(found), "autoregressive": speeds[0]}
+            head_steps += decode(base, head, text.ids[: text.boundary], max_new_tokens=new, draft_config=chain).steps
+    speeds = [
+        sum(step.committed for step in head_steps) / sum(step.total_s for step in head_steps) for head_steps in steps
+    ]
+    for row, speed, head_steps in zip(rows, speeds[1:], steps[1:], strict=True):
+        committed = sum(step.committed for step in head_steps)
+        row |= {"measured": speed, "tokens_decoded": committed / len(head_steps), "autoregressive": speeds[0]}
 
 
 def chain_speed(row: dict[str, Any], acceptance: float, draft_s: float) -> float:
     """Tokens a second of the best chain of a drafter with one acceptance at all positions (2211.17192)."""
-    found = 0.0
+    fastest = 0.0
     for length in range(1, len(row["verify_s"])):
         tokens = sum(acceptance**k for k in range(length + 1))
-        found = max(found, tokens / (length * draft_s + row["verify_s"][length] + row["overhead_s"]))
-    return found
+        fastest = max(fastest, tokens / (length * draft_s + row["verify_s"][length] + row["overhead_s"]))
+    return fastest
 
 
 @styled

@@ -97,8 +97,8 @@ class EngineProcess:
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
         telling = [line for line in lines if any(word in line for word in ("Error", "error", "ASSERT", "assert"))]
-        found = [line for line in telling or lines if not line.lstrip("( ").startswith(NOISE)]
-        return f": {found[-1][-300:]}" if found else ""
+        candidates = [line for line in telling or lines if not line.lstrip("( ").startswith(NOISE)]
+        return f": {candidates[-1][-300:]}" if candidates else ""
 
     def close(self) -> None:
         """Kill the process and its children."""

@@ -40,20 +40,20 @@ def require(package: str) -> str:
     """The version of an installed package, said aloud."""
     for name in (package, f"{package}-cpu"):
         try:
-            found = version(name)
+            installed = version(name)
         except PackageNotFoundError:
             continue
-        say(version=found)
-        return found
+        say(version=installed)
+        return installed
     say(error=f"absent: no {package} is installed for {sys.executable}")
     raise SystemExit(1)
 
 
 def vllm(port: str, arguments: list[str]) -> None:
     """vLLM's OpenAI-compatible server."""
-    found = require("vllm")
-    if tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdigit()) < OLD_VLLM:
-        say(error=f"old: vLLM {found} answers no token ids; 0.10.2 was the first that did")
+    installed = require("vllm")
+    if tuple(int(number) for number in installed.split("+")[0].split(".")[:3] if number.isdigit()) < OLD_VLLM:
+        say(error=f"old: vLLM {installed} answers no token ids; 0.10.2 was the first that did")
         raise SystemExit(1)
     sys.argv = ["vllm", "--host", "127.0.0.1", "--port", port, *arguments]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
@@ -61,14 +61,14 @@ def vllm(port: str, arguments: list[str]) -> None:
 
 def llamacpp(settings: dict[str, Any]) -> None:
     """llama.cpp's server, out of the package xllamacpp."""
-    found = require("xllamacpp")
+    installed = require("xllamacpp")
     import xllamacpp as engine
 
     kinds = engine.common_speculative_type
     method = settings.get("method", "")
     kind = getattr(kinds, f"COMMON_SPECULATIVE_TYPE_DRAFT_{method.upper()}", None)
     if settings.get("head") and kind is None:
-        say(error=f"old: xllamacpp {found} has no {method}; 2026.10.11549 has")
+        say(error=f"old: xllamacpp {installed} has no {method}; 2026.10.11549 has")
         raise SystemExit(1)
     params = engine.CommonParams()
     params.model.path = settings["base"]

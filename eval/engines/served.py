@@ -71,37 +71,37 @@ class ServedEngines:
 @contextmanager
 def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, log: Log) -> Iterator[ServedEngines]:
     """Export the head below ``folder``, start the engines of ``config``, and end them whatever happens."""
-    found = ServedEngines()
+    served = ServedEngines()
     if not config.engines:
-        yield found
+        yield served
         return
     head, formats = check_engines(drafter, config)
     settings = config.engine
-    found.drafts = _chain(head, config)
-    found.chain = f"chain:{found.drafts}"
+    served.drafts = _chain(head, config)
+    served.chain = f"chain:{served.drafts}"
     with ExitStack() as stack:
         try:
             for name, target in formats.items():
                 published = folder / "served" / target.name
                 fitted = export(head, target, published)
-                found.head = found.head or _as_exported(fitted)
-                start = EngineStart(stack, name, settings, base, published, method_of(target, head), found.drafts)
+                served.head = served.head or _as_exported(fitted)
+                start = EngineStart(stack, name, settings, base, published, method_of(target, head), served.drafts)
                 for plain in (False, True):
                     if (server := start.server(plain)) is None:
                         continue
                     method = name + PLAIN * plain
                     log(f"{server.name} answers {'without' if plain else 'with'} the head at {server.url}")
-                    found.methods[method] = partial(server.answer, max_new_tokens=config.max_new_tokens)
+                    served.methods[method] = partial(server.answer, max_new_tokens=config.max_new_tokens)
                     version = server.installed or server.version()
                     fact = {"engine": server.name, "version": version, "format": target.name}
-                    found.facts.setdefault(name, fact)
+                    served.facts.setdefault(name, fact)
                     mark = repr((fact, start.own.base_type, fitted.identity(), base.fingerprint, settings.threads))
-                    found.marks[method] = hashlib.sha256(mark.encode()).hexdigest()[:8]
-                    found.marks[found.chain] = repr(found.head.identity())
-            yield found
+                    served.marks[method] = hashlib.sha256(mark.encode()).hexdigest()[:8]
+                    served.marks[served.chain] = repr(served.head.identity())
+            yield served
         except EngineError as error:
-            kept = "; what is answered is kept, and the same command resumes there" if found.methods else ""
-            raise UserError(f"{error}{kept}") from None
+            hint = "; what is answered is hint, and the same command resumes there" if served.methods else ""
+            raise UserError(f"{error}{hint}") from None
 
 
 def format_for(engine: str, head: DraftHead) -> Format:
@@ -110,10 +110,10 @@ def format_for(engine: str, head: DraftHead) -> Format:
     if not fitting:
         raise UserError(f"{engine} serves no {type(head).__name__}; it is given {' or '.join(READS[engine])}")
     refused = {}
-    for found in fitting:
-        if not (reasons := list(found.unsupported(found.fitted(head)))):
-            return found
-        refused[found.name] = "; ".join(f"{what} ({instead})" for what, instead in reasons)
+    for target in fitting:
+        if not (reasons := list(target.unsupported(target.fitted(head)))):
+            return target
+        refused[target.name] = "; ".join(f"{what} ({instead})" for what, instead in reasons)
     listed = ". As ".join(f"{name}: {reasons}" for name, reasons in refused.items())
     raise UserError(f"{engine} cannot serve this head. As {listed}")
 
@@ -131,9 +131,9 @@ def _as_exported(head: DraftHead) -> DraftHead:
     if head.config.inference_dtype(head.base) is None:
         return head
     d2t = None if len(head.d2t) == head.base.vocab_size else head.d2t
-    found = replace(head.config, draft_dtype=None).build(head.base, d2t)
-    found.load_state_dict(head.state_dict())
-    return found.eval()
+    copy = replace(head.config, draft_dtype=None).build(head.base, d2t)
+    copy.load_state_dict(head.state_dict())
+    return copy.eval()
 
 
 def method_of(target: Format, head: DraftHead) -> str:
@@ -167,9 +167,9 @@ def _chain(head: DraftHead, config: EvalConfig) -> int:
     return config.engine.drafts or min(head.config.trained_positions, head.depth)
 
 
-def vllm_python(own: EngineConfig) -> str:
+def vllm_python(config: EngineConfig) -> str:
     """The interpreter that has vLLM."""
-    python = own.python or str(environment() / "bin" / "python")
+    python = config.python or str(environment() / "bin" / "python")
     if not Path(python).exists():
         raise UserError(
             f"vLLM is absent: there is no {python}; `drafthead engines install=vllm` makes it ({VLLM_SIZE}), or "
@@ -221,21 +221,21 @@ class EngineStart:
 
     def server(self, plain: bool) -> EngineServer | None:
         """The engine, ready to answer; None where it runs by url and no plain one is named."""
-        kind, timeout, own = SERVERS[self.name], self.settings.answer_timeout_s, self.own
+        kind, timeout, config = SERVERS[self.name], self.settings.answer_timeout_s, self.own
         drafts = 0 if plain else self.drafts
-        if own.url or self.name == "sglang":
-            if not (url := own.plain_url if plain else own.url):
+        if config.url or self.name == "sglang":
+            if not (url := config.plain_url if plain else config.url):
                 return None
-            found = kind(url, self.base.eos_ids, timeout, drafts=drafts)
-            if not found.is_ready():
+            server = kind(url, self.base.eos_ids, timeout, drafts=drafts)
+            if not server.is_ready():
                 raise EngineError(
                     f"no {kind.name} server answers at {url}; start it, or correct engine.{self.name}.url"
                 )
-            return found
+            return server
         process, url = self._vllm(plain) if self.name == "vllm" else self._llamacpp(plain)
-        found = kind(url, self.base.eos_ids, timeout, process, drafts)
-        process.wait_until(found.is_ready, self._deadline)
-        return found
+        server = kind(url, self.base.eos_ids, timeout, process, drafts)
+        process.wait_until(server.is_ready, self._deadline)
+        return server
 
     def _vllm(self, plain: bool) -> tuple[EngineProcess, str]:
         python = vllm_python(self.own)
@@ -283,6 +283,6 @@ class EngineStart:
 
 def free_port() -> int:
     """A port that nobody listens at now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

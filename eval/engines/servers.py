@@ -89,8 +89,8 @@ class EngineServer(ABC):
     def is_ready(self) -> bool:
         """Whether the server answers."""
         try:
-            with self._opener.open(f"{self.url}/health", timeout=2) as found:
-                return bool(found.status == 200)
+            with self._opener.open(f"{self.url}/health", timeout=2) as response:
+                return bool(response.status == 200)
         except OSError:
             return False
 
@@ -103,8 +103,8 @@ class EngineServer(ABC):
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
         try:
-            with self._opener.open(request, timeout=self._timeout_s) as found:
-                text = found.read().decode(errors="replace")
+            with self._opener.open(request, timeout=self._timeout_s) as response:
+                text = response.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
             said = " ".join(error.read().decode(errors="replace").split())[:300]
             raise EngineError(f"{self.name} at {self.url} refused {path} ({error.code}): {said}") from None
@@ -128,20 +128,20 @@ class EngineServer(ABC):
 
     def _counters(self) -> dict[str, float]:
         """The server's Prometheus counters, summed over labels; by position with ``[n]``."""
-        found: dict[str, float] = {}
+        counters: dict[str, float] = {}
         for line in str(self._send("/metrics")).splitlines():
             if match := re.match(r"([\w:]+)(\{.*\})? ([\d.eE+-]+)$", line):
                 name, labels, value = match.groups()
                 position = re.search(r'position="(\d+)"', labels or "")
                 name = name.removesuffix("_total") + (f"[{position[1]}]" if position else "")
-                found[name] = found.get(name, 0.0) + float(value)
-        return found
+                counters[name] = counters.get(name, 0.0) + float(value)
+        return counters
 
     def _complete(self, tokens: list[int], stopped: bool, token: object = None) -> list[int]:
         """Up to and including the end-of-turn token, which some servers leave out."""
-        for place, found in enumerate(tokens):
-            if found in self.eos_ids:
-                return tokens[: place + 1]
+        for index, candidate in enumerate(tokens):
+            if candidate in self.eos_ids:
+                return tokens[: index + 1]
         if not stopped or not self.eos_ids:
             return tokens
         return [*tokens, token if isinstance(token, int) and token in self.eos_ids else min(self.eos_ids)]
@@ -214,8 +214,8 @@ class LlamaCppServer(EngineServer):
 
     def read(self, ids: Sequence[int]) -> tuple[int, float]:
         """Read what of ``ids`` is not cached yet, and answer nothing: number of tokens and seconds of their pass."""
-        found = self._send("/completion", {"prompt": list(ids), "n_predict": 0, "cache_prompt": True})["timings"]
-        return int(found["prompt_n"]), found["prompt_ms"] / 1e3
+        timings = self._send("/completion", {"prompt": list(ids), "n_predict": 0, "cache_prompt": True})["timings"]
+        return int(timings["prompt_n"]), timings["prompt_ms"] / 1e3
 
 
 class SglangServer(EngineServer):

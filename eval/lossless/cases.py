@@ -177,8 +177,8 @@ def _with_samplers(rule: AcceptanceRule, kind: DraftSampling, shape: Shape) -> I
 
 def _case(rule: AcceptanceRule, kind: DraftSampling, shape: Shape, sampler: Sampler) -> Case:
     """The drafter samples as the target does, where it can."""
-    own = RAW if sampler.greedy else replace(sampler, repetition_penalty=1.0)
-    draft_sampler = None if kind is TOP_K else own
+    sampler_of_drafts = RAW if sampler.greedy else replace(sampler, repetition_penalty=1.0)
+    draft_sampler = None if kind is TOP_K else sampler_of_drafts
     return Case(rule=rule, draft_sampling=kind, shape=shape, sampler=sampler, draft_sampler=draft_sampler)
 
 
@@ -260,8 +260,8 @@ def _shortened(table: TabularLM, depth: int, length: Callable[[Proposal], torch.
     def draft(last_token: torch.Tensor, rng: RandomSource) -> Proposal:
         proposal = TableDraft(table, draft_config)(last_token, rng)
         parents = proposal.shape.parents.expand(len(last_token), -1)
-        kept = torch.arange(depth + 1) <= length(proposal)[:, None]
-        return replace(proposal, shape=TreeShape.from_parents(torch.where(kept, parents, -1), width=1))
+        is_kept = torch.arange(depth + 1) <= length(proposal)[:, None]
+        return replace(proposal, shape=TreeShape.from_parents(torch.where(is_kept, parents, -1), width=1))
 
     return draft
 

@@ -75,12 +75,12 @@ def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
         return Row(**labels(case), result="refused" if reason else "FAILED", reason=reason)
     if isinstance(case, Counterexample):
         target, sampler = case.target, RAW
-        found = committed(case.draft, target, sampler, EXACT, case.depth)
+        committed_probs = committed(case.draft, target, sampler, EXACT, case.depth)
     else:
         target, draft = case.tables(seed)
         sampler = case.sampler
-        found = committed(draft, target, sampler, case.rule, case.shape.depth, greedy=case.greedy)
-    distance = total_variation(found, target.probs(sampler))
+        committed_probs = committed(draft, target, sampler, case.rule, case.shape.depth, greedy=case.greedy)
+    distance = total_variation(committed_probs, target.probs(sampler))
     if isinstance(case, Counterexample):
         result = "biased" if abs(distance - case.expected) < EXACT_BELOW else "FAILED"
     elif case.rule.lossless:
@@ -91,7 +91,7 @@ def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
         **labels(case),
         result=result,
         vocabulary=target.vocabulary,
-        outcomes=found.outcomes,
+        outcomes=committed_probs.outcomes,
         total_variation=distance,
     )
 

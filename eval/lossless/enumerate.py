@@ -65,14 +65,14 @@ class EnumeratedRng:
 
     def _choose(self, probs: Tensor, active: Tensor) -> Tensor:
         """[B, options] -> [B], counting where ``active``."""
-        place = self._used[:, None]
+        index = self._used[:, None]
         likeliest = probs.argmax(-1)
         given = self._used < self._given
-        choice = torch.where(given, self._choices.gather(1, place)[:, 0].long(), likeliest)
+        choice = torch.where(given, self._choices.gather(1, index)[:, 0].long(), likeliest)
         self._fork(probs, active & ~given, likeliest)
         self.weights = self.weights * torch.where(active, probs.gather(1, choice[:, None])[:, 0], 1.0)
-        kept = torch.where(active, choice.to(torch.int8), self._choices.gather(1, place)[:, 0])
-        self._choices.scatter_(1, place, kept[:, None])
+        recorded = torch.where(active, choice.to(torch.int8), self._choices.gather(1, index)[:, 0])
+        self._choices.scatter_(1, index, recorded[:, None])
         self._used = self._used + active
         return choice
 
@@ -130,7 +130,7 @@ def committed(
 
     ``greedy``: accept the target's greedy choices instead, as decoding does at temperature 0 with top-k drafts.
     """
-    found = CommittedProbs(target.vocabulary, depth)
+    committed_probs = CommittedProbs(target.vocabulary, depth)
     waiting = [(torch.zeros(1, MOST_CHOICES, dtype=torch.int8), torch.zeros(1, dtype=torch.int64))]
     while waiting:
         choices, lengths = (torch.cat(parts) for parts in zip(*waiting, strict=True))
@@ -150,20 +150,20 @@ def committed(
                 bonus = torch.nn.functional.one_hot(accepted.bonus, target.vocabulary).double()
             path = proposal.tokens.gather(1, accepted.nodes)[:, 1:]
             path = torch.nn.functional.pad(path, (0, depth - path.shape[1]))
-            found.add(path, accepted.accepted, bonus, script.weights)
+            committed_probs.add(path, accepted.accepted, bonus, script.weights)
             waiting += script.others
-    return found
+    return committed_probs
 
 
-def total_variation(found: CommittedProbs, probs: Tensor, length: int | None = None) -> float:
+def total_variation(committed_probs: CommittedProbs, probs: Tensor, length: int | None = None) -> float:
     """Between what was committed, completed by the target, and the target's own distribution ([prefixes, V]).
 
     ``length``: compare this many first tokens; by default depth + 1, all that a step can commit.
     """
-    own = probs[0]
-    for n in range(1, found.depth + 1):
-        own = _extended(own, probs, n, found.vocabulary)
-    difference = found.completed(probs) - own
+    target_masses = probs[0]
+    for n in range(1, committed_probs.depth + 1):
+        target_masses = _extended(target_masses, probs, n, committed_probs.vocabulary)
+    difference = committed_probs.completed(probs) - target_masses
     if length is not None:
-        difference = difference.view(found.vocabulary**length, -1).sum(1)
+        difference = difference.view(committed_probs.vocabulary**length, -1).sum(1)
     return float(difference.abs().sum() / 2)

@@ -78,8 +78,8 @@ def recompute_tokens(
     state.last_token = torch.tensor([result.tokens[step.position - 1]], device=base.device)
     output = state.step([0], [step.position])
     committed = output.tokens[0, : int(output.counts[0])].tolist()
-    place = position - step.position
-    return fresh, committed[place] if place < len(committed) else None
+    offset = position - step.position
+    return fresh, committed[offset] if offset < len(committed) else None
 
 
 class Diagnosis(Enum):
@@ -156,15 +156,15 @@ def compare_outputs(
     near = distance < (TOLERANCE[dtype] if tie is None else tie)
     fresh, cached = recompute(position) if recompute is not None and not near else (None, None)
     if near:
-        found = Diagnosis.TIE
+        diagnosis = Diagnosis.TIE
     elif fresh == tokens[position]:
-        found = Diagnosis.AUTOREGRESSIVE
+        diagnosis = Diagnosis.AUTOREGRESSIVE
     elif fresh != expected[position] or cached is None:
-        found = Diagnosis.UNKNOWN
+        diagnosis = Diagnosis.UNKNOWN
     else:
-        found = Diagnosis.CACHE if cached == expected[position] else Diagnosis.MASK
+        diagnosis = Diagnosis.CACHE if cached == expected[position] else Diagnosis.MASK
     pair = (expected[position], tokens[position])
-    return Equality(False, position, pair, margin=distance, near_tie=near, diagnosis=found)
+    return Equality(False, position, pair, margin=distance, near_tie=near, diagnosis=diagnosis)
 
 
 def equality_rate(equalities: Sequence[Equality], dtype: torch.dtype = torch.float32) -> dict[str, Any]:

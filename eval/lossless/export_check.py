@@ -71,25 +71,25 @@ class ExportCheck:
         before, after = self.before.logits, self.after.logits
         if before.shape != after.shape:
             return math.inf
-        found = float((before - after).abs().max() / before.abs().max().clamp(min=1e-9))
-        return found if math.isfinite(found) else math.inf
+        error = float((before - after).abs().max() / before.abs().max().clamp(min=1e-9))
+        return error if math.isfinite(error) else math.inf
 
     def failures(self) -> list[str]:
         """Why the checkpoint must not be used; empty when it may."""
-        found = [] if self.same_vocabulary else ["the draft vocabulary changed"]
+        failures = [] if self.same_vocabulary else ["the draft vocabulary changed"]
         if self.logit_error > (limit := LOGIT_TOLERANCE[self.dtype]):
-            found.append(f"its logits differ by {self.logit_error:.2g} of the largest one, the limit is {limit:g}")
+            failures.append(f"its logits differ by {self.logit_error:.2g} of the largest one, the limit is {limit:g}")
         before, after = self.before.mean_accepted_length, self.after.mean_accepted_length
         # Written so that NaN fails.
         if not abs(before - after) <= (limit := LENGTH_TOLERANCE[self.dtype]):
-            found.append(f"its mean accepted length is {after:.3f}, the head's {before:.3f}; the limit is {limit:g}")
+            failures.append(f"its mean accepted length is {after:.3f}, the head's {before:.3f}; the limit is {limit:g}")
         if self.estimate is not None and not self.after.accuracy >= self.estimate - self.estimate_tolerance:
-            found.append(
+            failures.append(
                 f"its first draft position is right at {self.after.accuracy:.0%} of the positions, in training "
                 f"{self.estimate:.0%} of held-out ones; the limit is {self.estimate_tolerance:.0%} less. Texts of the "
                 "kind that it was trained on (suite=..., texts=...) tell whether the head or the prompts are to blame"
             )
-        return found
+        return failures
 
     def record(self) -> dict[str, Any]:
         """The figures for the checkpoint's folder."""
@@ -121,8 +121,8 @@ def check_export(
 def training_estimate(head: str | Path) -> float | None:
     """The first head's accuracy on held-out answers, from the log of the run that holds the head's folder."""
     rows = read_json_lines(Path(head).parent / "metrics.jsonl") if Path(head).is_dir() else []
-    found = [row["held_out_accept_1"] for row in rows if row.get("held_out_accept_1") is not None]
-    return float(found[-1]) if found else None
+    accuracies = [row["held_out_accept_1"] for row in rows if row.get("held_out_accept_1") is not None]
+    return float(accuracies[-1]) if accuracies else None
 
 
 @torch.inference_mode()

@@ -136,9 +136,9 @@ def combined_draft(parts: Sequence[Draft], last_token: Tensor, rng: RandomSource
 
 def relay_draft(parts: Sequence[TableDraft], last_token: Tensor, rng: RandomSource) -> Proposal:
     """Chains along one path: each part begins where the one before it ended, row by row."""
-    found = root_only(last_token)
-    for part in parts:
-        leaf = drafted_tokens(found)[:, None]
-        prefixes = part.table.of_nodes(found).gather(1, leaf)[:, 0]
-        found = concatenate(found, part(found.tokens.gather(1, leaf)[:, 0], rng, prefixes))
-    return found
+    proposal = root_only(last_token)
+    for drafter in parts:
+        leaf = drafted_tokens(proposal)[:, None]
+        prefixes = drafter.table.of_nodes(proposal).gather(1, leaf)[:, 0]
+        proposal = concatenate(proposal, drafter(proposal.tokens.gather(1, leaf)[:, 0], rng, prefixes))
+    return proposal

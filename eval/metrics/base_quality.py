@@ -61,13 +61,13 @@ def compare_bases(original: BaseModel, tuned: BaseModel, batches: Iterable[Train
     """Both models over the trained tokens of packed rows (targets at which ``loss_mask`` is set)."""
     total = torch.zeros(5, dtype=torch.float64)
     for batch in batches:
-        ids, valid = (part.to(tuned.device) for part in batch.draft_targets(0))
+        ids, valid = (chunk.to(tuned.device) for chunk in batch.draft_targets(0))
         before, after = (base.hidden_states(batch, HiddenStatesSpec()).final[valid] for base in (original, tuned))
         targets = ids[valid]
         rows = chunk_rows(tuned.vocab_size, tuned.device.type)
         for start in range(0, len(targets), rows):
-            part = slice(start, start + rows)
-            total += _sums(original.logits(before[part]), tuned.logits(after[part]), targets[part]).cpu()
+            chunk = slice(start, start + rows)
+            total += _sums(original.logits(before[chunk]), tuned.logits(after[chunk]), targets[chunk]).cpu()
     tokens, before_nll, after_nll, matches, kl = total.tolist()
     if not tokens:
         raise UserError("there are no held-out tokens to compare the tuned base on; use longer texts or more prompts")
@@ -89,10 +89,10 @@ def _sums(original_nV: Tensor, tuned_nV: Tensor, targets_n: Tensor) -> Tensor:
     return torch.stack([matches.new_tensor(len(targets_n)), *nll, matches, kl])
 
 
-def check_quality(found: dict[str, BaseComparison], limits: QualityLimits) -> dict[str, Any]:
+def check_quality(comparisons: dict[str, BaseComparison], limits: QualityLimits) -> dict[str, Any]:
     """The comparison by kind of tokens, and which limits it exceeds, as plain values: ``quality.json``."""
     failures = []
-    for kind, row in found.items():
+    for kind, row in comparisons.items():
         ratio, least = limits.max_perplexity_ratio, limits.min_greedy_match_rate
         # Written so that NaN fails.
         if ratio is not None and not row.perplexity_ratio <= ratio:
@@ -102,7 +102,7 @@ def check_quality(found: dict[str, BaseComparison], limits: QualityLimits) -> di
             )
         if least is not None and not row.greedy_match_rate >= least:
             failures.append(f"greedy match rate on {kind} is {row.greedy_match_rate:.4f} (limit {least:g})")
-    held_out = {kind: {**asdict(row), "perplexity_ratio": row.perplexity_ratio} for kind, row in found.items()}
+    held_out = {kind: {**asdict(row), "perplexity_ratio": row.perplexity_ratio} for kind, row in comparisons.items()}
     return {"passed": not failures, "failures": failures, "limits": asdict(limits), "held_out": held_out}
 
 

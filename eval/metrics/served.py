@@ -30,7 +30,7 @@ def compare_engines(
         tolerance: share by which the mean accepted length, and of the steps each position's acceptance, may differ.
     """
     ours = _acceptance(results[served.chain])
-    found = {}
+    by_engine = {}
     for name, facts in served.facts.items():
         plain, speculative = results.get(name + PLAIN), _answered(results[name])
         theirs = _acceptance(speculative)
@@ -53,8 +53,8 @@ def compare_engines(
                 "near_ties_with_ours": sum(one.near_tie for one in equalities[name]),
             },
         }
-        found[name] = {**row, "failures": _failures(row, tolerance)}
-    return found
+        by_engine[name] = {**row, "failures": _failures(row, tolerance)}
+    return by_engine
 
 
 def _answered(results: Sequence[DecodeResult]) -> list[DecodeResult]:
@@ -75,23 +75,25 @@ def _acceptance(results: Sequence[DecodeResult]) -> dict[str, Any]:
 
 def _failures(row: dict[str, Any], tolerance: float) -> list[str]:
     theirs, ours = row["acceptance"]["engine"], row["acceptance"]["ours"]
-    name, texts, found = row["engine"], row["texts"], []
+    name, texts, failures = row["engine"], row["texts"], []
     lengths = theirs["mean_accepted_length"], ours["mean_accepted_length"]
     # Written so that NaN fails.
     if not abs(lengths[0] - lengths[1]) <= tolerance * lengths[1]:
-        found.append(f"{name} accepts {lengths[0]:.3f} tokens a step, our engine {lengths[1]:.3f}")
+        failures.append(f"{name} accepts {lengths[0]:.3f} tokens a step, our engine {lengths[1]:.3f}")
     if theirs["accepted"] or not theirs["steps"]:
         for position, count in enumerate(ours["accepted"]):
-            own = count / max(1, ours["steps"])
+            our_share = count / max(1, ours["steps"])
             other = theirs["accepted"][position] if position < len(theirs["accepted"]) else 0
             share = other / max(1, theirs["steps"])
-            if not abs(share - own) <= tolerance:
-                found.append(
-                    f"{name} accepts draft {position + 1} in {share:.1%} of the steps, our engine in {own:.1%}"
+            if not abs(share - our_share) <= tolerance:
+                failures.append(
+                    f"{name} accepts draft {position + 1} in {share:.1%} of the steps, our engine in {our_share:.1%}"
                 )
     if wrong := texts["of"] - texts["same"] - texts["near_ties"]:
-        found.append(f"{wrong} of {texts['of']} texts of {name} differ from {texts['compared_with']}, beyond near-ties")
-    return found
+        failures.append(
+            f"{wrong} of {texts['of']} texts of {name} differ from {texts['compared_with']}, beyond near-ties"
+        )
+    return failures
 
 
 def engine_lines(evaluation: dict[str, Any]) -> list[str]:

@@ -153,8 +153,8 @@ class SpeedupBreakdown:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; None for what is not finite."""
-        found: dict[str, Any] = finite(asdict(self))
-        return found
+        values: dict[str, Any] = finite(asdict(self))
+        return values
 
 
 def speedup_breakdown(

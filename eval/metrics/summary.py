@@ -71,14 +71,14 @@ def summarise(
     methods, baselines = method_names(results), [name for name in AUTOREGRESSIVE if name in results]
     headline = methods[0]
     pairs = zip(prompts, timed.turns, strict=True)
-    places = [{"prompt": prompt.number} | ({"turn": turn} if prompt.turns > 1 else {}) for prompt, turn in pairs]
-    every = _Answers([(prompt.task, prompt.number) for prompt in prompts], places, results, equalities)
+    turns = [{"prompt": prompt.number} | ({"turn": turn} if prompt.turns > 1 else {}) for prompt, turn in pairs]
+    every = _Answers([(prompt.task, prompt.number) for prompt in prompts], turns, results, equalities)
     failed = {n: row for n, row in enumerate(results[headline]) if isinstance(row, FailedDecode)}
-    kept = [n for n in range(len(prompts)) if n not in failed]
+    answered = [n for n in range(len(prompts)) if n not in failed]
     measured_on = hardware() | {"other_processes_cores": timed.other_processes_cores}
-    answers, machine = every.choose(kept), {"hardware": measured_on, "versions": versions()}
+    answers, machine = every.choose(answered), {"hardware": measured_on, "versions": versions()}
     tasks = {
-        task: every.choose([n for n in kept if prompts[n].task == task])
+        task: every.choose([n for n in answered if prompts[n].task == task])
         for task in dict.fromkeys(prompt.task for prompt in prompts)
     }
     overall, runs = _group(answers, retokenised), answers.results
@@ -92,7 +92,7 @@ def summarise(
             "failed": [every.places[n] | {"task": prompts[n].task, "message": row.error} for n, row in failed.items()],
             "metrics": {name: speed.measure(fastest, runs[name], retokenised, answers.questions) for name in methods},
             "by_position": acceptance.by_position(runs[headline]),
-            "by_context": acceptance.by_context(runs[headline], [len(timed.ids[n]) for n in kept]),
+            "by_context": acceptance.by_context(runs[headline], [len(timed.ids[n]) for n in answered]),
             "by_entropy": acceptance.by_entropy(runs[headline]),
             "speedup_breakdown": {name: found and found.to_json() for name, found in breakdowns.items()},
             "equality": equality_rate(answers.equalities.get(headline, []), dtype),
@@ -103,8 +103,8 @@ def summarise(
 
 def method_names(names: Mapping[str, object]) -> list[str]:
     """Which of ``names`` are methods, the headline's first."""
-    found = [name for name in names if name not in AUTOREGRESSIVE]
-    return sorted(found, key=lambda name: name != METHOD)
+    methods = [name for name in names if name not in AUTOREGRESSIVE]
+    return sorted(methods, key=lambda name: name != METHOD)
 
 
 def fastest_autoregressive(group: dict[str, Any]) -> tuple[str, float | None]:
@@ -149,11 +149,11 @@ def _numbers(answers: _Answers, name: str, fastest: str, retokenised: speed.Reto
     return numbers
 
 
-def _identical(places: Sequence[dict[str, int]], equalities: Sequence[Equality]) -> dict[str, Any]:
+def _identical(turns: Sequence[dict[str, int]], equalities: Sequence[Equality]) -> dict[str, Any]:
     near_ties: list[dict[str, Any]] = []
     different: list[dict[str, Any]] = []
-    for place, equality in zip(places, equalities, strict=True):
+    for turn, equality in zip(turns, equalities, strict=True):
         if not equality.same:
-            (near_ties if equality.near_tie else different).append(place | equality.to_json())
+            (near_ties if equality.near_tie else different).append(turn | equality.to_json())
     same = sum(equality.same for equality in equalities)
     return {"same": same, "of": len(equalities), "near_ties": near_ties, "different": different}

@@ -14,15 +14,15 @@ class NearDuplicates:
     def __init__(self, texts: Iterable[str]) -> None:
         self._sizes: list[int] = []
         self._places: dict[tuple[str, ...], list[int]] = {}
-        for place, sequences in enumerate(map(_sequences, texts)):
+        for number, sequences in enumerate(map(_sequences, texts)):
             self._sizes.append(len(sequences))
             for sequence in sequences:
-                self._places.setdefault(sequence, []).append(place)
+                self._places.setdefault(sequence, []).append(number)
 
     def __contains__(self, text: str) -> bool:
         sequences = _sequences(text)
-        shared = Counter(place for sequence in sequences for place in self._places.get(sequence, ()))
-        return any(count >= SHARED * min(self._sizes[place], len(sequences)) for place, count in shared.items())
+        shared = Counter(number for sequence in sequences for number in self._places.get(sequence, ()))
+        return any(count >= SHARED * min(self._sizes[number], len(sequences)) for number, count in shared.items())
 
 
 def _sequences(text: str) -> set[tuple[str, ...]]:

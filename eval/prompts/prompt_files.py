@@ -34,10 +34,10 @@ def read_jsonl(path: Path) -> list[EvalPrompt]:
 
     def convert(line: bytes, number: int) -> EvalPrompt:
         row = json_object(line)
-        found = [key for key in COLUMNS if key in row]
-        if len(found) != 1:
+        keys = [key for key in COLUMNS if key in row]
+        if len(keys) != 1:
             raise UserError(f"holds the keys {sorted(row)}")
-        return to_prompt(row[found[0]], number, row.get("task", path.stem))
+        return to_prompt(row[keys[0]], number, row.get("task", path.stem))
 
     prompts = _convert_all(read_lines(path), convert, f"suite {path}", _LINE)
     if not prompts:
@@ -110,11 +110,11 @@ def _convert_all(
     """Convert all entries before complaining, so that one message is enough to repair a file."""
     prompts: list[EvalPrompt] = []
     broken: list[str] = []
-    for number, (place, entry) in enumerate(entries):
+    for number, (label, entry) in enumerate(entries):
         try:
             prompts.append(convert(entry, number))
         except UserError as error:
-            broken.append(f"{place} {error}")
+            broken.append(f"{label} {error}")
     if broken:
         more = f"; and {len(broken) - MAX_LISTED} more" if len(broken) > MAX_LISTED else ""
         raise UserError(f"{source}: {'; '.join(broken[:MAX_LISTED])}{more}; {expected}")

@@ -100,10 +100,10 @@ SUITES = tuple(_SUITES)
 def _half(prompts: Sequence[EvalPrompt], split: str) -> list[EvalPrompt]:
     """Every second prompt, task by task in the order of the contents' hashes, which does not move with the suite's."""
     ordered = sorted(prompts, key=lambda p: (p.task, content_hash("\n".join(p.user_turns) or repr(p.input_ids))))
-    kept = ordered[("dev", "test").index(split) :: 2]
-    if not kept:
+    half = ordered[("dev", "test").index(split) :: 2]
+    if not half:
         raise UserError(f"a suite of one prompt has no {split} half; use split=all")
-    return sorted(kept, key=lambda p: p.number)
+    return sorted(half, key=lambda p: p.number)
 
 
 def _spread(prompts: Sequence[EvalPrompt], limit: int, seed: int) -> list[EvalPrompt]:

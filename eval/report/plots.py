@@ -111,11 +111,11 @@ def speedup(rows: Sequence[SpeedupRow]) -> Figure:
     """Speedup with its interval, best first; the last row is the total."""
     ordered = [*sorted(rows[:-1], key=lambda row: -row[1]), rows[-1]]
     names, values, _, _ = zip(*ordered, strict=True)
-    names, places = tuple(map(short_name, names)), range(len(ordered))
+    names, positions = tuple(map(short_name, names)), range(len(ordered))
     beside = max(map(len, names)) <= LONGEST_LABEL
     figure, axes = new_axes(height=0.9 + (0.33 if beside else 0.5) * len(ordered))
-    axes.barh(places, values, height=0.66 if beside else 0.4, color=[*[SOFT] * (len(ordered) - 1), ACCENT])
-    axes.set_yticks(places if beside else [], names if beside else [])
+    axes.barh(positions, values, height=0.66 if beside else 0.4, color=[*[SOFT] * (len(ordered) - 1), ACCENT])
+    axes.set_yticks(positions if beside else [], names if beside else [])
     for y, name in enumerate(() if beside else names):  # drafters put together: their names take a bar's width
         _label(axes, name, (0, y - 0.27), (3, 0), va="bottom")
     for y, (_, value, low, high) in enumerate(ordered):
@@ -215,17 +215,17 @@ def ctar(by_width: dict[str, float | None]) -> Figure:
 
 
 @styled
-def bins(found: Sequence[dict[str, Any]], label: str, pattern: str) -> Figure:
+def bins(rows: Sequence[dict[str, Any]], label: str, pattern: str) -> Figure:
     """Mean accepted length over bins of steps, a bar each, with the bounds and the share of all steps under it."""
     figure, axes = new_axes()
-    values = [row["mean_accepted_length"] for row in found]
-    axes.bar(range(len(found)), values, width=0.7, color=SOFT)
+    values = [row["mean_accepted_length"] for row in rows]
+    axes.bar(range(len(rows)), values, width=0.7, color=SOFT)
     for x, value in enumerate(values):  # at the foot, where the dashed line of the mean does not cross the number
         _label(axes, f"{value:.2f}", (x, 0), (0, 5), ha="center")
-    total, mean = sum(row["steps"] for row in found), _mean_length(found)
+    total, mean = sum(row["steps"] for row in rows), _mean_length(rows)
     axes.axhline(mean, color=ACCENT, linestyle="--", linewidth=1.4, label=f"all steps: {mean:.2f}")
-    names = [f"{pattern.format(r['low'])}–{pattern.format(r['high'])}\n{r['steps'] / total:.0%}" for r in found]
-    axes.set_xticks(range(len(found)), names, fontsize=10 if len(found) <= 5 else 8)
+    names = [f"{pattern.format(r['low'])}–{pattern.format(r['high'])}\n{r['steps'] / total:.0%}" for r in rows]
+    axes.set_xticks(range(len(rows)), names, fontsize=10 if len(rows) <= 5 else 8)
     axes.set(xlabel=f"{label}; share of steps", ylabel="mean accepted length", ylim=(0, max(values) * 1.28))
     axes.legend(loc="upper right")
     axes.grid(visible=False, axis="x")
@@ -249,12 +249,14 @@ def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
         phases.setdefault(str(row["phase"]), []).append(row)
     handles = []
     for position, colour in zip(positions, _shades(len(positions)), strict=True):
-        for own in phases.values():  # apart: a phase has other data, and what lies between the two was never measured
-            x, y = _curve(own, f"{prefix}{position}")
+        for (
+            phase_rows
+        ) in phases.values():  # apart: a phase has other data, and what lies between the two was never measured
+            x, y = _curve(phase_rows, f"{prefix}{position}")
             # A single point would be no line at all, and thousands of them read better thin.
             line = {"marker": "_", "markersize": 10} if len(x) == 1 else {"linewidth": 2 if len(x) < 500 else 1}
             axes.plot(x, y, color=colour, **line)
-            dots = _curve(own, f"held_out_{prefix}{position}")
+            dots = _curve(phase_rows, f"held_out_{prefix}{position}")
             axes.plot(*dots, "o", color=colour, markeredgecolor="white", markersize=7, zorder=3)
         handles.append(Line2D([], [], color=colour, label=str(position)))
     if any(f"held_out_{prefix}1" in row for row in rows):
@@ -318,10 +320,10 @@ def _with_speedup(rows: Iterable[tuple[str, float | None, dict[str, Any]]]) -> l
     return [(name, value, *group["speedup"]["interval_95"]) for name, value, group in rows if value is not None]
 
 
-def _merge_bins(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merge_bins(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Neighbours merged until there are at most ``MAX_BINS``."""
-    width = -(-len(found) // MAX_BINS)
-    groups = [found[at : at + width] for at in range(0, len(found), width)]
+    width = -(-len(rows) // MAX_BINS)
+    groups = [rows[at : at + width] for at in range(0, len(rows), width)]
     return [
         {
             "low": group[0]["low"],
@@ -333,14 +335,14 @@ def _merge_bins(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _mean_length(found: Sequence[dict[str, Any]]) -> float:
-    total = sum(row["steps"] * row["mean_accepted_length"] for row in found)
-    return float(total / sum(row["steps"] for row in found))
+def _mean_length(rows: Sequence[dict[str, Any]]) -> float:
+    total = sum(row["steps"] * row["mean_accepted_length"] for row in rows)
+    return float(total / sum(row["steps"] for row in rows))
 
 
 def _curve(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    kept = [row for row in rows if row.get(key) is not None and math.isfinite(row[key])]
-    return [row["total_step"] for row in kept], [row[key] for row in kept]
+    measured = [row for row in rows if row.get(key) is not None and math.isfinite(row[key])]
+    return [row["total_step"] for row in measured], [row[key] for row in measured]
 
 
 def _mark_phases(axes: Axes, phases: dict[str, list[dict[str, Any]]]) -> None:
@@ -351,5 +353,5 @@ def _mark_phases(axes: Axes, phases: dict[str, list[dict[str, Any]]]) -> None:
     for n, phase in enumerate(phases):
         is_left = n == 0 and len(phases) > 1
         x, shift, side = (ends[0], -4, "right") if is_left else ([0, *ends][n], 4, "left")
-        place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": side}
-        axes.annotate(phase, (x, 1), (shift, 4), color=MUTED, **place)
+        style: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": side}
+        axes.annotate(phase, (x, 1), (shift, 4), color=MUTED, **style)

@@ -104,9 +104,9 @@ def machine_line(overall: dict[str, Any]) -> str:
 def exceptions(evaluation: dict[str, Any]) -> list[str]:
     """Every answer that is not autoregressive decoding's, and every prompt without one; faults first."""
     methods = evaluation["overall"]["methods"]
-    found: dict[str, list[str]] = {"different": [], "near_ties": []}
+    lines_of: dict[str, list[str]] = {"different": [], "near_ties": []}
     for method, numbers in methods.items():
-        for kind, lines in found.items():
+        for kind, lines in lines_of.items():
             for entry in (numbers.get("identical_outputs") or {}).get(kind, []):
                 name = f"{method}, " if len(methods) > 1 else ""
                 tokens, cause = entry["tokens"], entry.get("diagnosis") if kind == "different" else None
@@ -118,7 +118,7 @@ def exceptions(evaluation: dict[str, Any]) -> list[str]:
                     + (f", logits {entry['margin']:.1e} apart" if entry["margin"] is not None else "")
                     + (f": {cause}" if tokens and cause else "")
                 )
-    return [*found["different"], *(sentence(line)[:-1] for line in failures(evaluation)), *found["near_ties"]]
+    return [*lines_of["different"], *(sentence(line)[:-1] for line in failures(evaluation)), *lines_of["near_ties"]]
 
 
 def _page_table(table: ResultTable) -> dict[str, Any]:

@@ -34,10 +34,10 @@ def coloured(base: BaseModel, result: DecodeResult) -> Text:
     """The answer, with what came from accepted drafts in colour: all tokens of a step but its last."""
     drafted = {step.position + n for step in result.steps for n in range(step.committed - 1)}
     text, shown = Text(), ""
-    for place in range(len(result.tokens)):
-        whole = _decoded(base, result.tokens[: place + 1])
+    for index in range(len(result.tokens)):
+        whole = _decoded(base, result.tokens[: index + 1])
         if not whole.endswith("\ufffd"):  # half of a multi-byte character: wait for the rest
-            text.append(whole[len(shown) :], style=ACCEPTED if place in drafted else None)
+            text.append(whole[len(shown) :], style=ACCEPTED if index in drafted else None)
             shown = whole
     return text
 

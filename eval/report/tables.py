@@ -225,14 +225,14 @@ def lossy(evaluation: dict[str, Any], method: str | None = None) -> str | None:
 def rule_line(evaluation: dict[str, Any]) -> str:
     """Rule, sampler and tree of the headline method in words."""
     rule, tree = evaluation["rule"], evaluation["tree"]
-    kept = "lossless"
+    effect = "lossless"
     if not rule["lossless"]:
-        kept = f"lossy: total variation {rule['total_variation']:.2g} on synthetic distributions, see certify"
+        effect = f"lossy: total variation {rule['total_variation']:.2g} on synthetic distributions, see certify"
     # Settings that change nothing are not named.
     used = {k: v for k, v in evaluation["sampler"].items() if k == "temperature" or v not in (None, 0, 1)}
     sampler = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in used.items())
     drafted = f"{tree['spec']}, {tree['nodes']} nodes, draft sampling {evaluation['draft_sampling']}"
-    return f"rule: {rule['name']}, {kept}; sampler: {sampler}; tree: {drafted}"
+    return f"rule: {rule['name']}, {effect}; sampler: {sampler}; tree: {drafted}"
 
 
 def failures(evaluation: dict[str, Any]) -> list[str]:

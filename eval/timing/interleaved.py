@@ -64,8 +64,8 @@ def run_interleaved(
     cold, done, resumed = set(decoders), 0, 0
     other_cpu_s: list[float | None] = []
     answered: dict[tuple[int, int], tuple[list[int], dict[str, DecodeResult]]] = {}
-    for place in order:
-        prompt = prompts[place]
+    for index in order:
+        prompt = prompts[index]
         answers: list[list[int]] = []
         failure: FailedDecode | None = None
         for turn in range(prompt.turns):
@@ -96,15 +96,15 @@ def run_interleaved(
                 failure = failed(f"the turn before it failed: {fault.error}")
             else:
                 other_cpu_s += [results.other_cpu_s[key, name] for name in decoders]
-            answered[place, turn] = ids, row
+            answered[index, turn] = ids, row
             answers.append(row["autoregressive"].tokens)
     keys = sorted(answered)
     return TimedResults(
-        prompts=[prompts[place] for place, _ in keys],
+        prompts=[prompts[index] for index, _ in keys],
         turns=[turn for _, turn in keys],
         ids=[answered[key][0] for key in keys],
         results={name: [answered[key][1][name] for key in keys] for name in decoders},
-        order=[prompts[place].number for place in order],
+        order=[prompts[index].number for index in order],
         resumed=resumed,
         other_processes_cores=_cores(other_cpu_s, answered.values()),
     )

@@ -60,23 +60,23 @@ def methods(
     ``head`` is what that name means in ``config.baselines``. ``candidates`` are more drafters under the same rule.
     """
     exact = replace(config, rule=EXACT)
-    found = {
+    compared = {
         **({"transformers_stock": _generated(base, config, model=base.stock())} if config.stock_baseline else {}),
         "transformers": _generated(base, config),
         "autoregressive": _decoded(base, None, None, exact),
         "speculative": _decoded(base, drafter, draft_config, config),
     }
-    found |= {name: _decoded(base, *candidate, config) for name, candidate in candidates.items()}
-    return found | {spec: _baseline(base, head, spec, exact) for spec in config.baselines}
+    compared |= {name: _decoded(base, *candidate, config) for name, candidate in candidates.items()}
+    return compared | {spec: _baseline(base, head, spec, exact) for spec in config.baselines}
 
 
 def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -> dict[str, Method]:
     """Engines that are ready, each with the head and without, and our own chain with the head that they serve."""
-    found = {name: Method(answer, served.marks[name]) for name, answer in served.methods.items()}
+    engines = {name: Method(answer, served.marks[name]) for name, answer in served.methods.items()}
     if served.head is not None:
         chain = DraftConfig(tree=TokenTree.chain(served.drafts))
-        found[served.chain] = _decoded(base, served.head, chain, replace(config, rule=EXACT))
-    return found
+        engines[served.chain] = _decoded(base, served.head, chain, replace(config, rule=EXACT))
+    return engines
 
 
 def made_of(base: BaseModel, drafter: Drafter, draft_config: DraftConfig) -> str:
@@ -117,9 +117,9 @@ def _generated(base: BaseModel, config: EvalConfig, **speculation: Any) -> Metho
 
 
 def _baseline(base: BaseModel, head: Drafter, spec: str, config: EvalConfig) -> Method:
-    if (found := _transformers_method(spec)) is None:
+    if (stock_method := _transformers_method(spec)) is None:
         return _decoded(base, *replace(config, drafter=spec).build(base, head, config.draft_config(head)), config)
-    kind, detail = found
+    kind, detail = stock_method
     if kind == "hf_prompt_lookup":
         return _generated(base, config, prompt_lookup_num_tokens=int(detail or 3))
     assistant = BaseModel.load(BaseConfig(name=detail), base.device)

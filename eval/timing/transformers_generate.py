@@ -92,9 +92,9 @@ def _settings(base: BaseModel, max_new_tokens: int, sampler: Sampler) -> Generat
 @contextmanager
 def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
     """Exactly these settings: what a call leaves out would come from the model's own, such as a repetition penalty."""
-    own = model.generation_config
+    original = model.generation_config
     model.generation_config = config
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = original

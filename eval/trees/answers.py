@@ -87,13 +87,13 @@ def base_answers(
     """The base's own answers to a suite, later turns after its own answers; those that do not fit are left out."""
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     prompts = load_suite(suite, limit, seed, split=split)
-    found: dict[int, list[FinishedAnswer]] = {p.number: [] for p in prompts}
+    answers_of: dict[int, list[FinishedAnswer]] = {p.number: [] for p in prompts}
     for turn in range(1 + max(len(p.later_turns) for p in prompts)):
         asked = []
         for p in prompts:
-            if len(p.later_turns) < turn or len(found[p.number]) < turn:
+            if len(p.later_turns) < turn or len(answers_of[p.number]) < turn:
                 continue
-            before = [text.ids[text.boundary :] for text in found[p.number]]
+            before = [text.ids[text.boundary :] for text in answers_of[p.number]]
             ids = conversation_ids(base.tokenizer, p, before, base.config.chat_template_kwargs)
             if len(ids) <= base.max_context - max_new_tokens:
                 asked.append((p.number, ids))
@@ -108,8 +108,8 @@ def base_answers(
             keep_hidden_states=keep_hidden_states,
         ):
             final = None if a.hidden_states is None else torch.from_numpy(a.hidden_states)
-            found[a.prompt_number].append(FinishedAnswer(a.input_ids.tolist(), a.boundary, final))
-    texts = [text for _, answers in sorted(found.items()) for text in answers]
+            answers_of[a.prompt_number].append(FinishedAnswer(a.input_ids.tolist(), a.boundary, final))
+    texts = [text for _, answers in sorted(answers_of.items()) for text in answers]
     if not texts:
         raise UserError(
             f"no prompt of {suite} leaves {max_new_tokens} tokens free in a context of {base.max_context}; lower "
@@ -160,13 +160,13 @@ def positions(
     """The drafter's state and last token wherever a step may start: rows that are not finished, and the position."""
     prompts = pad_sequence([torch.tensor(text.ids[: text.boundary], device=device) for text in texts], batch_first=True)
     counts = torch.tensor([text.boundary for text in texts], device=device)
-    read = pad_rows([hidden.span(0, text.boundary) for hidden, text in zip(base_hidden, texts, strict=True)])
-    state = drafter.update(drafter.init_state(len(texts)), prompts, read, counts)
+    prompt_hidden = pad_rows([hidden.span(0, text.boundary) for hidden, text in zip(base_hidden, texts, strict=True)])
+    state = drafter.update(drafter.init_state(len(texts)), prompts, prompt_hidden, counts)
     rows = list(range(len(texts)))
     for t in range(max(text.positions for text in texts)):
-        kept = [i for i, row in enumerate(rows) if t < texts[row].positions]
-        if len(kept) < len(rows):
-            rows, state = [rows[i] for i in kept], state.select(kept)
+        unfinished = [i for i, row in enumerate(rows) if t < texts[row].positions]
+        if len(unfinished) < len(rows):
+            rows, state = [rows[i] for i in unfinished], state.select(unfinished)
         last = torch.tensor([texts[row].ids[texts[row].boundary + t] for row in rows], device=device)
         yield rows, state, last, t
         now = pad_rows([base_hidden[row].span(texts[row].boundary + t, 1) for row in rows])
@@ -192,11 +192,11 @@ def as_batch(text: FinishedAnswer) -> TrainBatch:
 
 def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
     """Per text the ranks [T, K] of its answer's tokens among the head's drafts, wherever a step may start."""
-    found = []
+    ranks = []
     for text in texts:
         (base_hidden,) = read_hidden_states(head.base, head, [text])
-        found += answer_ranks(head, as_batch(text).to(head.base.device), base_hidden)
-    return found
+        ranks += answer_ranks(head, as_batch(text).to(head.base.device), base_hidden)
+    return ranks
 
 
 def _target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sampler: Sampler) -> Tensor:
@@ -314,7 +314,7 @@ def text_accept_probs(
         )
     depth = min(config.depth or drafter.depth, drafter.depth)
     generator = torch.Generator(base.device).manual_seed(config.seed)
-    found: list[AcceptProbs] = []
+    accept_probs: list[AcceptProbs] = []
     likelihood = LikelihoodCheck(sampler)
     for batch in _batches(texts, MAX_VALUES // (depth * base.vocab_size)):
         tables = [np.full((text.positions, depth, config.width), np.nan) for text in batch]
@@ -323,18 +323,18 @@ def text_accept_probs(
         for rows, state, last, t in positions(drafter, batch, base_hidden, base.device):
             logits = forced_logits(drafter, state, last, [batch[row] for row in rows], t, depth)
             # Draft position k (0-based) stands at this index of the text; after the text's end there is none.
-            places = [(i, k, batch[row].boundary + t + 1 + k) for i, row in enumerate(rows) for k in range(depth)]
-            places = [(i, k, at) for i, k, at in places if at < len(batch[rows[i]].ids)]
-            draft = torch.stack([logits[k][i] for i, k, _ in places])
-            contexts = [batch[rows[i]].ids[: at + 1] for i, _, at in places]
-            hidden = torch.stack([base_hidden[rows[i]].final[0, at - 1] for i, _, at in places])
+            targets = [(i, k, batch[row].boundary + t + 1 + k) for i, row in enumerate(rows) for k in range(depth)]
+            targets = [(i, k, at) for i, k, at in targets if at < len(batch[rows[i]].ids)]
+            draft = torch.stack([logits[k][i] for i, k, _ in targets])
+            contexts = [batch[rows[i]].ids[: at + 1] for i, _, at in targets]
+            hidden = torch.stack([base_hidden[rows[i]].final[0, at - 1] for i, _, at in targets])
             lengths = [min(depth, batch[row].positions - t) for row in rows]
             probs = _node_probs(base, drafter, sampler, config, generator, draft, hidden, contexts, lengths)
             for row, values in zip(rows, torch.split(probs.cpu(), lengths), strict=True):
                 tables[row][t, : len(values)] = values
-        found += tables
+        accept_probs += tables
     likelihood.check()
-    return found
+    return accept_probs
 
 
 def forced_logits(
@@ -393,7 +393,7 @@ def _drafted_length_probs(
 
     They are accepted exactly when the target's own sample is among them, and the text is that sample.
     """
-    found, sizes, likelihood = [], [], LikelihoodCheck(sampler)
+    length_probs, sizes, likelihood = [], [], LikelihoodCheck(sampler)
     for batch in _batches(texts, 1 if in_order else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)):
         accepted = [np.zeros(text.positions, dtype=np.int64) for text in batch]
         nodes = [np.ones(text.positions) for text in batch]
@@ -405,11 +405,11 @@ def _drafted_length_probs(
             for row, count in zip(rows, counts.tolist(), strict=True):
                 accepted[row][t], nodes[row][t] = count, len(proposal.shape)
         sizes += nodes
-        found += [np.eye(int(a.max()) + 1)[a] for a in accepted]
+        length_probs += [np.eye(int(a.max()) + 1)[a] for a in accepted]
         for text in batch if in_order else ():
             drafter.remember(text.ids)
     likelihood.check()
-    return found, sizes
+    return length_probs, sizes
 
 
 def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) -> Tensor:
@@ -418,8 +418,8 @@ def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) ->
     ahead = int(depths.max()) + 1
     starts = [text.boundary + t for text in texts]
     following = [torch.tensor(text.ids[start : start + ahead]) for text, start in zip(texts, starts, strict=True)]
-    wanted = F.pad(pad_sequence(following, batch_first=True, padding_value=-1), (0, ahead), value=-1)
-    wrong = tokens != wanted.to(tokens.device).gather(1, depths)
+    expected = F.pad(pad_sequence(following, batch_first=True, padding_value=-1), (0, ahead), value=-1)
+    wrong = tokens != expected.to(tokens.device).gather(1, depths)
     wrong[:, 1:] |= proposal.shape.parents.expand_as(tokens)[:, 1:] < 0  # padding
     failed = (proposal.shape.ancestors.expand(len(texts), -1, -1) & wrong[:, None, :]).any(-1)
     return torch.where(failed, 0, depths).amax(1)

@@ -56,13 +56,13 @@ class Calibration:
         return {"nodes": len(self.tree), "choices": choices, "largest_nodes": LARGEST_TREE, **values}
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Self:
+    def from_json(cls, content: dict[str, Any]) -> Self:
         """What ``to_json`` wrote."""
-        values = {f.name: found[f.name] for f in fields(cls) if f.name != "tree"}
-        order = found["order"]
+        values = {f.name: content[f.name] for f in fields(cls) if f.name != "tree"}
+        order = content["order"]
         values["order"] = TreeOrder([tuple(p) for p in order["paths"]], [float(v) for v in order["values"]])
-        values["curve"] = [(nodes, tokens, speedup) for nodes, tokens, speedup in found["curve"]]
-        return cls(tree=TokenTree.from_paths([tuple(p) for p in found["choices"]]), **values)
+        values["curve"] = [(nodes, tokens, speedup) for nodes, tokens, speedup in content["curve"]]
+        return cls(tree=TokenTree.from_paths([tuple(p) for p in content["choices"]]), **values)
 
 
 def measured_with(head: DraftHead) -> str:
@@ -75,19 +75,19 @@ def measured_with(head: DraftHead) -> str:
 
 def save_calibration(path: Path, head: DraftHead, costs: CostModel, calibration: Calibration) -> None:
     """Keep what was measured: measured again, times differ a little, and with them the tree."""
-    found = {"measured_with": measured_with(head), "costs": costs.to_json(), "calibration": calibration.to_json()}
-    write_checksummed_json(path, found)
+    content = {"measured_with": measured_with(head), "costs": costs.to_json(), "calibration": calibration.to_json()}
+    write_checksummed_json(path, content)
 
 
 def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibration] | None:
     """What ``save_calibration`` kept; None when it kept nothing, or for other weights or another machine."""
     if not path.exists():
         return None
-    found = read_checksummed_json(path)
+    content = read_checksummed_json(path)
     try:
-        if found["measured_with"] != measured_with(head):
+        if content["measured_with"] != measured_with(head):
             return None
-        return CostModel.from_json(found["costs"]), Calibration.from_json(found["calibration"])
+        return CostModel.from_json(content["costs"]), Calibration.from_json(content["calibration"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is no calibration ({error!r}); remove it to measure again") from None
 
@@ -103,14 +103,14 @@ def answer_ranks(head: DraftHead, batch: TrainBatch, base_hidden: HiddenStates) 
         documents, counts = torch.unique_consecutive(batch.document_ids[row].cpu(), return_counts=True)
         start = 0
         for document, length in zip(documents.tolist(), counts.tolist(), strict=True):
-            places = slice(start, start + length)
+            span = slice(start, start + length)
             start += length
-            found = ranks[row, places].numpy()
-            drafted = np.flatnonzero(found[:, 0] >= 0)
-            trained = np.flatnonzero(batch.loss_mask[row, places].cpu().numpy())
+            document_ranks = ranks[row, span].numpy()
+            drafted = np.flatnonzero(document_ranks[:, 0] >= 0)
+            trained = np.flatnonzero(batch.loss_mask[row, span].cpu().numpy())
             first = max(0, int(trained[0]) - 1) if len(trained) else length
             if document >= 0 and len(drafted) and first <= drafted[-1]:
-                answers.append(found[first : drafted[-1] + 1])
+                answers.append(document_ranks[first : drafted[-1] + 1])
     return answers
 
 
@@ -127,9 +127,9 @@ def calibrate(answers: Sequence[Ranks | AcceptProbs], costs: CostModel, method: 
             "data.answers.sampler.max_new_tokens or data.answers.prompts"
         )
     probs = [accept_probs_of_ranks(a.astype(np.int64), WIDTH) if a.ndim == 2 else a.astype(np.float64) for a in answers]
-    found = {name: find(probs, costs, LARGEST_TREE) for name, find in METHODS.items()}
-    sizes = sorted({len(c.tree) for c in found[method]})
-    curve = [fastest(c for c in found[method] if len(c.tree) == n) for n in sizes]
+    choices_of = {name: find(probs, costs, LARGEST_TREE) for name, find in METHODS.items()}
+    sizes = sorted({len(c.tree) for c in choices_of[method]})
+    curve = [fastest(c for c in choices_of[method] if len(c.tree) == n) for n in sizes]
     chosen = fastest(curve)
     return Calibration(
         tree=chosen.tree,
@@ -139,5 +139,5 @@ def calibrate(answers: Sequence[Ranks | AcceptProbs], costs: CostModel, method: 
         expected_tokens_largest=curve[-1].expected_tokens,
         expected_speedup=chosen.expected_speedup,
         curve=[(len(c.tree), c.expected_tokens, c.expected_speedup) for c in curve],
-        methods={name: fastest(choices).to_json() for name, choices in found.items()},
+        methods={name: fastest(choices).to_json() for name, choices in choices_of.items()},
     )

@@ -54,8 +54,8 @@ class CostModel:
     def verify_at(self, nodes: float) -> float:
         """v(n), linear between measured sizes and in proportion after the last; ``nodes`` may be a mean."""
         sizes = sorted(self.verify)
-        found = float(np.interp(nodes, sizes, [self.verify[n] for n in sizes]))
-        return found * max(1.0, nodes / sizes[-1])
+        seconds = float(np.interp(nodes, sizes, [self.verify[n] for n in sizes]))
+        return seconds * max(1.0, nodes / sizes[-1])
 
     def draft_at(self, depth: int) -> float:
         """Seconds to draft a tree of that depth; after the table, a level costs what the last one did."""
@@ -97,9 +97,9 @@ class CostModel:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Self:
+    def from_json(cls, content: dict[str, Any]) -> Self:
         """What ``to_json`` wrote; JSON turned the sizes into text."""
-        return cls(**{**found, "verify": {int(n): float(seconds) for n, seconds in found["verify"].items()}})
+        return cls(**{**content, "verify": {int(n): float(seconds) for n, seconds in content["verify"].items()}})
 
 
 def measure_costs(
@@ -140,19 +140,19 @@ def measure_costs(
         ("tree", 0): partial(drafted, whole),
         ("prefill", 0): partial(_prefill, base, ids),
     }
-    times: dict[tuple[str, int], list[float]] = {part: [] for part in parts}
+    times: dict[tuple[str, int], list[float]] = {name: [] for name in parts}
     new = min(24, base.max_context - max([context, *map(len, prompts)]))
     answer = partial(decode_batch, base, max_new_tokens=new, ignore_eos=True)
     batches = [[prompt] * rows for prompt in prompts or [ids[0].tolist()] * ANSWERS]
     answers, plain = [], []
     with OtherProcesses() as others:
         for repeat in range(repeats + 2):
-            for part, work in parts.items():
-                if part[0] in ("draft", "tree"):
+            for name, work in parts.items():
+                if name[0] in ("draft", "tree"):
                     parts["verify", 1]()  # as in a step, which leaves no weights of the drafter in the CPU's caches
                 seconds = _timed(base, work)
                 if repeat >= 2:
-                    times[part].append(seconds)
+                    times[name].append(seconds)
         for number, batch in enumerate(batches):
             answers.append(answer(drafter, batch, draft_config=whole)[0])
             if number < ANSWERS:

@@ -138,9 +138,9 @@ class SequoiaTrees:
             path, size = pending.pop()
             paths.append(path)
             for child in range(int(self._children[depth][len(path), size]), 0, -1):
-                kept = int(self._kept[depth][len(path), child, size])
-                pending.append(((*path, child - 1), size - kept))
-                size = kept
+                size_before = int(self._kept[depth][len(path), child, size])
+                pending.append(((*path, child - 1), size - size_before))
+                size = size_before
         return TokenTree.from_paths(paths)
 
 
@@ -152,8 +152,8 @@ def sequoia(acceptance: Floats, nodes: int, depth: int) -> SequoiaTrees:
     node are always its first candidates, since one is only tried when those before it failed. ``acceptance`` [K, S] by
     depth: P(candidate b is the first accepted at a node that is reached).
     """
-    values, children, kept = zip(*(_one_bound(acceptance[:bound], nodes) for bound in range(depth + 1)), strict=True)
-    return SequoiaTrees(np.stack(values), list(children), list(kept))
+    values, children, sizes = zip(*(_one_bound(acceptance[:bound], nodes) for bound in range(depth + 1)), strict=True)
+    return SequoiaTrees(np.stack(values), list(children), list(sizes))
 
 
 def _one_bound(acceptance: Floats, nodes: int) -> tuple[Floats, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -271,12 +271,12 @@ def cross_fitted(
         if method == "greedy":
             order = greedy_tree(half, largest - 1)
             return [order.tree(size - 1) for size in sizes]
-        found = sequoia_tree(half, largest, depth)
-        return [found.tree(found.at_most(size, depth), depth) for size in sizes]
+        simulated = sequoia_tree(half, largest, depth)
+        return [simulated.tree(simulated.at_most(size, depth), depth) for size in sizes]
 
     of_other = [trees(half) for half in reversed(halves)]
-    found = []
+    simulated = []
     for pair in zip(*of_other, strict=True):
         parts = [[accepted_length_probs(a, tree) for a in half] for half, tree in zip(halves, pair, strict=True)]
-        found.append(simulate_steps(parts[0] + parts[1] if len(answers) > 1 else parts[0], seed))
-    return found
+        simulated.append(simulate_steps(parts[0] + parts[1] if len(answers) > 1 else parts[0], seed))
+    return simulated

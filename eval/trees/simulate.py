@@ -37,9 +37,9 @@ LengthProbs = Floats
 def accept_probs_of_ranks(ranks: Ranks, width: int | None = None) -> AcceptProbs:
     """Top-k drafting: one-hot ranks below ``width`` (by default all that occur)."""
     width = width or int(ranks.max(initial=0)) + 1
-    found: AcceptProbs = (ranks[..., None] == np.arange(width)).astype(np.float64)
-    found[ranks < 0] = np.nan
-    return found
+    accept_probs: AcceptProbs = (ranks[..., None] == np.arange(width)).astype(np.float64)
+    accept_probs[ranks < 0] = np.nan
+    return accept_probs
 
 
 def top_k_accept_probs(logits: Tensor, tokens: Tensor, d2t: Tensor, width: int) -> Tensor:
@@ -65,10 +65,10 @@ def candidate_accept_probs(
     """
     p, q = target.double(), draft.double()
     left = torch.ones(len(tokens), dtype=torch.float64, device=tokens.device)
-    found = []
+    by_candidate = []
     for s in range(width):
         accepted = _ratio(q.gather(1, tokens[:, None]), p.gather(1, tokens[:, None]))[:, 0].clamp(max=1.0)
-        found.append(left * accepted)
+        by_candidate.append(left * accepted)
         left = left * (1.0 - accepted)
         if s + 1 < width:
             excess = (q - p).clamp(min=0)
@@ -78,7 +78,7 @@ def candidate_accept_probs(
                 rejected = torch.where(possible, excess, 1.0).multinomial(1, generator=generator)
                 q = q.scatter(1, rejected, 0.0)
                 q = _normalised(q, otherwise=torch.zeros_like(q))  # no token is left: nothing is accepted
-    return torch.stack(found, -1)
+    return torch.stack(by_candidate, -1)
 
 
 def _ratio(q: Tensor, p: Tensor) -> Tensor:
